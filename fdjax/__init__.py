@@ -1,0 +1,55 @@
+"""LLM inference on NVIDIA GPUs from JAX.
+
+>>> import fdjax
+>>> lm = fdjax.load("tiny")
+>>> lm.generate("What is the largest ocean?").text
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from fdjax.generation import GenerationConfig, forward, generate
+    from fdjax.lm import LM, load
+    from fdjax.models import CheckpointError, describe, parse_config
+    from fdjax.results import GenerateResult, Stats
+
+# Names are imported when first used, so that importing a kernel does not import the engine.
+_HOMES = {
+    "GenerationConfig": "fdjax.generation",
+    "forward": "fdjax.generation",
+    "generate": "fdjax.generation",
+    "LM": "fdjax.lm",
+    "load": "fdjax.lm",
+    "CheckpointError": "fdjax.models",
+    "describe": "fdjax.models",
+    "parse_config": "fdjax.models",
+    "GenerateResult": "fdjax.results",
+    "Stats": "fdjax.results",
+}
+
+__all__ = [
+    "LM",
+    "CheckpointError",
+    "GenerateResult",
+    "GenerationConfig",
+    "Stats",
+    "__version__",
+    "describe",
+    "forward",
+    "generate",
+    "load",
+    "parse_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'fdjax' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,59 @@
+"""Command line: `compare` two records, or measure the `ceiling`."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from fdjax.bench import record as records
+from fdjax.bench.compare import compare
+
+
+def add_commands(parser: argparse.ArgumentParser) -> None:
+    """Adds the sub-commands; each sets `run`, a function of the parsed arguments."""
+    commands = parser.add_subparsers(required=True)
+    command = commands.add_parser("compare", help="flag what got slower; exits 1 if anything did")
+    command.add_argument("old")
+    command.add_argument("new")
+    command.add_argument("--tolerance", type=float, default=0.05, help="relative, default 0.05")
+    command.add_argument("--allow-device", action="store_true", help="compare different devices")
+    command.set_defaults(run=_compare)
+    command = commands.add_parser("ceiling", help="measure bandwidth and matrix-multiply rate")
+    command.add_argument("--bytes", type=int, default=2**30, help="bytes that a kernel reads")
+    command.add_argument("--matmul-size", type=int, default=8192, help="0 leaves it out")
+    command.add_argument("--commit", help="commit to record where git cannot be asked")
+    command.add_argument("--output", help="write the record to this file as well")
+    command.set_defaults(run=_ceiling)
+
+
+def _compare(args: argparse.Namespace) -> int:
+    try:
+        old, new = records.read(args.old), records.read(args.new)
+        comparison = compare(old, new, args.tolerance, allow_device=args.allow_device)
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(comparison.table())
+    return int(comparison.failed)
+
+
+def _ceiling(args: argparse.Namespace) -> int:
+    from fdjax.bench.ceiling import measure_ceiling
+
+    ceiling = measure_ceiling(args.bytes, matmul_size=args.matmul_size)
+    config = {"bytes": args.bytes, "matmul_size": args.matmul_size}
+    environment = records.environment(args.commit)
+    record = records.Record(environment, config, {"before": ceiling})
+    records.emit(record.finish(), args.output)
+    return int(ceiling["trusted"] is False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns the exit code: 1 for a regression, 2 for an error."""
+    parser = argparse.ArgumentParser(prog="python -m fdjax.bench")
+    add_commands(parser)
+    args = parser.parse_args(argv)
+    return args.run(args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

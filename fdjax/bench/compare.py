@@ -1,0 +1,105 @@
+"""Holds two records against each other."""
+
+import dataclasses
+
+from fdjax.bench.record import Record, Row
+
+_FAILURES = ("regression", "broken", "incomparable")
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """How a row changed: `ratio` is new over old median time."""
+
+    case: str
+    implementation: str
+    status: str
+    old_us: float | None = None
+    new_us: float | None = None
+    ratio: float | None = None
+    detail: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Changes by row, and remarks on the two records as a whole."""
+
+    changes: list[Change]
+    notes: list[str]
+
+    @property
+    def failed(self) -> bool:
+        """Whether a row regressed, broke, or can no longer be compared."""
+        return any(change.status in _FAILURES for change in self.changes)
+
+    def table(self) -> str:
+        """Returns the comparison as text."""
+        lines = [f"note: {note}" for note in self.notes]
+        for c in self.changes:
+            times = f"{c.old_us:.1f} -> {c.new_us:.1f} us ({c.ratio - 1:+.1%})" if c.ratio else ""
+            text = (f"{c.status:15}", c.case, c.implementation, times, c.detail)
+            lines.append("  ".join(filter(None, text)))
+        return "\n".join(lines)
+
+
+def compare(
+    old: Record, new: Record, tolerance: float = 0.05, *, allow_device: bool = False
+) -> Comparison:
+    """Matches the rows of two records by case and implementation and judges the median times.
+
+    Nothing is normalised. A time counts as changed if it moved by more than `tolerance` and by
+    more than the larger spread of the two; beyond the tolerance but not the spread it is
+    `"within spread"`. Rows with another clock, byte or FLOP count or L2 state are
+    `"incomparable"`; a row that was right and is not any more is `"broken"`.
+
+    Args:
+        old: the earlier record.
+        new: the one to judge.
+        tolerance: relative change of the median that is let pass.
+        allow_device: compare records of different devices or device counts.
+
+    Raises:
+        ValueError: the devices differ.
+    """
+    devices = [(r.environment["device_kind"], r.environment["device_count"]) for r in (old, new)]
+    if devices[0] != devices[1] and not allow_device:
+        raise ValueError(f"compare: devices must be the same, got {devices[0]} and {devices[1]}")
+    notes = []
+    for name in ("device_kind", "device_count", "versions", "nvidia_smi"):
+        a, b = old.environment.get(name), new.environment.get(name)
+        if a != b:
+            notes.append(f"{name} differs: {a} and {b}")
+    if old.config != new.config:
+        notes.append(f"config differs: {old.config} and {new.config}")
+    for which, record in (("old", old), ("new", new)):
+        for when, ceiling in record.ceiling.items():
+            if ceiling and ceiling["trusted"] is False:
+                notes.append(f"{which} ceiling {when} is not trusted: {ceiling['reason']}")
+    rows = [{(r.case, r.implementation): r for r in record.rows} for record in (old, new)]
+    changes = [
+        Change(*key, *_judge(rows[0].get(key), rows[1].get(key), tolerance))
+        for key in dict.fromkeys([*rows[0], *rows[1]])
+    ]
+    return Comparison(changes, notes)
+
+
+def _judge(old: Row | None, new: Row | None, tolerance: float) -> tuple:
+    if new is None:
+        return ("missing",)
+    if not new.timing:
+        broken = new.ok is False or (old is not None and old.timing)
+        return ("broken" if broken else "unsupported", None, None, None, new.reason or "")
+    if old is None or not old.timing:
+        return ("new", None, new.timing["median_us"])
+    a, b = old.timing, new.timing
+    before = (a["clock"], a["cold_l2"], old.bytes, old.flops)
+    now = (b["clock"], b["cold_l2"], new.bytes, new.flops)
+    if before != now:
+        detail = f"clock, cold L2, bytes, FLOPs were {before}, are {now}"
+        return ("incomparable", None, None, None, detail)
+    ratio = b["median_us"] / a["median_us"]
+    status = "same"
+    if abs(ratio - 1) > tolerance:
+        moved = abs(b["median_us"] - a["median_us"]) > max(a["spread_us"], b["spread_us"])
+        status = ("regression" if ratio > 1 else "improvement") if moved else "within spread"
+    return (status, a["median_us"], b["median_us"], ratio)

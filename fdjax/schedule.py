@@ -1,0 +1,107 @@
+"""How a batch of prompts becomes calls of a few fixed shapes."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from fdjax.state import SLOT_MULTIPLE
+
+# Widths of a prefill program. A prompt of any length is a sum of these.
+CHUNKS = (128, 512, 2048)
+# Prompt tokens per call, padding included, over all its rows.
+_CALL_TOKENS = 8192
+# What one more call costs, in tokens of compute: the weights are read once more.
+_CALL_OVERHEAD_TOKENS = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillCall:
+    """One call of `fdjax.step.prefill`, as host arrays.
+
+    Attributes:
+      rows: [R] state rows, or None for all of them in order.
+      tokens: [R, T].
+      lengths, offsets, final: [R].
+    """
+
+    rows: np.ndarray | None
+    tokens: np.ndarray
+    lengths: np.ndarray
+    offsets: np.ndarray
+    final: np.ndarray
+
+
+@functools.cache
+def chunks_for(length: int) -> tuple[int, ...]:
+    """The cheapest sequence of chunk widths that covers a prompt of `length` tokens."""
+    if length <= 0:
+        return ()
+    if length > 2 * CHUNKS[-1]:
+        return (CHUNKS[-1], *chunks_for(length - CHUNKS[-1]))
+    options = [(c, *chunks_for(length - c)) for c in reversed(CHUNKS)]
+    return min(options, key=lambda o: sum(o) + _CALL_OVERHEAD_TOKENS * len(o))
+
+
+def covered_slots(length: int) -> int:
+    """Cache slots that prefilling `length` tokens needs, padding included."""
+    return sum(chunks_for(length))
+
+
+def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillCall]:
+    """Calls that process `prompts` into rows 0, 1, … of a state of `batch` rows.
+
+    Rows of similar length share calls; a call has a power of two of rows, or all of them.
+    """
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    calls = []
+    while order:
+        widths = chunks_for(len(prompts[order[-1]]))
+        # The longest prompt decides the widths; as many of the next longest join it as fit.
+        count = batch
+        while count > 1 and count * max(widths) > _CALL_TOKENS:
+            count //= 2
+        whole = count == batch
+        group = list(range(batch)) if whole else order[-count:]
+        order = [] if whole else order[:-count]
+        if not whole and len(group) < count:
+            # Distinct rows without work fill the call.
+            group += [i for i in range(batch) if i not in group][: count - len(group)]
+        calls += _calls(prompts, group, widths, whole)
+    return calls
+
+
+def _calls(prompts, group, widths, whole):
+    offset = 0
+    for width in widths:
+        tokens = np.zeros((len(group), width), np.int32)
+        lengths = np.zeros(len(group), np.int32)
+        final = np.zeros(len(group), bool)
+        for r, i in enumerate(group):
+            prompt = prompts[i] if i < len(prompts) else ()
+            piece = prompt[offset : offset + width]
+            tokens[r, : len(piece)] = piece
+            lengths[r] = len(piece)
+            final[r] = 0 < len(prompt) <= offset + width and len(piece) > 0
+        yield PrefillCall(
+            rows=None if whole else np.asarray(group, np.int32),
+            tokens=tokens,
+            lengths=lengths,
+            offsets=np.full(len(group), offset, np.int32),
+            final=final,
+        )
+        offset += width
+
+
+def slots_for(longest_prompt: int, total: int, limit: int | None) -> int:
+    """Cache slots per row: the smallest of a few sizes that holds `total` tokens.
+
+    Few sizes mean few programs: 512, then four times that, and so on, or exactly `limit`.
+    """
+    if limit is not None:
+        return -(-limit // SLOT_MULTIPLE) * SLOT_MULTIPLE
+    slots = 512
+    while slots < max(total, covered_slots(longest_prompt)):
+        slots *= 4
+    return slots

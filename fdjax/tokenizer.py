@@ -1,0 +1,96 @@
+"""Text to ids and back, through the tokenizers package and a checkpoint's tokenizer.json."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from fdjax.models import CheckpointError
+
+
+class MissingTokenizerError(CheckpointError):
+    """Text was given or asked for and the checkpoint has no tokenizer.json."""
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer, or its absence: ids work without one."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self._tokenizer = None
+        path = folder / "tokenizer.json"
+        if path.exists():
+            import tokenizers
+
+            try:
+                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            except Exception as error:
+                raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
+            self._tokenizer.no_truncation()
+            self._tokenizer.no_padding()
+
+    def __bool__(self) -> bool:
+        return self._tokenizer is not None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with the special tokens the tokenizer adds.
+
+        Raises:
+          MissingTokenizerError: the checkpoint has no tokenizer.json.
+        """
+        return self._required().encode(text).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens left out.
+
+        Raises:
+          MissingTokenizerError: the checkpoint has no tokenizer.json.
+        """
+        return self._required().decode(list(ids), skip_special_tokens=True)
+
+    def token(self, token_id: int) -> str | None:
+        """The vocabulary entry of an id."""
+        return self._required().id_to_token(token_id)
+
+    def _required(self):
+        if self._tokenizer is None:
+            hint = "pass token ids instead"
+            if (self.folder / "tokenizer.model").exists():
+                hint = (
+                    "tokenizer.model alone is not enough: convert it with transformers, "
+                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
+                    "or pass token ids"
+                )
+            raise MissingTokenizerError(f"{self.folder}: no tokenizer.json; {hint}")
+        return self._tokenizer
+
+
+class Detokenizer:
+    """Text of a growing sequence: what `push` returns, joined, is `decode` of the whole.
+
+    Text is held back while it may still change: a character whose bytes are not all there, or a
+    run of byte tokens, which decoders interpret as a whole.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._sent = ""
+
+    def push(self, ids: Sequence[int], *, last: bool = False) -> str:
+        """The text that these further ids settle; with `last`, all that is left."""
+        self._ids += ids
+        text = self._tokenizer.decode(self._ids) if self._ids else ""
+        if not last:
+            settled = len(self._ids)
+            while settled and self._open_byte(self._ids[settled - 1]):
+                settled -= 1
+            if settled < len(self._ids):
+                text = self._tokenizer.decode(self._ids[:settled])
+            text = text.rstrip("\N{REPLACEMENT CHARACTER}")
+        if not text.startswith(self._sent):
+            return ""
+        piece, self._sent = text[len(self._sent) :], text
+        return piece
+
+    def _open_byte(self, token_id: int) -> bool:
+        token = self._tokenizer.token(token_id) or ""
+        return len(token) == 6 and token.startswith("<0x") and token.endswith(">")

@@ -1,0 +1,43 @@
+"""What a decoder block says about its attention, and what it asks of whoever owns the cache."""
+
+import dataclasses
+from typing import Any, Protocol
+
+from jax import Array
+
+from fdjax.pallas_kernels.rope import Rope
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """Static description of one layer's attention.
+
+    Attributes:
+      scale: multiplies q·k.
+      rope: rotary embedding of q and k, or None.
+      window: sliding window in tokens, own position included, or None.
+      soft_cap: cap of the scores, or None.
+      alibi: slope per query head, or None.
+    """
+
+    scale: float
+    rope: Rope | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: tuple[float, ...] | None = None
+
+
+class Attend(Protocol):
+    """Attention against a cache the model knows nothing of.
+
+    A block hands over q [B,T,H,D], k and v [B,T,Hkv,D] of the new tokens, before RoPE and after
+    any q/k norm, with its layer's part of the cache; it gets o [B,T,H,D] and that part updated.
+    The owner of the cache knows the positions; RoPE, append and attention are its business,
+    fused or not.
+    """
+
+    def __call__(
+        self, spec: AttentionSpec, kv: Any, q: Array, k: Array, v: Array
+    ) -> tuple[Array, Any]:
+        """One layer's attention."""
+        ...

@@ -1,0 +1,190 @@
+"""The decoder every family shares: pre-norm blocks of attention and a gated MLP.
+
+Modules describe; they hold no cache and run nothing by themselves. `describe` splits them once into
+a static graph and plain parameters, and `Model.module` puts both together again inside a trace.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+
+from fdjax.models.attention import Attend, AttentionSpec
+from fdjax.models.config import DecoderConfig
+from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import Plan
+
+Params = dict[str, Any]
+
+
+class Norm(nnx.Module):
+    """Weights of an RMS norm, handed to the linear layer that follows it."""
+
+    def __init__(self, width: int, eps: float, dtype):
+        self.scale = nnx.Param(jnp.ones((width,), dtype))
+        self.eps = eps
+
+    def operand(self) -> RMSNorm:
+        """The norm as an operand of `matmul`."""
+        return RMSNorm(self.scale[...], self.eps)
+
+
+class Linear(nnx.Module):
+    """A weight `[K, ...]` and perhaps a bias, applied through `matmul`."""
+
+    def __init__(self, shape: tuple[int, ...], bias: bool, dtype):
+        self.weight = nnx.Param(jnp.zeros(shape, dtype))
+        self.bias = nnx.Param(jnp.zeros(shape[1:], dtype)) if bias else None
+
+    def __call__(self, x: Array, **fused) -> Array:
+        """x [..., K] → [..., N]; `fused` are keywords of `matmul`."""
+        weight = self.weight[...]
+        bias = None if self.bias is None else self.bias[...]
+        if "gate" not in fused:
+            weight = weight.reshape(weight.shape[0], -1)
+            bias = None if bias is None else bias.reshape(-1)
+        return matmul(x, weight, bias=bias, **fused)
+
+
+class Attention(nnx.Module):
+    """Q, K and V in one product grouped by KV head, and the output projection."""
+
+    def __init__(self, config: DecoderConfig, spec: AttentionSpec, dtype):
+        heads = (config.kv_heads, config.group + 2, config.head_dim)
+        self.spec = spec
+        self.heads = heads
+        self.qkv = Linear((config.width, *heads), config.qkv_bias, dtype)
+        self.out = Linear((config.heads * config.head_dim, config.width), config.out_bias, dtype)
+
+    def __call__(
+        self, x: Array, norm: RMSNorm, kv: Any, attend: Attend, plan: Plan
+    ) -> tuple[Array, Any]:
+        """x [B,T,E] → x + attention(norm(x)), and the layer's cache updated."""
+        b, t, _ = x.shape
+        kv_heads, parts, d = self.heads
+        qkv = self.qkv(x, norm=norm, plan=plan).reshape(b, t, kv_heads, parts, d)
+        q = qkv[:, :, :, :-2].reshape(b, t, kv_heads * (parts - 2), d)
+        o, kv = attend(self.spec, kv, q, qkv[:, :, :, -2], qkv[:, :, :, -1])
+        return self.out(o.reshape(b, t, -1), residual=x, plan=plan), kv
+
+
+class MLP(nnx.Module):
+    """Gated MLP: down(act(gate(x)) * up(x))."""
+
+    def __init__(self, config: DecoderConfig, dtype):
+        self.activation = config.activation
+        self.gate_up = Linear((config.width, 2, config.mlp_width), config.mlp_bias, dtype)
+        self.down = Linear((config.mlp_width, config.width), config.mlp_bias, dtype)
+
+    def __call__(self, x: Array, norm: RMSNorm, plan: Plan) -> Array:
+        """x [B,T,E] → x + mlp(norm(x))."""
+        hidden = self.gate_up(x, norm=norm, gate=self.activation, plan=plan)
+        return self.down(hidden, residual=x, plan=plan)
+
+
+class Block(nnx.Module):
+    """One decoder layer."""
+
+    def __init__(self, config: DecoderConfig, spec: AttentionSpec, dtype):
+        self.attention_norm = Norm(config.width, config.norm_eps, dtype)
+        self.attention = Attention(config, spec, dtype)
+        self.mlp_norm = Norm(config.width, config.norm_eps, dtype)
+        self.mlp = MLP(config, dtype)
+
+    def __call__(self, x: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
+        """x [B,T,E] → [B,T,E], and the layer's cache updated."""
+        x, kv = self.attention(x, self.attention_norm.operand(), kv, attend, plan)
+        return self.mlp(x, self.mlp_norm.operand(), plan), kv
+
+
+class Decoder(nnx.Module):
+    """Embedding, blocks, final norm, head."""
+
+    def __init__(self, config: DecoderConfig, dtype):
+        self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
+        self.blocks = nnx.List([Block(config, spec, dtype) for spec in config.attention])
+        self.norm = Norm(config.width, config.norm_eps, dtype)
+        self.head = (
+            None
+            if config.tie_embeddings
+            else Linear((config.width, config.vocab_size), False, dtype)
+        )
+
+    def __call__(
+        self, tokens: Array, kv: list[Any], attend: Attend, plan: Plan
+    ) -> tuple[Array, list[Any]]:
+        """Hidden states before the final norm.
+
+        Args:
+          tokens: [B, T] int32.
+          kv: one cache per layer, whatever `attend` makes of it.
+          attend: attention against that cache.
+          plan: which implementations run.
+
+        Returns:
+          ([B, T, E], the caches updated).
+        """
+        x = jnp.take(self.embed[...], tokens, axis=0)
+        updated = []
+        for block, layer_kv in zip(self.blocks, kv, strict=True):
+            x, layer_kv = block(x, layer_kv, attend, plan)
+            updated.append(layer_kv)
+        return x, updated
+
+    def logits(self, hidden: Array, plan: Plan) -> Array:
+        """hidden [..., E] → fp32 logits [..., V]."""
+        fused = {"norm": self.norm.operand(), "preferred_element_type": jnp.float32, "plan": plan}
+        if self.head is None:
+            return matmul(hidden, self.embed[...].T, **fused)
+        return self.head(hidden, **fused)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """A model without its weights: static, hashable by identity, usable as a jit static argument.
+
+    Attributes:
+      config: the architecture.
+      dtype: of the parameters, a NumPy name.
+      plan: which implementations run.
+    """
+
+    config: DecoderConfig
+    dtype: str
+    plan: Plan
+    _graph: nnx.GraphDef = dataclasses.field(repr=False)
+    _abstract: nnx.State = dataclasses.field(repr=False)
+
+    def module(self, params: Params) -> Decoder:
+        """The decoder over these parameters, to be called inside a trace."""
+        state = jax.tree.unflatten(jax.tree.structure(self._abstract), jax.tree.leaves(params))
+        return nnx.merge(self._graph, state)
+
+    @functools.cached_property
+    def abstract_params(self) -> Params:
+        """Shapes and dtypes of the parameters, as a tree of `jax.ShapeDtypeStruct`."""
+        return nnx.to_pure_dict(self._abstract)
+
+    @property
+    def parameter_count(self) -> int:
+        """Number of weights; tied embeddings count once."""
+        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+
+
+def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | None = None) -> Model:
+    """Describe a model without allocating anything.
+
+    Args:
+      config: the architecture.
+      dtype: of the parameters and activations; default that of the checkpoint.
+      plan: which implementations run; default that of the first local device.
+    """
+    dtype = dtype or config.dtype
+    abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
+    graph, state = nnx.split(abstract)
+    return Model(config, dtype, Plan.for_device() if plan is None else plan, graph, state)

@@ -1,0 +1,15 @@
+"""Attention against a KV cache `[B,Hkv,S,D]`: decode and prefill, one file per implementation."""
+
+from fdjax.pallas_kernels.attention.decode import decode_attention
+from fdjax.pallas_kernels.attention.masks import alibi_slopes
+from fdjax.pallas_kernels.attention.merge import merge_attention
+from fdjax.pallas_kernels.attention.prefill import prefill_attention
+from fdjax.pallas_kernels.attention.reference import attention_reference
+
+__all__ = [
+    "alibi_slopes",
+    "attention_reference",
+    "decode_attention",
+    "merge_attention",
+    "prefill_attention",
+]

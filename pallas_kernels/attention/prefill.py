@@ -1,0 +1,102 @@
+"""Prefill attention: a chunk of a prompt against the cache that already holds it and its prefix.
+
+Compute bound: 4 · H · D FLOPs for each (query, key) pair that is seen, about
+2 · B · H · D · T · (2·offset + T) in all when causal.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fdjax.pallas_kernels.attention.cudnn import prefill_cudnn
+from fdjax.pallas_kernels.attention.masks import Masking, check_attention
+from fdjax.pallas_kernels.attention.xla import attention_xla
+from fdjax.pallas_kernels.plan import Plan, resolve
+
+
+def prefill_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    offsets: Array | None = None,
+    *,
+    scale: float,
+    layer: Array | int | None = None,
+    causal: bool = True,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi: tuple[float, ...] | None = None,
+    phi: Array | None = None,
+    return_lse: bool = False,
+    implementation: str | None = None,
+    plan: Plan | None = None,
+):
+    """Attention of a chunk of queries against the cache.
+
+    Query t of row b stands at position offsets[b] + t. Queries at or past lengths[b] are padding
+    and give zeros; no implementation lets what they hold reach another row or query.
+
+    Args:
+      q: [B, T, H, D].
+      k, v: [B, Hkv, S, D], the chunk's own keys already written, or with `layer` a stack
+        [L, B, Hkv, S, D]. Slots at and past `lengths` never reach the result.
+      lengths: [B] int32 live slots per row, the chunk included.
+      offsets: [B] int32 position of the first query, default 0.
+      scale: multiplies q·k, usually D ** -0.5.
+      layer: index into stacked caches.
+      causal: a query sees no later position; otherwise it sees every live slot.
+      window: a query sees only the last `window` positions, its own included.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap).
+      alibi: H slopes of a linear position bias.
+      phi: [H] fp32 unified maximum per head, used by "mosaic_gpu" only.
+      return_lse: also return the logsumexp of the scores.
+      implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
+      plan: consulted when no implementation is named; without either, XLA.
+
+    Returns:
+      o [B, T, H, D] in the dtype of q, or (o, lse [B, T, H] fp32; -inf for padding).
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: the named implementation cannot do this.
+    """
+    masking = Masking(causal=causal, window=window, soft_cap=soft_cap, alibi=alibi)
+    check_attention("prefill_attention", q, k, v, lengths, layer, scale, masking)
+    b, t, h, d = q.shape
+    if offsets is None:
+        offsets = jnp.zeros((b,), jnp.int32)
+    if offsets.shape != (b,):
+        raise ValueError(f"prefill_attention: offsets must be [{b}], got {list(offsets.shape)}")
+    if phi is not None and phi.shape != (h,):
+        raise ValueError(f"prefill_attention: phi must be [{h}], got {list(phi.shape)}")
+    choice = resolve(
+        plan,
+        implementation,
+        "prefill_attention",
+        b=b,
+        t=t,
+        h=h,
+        hkv=k.shape[-3],
+        s=k.shape[-2],
+        d=d,
+        itemsize=q.dtype.itemsize,
+        masks=int(not masking.plain),
+    )
+    if layer is not None:
+        k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
+    if choice.implementation == "cudnn":
+        o, lse = prefill_cudnn(q, k, v, lengths, offsets, scale=scale, masking=masking)
+    elif choice.implementation == "xla":
+        o, lse = attention_xla(
+            q,
+            k,
+            v,
+            lengths,
+            offsets,
+            scale=scale,
+            masking=masking,
+            batch_invariant=plan is not None and plan.batch_invariant,
+        )
+    else:
+        raise NotImplementedError(f"prefill_attention: no {choice.implementation!r} implementation")
+    return (o, lse) if return_lse else o

@@ -1,0 +1,60 @@
+"""What every attention implementation must equal: masked softmax in fp32, nothing clever."""
+
+import jax.numpy as jnp
+from jax import Array
+
+from fdjax.pallas_kernels.attention.masks import Masking
+
+
+def attention_reference(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    offsets: Array,
+    *,
+    scale: float,
+    masking: Masking = Masking(),
+) -> tuple[Array, Array]:
+    """Attention of queries at positions offsets[b] + t against slots below lengths[b].
+
+    Args:
+      q: [B, T, H, D].
+      k, v: [B, Hkv, S, D]; slots at and past lengths may hold anything, NaN included.
+      lengths: [B] live slots.
+      offsets: [B] position of the first query.
+
+    Returns:
+      (o [B, T, H, D] fp32, lse [B, T, H] fp32). A query that sees nothing, or that stands at or
+      past `lengths`, gives zeros and -inf.
+    """
+    f32 = jnp.float32
+    b, t, h, _ = q.shape
+    s = k.shape[2]
+    group = h // k.shape[1]
+    k = jnp.repeat(k.astype(f32), group, axis=1)
+    v = jnp.repeat(v.astype(f32), group, axis=1)
+    scores = jnp.einsum("bthd,bhsd->bths", q.astype(f32), k, precision="highest") * scale
+    if masking.soft_cap is not None:
+        scores = masking.soft_cap * jnp.tanh(scores / masking.soft_cap)
+    query = (offsets[:, None] + jnp.arange(t)[None])[:, :, None, None]
+    key = jnp.arange(s)[None, None, None]
+    if masking.alibi is not None:
+        slopes = jnp.asarray(masking.alibi, f32)[None, None, :, None]
+        scores = scores + slopes * (key - query).astype(f32)
+    length = lengths[:, None, None, None]
+    seen = (key < length) & (query < length)
+    if masking.causal:
+        seen = seen & (key <= query)
+    if masking.window is not None:
+        seen = seen & (key > query - masking.window)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    p = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    total = jnp.sum(p, axis=-1)
+    live = (key < length).reshape(b, 1, s, 1)
+    o = jnp.einsum("bths,bhsd->bthd", p, jnp.where(live, v, 0.0), precision="highest")
+    o = jnp.where(total[..., None] > 0, o / jnp.where(total > 0, total, 1.0)[..., None], 0.0)
+    lse = jnp.where(total > 0, top[..., 0] + jnp.log(jnp.where(total > 0, total, 1.0)), -jnp.inf)
+    return o, lse

@@ -1,0 +1,108 @@
+"""Attention as two einsums. Reads every slot of the cache; scores are [B,H,T,S] in fp32."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fdjax.pallas_kernels.attention.masks import Masking
+
+# The scores of a block of query rows stay below this many bytes.
+_SCORES_BYTES = 256 * 2**20
+# Query rows per block in batch-invariant mode, whatever the length of the chunk.
+_INVARIANT_BLOCK = 128
+
+
+def attention_xla(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    offsets: Array,
+    *,
+    scale: float,
+    masking: Masking,
+    batch_invariant: bool = False,
+) -> tuple[Array, Array]:
+    """Arguments and results of `attention_reference`, o in the dtype of q.
+
+    P is rounded to the dtype of v before the second product, and the denominator sums the rounded
+    P, so a row dominated by one key returns that key's value exactly.
+
+    Args:
+      batch_invariant: one row of the batch at a time, for results that do not depend on B.
+    """
+    t = q.shape[1]
+    if batch_invariant:
+
+        def one_row(operands):
+            row = [a[None] for a in operands]
+            block = _INVARIANT_BLOCK if t % _INVARIANT_BLOCK == 0 else t
+            o, lse = _in_query_blocks(block, *row, scale=scale, masking=masking)
+            return o[0], lse[0]
+
+        return lax.map(one_row, (q, k, v, lengths, offsets))
+    block = min(t, max(1, _SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[2])))
+    while t % block:
+        block -= 1
+    return _in_query_blocks(block, q, k, v, lengths, offsets, scale=scale, masking=masking)
+
+
+def _in_query_blocks(block, q, k, v, lengths, offsets, *, scale, masking):
+    """`_attention` over blocks of query tokens; `block` divides T."""
+    b, t, h, d = q.shape
+    if block == t:
+        return _attention(q, k, v, lengths, offsets, scale=scale, masking=masking)
+
+    def query_block(operands):
+        q, start = operands
+        return _attention(q, k, v, lengths, offsets + start, scale=scale, masking=masking)
+
+    blocks = jnp.moveaxis(q.reshape(b, t // block, block, h, d), 1, 0)
+    o, lse = lax.map(query_block, (blocks, jnp.arange(0, t, block, dtype=jnp.int32)))
+    return jnp.moveaxis(o, 0, 1).reshape(q.shape), jnp.moveaxis(lse, 0, 1).reshape(b, t, h)
+
+
+def _attention(q, k, v, lengths, offsets, *, scale, masking):
+    b, t, h, d = q.shape
+    kv_heads, s = k.shape[1:3]
+    group = h // kv_heads
+    precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
+    # The rows of a KV head's group share its keys: one product of [G·T, D] with [D, S].
+    rows = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 3, 1, 4)
+    rows = rows.reshape(b, kv_heads, group * t, d)
+    scores = jnp.einsum(
+        "bhrd,bhsd->bhrs", rows, k, precision=precision, preferred_element_type=jnp.float32
+    )
+    scores = scores.reshape(b, kv_heads, group, t, s) * scale
+    if masking.soft_cap is not None:
+        scores = masking.soft_cap * jnp.tanh(scores / masking.soft_cap)
+    query = (offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None])[:, None, None, :, None]
+    key = jnp.arange(s, dtype=jnp.int32)[None, None, None, None]
+    if masking.alibi is not None:
+        slopes = jnp.asarray(masking.alibi, jnp.float32).reshape(1, kv_heads, group, 1, 1)
+        scores = scores + slopes * (key - query).astype(jnp.float32)
+    length = lengths[:, None, None, None, None]
+    seen = (key < length) & (query < length)
+    if masking.causal:
+        seen = seen & (key <= query)
+    if masking.window is not None:
+        seen = seen & (key > query - masking.window)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    top = jnp.max(scores, axis=-1, keepdims=True)
+    top = jnp.where(top > -jnp.inf, top, 0.0)
+    p = jnp.exp(scores - top).astype(v.dtype)
+    total = jnp.sum(p.astype(jnp.float32), axis=-1)
+    # 0 * NaN is NaN: slots that hold nothing must not reach the product.
+    live = (jnp.arange(s, dtype=jnp.int32)[None] < lengths[:, None])[:, None, :, None]
+    o = jnp.einsum(
+        "bhrs,bhsd->bhrd",
+        p.reshape(b, kv_heads, group * t, s),
+        jnp.where(live, v, jnp.zeros((), v.dtype)),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+    empty = total == 0
+    total = jnp.where(empty, 1.0, total)
+    o = o.reshape(b, kv_heads, group, t, d) / total[..., None]
+    lse = jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(total))
+    o = o.transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
+    return o.astype(q.dtype), lse.transpose(0, 3, 1, 2).reshape(b, t, h)

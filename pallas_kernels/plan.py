@@ -1,0 +1,209 @@
+"""Which implementation of an op runs for which shape, decided once and passed down.
+
+A `Plan` is frozen and hashable, so it is a static argument under `jax.jit`: no op looks at global
+state while it is traced, and the plan of an H100 can be built and tested on a CPU.
+
+Lookup order of `Plan.choose`: an implementation forced by name, the exact entry of the measured
+table, the nearest measured shape, the heuristic of the device.
+"""
+
+import dataclasses
+import functools
+import json
+import logging
+import math
+from collections.abc import Hashable, Mapping
+from pathlib import Path
+
+IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
+TABLE_SCHEMA = 1
+
+logger = logging.getLogger("fdjax")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation of one op at one shape.
+
+    Attributes:
+      implementation: one of `IMPLEMENTATIONS`.
+      config: hashable kernel configuration, or None for the implementation's default.
+      source: "named" | "table" | "nearest" | "heuristic", for `fdjax info`.
+    """
+
+    implementation: str
+    config: Hashable = None
+    source: str = "named"
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One measured row of a dataflow table: op and shape to implementation."""
+
+    op: str
+    shape: tuple[tuple[str, int], ...]
+    choice: Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Frozen answer to "which implementation runs here?".
+
+    Attributes:
+      device_kind: `jax.Device.device_kind`, such as "NVIDIA H100 80GB HBM3" or "cpu".
+      compute_capability: (major, minor) of a CUDA device, None elsewhere.
+      batch_invariant: ask XLA bodies for results that do not depend on what else is in the batch,
+        bitwise. On by default on CPU, where it costs little.
+      named: implementations forced by name, as ((op, implementation), ...). These never fall back:
+        an op that cannot run as named raises `NotImplementedError`.
+      table: measured entries.
+    """
+
+    device_kind: str = "cpu"
+    compute_capability: tuple[int, int] | None = None
+    batch_invariant: bool = False
+    named: tuple[tuple[str, str], ...] = ()
+    table: tuple[Entry, ...] = ()
+
+    def __post_init__(self):
+        for op, implementation in self.named:
+            check_implementation(op, implementation)
+
+    @classmethod
+    def for_device(cls, device=None, *, implementation: str | None = None) -> "Plan":
+        """Plan of a `jax.Device` (default: the first local one) with its shipped table.
+
+        Args:
+          implementation: force this implementation for every op that has it; "xla" elsewhere.
+        """
+        if device is None:
+            import jax
+
+            device = jax.local_devices()[0]
+        capability = None
+        if device.platform == "gpu":
+            major, _, minor = device.compute_capability.partition(".")
+            capability = (int(major), int(minor or 0))
+        return cls.for_kind(device.device_kind, capability, implementation=implementation)
+
+    @classmethod
+    def for_kind(
+        cls,
+        device_kind: str,
+        compute_capability: tuple[int, int] | None = None,
+        *,
+        implementation: str | None = None,
+    ) -> "Plan":
+        """Plan of a device known by name only: no such device is needed."""
+        named = ()
+        if implementation is not None:
+            named = tuple((op, implementation) for op in _ops_with(implementation))
+        return cls(
+            device_kind=device_kind,
+            compute_capability=compute_capability,
+            batch_invariant=compute_capability is None,
+            named=named,
+            table=_shipped_table(device_kind),
+        )
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - plans are few and live as long as the program
+    def choose(self, op: str, **shape: int) -> Choice:
+        """The choice for `op` at `shape` (the op's own keys, such as m, k, n)."""
+        for name, implementation in self.named:
+            if name == op:
+                return Choice(implementation)
+        key = tuple(sorted(shape.items()))
+        entries = [e for e in self.table if e.op == op]
+        for entry in entries:
+            if entry.shape == key:
+                return dataclasses.replace(entry.choice, source="table")
+        near = [e for e in entries if _distance(e.shape, key) <= math.log(2)]
+        if near:
+            entry = min(near, key=lambda e: _distance(e.shape, key))
+            logger.debug("%s %s: nearest measured shape %s", op, dict(key), dict(entry.shape))
+            return dataclasses.replace(entry.choice, source="nearest")
+        choice = self._heuristic(op, shape)
+        logger.debug("%s %s: no measurement, %s", op, dict(key), choice.implementation)
+        return choice
+
+    def _heuristic(self, op: str, shape: Mapping[str, int]) -> Choice:
+        on_gpu = self.compute_capability is not None and self.compute_capability >= (8, 0)
+        # cuDNN's attention reads only the live part of the cache; XLA's einsum reads every slot.
+        if on_gpu and op in ("decode_attention", "prefill_attention"):
+            supported = shape["d"] % 8 == 0 and shape["d"] <= 128 and shape["itemsize"] == 2
+            plain = not (shape["masks"] or (op == "decode_attention" and shape["t"] > 1))
+            if supported and plain:
+                return Choice("cudnn", source="heuristic")
+        return Choice("xla", source="heuristic")
+
+
+def resolve(plan: Plan | None, implementation: str | None, op: str, **shape: int) -> Choice:
+    """The choice an op makes: its `implementation` argument, else its plan, else "xla"."""
+    if implementation is not None:
+        check_implementation(op, implementation)
+        return Choice(implementation)
+    if plan is None:
+        return Choice("xla")
+    return plan.choose(op, **shape)
+
+
+def check_implementation(op: str, implementation: str) -> None:
+    """Raise ValueError for a name that is no implementation at all."""
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(
+            f"{op}: implementation must be one of {', '.join(IMPLEMENTATIONS)}, "
+            f"got {implementation!r}"
+        )
+
+
+def _ops_with(implementation: str) -> tuple[str, ...]:
+    check_implementation("plan", implementation)
+    ops = {
+        "xla": ("matmul", "decode_attention", "prefill_attention"),
+        "cudnn": ("decode_attention", "prefill_attention"),
+        "mosaic_gpu": (),
+    }[implementation]
+    if not ops:
+        raise NotImplementedError(f"plan: no op has a {implementation!r} implementation yet")
+    return ops
+
+
+def _distance(a: tuple[tuple[str, int], ...], b: tuple[tuple[str, int], ...]) -> float:
+    """Largest log-ratio between two shapes; infinite when their keys or zero values differ."""
+    if [k for k, _ in a] != [k for k, _ in b]:
+        return math.inf
+    far = 0.0
+    for (_, x), (_, y) in zip(a, b, strict=True):
+        if x == y:
+            continue
+        if x <= 0 or y <= 0:
+            return math.inf
+        far = max(far, abs(math.log(x / y)))
+    return far
+
+
+@functools.cache
+def _shipped_table(device_kind: str) -> tuple[Entry, ...]:
+    path = Path(__file__).parent / "tables" / f"{device_kind.replace(' ', '_')}.json"
+    return read_table(path) if path.exists() else ()
+
+
+def read_table(path: str | Path) -> tuple[Entry, ...]:
+    """Read a measured dataflow table.
+
+    Raises:
+      ValueError: the file has another schema.
+    """
+    data = json.loads(Path(path).read_text())
+    if data.get("schema") != TABLE_SCHEMA:
+        raise ValueError(
+            f"dataflow table {path}: schema must be {TABLE_SCHEMA}, got {data.get('schema')!r}"
+        )
+    return tuple(
+        Entry(
+            op=row["op"],
+            shape=tuple(sorted(row["shape"].items())),
+            choice=Choice(row["implementation"], source="table"),
+        )
+        for row in data["entries"]
+    )

@@ -1,0 +1,39 @@
+"""What every test runs under: strict JAX promotion, no compile cache, reproducible Hypothesis."""
+
+import functools
+import os
+from pathlib import Path
+
+import hypothesis
+import jax
+import pytest
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+# A test must see the compiler at work, not what an earlier run left on disk.
+jax.config.update("jax_enable_compilation_cache", False)
+
+# Without a GPU the CUDA plugin of the `deviceless` extra finds no cuDNN, and JAX then drops it
+# unless another platform was asked for by name.
+if jax.config.jax_platforms is None and not list(Path("/dev").glob("nvidia[0-9]*")):
+    jax.config.update("jax_platforms", "cpu")
+
+# The first call of a jitted function compiles, so no deadline holds.
+hypothesis.settings.register_profile("local", deadline=None)
+hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@functools.cache
+def _gpu_count() -> int:
+    try:
+        return jax.local_device_count("gpu")
+    except RuntimeError:  # JAX knows no such platform here
+        return 0
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs more GPUs than there are."""
+    needed = 2 if item.get_closest_marker("multigpu") else int("gpu" in item.keywords)
+    if needed and _gpu_count() < needed:
+        pytest.skip(f"needs {needed} GPU(s), found {_gpu_count()}")

@@ -1,0 +1,221 @@
+"""Rooms import only downwards, and importing them does nothing but define names."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+TOP_LEVEL = {
+    *("pallas_kernels", "models", "fdjax", "benchmarks", "tests", "notebooks"),
+    *("README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"),
+    *(".ci", ".gitignore", ".python-version"),
+}
+# What each room may import of the others.
+BELOW = {
+    "pallas_kernels": {"fdjax.pallas_kernels"},
+    "models": {"fdjax.pallas_kernels", "fdjax.models"},
+    "fdjax": {"fdjax"},
+    "benchmarks": {"fdjax", "benchmarks"},
+}
+
+
+def _declared() -> set[str]:
+    """Import names of the packages that fdjax asks for, with those of its `bench` extra."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    requirements = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
+    return {re.match(r"[\w\-]+", r)[0].replace("-", "_").lower() for r in requirements}
+
+
+# What each room may import from elsewhere, beside the standard library. Peers are compared with
+# in benchmarks, so anything goes there.
+THIRD_PARTY = {
+    "pallas_kernels": {"jax", "jaxlib", "numpy"},
+    "models": {"jax", "jaxlib", "numpy", "flax"},
+    "fdjax": _declared() | {"jaxlib"},
+    "benchmarks": None,
+}
+# The embedded model is trained where it lies, with a tokenizer of its own; optax comes with flax.
+TRAINING = Path("models/tiny")
+TRAINING_PARTY = _declared() | {"jaxlib", "optax"}
+
+
+def _sources(folder: str) -> list[Path]:
+    """Python files of a top-level folder, not of those it links to, relative to the root."""
+    return sorted(
+        Path(directory, name).relative_to(ROOT)
+        for directory, _, names in os.walk(ROOT / folder, followlinks=False)
+        for name in names
+        if name.endswith(".py")
+    )
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            module = "." * node.level + (node.module or "")
+            # `from fdjax import models` imports fdjax.models.
+            yield from (f"{module}.{a.name}" if module == "fdjax" else module for a in node.names)
+
+
+def _wrong_imports(source: str, path: Path) -> list[str]:
+    room = path.parts[0]
+    third_party = TRAINING_PARTY if path.is_relative_to(TRAINING) else THIRD_PARTY[room]
+    wrong = []
+    for name in _imported(ast.parse(source)):
+        top = name.split(".")[0]
+        if top == "":
+            ok = False  # relative
+        elif top in BELOW:
+            ok = any(f"{name}.".startswith(f"{package}.") for package in BELOW[room])
+        else:
+            ok = third_party is None or top in third_party or top in sys.stdlib_module_names
+        if not ok:
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("room", BELOW)
+def test_rooms_import_only_downwards(room):
+    wrong = {
+        str(path): names
+        for path in _sources(room)
+        if (names := _wrong_imports((ROOT / path).read_text(), path))
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        ("pallas_kernels", "import flax"),
+        ("pallas_kernels", "from fdjax.models import llama"),
+        ("pallas_kernels", "from fdjax import plan"),
+        ("pallas_kernels", "def f():\n  import fdjax.engine"),
+        ("models", "import fdjax"),
+        ("models", "from fdjax import engine"),
+        ("models", "from . import config"),
+        ("models", "import models"),
+        ("fdjax", "from pallas_kernels.gemm import matmul"),
+        ("fdjax", "import benchmarks.peers"),
+        ("fdjax", "import torch"),
+        ("benchmarks", "import models.llama"),
+    ],
+)
+def test_the_import_rule_finds(room, source):
+    assert _wrong_imports(source, Path(room, "some.py"))
+
+
+@pytest.mark.parametrize(
+    ("room", "source"),
+    [
+        (
+            "pallas_kernels",
+            "import math\nimport jax.numpy as jnp\nfrom fdjax.pallas_kernels import x",
+        ),
+        ("models", "from fdjax import pallas_kernels\nfrom fdjax.models.config import Config"),
+        ("fdjax", "from fdjax import models, engine\nimport tokenizers"),
+        ("benchmarks", "import torch, fdjax\nfrom benchmarks import peers"),
+    ],
+)
+def test_the_import_rule_allows(room, source):
+    assert not _wrong_imports(source, Path(room, "some.py"))
+
+
+def test_tests_import_rooms_by_their_package():
+    for path in _sources("tests"):
+        names = {name.split(".")[0] for name in _imported(ast.parse((ROOT / path).read_text()))}
+        assert not names & {"models", "pallas_kernels"}, path
+
+
+@pytest.mark.parametrize("room", ["pallas_kernels", "models"])
+def test_no_environment_variables(room):
+    """Behaviour of an op is in its arguments."""
+    knobs = re.compile(r"\b(environ|getenv|putenv)\b")
+    found = [path for path in _sources(room) if knobs.search((ROOT / path).read_text())]
+    assert not found
+
+
+@pytest.mark.parametrize("room", ["pallas_kernels", "models"])
+def test_links_are_relative(room):
+    link = ROOT / "fdjax" / room
+    assert link.is_symlink()
+    assert link.readlink() == Path("..", room)
+    assert (link / "__init__.py").is_file()
+
+
+def test_top_level_entries():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout, so what is ignored is unknown")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout.split("\0")
+    assert {path.split("/")[0] for path in listed if path} <= TOP_LEVEL
+
+
+def _modules_after(code: str) -> set[str]:
+    """Names in `sys.modules` after running code in a new interpreter."""
+    printed = subprocess.run(
+        [sys.executable, "-c", f"{code}\nimport sys\nprint('modules:', *sys.modules)"],
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout
+    return set(printed.rpartition("modules:")[2].split())
+
+
+def _loaded_packages(modules: set[str]) -> set[str]:
+    return {".".join(m.split(".")[:2]) for m in modules if m.split(".")[0] == "fdjax"}
+
+
+def test_importing_fdjax_is_lazy():
+    modules = _modules_after("import fdjax")
+    assert not modules & {"jax", "numpy", "flax", "fdjax.models", "fdjax.pallas_kernels"}
+
+
+def test_importing_kernels_leaves_the_rest_alone():
+    modules = _modules_after("import fdjax.pallas_kernels")
+    assert _loaded_packages(modules) <= {"fdjax", "fdjax.pallas_kernels"}
+    assert "flax" not in modules
+
+
+def test_importing_models_leaves_the_engine_alone():
+    modules = _modules_after("import fdjax.models")
+    assert _loaded_packages(modules) <= {"fdjax", "fdjax.pallas_kernels", "fdjax.models"}
+
+
+IMPORT_ALL = """
+import importlib, pkgutil, fdjax
+for module in pkgutil.walk_packages(fdjax.__path__, "fdjax."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
+from jax._src import xla_bridge
+assert not xla_bridge._backends, "an import initialised a JAX backend"
+"""
+
+
+def test_no_import_initialises_a_backend():
+    modules = _modules_after(IMPORT_ALL)
+    for room in ("pallas_kernels", "models"):  # the walk did follow the links
+        for path in _sources(room):
+            name = ".".join(("fdjax", *path.with_suffix("").parts))
+            assert name.removesuffix(".__init__") in modules
+
+
+def test_the_backend_check_can_fail():
+    with pytest.raises(subprocess.CalledProcessError):
+        _modules_after(f"import jax\njax.devices('cpu')\n{IMPORT_ALL}")
