@@ -6,6 +6,7 @@ format is eight bytes of header length, a JSON header, and the bytes.
 """
 
 import dataclasses
+import importlib.resources
 import json
 import re
 import struct
@@ -26,6 +27,7 @@ _DTYPES = {
     "BF16": np.dtype(ml_dtypes.bfloat16),
     "F64": np.dtype(np.float64),
 }
+EMBEDDED = "tiny"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 
@@ -56,6 +58,8 @@ class StoredTensor:
 def locate(name_or_path: str) -> Path:
     """The folder of a checkpoint: a local one, or a hub id downloaded to the hub's cache.
 
+    "tiny" is the model that comes with the package, unless there is a folder of that name.
+
     Raises:
       CheckpointError: neither a folder nor something the hub gives.
     """
@@ -64,6 +68,8 @@ def locate(name_or_path: str) -> Path:
         return path
     if path.exists():
         raise CheckpointError(f"{name_or_path}: a checkpoint is a folder, this is a file")
+    if name_or_path == EMBEDDED:
+        return Path(str(importlib.resources.files("fdjax.models.tiny")))
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
         raise CheckpointError(f"{name_or_path}: no such folder, and not a hub id like 'owner/name'")
     import huggingface_hub

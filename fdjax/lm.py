@@ -4,8 +4,8 @@ import collections
 import contextlib
 import dataclasses
 import functools
-import logging
 import math
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -19,14 +19,13 @@ from fdjax.checkpoint import load_params, locate, read_json
 from fdjax.generation import GenerationConfig, per_row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.platform import enable_compilation_cache, warn_of_idle_gpu
 from fdjax.results import PEAK_GB_PER_S, GenerateResult, Stats, step_bytes
 from fdjax.sampling import Processors
 from fdjax.schedule import PrefillCall, prefill_calls, slots_for
 from fdjax.state import LayerCache, init_cache, start
 from fdjax.step import decode_steps, prefill
 from fdjax.tokenizer import Detokenizer, Tokenizer
-
-logger = logging.getLogger("fdjax")
 
 # Decode steps per dispatch: the width of the device loop's result.
 MAX_STEPS = 32
@@ -255,7 +254,10 @@ class LM:
         return ids
 
     def _run(self, requests: list[_Request], steps: int, timer: "_Timer") -> Iterator[_Chunk]:
-        """Chunks as they come back; the next is dispatched before one is read."""
+        """Chunks as they come back, the first tokens first.
+
+        Each chunk of decode steps is dispatched before the one before it is read.
+        """
         prompts = [r.ids if r.config.max_new_tokens else [] for r in requests]
         active = [r for r in requests if r.config.max_new_tokens]
         if not active:
@@ -283,17 +285,21 @@ class LM:
                     call.rows,
                 )
                 first.append((call, tokens, logprobs))
-            waiting = collections.deque([functools.partial(_first_tokens, first, batch)])
-            while waiting and open_rows:
-                if budget > 0:
+            # Read before anything else is dispatched: compiling must not delay the first token.
+            chunk = _first_tokens(first, batch)
+            waiting: collections.deque[tuple] = collections.deque()
+            while True:
+                timer.chunk(chunk)
+                _close_rows(open_rows, chunk)
+                yield chunk
+                while open_rows and budget > 0 and len(waiting) < 2:
                     n = min(steps, budget)
                     budget -= n
-                    state, tokens, logprobs = decode(self.params, state, np.int32(n))
-                    waiting.append(functools.partial(_Chunk.read, tokens, logprobs))
-                chunk = waiting.popleft()()
-                timer.chunk(chunk)
-                yield chunk
-                _close_rows(open_rows, chunk)
+                    state, *out = decode(self.params, state, np.int32(n))
+                    waiting.append(out)
+                if not open_rows:
+                    break
+                chunk = _Chunk.read(*waiting.popleft())
         finally:
             self._idle_cache = state.kv
 
@@ -436,14 +442,12 @@ def load(
       CheckpointError: the checkpoint is damaged or not supported; one line says what and where.
       ValueError: an argument is out of range.
     """
-    from fdjax.platform import enable_compilation_cache, warn_of_idle_gpu
-
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
     warn_of_idle_gpu()
     if compilation_cache is not False:
         enable_compilation_cache()
-    folder = embedded_model() if model == "tiny" else locate(model)
+    folder = locate(model)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
     description = describe(config, dtype=dtype, plan=plan)
@@ -455,17 +459,8 @@ def load(
     return LM(description, params, tokenizer, defaults=defaults, max_len=max_len)
 
 
-def embedded_model():
-    """Folder of the model that comes with the package."""
-    from importlib.resources import files
-
-    return files("fdjax.models.tiny")
-
-
 @contextlib.contextmanager
 def _progress_bar(show, name):
-    import sys
-
     if show is None:
         show = sys.stderr.isatty()
     if not show:

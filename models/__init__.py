@@ -10,7 +10,7 @@ from typing import Any
 from fdjax.models import llama
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
-from fdjax.models.decoder import Decoder, Model, Params, describe
+from fdjax.models.decoder import Decoder, Model, Params, describe, random_params
 from fdjax.models.weights import WeightMap, export_tensors
 
 FAMILIES = {"llama": llama}
@@ -28,6 +28,7 @@ __all__ = [
     "export_tensors",
     "ignored_tensors",
     "parse_config",
+    "random_params",
     "weight_map",
 ]
 

@@ -188,3 +188,24 @@ def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | No
     abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
     graph, state = nnx.split(abstract)
     return Model(config, dtype, Plan.for_device() if plan is None else plan, graph, state)
+
+
+def random_params(model: Model, seed: int = 0) -> Params:
+    """Random weights of a model, normal with the standard deviation of transformers, norms at one.
+
+    For benchmarks and tests: the real shapes, made on the device.
+    """
+    key = jax.random.key(seed)
+    paths, tree = jax.tree.flatten_with_path(model.abstract_params)
+    leaves = []
+    for i, (path, leaf) in enumerate(paths):
+        if jax.tree_util.keystr(path, simple=True, separator=".").endswith("scale"):
+            leaves.append(jnp.ones(leaf.shape, leaf.dtype))
+        else:
+            leaves.append(_normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
+    return jax.tree.unflatten(tree, leaves)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(key, shape, dtype):
+    return 0.02 * jax.random.normal(key, shape, dtype)

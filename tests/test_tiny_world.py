@@ -2,12 +2,20 @@
 
 import itertools
 import random
+import re
 
 import pytest
 
 from fdjax.models.tiny.stories import story
 from fdjax.models.tiny.tokenizer import BOS, BOS_ID, EOS_ID, PAD_ID, train_tokenizer
-from fdjax.models.tiny.world import NUMBERS, UNKNOWN, World, fraction, normalise
+from fdjax.models.tiny.world import (
+    HELD_OUT_FACTS,
+    NUMBERS,
+    UNKNOWN,
+    World,
+    fraction,
+    normalise,
+)
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +25,7 @@ def world():
 
 @pytest.fixture(scope="module")
 def documents(world):
-    return list(itertools.islice(world.documents(seed=0), 20_000))
+    return list(itertools.islice(world.documents(seed=0), 12_000))
 
 
 @pytest.fixture(scope="module")
@@ -40,14 +48,15 @@ def test_no_held_out_question_is_trained_on(world, documents):
 
 
 def test_held_out_sums_are_trained_in_no_wording(world, documents):
-    def operands(text):
-        text = text.replace("+", " + ").replace("-", " - ") if any(map(str.isdigit, text)) else text
-        numbers = [w for w in normalise(text).split() if w.isdigit() or w in NUMBERS]
-        return tuple(sorted(numbers, key=lambda n: int(n) if n.isdigit() else NUMBERS.index(n)))
+    def operands(question):
+        words = re.findall(r"\d+|[a-z]+(?:-[a-z]+)?", question.lower())
+        numbers = [int(w) if w.isdigit() else NUMBERS.index(w) for w in words if w in known]
+        return tuple(map(str, sorted(numbers)))
 
+    known = {*NUMBERS, *map(str, range(100))}
     sums = [d for d in documents if d.kind.startswith(("add", "subtract", "word problem"))]
-    assert len(sums) > 3000
-    assert all(fraction(0, operands(d.question)) >= 0.1 for d in sums)
+    assert len(sums) > 2000
+    assert all(fraction(0, operands(d.question)) >= HELD_OUT_FACTS for d in sums)
 
 
 def test_held_out_wordings_are_trained_for_no_fact(world):
@@ -61,7 +70,10 @@ def test_the_same_seed_gives_the_same_world(world, documents):
     assert again.held_out == world.held_out
     assert list(itertools.islice(again.documents(seed=0), 500)) == documents[:500]
     assert list(itertools.islice(again.documents(seed=1), 500)) != documents[:500]
-    assert World(seed=1).held_out != world.held_out
+
+
+def test_another_seed_splits_otherwise(world):
+    assert World(seed=1).held_out_wordings != world.held_out_wordings
 
 
 def test_a_question_has_one_answer(world, documents):
@@ -87,7 +99,7 @@ def test_a_question_has_one_answer(world, documents):
         ("What's the capital of France?", "The capital of France is Paris."),
         ("What is 7 + 5?", "7 + 5 = 12."),
         ("What is seven plus five?", "Seven plus five is twelve."),
-        ("Is Rome the capital of France?", "No, the capital of France is Paris."),
+        ("Is Paris the capital of France?", "Yes, the capital of France is Paris."),
         ("What is the capital of the USA?", "The capital of the United States is Washington, D.C."),
         ("What is the longest mountain range?", "The longest mountain range on land is the Andes."),
         ("Hello", "Hello! Ask me about oceans, countries or small sums."),
