@@ -8,6 +8,8 @@ format is eight bytes of header length, a JSON header, and the bytes.
 import dataclasses
 import importlib.resources
 import json
+import math
+import mmap
 import re
 import struct
 from collections.abc import Callable, Iterable
@@ -30,6 +32,9 @@ _DTYPES = {
 EMBEDDED = "tiny"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_DOWNLOAD_AGAIN = "download the file again"
+# XLA's CPU client uses host memory in place when it is aligned to this, and copies it otherwise.
+_ALIGNMENT_BYTES = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +104,9 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
         return {}
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: must be a JSON object, got {type(data).__name__}")
@@ -118,16 +125,25 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(f"{_INDEX}: 'weight_map' must map tensors to files")
         tensors: dict[str, StoredTensor] = {}
         for file in sorted(set(index.values())):
-            if not (folder / file).exists():
-                lost = next(name for name, f in sorted(index.items()) if f == file)
+            first = min(name for name, f in index.items() if f == file)
+            # Nothing outside the folder is read, whatever an index says.
+            if not file.isprintable() or file in ("", "..") or Path(file).name != file:
                 raise CheckpointError(
-                    f"{file}: shard is missing, needed for tensor {lost!r}; download it again"
+                    f"{_INDEX}: tensor {first!r} must be in a file beside the index, got {file!r}"
                 )
-            tensors |= _read_header(folder / file)
-        for name, file in index.items():
-            if name not in tensors or tensors[name].file.name != Path(file).name:
+            if not (folder / file).exists():
                 raise CheckpointError(
-                    f"{file}: tensor {name!r} is in the index but not in the file"
+                    f"{file}: shard is missing, needed for tensor {first!r}; {_DOWNLOAD_AGAIN}"
+                )
+            for name, tensor in _read_header(folder / file).items():
+                # What no index entry claims is kept, to be found unexpected.
+                if index.get(name, file) == file:
+                    tensors[name] = tensor
+        for name, file in index.items():
+            if name not in tensors:
+                raise CheckpointError(
+                    f"{file}: tensor {name!r} is in the index but not in the file; "
+                    f"{_DOWNLOAD_AGAIN}"
                 )
         return tensors
     if (folder / _SINGLE).exists():
@@ -142,45 +158,71 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _read_header(path: Path) -> dict[str, StoredTensor]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        if len(prefix) < 8:
-            raise CheckpointError(f"{path.name}: truncated, {size} bytes hold no header")
-        (length,) = struct.unpack("<Q", prefix)
-        if 8 + length > size:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
+            raw = file.read(length) if 8 + length <= size else b""
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
+    if len(prefix) < 8:
+        raise CheckpointError(
+            f"{path.name}: truncated, {size} bytes hold no header; {_DOWNLOAD_AGAIN}"
+        )
+    if 8 + length > size:
+        raise CheckpointError(
+            f"{path.name}: truncated or not safetensors, header of {length} bytes "
+            f"in a file of {size}; {_DOWNLOAD_AGAIN}"
+        )
+    try:
+        header = json.loads(raw)
+        header.pop("__metadata__", None)
+        entries = header.items()
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(
+            f"{path.name}: header is not that of a safetensors file; {_DOWNLOAD_AGAIN}"
+        ) from None
+    spans = [_read_entry(path, name, entry, 8 + length, size) for name, entry in entries]
+    spans.sort(key=lambda span: (span[0].start, span[1]))
+    end = 8 + length
+    for tensor, tensor_end in spans:
+        if tensor.start < end:
             raise CheckpointError(
-                f"{path.name}: truncated or not safetensors, header of {length} bytes "
-                f"in a file of {size}"
+                f"{path.name}: tensor {tensor.name!r} overlaps another; {_DOWNLOAD_AGAIN}"
             )
-        try:
-            header = json.loads(file.read(length))
-            header.pop("__metadata__", None)
-            tensors = {
-                name: StoredTensor(
-                    path, name, t["dtype"], tuple(t["shape"]), 8 + length + t["data_offsets"][0]
-                )
-                for name, t in header.items()
-            }
-            ends = {name: 8 + length + t["data_offsets"][1] for name, t in header.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError):
-            raise CheckpointError(
-                f"{path.name}: header is not that of a safetensors file"
-            ) from None
-    for name, tensor in tensors.items():
-        if ends[name] > size:
-            raise CheckpointError(
-                f"{path.name}: truncated, tensor {name!r} ends at byte {ends[name]} "
-                f"of {size}; download the file again"
-            )
-        dtype = _DTYPES.get(tensor.dtype)
-        expected = int(np.prod(tensor.shape, dtype=np.int64)) * dtype.itemsize if dtype else None
-        if expected is not None and ends[name] - tensor.start != expected:
-            raise CheckpointError(
-                f"{path.name}: tensor {name!r} of shape {list(tensor.shape)} must take "
-                f"{expected} bytes, got {ends[name] - tensor.start}"
-            )
-    return tensors
+        end = tensor_end
+    return {tensor.name: tensor for tensor, _ in spans}
+
+
+def _read_entry(
+    path: Path, name: str, entry: Any, data_start: int, size: int
+) -> tuple[StoredTensor, int]:
+    """A tensor and the byte it ends at."""
+    try:
+        start, end = entry["data_offsets"]
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        sound = isinstance(dtype, str) and all(type(n) is int for n in (*shape, start, end))
+        sound = sound and 0 <= start <= end and min(shape, default=0) >= 0
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"{path.name}: header entry of tensor {name!r} is malformed; {_DOWNLOAD_AGAIN}"
+        )
+    tensor = StoredTensor(path, name, dtype, shape, data_start + start)
+    if data_start + end > size:
+        raise CheckpointError(
+            f"{path.name}: truncated, tensor {name!r} ends at byte {data_start + end} "
+            f"of {size}; {_DOWNLOAD_AGAIN}"
+        )
+    if dtype in _DTYPES and end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise CheckpointError(
+            f"{path.name}: tensor {name!r} of shape {list(shape)} must take "
+            f"{math.prod(shape) * _DTYPES[dtype].itemsize} bytes, got {end - start}; "
+            f"{_DOWNLOAD_AGAIN}"
+        )
+    return tensor, data_start + end
 
 
 def check_tensors(stored: dict[str, StoredTensor], weights: WeightMap, ignored: Iterable[str]):
@@ -189,17 +231,22 @@ def check_tensors(stored: dict[str, StoredTensor], weights: WeightMap, ignored: 
     Raises:
       CheckpointError: a missing, wrongly shaped or unexpected tensor.
     """
-    some_file = next(iter(stored.values())).file.name if stored else _SINGLE
+    files = {tensor.file.name for tensor in stored.values()}
+    whole = files.pop() if len(files) == 1 else _INDEX if files else _SINGLE
     needed = set()
     for weight in weights.values():
         for name, shape in weight.sources:
             needed.add(name)
             if name not in stored:
-                raise CheckpointError(f"{some_file}: tensor {name!r} is missing")
+                raise CheckpointError(
+                    f"{whole}: tensor {name!r} is missing; download the checkpoint again, "
+                    "or config.json describes another model"
+                )
             if stored[name].shape != shape:
                 raise CheckpointError(
                     f"{stored[name].file.name}: tensor {name!r} must have shape {list(shape)} "
-                    f"by config.json, got {list(stored[name].shape)}"
+                    f"by config.json, got {list(stored[name].shape)}; "
+                    "config.json describes another model"
                 )
     for name in sorted(set(stored) - needed):
         if not any(re.fullmatch(pattern, name) for pattern in ignored):
@@ -234,12 +281,15 @@ def load_params(
     views = {name: stored[name].view() for weight in weights.values() for name, _ in weight.sources}
     total = sum(view.nbytes for view in views.values())
     done = 0
-    params = model.abstract_params
+    # Dicts of our own: the model keeps its abstract ones.
+    params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
         parts = [views.pop(name) for name, _ in weight.sources]
         nbytes = sum(part.nbytes for part in parts)
         leaf = join(
-            [jax.device_put(part) for part in parts], layout=weight.layout, dtype=model.dtype
+            [jax.device_put(_staged(part)) for part in parts],
+            layout=weight.layout,
+            dtype=model.dtype,
         )
         del parts
         # One at a time: queued transfers would hold every piece at once.
@@ -253,3 +303,18 @@ def load_params(
         done += nbytes
         progress(done, total)
     return params
+
+
+def _staged(part: np.ndarray) -> np.ndarray:
+    """A piece as `device_put` can take it without a copy on CPU.
+
+    The client's own copies would come from malloc, which keeps the holes they leave between the
+    parameters: up to three times the largest parameter. A mapping goes back when it is dropped.
+    """
+    aligned = part.ctypes.data % _ALIGNMENT_BYTES == 0
+    if aligned or not part.size or jax.default_backend() != "cpu":
+        return part
+    private = mmap.mmap(-1, part.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    stage = np.frombuffer(private, part.dtype).reshape(part.shape)
+    np.copyto(stage, part)
+    return stage

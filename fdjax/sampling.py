@@ -86,7 +86,8 @@ def _forbid_stop_tokens(scores, sampling, steps):
 
 def _sample(scores, sampling, steps, processors):
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    scores = scores / temperature[:, None]
+    # Relative to the maximum, a temperature however small divides to -inf and never to +inf.
+    scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / temperature[:, None]
     if processors.top_k or processors.top_p:
         ranked = jnp.flip(jnp.sort(scores, axis=-1), axis=-1)
         if processors.top_k:

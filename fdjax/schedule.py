@@ -6,8 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fdjax.state import SLOT_MULTIPLE
-
 # Widths of a prefill program. A prompt of any length is a sum of these.
 CHUNKS = (128, 512, 2048)
 # Prompt tokens per call, padding included, over all its rows.
@@ -39,7 +37,8 @@ def chunks_for(length: int) -> tuple[int, ...]:
     if length <= 0:
         return ()
     if length > 2 * CHUNKS[-1]:
-        return (CHUNKS[-1], *chunks_for(length - CHUNKS[-1]))
+        widest = -(-length // CHUNKS[-1]) - 2
+        return CHUNKS[-1:] * widest + chunks_for(length - widest * CHUNKS[-1])
     options = [(c, *chunks_for(length - c)) for c in reversed(CHUNKS)]
     return min(options, key=lambda o: sum(o) + _CALL_OVERHEAD_TOKENS * len(o))
 
@@ -54,7 +53,9 @@ def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillC
 
     Rows of similar length share calls; a call has a power of two of rows, or all of them.
     """
-    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    order = sorted(
+        (i for i in range(len(prompts)) if len(prompts[i])), key=lambda i: len(prompts[i])
+    )
     calls = []
     while order:
         widths = chunks_for(len(prompts[order[-1]]))
@@ -63,27 +64,26 @@ def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillC
         while count > 1 and count * max(widths) > _CALL_TOKENS:
             count //= 2
         whole = count == batch
-        group = list(range(batch)) if whole else order[-count:]
-        order = [] if whole else order[:-count]
-        if not whole and len(group) < count:
-            # Distinct rows without work fill the call.
-            group += [i for i in range(batch) if i not in group][: count - len(group)]
-        calls += _calls(prompts, group, widths, whole)
+        work = {i: prompts[i] for i in order[-count:]}
+        order = order[:-count]
+        # Distinct rows without work fill the call; some may have had theirs in an earlier one.
+        group = list(work) + [i for i in range(batch) if i not in work][: count - len(work)]
+        calls += _calls(work, sorted(group) if whole else group, widths, whole)
     return calls
 
 
-def _calls(prompts, group, widths, whole):
+def _calls(work, group, widths, whole):
     offset = 0
     for width in widths:
         tokens = np.zeros((len(group), width), np.int32)
         lengths = np.zeros(len(group), np.int32)
         final = np.zeros(len(group), bool)
         for r, i in enumerate(group):
-            prompt = prompts[i] if i < len(prompts) else ()
+            prompt = work.get(i, ())
             piece = prompt[offset : offset + width]
             tokens[r, : len(piece)] = piece
             lengths[r] = len(piece)
-            final[r] = 0 < len(prompt) <= offset + width and len(piece) > 0
+            final[r] = len(piece) > 0 and len(prompt) <= offset + width
         yield PrefillCall(
             rows=None if whole else np.asarray(group, np.int32),
             tokens=tokens,
@@ -97,10 +97,11 @@ def _calls(prompts, group, widths, whole):
 def slots_for(longest_prompt: int, total: int, limit: int | None) -> int:
     """Cache slots per row: the smallest of a few sizes that holds `total` tokens.
 
-    Few sizes mean few programs: 512, then four times that, and so on, or exactly `limit`.
+    Few sizes mean few programs: 512, then four times that, and so on, or what `limit` tokens need,
+    as prompt or otherwise.
     """
     if limit is not None:
-        return -(-limit // SLOT_MULTIPLE) * SLOT_MULTIPLE
+        return covered_slots(limit)
     slots = 512
     while slots < max(total, covered_slots(longest_prompt)):
         slots *= 4

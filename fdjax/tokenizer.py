@@ -26,6 +26,8 @@ class Tokenizer:
                 raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
             self._tokenizer.no_truncation()
             self._tokenizer.no_padding()
+            added = self._tokenizer.get_added_tokens_decoder()
+            self._special = frozenset(i for i, token in added.items() if token.special)
 
     def __bool__(self) -> bool:
         return self._tokenizer is not None
@@ -49,6 +51,10 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The vocabulary entry of an id."""
         return self._required().id_to_token(token_id)
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether `decode` leaves an id out: a special token, or one that does not exist."""
+        return self.token(token_id) is None or token_id in self._special
 
     def _required(self):
         if self._tokenizer is None:
@@ -77,7 +83,8 @@ class Detokenizer:
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
         """The text that these further ids settle; with `last`, all that is left."""
-        self._ids += ids
+        # Left out here, a silent id cannot hide that the bytes around it are one run.
+        self._ids += [i for i in ids if not self._tokenizer.is_silent(i)]
         text = self._tokenizer.decode(self._ids) if self._ids else ""
         if not last:
             settled = len(self._ids)

@@ -45,12 +45,12 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Decode
         supported.
     """
     reader = ConfigReader(data, source)
-    model_type = reader.get("model_type", str)
+    model_type = reader.get("model_type", str, None)
     types = {name: family for family in FAMILIES.values() for name in family.MODEL_TYPES}
     if model_type not in types:
+        problem = "is missing" if model_type is None else f"{model_type!r} is not supported"
         raise CheckpointError(
-            f"{source}: model_type {model_type!r} is not supported; "
-            f"supported: {', '.join(sorted(types))}"
+            f"{source}: model_type {problem}; supported: {', '.join(sorted(types))}"
         )
     try:
         return types[model_type].parse_config(reader)

@@ -1,6 +1,7 @@
 """The configuration all families parse to, and what parsing a Hugging Face config.json needs."""
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -88,7 +89,7 @@ class ConfigReader:
         """The value of `key`; `default` when it is absent or null.
 
         Raises:
-          CheckpointError: absent without a default, or of another type.
+          CheckpointError: absent without a default, of another type, or not finite.
         """
         self._read.add(key)
         value = self.data.get(key)
@@ -96,16 +97,18 @@ class ConfigReader:
             if default is ...:
                 raise CheckpointError(f"{self.source}: {key!r} is missing")
             return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        if kind is float and type(value) is int and abs(value) < 2**1023:
             value = float(value)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise CheckpointError(f"{self.source}: {key!r} must be {kind.__name__}, got {value!r}")
+        if kind is float and not math.isfinite(value):
+            raise CheckpointError(f"{self.source}: {key!r} must be finite, got {value}")
         return value
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        """A positive integer."""
-        value = self.get(key, int, ... if default is None else default)
-        if value < 1:
+    def positive(self, key: str, default: Any = ..., kind: type = int) -> Any:
+        """A positive number."""
+        value = self.get(key, kind, default)
+        if value <= 0:
             raise CheckpointError(f"{self.source}: {key!r} must be positive, got {value}")
         return value
 
@@ -126,7 +129,21 @@ class ConfigReader:
                 f"{self.source}: 'quantization_config' is not supported; "
                 "use the unquantised checkpoint"
             )
-        unknown = sorted(set(self.data) - self._read - set(ignorable) - _IGNORABLE)
+        for key in sorted(set(_NEUTRAL) & set(self.data) - self._read):
+            if key == "sliding_window" and self.data.get("use_sliding_window") is False:
+                continue
+            value = self.data[key]
+            allowed = (None, *_NEUTRAL[key])
+            if not all(v in allowed for v in (value if isinstance(value, list) else [value])):
+                raise CheckpointError(
+                    f"{self.source}: {key!r} {value!r} is not supported for this model_type; "
+                    f"supported: {', '.join('null' if v is None else repr(v) for v in allowed)}"
+                )
+        unknown = sorted(
+            key
+            for key in set(self.data) - self._read - set(ignorable) - _IGNORABLE - set(_NEUTRAL)
+            if self.data[key] is not None
+        )
         if unknown:
             warnings.warn(
                 f"{self.source}: ignoring unknown fields {', '.join(unknown)}", stacklevel=2
@@ -151,6 +168,29 @@ _IGNORABLE = frozenset(
     """.split()
 )
 
+# Fields of some family that change its forward pass, and values (or list items) with which they do
+# not. A family that can do more reads the field.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "alibi": (False,),
+    "attention_multiplier": (),
+    "attn_logit_softcapping": (),
+    "compression_config": (),
+    "embedding_multiplier": (1.0,),
+    "final_logit_softcapping": (),
+    "layer_types": ("full_attention",),
+    "logit_scale": (1.0,),
+    "logits_scaling": (1.0,),
+    "num_experts": (),
+    "num_local_experts": (),
+    "qk_layernorm": (False,),
+    "quantization_config": ({},),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1.0,),
+    "sliding_window": (),
+    "use_qk_norm": (False,),
+    "use_sliding_window": (False,),
+}
+
 ACTIVATION_NAMES = {
     "silu": "silu",
     "swish": "silu",
@@ -173,40 +213,72 @@ def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10000.
     """The rotary embedding of either generation of config.json.
 
     Old: `rope_theta` beside `rope_scaling` with `type` or `rope_type`. New: `rope_parameters` with
-    everything inside.
+    everything inside. A file may have both, if they say the same.
 
     Raises:
-      CheckpointError: an unknown rope type, or a rope key that is neither used nor ignorable.
+      CheckpointError: an unknown rope type, a rope key that is neither used nor ignorable, or two
+        places that disagree.
     """
-    theta = reader.get("rope_theta", float, default_theta)
-    partial = reader.get("partial_rotary_factor", float, 1.0)
-    scaling = reader.get("rope_scaling", dict, {})
-    parameters = reader.get("rope_parameters", dict, {})
-    key = "rope_parameters" if parameters else "rope_scaling"
-    inner = ConfigReader(parameters or scaling, f"{reader.source}: {key}")
-    theta = inner.get("rope_theta", float, theta)
-    partial = inner.get("partial_rotary_factor", float, partial)
-    old_name = inner.get("type", str, "default")
-    kind = inner.get("rope_type", str, old_name)
+    sections = [
+        ConfigReader(section, f"{reader.source}: {key}")
+        for key in ("rope_parameters", "rope_scaling")
+        if (section := reader.get(key, dict, {}))
+    ]
+    theta = _agreed([reader, *sections], "rope_theta", default_theta)
+    partial = _agreed([reader, *sections], "partial_rotary_factor", 1.0)
+    dim = int(head_dim * partial)
+    if partial > 1 or dim < 2 or dim % 2:
+        raise CheckpointError(
+            f"{reader.source}: 'head_dim' times 'partial_rotary_factor' must be even, at least 2 "
+            f"and at most head_dim, got {head_dim} times {partial}"
+        )
+    ropes = {_read_scaling(section, dim, theta) for section in sections}
+    if len(ropes) > 1:
+        # transformers takes rope_scaling, others the newer rope_parameters.
+        raise CheckpointError(
+            f"{reader.source}: 'rope_parameters' and 'rope_scaling' disagree; remove one"
+        )
+    return ropes.pop() if ropes else Rope(dim=dim, theta=theta)
+
+
+def _agreed(readers: Sequence[ConfigReader], key: str, default: float) -> float:
+    """A positive number that may stand in several places."""
+    given = [r.positive(key, kind=float) for r in readers if r.get(key, float, None) is not None]
+    if len(set(given)) > 1:
+        raise CheckpointError(
+            f"{readers[0].source}: {key!r} must be the same everywhere, "
+            f"got {' and '.join(map(str, given))}"
+        )
+    return given[0] if given else default
+
+
+def _read_scaling(section: ConfigReader, dim: int, theta: float) -> Rope:
+    names = {section.get(key, str, None) for key in ("rope_type", "type")} - {None}
+    if len(names) > 1:
+        raise CheckpointError(
+            f"{section.source}: 'rope_type' and 'type' disagree, got {' and '.join(sorted(names))}"
+        )
+    kind = names.pop() if names else "default"
     if kind not in SCALINGS:
         raise CheckpointError(
-            f"{inner.source}: rope_type {kind!r} is not supported; supported: {', '.join(SCALINGS)}"
+            f"{section.source}: rope_type {kind!r} is not supported; "
+            f"supported: {', '.join(SCALINGS)}"
         )
     options = {}
     if kind == "llama3":
         options = {
-            "factor": inner.get("factor", float),
-            "low_freq_factor": inner.get("low_freq_factor", float),
-            "high_freq_factor": inner.get("high_freq_factor", float),
-            "original_max_position": inner.positive("original_max_position_embeddings"),
+            "factor": section.positive("factor", kind=float),
+            "low_freq_factor": section.positive("low_freq_factor", kind=float),
+            "high_freq_factor": section.positive("high_freq_factor", kind=float),
+            "original_max_position": section.positive("original_max_position_embeddings"),
         }
-    unused = sorted(set(inner.data) - inner._read)
+    unused = sorted(set(section.data) - section._read)
     if unused:
         raise CheckpointError(
-            f"{inner.source}: unknown keys {', '.join(unused)} for rope_type {kind!r}; "
-            f"known: {', '.join(sorted(inner._read))}"
+            f"{section.source}: unknown keys {', '.join(unused)} for rope_type {kind!r}; "
+            f"known: {', '.join(sorted(section._read))}"
         )
     try:
-        return Rope(dim=int(head_dim * partial), theta=theta, scaling=kind, **options)
+        return Rope(dim=dim, theta=theta, scaling=kind, **options)
     except ValueError as error:
-        raise CheckpointError(f"{inner.source}: {error}") from None
+        raise CheckpointError(f"{section.source}: {error}") from None

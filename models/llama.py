@@ -24,6 +24,17 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     """config.json of a `LlamaForCausalLM`, of either generation."""
     width = reader.positive("hidden_size")
     heads = reader.positive("num_attention_heads")
+    kv_heads = reader.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{reader.source}: 'num_attention_heads' must be a multiple of 'num_key_value_heads', "
+            f"got {heads} and {kv_heads}"
+        )
+    if width % heads and reader.get("head_dim", int, None) is None:
+        raise CheckpointError(
+            f"{reader.source}: without 'head_dim', 'hidden_size' must be a multiple of "
+            f"'num_attention_heads', got {width} and {heads}"
+        )
     head_dim = reader.positive("head_dim", width // heads)
     spec = AttentionSpec(scale=head_dim**-0.5, rope=read_rope(reader, head_dim))
     bias = reader.get("attention_bias", bool, False)
@@ -35,9 +46,9 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         width=width,
         mlp_width=reader.positive("intermediate_size"),
         heads=heads,
-        kv_heads=reader.positive("num_key_value_heads", heads),
+        kv_heads=kv_heads,
         head_dim=head_dim,
-        norm_eps=reader.get("rms_norm_eps", float, 1e-6),
+        norm_eps=reader.positive("rms_norm_eps", 1e-6, float),
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
         attention=(spec,) * reader.positive("num_hidden_layers"),
         tie_embeddings=reader.get("tie_word_embeddings", bool, False),

@@ -18,6 +18,9 @@ from pathlib import Path
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
 TABLE_SCHEMA = 1
 
+# A measurement at one value of these says nothing about another: other code runs, or none at all.
+_EXACT_KEYS = ("d", "itemsize", "masks")
+
 logger = logging.getLogger("fdjax")
 
 
@@ -169,14 +172,15 @@ def _ops_with(implementation: str) -> tuple[str, ...]:
 
 
 def _distance(a: tuple[tuple[str, int], ...], b: tuple[tuple[str, int], ...]) -> float:
-    """Largest log-ratio between two shapes; infinite when their keys or zero values differ."""
+    """Largest log-ratio between two shapes; infinite where other code would run."""
     if [k for k, _ in a] != [k for k, _ in b]:
         return math.inf
     far = 0.0
-    for (_, x), (_, y) in zip(a, b, strict=True):
+    for (key, x), (_, y) in zip(a, b, strict=True):
         if x == y:
             continue
-        if x <= 0 or y <= 0:
+        # One query token is another kernel than several.
+        if key in _EXACT_KEYS or (key == "t" and 1 in (x, y)) or x <= 0 or y <= 0:
             return math.inf
         far = max(far, abs(math.log(x / y)))
     return far
@@ -192,13 +196,15 @@ def read_table(path: str | Path) -> tuple[Entry, ...]:
     """Read a measured dataflow table.
 
     Raises:
-      ValueError: the file has another schema.
+      ValueError: the file has another schema, or names an unknown implementation.
     """
     data = json.loads(Path(path).read_text())
     if data.get("schema") != TABLE_SCHEMA:
         raise ValueError(
             f"dataflow table {path}: schema must be {TABLE_SCHEMA}, got {data.get('schema')!r}"
         )
+    for row in data["entries"]:
+        check_implementation(f"dataflow table {path}: {row['op']}", row["implementation"])
     return tuple(
         Entry(
             op=row["op"],

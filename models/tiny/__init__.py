@@ -1,0 +1,1 @@
+"""The embedded model: a small world, its tokenizer and its training run."""

@@ -1,0 +1,113 @@
+"""What the shared suites run: the fp32 reference and every implementation, each where it runs.
+
+To add an implementation, add its line to `MATMUL` or `ATTENTION`.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+
+import jax
+import pytest
+
+# The suite is after results; without a search among equivalent kernels a GPU is done in minutes.
+_COMPILER_OPTIONS = {"cpu": None, "gpu": {"xla_gpu_autotune_level": 0}}
+# Nobody waits for the reference to run, only for it to compile.
+_REFERENCE_OPTIONS = {"xla_backend_optimization_level": 0}
+
+
+def _nothing(case) -> bool:
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One implementation of an op on one platform.
+
+    Attributes:
+      name: the op's `implementation`, or "reference".
+      platform: "cpu" | "gpu".
+      cannot: cases that must raise NotImplementedError.
+    """
+
+    name: str
+    platform: str = "cpu"
+    cannot: Callable[[object], bool] = _nothing
+
+    @property
+    def is_reference(self) -> bool:
+        return self.name == "reference"
+
+    def computes_in(self, dtype: str) -> str:
+        """The dtype in which intermediate results may be held."""
+        return "float32" if self.is_reference else dtype
+
+    def jit(self, fn: Callable, **static) -> Callable:
+        """`fn` compiled for the platform; one compile for the same statics and shapes."""
+        return _jit(fn, self.platform, self.is_reference, tuple(sorted(static.items())))
+
+
+@functools.cache
+def _jit(fn: Callable, platform: str, is_reference: bool, static: tuple) -> Callable:
+    options = _REFERENCE_OPTIONS if is_reference else _COMPILER_OPTIONS[platform]
+    compiled = jax.jit(functools.partial(fn, **dict(static)), compiler_options=options)
+
+    def call(*args, **kwargs):
+        with on(platform):
+            return jax.device_get(compiled(*args, **kwargs))
+
+    return call
+
+
+@contextlib.contextmanager
+def on(platform: str) -> Iterator[None]:
+    """Run on this platform, also where JAX would prefer another."""
+    with jax.default_device(jax.devices(platform)[0]):
+        yield
+
+
+def _run(name: str, platform: str = "cpu", cannot: Callable[[object], bool] = _nothing):
+    marks = (pytest.mark.gpu,) if platform == "gpu" else ()
+    return pytest.param(
+        Implementation(name, platform, cannot), id=f"{name}-{platform}", marks=marks
+    )
+
+
+def _cudnn_cannot(case) -> bool:
+    masks = case.window is not None or case.soft_cap is not None or case.alibi
+    return case.dtype == "float32" or masks or (case.op == "decode" and case.t > 1)
+
+
+MATMUL = [
+    _run("xla"),
+    _run("xla", "gpu"),
+]
+ATTENTION = [
+    _run("xla"),
+    _run("xla", "gpu"),
+    _run("cudnn", "gpu", _cudnn_cannot),
+]
+# Ops with one implementation only.
+PLATFORMS = [_run("xla"), _run("xla", "gpu")]
+# `Plan.batch_invariant` is on by default on a CPU. Elsewhere XLA may tune the kernels of two
+# programs differently, so equal bits are not promised.
+BATCH_INVARIANT = [_run("xla")]
+
+_REFERENCE = _run("reference")
+
+
+def across(implementations: list, cases: list):
+    """Parametrize over (implementation, case), with the reference for the cases in fp32.
+
+    The reference begins by converting to fp32, so other dtypes say nothing new about it.
+    """
+    return pytest.mark.parametrize(
+        ("implementation", "case"),
+        [
+            pytest.param(*i.values, case, id=f"{i.id}-{case}", marks=i.marks)
+            for case in cases
+            for i in [_REFERENCE, *implementations]
+            if i is not _REFERENCE or case.dtype == "float32"
+        ],
+    )

@@ -1,0 +1,182 @@
+"""Every op in NumPy float64, written from its docstring; shares no code with what it judges.
+
+Beside each exact value stands its magnitude: the factor that turns a relative rounding error of the
+terms into an error of the result (first order). `tolerance.py` makes bounds of both.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+
+# The largest slope of silu is 1.100 and that of gelu 1.129.
+_ACTIVATION_SLOPE = 1.13
+
+
+@dataclasses.dataclass(frozen=True)
+class Exact:
+    """A value and its magnitude; of `matmul` also that of the product before its epilogue."""
+
+    value: np.ndarray
+    magnitude: np.ndarray
+    product: np.ndarray | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ExactAttention:
+    """`o` and `lse` with what their errors are proportional to, per query and head [B,T,H].
+
+    Attributes:
+      o: [B,T,H,D].
+      lse: [B,T,H], -inf where nothing is seen.
+      o_magnitude: sum of p |v|, [B,T,H,D].
+      o_per_score: bound of the sum of p · |score terms| · |v - o|, which is what relative errors of
+        the scores do to o.
+      lse_per_score: sum of p · |score terms|.
+      largest_value: largest |v| that is seen, [B,T,H].
+    """
+
+    o: np.ndarray
+    lse: np.ndarray
+    o_magnitude: np.ndarray
+    o_per_score: np.ndarray
+    lse_per_score: np.ndarray
+    largest_value: np.ndarray
+
+
+def _f64(array) -> np.ndarray:
+    return np.asarray(array).astype(np.float64)
+
+
+def _erf(x: np.ndarray) -> np.ndarray:
+    return np.vectorize(math.erf, otypes=[np.float64])(x)
+
+
+def _activation(name: str, x: np.ndarray) -> np.ndarray:
+    if name == "silu":
+        return x * 0.5 * (1 + np.tanh(x / 2))
+    if name == "gelu":
+        return x * 0.5 * (1 + _erf(x / math.sqrt(2)))
+    if name == "gelu_tanh":
+        return x * 0.5 * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+    raise ValueError(f"oracle: unknown activation, got {name!r}")
+
+
+def rms_norm(x, scale, *, eps: float) -> Exact:
+    """x [..., K], scale [K]."""
+    x, scale = _f64(x), _f64(scale)
+    value = x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + eps) * scale
+    return Exact(value, np.abs(value))
+
+
+def matmul(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Exact:
+    """x [..., K]; w [K,N], or [K,2,N] with gate; norm (scale, eps)."""
+    x, w = _f64(x), _f64(w)
+    if norm is not None:
+        x = rms_norm(x, norm[0], eps=norm[1]).value
+    columns = w.reshape(w.shape[0], -1)
+    y, magnitude = x @ columns, np.abs(x) @ np.abs(columns)
+    product = np.abs(y)
+    if bias is not None:
+        y, magnitude = y + _f64(bias).reshape(-1), magnitude + np.abs(_f64(bias)).reshape(-1)
+    if gate is not None:
+        n = w.shape[-1]
+        act, up = _activation(gate, y[..., :n]), y[..., n:]
+        magnitude, product = (
+            _ACTIVATION_SLOPE * a[..., :n] * np.abs(up) + np.abs(act) * a[..., n:]
+            for a in (magnitude, product)
+        )
+        magnitude = (
+            magnitude
+            # 1 + erf(g) and 1 + tanh(g) cancel for negative g, so the error is one of g itself.
+            + np.abs(y[..., :n] * up)
+        )
+        y = act * up
+    if residual is not None:
+        y, magnitude = y + _f64(residual), magnitude + np.abs(_f64(residual))
+    return Exact(y, magnitude, product)
+
+
+def attention(
+    q, k, v, lengths, offsets, *, scale, causal=True, window=None, soft_cap=None, alibi=None
+) -> ExactAttention:
+    """q [B,T,H,D]; k, v [B,Hkv,S,D]. One query token at a time, over the slots it sees only."""
+    q, k, v = _f64(q), _f64(k), _f64(v)
+    batch, tokens, heads, dim = q.shape
+    kv_heads = k.shape[1]
+    o, o_magnitude, o_per_score = np.zeros((3, batch, tokens, heads, dim))
+    lse_per_score, largest_value = np.zeros((2, batch, tokens, heads))
+    lse = np.full((batch, tokens, heads), -np.inf)
+    for b, t in np.ndindex(batch, tokens):
+        position = int(offsets[b]) + t
+        if not 0 <= position < lengths[b]:
+            continue
+        first = 0 if window is None else max(0, position - window + 1)
+        end = position + 1 if causal else int(lengths[b])
+        query = q[b, t].reshape(kv_heads, -1, dim)
+        keys, values = k[b, :, first:end], v[b, :, first:end]
+        scores = (query @ keys.mT * scale).reshape(heads, -1)
+        terms = (np.abs(query) @ np.abs(keys).mT * scale).reshape(heads, -1)
+        if soft_cap is not None:
+            scores = soft_cap * np.tanh(scores / soft_cap)
+        if alibi is not None:
+            bias = np.outer(alibi, np.arange(first, end) - position)
+            scores, terms = scores + bias, terms + np.abs(bias)
+        terms = terms + np.abs(scores)
+        top = scores.max(axis=1, keepdims=True)
+        total = np.exp(scores - top).sum(axis=1, keepdims=True)
+        p = np.exp(scores - top) / total
+        lse[b, t] = (top + np.log(total))[:, 0]
+        p, weighted = (a.reshape(kv_heads, -1, end - first) for a in (p, p * terms))
+        o[b, t] = (p @ values).reshape(heads, dim)
+        o_magnitude[b, t] = (p @ np.abs(values)).reshape(heads, dim)
+        lse_per_score[b, t] = weighted.sum(axis=2).reshape(heads)
+        # |v_i - o| <= (1 - p_i) |v_i| + sum of the other p |v|: none where one key has all weight.
+        o_per_score[b, t] = (((1 - 2 * p) * weighted) @ np.abs(values)).reshape(
+            heads, dim
+        ) + lse_per_score[b, t, :, None] * o_magnitude[b, t]
+        largest_value[b, t] = np.abs(values).max(axis=(1, 2)).repeat(heads // kv_heads)
+    return ExactAttention(o, lse, o_magnitude, o_per_score, lse_per_score, largest_value)
+
+
+def inverse_frequencies(
+    *,
+    dim: int,
+    theta: float,
+    scaling: str = "default",
+    factor: float = 1.0,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    original_max_position: int = 8192,
+) -> np.ndarray:
+    """Angles per position: theta ** (-2i / dim), rescaled as in Llama 3.1."""
+    frequencies = np.array([theta ** (-2 * i / dim) for i in range(dim // 2)])
+    if scaling == "default":
+        return frequencies
+    scaled = []
+    for frequency in frequencies:
+        wavelength = 2 * math.pi / frequency
+        if wavelength < original_max_position / high_freq_factor:
+            scaled.append(frequency)
+        elif wavelength > original_max_position / low_freq_factor:
+            scaled.append(frequency / factor)
+        else:
+            smooth = (original_max_position / wavelength - low_freq_factor) / (
+                high_freq_factor - low_freq_factor
+            )
+            scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
+    return np.array(scaled)
+
+
+def rope(x, positions, frequencies: np.ndarray) -> Exact:
+    """x [B,T,H,D], positions [B,T]: pairs (i, i + dim/2) turn as complex numbers.
+
+    The magnitude is that of a pair.
+    """
+    x = _f64(x)
+    half = len(frequencies)
+    pairs = x[..., :half] + 1j * x[..., half : 2 * half]
+    turned = pairs * np.exp(1j * _f64(positions)[:, :, None, None] * frequencies)
+    value = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
+    magnitude = np.concatenate([np.abs(pairs)] * 2 + [np.zeros_like(x[..., 2 * half :])], axis=-1)
+    return Exact(value, magnitude)

@@ -1,0 +1,369 @@
+"""Which implementation a plan chooses, why, and that the ops run what was chosen."""
+
+import dataclasses
+import functools
+import json
+import logging
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from fdjax.pallas_kernels import plan as plan_module
+from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
+from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.plan import Choice, Entry, Plan, read_table, resolve
+
+H100 = "NVIDIA H100 80GB HBM3"
+DECODE = dict(b=8, t=1, h=32, hkv=8, s=2048, d=128, itemsize=2, masks=0)
+PREFILL = DECODE | dict(b=1, t=512)
+GEMM = dict(m=8, k=4096, n=4096, itemsize=2)
+OPS = {"decode_attention": DECODE, "prefill_attention": PREFILL, "matmul": GEMM}
+
+
+def _write(path, entries, schema=1):
+    rows = [
+        dict(op=op, shape=shape, implementation=implementation)
+        for op, shape, implementation in entries
+    ]
+    path.write_text(json.dumps(dict(schema=schema, entries=rows)))
+    return path
+
+
+def _h100(**keys) -> Plan:
+    """The plan of an H100 with no table, or that of a test."""
+    return Plan(device_kind=H100, compute_capability=(9, 0), **keys)
+
+
+def test_plans_are_values(tmp_path):
+    entries = [("decode_attention", DECODE, "cudnn")]
+    one, other = (
+        Plan(H100, (9, 0), table=read_table(_write(tmp_path / name, entries)))
+        for name in ("one.json", "other.json")
+    )
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != dataclasses.replace(other, batch_invariant=True)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.device_kind = "cpu"
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        one.table[0].choice.implementation = "xla"
+
+
+def test_equal_plans_are_traced_once():
+    traces = []
+
+    @functools.partial(jax.jit, static_argnames="plan")
+    def step(x, w, plan):
+        traces.append(plan)
+        return matmul(x, w, plan=plan)
+
+    x, w = jnp.ones((2, 8)), jnp.ones((8, 4))
+    step(x, w, plan=Plan())
+    step(x, w, plan=Plan())
+    step(x, w, plan=dataclasses.replace(Plan(batch_invariant=True), batch_invariant=False))
+    assert len(traces) == 1
+    step(x, w, plan=Plan(batch_invariant=True))
+    assert len(traces) == 2
+
+
+@pytest.mark.parametrize(
+    ("op", "change", "expected"),
+    [
+        ("decode_attention", {}, "cudnn"),
+        ("prefill_attention", {}, "cudnn"),
+        ("prefill_attention", dict(d=64), "cudnn"),
+        ("decode_attention", dict(itemsize=4), "xla"),
+        ("prefill_attention", dict(itemsize=4), "xla"),
+        ("decode_attention", dict(t=2), "xla"),
+        ("decode_attention", dict(masks=1), "xla"),
+        ("prefill_attention", dict(masks=1), "xla"),
+        ("decode_attention", dict(d=100), "xla"),
+        ("matmul", {}, "xla"),
+    ],
+)
+def test_an_h100_without_measurements(op, change, expected):
+    choice = _h100().choose(op, **OPS[op] | change)
+    assert choice == Choice(expected, source="heuristic")
+
+
+@pytest.mark.parametrize("capability", [None, (7, 5)])
+@pytest.mark.parametrize("op", OPS)
+def test_elsewhere_xla_runs(op, capability):
+    plan = Plan.for_kind("a device without measurements", capability)
+    assert plan.choose(op, **OPS[op]) == Choice("xla", source="heuristic")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_exact_then_nearest_then_heuristic(tmp_path, op):
+    """One entry says what the heuristic would not."""
+    shape = OPS[op]
+    guess = _h100().choose(op, **shape).implementation
+    measured = "mosaic_gpu"
+    far, size = ("m" if op == "matmul" else "s"), 64
+    entries = [
+        (op, shape | {far: size}, measured),
+        (op, shape | {far: 4 * size}, "xla"),
+        ("another_op", shape, "xla"),
+    ]
+    plan = _h100(table=read_table(_write(tmp_path / "table.json", entries)))
+
+    def choose(size):
+        return plan.choose(op, **shape | {far: size})
+
+    assert choose(size) == Choice(measured, source="table")
+    assert choose(4 * size) == Choice("xla", source="table")
+    assert choose(size + 1) == Choice(measured, source="nearest")
+    assert choose(3 * size) == Choice("xla", source="nearest")
+    assert choose(7 * size) == Choice("xla", source="nearest")
+    assert choose(16 * size) == Choice(guess, source="heuristic")
+
+
+def test_the_nearest_of_several(tmp_path):
+    entries = [
+        ("matmul", GEMM | dict(m=8), "xla"),
+        ("matmul", GEMM | dict(m=16), "mosaic_gpu"),
+        ("matmul", GEMM | dict(m=16, n=8192), "xla"),
+    ]
+    plan = _h100(table=read_table(_write(tmp_path / "table.json", entries)))
+    expected = {9: "xla", 11: "xla", 12: "mosaic_gpu", 15: "mosaic_gpu", 31: "mosaic_gpu"}
+    assert {m: plan.choose("matmul", **GEMM | dict(m=m)).implementation for m in expected} == (
+        expected
+    )
+
+
+def test_a_named_implementation_overrides_the_table(tmp_path):
+    table = read_table(_write(tmp_path / "table.json", [("matmul", GEMM, "mosaic_gpu")]))
+    plan = _h100(named=(("matmul", "xla"),), table=table)
+    assert plan.choose("matmul", **GEMM) == Choice("xla", source="named")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *(dict(itemsize=4), dict(d=64), dict(d=120), dict(d=256), dict(masks=1), dict(t=2)),
+        dict(b=8, t=2, d=64, itemsize=4),
+    ],
+    ids=str,
+)
+def test_what_cannot_run_here_is_not_near(tmp_path, change):
+    """A measurement for bf16, D = 128, T = 1 must not send to cuDNN what it cannot do."""
+    table = read_table(_write(tmp_path / "table.json", [("decode_attention", DECODE, "cudnn")]))
+    plan = _h100(table=table)
+    near = plan.choose("decode_attention", **DECODE | dict(b=9, s=2048))
+    assert near == Choice("cudnn", source="nearest")
+    assert plan.choose("decode_attention", **DECODE | change).source == "heuristic"
+
+
+def test_an_entry_with_other_keys_is_never_near(tmp_path):
+    shape = {key: size for key, size in GEMM.items() if key != "itemsize"}
+    table = read_table(_write(tmp_path / "table.json", [("matmul", shape, "mosaic_gpu")]))
+    plan = _h100(table=table)
+    assert plan.choose("matmul", **GEMM).source == "heuristic"
+
+
+def test_the_order_of_keys_does_not_matter(tmp_path):
+    reverse = dict(reversed(GEMM.items()))
+    table = read_table(_write(tmp_path / "table.json", [("matmul", reverse, "mosaic_gpu")]))
+    plan = _h100(table=table)
+    assert plan.choose("matmul", **GEMM).source == "table"
+    assert plan.choose("matmul", **reverse).source == "table"
+
+
+@pytest.mark.parametrize("schema", [0, 2, "1", None])
+def test_a_table_of_another_schema(tmp_path, schema):
+    path = _write(tmp_path / "table.json", [], schema)
+    with pytest.raises(ValueError) as error:
+        read_table(path)
+    assert str(error.value) == f"dataflow table {path}: schema must be 1, got {schema!r}"
+
+
+def test_a_table_without_a_schema(tmp_path):
+    path = tmp_path / "table.json"
+    path.write_text('{"entries": []}')
+    with pytest.raises(ValueError, match="schema must be 1, got None"):
+        read_table(path)
+
+
+def test_a_table_with_an_unknown_implementation(tmp_path):
+    path = _write(tmp_path / "table.json", [("matmul", GEMM, "triton")])
+    with pytest.raises(ValueError) as error:
+        read_table(path)
+    assert str(error.value) == (
+        f"dataflow table {path}: matmul: implementation must be one of xla, cudnn, mosaic_gpu, "
+        "got 'triton'"
+    )
+
+
+def test_a_shipped_table_is_found_by_device_kind(tmp_path, monkeypatch):
+    (tmp_path / "tables").mkdir()
+    _write(tmp_path / "tables" / "NVIDIA_Test_GPU.json", [("matmul", GEMM, "mosaic_gpu")])
+    monkeypatch.setattr(plan_module, "__file__", str(tmp_path / "plan.py"))
+    plan = Plan.for_kind("NVIDIA Test GPU", (9, 0))
+    assert plan.choose("matmul", **GEMM) == Choice("mosaic_gpu", source="table")
+    assert Plan.for_kind("NVIDIA Other Test GPU", (9, 0)).table == ()
+
+
+def test_shipped_tables_can_be_read():
+    folder = plan_module.Path(plan_module.__file__).parent / "tables"
+    for path in folder.glob("*.json"):
+        assert read_table(path), path
+
+
+def test_what_is_not_measured_is_logged(caplog):
+    table = (Entry("matmul", tuple(sorted(GEMM.items())), Choice("xla")),)
+    plan = Plan("a GPU of this test", (9, 0), table=table)
+    with caplog.at_level(logging.DEBUG, logger="fdjax"):
+        plan.choose("matmul", **GEMM)
+        assert caplog.records == []
+        plan.choose("matmul", **GEMM | dict(m=9))
+        plan.choose("decode_attention", **DECODE)
+    nearest, heuristic = (record.getMessage() for record in caplog.records)
+    assert nearest.startswith("matmul {")
+    assert "'m': 9" in nearest
+    assert "nearest measured shape {" in nearest
+    assert "'m': 8" in nearest
+    assert heuristic.startswith("decode_attention {")
+    assert heuristic.endswith(": no measurement, cudnn")
+
+
+def test_unknown_implementations():
+    message = "implementation must be one of xla, cudnn, mosaic_gpu, got 'triton'"
+    with pytest.raises(ValueError, match=f"^matmul: {message}$"):
+        Plan(named=(("matmul", "triton"),))
+    with pytest.raises(ValueError, match=f"^some_op: {message}$"):
+        resolve(Plan(), "triton", "some_op")
+    with pytest.raises(ValueError, match=f"^plan: {message}$"):
+        Plan.for_kind(H100, (9, 0), implementation="triton")
+
+
+def test_one_implementation_for_all_ops_that_have_it():
+    xla = Plan.for_kind(H100, (9, 0), implementation="xla")
+    assert {op: xla.choose(op, **OPS[op]) for op in OPS} == {op: Choice("xla") for op in OPS}
+    cudnn = Plan.for_kind(H100, (9, 0), implementation="cudnn")
+    assert cudnn.choose("decode_attention", **DECODE) == Choice("cudnn")
+    assert cudnn.choose("prefill_attention", **PREFILL | dict(itemsize=4)) == Choice("cudnn")
+    assert cudnn.choose("matmul", **GEMM).implementation == "xla"
+
+
+def test_resolve_prefers_the_argument():
+    plan = Plan(named=(("matmul", "cudnn"),))
+    assert resolve(plan, "xla", "matmul", **GEMM).implementation == "xla"
+    assert resolve(plan, None, "matmul", **GEMM).implementation == "cudnn"
+    assert resolve(None, None, "matmul", **GEMM).implementation == "xla"
+
+
+def test_the_plan_of_a_device():
+    device = jax.devices("cpu")[0]
+    plan = Plan.for_device(device)
+    assert plan.device_kind == device.device_kind
+    assert plan.compute_capability is None
+    assert plan.batch_invariant
+
+    class Gpu:
+        platform, device_kind, compute_capability = "gpu", H100, "9.0"
+
+    plan = Plan.for_device(Gpu())
+    assert (plan.device_kind, plan.compute_capability) == (H100, (9, 0))
+    assert not plan.batch_invariant
+
+
+@pytest.mark.gpu
+def test_the_plan_of_this_gpu():
+    device = jax.devices("gpu")[0]
+    plan = Plan.for_device(device)
+    assert plan.device_kind == device.device_kind
+    assert plan.compute_capability >= (8, 0)
+    assert not plan.batch_invariant
+
+
+def _lowered(op, *shapes, platform="cpu", **keys) -> str:
+    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    traced = jax.jit(functools.partial(op, **keys)).trace(*arguments)
+    return traced.lower(lowering_platforms=(platform,)).as_text()
+
+
+def _attention_shapes(dtype, t, d=128):
+    cache = ((2, 8, 256, d), dtype)
+    return [((2, t, 32, d), dtype), cache, cache, ((2,), "int32")]
+
+
+@pytest.fixture
+def cudnn_installed(monkeypatch):
+    """Lowering asks for the version of cuDNN, which a machine without a GPU need not have."""
+    from jax._src.cudnn import fused_attention_stablehlo
+
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
+
+
+CUDNN = "__cudnn$fmhaSoftmax"
+
+
+@pytest.mark.parametrize(
+    ("op", "t"), [(decode_attention, 1), (prefill_attention, 128)], ids=["decode", "prefill"]
+)
+def test_attention_runs_what_the_plan_chose(cudnn_installed, op, t):
+    lower = functools.partial(_lowered, op, scale=0.1, platform="cuda")
+    half, full = _attention_shapes("bfloat16", t), _attention_shapes("float32", t)
+    assert CUDNN in lower(*half, plan=_h100())
+    assert CUDNN in lower(*half, implementation="cudnn")
+    for text in (
+        lower(*full, plan=_h100()),
+        lower(*half, plan=_h100(), window=100),
+        lower(*half, plan=_h100(), implementation="xla"),
+        lower(*half, plan=Plan.for_kind(H100, (9, 0), implementation="xla")),
+        lower(*half),
+        lower(*half, plan=Plan()),
+    ):
+        assert "custom_call" not in text
+        assert "stablehlo.dot_general" in text
+
+
+def test_the_cudnn_call_reads_the_cache_where_it_lies(cudnn_installed):
+    """No transpose or copy of `[B,Hkv,S,D]` in front of the call."""
+    text = _lowered(
+        decode_attention,
+        *_attention_shapes("bfloat16", 1),
+        platform="cuda",
+        implementation="cudnn",
+        scale=0.1,
+    )
+    cache = "tensor<2x8x256x128xbf16>"
+    touching = [line for line in text.splitlines() if cache in line and "func" not in line]
+    assert len(touching) == 1
+    assert CUDNN in touching[0]
+
+
+def test_several_query_tokens_leave_cudnn(cudnn_installed):
+    text = _lowered(
+        decode_attention,
+        *_attention_shapes("bfloat16", 4),
+        platform="cuda",
+        plan=_h100(),
+        scale=0.1,
+    )
+    assert "custom_call" not in text
+
+
+@pytest.mark.parametrize("m", [4, 256])
+def test_matmul_runs_what_the_plan_chose(m):
+    lower = functools.partial(_lowered, matmul, ((m, 64), "bfloat16"))
+    for keys in (dict(plan=_h100()), dict(implementation="xla"), dict(plan=Plan()), {}):
+        text = lower(((64, 32), "bfloat16"), **keys)
+        assert text.count("stablehlo.dot_general") == 1
+        assert "stablehlo.while" not in text
+        assert "custom_call" not in text
+    text = lower(((64, 32), "bfloat16"), plan=Plan(batch_invariant=True))
+    assert "stablehlo.while" in text
+    assert "stablehlo.dynamic_slice" in lower(((3, 64, 32), "bfloat16"), layer=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_fp32_operands_are_never_multiplied_in_less(dtype):
+    """HIGHEST keeps a GPU from TF32."""
+    text = _lowered(matmul, ((4, 64), dtype), ((64, 32), dtype), implementation="xla")
+    text += _lowered(
+        decode_attention, *_attention_shapes(dtype, 1), implementation="xla", scale=0.1
+    )
+    assert text.count("stablehlo.dot_general") == 3
+    assert text.count("precision = [HIGHEST, HIGHEST]") == (3 if dtype == "float32" else 0)

@@ -1,0 +1,130 @@
+"""What `fdjax info` says of published models."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+
+from fdjax import info
+from fdjax.info import ModelInfo, device_memory_bytes, model_info
+from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.plan import Plan
+
+FIXTURES = Path(__file__).parent / "hf_fixtures"
+H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+
+
+def model(name: str, dtype: str | None = None, plan: Plan | None = None):
+    config = parse_config(json.loads((FIXTURES / "configs" / f"{name}.new.json").read_text()))
+    return describe(config, dtype=dtype, plan=plan)
+
+
+# 2 · layers · KV heads · head dim · bytes
+@pytest.mark.parametrize(
+    ("name", "dtype", "weight_bytes", "kv_bytes_per_token"),
+    [
+        ("llama-2-7b", "bfloat16", 2 * 6_738_415_616, 524_288),
+        ("llama-2-7b", "float32", 4 * 6_738_415_616, 1_048_576),
+        ("llama-2-13b", "float16", 2 * 13_015_864_320, 819_200),
+        ("llama-2-70b", "bfloat16", 2 * 68_976_648_192, 327_680),
+        ("llama-3-8b", None, 2 * 8_030_261_248, 131_072),
+        ("llama-3-70b", None, 2 * 70_553_706_496, 327_680),
+        ("llama-3.1-8b", None, 2 * 8_030_261_248, 131_072),
+        ("llama-3.2-1b", None, 2 * 1_235_814_400, 32_768),
+    ],
+)
+def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token):
+    live = len(jax.live_arrays())
+    facts = model_info(model(name, dtype, H100))
+    assert facts.weight_bytes == weight_bytes
+    assert facts.kv_bytes_per_token == kv_bytes_per_token
+    assert facts.dtype == (dtype or "bfloat16")
+    assert facts.family == "llama"
+    assert facts.parameters * (4 if dtype == "float32" else 2) == weight_bytes
+    assert facts.device == "NVIDIA H100 80GB HBM3"
+    # Nothing is allocated to find out.
+    assert len(jax.live_arrays()) == live
+
+
+@pytest.mark.parametrize(
+    ("memory", "tokens"),
+    [
+        (80 * 10**9, (80 * 10**9 - 2 * 8_030_261_248) // 131_072),
+        (2 * 8_030_261_248 + 131_071, 0),
+        (2 * 8_030_261_248 + 131_072, 1),
+        (10**9, 0),
+        (None, None),
+    ],
+)
+def test_what_fits_beside_the_weights(monkeypatch, memory, tokens):
+    monkeypatch.setattr(info, "device_memory_bytes", lambda: memory)
+    facts = model_info(model("llama-3-8b"))
+    assert (facts.device_bytes, facts.fitting_tokens) == (memory, tokens)
+    text = str(facts)
+    assert ("weights too large" in text) == (tokens == 0)
+    assert ("memory" in text) == (memory is not None)
+    assert ("fits" in text) == (tokens is not None)
+
+
+def test_the_memory_of_a_device_is_its_allocators_limit_or_the_machines():
+    @dataclasses.dataclass
+    class Device:
+        platform: str
+        stats: dict | None
+
+        def memory_stats(self):
+            return self.stats
+
+    assert device_memory_bytes(Device("gpu", {"bytes_limit": 123})) == 123
+    assert device_memory_bytes(Device("gpu", None)) is None
+    assert device_memory_bytes(Device("gpu", {})) is None
+    machine = device_memory_bytes(Device("cpu", None))
+    assert 10**8 < machine < 10**15
+    here = device_memory_bytes()
+    assert here is None or here > 0
+
+
+@pytest.mark.parametrize("plan", [None, H100], ids=["here", "H100"])
+def test_info_is_json_and_a_table(plan):
+    facts = model_info(model("llama-3.2-1b", plan=plan), batch=8, slots=1024)
+    data = json.loads(json.dumps(facts.asdict()))
+    assert set(data) == {field.name for field in dataclasses.fields(ModelInfo)}
+    assert [tuple(row) for row in data["choices"]] == list(facts.choices)
+    assert data["parameters"] == 1_235_814_400
+    assert data["max_position_embeddings"] == 131_072
+    text = str(facts)
+    for part in ("1,235,814,400", "2.472 GB in bfloat16", "32,768 bytes per token", "131,072 tok"):
+        assert part in text
+    for op, shape, run, why in facts.choices:
+        assert any(all(word in line for word in (op, shape, run, why)) for line in text.split("\n"))
+
+
+def test_choices_are_those_of_the_plan_at_the_models_shapes():
+    facts = model_info(model("llama-3-8b", plan=H100), batch=8, slots=4096)
+    assert [shape for op, shape, _, _ in facts.choices if op == "matmul"] == [
+        "qkv M=8 [4096,6144]",
+        "out M=8 [4096,4096]",
+        "gate_up M=8 [4096,28672]",
+        "down M=8 [14336,4096]",
+        "head M=8 [4096,128256]",
+    ]
+    decode, prefill = (c for c in facts.choices if c[0] != "matmul")
+    assert decode[:2] == ("decode_attention", "B=8 T=1 H=32 Hkv=8 S=4096 D=128")
+    assert prefill[0] == "prefill_attention"
+    assert {c[2] for c in facts.choices} <= {"xla", "cudnn", "mosaic_gpu"}
+    sizes = {"b": 8, "t": 1, "h": 32, "hkv": 8, "s": 4096, "d": 128, "itemsize": 2, "masks": 0}
+    choice = H100.choose("decode_attention", **sizes)
+    assert decode[2:] == (choice.implementation, choice.source)
+
+
+def test_choices_name_what_was_forced():
+    plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="xla")
+    facts = model_info(model("llama-3.2-1b", plan=plan))
+    assert {c[2:] for c in facts.choices} == {("xla", "named")}
+
+
+def test_the_context_is_the_default_for_slots():
+    facts = model_info(model("llama-3.2-1b"))
+    assert all("S=131072" in shape for op, shape, _, _ in facts.choices if op != "matmul")
