@@ -5,7 +5,6 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -138,16 +137,24 @@ def per_row(configs: list[GenerationConfig], batch: int) -> Sampling:
     )
 
 
-def forward(model: Model, params: Params, ids: Array, lengths: Array | None = None) -> Array:
-    """Logits at every position, without a cache. Pure and jittable (`model` static).
+def forward(
+    model: Model,
+    params: Params,
+    ids: Array,
+    lengths: Array | None = None,
+    *,
+    last: int | None = None,
+) -> Array:
+    """Logits at every position, without a cache. Pure and jittable (`model`, `last` static).
 
     Args:
       model, params: the model.
       ids: [B, T] int32.
       lengths: [B] int32 valid tokens per row, default T; logits past them mean nothing.
+      last: only the logits of this many positions at the end of T.
 
     Returns:
-      [B, T, V] fp32.
+      [B, T, V] fp32, or [B, last, V].
     """
     b, t = ids.shape
     if lengths is None:
@@ -172,7 +179,7 @@ def forward(model: Model, params: Params, ids: Array, lengths: Array | None = No
 
     module = model.module(params)
     hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan)
-    return module.logits(hidden, model.plan)
+    return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
 
 
 def generate(
@@ -220,6 +227,3 @@ def generate(
         model, params, state, jnp.int32(n), max_steps=n, processors=processors
     )
     return jnp.concatenate([first[:, None], rest], axis=1)
-
-
-jitted_forward = jax.jit(forward, static_argnums=0)

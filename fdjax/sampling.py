@@ -45,6 +45,10 @@ class Processors:
     logprobs: bool = False
 
 
+# Chosen in place of a token where a row's logits are not finite.
+NOT_FINITE = -2
+
+
 def next_tokens(
     logits: Array, sampling: Sampling, steps: Array, processors: Processors
 ) -> tuple[Array, Array | None]:
@@ -61,8 +65,11 @@ def next_tokens(
       processors: which of them act.
 
     Returns:
-      (tokens [B] int32, log-probabilities of these tokens under the raw logits [B], or None).
+      (tokens [B] int32 or `NOT_FINITE`, log-probabilities of these tokens under the raw logits [B],
+      or None).
     """
+    likeliest = jnp.argmax(logits, axis=-1, keepdims=True)
+    finite = jnp.isfinite(jnp.take_along_axis(logits, likeliest, axis=-1))[:, 0]
     scores = logits
     if processors.min_new_tokens:
         scores = _forbid_stop_tokens(scores, sampling, steps)
@@ -71,10 +78,11 @@ def next_tokens(
         tokens = jnp.where(
             sampling.temperature > 0, _sample(scores, sampling, steps, processors), tokens
         )
-    if not processors.logprobs:
-        return tokens, None
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+    logprobs = None
+    if processors.logprobs:
+        chosen = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0]
+        logprobs = chosen - jax.nn.logsumexp(logits, axis=-1)
+    return jnp.where(finite, tokens, NOT_FINITE), logprobs
 
 
 def _forbid_stop_tokens(scores, sampling, steps):

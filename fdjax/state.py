@@ -56,6 +56,19 @@ def init_cache(model: Model, batch: int, slots: int) -> list[LayerCache]:
     return [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(c.layers)]
 
 
+def abstract_state(model: Model) -> DecodeState:
+    """The structure of a state, with nothing in it."""
+    fields = [f.name for f in dataclasses.fields(Sampling)]
+    return DecodeState(
+        kv=[(0, 0)] * model.config.layers,
+        lengths=0,
+        tokens=0,
+        steps=0,
+        finished=0,
+        sampling=Sampling(**dict.fromkeys(fields, 0)),
+    )
+
+
 def cache_bytes(model: Model, batch: int, slots: int) -> int:
     """Bytes of `init_cache`."""
     itemsize = jnp.dtype(model.dtype).itemsize

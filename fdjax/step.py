@@ -13,8 +13,11 @@ from fdjax.models import AttentionSpec, Model, Params
 from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import apply_rope
-from fdjax.sampling import Processors, next_tokens
+from fdjax.sampling import NOT_FINITE, Processors, next_tokens
 from fdjax.state import DecodeState, LayerCache
+
+# Decode steps between two looks at whether every row has finished.
+_STEPS_PER_TEST = 4
 
 
 def prefill(
@@ -42,7 +45,8 @@ def prefill(
       processors: the active processors.
 
     Returns:
-      (state, first tokens [R] int32 or -1 where not final, their log-probabilities or None).
+      (state, first tokens [R] int32, -1 where not final, `NOT_FINITE` where logits are not; their
+      log-probabilities or None).
     """
     module = model.module(params)
     r = tokens.shape[0]
@@ -67,7 +71,7 @@ def prefill(
         state,
         kv=kv,
         lengths=put(state.lengths, ends, lengths > 0),
-        tokens=put(state.tokens, first, chosen),
+        tokens=put(state.tokens, jnp.maximum(first, 0), chosen),
         steps=put(state.steps, steps + 1, chosen),
         finished=put(state.finished, finished, chosen),
     )
@@ -85,6 +89,9 @@ def decode_steps(
 ) -> tuple[DecodeState, Array, Array | None]:
     """At most `n` decode steps in one device loop, fewer when every row finishes.
 
+    Whether every row has finished is read on the host, which costs about 0.1 ms on a GPU, so it is
+    asked every few steps. Steps past `n` or past the end do nothing.
+
     Args:
       model, params: the model.
       state: the batch. Rows that are finished keep their state.
@@ -93,21 +100,22 @@ def decode_steps(
       processors: the active processors.
 
     Returns:
-      (state, tokens [B, max_steps] int32 with -1 where a row chose none, their log-probabilities
-      [B, max_steps] or None).
+      (state, tokens [B, max_steps] int32 with -1 where a row chose none and `NOT_FINITE` where its
+      logits were not finite, their log-probabilities [B, max_steps] or None).
     """
     module = model.module(params)
     b = state.batch
+    width = -(-max_steps // _STEPS_PER_TEST) * _STEPS_PER_TEST
 
-    def step(carry):
+    def step(_, carry):
         i, state, tokens, logprobs = carry
         attend = functools.partial(_attend_decode, lengths=state.lengths, plan=model.plan)
         hidden, kv = module(state.tokens[:, None], state.kv, attend, model.plan)
         logits = module.logits(hidden[:, 0], model.plan)
         chosen, chosen_logprobs = next_tokens(logits, state.sampling, state.steps, processors)
-        active = ~state.finished
-        chosen = jnp.where(active, chosen, state.tokens)
+        active = ~state.finished & (i < n)
         emitted = jnp.where(active, chosen, -1)
+        chosen = jnp.where(emitted >= 0, chosen, state.tokens)
         tokens = lax.dynamic_update_slice(tokens, emitted[:, None], (0, i))
         if logprobs is not None:
             logprobs = lax.dynamic_update_slice(logprobs, chosen_logprobs[:, None], (0, i))
@@ -119,25 +127,28 @@ def decode_steps(
             lengths=state.lengths + advance,
             tokens=chosen,
             steps=steps,
-            finished=state.finished | _is_final(chosen, steps, state.sampling),
+            finished=state.finished | (active & _is_final(emitted, steps, state.sampling)),
         )
         return i + 1, state, tokens, logprobs
+
+    def steps_until_test(carry):
+        return lax.fori_loop(0, _STEPS_PER_TEST, step, carry)
 
     def unfinished(carry):
         i, state, _, _ = carry
         return (i < n) & ~jnp.all(state.finished)
 
-    tokens = jnp.full((b, max_steps), -1, jnp.int32)
-    logprobs = jnp.zeros((b, max_steps), jnp.float32) if processors.logprobs else None
+    tokens = jnp.full((b, width), -1, jnp.int32)
+    logprobs = jnp.zeros((b, width), jnp.float32) if processors.logprobs else None
     _, state, tokens, logprobs = lax.while_loop(
-        unfinished, step, (jnp.zeros((), jnp.int32), state, tokens, logprobs)
+        unfinished, steps_until_test, (jnp.zeros((), jnp.int32), state, tokens, logprobs)
     )
-    return state, tokens, logprobs
+    return state, tokens[:, :max_steps], None if logprobs is None else logprobs[:, :max_steps]
 
 
 def _is_final(tokens, steps, sampling):
-    """[B] whether these tokens, as number `steps` of their rows, are the last ones."""
-    stopped = jnp.any(tokens[:, None] == sampling.stop_tokens, axis=-1)
+    """[B] whether these tokens, number `steps` of their rows, are the last ones."""
+    stopped = jnp.any(tokens[:, None] == sampling.stop_tokens, axis=-1) | (tokens == NOT_FINITE)
     return stopped | (steps >= sampling.max_new_tokens)
 
 

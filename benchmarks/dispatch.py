@@ -1,0 +1,85 @@
+"""Host cost of a dispatch of the decode chunk: `python -m benchmarks.dispatch`.
+
+A 32-layer model of tiny layers, no decode steps: what is left is what the host pays for handing over
+parameters and state. The clock stops when the call returns; the device is idle before each call.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from fdjax.bench.record import environment
+from fdjax.bench.timing import Timing
+from fdjax.generation import GenerationConfig, per_row
+from fdjax.lm import LM
+from fdjax.models import describe, parse_config, random_params
+from fdjax.sampling import Processors
+from fdjax.state import init_cache, start
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 256,
+    "vocab_size": 512,
+    "num_hidden_layers": 32,
+}
+
+
+def time_calls(call, runs: int) -> Timing:
+    """Host time until the call returns, each on an idle device."""
+    samples = []
+    for _ in range(runs + 5):
+        begin = time.perf_counter()
+        out = call()
+        samples.append((time.perf_counter() - begin) * 1e6)
+        jax.block_until_ready(out)
+    return Timing.from_samples([samples[5:]], "host")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--runs", type=int, default=200)
+    parser.add_argument("--output")
+    parser.add_argument("--commit")
+    args = parser.parse_args()
+    model = describe(parse_config(CONFIG), dtype="bfloat16")
+    lm = LM(model, random_params(model))
+    requests = [GenerationConfig(max_new_tokens=9)]
+    state = start(init_cache(model, 1, 128), per_row(requests, 1), np.ones(1, bool))
+    leaves = jax.tree.leaves(jax.tree.map(jax.numpy.asarray, state))
+    decode = lm._program("decode", Processors())
+    nothing = jax.jit(lambda n: n + 1)
+
+    def chunk():
+        nonlocal leaves
+        leaves, *out = decode(lm._param_leaves, leaves, np.int32(0))
+        return out
+
+    rows = {
+        "decode chunk of 0 steps": time_calls(chunk, args.runs),
+        "jitted call of one scalar": time_calls(lambda: nothing(np.int32(0)), args.runs),
+    }
+    for name, timing in rows.items():
+        print(f"{name:28} median {timing.median_us:.0f} us, min {timing.min_us:.0f} us")
+    record = {
+        "environment": environment(args.commit),
+        "config": CONFIG,
+        "arrays": {"parameters": len(lm._param_leaves), "state": len(leaves)},
+        "rows": {name: dataclasses.asdict(t) | {"samples_us": None} for name, t in rows.items()},
+    }
+    if args.output:
+        Path(args.output).write_text(json.dumps(record, indent=1))
+    print(json.dumps(record))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

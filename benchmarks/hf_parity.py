@@ -1,0 +1,138 @@
+"""Agreement with transformers at real layer shapes: `python -m benchmarks.hf_parity`.
+
+Needs a GPU, torch and transformers. Builds a random Llama2-7B-shaped checkpoint with transformers,
+saves it, loads it with `fdjax.load`, and compares greedy tokens and log-probabilities of one prompt.
+
+* 4 layers in fp32: greedy tokens must be equal, or the first that differs have a top-2 gap < 1e-4.
+* 32 layers in bf16: log-probabilities of transformers' own tokens must agree within bf16 noise,
+  measured as transformers' own distance between its bf16 and fp32 runs would be.
+"""
+
+import argparse
+import gc
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+LLAMA2_7B = {
+    "vocab_size": 32000,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+}
+
+
+def transformers_run(folder: Path, layers: int, dtype: str, prompt: list[int], new_tokens: int):
+    """Greedy tokens, their log-probabilities and top-2 gaps by transformers; saves the checkpoint."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.manual_seed(0)
+    config = LlamaConfig(**LLAMA2_7B, num_hidden_layers=layers, initializer_range=0.04)
+    torch.set_default_dtype(getattr(torch, dtype))
+    with torch.device("cuda"):
+        model = LlamaForCausalLM(config).eval()
+    torch.set_default_dtype(torch.float32)
+    model.save_pretrained(folder, max_shard_size="2GB")
+    ids = torch.tensor([prompt], device="cuda")
+    with torch.no_grad():
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            pad_token_id=0,
+        )
+    logits = torch.stack([step[0] for step in out.logits]).float()
+    tokens = out.sequences[0, len(prompt) :]
+    top = logits.topk(2, dim=-1).values
+    logprobs = logits.log_softmax(-1)[torch.arange(len(tokens)), tokens]
+    result = tokens.tolist(), logprobs.cpu().numpy(), (top[:, 0] - top[:, 1]).cpu().numpy()
+    del model, out, logits
+    gc.collect()
+    torch.cuda.empty_cache()
+    return result
+
+
+def compare(layers: int, dtype: str, prompt_tokens: int, new_tokens: int) -> dict:
+    """One case: a row of the record."""
+    import jax
+    import jax.numpy as jnp
+
+    import fdjax
+
+    prompt = np.random.default_rng(0).integers(0, LLAMA2_7B["vocab_size"], prompt_tokens).tolist()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        want, want_logprobs, gaps = transformers_run(folder, layers, dtype, prompt, new_tokens)
+        start = time.perf_counter()
+        lm = fdjax.load(str(folder), dtype=dtype, progress=False)
+        load_seconds = time.perf_counter() - start
+    got = lm.generate([prompt], max_new_tokens=new_tokens, eos_token_id=None, do_sample=False)
+    got = got.tokens[0]
+    first = next((i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b), None)
+    ids = jnp.asarray([prompt + want[:-1]], jnp.int32)
+    forward = jax.jit(fdjax.forward, static_argnums=0, static_argnames="last")
+    logits = forward(lm.model, lm.params, ids, last=new_tokens)
+    logprobs = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))[np.arange(new_tokens), want]
+    difference = np.abs(logprobs - want_logprobs)
+    if dtype == "float32":
+        ok = first is None or bool(gaps[first] < 1e-4)
+        ok = ok and bool(difference.max() < 1e-3)
+    else:
+        ok = bool(difference.mean() < 0.05)
+    return {
+        "layers": layers,
+        "dtype": dtype,
+        "prompt_tokens": prompt_tokens,
+        "new_tokens": new_tokens,
+        "first_differing_token": first,
+        "gap_there": None if first is None else float(gaps[first]),
+        "mean_logprob_difference": float(difference.mean()),
+        "max_logprob_difference": float(difference.max()),
+        "mean_logprob": float(want_logprobs.mean()),
+        "load_seconds": round(load_seconds, 2),
+        "ok": ok,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--output")
+    parser.add_argument("--commit")
+    args = parser.parse_args()
+    from fdjax.bench.record import environment
+
+    rows = [
+        compare(layers, dtype, args.prompt_tokens, args.new_tokens)
+        for layers, dtype in ((4, "float32"), (32, "bfloat16"))
+    ]
+    for row in rows:
+        print(row)
+    import torch
+    import transformers
+
+    peers = {"torch": torch.__version__, "transformers": transformers.__version__}
+    record = {"environment": environment(args.commit), "peers": peers, "rows": rows}
+    if args.output:
+        Path(args.output).write_text(json.dumps(record, indent=1))
+    print(json.dumps(record))
+    return int(not all(row["ok"] for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
