@@ -1,7 +1,7 @@
 """Host cost of a dispatch of the decode chunk: `python -m benchmarks.dispatch`.
 
-A 32-layer model of tiny layers, no decode steps: what is left is what the host pays for handing over
-parameters and state. The clock stops when the call returns; the device is idle before each call.
+A 32-layer model of tiny layers, no decode steps: what is left is what the host pays for handing
+over parameters and state. The clock stops when the call returns; the device is idle before it.
 """
 
 import argparse
@@ -21,6 +21,7 @@ from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 from fdjax.sampling import Processors
 from fdjax.state import init_cache, start
+from fdjax.step import decode_steps
 
 CONFIG = {
     "model_type": "llama",
@@ -55,7 +56,7 @@ def main() -> int:
     requests = [GenerationConfig(max_new_tokens=9)]
     state = start(init_cache(model, 1, 128), per_row(requests, 1), np.ones(1, bool))
     leaves = jax.tree.leaves(jax.tree.map(jax.numpy.asarray, state))
-    decode = lm._program("decode", Processors())
+    decode = lm._program(decode_steps, processors=Processors(), max_steps=4)
     nothing = jax.jit(lambda n: n + 1)
 
     def chunk():

@@ -2,9 +2,11 @@
 
 import argparse
 import json
+import math
+import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import fdjax
@@ -16,24 +18,88 @@ _EXAMPLES = """examples:
   fdjax info path/to/checkpoint
   fdjax bench path/to/checkpoint --batch 8
 """
+_MODEL = "folder or hub id; default: the embedded model"
+_MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
+
+
+class _UsageError(ValueError):
+    """The command line asks for what cannot be meant."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """Errors take one line, and options are written out: an abbreviation may become ambiguous."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
-    parser = _parser()
-    args = parser.parse_args(argv)
-    warnings.showwarning = _show_warning
     try:
-        return args.run(args) or 0
+        try:
+            return _run(argv)
+        finally:
+            _flush()
     except KeyboardInterrupt:
+        print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader has gone; what is still buffered has nowhere to go.
-        sys.stderr.close()
-        return 0
+        return 0  # The reader has seen enough.
+    except _UsageError as error:
+        return _fail(error, 2)
     except (ValueError, NotImplementedError, OSError) as error:
-        print(f"fdjax: error: {error}", file=sys.stderr)
-        return 1
+        return _fail(error)
+    except (MemoryError, RuntimeError) as error:
+        return _fail(_explained(error))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    # A character that the terminal does not have is no reason to stop half-way.
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")
+    parser = _parser()
+    args = parser.parse_args(argv)
+    if "run" not in args:
+        parser.print_help(sys.stderr)
+        return 2
+    with warnings.catch_warnings():
+        warnings.showwarning = _show_warning
+        return args.run(args)
+
+
+def _fail(reason: Exception | str, code: int = 1) -> int:
+    print(f"fdjax: error: {reason}", file=sys.stderr)
+    return code
+
+
+def _explained(error: MemoryError | RuntimeError) -> str:
+    """What a user can do about an error that is not a bug; others are raised again."""
+    from fdjax.platform import NoDeviceError
+
+    if isinstance(error, NoDeviceError):
+        return str(error)
+    first = (str(error).splitlines() or [""])[0]
+    if not isinstance(error, MemoryError) and "RESOURCE_EXHAUSTED" not in first:
+        raise error
+    detail = first.partition("RESOURCE_EXHAUSTED: ")[2] or first
+    return (
+        f"out of memory{f' ({detail})' if detail else ''}; ask for fewer tokens or a smaller batch, "
+        "load with --dtype bfloat16, or use a smaller model; `fdjax info MODEL` says what fits"
+    )
+
+
+def _flush() -> None:
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        # What cannot be written is dropped, or the interpreter tries again as it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
@@ -41,47 +107,79 @@ def _show_warning(message, category, filename, lineno, file=None, line=None):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="fdjax",
         description="LLM inference on NVIDIA GPUs from JAX.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"fdjax {fdjax.__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
 
-    generate = commands.add_parser("generate", help="continue a prompt, printing as it comes")
-    generate.add_argument("prompt", nargs="?", help="default: standard input")
-    generate.add_argument(
-        "--model", default="tiny", help="folder or hub id; default: the embedded model"
+    generate = commands.add_parser(
+        "generate",
+        help="continue a prompt, printing as it comes",
+        description="Continue a prompt, printing the text as it comes.",
     )
-    generate.add_argument("--max-new-tokens", type=int, help="tokens to generate at most")
-    generate.add_argument("--temperature", type=float, help="above 0 samples; 0 is greedy")
-    generate.add_argument("--top-k", type=int, help="sample from the k likeliest tokens")
-    generate.add_argument("--top-p", type=float, help="sample from the likeliest mass p")
-    generate.add_argument("--seed", type=int, help="makes samples reproducible")
+    generate.add_argument("prompt", nargs="?", help="default: standard input")
+    generate.add_argument("--model", default="tiny", type=_name, help=_MODEL)
+    generate.add_argument(
+        "--max-new-tokens", type=_integer(0), metavar="N", help="tokens to generate at most"
+    )
+    generate.add_argument(
+        "--temperature", type=_real(0), metavar="T", help="above 0 samples; 0 is greedy"
+    )
+    generate.add_argument(
+        "--top-k", type=_integer(0, 2**31 - 1), metavar="K", help="sample from the K likeliest"
+    )
+    generate.add_argument(
+        "--top-p", type=_share, metavar="P", help="sample from the likeliest that hold the mass P"
+    )
+    generate.add_argument(
+        "--seed", type=_integer(0, 2**32 - 1), metavar="N", help="makes samples reproducible"
+    )
     _add_dtype(generate)
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
     generate.set_defaults(run=_generate)
 
-    info = commands.add_parser("info", help="size of a model, what fits, which kernels run")
-    info.add_argument("model", nargs="?", default="tiny", help="folder, config.json or hub id")
-    info.add_argument("--batch", type=int, default=1, help="rows of the decode step")
+    info = commands.add_parser(
+        "info",
+        help="size of a model, what fits, which kernels run",
+        description="Say how large a model is, what fits on the device and which kernels run.",
+    )
+    info.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL_OR_CONFIG)
+    info.add_argument(
+        "--batch", type=_integer(1), metavar="B", default=1, help="rows of the decode step"
+    )
     _add_dtype(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=_info)
 
     bench = commands.add_parser(
-        "bench", help="time first token and decode step; a config.json gives random weights"
+        "bench",
+        help="time the first token and the decode step",
+        description="Time the first token and the decode step of random prompts. A config.json "
+        "alone gives random weights. The last line printed is the JSON record; "
+        "`python -m fdjax.bench compare OLD NEW` holds two against each other.",
     )
-    bench.add_argument("model", nargs="?", default="tiny", help="folder, config.json or hub id")
-    bench.add_argument("--batch", type=int, default=1)
-    bench.add_argument("--prompt-tokens", type=int, default=128)
-    bench.add_argument("--new-tokens", type=int, default=128)
-    bench.add_argument("--runs", type=int, default=5)
+    bench.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL_OR_CONFIG)
+    default = "default: %(default)s"
+    for option, least, value, text in (
+        ("--batch", 1, 1, "prompts at once"),
+        ("--prompt-tokens", 1, 128, "length of each prompt"),
+        ("--new-tokens", 2, 128, "tokens generated for each"),
+        ("--runs", 1, 5, "timed calls"),
+    ):
+        bench.add_argument(
+            option, type=_integer(least), metavar="N", default=value, help=f"{text}; {default}"
+        )
     _add_dtype(bench)
-    bench.add_argument("--implementation", help="force one for every op that has it")
-    bench.add_argument("--output", help="also write the JSON record to this file")
+    bench.add_argument(
+        "--implementation",
+        choices=("xla", "cudnn", "mosaic_gpu"),
+        help="force this one for every op that has it",
+    )
+    bench.add_argument("--output", metavar="FILE", help="also write the JSON record here")
     bench.add_argument("--commit", help="commit to record where git cannot be asked")
     bench.set_defaults(run=_bench)
     return parser
@@ -93,13 +191,63 @@ def _add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _generate(args: argparse.Namespace) -> int:
-    prompt = args.prompt
-    if prompt is None:
+def _name(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must name a model, got nothing")
+    return text
+
+
+def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    within = f"at least {least}" if most is None else f"from {least} to {most}"
+    return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer {within}")
+
+
+def _real(least: float) -> Callable[[str], float]:
+    return _number(float, lambda x: least <= x < math.inf, f"finite number, at least {least}")
+
+
+def _share(text: str) -> float:
+    return _number(float, lambda x: 0 < x <= 1, "number above 0 and at most 1")(text)
+
+
+def _number(kind: type, accepts: Callable[..., bool], what: str) -> Callable[[str], float]:
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            article = "an" if what[0] in "aeiou" else "a"
+            raise argparse.ArgumentTypeError(f"must be {article} {what}, got {text!r}")
+        return value
+
+    return parse
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt: the argument, or what is piped in without its last line break."""
+    if given is None:
         if sys.stdin is None or sys.stdin.isatty():
-            print("fdjax generate: give a prompt, or pipe one in", file=sys.stderr)
-            return 2
-        prompt = sys.stdin.read().strip()
+            raise _UsageError("generate: give a prompt, or pipe one in")
+        data = sys.stdin.buffer.read()
+    else:
+        # Python stands surrogates in for what it could not decode.
+        data = given.encode("utf-8", "surrogateescape")
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise _UsageError(
+            f"generate: the prompt must be UTF-8, byte {error.start} is not"
+        ) from None
+    if given is None:
+        text = text.removesuffix("\n").removesuffix("\r")
+    if not text.strip():
+        raise _UsageError("generate: the prompt is empty")
+    return text
+
+
+def _generate(args: argparse.Namespace) -> int:
+    prompt = _prompt(args.prompt)
     lm = fdjax.load(args.model, dtype=args.dtype)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
     options = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
@@ -126,12 +274,14 @@ def _generate(args: argparse.Namespace) -> int:
             )
         )
         return 0
-    started = False
+    held: str | None = ""
     for piece in lm.stream(prompt, **options):
-        # A continuation begins with the space between words; an answer on a line of its own does
-        # not want it.
-        piece = piece if started else piece.lstrip()
-        started = started or bool(piece)
+        if held is not None:
+            held += piece
+            if not held.strip():
+                continue
+            # The space that joins a continuation to its prompt; indentation is more than one.
+            piece, held = held if held.startswith("  ") else held.removeprefix(" "), None
         print(piece, end="", flush=True)
     print()
     return 0

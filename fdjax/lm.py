@@ -3,12 +3,11 @@
 import collections
 import contextlib
 import dataclasses
-import functools
 import math
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -27,9 +26,8 @@ from fdjax.schedule import PrefillCall, prefill_calls, slots_for
 from fdjax.state import LayerCache, abstract_state, init_cache, start
 from fdjax.tokenizer import Detokenizer, Tokenizer
 
-# Decode steps per dispatch: the width of the device loop's result.
-MAX_STEPS = 32
-# Decode steps per dispatch of a stream: text is seen at the end of each.
+# Decode steps per dispatch; a stream shows its text at the end of each.
+_STEPS = 32
 _STREAM_STEPS = 4
 
 Prompt = str | Sequence[int]
@@ -86,7 +84,7 @@ class LM:
         self.model = model
         self.params = params
         self._param_leaves = jax.tree.leaves(params)
-        self.tokenizer = tokenizer
+        self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
         self.defaults = defaults
         self.max_len = max_len
         self._idle_cache: list[LayerCache] | None = None
@@ -126,7 +124,7 @@ class LM:
         requests = self._requests(prompts, config, options)
         rows = [_Row(self, request) for request in requests]
         timer = _Timer(self)
-        with contextlib.closing(self._run(requests, MAX_STEPS, timer)) as chunks:
+        with contextlib.closing(self._run(requests, _STEPS, timer)) as chunks:
             for chunk in chunks:
                 for i, row in enumerate(rows):
                     row.take(chunk, i)
@@ -160,8 +158,7 @@ class LM:
         if not isinstance(prompt, str) and any(not _is_id(i) for i in prompt):
             raise ValueError("stream: takes one prompt, a text or token ids")
         requests = self._requests(prompt, config, options)
-        if not self.tokenizer:
-            Tokenizer.decode(self.tokenizer, [])
+        self.tokenizer.decode([])
         return self._stream(requests)
 
     def _stream(self, requests):
@@ -240,8 +237,6 @@ class LM:
 
     def _ids(self, prompt: Prompt, i: int) -> list[int]:
         if isinstance(prompt, str):
-            if not self.tokenizer:
-                Tokenizer.encode(self.tokenizer, prompt)
             ids = self.tokenizer.encode(prompt)
         else:
             ids = [int(t) if _is_id(t) else t for t in prompt]
@@ -268,7 +263,8 @@ class LM:
         total = max(len(r.ids) + r.config.max_new_tokens for r in active)
         slots = slots_for(max(map(len, prompts)), total, self.max_len)
         processors = _union(r.config.processors for r in active)
-        prefill, decode = (self._program(kind, processors) for kind in ("prefill", "decode"))
+        prefill = self._program(step.prefill, processors=processors)
+        decode = self._program(step.decode_steps, processors=processors, max_steps=steps)
         used = np.array([bool(p) for p in prompts] + [False] * (batch - len(prompts)))
         sampling = per_row([r.config for r in requests], batch)
         state, treedef = jax.tree.flatten(start(self._take_cache(batch, slots), sampling, used))
@@ -318,43 +314,32 @@ class LM:
         del cache
         return init_cache(self.model, batch, slots)
 
-    def _program(self, kind: str, processors: Processors):
-        """The jitted program of a kind: one per set of processors, whatever the values.
+    def _program(self, function: Callable, **static):
+        """The jitted program of a step: one per set of processors, whatever the values.
 
         Parameters and state go in and out as flat lists: nested containers of a 32-layer model cost
         0.15 ms of host time a call.
         """
-        key = kind, processors
+        key = function.__name__, *static.items()
         if key not in self._programs:
-            function = _STEPS[kind]
             params_def = jax.tree.structure(self.params)
             state_def = jax.tree.structure(abstract_state(self.model))
 
             def run(params, state, *args):
-                state, *out = function(
-                    self.model,
-                    jax.tree.unflatten(params_def, params),
-                    jax.tree.unflatten(state_def, state),
-                    *args,
-                    processors=processors,
-                )
+                params = jax.tree.unflatten(params_def, params)
+                state = jax.tree.unflatten(state_def, state)
+                state, *out = function(self.model, params, state, *args, **static)
                 return jax.tree.leaves(state), *out
 
             self._programs[key] = jax.jit(run, donate_argnums=1)
         return self._programs[key]
 
     def program_counts(self) -> dict[str, int]:
-        """Compiled programs so far, by kind ("prefill", "decode")."""
-        counts = dict.fromkeys(_STEPS, 0)
-        for (kind, _), program in self._programs.items():
-            counts[kind] += program._cache_size()
+        """Compiled programs so far: of "prefill" and of "decode_steps"."""
+        counts = {"prefill": 0, "decode_steps": 0}
+        for (name, *_), program in self._programs.items():
+            counts[name] += program._cache_size()
         return counts
-
-
-_STEPS = {
-    "prefill": step.prefill,
-    "decode": functools.partial(step.decode_steps, max_steps=MAX_STEPS),
-}
 
 
 class _Row:

@@ -13,11 +13,10 @@ class MissingTokenizerError(CheckpointError):
 class Tokenizer:
     """A checkpoint's tokenizer, or its absence: ids work without one."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path | None = None):
         self.folder = folder
         self._tokenizer = None
-        path = folder / "tokenizer.json"
-        if path.exists():
+        if folder is not None and (path := folder / "tokenizer.json").exists():
             import tokenizers
 
             try:
@@ -59,13 +58,14 @@ class Tokenizer:
     def _required(self):
         if self._tokenizer is None:
             hint = "pass token ids instead"
-            if (self.folder / "tokenizer.model").exists():
+            if self.folder is not None and (self.folder / "tokenizer.model").exists():
                 hint = (
                     "tokenizer.model alone is not enough: convert it with transformers, "
                     "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
                     "or pass token ids"
                 )
-            raise MissingTokenizerError(f"{self.folder}: no tokenizer.json; {hint}")
+            where = "this model" if self.folder is None else self.folder
+            raise MissingTokenizerError(f"{where}: no tokenizer.json; {hint}")
         return self._tokenizer
 
 

@@ -1,4 +1,4 @@
-"""The next token: masks of transformers, the right distribution, samples that depend on no batch."""
+"""The next token: the masks of transformers, the right distribution, no influence of the batch."""
 
 import dataclasses
 import functools

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from deviceless import alias_bytes, large_copies
 
+from deviceless import alias_bytes, large_copies
 from fdjax.generation import GenerationConfig, per_row
 from fdjax.models import describe, parse_config, random_params
 from fdjax.state import cache_bytes, init_cache, start

@@ -1,0 +1,162 @@
+"""Logits, greedy tokens and log-probabilities of Hugging Face transformers, from its fixtures."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fdjax
+
+FIXTURES = Path(__file__).parent / "hf_fixtures"
+# A new family is a line here, and a case of make_hf_fixtures.py.
+CASES = [
+    "llama2_mha",
+    "llama3_gqa_tied",
+    "llama_bias",
+    "llama_d64_bf16",
+    "llama_d128_bf16",
+]
+BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
+# Bitwise invariance is the engine's, not a family's: one case of each head size is enough here.
+FAST_BATCHES = {"llama3_gqa_tied", "llama_d64_bf16"}
+
+PROMPTS = range(5)
+NEW_TOKENS = 64
+MAX_LEN = 264  # the longest prompt and its continuation
+# Of the largest logit; the fixtures keep the gap of every chosen token above twice this.
+LOGITS_BAR = 1e-4
+
+GREEDY = {
+    "max_new_tokens": NEW_TOKENS,
+    "do_sample": False,
+    "eos_token_id": None,
+    "return_logprobs": True,
+}
+
+forward = jax.jit(fdjax.forward, static_argnums=0)
+
+
+def slow_unless(cases, fast):
+    return [pytest.param(c, marks=() if c in fast else pytest.mark.slow) for c in cases]
+
+
+@functools.cache
+def load(case, dtype="float32"):
+    return fdjax.load(
+        str(FIXTURES / case), dtype=dtype, max_len=MAX_LEN, compilation_cache=False, progress=False
+    )
+
+
+@functools.cache
+def expected(case):
+    with np.load(FIXTURES / case / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def prompt(case, i):
+    return expected(case)[f"prompt_{i}"].tolist()
+
+
+@functools.cache
+def alone(case, i):
+    return load(case).generate(prompt(case, i), **GREEDY)
+
+
+@functools.cache
+def teacher_forced(case, dtype):
+    """Logits at every position of each prompt and its expected continuation, [len, V] each."""
+    e = expected(case)
+    sequences = [np.concatenate([e[f"prompt_{i}"], e[f"tokens_{i}"][:-1]]) for i in PROMPTS]
+    lengths = np.array([len(s) for s in sequences], np.int32)
+    ids = np.zeros((len(sequences), MAX_LEN), np.int32)
+    for row, sequence in zip(ids, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    lm = load(case, dtype)
+    logits = np.asarray(forward(lm.model, lm.params, ids, lengths))
+    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits(case):
+    for i, logits in zip(PROMPTS, teacher_forced(case, "float32"), strict=True):
+        length = len(prompt(case, i))
+        kept = expected(case)[f"logits_{i}"]
+        ours = [logits[length - len(kept) : length], logits[-1:]]
+        for got, want in zip(ours, (kept, expected(case)[f"final_logits_{i}"][None]), strict=True):
+            np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS_BAR * np.abs(want).max())
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_greedy_tokens_and_logprobs(case):
+    for i in PROMPTS:
+        result = alone(case, i)
+        assert result.tokens == [expected(case)[f"tokens_{i}"].tolist()], f"prompt {i}"
+        # The chosen logit and the logsumexp may each be off by the bar.
+        bar = 2 * LOGITS_BAR * np.abs(expected(case)[f"final_logits_{i}"]).max()
+        np.testing.assert_allclose(
+            result.logprobs[0], expected(case)[f"logprobs_{i}"], rtol=0, atol=bar
+        )
+
+
+@pytest.mark.parametrize("case", slow_unless(CASES, FAST_BATCHES))
+def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
+    order = (4, 0, 3, 1)
+    batch = load(case).generate([prompt(case, i) for i in order], **GREEDY)
+    assert batch.tokens == [alone(case, i).tokens[0] for i in order]
+    assert batch.logprobs == [alone(case, i).logprobs[0] for i in order]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_generations_of_the_config_load_to_the_same(case, tmp_path):
+    folder = shutil.copytree(FIXTURES / case, tmp_path / case)
+    (folder / "config.alternate.json").replace(folder / "config.json")
+    other = fdjax.load(str(folder), dtype="float32", compilation_cache=False, progress=False)
+    assert other.config == load(case).config
+    jax.tree.map(np.testing.assert_array_equal, other.params, load(case).params)
+
+
+def rms(a):
+    return float(np.sqrt(np.mean(np.square(a, dtype=np.float64))))
+
+
+def bf16_error(case):
+    """Root mean square of what bfloat16 does to a logit in transformers' own runs."""
+    e = expected(case)
+    return rms(np.concatenate([e[f"bf16_logits_{i}"] - e[f"logits_{i}"] for i in PROMPTS]))
+
+
+@pytest.mark.parametrize("case", BF16_CASES)
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(case):
+    errors = []
+    for i, logits in zip(PROMPTS, teacher_forced(case, "bfloat16"), strict=True):
+        kept, length = expected(case)[f"logits_{i}"], len(prompt(case, i))
+        errors.append(logits[length - len(kept) : length] - kept)
+    # Rounding in another order: of the same size, not the same.
+    assert rms(np.concatenate(errors)) <= 1.25 * bf16_error(case)
+
+
+@pytest.mark.parametrize("case", slow_unless(BF16_CASES, FAST_BATCHES))
+def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case):
+    """Against the float32 tokens, which are the truth that bfloat16 approximates.
+
+    A token may differ where the gap between the two best float32 logits is below four standard
+    deviations of a difference of two bfloat16 logits, which is sqrt(2) times the error of one.
+    Behind its first difference a run is another text: the runs are compared up to there, and every
+    token once more after the expected prefix.
+    """
+    lm = load(case, "bfloat16")
+    result = lm.generate([prompt(case, i) for i in PROMPTS], **GREEDY | {"return_logprobs": False})
+    bar = 4 * 2**0.5 * bf16_error(case)
+    close_calls = []
+    for i, logits in zip(PROMPTS, teacher_forced(case, "bfloat16"), strict=True):
+        tokens, gaps = expected(case)[f"tokens_{i}"], expected(case)[f"gaps_{i}"]
+        run = np.flatnonzero(np.array(result.tokens[i]) != tokens)[:1]
+        forced = np.flatnonzero(logits[-NEW_TOKENS:].argmax(-1) != tokens)
+        for steps in (run, forced):
+            assert (gaps[steps] <= bar).all(), f"prompt {i}: steps {steps}, gaps {gaps[steps]}"
+        close_calls.append(gaps <= bar)
+    # Most calls are not close: a wrong engine cannot hide behind those that are.
+    assert np.mean(close_calls) < 1 / 3
