@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # The reader has seen enough.
     except _UsageError as error:
         return _fail(error, 2)
-    except (ValueError, NotImplementedError, OSError) as error:
+    except (ValueError, NotImplementedError, OSError, FloatingPointError) as error:
         return _fail(error)
     except (MemoryError, RuntimeError) as error:
         return _fail(_explained(error))
@@ -86,8 +86,8 @@ def _explained(error: MemoryError | RuntimeError) -> str:
         raise error
     detail = first.partition("RESOURCE_EXHAUSTED: ")[2] or first
     return (
-        f"out of memory{f' ({detail})' if detail else ''}; ask for fewer tokens or a smaller batch, "
-        "load with --dtype bfloat16, or use a smaller model; `fdjax info MODEL` says what fits"
+        f"out of memory{f' ({detail})' if detail else ''}; lower the number of tokens or the "
+        "batch, give --dtype bfloat16, or take a smaller model; `fdjax info MODEL` says what fits"
     )
 
 
@@ -199,7 +199,7 @@ def _name(text: str) -> str:
 
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
     within = f"at least {least}" if most is None else f"from {least} to {most}"
-    return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer {within}")
+    return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
 
 
 def _real(least: float) -> Callable[[str], float]:
@@ -229,18 +229,12 @@ def _prompt(given: str | None) -> str:
     if given is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise _UsageError("generate: give a prompt, or pipe one in")
-        data = sys.stdin.buffer.read()
-    else:
-        # Python stands surrogates in for what it could not decode.
-        data = given.encode("utf-8", "surrogateescape")
+        data = sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
     try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise _UsageError(
-            f"generate: the prompt must be UTF-8, byte {error.start} is not"
-        ) from None
-    if given is None:
-        text = text.removesuffix("\n").removesuffix("\r")
+        # In an argument, surrogates stand for bytes that Python could not decode.
+        text = (data if given is None else given.encode("utf-8", "surrogateescape")).decode("utf-8")
+    except UnicodeError as error:
+        raise _UsageError(f"generate: prompt must be UTF-8, not so at {error.start}") from None
     if not text.strip():
         raise _UsageError("generate: the prompt is empty")
     return text
@@ -292,9 +286,16 @@ def _describe(name: str, dtype: str | None, implementation: str | None = None):
     from fdjax.checkpoint import locate, read_json
     from fdjax.models import describe, parse_config
     from fdjax.pallas_kernels.plan import Plan
+    from fdjax.platform import default_backend
 
-    folder = None if name.endswith(".json") else locate(name)
-    path = Path(name) if folder is None else folder / "config.json"
+    path = Path(name).expanduser()
+    folder = None
+    if path.suffix != ".json" or path.is_dir():
+        folder = locate(name)
+        path = folder / "config.json"
+    elif not path.exists():
+        raise FileNotFoundError(f"{name}: no such file")
+    default_backend()
     plan = Plan.for_device(implementation=implementation)
     return describe(parse_config(read_json(path), str(path)), dtype=dtype, plan=plan), folder
 
@@ -311,12 +312,31 @@ def _info(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from fdjax.bench.model import bench_model
     from fdjax.bench.record import emit
+    from fdjax.info import model_info
     from fdjax.lm import LM
     from fdjax.models import random_params
-    from fdjax.platform import enable_compilation_cache
+    from fdjax.platform import default_backend, enable_compilation_cache
 
+    # Whatever is wrong is found before the minutes that measuring takes.
+    if args.implementation == "cudnn" and default_backend() != "gpu":
+        raise _UsageError("bench: --implementation cudnn needs an NVIDIA GPU, JAX sees none")
     enable_compilation_cache()
     model, folder = _describe(args.model, args.dtype, args.implementation)
+    facts = model_info(model)
+    tokens = args.prompt_tokens + args.new_tokens
+    if tokens > facts.max_position_embeddings:
+        raise _UsageError(
+            f"bench: --prompt-tokens and --new-tokens make {tokens}, "
+            f"the model's context is {facts.max_position_embeddings}"
+        )
+    if facts.fitting_tokens is not None and args.batch * tokens > facts.fitting_tokens:
+        raise MemoryError(
+            f"weights of {facts.weight_bytes / 1e9:.1f} GB leave room for {facts.fitting_tokens} "
+            f"tokens of cache, {args.batch} x {tokens} are asked for"
+        )
+    if args.output:
+        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.output).open("a").close()
     if folder is None:
         lm = LM(model, random_params(model))
     else:

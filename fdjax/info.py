@@ -43,24 +43,23 @@ class ModelInfo:
 
     def __str__(self) -> str:
         """A table for people."""
-        gb = 1e9
         lines = [
             f"family        {self.family}",
             f"parameters    {self.parameters:,}",
-            f"weights       {self.weight_bytes / gb:.3f} GB in {self.dtype}",
+            f"weights       {_size(self.weight_bytes)} in {self.dtype}",
             f"KV cache      {self.kv_bytes_per_token:,} bytes per token",
             f"context       {self.max_position_embeddings:,} tokens",
             f"device        {self.device}",
         ]
         if self.device_bytes is not None:
-            lines.append(f"memory        {self.device_bytes / gb:.1f} GB")
+            lines.append(f"memory        {self.device_bytes / 1e9:.1f} GB")
         if self.fitting_tokens is not None:
             fits = f"{self.fitting_tokens:,} tokens of cache beside the weights"
             lines.append(
                 f"fits          {fits if self.fitting_tokens else 'no: weights too large'}"
             )
-        lines.append("")
-        lines += [f"{op:18} {shape:44} {run:10} ({why})" for op, shape, run, why in self.choices]
+        lines += ["", f"{'op':18} {'shape':44} {'runs':10} chosen by"]
+        lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
         return "\n".join(lines)
 
 
@@ -82,6 +81,10 @@ def model_info(model: Model, *, batch: int = 1, slots: int | None = None) -> Mod
         max_position_embeddings=model.config.max_position_embeddings,
         choices=tuple(_choices(model, batch, slots or model.config.max_position_embeddings)),
     )
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
 
 
 def device_memory_bytes(device: jax.Device | None = None) -> int | None:

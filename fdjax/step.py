@@ -86,10 +86,10 @@ def decode_steps(
 ) -> tuple[DecodeState, Array, Array | None]:
     """At most `n` decode steps in one device loop, fewer when every row finishes.
 
-    The trip count is static and a step that has nothing to do is skipped by a conditional: on a GPU
-    both stay on the device, so the call returns at once and the next one queues behind it. A `while`
-    that looks at the rows would be read by the host at every step. A skipped step takes 0.14 ms of
-    an H100, so `max_steps` should not be much larger than `n`.
+    The trip count is static and a step that has nothing to do is skipped by a conditional: on a
+    GPU both stay on the device, so the call returns at once and the next one queues behind it. A
+    `while` that looks at the rows would be read by the host at every step. A skipped step takes
+    0.14 ms on an H100, so `max_steps` should not be much larger than `n`.
 
     Args:
       model, params: the model.
