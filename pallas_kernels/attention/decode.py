@@ -37,7 +37,8 @@ def decode_attention(
     Args:
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
-        are never read into the result, whatever they hold.
+        never reach the result, whatever they hold; "cudnn" needs them finite, it multiplies
+        masked probabilities of zero with what is there.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       scale: multiplies q·k, usually D ** -0.5.
       layer: index into stacked caches.

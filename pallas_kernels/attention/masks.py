@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax.numpy as jnp
 from jax import Array
 
 
@@ -60,12 +61,16 @@ def check_attention(
     kb, kv_heads, _, kd = k.shape[stacked:]
     if (b, d) != (kb, kd):
         raise ValueError(f"{op}: q {list(q.shape)} and k {list(k.shape)} disagree on B or D")
-    if h % kv_heads:
+    if not kv_heads or h % kv_heads:
         raise ValueError(f"{op}: H must be a multiple of Hkv, got {h} and {kv_heads}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{op}: q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
     if lengths.shape != (b,):
         raise ValueError(f"{op}: lengths must be [{b}], got {list(lengths.shape)}")
+    if not jnp.issubdtype(lengths.dtype, jnp.signedinteger):
+        raise ValueError(f"{op}: lengths must be signed integers, got {lengths.dtype}")
+    if isinstance(layer, int) and not 0 <= layer < k.shape[0]:
+        raise ValueError(f"{op}: layer must be in 0..{k.shape[0] - 1}, got {layer}")
     if t < 1:
         raise ValueError(f"{op}: T must be at least 1, got {t}")
     if not scale > 0:

@@ -39,7 +39,8 @@ def prefill_attention(
     Args:
       q: [B, T, H, D].
       k, v: [B, Hkv, S, D], the chunk's own keys already written, or with `layer` a stack
-        [L, B, Hkv, S, D]. Slots at and past `lengths` never reach the result.
+        [L, B, Hkv, S, D]. Slots at and past `lengths` never reach the result; "cudnn" needs them
+        finite.
       lengths: [B] int32 live slots per row, the chunk included.
       offsets: [B] int32 position of the first query, default 0.
       scale: multiplies q·k, usually D ** -0.5.

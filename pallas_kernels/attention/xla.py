@@ -28,7 +28,8 @@ def attention_xla(
     P, so a row dominated by one key returns that key's value exactly.
 
     Args:
-      batch_invariant: one row of the batch at a time, for results that do not depend on B.
+      batch_invariant: one row of the batch at a time, for results that do not depend on B, nor,
+        for T a multiple of 128, on how a prompt is cut into chunks.
     """
     t = q.shape[1]
     if batch_invariant:

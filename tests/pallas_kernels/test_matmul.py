@@ -173,7 +173,7 @@ VARIANTS = [
 ]
 
 
-@across(MATMUL, SHAPES + EPILOGUES + VARIANTS)
+@across(MATMUL, SHAPES, quick=EPILOGUES + VARIANTS)
 def test_against_the_oracle(implementation, case):
     _check(implementation, case)
 
