@@ -60,14 +60,20 @@ class StoredTensor:
         return np.memmap(self.file, dtype, mode="r", offset=self.start, shape=self.shape)
 
 
-def locate(name_or_path: str) -> Path:
+def locate(name_or_path: str, *, weights: bool = True) -> Path:
     """The folder of a checkpoint: a local one, or a hub id downloaded to the hub's cache.
 
     "tiny" is the model that comes with the package, unless there is a folder of that name.
 
+    Args:
+      name_or_path: what to look for.
+      weights: whether a download includes them.
+
     Raises:
       CheckpointError: neither a folder nor something the hub gives.
     """
+    if not name_or_path:
+        raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
@@ -82,7 +88,7 @@ def locate(name_or_path: str) -> Path:
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name_or_path, allow_patterns=["*.json", "*.safetensors", "*.jinja"]
+                name_or_path, allow_patterns=["*.json", "*.jinja"] + ["*.safetensors"] * weights
             )
         )
     except Exception as error:

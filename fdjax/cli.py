@@ -291,7 +291,7 @@ def _describe(name: str, dtype: str | None, implementation: str | None = None):
     path = Path(name).expanduser()
     folder = None
     if path.suffix != ".json" or path.is_dir():
-        folder = locate(name)
+        folder = locate(name, weights=False)
         path = folder / "config.json"
     elif not path.exists():
         raise FileNotFoundError(f"{name}: no such file")

@@ -5,6 +5,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -28,7 +29,7 @@ class GenerationConfig:
       temperature: divides the logits; 0 means greedy.
       top_k: draw from the k likeliest tokens; 0 is off.
       top_p: draw from the likeliest tokens that together hold this mass; 1 is off.
-      seed: of the draws.
+      seed: of the draws; rows with the same prompt and seed draw the same tokens.
       eos_token_ids: ids that end a row.
       return_logprobs: also return each token's log-probability under the raw model.
     """
@@ -55,8 +56,10 @@ class GenerationConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, kind):
                 raise ValueError(f"generate: {name} must be a number, got {value!r}")
-        if self.max_new_tokens < 0:
-            raise ValueError(f"generate: max_new_tokens must be >= 0, got {self.max_new_tokens}")
+        if not 0 <= self.max_new_tokens < 2**31:
+            raise ValueError(
+                f"generate: max_new_tokens must be in [0, 2**31), got {self.max_new_tokens}"
+            )
         if not 0 <= self.min_new_tokens <= max(self.max_new_tokens, 0):
             raise ValueError(
                 "generate: min_new_tokens must be between 0 and max_new_tokens "
@@ -64,8 +67,8 @@ class GenerationConfig:
             )
         if not (self.temperature >= 0 and math.isfinite(self.temperature)):
             raise ValueError(f"generate: temperature must be finite, >= 0, got {self.temperature}")
-        if self.top_k < 0:
-            raise ValueError(f"generate: top_k must be >= 0, got {self.top_k}")
+        if not 0 <= self.top_k < 2**31:
+            raise ValueError(f"generate: top_k must be in [0, 2**31), got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"generate: top_p must be in (0, 1], got {self.top_p}")
         if not 0 <= self.seed < 2**32:
@@ -215,6 +218,7 @@ def generate(
     slots = -(-(p + config.max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     rows = [dataclasses.replace(config, seed=(config.seed + i) % 2**32) for i in range(b)]
     state = start(init_cache(model, b, slots), per_row(rows, b), np.ones(b, bool))
+    state = jax.tree.map(jnp.asarray, state)
     processors = dataclasses.replace(config.processors, logprobs=False)
     zeros = jnp.zeros((b,), jnp.int32)
     state, first, _ = prefill(

@@ -189,7 +189,7 @@ class LM:
                 if len(ids) >= limit:
                     raise ValueError(
                         f"generate: prompt {i} has {len(ids)} tokens, the model's context is "
-                        f"{limit}; load(..., max_len=...) to exceed it"
+                        f"{limit}; shorten it, or load(..., max_len=...) to exceed that"
                     )
                 row_config = dataclasses.replace(
                     row_config,

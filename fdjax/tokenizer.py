@@ -36,8 +36,14 @@ class Tokenizer:
 
         Raises:
           MissingTokenizerError: the checkpoint has no tokenizer.json.
+          ValueError: the text has lone surrogates, which no encoding can write.
         """
-        return self._required().encode(text).ids
+        tokenizer = self._required()
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"encode: not valid text ({error.reason})") from None
+        return tokenizer.encode(text).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out.

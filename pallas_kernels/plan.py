@@ -97,7 +97,14 @@ class Plan:
         *,
         implementation: str | None = None,
     ) -> "Plan":
-        """Plan of a device known by name only: no such device is needed."""
+        """Plan of a device known by name only: no such device is needed.
+
+        Raises:
+          ValueError: `implementation` is not one.
+          NotImplementedError: no op has it, or not on this device.
+        """
+        if implementation == "cudnn" and compute_capability is None:
+            raise NotImplementedError(f"plan: cudnn needs an NVIDIA GPU, got {device_kind!r}")
         named = ()
         if implementation is not None:
             named = tuple((op, implementation) for op in _ops_with(implementation))

@@ -1,6 +1,7 @@
 """What `fdjax info` says of published models."""
 
 import dataclasses
+import gc
 import json
 from pathlib import Path
 
@@ -36,6 +37,7 @@ def model(name: str, dtype: str | None = None, plan: Plan | None = None):
     ],
 )
 def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token):
+    gc.collect()
     live = len(jax.live_arrays())
     facts = model_info(model(name, dtype, H100))
     assert facts.weight_bytes == weight_bytes

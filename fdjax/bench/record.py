@@ -195,10 +195,10 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 def emit(record: Record, path: str | Path | None = None) -> None:
     """Prints the table and then, as the last line, the JSON; writes that to `path` as well."""
-    if path:
-        write(record, path)
     print(record.table())
     print(record.json(), flush=True)
+    if path:
+        write(record, path)
 
 
 def write(record: Record, path: str | Path) -> None:

@@ -1,0 +1,8 @@
+"""`python -m fdjax` is the command `fdjax`."""
+
+import sys
+
+from fdjax.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
