@@ -198,10 +198,7 @@ def _attend_prefill(
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
     # Padding goes to a slot that does not exist, and is dropped.
     slots = jnp.where(positions < ends[:, None], positions, kv[0].shape[2])
-    kv = tuple(
-        cache.at[index[:, None], :, slots].set(new, mode="drop", unique_indices=True)
-        for cache, new in zip(kv, (k, v), strict=True)
-    )
+    kv = tuple(_write(cache, new, index, slots) for cache, new in zip(kv, (k, v), strict=True))
     own = kv if rows is None else tuple(cache[rows] for cache in kv)
     o = prefill_attention(
         q,
@@ -229,5 +226,14 @@ def _append(cache: Array, new: Array, lengths: Array) -> Array:
     if b == 1:
         return lax.dynamic_update_slice(cache, new.transpose(0, 2, 1, 3), (0, 0, lengths[0], 0))
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    rows = jnp.arange(b, dtype=jnp.int32)[:, None]
-    return cache.at[rows, :, slots].set(new, mode="drop", unique_indices=True)
+    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
+
+
+def _write(cache: Array, new: Array, rows: Array, slots: Array) -> Array:
+    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T], if they exist.
+
+    Every axis but D is indexed: a window over the heads would have XLA transpose the whole cache.
+    """
+    heads = jnp.arange(cache.shape[1], dtype=jnp.int32)
+    at = cache.at[rows[:, None, None], heads[None, :, None], slots[:, None, :]]
+    return at.set(new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True)

@@ -1,5 +1,7 @@
 """Attention as two einsums. Reads every slot of the cache; scores are [B,H,T,S] in fp32."""
 
+import math
+
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -7,6 +9,10 @@ from fdjax.pallas_kernels.attention.masks import Masking
 
 # The scores of a block of query rows stay below this many bytes.
 _SCORES_BYTES = 256 * 2**20
+# Rows of P per KV head that a decode step may have.
+_DECODE_ROWS = 64
+# Slots per block where V is masked in blocks.
+_MASKED_BLOCK = 128
 # Query rows per block in batch-invariant mode, whatever the length of the chunk.
 _INVARIANT_BLOCK = 128
 
@@ -92,18 +98,48 @@ def _attention(q, k, v, lengths, offsets, *, scale, masking):
     top = jnp.where(top > -jnp.inf, top, 0.0)
     p = jnp.exp(scores - top).astype(v.dtype)
     total = jnp.sum(p.astype(jnp.float32), axis=-1)
-    # 0 * NaN is NaN: slots that hold nothing must not reach the product.
-    live = (jnp.arange(s, dtype=jnp.int32)[None] < lengths[:, None])[:, None, :, None]
-    o = jnp.einsum(
-        "bhrs,bhsd->bhrd",
-        p.reshape(b, kv_heads, group * t, s),
-        jnp.where(live, v, jnp.zeros((), v.dtype)),
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    o = _weighted_values(p.reshape(b, kv_heads, group * t, s), v, lengths, precision)
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
     o = o.reshape(b, kv_heads, group, t, d) / total[..., None]
     lse = jnp.where(empty, -jnp.inf, top[..., 0] + jnp.log(total))
     o = o.transpose(0, 3, 1, 2, 4).reshape(b, t, h, d)
     return o.astype(q.dtype), lse.transpose(0, 3, 1, 2).reshape(b, t, h)
+
+
+def _weighted_values(p, v, lengths, precision):
+    """P V over live slots. p [B,Hkv,R,S], zero past the lengths, and v [B,Hkv,S,D] → fp32.
+
+    0 * NaN is NaN, so what dead slots hold must not reach the product. For one row of P the mask
+    fuses into it. For the few of a decode step it would cost a masked copy of V: the product is
+    taken with V as it is, and again in small blocks where that is not finite. For the many of a
+    prefill the copy is little.
+    """
+    s = v.shape[2]
+
+    def product(p, v):
+        return jnp.einsum(
+            "bhrs,bhsd->bhrd", p, v, precision=precision, preferred_element_type=jnp.float32
+        )
+
+    def masked(p, v, start):
+        slots = start + jnp.arange(v.shape[2], dtype=jnp.int32)
+        live = (slots[None] < lengths[:, None])[:, None, :, None]
+        return product(p, jnp.where(live, v, jnp.zeros((), v.dtype)))
+
+    def masked_by_blocks():
+        block = math.gcd(s, _MASKED_BLOCK)
+
+        def add(i, total):
+            start = i * block
+            p_block = lax.dynamic_slice_in_dim(p, start, block, axis=3)
+            v_block = lax.dynamic_slice_in_dim(v, start, block, axis=2)
+            return total + masked(p_block, v_block, start)
+
+        return lax.fori_loop(0, s // block, add, jnp.zeros_like(o))
+
+    if p.shape[2] == 1 or p.shape[2] > _DECODE_ROWS:
+        return masked(p, v, 0)
+    o = product(p, v)
+    finite = jnp.all(jnp.isfinite(o), axis=(1, 2, 3), keepdims=True)
+    return lax.cond(jnp.all(finite), lambda: o, lambda: jnp.where(finite, o, masked_by_blocks()))
