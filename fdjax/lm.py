@@ -155,7 +155,7 @@ class LM:
           ValueError: as in `generate`, at the call, before anything is yielded.
           MissingTokenizerError: the checkpoint has no tokenizer.
         """
-        if not isinstance(prompt, str) and any(not _is_id(i) for i in prompt):
+        if not isinstance(prompt, str) and not (len(prompt) and all(map(_is_id, prompt))):
             raise ValueError("stream: takes one prompt, a text or token ids")
         requests = self._requests(prompt, config, options)
         self.tokenizer.decode([])

@@ -1,0 +1,160 @@
+"""The embedded model: transformers agrees on it, it knows its world, it is small.
+
+`hf_fixtures/tiny` holds `prompts.json`, every third held-out question, the prompts of the model's
+README and openings of stories, and what transformers makes of them:
+
+    python tests/make_hf_fixtures.py --greedy models/tiny --n 64 \\
+        --prompts tests/hf_fixtures/tiny/prompts.json --out tests/hf_fixtures/tiny/expected.npz
+"""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax.checkpoint import locate
+from fdjax.models.tiny.world import World
+
+FIXTURE = Path(__file__).parent / "hf_fixtures" / "tiny"
+NEW_TOKENS = 64
+MAX_LEN = 128
+ROWS = 64
+
+forward = jax.jit(fdjax.forward, static_argnums=0)
+
+
+def load(dtype):
+    return fdjax.load("tiny", dtype=dtype, max_len=MAX_LEN, compilation_cache=False, progress=False)
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """As shipped: bfloat16."""
+    return load(None)
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    return json.loads((FIXTURE / "prompts.json").read_text(encoding="utf-8"))
+
+
+@pytest.fixture(scope="module")
+def expected():
+    with np.load(FIXTURE / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def answers(lm, prompts):
+    """(tokens, text) of every prompt, in batches of one size."""
+    found = []
+    for start in range(0, len(prompts), ROWS):
+        part = prompts[start : start + ROWS]
+        filled = part + part[:1] * (ROWS - len(part))
+        result = lm.generate(filled, max_new_tokens=NEW_TOKENS)
+        found += list(zip(result.tokens, result.texts, strict=True))[: len(part)]
+    return found
+
+
+@pytest.fixture(scope="module")
+def shipped_answers(lm, prompts):
+    return answers(lm, prompts)
+
+
+def cut(row, eos):
+    """A run of transformers up to and with its first end of sequence."""
+    ends = np.flatnonzero(row == eos)
+    return row[: ends[0] + 1].tolist() if len(ends) else row.tolist()
+
+
+def first_difference(ours, theirs):
+    """The step at which two runs part, or None."""
+    parted = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+    return parted[0] if parted else None
+
+
+def test_prompts_are_tokenised_as_by_transformers(lm, prompts, expected):
+    ids = [i for prompt in prompts for i in lm.tokenizer.encode(prompt)]
+    assert ids == expected["ids"].tolist()
+    assert [len(lm.tokenizer.encode(p)) for p in prompts] == expected["lengths"].tolist()
+
+
+@pytest.mark.slow
+def test_greedy_tokens_of_transformers_in_float32(prompts, expected):
+    lm = load("float32")
+    (eos,) = lm.defaults.eos_token_ids
+    # No choice is close, so every token must be the same.
+    assert expected["fp32_gaps"].min() > 1e-4
+    for i, (tokens, _) in enumerate(answers(lm, prompts)):
+        assert tokens == cut(expected["fp32_tokens"][i], eos), prompts[i]
+
+
+def test_greedy_tokens_of_transformers_in_bfloat16(lm, prompts, expected, shipped_answers):
+    """Where the two part, the two best logits are within four bfloat16 steps of each other.
+
+    The distance is that in transformers' own bfloat16 run, up to this step the same text.
+    """
+    (eos,) = lm.defaults.eos_token_ids
+    different = 0
+    for i, (tokens, _) in enumerate(shipped_answers):
+        theirs = cut(expected["bf16_tokens"][i], eos)
+        step = first_difference(tokens, theirs)
+        if step is None:
+            assert tokens == theirs, prompts[i]
+            continue
+        different += 1
+        ids = lm.tokenizer.encode(prompts[i]) + tokens[:step]
+        row = np.array([ids + [0] * (MAX_LEN - len(ids))], np.int32)
+        top = float(forward(lm.model, lm.params, row)[0, len(ids) - 1].max())
+        bf16_step = 2.0 ** (np.floor(np.log2(top)) - 7)
+        gap = float(expected["bf16_gaps"][i, step])
+        assert gap <= 4 * bf16_step, f"{prompts[i]!r}: step {step}, gap {gap}"
+    assert different <= len(prompts) / 20
+
+
+def exact(examples, found):
+    """Share of the questions answered to the letter."""
+    right = [
+        text == f" {example.answer}" for example, (_, text) in zip(examples, found, strict=True)
+    ]
+    return np.mean(right)
+
+
+def test_held_out_questions(prompts, shipped_answers):
+    by_question = {example.question: example for example, _ in World(0).held_out}
+    known = [
+        (by_question[p], a)
+        for p, a in zip(prompts, shipped_answers, strict=True)
+        if p in by_question
+    ]
+    examples, found = zip(*known, strict=True)
+    assert len(examples) >= 200
+    assert exact(examples, found) >= 0.9
+
+
+@pytest.mark.slow
+def test_all_held_out_questions(lm):
+    examples = [example for example, _ in World(0).held_out]
+    assert len(examples) >= 800
+    assert exact(examples, answers(lm, [e.question for e in examples])) >= 0.9
+
+
+def test_first_question(lm, prompts, shipped_answers):
+    question = "What is the largest ocean?"
+    _, text = shipped_answers[prompts.index(question)]
+    assert text == " The largest ocean is the Pacific Ocean."
+    assert "".join(lm.stream(question, max_new_tokens=NEW_TOKENS)) == text
+
+
+def test_it_is_small():
+    folder = locate("tiny")
+    files = [*folder.glob("*.safetensors"), *folder.glob("*.json")]
+    assert sum(file.stat().st_size for file in files) <= 8_000_000
+
+
+def test_its_shapes_are_those_the_kernels_like(lm):
+    c = lm.config
+    assert [size % 128 for size in (c.width, c.mlp_width, c.vocab_size)] == [0, 0, 0]
+    assert (c.head_dim, c.group, c.tie_embeddings, c.dtype) == (64, 2, True, "bfloat16")

@@ -1,0 +1,199 @@
+"""The pure functions: `fdjax.generate` under jit, `fdjax.forward`, and their configuration."""
+
+import functools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax import CheckpointError, GenerationConfig
+
+CASE = Path(__file__).parent / "hf_fixtures" / "llama3_gqa_tied"
+PROMPTS = (1, 2, 3)  # of 7, 23 and 60 tokens, with their greedy runs by transformers
+
+generate = jax.jit(fdjax.generate, static_argnums=(0, 3))
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return fdjax.load(str(CASE), dtype="float32", compilation_cache=False, progress=False)
+
+
+@functools.cache
+def expected():
+    with np.load(CASE / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+def padded(fill=0):
+    """(ids [B,P], lengths [B]) of the ragged prompts."""
+    prompts = [expected()[f"prompt_{i}"] for i in PROMPTS]
+    lengths = np.array([len(p) for p in prompts], np.int32)
+    ids = np.full((len(prompts), lengths.max()), fill, np.int32)
+    for row, prompt in zip(ids, prompts, strict=True):
+        row[: len(prompt)] = prompt
+    return ids, lengths
+
+
+def until(tokens, stops):
+    """`tokens` up to the first of `stops`, then -1."""
+    ends = np.flatnonzero(np.isin(tokens, stops))
+    return np.where(np.arange(len(tokens)) <= (ends[0] if len(ends) else len(tokens)), tokens, -1)
+
+
+def test_ragged_prompts_continue_as_each_alone_and_stop(lm):
+    """The runs of transformers that test_lm.py compares `lm.generate` with."""
+    ids, lengths = padded()
+    truth = np.stack([expected()[f"tokens_{i}"][:20] for i in PROMPTS])
+    stops = (int(truth[0, 0]), int(truth[1, 9]))
+    config = GenerationConfig(max_new_tokens=20, eos_token_ids=stops)
+    tokens = np.asarray(generate(lm.model, lm.params, ids, config, lengths))
+    assert tokens.dtype == np.int32
+    np.testing.assert_array_equal(tokens, [until(row, stops) for row in truth])
+    counts = (tokens >= 0).sum(axis=1)
+    assert counts[0] == 1 and 1 < counts[1] <= 10
+    # What padding holds is of no consequence, and another value is no other program.
+    other, _ = padded(fill=7)
+    np.testing.assert_array_equal(generate(lm.model, lm.params, other, config, lengths), tokens)
+
+
+@pytest.mark.slow
+def test_samples_are_those_of_lm_generate(lm):
+    ids, lengths = padded()
+    options = {"max_new_tokens": 12, "temperature": 1.3, "top_k": 30, "top_p": 0.9}
+    config = GenerationConfig(do_sample=True, seed=2**32 - 2, **options)
+    tokens = np.asarray(generate(lm.model, lm.params, ids, config, lengths))
+    ours = lm.generate(
+        [expected()[f"prompt_{i}"] for i in PROMPTS],
+        seed=[2**32 - 2, 2**32 - 1, 0],
+        eos_token_id=None,
+        **options,
+    )
+    assert tokens.tolist() == ours.tokens
+
+
+def test_no_new_tokens(lm):
+    ids, lengths = padded()
+    config = GenerationConfig(max_new_tokens=0)
+    assert generate(lm.model, lm.params, ids, config, lengths).shape == (3, 0)
+
+
+@pytest.mark.slow
+def test_one_new_token_of_whole_rows(lm):
+    ids = expected()["prompt_2"][None]
+    tokens = generate(lm.model, lm.params, ids, GenerationConfig(max_new_tokens=1))
+    assert tokens.tolist() == [[expected()["tokens_2"][0]]]
+
+
+@pytest.mark.parametrize(
+    ("shape", "lengths", "message"),
+    [
+        ((7,), None, r"ids must be \[B,P\] and not empty, got \[7\]"),
+        ((0, 7), None, r"got \[0, 7\]"),
+        ((2, 0), None, r"got \[2, 0\]"),
+        ((2, 7), (3,), r"lengths must be \[2\], got \[3\]"),
+    ],
+)
+def test_shapes_that_are_refused(lm, shape, lengths, message):
+    lengths = None if lengths is None else np.ones(lengths, np.int32)
+    ids = np.ones(shape, np.int32)
+    with pytest.raises(ValueError, match=message):
+        fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
+
+
+def test_forward_takes_no_notice_of_padding(lm):
+    forward = jax.jit(fdjax.forward, static_argnums=0, static_argnames="last")
+    ids, lengths = padded()
+    logits = np.asarray(forward(lm.model, lm.params, ids, lengths))
+    assert (logits.shape, logits.dtype) == ((3, 60, 320), np.float32)
+    other = np.asarray(forward(lm.model, lm.params, padded(fill=9)[0], lengths))
+    for i, row, other_row, length in zip(PROMPTS, logits, other, lengths, strict=True):
+        np.testing.assert_array_equal(row[:length], other_row[:length])
+        want = expected()[f"logits_{i}"]
+        np.testing.assert_allclose(row[:length], want, rtol=0, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.slow
+def test_the_last_logits_of_forward(lm):
+    ids = jnp.asarray(padded()[0][2:])
+    whole = fdjax.forward(lm.model, lm.params, ids)
+    last = fdjax.forward(lm.model, lm.params, ids, last=4)
+    np.testing.assert_allclose(last, whole[:, -4:], rtol=1e-5, atol=1e-5)
+
+
+# --- configuration
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 2.0),
+        ("max_new_tokens", True),
+        ("min_new_tokens", -1),
+        ("min_new_tokens", 129),  # above max_new_tokens
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", "1"),
+        ("top_k", -1),
+        ("top_k", 1.5),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("top_p", float("nan")),
+        ("seed", -1),
+        ("seed", 2**32),
+    ],
+)
+def test_values_that_are_refused(field, value):
+    with pytest.raises(ValueError, match=f"generate: {field} must be"):
+        GenerationConfig(**{field: value})
+
+
+def test_values_at_the_edges():
+    GenerationConfig(max_new_tokens=0)
+    GenerationConfig(max_new_tokens=5, min_new_tokens=5, temperature=0, top_p=1, seed=2**32 - 1)
+
+
+def test_a_configuration_is_a_static_argument():
+    one, other = (GenerationConfig(eos_token_ids=(1, 2)) for _ in range(2))
+    assert one == other
+    assert hash(one) == hash(other)
+
+
+def test_temperature_0_is_greedy():
+    assert not GenerationConfig(do_sample=True, temperature=0).sampled
+    assert not GenerationConfig(temperature=0.7).sampled
+    assert GenerationConfig(do_sample=True, temperature=0.7).sampled
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "eos"),
+    [
+        ({}, {}, ()),
+        ({}, {"eos_token_id": 2}, (2,)),
+        ({"eos_token_id": [3, 4]}, {"eos_token_id": 2}, (3, 4)),
+        ({"eos_token_id": 0}, {"eos_token_id": 2}, (0,)),
+        ({"eos_token_id": None}, {"eos_token_id": [2]}, (2,)),
+    ],
+)
+def test_ends_of_sequence_of_a_checkpoint(generation, config, eos):
+    found = GenerationConfig.from_files(generation, config, "generation_config.json")
+    assert found.eos_token_ids == eos
+
+
+def test_defaults_of_a_checkpoint():
+    files = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50, "max_length": 4096}
+    found = GenerationConfig.from_files(files, {}, "generation_config.json")
+    assert found == GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=50)
+
+
+@pytest.mark.parametrize(
+    "generation", [{"eos_token_id": "</s>"}, {"eos_token_id": [-1]}, {"top_p": 7.0}]
+)
+def test_a_damaged_generation_config_is_named(generation):
+    with pytest.raises(CheckpointError, match=r"^generation_config\.json: "):
+        GenerationConfig.from_files(generation, {}, "generation_config.json")

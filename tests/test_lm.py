@@ -1,0 +1,517 @@
+"""`fdjax.load` and `LM`: what a user may ask for, and what is refused."""
+
+import contextlib
+import itertools
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import fdjax
+import fdjax.platform
+from fdjax.models import random_params
+from fdjax.tokenizer import MissingTokenizerError
+
+FIXTURES = Path(__file__).parent / "hf_fixtures"
+CASE = FIXTURES / "llama3_gqa_tied"  # defaults: sampled, end of sequence 316 or 319; 512 positions
+TEXT = "The largest ocean"
+GREEDY = {"do_sample": False, "eos_token_id": None}
+# Every processor at once: each set of them is programs to compile. With a temperature, and the
+# checkpoint's ends of sequence.
+FULL = {"top_k": 40, "top_p": 0.95, "min_new_tokens": 1, "return_logprobs": True}
+
+forward = jax.jit(fdjax.forward, static_argnums=0)
+
+
+def load(path=CASE, **options):
+    return fdjax.load(str(path), **{"compilation_cache": False, "progress": False} | options)
+
+
+def fresh(lm, **options):
+    """Another LM of the same weights. Compiled programs are shared, to save time, and only they."""
+    options = {"tokenizer": lm.tokenizer, "defaults": lm.defaults, "max_len": lm.max_len} | options
+    other = fdjax.LM(lm.model, options.pop("params", lm.params), **options)
+    other._programs = lm._programs
+    return other
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return load(dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def truth():
+    """Greedy runs of transformers: (prompt, 64 tokens) for prompts of 1, 7, 23, 60, 200 tokens."""
+    with np.load(CASE / "expected.npz") as e:
+        return [(e[f"prompt_{i}"].tolist(), e[f"tokens_{i}"].tolist()) for i in range(5)]
+
+
+# --- prompts
+
+
+def test_one_prompt_or_many_as_text_or_ids(lm, truth):
+    ids, tokens = truth[1]
+    # The same tokens, whatever the form.
+    for prompt in (
+        ids,
+        tuple(ids),
+        np.array(ids),
+        np.array(ids, np.uint16),
+        [ids],
+        np.array([ids]),
+    ):
+        result = lm.generate(prompt, max_new_tokens=5, **GREEDY)
+        assert result.tokens == [tokens[:5]]
+    text = lm.generate(TEXT, max_new_tokens=5, **GREEDY)
+    assert text.tokens == lm.generate(lm.tokenizer.encode(TEXT), max_new_tokens=5, **GREEDY).tokens
+    assert text.text == text.texts[0] == lm.tokenizer.decode(text.tokens[0])
+
+
+def test_result(lm, truth):
+    prompts = [TEXT, truth[2][0], truth[0][0]]
+    # Drawn from one token, so greedy.
+    options = FULL | {"top_k": 1, "min_new_tokens": [6, 1, 1]}
+    result = lm.generate(prompts, max_new_tokens=6, temperature=1.0, **options)
+    assert result.tokens[1:] == [truth[2][1][:6], truth[0][1][:6]]
+    assert [len(tokens) for tokens in result.tokens] == [6, 6, 6]
+    assert result.texts == [lm.tokenizer.decode(tokens) for tokens in result.tokens]
+    assert result.finish_reasons == ["length"] * 3
+    assert [len(row) for row in result.logprobs] == [6, 6, 6]
+    assert all(logprob <= 0 for row in result.logprobs for logprob in row)
+    assert result.stats.prompt_tokens == len(lm.tokenizer.encode(TEXT)) + 23 + 1
+    assert result.stats.decode_tokens == 18
+    assert result.stats.decode_steps == 5
+    assert 0 < result.stats.prefill_seconds < result.stats.seconds
+    with pytest.raises(ValueError, match="one prompt"):
+        _ = result.text
+
+
+def test_no_logprobs_unless_asked_for(lm, truth):
+    assert lm.generate(truth[0][0], max_new_tokens=2, **GREEDY).logprobs is None
+
+
+def test_no_prompts(lm):
+    result = lm.generate([])
+    assert (result.tokens, result.texts, result.finish_reasons) == ([], [], [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ([[]], "prompt 0 is empty"),
+        ([TEXT, []], "prompt 1 is empty"),
+        ([[5, 320]], "prompt 0 has id 320, the vocabulary is 0..319"),
+        ([[5], [-1]], "prompt 1 has id -1"),
+        ([[1.0]], "id 1.0"),
+        ([[True]], "id True"),
+        ([np.array([2.0])], "id .*2.0"),
+        ([[5] * 513], "prompt 0 has 513 tokens, the model's context is 512"),
+        ([[5] * 512], "prompt 0 has 512 tokens, the model's context is 512"),
+    ],
+)
+def test_prompts_that_are_refused(lm, prompt, message):
+    with pytest.raises(ValueError, match=message):
+        lm.generate(prompt, max_new_tokens=1)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2.5], [True, False], [None], 7])
+def test_what_is_no_prompt_is_refused(lm, prompt):
+    with pytest.raises((ValueError, TypeError)):
+        lm.generate(prompt)
+
+
+def test_max_len(lm):
+    with pytest.warns(UserWarning, match="max_len 1024 exceeds .* 512"):
+        load(max_len=1024)
+    with pytest.raises(ValueError, match="max_len must be positive, got 0"):
+        load(max_len=0)
+    small = fresh(lm, max_len=100)
+    with pytest.raises(ValueError, match="prompt 1 has 90 tokens and may grow by 11"):
+        small.generate([[1], [5] * 90], max_new_tokens=11)
+    assert small._idle_cache is None  # nothing was allocated for it
+
+
+def test_generation_ends_at_the_context(lm, truth):
+    prompt = (truth[4][0] * 3)[:508]
+    result = lm.generate(prompt, max_new_tokens=64, **GREEDY)
+    assert (len(result.tokens[0]), result.finish_reasons) == (4, ["length"])
+
+
+# --- options
+
+
+def test_eos_ends_a_row(lm, truth):
+    prompt, tokens = truth[3]
+    stop = tokens[6]
+    assert stop not in tokens[:6]
+    for eos in (stop, [319, stop], (stop,)):
+        result = lm.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=eos)
+        assert result.tokens == [tokens[:7]]
+        assert result.finish_reasons == ["stop"]
+    # The end may fall on the last token asked for.
+    last = lm.generate(prompt, max_new_tokens=7, do_sample=False, eos_token_id=stop)
+    assert (last.tokens, last.finish_reasons) == ([tokens[:7]], ["stop"])
+    result = lm.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=stop)
+    assert (result.tokens, result.finish_reasons) == ([tokens[:6]], ["length"])
+
+
+def test_a_row_may_end_with_its_first_token(lm, truth):
+    prompt, tokens = truth[1]
+    result = lm.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=tokens[0])
+    assert (result.tokens, result.finish_reasons) == ([tokens[:1]], ["stop"])
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 32, 33, 34])
+def test_max_new_tokens(lm, truth, count):
+    """Around the edges of a chunk of decode steps."""
+    result = lm.generate(truth[3][0], max_new_tokens=count, **GREEDY)
+    assert result.tokens == [truth[3][1][:count]]
+    assert result.finish_reasons == ["length"]
+
+
+def test_min_new_tokens(lm, truth):
+    prompt, tokens = truth[1]
+    options = {"max_new_tokens": 8, "temperature": 1.0, "eos_token_id": tokens[:2]}
+    (held,) = lm.generate(prompt, **options, **FULL | {"top_k": 1, "min_new_tokens": 4}).tokens
+    assert not set(held[:4]) & set(tokens[:2])
+    assert len(held) > 4
+    (held,) = lm.generate(prompt, **options, **FULL | {"top_k": 1, "min_new_tokens": 1}).tokens
+    assert held[0] not in tokens[:2]
+    # The first token is now another one, and so is what it leads to.
+    assert len(held) == 8 or held[-1] in tokens[:2]
+
+
+def test_a_list_is_one_value_per_prompt(lm, truth):
+    prompts = [truth[i][0] for i in (1, 2, 1)]
+    result = lm.generate(
+        prompts,
+        temperature=[0.0, 1.0, 1.0],
+        seed=[1, 2, 3],
+        max_new_tokens=[8, 5, 0],
+        **FULL | {"min_new_tokens": [0, 1, 0], "top_k": [0, 1, 5]},
+    )
+    # Row 1 draws from one token.
+    assert result.tokens == [truth[1][1][:8], truth[2][1][:5], []]
+    assert result.finish_reasons == ["length"] * 3
+    assert [len(row) for row in result.logprobs] == [8, 5, 0]
+
+
+def test_a_list_of_another_length_is_refused(lm):
+    with pytest.raises(
+        ValueError, match=r"temperature must have one value per prompt \(2\), got 3"
+    ):
+        lm.generate([[1], [2]], temperature=[1.0, 1.0, 1.0])
+
+
+def test_an_unknown_option_names_the_known_ones(lm):
+    with pytest.raises(TypeError, match=r"'max_tokens'; known: .*max_new_tokens.*temperature"):
+        lm.generate([1], max_tokens=3)
+
+
+def test_an_option_out_of_range(lm):
+    with pytest.raises(ValueError, match="top_p"):
+        lm.generate([1], top_p=1.5)
+
+
+def test_defaults_are_those_of_the_checkpoint(lm):
+    assert lm.defaults == fdjax.GenerationConfig(
+        do_sample=True, temperature=0.6, top_p=0.9, eos_token_ids=(316, 319)
+    )
+
+
+# --- sampling
+
+
+def test_a_seed_gives_the_same_samples_alone_in_a_batch_and_streamed(lm, truth):
+    options = FULL | {"temperature": 1.2, "max_new_tokens": 12}
+    prompts = [TEXT, *(truth[i][0] for i in (2, 1))]
+    seeds = [5, 6, 2**32 - 1]
+    batch = lm.generate(prompts, seed=seeds, **options)
+    for i, (prompt, seed) in enumerate(zip(prompts, seeds, strict=True)):
+        alone = lm.generate(prompt, seed=seed, **options)
+        assert alone.tokens[0] == batch.tokens[i]
+        assert alone.logprobs[0] == batch.logprobs[i]
+    assert "".join(lm.stream(TEXT, seed=5, **options)) == batch.texts[0]
+    other = lm.generate(prompts, seed=[1, 2, 3], **options)
+    assert other.tokens != batch.tokens
+
+
+def test_without_a_seed_every_row_of_every_call_differs(lm, truth):
+    options = FULL | {"temperature": 1.5, "max_new_tokens": 12}
+    calls = [lm.generate([truth[1][0]] * 3, **options).tokens for _ in range(2)]
+    assert len({tuple(tokens) for tokens in itertools.chain(*calls)}) == 6
+
+
+# --- streams
+
+
+def test_a_stream_is_generate(lm):
+    result = lm.generate(TEXT, max_new_tokens=50, **GREEDY)
+    pieces = list(lm.stream(TEXT, max_new_tokens=50, **GREEDY))
+    assert "".join(pieces) == result.text
+    assert len(pieces) > 5
+    assert list(lm.stream(TEXT, max_new_tokens=0, **GREEDY)) == []
+
+
+def test_leaving_a_stream_early(lm, truth):
+    for _ in range(3):
+        stream = lm.stream(truth[4][0], max_new_tokens=60, **GREEDY)
+        next(stream)
+        stream.close()
+    assert lm.generate(truth[1][0], max_new_tokens=9, **GREEDY).tokens == [truth[1][1][:9]]
+
+
+def test_interleaved_streams(lm, truth):
+    prompts = [truth[i][0] for i in (1, 3)]
+    whole = [lm.generate(p, max_new_tokens=30, **GREEDY).text for p in prompts]
+    streams = [lm.stream(p, max_new_tokens=30, **GREEDY) for p in prompts]
+    pieces = zip(*itertools.zip_longest(*streams, fillvalue=""), strict=True)
+    assert ["".join(p) for p in pieces] == whole
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        ([], {}),
+        ([999], {}),
+        ([TEXT, TEXT], {}),
+        ([1.5], {}),
+        (TEXT, {"top_p": 2.0}),
+        (TEXT, {"temperature": [1.0, 2.0]}),
+        ([5] * 600, {}),
+    ],
+)
+def test_a_stream_refuses_at_the_call(lm, prompt, options):
+    with pytest.raises(ValueError):
+        lm.stream(prompt, **options)
+
+
+# --- no tokenizer
+
+
+@pytest.mark.parametrize("how", ["no file", "none given"])
+def test_without_a_tokenizer_ids_work(lm, truth, how):
+    bare = load(FIXTURES / "llama_bias").tokenizer if how == "no file" else None
+    lm = fresh(lm, tokenizer=bare)
+    result = lm.generate(truth[1][0], max_new_tokens=5, **GREEDY)
+    assert (result.tokens, result.texts) == ([truth[1][1][:5]], None)
+    with pytest.raises(ValueError, match="tokenizer"):
+        _ = result.text
+    for refused in (lm.generate, lm.stream):
+        with pytest.raises(MissingTokenizerError, match="token"):
+            refused(TEXT)
+    with pytest.raises(MissingTokenizerError, match="token"):
+        lm.stream(truth[1][0])
+
+
+# --- one LM, many calls
+
+
+def test_what_a_call_leaves_behind_reaches_no_other(lm, truth):
+    used = fresh(lm)
+    used.generate(truth[4][0], max_new_tokens=64, **GREEDY)
+    result = used.generate(truth[1][0], max_new_tokens=64, **GREEDY)
+    again = fresh(lm).generate(truth[1][0], max_new_tokens=64, **GREEDY)
+    assert result.tokens == again.tokens == [truth[1][1]]
+
+
+def test_after_an_exception_inside_a_call_the_lm_still_works(lm, truth):
+    class Fails:
+        def __init__(self, tokenizer):
+            self._tokenizer, self._calls = tokenizer, 0
+
+        def decode(self, ids):
+            self._calls += 1
+            if self._calls == 4:
+                raise RuntimeError("in the middle")
+            return self._tokenizer.decode(ids)
+
+        def __getattr__(self, name):
+            return getattr(self._tokenizer, name)
+
+    broken = fresh(lm, tokenizer=Fails(lm.tokenizer))
+    with pytest.raises(RuntimeError, match="in the middle"):
+        list(broken.stream(truth[2][0], max_new_tokens=60, **GREEDY))
+    assert broken.generate(truth[1][0], max_new_tokens=9, **GREEDY).tokens == [truth[1][1][:9]]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [3, 5, 33])
+def test_a_batch_of_any_size_is_its_prompts_alone(lm, truth, count):
+    if not lm.model.plan.batch_invariant:
+        pytest.skip("rows of a batch are bitwise those alone only on CPU")
+    prompts = [truth[i % 5][0][-(1 + 3 * i) :] for i in range(count)]
+    batch = lm.generate(prompts, max_new_tokens=4, **GREEDY)
+    for i in range(0, count, 5):
+        assert batch.tokens[i] == lm.generate(prompts[i], max_new_tokens=4, **GREEDY).tokens[0]
+
+
+# --- long prompts
+
+
+@pytest.fixture(scope="module")
+def long_lm():
+    config = {
+        "model_type": "llama",
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+    }
+    model = fdjax.describe(fdjax.parse_config(config), dtype="float32")
+    # Ten times the usual deviation: with less, attention hardly matters to the next token.
+    params = jax.tree.map(lambda w: w if w.ndim == 1 else 10 * w, random_params(model))
+    return fdjax.LM(model, params, max_len=2176)
+
+
+# The likeliest token survives small errors, its log-probability does not.
+CHECKED = GREEDY | {"return_logprobs": True}
+
+
+def check_run(lm, prompt, tokens, logprobs):
+    """Compare a run with one pass over its whole sequence."""
+    sequence = [*prompt, *tokens[:-1]]
+    ids = np.zeros((1, 2176), np.int32)
+    ids[0, : len(sequence)] = sequence
+    logits = forward(lm.model, lm.params, ids, np.array([len(sequence)], np.int32))
+    logits = np.asarray(logits[0, len(prompt) - 1 : len(sequence)])
+    assert tokens == logits.argmax(-1).tolist(), f"{len(prompt)} tokens"
+    likeliest = logits.max(-1) - np.logaddexp.reduce(logits, axis=-1)
+    np.testing.assert_allclose(logprobs, likeliest, atol=1e-4, err_msg=f"{len(prompt)} tokens")
+
+
+def test_prompts_across_chunk_boundaries(long_lm):
+    sequence = np.random.default_rng(0).integers(0, 256, 2049).tolist()
+    for length in (127, 128, 129, 511, 512, 513, 640, 2049):
+        prompt = sequence[-length:]
+        result = long_lm.generate(prompt, max_new_tokens=6, **CHECKED)
+        check_run(long_lm, prompt, result.tokens[0], result.logprobs[0])
+
+
+@pytest.mark.slow
+def test_a_batch_across_chunk_boundaries(long_lm):
+    """So long that a prefill call takes half of the rows."""
+    sequence = np.random.default_rng(3).integers(0, 256, 2049).tolist()
+    prompts = [sequence[-length:] for length in (640, 2049, 1, 513, 129)]
+    result = long_lm.generate(prompts, max_new_tokens=6, **CHECKED)
+    for prompt, tokens, logprobs in zip(prompts, result.tokens, result.logprobs, strict=True):
+        check_run(long_lm, prompt, tokens, logprobs)
+
+
+@contextlib.contextmanager
+def compiled_programs():
+    """Names of what XLA compiles inside."""
+    names = []
+
+    def listen(event, seconds, **details):
+        if event.endswith("backend_compile_duration"):
+            names.append(details.get("fun_name", "?"))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_prompts_of_any_length_share_a_few_programs(long_lm):
+    lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
+    for length in (128, 512, 2048):  # the widths of a prefill call
+        long_lm.generate([7] * length, max_new_tokens=2, **CHECKED)
+    with compiled_programs() as names:
+        for length in lengths:
+            long_lm.generate([7] * length, max_new_tokens=2, **CHECKED)
+    assert names == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["drawn", "ascending", "descending"])
+def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
+    lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
+    if order != "drawn":
+        lengths.sort(reverse=order == "descending")
+    lm = fdjax.LM(long_lm.model, long_lm.params)
+    with compiled_programs() as names:
+        for length in lengths:
+            lm.generate([7] * length, max_new_tokens=2, **CHECKED)
+    # 4 of prefill and 3 of decode.
+    assert 0 < names.count("jit(run)") <= 4 + 3
+
+
+def test_the_cache_can_be_filled(long_lm):
+    prompt = np.random.default_rng(2).integers(0, 256, 2049).tolist()
+    result = long_lm.generate(prompt, max_new_tokens=2176 - 2049, **CHECKED)
+    check_run(long_lm, prompt, result.tokens[0], result.logprobs[0])
+    with pytest.raises(ValueError, match="may grow by 128, more than max_len 2176"):
+        long_lm.generate(prompt, max_new_tokens=128, **CHECKED)
+
+
+# --- damaged weights
+
+
+def with_damage(lm, token):
+    """The same weights, but for the embedding of one token."""
+    embed = lm.params["embed"].at[token].set(np.nan)
+    return fresh(lm, params=lm.params | {"embed": embed})
+
+
+def test_weights_that_are_not_finite(long_lm):
+    prompt = [3, 1, 4, 1, 5]
+    (tokens,) = long_lm.generate(prompt, max_new_tokens=70, **CHECKED).tokens
+    sequence = prompt + tokens
+    # A token looked up for the first time makes the next one not finite.
+    steps = [i + 1 for i in range(69) if tokens[i] not in sequence[: len(prompt) + i]]
+    assert steps[-1] > 32  # in a later chunk of decode steps
+    for step in (0, steps[0], steps[-1]):
+        damaged = with_damage(long_lm, sequence[len(prompt) + step - 1])
+        message = f"prompt 0: logits are not finite at token {step};"
+        with pytest.raises(FloatingPointError, match=message):
+            damaged.generate(prompt, max_new_tokens=70, **CHECKED)
+        # What was generated before the damage shows is as it should be, and nothing stays behind.
+        again = damaged.generate(prompt, max_new_tokens=step, **CHECKED)
+        assert again.tokens == [tokens[:step]]
+
+
+@pytest.mark.slow
+def test_damage_is_told_by_prompt(long_lm):
+    with pytest.raises(FloatingPointError, match="prompt 2: logits are not finite at token 0"):
+        with_damage(long_lm, 9).generate([[1], [2], [3, 9], [4]], max_new_tokens=3, **CHECKED)
+
+
+# --- what `load` does to the process
+
+
+@pytest.fixture
+def cache_setting():
+    """Whatever JAX is configured to, first nothing."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_load_turns_the_compilation_cache_on_only_if_unset(cache_setting, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    load(compilation_cache=False)
+    assert jax.config.jax_compilation_cache_dir is None
+    load(compilation_cache=None)
+    assert Path(jax.config.jax_compilation_cache_dir) == tmp_path / "fdjax" / "xla"
+    assert (tmp_path / "fdjax" / "xla").is_dir()
+    jax.config.update("jax_compilation_cache_dir", "elsewhere")
+    load(compilation_cache=None)
+    assert jax.config.jax_compilation_cache_dir == "elsewhere"
+
+
+def test_load_warns_of_a_gpu_that_jax_does_not_use(monkeypatch):
+    monkeypatch.setattr(fdjax.platform.jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(fdjax.platform, "nvidia_driver_present", lambda: True)
+    monkeypatch.setattr(fdjax.platform, "_cpu_was_asked_for", lambda: False)
+    with pytest.warns(UserWarning, match="NVIDIA driver .* only the CPU"):
+        load()
+    monkeypatch.setattr(fdjax.platform, "_cpu_was_asked_for", lambda: True)
+    load()  # warnings are errors here

@@ -1,0 +1,121 @@
+"""The decode chunk and a prefill call, compiled for a GPU: the caches stay where they are."""
+
+import functools
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from deviceless import _parse, _reachable, alias_bytes, compile_for, large_copies, temp_bytes
+from fdjax.generation import GenerationConfig, per_row
+from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.state import init_cache, start
+from fdjax.step import decode_steps, prefill
+
+pytestmark = pytest.mark.deviceless
+
+CONFIGS = Path(__file__).parent / "hf_fixtures" / "configs"
+H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="xla")
+SLOTS = 2048
+CHUNK = 128
+STEPS = 32
+
+
+@functools.cache
+def model(tied):
+    """Four layers of Llama 3 8B, in full size."""
+    data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
+    data |= {"num_hidden_layers": 4, "tie_word_embeddings": tied}
+    return describe(parse_config(data), plan=H100)
+
+
+@functools.cache
+def abstract_state(tied, batch):
+    def make():
+        rows = per_row([GenerationConfig()] * batch, batch)
+        return start(init_cache(model(tied), batch, SLOTS), rows, np.ones(batch, bool))
+
+    return jax.eval_shape(make)
+
+
+def nbytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def unlikely_buffers(compiled):
+    """Names of the instructions that run only where the predicate of a `lax.cond` is false.
+
+    Here that is the end of the loop, where nothing is left to do, and values that are not finite.
+    """
+    module = _parse(compiled)
+    branches = [
+        (instruction.called("false_computation") or instruction.called("branch_computations"))[0]
+        for computation in module.values()
+        for instruction in computation.instructions.values()
+        if instruction.opcode == "conditional"
+    ]
+    return {name for c in _reachable(module, branches) for name in module[c].instructions}
+
+
+def check_in_place(compiled, tied, batch, *, masked_values, temp_limit_bytes):
+    """All of the state is updated where it is, and no layer's keys or values are moved.
+
+    But for `masked_values`: XLA's attention over a prompt zeroes the values of slots that hold
+    nothing, in a buffer of its own, once a layer. That is its price, and not the engine's.
+    """
+    state = abstract_state(tied, batch)
+    assert alias_bytes(compiled) == nbytes(state)
+    unlikely = unlikely_buffers(compiled)
+    copies = large_copies(compiled, state.kv[0][0].size * state.kv[0][0].dtype.itemsize // 2)
+    copies = [c for c in copies if c.name not in unlikely]
+    if masked_values:
+        masked = [c for c in copies if c.kind == "select" and "_where" in c.op_name]
+        assert len(masked) <= model(tied).config.layers
+        copies = [c for c in copies if c not in masked]
+    assert not copies, "\n".join(map(str, copies))
+    assert temp_bytes(compiled) <= temp_limit_bytes
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_decode_steps(tied, batch):
+    m = model(tied)
+
+    def run(params, state, n):
+        return decode_steps(m, params, state, n, max_steps=STEPS)
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    state = abstract_state(tied, batch)
+    compiled = compile_for("h100", run, m.abstract_params, state, n, donate_argnums=1)
+    check_in_place(compiled, tied, batch, masked_values=False, temp_limit_bytes=batch * 2**21)
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_prefill(tied, batch):
+    m = model(tied)
+
+    def run(params, state, tokens, lengths, offsets, final):
+        return prefill(m, params, state, tokens, lengths, offsets, final)
+
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
+    final = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    compiled = compile_for(
+        "h100",
+        run,
+        m.abstract_params,
+        abstract_state(tied, batch),
+        tokens,
+        row,
+        row,
+        final,
+        donate_argnums=1,
+    )
+    # Scores in fp32 are the largest of what is computed.
+    scores = 4 * batch * m.config.heads * CHUNK * SLOTS
+    check_in_place(compiled, tied, batch, masked_values=True, temp_limit_bytes=3 * scores)
