@@ -365,5 +365,6 @@ def test_fp32_operands_are_never_multiplied_in_less(dtype):
     text += _lowered(
         decode_attention, *_attention_shapes(dtype, 1), implementation="xla", scale=0.1
     )
-    assert text.count("stablehlo.dot_general") == 3
-    assert text.count("precision = [HIGHEST, HIGHEST]") == (3 if dtype == "float32" else 0)
+    products = text.count("stablehlo.dot_general")
+    assert products >= 3
+    assert text.count("precision = [HIGHEST, HIGHEST]") == (products if dtype == "float32" else 0)
