@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdjax import step
+from fdjax import platform, step
 from fdjax.checkpoint import load_params, locate, read_json
 from fdjax.generation import GenerationConfig, per_row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.platform import enable_compilation_cache, warn_of_idle_gpu
 from fdjax.results import PEAK_GB_PER_S, GenerateResult, Stats, step_bytes
 from fdjax.sampling import NOT_FINITE, Processors
 from fdjax.schedule import PrefillCall, prefill_calls, slots_for
@@ -464,9 +463,9 @@ def load(
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
-    warn_of_idle_gpu()
+    platform.warn_of_idle_gpu()
     if compilation_cache is not False:
-        enable_compilation_cache()
+        platform.enable_compilation_cache()
     folder = locate(model)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
