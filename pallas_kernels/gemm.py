@@ -145,16 +145,23 @@ def _matmul_row_tiles(x, w, norm, bias, gate, residual, dtype):
     """
     m = x.shape[0]
     tile = 1 if m < _PREFILL_ROW_TILE else _PREFILL_ROW_TILE
-    pad = -m % tile
+    tiles = max(1, -(-m // tile))
     operands = [x] if residual is None else [x, residual]
-    operands = [jnp.pad(a, ((0, pad), (0, 0))).reshape(-1, tile, a.shape[1]) for a in operands]
+    operands = [
+        jnp.pad(a, ((0, tiles * tile - m), (0, 0))).reshape(tiles, tile, a.shape[1])
+        for a in operands
+    ]
 
-    def product(tiles):
-        x, residual = tiles if len(tiles) == 2 else (tiles[0], None)
-        return _matmul_xla(x, w, norm, bias, gate, residual, dtype)
+    def product(i, y):
+        rows = [lax.dynamic_index_in_dim(a, i, keepdims=False) for a in operands]
+        part = _matmul_xla(rows[0], w, norm, bias, gate, rows[1] if rows[1:] else None, dtype)
+        return lax.dynamic_update_index_in_dim(y, part, i, 0)
 
-    y = product([a[0] for a in operands])[None] if m == tile else lax.map(product, operands)
-    return y.reshape(m + pad, y.shape[-1])[:m]
+    # A single tile takes the loop too, at a count the compiler does not know: unrolled, it would be
+    # fused with its neighbours and rounded otherwise.
+    count = lax.optimization_barrier(jnp.int32(tiles))
+    y = lax.fori_loop(0, count, product, jnp.zeros((tiles, tile, w.shape[-1]), dtype))
+    return y.reshape(tiles * tile, -1)[:m]
 
 
 def _check(x, w, layer, norm, bias, gate, residual) -> tuple[int, int]:
