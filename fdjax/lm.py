@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdjax import platform, step
+from fdjax import chat, platform, score, step
 from fdjax.checkpoint import load_params, locate, read_json
 from fdjax.generation import GenerationConfig, per_row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
@@ -159,6 +159,53 @@ class LM:
         requests = self._requests(prompt, config, options)
         self.tokenizer.decode([])
         return self._stream(requests)
+
+    def chat(self, messages, config: GenerationConfig | None = None, **options) -> GenerateResult:
+        """Answer a conversation, or each of a list of them, through the checkpoint's chat template.
+
+        Args:
+          messages: dicts with "role" and "content", or a list of such lists.
+          config: as in `generate`.
+          **options: as in `generate`; and `tools`, `documents`, `chat_template` (a name or Jinja
+            source), `chat_template_kwargs` (what else the template reads) and
+            `continue_final_message`, with the meaning they have in transformers. Unless ends are
+            named, the `eos_token` of tokenizer_config.json is one of them.
+
+        Raises:
+          ValueError: as in `generate`; there is no template, or it refuses these messages.
+        """
+        return chat.chat(self, messages, config, **options)
+
+    def stream_chat(
+        self, messages, config: GenerationConfig | None = None, **options
+    ) -> Iterator[str]:
+        """Yield the answer to one conversation as it comes; arguments are those of `chat`."""
+        return chat.stream_chat(self, messages, config, **options)
+
+    def score(
+        self,
+        texts: Prompt | Sequence[Prompt],
+        *,
+        stride: int | None = None,
+        batch_size: int = 16,
+    ) -> score.ScoreResult:
+        """Log-probabilities of the tokens of texts, and perplexity.
+
+        A text gets the special tokens that the tokenizer adds, as a prompt does. The first token,
+        the beginning of the text where the tokenizer marks it, is not scored.
+
+        Args:
+          texts: a text, a sequence of token ids, or a sequence of either.
+          stride: a text longer than the context is seen through a window of that size, which moves
+            on by so many tokens; every token is scored once, with what its first window holds
+            before it. Default: such a text is an error.
+          batch_size: texts that run together at most.
+
+        Raises:
+          ValueError: a text is empty, too long or has ids outside the vocabulary.
+          FloatingPointError: logits are not finite; the message names the text.
+        """
+        return score.score(self, texts, stride=stride, batch_size=batch_size)
 
     def _stream(self, requests):
         detokenizer = Detokenizer(self.tokenizer)

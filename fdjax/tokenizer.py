@@ -1,8 +1,10 @@
 """Text to ids and back, through the tokenizers package and a checkpoint's tokenizer.json."""
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
+from fdjax.chat_template import ChatTemplate
 from fdjax.models import CheckpointError
 
 
@@ -31,8 +33,8 @@ class Tokenizer:
     def __bool__(self) -> bool:
         return self._tokenizer is not None
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with the special tokens the tokenizer adds.
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt, with the special tokens the tokenizer adds unless declined.
 
         Raises:
           MissingTokenizerError: the checkpoint has no tokenizer.json.
@@ -43,7 +45,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"encode: not valid text ({error.reason})") from None
-        return tokenizer.encode(text).ids
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens left out.
@@ -56,6 +58,21 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The vocabulary entry of an id."""
         return self._required().id_to_token(token_id)
+
+    @functools.cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The checkpoint's chat templates; false when it has none.
+
+        Raises:
+          CheckpointError: a file they are in is damaged.
+        """
+        return ChatTemplate({}) if self.folder is None else ChatTemplate.from_folder(self.folder)
+
+    @property
+    def end_of_turn(self) -> int | None:
+        """Id of the `eos_token` of tokenizer_config.json, which ends a turn where models chat."""
+        token = self.chat_template.special_tokens.get("eos_token")
+        return None if token is None else self._required().token_to_id(token)
 
     def is_silent(self, token_id: int) -> bool:
         """Whether `decode` leaves an id out: a special token, or one that does not exist."""

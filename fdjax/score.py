@@ -1,0 +1,221 @@
+"""How likely a model finds given texts: log-probabilities of their tokens, perplexity.
+
+Texts run through the cache in chunks, as prompts do, and only some rows of logits exist at a time:
+never [B, T, V] of whole texts.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fdjax.models import Model, Params
+from fdjax.schedule import chunks_for, slots_for
+from fdjax.state import LayerCache, init_cache
+from fdjax.step import _attend_prefill
+
+if TYPE_CHECKING:
+    from fdjax.lm import LM, Prompt
+
+# Slots of cache that the texts of a batch may take together, if there are several.
+_CACHE_SLOTS = 8192
+# Rows of logits that exist at a time.
+_LOGITS_ROWS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreResult:
+    """The outcome of `LM.score`, one entry per text.
+
+    Attributes:
+      tokens: ids of the text, with the special tokens that the tokenizer adds.
+      logprobs: of every token but the first, given those before it, under the raw model.
+      likeliest: whether that token is the one greedy decoding chooses there.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    likeliest: list[list[bool]]
+
+    @property
+    def perplexities(self) -> list[float]:
+        """exp(-mean log-probability) of each text, NaN for one of a single token."""
+        return [_perplexity(logprobs) for logprobs in self.logprobs]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-mean log-probability) over the tokens of all texts."""
+        return _perplexity([x for logprobs in self.logprobs for x in logprobs])
+
+
+def score(
+    lm: "LM", texts: "Prompt | Sequence[Prompt]", *, stride: int | None = None, batch_size: int = 16
+) -> ScoreResult:
+    """Log-probabilities of the tokens of texts; see `LM.score`."""
+    limit = lm.max_len or lm.config.max_position_embeddings
+    if batch_size < 1:
+        raise ValueError(f"score: batch_size must be positive, got {batch_size}")
+    if stride is not None and not 0 < stride < limit:
+        raise ValueError(
+            f"score: stride must be positive and below the context of {limit}, got {stride}"
+        )
+    if isinstance(texts, str) or (len(texts) and all(_is_id(t) for t in texts)):
+        texts = [texts]
+    ids = [_ids(lm, text, i) for i, text in enumerate(texts)]
+    windows = [w for i, text in enumerate(ids) for w in _windows(i, text, limit, stride)]
+    # The longest first: what does not fit is known at once.
+    windows.sort(key=lambda w: len(w.ids), reverse=True)
+    scored: list[tuple[_Window, np.ndarray, np.ndarray]] = []
+    while windows:
+        longest = len(windows[0].ids)
+        slots = slots_for(longest, longest, lm.max_len)
+        count = max(1, min(batch_size, _CACHE_SLOTS // slots))
+        scored += _score_batch(lm, windows[:count], slots)
+        windows = windows[count:]
+    result = ScoreResult(ids, [[] for _ in ids], [[] for _ in ids])
+    for window, logprobs, likeliest in sorted(scored, key=lambda s: s[0].start):
+        result.logprobs[window.text] += logprobs[window.known :].tolist()
+        result.likeliest[window.text] += likeliest[window.known :].tolist()
+    return result
+
+
+def _perplexity(logprobs: Sequence[float]) -> float:
+    if not logprobs:
+        return math.nan
+    return float(np.exp(np.float64(-math.fsum(logprobs) / len(logprobs))))
+
+
+def _is_id(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _ids(lm: "LM", text: "Prompt", i: int) -> list[int]:
+    ids = lm.tokenizer.encode(text) if isinstance(text, str) else list(text)
+    vocab = lm.config.vocab_size
+    for t in ids:
+        if not _is_id(t) or not 0 <= t < vocab:
+            raise ValueError(f"score: text {i} has id {t!r}, the vocabulary is 0..{vocab - 1}")
+    if not ids:
+        raise ValueError(f"score: text {i} is empty; give at least one token")
+    return [int(t) for t in ids]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """A part of text number `text` that the model sees at once, from token `start` on.
+
+    The first `known` log-probabilities of it come from the window before.
+    """
+
+    text: int
+    start: int
+    ids: list[int]
+    known: int = 0
+
+
+def _windows(text: int, ids: list[int], limit: int, stride: int | None) -> Iterator[_Window]:
+    if len(ids) > limit and stride is None:
+        raise ValueError(
+            f"score: text {text} has {len(ids)} tokens, the context is {limit}; "
+            "shorten it, or give a stride to slide over it"
+        )
+    yield _Window(text, 0, ids[:limit])
+    start, end = 0, limit
+    while end < len(ids):
+        start += stride
+        yield _Window(text, start, ids[start : start + limit], known=end - start - 1)
+        end = start + limit
+
+
+def _score_batch(
+    lm: "LM", windows: Sequence[_Window], slots: int
+) -> list[tuple[_Window, np.ndarray, np.ndarray]]:
+    """Each window with the log-probabilities of its tokens but the first, and their `likeliest`."""
+    lengths = np.array([len(w.ids) for w in windows], np.int32)
+    lengths = np.pad(lengths, (0, 2 ** math.ceil(math.log2(len(windows))) - len(windows)))
+    widths = chunks_for(int(lengths.max()))
+    ids = np.zeros((len(lengths), sum(widths) + 1), np.int32)
+    for row, window in zip(ids, windows, strict=False):
+        row[: len(window.ids)] = window.ids
+    cache = init_cache(lm.model, len(lengths), slots)
+    chunks = []
+    offset = 0
+    for width in widths:
+        cache, *chunk = _score_chunk(
+            lm.model,
+            lm.params,
+            cache,
+            ids[:, offset : offset + width],
+            ids[:, offset + 1 : offset + width + 1],
+            np.clip(lengths - offset, 0, width),
+            np.full_like(lengths, offset),
+        )
+        chunks.append(chunk)
+        offset += width
+    logprobs, likeliest = (np.concatenate(c, axis=1) for c in zip(*chunks, strict=True))
+    scored = []
+    for row, window in enumerate(windows):
+        n = len(window.ids) - 1
+        if not np.isfinite(logprobs[row, :n]).all():
+            raise FloatingPointError(
+                f"score: text {window.text}: logits are not finite; the weights are damaged, "
+                "or the dtype is too narrow (try dtype='float32')"
+            )
+        scored.append((window, logprobs[row, :n], likeliest[row, :n]))
+    return scored
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _score_chunk(
+    model: Model,
+    params: Params,
+    kv: list[LayerCache],
+    tokens: Array,
+    targets: Array,
+    lengths: Array,
+    offsets: Array,
+) -> tuple[list[LayerCache], Array, Array]:
+    """Score what follows each token of a chunk.
+
+    Args:
+      model, params: the model.
+      kv: caches that hold the `offsets` tokens before the chunk.
+      tokens: [B, T] int32 chunk of each text, padded at the end.
+      targets: [B, T] int32 the tokens that follow these.
+      lengths: [B] int32 tokens of this chunk.
+      offsets: [B] int32.
+
+    Returns:
+      (caches, log-probabilities of the targets [B, T] fp32, whether they are the likeliest [B, T]).
+    """
+    module = model.module(params)
+    b, t = tokens.shape
+    attend = functools.partial(
+        _attend_prefill,
+        ends=jnp.where(lengths > 0, offsets + lengths, 0),
+        offsets=offsets,
+        rows=None,
+        plan=model.plan,
+    )
+    hidden, kv = module(tokens, kv, attend, model.plan)
+    block = math.gcd(t, max(1, _LOGITS_ROWS // b))
+
+    def score_block(operands):
+        hidden, targets = operands
+        logits = module.logits(hidden, model.plan)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32) == targets
+        return chosen - jax.nn.logsumexp(logits, axis=-1), likeliest
+
+    def blocks(a):
+        return jnp.moveaxis(a.reshape(b, t // block, block, *a.shape[2:]), 1, 0)
+
+    scores = lax.map(score_block, (blocks(hidden), blocks(targets)))
+    logprobs, likeliest = (jnp.moveaxis(a, 0, 1).reshape(b, t) for a in scores)
+    return kv, logprobs, likeliest
