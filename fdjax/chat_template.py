@@ -105,7 +105,7 @@ class ChatTemplate:
             raise ValueError(
                 "chat: add_generation_prompt and continue_final_message exclude each other"
             )
-        source = self._choose(chat_template, tools)
+        source = self.choose(chat_template, tools=bool(tools))
         messages = _checked(messages)
         if continue_final_message:
             if not isinstance(messages[-1].get("content"), str):
@@ -126,15 +126,29 @@ class ChatTemplate:
                 f"(line {error.lineno}: {error.message})"
             ) from None
         except (jinja2.TemplateError, ArithmeticError, LookupError) as error:
-            raise ValueError(f"chat: the template refuses these messages: {error}") from None
-        except (TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise ValueError(f"chat: the template fails on these messages: {error}") from None
+            raise ValueError(f"chat: the template refuses these messages: {_line(error)}") from None
+        except (TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+            raise ValueError(
+                f"chat: the template fails on these messages: {_line(error)}"
+            ) from None
         return _open_ended(text) if continue_final_message else text
 
-    def _choose(self, wanted: str | None, tools) -> str:
-        if wanted is not None:
-            return self.templates.get(wanted, wanted)
-        for name in ["tool_use"] * bool(tools) + ["default"]:
+    def choose(self, chat_template: str | None = None, *, tools: bool = False) -> str:
+        """The Jinja source that `render` would take.
+
+        Raises:
+          ValueError: there is none of that name, or none at all.
+        """
+        if chat_template is not None:
+            if chat_template in self.templates:
+                return self.templates[chat_template]
+            if "{{" in chat_template or "{%" in chat_template:
+                return chat_template
+            known = f"; named are {', '.join(sorted(self.templates))}" if self.templates else ""
+            raise ValueError(
+                f"chat: chat_template {chat_template!r} is neither Jinja nor a name{known}"
+            )
+        for name in ["tool_use"] * tools + ["default"]:
             if name in self.templates:
                 return self.templates[name]
         if self.templates:
@@ -143,9 +157,13 @@ class ChatTemplate:
                 f"name one of {', '.join(sorted(self.templates))}"
             )
         raise ValueError(
-            f"chat: {self.source} has no chat template; this may be a base model: use generate, "
-            "or pass chat_template"
+            f"chat: {self.source} has no chat template, so this may be a base model; "
+            "use generate, or give a chat template"
         )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _read_text(path: Path) -> str:

@@ -1,12 +1,14 @@
-"""The command line: `fdjax generate | info | bench`."""
+"""The command line: `fdjax generate | chat | info | doctor | bench`."""
 
 import argparse
+import contextlib
 import json
+import logging
 import math
 import os
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import fdjax
@@ -15,11 +17,15 @@ _EXAMPLES = """examples:
   fdjax generate "What is the largest ocean?"
   fdjax generate --model meta-llama/Llama-3.2-1B --max-new-tokens 64 "The ocean is"
   echo "What is 7 + 5?" | fdjax generate
+  fdjax chat
   fdjax info path/to/checkpoint
+  fdjax doctor
   fdjax bench path/to/checkpoint --batch 8
 """
 _MODEL = "folder or hub id; default: the embedded model"
 _MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
+# Answers of a conversation end by themselves; this is for those that do not.
+_CHAT_TOKENS = 1024
 
 
 class _UsageError(ValueError):
@@ -65,9 +71,26 @@ def _run(argv: Sequence[str] | None) -> int:
     if "run" not in args:
         parser.print_help(sys.stderr)
         return 2
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), _told(getattr(args, "verbose", False)):
         warnings.showwarning = _show_warning
         return args.run(args)
+
+
+@contextlib.contextmanager
+def _told(verbose: bool) -> Iterator[None]:
+    """With `verbose`, what fdjax logs goes to standard error."""
+    logger = logging.getLogger("fdjax")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
+    level = logger.level
+    if verbose:
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
 
 
 def _fail(reason: Exception | str, code: int = 1) -> int:
@@ -122,25 +145,25 @@ def _parser() -> argparse.ArgumentParser:
         description="Continue a prompt, printing the text as it comes.",
     )
     generate.add_argument("prompt", nargs="?", help="default: standard input")
-    generate.add_argument("--model", default="tiny", type=_name, help=_MODEL)
-    generate.add_argument(
-        "--max-new-tokens", type=_integer(0), metavar="N", help="tokens to generate at most"
-    )
-    generate.add_argument(
-        "--temperature", type=_real(0), metavar="T", help="above 0 samples; 0 is greedy"
-    )
-    generate.add_argument(
-        "--top-k", type=_integer(0, 2**31 - 1), metavar="K", help="sample from the K likeliest"
-    )
-    generate.add_argument(
-        "--top-p", type=_share, metavar="P", help="sample from the likeliest that hold the mass P"
-    )
-    generate.add_argument(
-        "--seed", type=_integer(0, 2**32 - 1), metavar="N", help="makes samples reproducible"
-    )
-    _add_dtype(generate)
+    _add_model(generate)
+    _add_sampling(generate, "default: the checkpoint's, else 128")
     generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
     generate.set_defaults(run=_generate)
+
+    chat = commands.add_parser(
+        "chat",
+        help="talk with a model",
+        description="Talk with a model: each line is answered in view of those before it, which "
+        "need a chat template. Lines may be piped in. /reset forgets the conversation, /quit or "
+        "the end of the input ends it, Ctrl-C stops an answer.",
+    )
+    _add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    chat.add_argument(
+        "--chat-template", metavar="T", help="a Jinja file, or the name of a template of the model"
+    )
+    _add_sampling(chat, f"default: {_CHAT_TOKENS}")
+    chat.set_defaults(run=_chat)
 
     info = commands.add_parser(
         "info",
@@ -154,6 +177,15 @@ def _parser() -> argparse.ArgumentParser:
     _add_dtype(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=_info)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="versions, devices, and what is missing for a GPU",
+        description="Say what fdjax runs on and what is missing for a GPU to be used well. Exit "
+        "code 1 if there is something to mend.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(run=_doctor)
 
     bench = commands.add_parser(
         "bench",
@@ -183,6 +215,29 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--commit", help="commit to record where git cannot be asked")
     bench.set_defaults(run=_bench)
     return parser
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", default="tiny", type=_name, help=_MODEL)
+    _add_dtype(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
+
+
+def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
+    for option, kind, metavar, text in (
+        ("--max-new-tokens", _integer(0), "N", f"tokens to generate at most; {default_tokens}"),
+        ("--temperature", _real(0), "T", "above 0 samples; 0 is greedy"),
+        ("--top-k", _integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
+        ("--top-p", _share, "P", "sample from the likeliest that hold the mass P"),
+        ("--seed", _integer(0, 2**32 - 1), "N", "makes samples reproducible"),
+    ):
+        parser.add_argument(option, type=kind, metavar=metavar, help=text)
+
+
+def _sampling(args: argparse.Namespace) -> dict[str, float]:
+    """The options of `_add_sampling` that were given."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -243,8 +298,7 @@ def _prompt(given: str | None) -> str:
 def _generate(args: argparse.Namespace) -> int:
     prompt = _prompt(args.prompt)
     lm = fdjax.load(args.model, dtype=args.dtype)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    options = {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    options = _sampling(args)
     if args.json:
         result = lm.generate(prompt, **options)
         stats = result.stats
@@ -279,6 +333,26 @@ def _generate(args: argparse.Namespace) -> int:
         print(piece, end="", flush=True)
     print()
     return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from fdjax.chat_loop import Conversation, talk
+
+    template = args.chat_template
+    if template is not None and Path(template).is_file():
+        template = Path(template).read_text(encoding="utf-8")
+    lm = fdjax.load(args.model, dtype=args.dtype)
+    options = {"max_new_tokens": _CHAT_TOKENS} | _sampling(args)
+    talk(Conversation(lm, system=args.system, chat_template=template, **options))
+    return 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from fdjax.doctor import diagnose
+
+    diagnosis = diagnose()
+    print(json.dumps(diagnosis.asdict()) if args.json else diagnosis)
+    return int(not diagnosis.sound)
 
 
 def _describe(name: str, dtype: str | None, implementation: str | None = None):
@@ -320,6 +394,8 @@ def _bench(args: argparse.Namespace) -> int:
     # Whatever is wrong is found before the minutes that measuring takes.
     if args.implementation == "cudnn" and default_backend() != "gpu":
         raise _UsageError("bench: --implementation cudnn needs an NVIDIA GPU, JAX sees none")
+    if args.output:
+        _check_writable(Path(args.output))
     enable_compilation_cache()
     model, folder = _describe(args.model, args.dtype, args.implementation)
     facts = model_info(model)
@@ -334,9 +410,8 @@ def _bench(args: argparse.Namespace) -> int:
             f"weights of {facts.weight_bytes / 1e9:.1f} GB leave room for {facts.fitting_tokens} "
             f"tokens of cache, {args.batch} x {tokens} are asked for"
         )
-    if args.output:
-        Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-        Path(args.output).open("a").close()
+    size = f"{facts.parameters:,} parameters in {facts.dtype}"
+    _say(f"{'making' if folder is None else 'loading'} {size} on {facts.device}")
     if folder is None:
         lm = LM(model, random_params(model))
     else:
@@ -348,9 +423,23 @@ def _bench(args: argparse.Namespace) -> int:
         new_tokens=args.new_tokens,
         runs=args.runs,
         commit=args.commit,
+        progress=_say,
     )
     emit(record, args.output)
     return int(record.failed)
+
+
+def _check_writable(path: Path) -> None:
+    """Make the folders above a file that is to be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+
+
+def _say(doing: str) -> None:
+    print(f"fdjax: {doing}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,12 +2,27 @@
 
 import logging
 import os
+import re
 import warnings
 from pathlib import Path
 
 import jax
 
+_DRIVER = Path("/proc/driver/nvidia/version")
+
 logger = logging.getLogger("fdjax")
+
+
+def compilation_cache_folder() -> Path:
+    """Where compiled programs are kept: where JAX was told, else in the user's cache folder.
+
+    Raises:
+      RuntimeError: there is no home directory.
+    """
+    if jax.config.jax_compilation_cache_dir is not None:
+        return Path(jax.config.jax_compilation_cache_dir)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "fdjax" / "xla"
 
 
 def enable_compilation_cache(folder: Path | None = None) -> None:
@@ -19,9 +34,7 @@ def enable_compilation_cache(folder: Path | None = None) -> None:
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:
-        if folder is None:
-            base = os.environ.get("XDG_CACHE_HOME")
-            folder = (Path(base) if base else Path.home() / ".cache") / "fdjax" / "xla"
+        folder = compilation_cache_folder() if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
         # JAX would warn of each program that it cannot write.
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -54,15 +67,29 @@ def default_backend() -> str:
 
 def nvidia_driver_present() -> bool:
     """Whether this machine has an NVIDIA kernel driver."""
-    return Path("/proc/driver/nvidia/version").exists()
+    return _DRIVER.exists()
+
+
+def nvidia_driver_version() -> str | None:
+    """Version of the NVIDIA kernel driver, such as "580.65.06"; None without one."""
+    try:
+        found = re.search(r"\b\d{3,}(\.\d+)+\b", _DRIVER.read_text())
+    except OSError:
+        return None
+    return found[0] if found else None
+
+
+def gpu_is_idle() -> bool:
+    """Whether there is an NVIDIA GPU that JAX cannot use, and nobody asked for the CPU."""
+    return default_backend() == "cpu" and nvidia_driver_present() and not _cpu_was_asked_for()
 
 
 def warn_of_idle_gpu() -> None:
     """Warn when there is an NVIDIA GPU and JAX cannot use it."""
-    if default_backend() == "cpu" and nvidia_driver_present() and not _cpu_was_asked_for():
+    if gpu_is_idle():
         warnings.warn(
             "this machine has an NVIDIA driver but JAX sees only the CPU; "
-            "install JAX for GPUs: pip install 'jax[cuda13]'",
+            "install JAX for GPUs: pip install 'jax[cuda13]'; `fdjax doctor` says more",
             stacklevel=3,
         )
 

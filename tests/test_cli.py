@@ -14,6 +14,11 @@ import jax
 import numpy as np
 import pytest
 
+try:
+    import pty
+except ImportError:  # not a Unix
+    pty = None
+
 import fdjax
 from fdjax import platform
 from fdjax.bench import record as records
@@ -23,6 +28,7 @@ from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
 
 QUESTION = "What is the largest ocean?"
 ANSWER = "The largest ocean is the Pacific Ocean."
+COMMANDS = ("generate", "chat", "info", "doctor", "bench")
 
 
 @pytest.fixture(scope="module")
@@ -168,6 +174,163 @@ def test_output_that_the_terminal_cannot_show_is_replaced(lm, loaded, monkeypatc
     assert out.buffer.getvalue() == b"a ? b\n"
 
 
+# Chatting
+
+
+CHAT = b"""What is the largest ocean?
+What is 7 + 5?
+
+/reset
+What is the capital of Japan?
+/quit
+What is 1 + 1?"""
+
+
+def test_piped_lines_are_answered_one_by_one(run, loaded):
+    answers = [ANSWER, "7 + 5 = 12.", "The capital of Japan is Tokyo."]
+    assert run("chat", stdin=CHAT) == (0, "\n".join(answers) + "\n", "")
+
+
+@pytest.fixture
+def asked(lm, loaded, monkeypatch):
+    """The conversations that were to be answered; each answer is " word"."""
+    seen = []
+
+    def stream_chat(messages, **options):
+        seen.append(([(m["role"], m["content"]) for m in messages], options))
+        yield " "
+        yield "word "
+
+    monkeypatch.setattr(lm, "stream_chat", stream_chat)
+    return seen
+
+
+def test_a_conversation_is_remembered_until_reset(run, asked):
+    code, out, _ = run("chat", "--system", "Be brief.", stdin=b"one\n two\n/reset\nthree\n")
+    assert (code, out) == (0, "word \n" * 3)
+    system, one = ("system", "Be brief."), ("user", "one")
+    assert [messages for messages, _ in asked] == [
+        [system, one],
+        [system, one, ("assistant", "word"), ("user", " two")],
+        [system, ("user", "three")],
+    ]
+
+
+def test_chat_options_reach_the_model(run, asked, tmp_path):
+    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    options = "--max-new-tokens 6 --temperature 1.5 --top-k 20 --top-p 0.9 --seed 7".split()
+    given = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
+    assert run("chat", *options, "--chat-template", "mine.jinja", stdin=b"hi")[0] == 0
+    assert run("chat", "--chat-template", "default", stdin=b"hi")[0] == 0
+    assert run("chat", stdin=b"hi")[0] == 0
+    assert [options for _, options in asked] == [
+        given | {"chat_template": "{{ messages }}"},
+        {"max_new_tokens": 1024, "chat_template": "default"},
+        {"max_new_tokens": 1024},
+    ]
+
+
+def test_what_no_longer_fits_is_forgotten_in_pairs(run, asked):
+    lines = [f"{i} " + "ocean " * 100 for i in range(6)]
+    assert run("chat", "--system", "Be brief.", stdin="\n".join(lines).encode())[0] == 0
+    for i, (messages, _) in enumerate(asked):
+        roles = [role for role, _ in messages]
+        assert roles == ["system"] + ["user", "assistant"] * (len(roles) // 2 - 1) + ["user"]
+        assert messages[-1][1].startswith(f"{i} ")
+    kept = [len(messages) for messages, _ in asked]
+    assert kept == [2, 4, 6, 6, 6, 6]
+
+
+def test_a_line_that_cannot_be_answered_ends_a_pipe_with_one_line(run, loaded):
+    code, out, err = run("chat", stdin=b"What is 7 + 5?\n" + b"ocean " * 1000)
+    assert (code, out) == (1, "7 + 5 = 12.\n")
+    assert is_one_line(err)
+    code, out, err = run("chat", stdin=b"\xff\xfe\n")
+    assert (code, out) == (1, "")
+    assert is_one_line(err) and "line 1 must be UTF-8" in err
+
+
+@pytest.mark.parametrize(
+    ("edited", "argv", "told"),
+    [
+        ({"chat_template": None}, [], "no chat template"),
+        ({"chat_template": 5}, [], "'chat_template' must be"),
+        ({"chat_template": "{% if %}"}, [], "not valid Jinja"),
+        ({}, ["--chat-template", "missing.jinja"], "'missing.jinja' is neither"),
+        ({"chat_template": "{{ raise_exception('no\\nway') }}"}, [], "refuses these messages: no"),
+    ],
+)
+def test_chat_without_a_sound_template_is_one_line(run, folder, edited, argv, told):
+    edit(folder / "tokenizer_config.json", **edited)
+    code, out, err = run("chat", "--model", str(folder), *argv, stdin=b"hi\n")
+    assert (code, out) == (1, "")
+    assert is_one_line(err)
+    assert told in err
+
+
+def test_chat_needs_a_tokenizer(run, folder):
+    (folder / "tokenizer.json").unlink()
+    code, out, err = run("chat", "--model", str(folder), stdin=b"")
+    assert (code, out) == (1, "")
+    assert is_one_line(err) and "no tokenizer.json" in err
+
+
+class Terminal:
+    """A program in a terminal of its own, and what it has shown there."""
+
+    def __init__(self, *argv, folder):
+        self.shown = ""
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fdjax.cli", *argv],
+            stdin=slave,
+            stdout=slave,
+            stderr=slave,
+            start_new_session=True,
+            cwd=folder,
+            env=os.environ
+            | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(folder), "TERM": "dumb"},
+        )
+        os.close(slave)
+
+    def until(self, text: str) -> None:
+        """Wait for a text after what was waited for before."""
+        while text not in self.shown:
+            try:
+                data = os.read(self._master, 1024)
+            except OSError:
+                data = b""
+            assert data, f"{text!r} not in {self.shown!r}"
+            self.shown += data.decode(errors="replace")
+        self.shown = self.shown.partition(text)[2]
+
+    def type(self, text: str) -> None:
+        os.write(self._master, text.encode())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(pty is None, reason="needs pseudo-terminals")
+def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path):
+    # No end of sequence: a story fills the context.
+    edit(folder / "generation_config.json", eos_token_id=1023)
+    edit(folder / "tokenizer_config.json", eos_token="<pad>")
+    terminal = Terminal("chat", "--model", str(folder), folder=tmp_path)
+    terminal.until("> ")
+    terminal.type("Once upon a time\n")
+    terminal.until("time\r\n")
+    terminal.until(" ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.until("> ")
+    terminal.process.send_signal(signal.SIGINT)
+    terminal.until("/quit")
+    terminal.until("> ")
+    terminal.type("ocean " * 600 + "\n")
+    terminal.until("error: ")
+    terminal.until("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(timeout=60) == 0
+
+
 # Misuse
 
 
@@ -215,6 +378,9 @@ def test_a_wrong_option_is_found_before_anything_is_loaded(run, loaded, options)
         (["generate"], b"What is \xff\xfe?"),
         (["generate", "What is \udcff?"], None),
         (["generate", "What is \ud800?"], None),
+        (["chat", "What is 7 + 5?"], None),
+        (["chat", "--max-new-tokens", "x"], None),
+        (["doctor", "--batch", "1"], None),
         (["info", ""], None),
         (["info", "--batch", "0"], None),
         (["bench", "--batch", "0"], None),
@@ -245,7 +411,7 @@ def test_no_command_is_answered_with_help(run):
     assert "examples:" in err
 
 
-@pytest.mark.parametrize("command", [[], ["generate"], ["info"], ["bench"]])
+@pytest.mark.parametrize("command", [[], *([c] for c in COMMANDS)])
 def test_help_says_all_in_a_page(run, command):
     code, out, err = run(*command, "--help")
     assert (code, err) == (0, "")
@@ -302,7 +468,12 @@ def test_a_damaged_model_is_one_line(run, folder, damage):
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/dev/null"])
 def test_no_such_model_is_one_line(run, name):
-    for command in (["generate", "hi", "--model", name], ["info", name], ["bench", name]):
+    for command in (
+        ["generate", "hi", "--model", name],
+        ["chat", "--model", name],
+        ["info", name],
+        ["bench", name],
+    ):
         code, out, err = run(*command)
         assert (code, out) == (1, "")
         assert is_one_line(err)
@@ -473,7 +644,9 @@ BENCH = "--batch 2 --prompt-tokens 8 --new-tokens 4 --runs 1".split()
 @pytest.mark.slow
 def test_bench_prints_and_writes_a_record(run, loaded, quick_ceiling, tmp_path):
     code, out, err = run("bench", *BENCH, "--commit", "abc", "--output", "a/record.json")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert all(line.startswith("fdjax: ") for line in err.splitlines())
+    assert [word in err for word in ("loading", "bandwidth", "compiling", "warm up")] == [True] * 4
     record = json.loads(out.splitlines()[-1])
     assert record["environment"]["commit"] == "abc"
     assert (record["config"]["batch"], record["config"]["prompt_tokens"]) == (2, 8)
@@ -499,11 +672,12 @@ def benched(monkeypatch):
 
 def test_the_last_line_of_bench_is_the_record(run, lm, loaded, benched, tmp_path):
     code, out, err = run("bench", *BENCH, "--commit", "abc", "--output", "a/record.json")
-    assert (code, err) == (0, "")
+    assert (code, err) == (0, "fdjax: loading 3,705,600 parameters in bfloat16 on cpu\n")
     assert json.loads(out.splitlines()[-1])["rows"][0]["case"] == "case"
     assert records.read(tmp_path / "a/record.json").rows[0].ok
     options = {"batch": 2, "prompt_tokens": 8, "new_tokens": 4, "runs": 1, "commit": "abc"}
-    assert benched == [(lm, options)]
+    ((benched_lm, given),) = benched
+    assert (benched_lm, given.pop("progress") is not None, given) == (lm, True, options)
 
 
 def test_bench_of_a_config_alone_takes_random_weights(run, folder, benched):
@@ -521,12 +695,18 @@ def test_bench_finds_what_cannot_be_before_it_measures(run, loaded, folder, tmp_
         (["--implementation", "mosaic_gpu"], "mosaic_gpu"),
         (["--batch", str(10**12)], "out of memory"),
         (["--output", str(tmp_path)], "directory"),
+        (["--output", "/dev/null/x"], "/dev/null"),
         ([str(folder / "config.json")], "out of memory"),
     ):
         code, out, err = run("bench", *argv)
         assert (code, out, loaded) == (1, "", [])
         assert is_one_line(err)
         assert told in err
+
+
+def test_bench_leaves_no_file_where_it_fails(run, tmp_path):
+    assert run("bench", "--output", "record.json", "nowhere")[0] == 1
+    assert not (tmp_path / "record.json").exists()
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN works there")
@@ -578,7 +758,7 @@ def test_a_platform_that_jax_lacks_is_one_line(run, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(jax, "default_backend", fail)
-    for command in (["info"], ["bench"], ["generate", "hi"]):
+    for command in (["info"], ["bench"], ["generate", "hi"], ["chat"]):
         code, out, err = run(*command)
         assert (code, out) == (1, "")
         assert is_one_line(err)

@@ -1,6 +1,7 @@
 """End-to-end benchmark of a model through `LM.generate` itself."""
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ def bench_model(
     runs: int = 5,
     ceiling_bytes: int | None = None,
     commit: str | None = None,
+    progress: Callable[[str], None] = lambda doing: None,
 ) -> Record:
     """Time the first token and the decode step of random prompts, greedy, on the host clock.
 
@@ -36,16 +38,29 @@ def bench_model(
       runs: timed calls, after three that are not.
       ceiling_bytes: what the bandwidth measurement reads; default 1 GiB, on a CPU 16 MiB.
       commit: to record where git cannot be asked.
+      progress: called with what is done next, in a few words.
 
     Returns:
       A `Record` with the rows "first token" and "decode step" (one token for every prompt). Without
       timings if decoding disagrees with one pass over the same text.
 
     Raises:
-      ValueError: nothing would be decoded.
+      ValueError: a number is too small, or prompt and new tokens exceed the model's context.
     """
-    if new_tokens < 2:
-        raise ValueError(f"bench: new_tokens must be at least 2, got {new_tokens}")
+    for name, value, least in (
+        ("batch", batch, 1),
+        ("prompt_tokens", prompt_tokens, 1),
+        ("new_tokens", new_tokens, 2),
+        ("runs", runs, 1),
+    ):
+        if value < least:
+            raise ValueError(f"bench: {name} must be at least {least}, got {value}")
+    context = lm.max_len or lm.config.max_position_embeddings
+    if prompt_tokens + new_tokens > context:
+        raise ValueError(
+            f"bench: prompt_tokens and new_tokens make {prompt_tokens + new_tokens}, "
+            f"the context is {context}"
+        )
     if ceiling_bytes is None:
         ceiling_bytes = 2**24 if lm.model.plan.compute_capability is None else 2**30
     config = {
@@ -57,6 +72,7 @@ def bench_model(
         "new_tokens": new_tokens,
         "plan": dataclasses.asdict(lm.model.plan) | {"table": len(lm.model.plan.table)},
     }
+    progress("measuring the bandwidth of the device")
     record = Record(
         environment(commit), config, {"before": measure_ceiling(ceiling_bytes, matmul_size=0)}
     )
@@ -68,11 +84,13 @@ def bench_model(
             prompts, max_new_tokens=new_tokens, eos_token_id=None, do_sample=False, **options
         )
 
+    progress("compiling, and checking decoding against one pass over the text")
     error = _decoding_error(lm, prompts[0], generate(return_logprobs=True))
     tolerance = _TOLERANCE[jnp.dtype(lm.model.dtype).itemsize]
     reason = None
     if not error <= tolerance:
         reason = f"log-probabilities off by {error:.2g} on average, tolerance {tolerance:g}"
+    progress(f"3 calls to warm up, {runs} to time")
     for _ in range(3):
         generate()
     results = [generate() for _ in range(runs)]
@@ -98,6 +116,7 @@ def bench_model(
                 flops=work,
             )
         )
+    progress("measuring the bandwidth again")
     return record.finish(measure_ceiling(ceiling_bytes, matmul_size=0))
 
 
