@@ -1,7 +1,8 @@
 """Host cost of a dispatch of the decode chunk: `python -m benchmarks.dispatch`.
 
-A 32-layer model of tiny layers, no decode steps: what is left is what the host pays for handing
-over parameters and state. The clock stops when the call returns; the device is idle before it.
+A 32-layer model of tiny layers, one step that is skipped: what is left is what the host pays for
+handing over parameters and state, and one launch. The clock stops when the call returns; the device
+is idle before it.
 """
 
 import argparse
@@ -12,13 +13,14 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing
-from fdjax.generation import GenerationConfig, per_row
-from fdjax.lm import LM
+from fdjax.engine import Engine
 from fdjax.models import describe, parse_config, random_params
+from fdjax.options import GenerationConfig, per_row
 from fdjax.sampling import Processors
 from fdjax.state import init_cache, start
 from fdjax.step import decode_steps
@@ -52,28 +54,29 @@ def main() -> int:
     parser.add_argument("--commit")
     args = parser.parse_args()
     model = describe(parse_config(CONFIG), dtype="bfloat16")
-    lm = LM(model, random_params(model))
-    requests = [GenerationConfig(max_new_tokens=9)]
-    state = start(init_cache(model, 1, 128), per_row(requests, 1), np.ones(1, bool))
-    leaves = jax.tree.leaves(jax.tree.map(jax.numpy.asarray, state))
-    decode = lm._program(decode_steps, processors=Processors(), max_steps=4)
+    engine = Engine(model, random_params(model))
+    sampling = jax.device_put(per_row([GenerationConfig(max_new_tokens=9)], 1))
+    state = start(init_cache(model, 1, 128), np.ones(1, bool))
+    leaves = jax.tree.leaves(state)
+    decode = engine.program(decode_steps, processors=Processors(), max_steps=1)
+    none = jnp.int32(0)
     nothing = jax.jit(lambda n: n + 1)
 
     def chunk():
         nonlocal leaves
-        leaves, *out = decode(lm._param_leaves, leaves, np.int32(0))
+        leaves, *out = decode(engine.params, leaves, sampling, none)
         return out
 
     rows = {
-        "decode chunk of 0 steps": time_calls(chunk, args.runs),
-        "jitted call of one scalar": time_calls(lambda: nothing(np.int32(0)), args.runs),
+        "decode chunk, nothing to do": time_calls(chunk, args.runs),
+        "jitted call of one scalar": time_calls(lambda: nothing(none), args.runs),
     }
     for name, timing in rows.items():
         print(f"{name:28} median {timing.median_us:.0f} us, min {timing.min_us:.0f} us")
     record = {
         "environment": environment(args.commit),
         "config": CONFIG,
-        "arrays": {"parameters": len(lm._param_leaves), "state": len(leaves)},
+        "arrays": {"parameters": len(engine.params), "state": len(leaves)},
         "rows": {name: dataclasses.asdict(t) | {"samples_us": None} for name, t in rows.items()},
     }
     if args.output:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fdjax.generation import GenerationConfig, forward, generate
+    from fdjax.generation import forward, generate
     from fdjax.lm import LM, load
     from fdjax.models import CheckpointError, describe, parse_config
+    from fdjax.options import GenerationConfig
     from fdjax.results import GenerateResult, Stats
 
 # Names are imported when first used, so that importing a kernel does not import the engine.
 _HOMES = {
-    "GenerationConfig": "fdjax.generation",
+    "GenerationConfig": "fdjax.options",
     "forward": "fdjax.generation",
     "generate": "fdjax.generation",
     "LM": "fdjax.lm",

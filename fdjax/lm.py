@@ -1,54 +1,41 @@
 """`load` and `LM`: a checkpoint in, text out."""
 
-import collections
 import contextlib
 import dataclasses
-import math
 import sys
-import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from fdjax import chat, platform, score, step
+from fdjax import chat, platform, score
 from fdjax.checkpoint import load_params, locate, read_json
-from fdjax.generation import GenerationConfig, per_row
+from fdjax.engine import Engine
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
+from fdjax.options import SAMPLED_OPTIONS, GenerationConfig
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.results import PEAK_GB_PER_S, GenerateResult, Stats, step_bytes
-from fdjax.sampling import NOT_FINITE, Processors
-from fdjax.schedule import PrefillCall, prefill_calls, slots_for
-from fdjax.state import LayerCache, abstract_state, init_cache, start
-from fdjax.tokenizer import Detokenizer, Tokenizer
+from fdjax.results import GenerateResult, TextStream, Timer
+from fdjax.rows import Request, Row
+from fdjax.tokenizer import Tokenizer
 
 # Decode steps per dispatch; a stream shows its text at the end of each.
 _STEPS = 32
 _STREAM_STEPS = 4
 
+# Options that are sequences themselves, and how deeply nested: one level more is one per prompt.
+_NESTING = {
+    "eos_token_ids": 1,
+    "suppress_tokens": 1,
+    "begin_suppress_tokens": 1,
+    "bad_words_ids": 2,
+    "stop_strings": 1,
+    "stopping_criteria": 1,
+    "logits_processors": 1,
+}
+
 Prompt = str | Sequence[int]
-
-
-@dataclasses.dataclass
-class _Request:
-    ids: list[int]
-    config: GenerationConfig
-    generated: int = 0
-
-
-@dataclasses.dataclass
-class _Chunk:
-    """What came back from the device: tokens [B, n], -1 where a row has none."""
-
-    tokens: np.ndarray
-    logprobs: np.ndarray | None
-
-    @classmethod
-    def read(cls, tokens: jax.Array, logprobs: jax.Array | None) -> "_Chunk":
-        return cls(np.asarray(tokens), None if logprobs is None else np.asarray(logprobs))
 
 
 class LM:
@@ -82,12 +69,10 @@ class LM:
             )
         self.model = model
         self.params = params
-        self._param_leaves = jax.tree.leaves(params)
         self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
         self.defaults = defaults
         self.max_len = max_len
-        self._idle_cache: list[LayerCache] | None = None
-        self._programs: dict[Any, Any] = {}
+        self._engine = Engine(model, params, max_len)
 
     @property
     def config(self) -> DecoderConfig:
@@ -108,47 +93,46 @@ class LM:
         Args:
           prompts: a text, a sequence of token ids, or a sequence of either.
           config: defaults to the checkpoint's generation_config.json.
-          **options: fields of `GenerationConfig`, over `config`. A list gives one value per prompt.
-            Naming a temperature, top_k or top_p turns sampling on unless `do_sample` says
+          **options: fields of `GenerationConfig`, over `config`. A list gives one value per prompt;
+            for options that are sequences themselves, a list of sequences does. Naming a
+            temperature, top_k, top_p, min_p or typical_p turns sampling on unless `do_sample` says
             otherwise. Without a seed, each call draws its own.
 
         Returns:
-          A `GenerateResult` with one entry per prompt; an empty list of prompts gives empty lists.
+          A `GenerateResult` with one entry per prompt, or `num_return_sequences` for each; an empty
+          list of prompts gives empty lists.
 
         Raises:
           ValueError: a prompt is empty, too long for the cache or has ids outside the vocabulary;
-            an option is out of range.
+            an option is out of range; the options forbid every token.
+          TypeError: there is no such option.
+          MissingTokenizerError: text or a stop string is given and there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
+
+        Warns:
+          UserWarning: an option has no effect, as nothing is sampled.
         """
-        requests = self._requests(prompts, config, options)
-        rows = [_Row(self, request) for request in requests]
-        timer = _Timer(self)
-        with contextlib.closing(self._run(requests, _STEPS, timer)) as chunks:
+        timer = Timer(self.model, self.params)
+        rows = [Row(r, self.tokenizer) for r in self._requests(prompts, config, options)]
+        with contextlib.closing(self._engine.run(rows, _STEPS)) as chunks:
             for chunk in chunks:
-                for i, row in enumerate(rows):
-                    row.take(chunk, i)
-        texts = None
-        if self.tokenizer:
-            texts = [self.tokenizer.decode(row.tokens) for row in rows]
-        with_logprobs = any(request.config.return_logprobs for request in requests)
-        return GenerateResult(
-            tokens=[row.tokens for row in rows],
-            texts=texts,
-            finish_reasons=[row.finish_reason for row in rows],
-            logprobs=[row.logprobs for row in rows] if with_logprobs else None,
-            stats=timer.stats(requests, rows),
-        )
+                timer.chunk(chunk)
+        return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
-    ) -> Iterator[str]:
-        """Yield the text of one prompt as it comes; joined, it is what `generate` returns.
+    ) -> TextStream:
+        """The text of one prompt as it comes; joined, it is what `generate` returns.
 
-        A piece never ends inside a character. Leaving the loop early is fine.
+        A piece never ends inside a character or in what may become a stop string. Leaving the loop
+        early is fine.
 
         Args:
           prompt: a text or a sequence of token ids.
           config, **options: as in `generate`.
+
+        Returns:
+          An iterator over pieces of text, with `result` and `stats`.
 
         Raises:
           ValueError: as in `generate`, at the call, before anything is yielded.
@@ -156,9 +140,20 @@ class LM:
         """
         if not isinstance(prompt, str) and not (len(prompt) and all(map(_is_id, prompt))):
             raise ValueError("stream: takes one prompt, a text or token ids")
+        timer = Timer(self.model, self.params)
         requests = self._requests(prompt, config, options)
+        if len(requests) > 1:
+            raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
-        return self._stream(requests)
+        row = Row(requests[0], self.tokenizer, streamed=True)
+        return TextStream(self._pieces(row, timer), row, timer)
+
+    def _pieces(self, row: Row, timer: Timer) -> Iterator[str]:
+        with contextlib.closing(self._engine.run([row], _STREAM_STEPS)) as chunks:
+            for chunk in chunks:
+                timer.chunk(chunk)
+                if piece := row.new_text():
+                    yield piece
 
     def chat(self, messages, config: GenerationConfig | None = None, **options) -> GenerateResult:
         """Answer a conversation, or each of a list of them, through the checkpoint's chat template.
@@ -207,78 +202,85 @@ class LM:
         """
         return score.score(self, texts, stride=stride, batch_size=batch_size)
 
-    def _stream(self, requests):
-        detokenizer = Detokenizer(self.tokenizer)
-        row = _Row(self, requests[0])
-        with contextlib.closing(self._run(requests, _STREAM_STEPS, _Timer(self))) as chunks:
-            for chunk in chunks:
-                if piece := detokenizer.push(row.take(chunk, 0)):
-                    yield piece
-        if piece := detokenizer.push([], last=True):
-            yield piece
-
-    def _requests(self, prompts, config, options) -> list[_Request]:
+    def _requests(self, prompts, config, options) -> list[Request]:
         if isinstance(prompts, str) or (len(prompts) and all(_is_id(i) for i in prompts)):
             prompts = [prompts]
         configs = self._configs(config, options, len(prompts))
         requests = []
         for i, (prompt, row_config) in enumerate(zip(prompts, configs, strict=True)):
             ids = self._ids(prompt, i)
-            total = len(ids) + row_config.max_new_tokens
-            if self.max_len is not None and total > self.max_len:
-                raise ValueError(
-                    f"generate: prompt {i} has {len(ids)} tokens and may grow by "
-                    f"{row_config.max_new_tokens}, more than max_len {self.max_len}"
-                )
-            limit = self.config.max_position_embeddings
-            if self.max_len is None and total > limit:
-                if len(ids) >= limit:
-                    raise ValueError(
-                        f"generate: prompt {i} has {len(ids)} tokens, the model's context is "
-                        f"{limit}; shorten it, or load(..., max_len=...) to exceed that"
-                    )
-                row_config = dataclasses.replace(
-                    row_config,
-                    max_new_tokens=limit - len(ids),
-                    min_new_tokens=min(row_config.min_new_tokens, limit - len(ids)),
-                )
-            requests.append(_Request(ids, row_config))
+            self._check(row_config, i)
+            row_config = self._within_context(row_config, ids, i)
+            samples = range(row_config.num_return_sequences)
+            requests += [Request(ids, row_config, i, sample) for sample in samples]
         return requests
+
+    def _check(self, config: GenerationConfig, i: int) -> None:
+        """Whether this model can do what is asked."""
+        vocab = self.config.vocab_size
+        for name, ids in config.named_ids.items():
+            if ids and max(ids) >= vocab:
+                raise ValueError(
+                    f"generate: {name} has id {max(ids)}, the vocabulary is 0..{vocab - 1}"
+                )
+        if config.stop_strings:
+            self.tokenizer.decode([])
+        if config.num_return_sequences > 1 and not config.sampled:
+            raise ValueError(
+                "generate: num_return_sequences must be 1 where nothing is sampled, got "
+                f"{config.num_return_sequences} for prompt {i}"
+            )
+
+    def _within_context(self, config: GenerationConfig, ids: list[int], i: int) -> GenerationConfig:
+        """The configuration with as many new tokens as there is room for."""
+        total = len(ids) + config.max_new_tokens
+        if self.max_len is not None and total > self.max_len:
+            raise ValueError(
+                f"generate: prompt {i} has {len(ids)} tokens and may grow by "
+                f"{config.max_new_tokens}, more than max_len {self.max_len}"
+            )
+        limit = self.config.max_position_embeddings
+        if self.max_len is not None or total <= limit:
+            return config
+        if len(ids) >= limit:
+            raise ValueError(
+                f"generate: prompt {i} has {len(ids)} tokens, the model's context is "
+                f"{limit}; shorten it, or load(..., max_len=...) to exceed that"
+            )
+        room = limit - len(ids)
+        return dataclasses.replace(
+            config, max_new_tokens=room, min_new_tokens=min(config.min_new_tokens, room)
+        )
 
     def _configs(self, config, options, count) -> list[GenerationConfig]:
         base = self.defaults if config is None else config
         fields = {f.name for f in dataclasses.fields(GenerationConfig)}
         if "eos_token_id" in options:
             eos = options.pop("eos_token_id")
-            eos = () if eos is None else eos
-            options["eos_token_ids"] = tuple(eos) if isinstance(eos, Sequence) else (eos,)
+            options["eos_token_ids"] = () if eos is None else eos
         for name in options:
             if name not in fields:
                 raise TypeError(
                     f"generate: unknown option {name!r}; known: {', '.join(sorted(fields))}"
                 )
-        samples = any(options.get(n) is not None for n in ("temperature", "top_k", "top_p"))
-        if samples and options.get("do_sample") is None:
+        named = [n for n in ("seed", *SAMPLED_OPTIONS) if options.get(n) is not None]
+        if options.get("do_sample") is None and set(named) - {"seed"}:
             options["do_sample"] = True
         if config is None and options.get("seed") is None:
             fresh = np.random.SeedSequence().generate_state(max(count, 1))
             options["seed"] = [int(seed) for seed in fresh[:count]]
         rows = []
         for i in range(count):
-            row = {}
-            for name, value in options.items():
-                if isinstance(value, list) or (
-                    isinstance(value, np.ndarray | jax.Array) and value.ndim
-                ):
-                    if len(value) != count:
-                        raise ValueError(
-                            f"generate: {name} must have one value per prompt ({count}), "
-                            f"got {len(value)}"
-                        )
-                    value = value[i]
-                if value is not None:
-                    row[name] = value.item() if hasattr(value, "item") else value
-            rows.append(dataclasses.replace(base, **row))
+            values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
+            values = {name: value for name, value in values.items() if value is not None}
+            rows.append(dataclasses.replace(base, **values))
+        if named and rows and not any(row.do_sample for row in rows):
+            warnings.warn(
+                f"{', '.join(named)}: no effect, as do_sample is False; set it, or a temperature",
+                stacklevel=4,
+            )
+        if len({row.logits_processors for row in rows}) > 1:
+            raise ValueError("generate: logits_processors must be the same for all prompts")
         return rows
 
     def _ids(self, prompt: Prompt, i: int) -> list[int]:
@@ -296,191 +298,34 @@ class LM:
             raise ValueError(f"generate: prompt {i} is empty; give at least one token")
         return ids
 
-    def _run(self, requests: list[_Request], steps: int, timer: "_Timer") -> Iterator[_Chunk]:
-        """Chunks as they come back, the first tokens first.
-
-        Each chunk of decode steps is dispatched before the one before it is read.
-        """
-        prompts = [r.ids if r.config.max_new_tokens else [] for r in requests]
-        active = [r for r in requests if r.config.max_new_tokens]
-        if not active:
-            return
-        batch = 2 ** math.ceil(math.log2(len(requests)))
-        total = max(len(r.ids) + r.config.max_new_tokens for r in active)
-        slots = slots_for(max(map(len, prompts)), total, self.max_len)
-        processors = _union(r.config.processors for r in active)
-        prefill = self._program(step.prefill, processors=processors)
-        decode = self._program(step.decode_steps, processors=processors, max_steps=steps)
-        used = np.array([bool(p) for p in prompts] + [False] * (batch - len(prompts)))
-        sampling = per_row([r.config for r in requests], batch)
-        state, treedef = jax.tree.flatten(start(self._take_cache(batch, slots), sampling, used))
-        open_rows = {i: r for i, r in enumerate(requests) if prompts[i]}
-        budget = max(r.config.max_new_tokens for r in active) - 1
-        sound = True
-        try:
-            first = []
-            for call in prefill_calls(prompts, batch):
-                state, tokens, logprobs = prefill(
-                    self._param_leaves,
-                    state,
-                    call.tokens,
-                    call.lengths,
-                    call.offsets,
-                    call.final,
-                    call.rows,
-                )
-                first.append((call, tokens, logprobs))
-            # Read before anything else is dispatched: compiling must not delay the first token.
-            chunk = _first_tokens(first, batch)
-            waiting: collections.deque[tuple] = collections.deque()
-            while True:
-                timer.chunk(chunk)
-                sound = not (chunk.tokens == NOT_FINITE).any()
-                _close_rows(open_rows, chunk)
-                yield chunk
-                while open_rows and budget > 0 and len(waiting) < 2:
-                    n = min(steps, budget)
-                    budget -= n
-                    state, *out = decode(self._param_leaves, state, np.int32(n))
-                    waiting.append(out)
-                if not open_rows:
-                    break
-                chunk = _Chunk.read(*waiting.popleft())
-        finally:
-            # What is not finite in a cache may outlive its row: such a cache is dropped.
-            self._idle_cache = jax.tree.unflatten(treedef, state).kv if sound else None
-
-    def _take_cache(self, batch: int, slots: int) -> list[LayerCache]:
-        """The idle cache if it fits, else a new one in its place."""
-        cache, self._idle_cache = self._idle_cache, None
-        if cache is not None and not any(a.is_deleted() for a in cache[0]):
-            b, _, s, _ = cache[0][0].shape
-            if b == batch and s >= slots:
-                return cache
-        del cache
-        return init_cache(self.model, batch, slots)
-
-    def _program(self, function: Callable, **static):
-        """The jitted program of a step: one per set of processors, whatever the values.
-
-        Parameters and state go in and out as flat lists: nested containers of a 32-layer model cost
-        0.15 ms of host time a call.
-        """
-        key = function.__name__, *static.items()
-        if key not in self._programs:
-            params_def = jax.tree.structure(self.params)
-            state_def = jax.tree.structure(abstract_state(self.model))
-
-            def run(params, state, *args):
-                params = jax.tree.unflatten(params_def, params)
-                state = jax.tree.unflatten(state_def, state)
-                state, *out = function(self.model, params, state, *args, **static)
-                return jax.tree.leaves(state), *out
-
-            self._programs[key] = jax.jit(run, donate_argnums=1)
-        return self._programs[key]
-
     def program_counts(self) -> dict[str, int]:
         """Compiled programs so far: of "prefill" and of "decode_steps"."""
-        counts = {"prefill": 0, "decode_steps": 0}
-        for (name, *_), program in self._programs.items():
-            counts[name] += program._cache_size()
-        return counts
+        return self._engine.program_counts()
 
 
-class _Row:
-    """Tokens of one request, gathered from chunks."""
-
-    def __init__(self, lm: LM, request: _Request):
-        self._stops = frozenset(request.config.eos_token_ids)
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-
-    @property
-    def finish_reason(self) -> str:
-        return "stop" if self.tokens and self.tokens[-1] in self._stops else "length"
-
-    def take(self, chunk: _Chunk, row: int) -> list[int]:
-        new = chunk.tokens[row]
-        live = new >= 0
-        new = new[live].tolist()
-        self.tokens += new
-        if chunk.logprobs is not None:
-            self.logprobs += chunk.logprobs[row][live].tolist()
-        return new
-
-
-class _Timer:
-    """Host clock around a call, and the bytes its decode steps had to read."""
-
-    def __init__(self, lm: LM):
-        self._lm = lm
-        self._start = time.perf_counter()
-        self._first = self._last = self._start
-        self._steps = -1
-
-    def chunk(self, chunk: _Chunk):
-        """Note the arrival of a chunk; the first holds the first tokens."""
-        self._last = time.perf_counter()
-        if self._steps < 0:
-            self._first, self._steps = self._last, 0
-        else:
-            self._steps += int((chunk.tokens >= 0).any(axis=0).sum())
-
-    def stats(self, requests, rows) -> Stats:
-        model, params = self._lm.model, self._lm.params
-        weights = step_bytes(
-            model, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), params["embed"].nbytes
-        )
-        per_token = model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
-        slots = 0
-        for request, row in zip(requests, rows, strict=True):
-            n = max(len(row.tokens) - 1, 0)
-            slots += n * len(request.ids) + n * (n + 1) // 2
-        return Stats(
-            prompt_tokens=sum(len(r.ids) for r in requests),
-            decode_tokens=sum(len(row.tokens) for row in rows),
-            prefill_seconds=self._first - self._start,
-            decode_seconds=self._last - self._first,
-            decode_bytes=max(self._steps, 0) * weights + slots * per_token,
-            decode_steps=max(self._steps, 0),
-            peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
-        )
-
-
-def _first_tokens(calls: list[tuple[PrefillCall, jax.Array, jax.Array | None]], batch: int):
-    """The first token of every row, from the calls that ended its prompt."""
-    first = _Chunk(np.full((batch, 1), -1, np.int32), np.zeros((batch, 1), np.float32))
-    for call, tokens, logprobs in calls:
-        rows = np.arange(batch) if call.rows is None else call.rows
-        first.tokens[rows[call.final], 0] = np.asarray(tokens)[call.final]
-        if logprobs is not None:
-            first.logprobs[rows[call.final], 0] = np.asarray(logprobs)[call.final]
-    return first
-
-
-def _close_rows(open_rows: dict[int, _Request], chunk: _Chunk) -> None:
-    """Forget the rows that ended in this chunk."""
-    for i, request in list(open_rows.items()):
-        new = chunk.tokens[i][chunk.tokens[i] >= 0]
-        request.generated += len(new)
-        if NOT_FINITE in chunk.tokens[i]:
-            raise FloatingPointError(
-                f"generate: prompt {i}: logits are not finite at token {request.generated}; "
-                "the weights are damaged, or the dtype is too narrow (try dtype='float32')"
+def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:
+    """What an option is for one of the prompts."""
+    if isinstance(value, np.ndarray | jax.Array):
+        value = value.tolist()
+    nesting = _NESTING.get(name)
+    per_prompt = isinstance(value, list) if nesting is None else _depth(value) > nesting
+    if per_prompt:
+        if len(value) != count:
+            raise ValueError(
+                f"generate: {name} must have one value per prompt ({count}), got {len(value)}"
             )
-        ended = request.generated >= request.config.max_new_tokens
-        if ended or np.isin(new, request.config.eos_token_ids).any():
-            del open_rows[i]
+        value = value[i]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, list | tuple):
+        return 0
+    return 1 + max(map(_depth, value), default=0)
 
 
 def _is_id(value) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _union(processors) -> Processors:
-    active = [dataclasses.asdict(p) for p in processors]
-    return Processors(**{name: any(p[name] for p in active) for name in active[0]})
 
 
 def load(

@@ -1,8 +1,14 @@
-"""What `LM.generate` returns."""
+"""What `LM.generate` and `LM.stream` return."""
 
 import dataclasses
+import time
+from collections.abc import Generator, Iterator, Sequence
 
-from fdjax.models import Model
+import jax
+import jax.numpy as jnp
+
+from fdjax.models import Model, Params
+from fdjax.rows import Chunk, Row
 
 # Datasheet memory bandwidth in GB/s by device kind.
 PEAK_GB_PER_S = {
@@ -79,21 +85,40 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateResult:
-    """The outcome of `LM.generate`, one entry per prompt.
+    """The outcome of `LM.generate`, one entry per prompt, or for each sample of a prompt in turn.
 
     Attributes:
       tokens: generated ids, the end-of-sequence id included.
-      texts: their text, special tokens left out; None without a tokenizer.
-      finish_reasons: "stop" (end of sequence) or "length".
-      logprobs: log-probability of each token under the raw model, if asked for.
+      texts: their text, special tokens left out, up to where a stop string begins; None without a
+        tokenizer.
+      finish_reasons: "stop" (end of sequence, stop string, stopping criterion) or "length"; None
+        for a stream that has not ended.
+      logprobs: log-probability of each token under the raw model, if any row asked for it; empty
+        for the others.
+      top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first, if
+        any row asked for it.
       stats: what the call cost.
     """
 
     tokens: list[list[int]]
     texts: list[str] | None
-    finish_reasons: list[str]
+    finish_reasons: list[str | None]
     logprobs: list[list[float]] | None
     stats: Stats
+    top_logprobs: list[list[dict[int, float]]] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], timer: "Timer", *, with_text: bool) -> "GenerateResult":
+        """What rows have come to."""
+        asked = [row.request.config.return_logprobs for row in rows]
+        return cls(
+            tokens=[row.tokens for row in rows],
+            texts=[row.text for row in rows] if with_text else None,
+            finish_reasons=[row.finish_reason for row in rows],
+            logprobs=None if set(asked) <= {None} else [row.logprobs for row in rows],
+            top_logprobs=[row.top_logprobs for row in rows] if any(asked) else None,
+            stats=timer.stats(rows),
+        )
 
     @property
     def text(self) -> str:
@@ -105,6 +130,75 @@ class GenerateResult:
         if self.texts is None or len(self.texts) != 1:
             raise ValueError("text: needs one prompt and a tokenizer; see `texts` and `tokens`")
         return self.texts[0]
+
+
+class TextStream(Iterator[str]):
+    """Pieces of the text of one prompt, as they come.
+
+    Leaving the loop early is fine; `close` then frees what the stream holds at once.
+    """
+
+    def __init__(self, pieces: Generator[str], row: Row, timer: "Timer"):
+        self._pieces = pieces
+        self._row = row
+        self._timer = timer
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the stream."""
+        self._pieces.close()
+
+    @property
+    def result(self) -> GenerateResult:
+        """What has come so far, and after the last piece the whole."""
+        return GenerateResult.of([self._row], self._timer, with_text=True)
+
+    @property
+    def stats(self) -> Stats:
+        """What it cost so far."""
+        return self._timer.stats([self._row])
+
+
+class Timer:
+    """Host clock around a call, and the bytes its decode steps had to read."""
+
+    def __init__(self, model: Model, params: Params):
+        self._model = model
+        self._params = params
+        self._start = time.perf_counter()
+        self._first = self._last = self._start
+        self._steps = -1
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Note the arrival of a chunk; the first holds the first tokens."""
+        self._last = time.perf_counter()
+        if self._steps < 0:
+            self._first, self._steps = self._last, 0
+        else:
+            self._steps += int((chunk.tokens >= 0).any(axis=0).sum())
+
+    def stats(self, rows: Sequence[Row]) -> Stats:
+        """What the call has cost until the last chunk."""
+        model, params = self._model, self._params
+        weights = step_bytes(
+            model, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), params["embed"].nbytes
+        )
+        per_token = model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
+        slots = 0
+        for row in rows:
+            n = max(len(row.tokens) - 1, 0)
+            slots += n * len(row.request.ids) + n * (n + 1) // 2
+        return Stats(
+            prompt_tokens=sum(len(row.request.ids) for row in rows),
+            decode_tokens=sum(len(row.tokens) for row in rows),
+            prefill_seconds=self._first - self._start,
+            decode_seconds=self._last - self._first,
+            decode_bytes=max(self._steps, 0) * weights + slots * per_token,
+            decode_steps=max(self._steps, 0),
+            peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
+        )
 
 
 def step_bytes(model: Model, params_bytes: int, embed_bytes: int) -> int:

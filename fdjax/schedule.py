@@ -21,7 +21,7 @@ class PrefillCall:
     Attributes:
       rows: [R] state rows, or None for all of them in order.
       tokens: [R, T].
-      lengths, offsets, final: [R].
+      lengths, offsets, final, prompts: [R].
     """
 
     rows: np.ndarray | None
@@ -29,6 +29,7 @@ class PrefillCall:
     lengths: np.ndarray
     offsets: np.ndarray
     final: np.ndarray
+    prompts: np.ndarray
 
 
 @functools.cache
@@ -90,6 +91,7 @@ def _calls(work, group, widths, whole):
             lengths=lengths,
             offsets=np.full(len(group), offset, np.int32),
             final=final,
+            prompts=np.array([len(work.get(i, ())) for i in group], np.int32),
         )
         offset += width
 

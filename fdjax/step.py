@@ -3,9 +3,10 @@
 Both are pure functions of `(params, state, ...)`; `fdjax.lm` jits them with the state donated.
 """
 
-import dataclasses
 import functools
+from collections.abc import Callable
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -13,77 +14,87 @@ from fdjax.models import AttentionSpec, Model, Params
 from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import apply_rope
-from fdjax.sampling import NOT_FINITE, Processors, next_tokens
-from fdjax.state import DecodeState, LayerCache
+from fdjax.sampling import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
+from fdjax.state import DecodeState, LayerCache, pack_progress
 
 
 def prefill(
     model: Model,
     params: Params,
     state: DecodeState,
+    sampling: Sampling,
     tokens: Array,
     lengths: Array,
     offsets: Array,
     final: Array,
     rows: Array | None = None,
+    prompts: Array | None = None,
     *,
     processors: Processors = Processors(),
-) -> tuple[DecodeState, Array, Array | None]:
+) -> tuple[DecodeState, Array, Logprobs | None]:
     """Process a chunk of some rows' prompts; where it is a prompt's last, choose its first token.
 
     Args:
       model, params: the model.
       state: the batch; other rows are left as they are, in whatever phase.
+      sampling: what each row of the batch asked for.
       tokens: [R, T] int32 prompt tokens, padded at the end with anything in the vocabulary.
       lengths: [R] int32 tokens of this chunk; 0 leaves a row untouched.
       offsets: [R] int32 tokens of the prompt already in the cache; offsets + T <= S.
       final: [R] bool, the prompt ends with this chunk.
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
+      prompts: [R] int32 tokens of each whole prompt; default what this call and those before it
+        hold. Only rotary embeddings that depend on a sequence's length look at it.
       processors: the active processors.
 
     Returns:
-      (state, first tokens [R] int32, -1 where not final, `NOT_FINITE` where logits are not; their
-      log-probabilities or None).
+      (state, first tokens [R] int32, -1 where not final, less where there is none, see
+      `next_tokens`; their log-probabilities or None).
     """
     module = model.module(params)
-    r = tokens.shape[0]
+    r, t = tokens.shape
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
     ends = jnp.where(lengths > 0, offsets + lengths, 0)
+    max_new_tokens = sampling.max_new_tokens if rows is None else sampling.max_new_tokens[rows]
     attend = functools.partial(
-        _attend_prefill, ends=ends, offsets=offsets, rows=rows, plan=model.plan
+        _attend_prefill,
+        ends=ends,
+        offsets=offsets,
+        rows=rows,
+        rotate=_rotation(offsets + lengths if prompts is None else prompts, max_new_tokens),
+        plan=model.plan,
     )
     hidden, kv = module(tokens, state.kv, attend, model.plan)
+    slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    slots = jnp.where(slots < ends[:, None], slots, state.slots)
+    ids = state.ids.at[index[:, None], slots].set(tokens, mode="drop", unique_indices=True)
+
     last = jnp.maximum(lengths - 1, 0)[:, None, None]
     hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
-    sampling = _take_rows(state.sampling, rows)
+    own_ids, progress = ids, state.progress
+    if rows is not None:
+        sampling, own_ids, progress = sampling.rows(rows), ids[rows], progress[:, rows]
     steps = jnp.zeros((r,), jnp.int32)
-    first, logprobs = next_tokens(module.logits(hidden, model.plan), sampling, steps, processors)
+    logits = module.logits(hidden, model.plan)
+    first, logprobs = next_tokens(logits, sampling, own_ids, ends, steps, processors)
     chosen = final & (lengths > 0)
     finished = _is_final(first, steps + 1, sampling)
-
-    def put(array, values, where):
-        return array.at[index].set(jnp.where(where, values, array[index]))
-
-    state = dataclasses.replace(
-        state,
-        kv=kv,
-        lengths=put(state.lengths, ends, lengths > 0),
-        tokens=put(state.tokens, jnp.maximum(first, 0), chosen),
-        steps=put(state.steps, steps + 1, chosen),
-        finished=put(state.finished, finished, chosen),
-    )
-    return state, jnp.where(chosen, first, -1), logprobs
+    updated = pack_progress(ends, jnp.maximum(first, 0), steps + 1, finished)
+    changed = jnp.stack([lengths > 0, chosen, chosen, chosen])
+    progress = state.progress.at[:, index].set(jnp.where(changed, updated, progress))
+    return DecodeState(kv, ids, progress), jnp.where(chosen, first, -1), logprobs
 
 
 def decode_steps(
     model: Model,
     params: Params,
     state: DecodeState,
+    sampling: Sampling,
     n: Array,
     *,
     max_steps: int,
     processors: Processors = Processors(),
-) -> tuple[DecodeState, Array, Array | None]:
+) -> tuple[DecodeState, Array, Logprobs | None]:
     """At most `n` decode steps in one device loop, fewer when every row finishes.
 
     The trip count is static and a step that has nothing to do is skipped by a conditional: on a
@@ -94,61 +105,69 @@ def decode_steps(
     Args:
       model, params: the model.
       state: the batch. Rows that are finished keep their state.
+      sampling: what each row asked for.
       n: traced number of steps, at most `max_steps`.
       max_steps: static width of the result.
       processors: the active processors.
 
     Returns:
-      (state, tokens [B, max_steps] int32, -1 where a row chose none and `NOT_FINITE` where its
-      logits are not, their log-probabilities [B, max_steps] or None).
+      (state, tokens [B, max_steps] int32, -1 where a row chose none and less where there is none,
+      see `next_tokens`; their log-probabilities, each [B, max_steps, ...], or None).
     """
     module = model.module(params)
     b = state.batch
 
     def step(i, carry):
         state, tokens, logprobs = carry
-        attend = functools.partial(_attend_decode, lengths=state.lengths, plan=model.plan)
+        # The first chosen token is in the cache one step after it was counted.
+        rotate = _rotation(state.lengths - state.steps + 1, sampling.max_new_tokens)
+        attend = functools.partial(
+            _attend_decode, lengths=state.lengths, rotate=rotate, plan=model.plan
+        )
         hidden, kv = module(state.tokens[:, None], state.kv, attend, model.plan)
         logits = module.logits(hidden[:, 0], model.plan)
-        chosen, chosen_logprobs = next_tokens(logits, state.sampling, state.steps, processors)
+        index = jnp.arange(b, dtype=jnp.int32)
+        ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
+        chosen, chosen_logprobs = next_tokens(
+            logits, sampling, ids, state.lengths + 1, state.steps, processors
+        )
         active = ~state.finished
         emitted = jnp.where(active, chosen, -1)
-        chosen = jnp.where(emitted >= 0, chosen, state.tokens)
-        tokens = lax.dynamic_update_slice(tokens, emitted[:, None], (0, i))
+        tokens = lax.dynamic_update_index_in_dim(tokens, emitted, i, 1)
         if logprobs is not None:
-            logprobs = lax.dynamic_update_slice(logprobs, chosen_logprobs[:, None], (0, i))
+            logprobs = jax.tree.map(
+                lambda all_steps, one: lax.dynamic_update_index_in_dim(all_steps, one, i, 1),
+                logprobs,
+                chosen_logprobs,
+            )
         advance = active.astype(jnp.int32)
         steps = state.steps + advance
-        state = dataclasses.replace(
-            state,
-            kv=kv,
-            lengths=state.lengths + advance,
-            tokens=chosen,
-            steps=steps,
-            finished=state.finished | (active & _is_final(emitted, steps, state.sampling)),
+        progress = pack_progress(
+            state.lengths + advance,
+            jnp.where(emitted >= 0, emitted, state.tokens),
+            steps,
+            state.finished | (active & _is_final(emitted, steps, sampling)),
         )
-        return state, tokens, logprobs
+        return DecodeState(kv, ids, progress), tokens, logprobs
 
     def step_if_any(i, carry):
         work = (i < n) & ~jnp.all(carry[0].finished)
         return lax.cond(work, functools.partial(step, i), lambda carry: carry, carry)
 
     tokens = jnp.full((b, max_steps), -1, jnp.int32)
-    logprobs = jnp.zeros((b, max_steps), jnp.float32) if processors.logprobs else None
+    logprobs = None
+    if processors.logprobs:
+        top = (b, max_steps, min(MAX_TOP_LOGPROBS, model.config.vocab_size))
+        logprobs = Logprobs(
+            jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
+        )
     return lax.fori_loop(0, max_steps, step_if_any, (state, tokens, logprobs))
 
 
 def _is_final(tokens, steps, sampling):
     """[B] whether these tokens, number `steps` of their rows, are the last ones."""
-    stopped = jnp.any(tokens[:, None] == sampling.stop_tokens, axis=-1) | (tokens == NOT_FINITE)
-    return stopped | (steps >= sampling.max_new_tokens)
-
-
-def _take_rows(sampling, rows):
-    if rows is None:
-        return sampling
-    fields = dataclasses.fields(sampling)
-    return type(sampling)(**{f.name: getattr(sampling, f.name)[rows] for f in fields})
+    stopped = jnp.any(tokens[:, None] == sampling.stop_tokens, axis=-1) & (tokens >= 0)
+    return stopped | (tokens < -1) | (steps >= sampling.max_new_tokens)
 
 
 def _attend_decode(
@@ -159,12 +178,13 @@ def _attend_decode(
     v: Array,
     *,
     lengths: Array,
+    rotate: Callable,
     plan: Plan,
 ) -> tuple[Array, LayerCache]:
     """T new tokens of every row: RoPE, append, attention."""
     t = q.shape[1]
     positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    q, k = _rotate(spec, q, k, positions)
+    q, k = (rotate(a, positions, spec.rope) for a in (q, k))
     kv = tuple(_append(cache, new, lengths) for cache, new in zip(kv, (k, v), strict=True))
     o = decode_attention(
         q,
@@ -189,12 +209,13 @@ def _attend_prefill(
     ends: Array,
     offsets: Array,
     rows: Array | None,
+    rotate: Callable,
     plan: Plan,
 ) -> tuple[Array, LayerCache]:
     """A chunk of some rows' prompts: RoPE, write, attention."""
     r, t = q.shape[:2]
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    q, k = _rotate(spec, q, k, positions)
+    q, k = (rotate(a, positions, spec.rope) for a in (q, k))
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
     # Padding goes to a slot that does not exist, and is dropped.
     slots = jnp.where(positions < ends[:, None], positions, kv[0].shape[2])
@@ -214,10 +235,16 @@ def _attend_prefill(
     return o, kv
 
 
-def _rotate(spec, q, k, positions):
-    if spec.rope is None:
-        return q, k
-    return apply_rope(q, positions, spec.rope), apply_rope(k, positions, spec.rope)
+def _rotation(prompts: Array, max_new_tokens: Array) -> Callable:
+    """`apply_rope` for rows with prompts of [R] tokens; the last token chosen is never rotated."""
+    limits = prompts + max_new_tokens - 1
+
+    def rotate(x, positions, rope):
+        if rope is None:
+            return x
+        return apply_rope(x, positions, rope, prompt=prompts, limit=limits)
+
+    return rotate
 
 
 def _append(cache: Array, new: Array, lengths: Array) -> Array:

@@ -96,8 +96,13 @@ class Detokenizer:
     """Text of a growing sequence: what `push` returns, joined, is `decode` of the whole.
 
     Text is held back while it may still change: a character whose bytes are not all there, or a
-    run of byte tokens, which decoders interpret as a whole.
+    run of byte tokens, which decoders interpret as a whole. Only a window of ids is decoded at a
+    time, so a push costs the same however long the sequence is.
     """
+
+    # Ids in a window, and how many of them it starts with when it moves on.
+    _LONGEST = 32
+    _CONTEXT = 4
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
@@ -108,18 +113,38 @@ class Detokenizer:
         """The text that these further ids settle; with `last`, all that is left."""
         # Left out here, a silent id cannot hide that the bytes around it are one run.
         self._ids += [i for i in ids if not self._tokenizer.is_silent(i)]
-        text = self._tokenizer.decode(self._ids) if self._ids else ""
+        settled = len(self._ids)
         if not last:
-            settled = len(self._ids)
             while settled and self._open_byte(self._ids[settled - 1]):
                 settled -= 1
-            if settled < len(self._ids):
-                text = self._tokenizer.decode(self._ids[:settled])
+        text = whole = self._decode(self._ids[:settled])
+        if not last:
             text = text.rstrip("\N{REPLACEMENT CHARACTER}")
         if not text.startswith(self._sent):
             return ""
         piece, self._sent = text[len(self._sent) :], text
+        if settled > self._LONGEST and text == whole:
+            self._move_on(settled)
         return piece
+
+    @property
+    def pending(self) -> str:
+        """What `push([], last=True)` would return."""
+        text = self._decode(self._ids)
+        return text[len(self._sent) :] if text.startswith(self._sent) else ""
+
+    def _move_on(self, settled: int) -> None:
+        """Drop the front of the window, where that leaves the text of the rest as it is."""
+        for start in range(settled - self._CONTEXT, settled - 2 * self._CONTEXT, -1):
+            text = self._decode(self._ids[start:settled])
+            # Without text, a decoder that strips the beginning would strip what comes next.
+            if text and self._sent.endswith(text):
+                del self._ids[:start]
+                self._sent = text
+                return
+
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(ids) if ids else ""
 
     def _open_byte(self, token_id: int) -> bool:
         token = self._tokenizer.token(token_id) or ""

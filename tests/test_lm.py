@@ -32,7 +32,7 @@ def fresh(lm, **options):
     """Another LM of the same weights. Compiled programs are shared, to save time, and only they."""
     options = {"tokenizer": lm.tokenizer, "defaults": lm.defaults, "max_len": lm.max_len} | options
     other = fdjax.LM(lm.model, options.pop("params", lm.params), **options)
-    other._programs = lm._programs
+    other._engine.programs = lm._engine.programs
     return other
 
 
@@ -130,7 +130,7 @@ def test_max_len(lm):
     small = fresh(lm, max_len=100)
     with pytest.raises(ValueError, match="prompt 1 has 90 tokens and may grow by 11"):
         small.generate([[1], [5] * 90], max_new_tokens=11)
-    assert small._idle_cache is None  # nothing was allocated for it
+    assert small._engine.idle_cache is None  # nothing was allocated for it
 
 
 def test_generation_ends_at_the_context(lm, truth):

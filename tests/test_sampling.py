@@ -5,6 +5,7 @@ import functools
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -13,30 +14,55 @@ from fdjax.sampling import Processors, Sampling, next_tokens
 
 V = 23
 ROWS = 4000
-ALL = Processors(sample=True, top_k=True, top_p=True, min_new_tokens=True, logprobs=True)
+ALL = Processors().everything
 SAMPLE = Processors(sample=True)
 
-choose = jax.jit(next_tokens, static_argnames="processors")
+
+def choose(logits, values, steps, processors):
+    """`next_tokens` of rows that need no history."""
+    return _choose(
+        logits, values, NO_IDS[: len(logits)], NO_LENGTHS[: len(logits)], steps, processors
+    )
+
+
+_choose = jax.jit(next_tokens, static_argnums=5)
+NO_IDS = np.zeros((20_000, 1), np.int32)
+NO_LENGTHS = np.zeros(20_000, np.int32)
 
 
 def sampling(batch: int, **values) -> Sampling:
     """Per-row values; one value stands for all rows."""
     defaults = {
-        "temperature": (1.0, np.float32),
-        "top_k": (0, np.int32),
-        "top_p": (1.0, np.float32),
-        "seed": (0, np.uint32),
-        "sample_index": (0, np.int32),
-        "max_new_tokens": (100, np.int32),
-        "min_new_tokens": (0, np.int32),
+        "temperature": 1.0,
+        "top_k": 0,
+        "top_p": 1.0,
+        "min_p": 0.0,
+        "typical_p": 1.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "no_repeat_ngram_size": 0,
+        "top_logprobs": 0,
+        "seed": 0,
+        "sample_index": 0,
+        "max_new_tokens": 100,
+        "min_new_tokens": 0,
     }
     assert set(values) <= {*defaults, "stop_tokens"}
-    stops = values.pop("stop_tokens", np.full((batch, 2), -1))
-    rows = {
-        name: np.array(np.broadcast_to(np.asarray(values.get(name, default), dtype), (batch,)))
-        for name, (default, dtype) in defaults.items()
+    stops = np.asarray(values.pop("stop_tokens", np.full((batch, 2), -1)), np.int32)
+    columns = {
+        name: np.array(np.broadcast_to(np.asarray(values.get(name, default)), (batch,)))
+        for name, default in defaults.items()
     }
-    return Sampling(**rows, stop_tokens=np.asarray(stops, np.int32))
+    until = np.array(np.broadcast_to(columns["min_new_tokens"][:, None], stops.shape), np.int32)
+    return Sampling.pack(
+        columns,
+        stop_tokens=stops,
+        bias=np.full(stops.shape, -np.inf, np.float32),
+        bias_ids=stops,
+        bias_until=until,
+        bad_words=np.full((batch, 1, 2), -1, np.int32),
+    )
 
 
 def random_logits(batch: int, vocabulary: int = V, seed: int = 0, spread: float = 2.0):
@@ -44,9 +70,15 @@ def random_logits(batch: int, vocabulary: int = V, seed: int = 0, spread: float 
     return (spread * rng.normal(size=(batch, vocabulary))).astype(np.float32)
 
 
-def row(values: Sampling, index) -> Sampling:
-    fields = {f.name: getattr(values, f.name)[index] for f in dataclasses.fields(values)}
-    return Sampling(**fields)
+def widened(values: Sampling) -> Sampling:
+    """The same with tables of one width."""
+
+    def widen(table):
+        fill = np.full((len(table), 32 - table.shape[1]), -1, table.dtype)
+        return np.concatenate([table, fill], axis=1)
+
+    names = ("stop_tokens", "bias", "bias_ids", "bias_until")
+    return dataclasses.replace(values, **{name: widen(getattr(values, name)) for name in names})
 
 
 def tokens_of(logits, values: Sampling, steps=None, processors: Processors = ALL) -> np.ndarray:
@@ -56,9 +88,7 @@ def tokens_of(logits, values: Sampling, steps=None, processors: Processors = ALL
     parts = []
     for start in range(0, batch, ROWS):
         index = np.minimum(np.arange(start, start + ROWS), batch - 1)
-        stops = np.full((ROWS, 5), -1, np.int32)
-        stops[:, : values.stop_tokens.shape[1]] = values.stop_tokens[index]
-        some = dataclasses.replace(row(values, index), stop_tokens=stops)
+        some = widened(values.rows(index))
         tokens, _ = choose(logits[index], some, steps[index], processors=processors)
         assert tokens.dtype == np.int32 and tokens.shape == (ROWS,)
         parts.append(np.asarray(tokens))
@@ -101,7 +131,7 @@ def processed(logits, values: Sampling, steps) -> np.ndarray:
     """What transformers would draw from, [B, V] float64."""
     rows = []
     for i, row in enumerate(logits.astype(np.float64)):
-        row = min_new_tokens(row, values.stop_tokens[i], values.min_new_tokens[i], steps[i])
+        row = min_new_tokens(row, values.stop_tokens[i], values.bias_until[i, 0], steps[i])
         row = row / float(values.temperature[i])
         if values.top_k[i]:
             row = top_k(row, values.top_k[i])
@@ -375,18 +405,19 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
     logits = random_logits(16, vocabulary=99)
     values = random_values(16, rng, top_k=rng.integers(0, 99, 16))
     steps = rng.integers(0, 9, 16).astype(np.int32)
-    tokens, logprobs = map(np.asarray, choose(logits, values, steps, processors=ALL))
+    tokens, logprobs = choose(logits, values, steps, processors=ALL)
+    tokens = np.asarray(tokens)
     for order in [*([i] for i in range(16)), rng.permutation(16), [3, 9] * 8]:
         index = np.asarray(order)
         some, some_logprobs = choose(
-            logits[index], row(values, index), steps[index], processors=ALL
+            logits[index], values.rows(index), steps[index], processors=ALL
         )
         np.testing.assert_array_equal(some, tokens[index])
         # XLA sums a row in another order in another shape.
-        np.testing.assert_allclose(some_logprobs, logprobs[index], rtol=0, atol=2e-6)
+        np.testing.assert_allclose(some_logprobs.chosen, logprobs.chosen[index], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("active", [SAMPLE, Processors(sample=True, top_p=True)])
+@pytest.mark.parametrize("active", [SAMPLE, Processors(sample=True, truncate=True)])
 def test_a_processor_that_only_other_rows_need_changes_nothing(active):
     logits = random_logits(1000)
     values = sampling(1000, seed=np.arange(1000), temperature=0.8)
@@ -402,7 +433,8 @@ def test_values_are_data_and_compile_nothing():
     def traced(logits, values, steps, processors):
         nonlocal calls
         calls += 1
-        return next_tokens(logits, values, steps, processors)
+        ids, lengths = jnp.zeros((4, 1), jnp.int32), jnp.zeros(4, jnp.int32)
+        return next_tokens(logits, values, ids, lengths, steps, processors)
 
     rng = np.random.default_rng(5)
     for _ in range(3):
@@ -421,7 +453,8 @@ def test_logprobs_are_those_of_the_raw_logits(processors):
     logits[:, 0] = 30
     values = random_values(300, rng)
     steps = np.zeros(300, np.int32)
-    tokens, logprobs = map(np.asarray, choose(logits, values, steps, processors=processors))
+    tokens, logprobs = choose(logits, values, steps, processors=processors)
+    tokens, logprobs = np.asarray(tokens), logprobs.chosen
     wide = logits.astype(np.float64)
     normal = wide - np.log(np.exp(wide - 50).sum(-1, keepdims=True)) - 50
     assert logprobs.dtype == np.float32
@@ -446,8 +479,9 @@ def test_requests_become_rows_and_unused_rows_are_greedy():
     assert rows.temperature.tolist() == [0.5, 0.0, 0.0, 0.0]
     assert rows.top_k.tolist() == [3, 0, 0, 0]
     assert rows.seed.tolist() == [2**32 - 1, 0, 0, 0]
-    assert rows.min_new_tokens.tolist() == [0, 2, 0, 0]
-    assert rows.stop_tokens.tolist() == [[-1] * 5, [1, 2, 3, 4, 5], [-1] * 5, [-1] * 5]
+    assert rows.stop_tokens[1].tolist() == [1, 2, 3, 4, 5] + [-1] * 11
+    assert (rows.stop_tokens[[0, 2, 3]] == -1).all()
+    assert rows.bias_until[1, :5].tolist() == [2] * 5
     logits = random_logits(4)
-    got = tokens_of(logits, rows, processors=Processors(sample=True, top_k=True, top_p=True))
+    got = tokens_of(logits, rows, processors=Processors(sample=True, truncate=True))
     assert got[1:].tolist() == logits.argmax(-1)[1:].tolist()

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from deviceless import _parse, _reachable, alias_bytes, compile_for, large_copies, temp_bytes
-from fdjax.generation import GenerationConfig, per_row
 from fdjax.models import describe, parse_config
+from fdjax.options import GenerationConfig, per_row
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.state import init_cache, start
 from fdjax.step import decode_steps, prefill
@@ -36,10 +36,14 @@ def model(tied):
 @functools.cache
 def abstract_state(tied, batch):
     def make():
-        rows = per_row([GenerationConfig()] * batch, batch)
-        return start(init_cache(model(tied), batch, SLOTS), rows, np.ones(batch, bool))
+        return start(init_cache(model(tied), batch, SLOTS), np.ones(batch, bool))
 
     return jax.eval_shape(make)
+
+
+def abstract_sampling(batch):
+    rows = per_row([GenerationConfig()] * batch, batch)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows)
 
 
 def nbytes(tree):
@@ -85,12 +89,12 @@ def check_in_place(compiled, tied, batch, *, masked_values, temp_limit_bytes):
 def test_decode_steps(tied, batch):
     m = model(tied)
 
-    def run(params, state, n):
-        return decode_steps(m, params, state, n, max_steps=STEPS)
+    def run(params, state, sampling, n):
+        return decode_steps(m, params, state, sampling, n, max_steps=STEPS)
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
-    state = abstract_state(tied, batch)
-    compiled = compile_for("h100", run, m.abstract_params, state, n, donate_argnums=1)
+    args = m.abstract_params, abstract_state(tied, batch), abstract_sampling(batch), n
+    compiled = compile_for("h100", run, *args, donate_argnums=1)
     check_in_place(compiled, tied, batch, masked_values=False, temp_limit_bytes=batch * 2**21)
 
 
@@ -99,8 +103,8 @@ def test_decode_steps(tied, batch):
 def test_prefill(tied, batch):
     m = model(tied)
 
-    def run(params, state, tokens, lengths, offsets, final):
-        return prefill(m, params, state, tokens, lengths, offsets, final)
+    def run(params, state, sampling, tokens, lengths, offsets, final):
+        return prefill(m, params, state, sampling, tokens, lengths, offsets, final)
 
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
@@ -110,6 +114,7 @@ def test_prefill(tied, batch):
         run,
         m.abstract_params,
         abstract_state(tied, batch),
+        abstract_sampling(batch),
         tokens,
         row,
         row,

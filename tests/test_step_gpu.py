@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from deviceless import alias_bytes, large_copies
-from fdjax.generation import GenerationConfig, per_row
 from fdjax.models import describe, parse_config, random_params
+from fdjax.options import GenerationConfig, per_row
 from fdjax.state import cache_bytes, init_cache, start
 from fdjax.step import decode_steps
 
@@ -40,10 +40,10 @@ def test_decode_chunk_updates_the_cache_in_place(batch, kv_heads):
         masks=0,
     ).implementation in ("cudnn", "mosaic_gpu")
     requests = [GenerationConfig(max_new_tokens=8)] * batch
-    state = start(init_cache(model, batch, 2048), per_row(requests, batch), np.ones(batch, bool))
-    state = jax.tree.map(jnp.asarray, state)
+    sampling = jax.tree.map(jnp.asarray, per_row(requests, batch))
+    state = start(init_cache(model, batch, 2048), np.ones(batch, bool))
     program = jax.jit(functools.partial(decode_steps, model, max_steps=32), donate_argnums=1)
-    compiled = program.lower(random_params(model), state, np.int32(1)).compile()
+    compiled = program.lower(random_params(model), state, sampling, np.int32(1)).compile()
     cache = cache_bytes(model, batch, 2048)
     assert alias_bytes(compiled) >= cache
     assert alias_bytes(compiled) < cache * 1.001
