@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from fdjax.models import Model, Params
+from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.schedule import chunks_for, slots_for
 from fdjax.state import LayerCache, init_cache
 from fdjax.step import _attend_prefill
@@ -73,7 +74,7 @@ def score(
     windows.sort(key=lambda w: len(w.ids), reverse=True)
     scored: list[tuple[_Window, np.ndarray, np.ndarray]] = []
     while windows:
-        longest = len(windows[0].ids)
+        longest = max(1, len(windows[0].ids) - 1)
         slots = slots_for(longest, longest, lm.max_len)
         count = max(1, min(batch_size, _CACHE_SLOTS // slots))
         scored += _score_batch(lm, windows[:count], slots)
@@ -108,9 +109,8 @@ def _ids(lm: "LM", text: "Prompt", i: int) -> list[int]:
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """A part of text number `text` that the model sees at once, from token `start` on.
-
-    The first `known` log-probabilities of it come from the window before.
+    """A part of text number `text`, from token `start` on: what the model sees at once, and the
+    token after it. The first `known` log-probabilities of it come from the window before.
     """
 
     text: int
@@ -120,26 +120,27 @@ class _Window:
 
 
 def _windows(text: int, ids: list[int], limit: int, stride: int | None) -> Iterator[_Window]:
-    if len(ids) > limit and stride is None:
+    if len(ids) > limit + 1 and stride is None:
         raise ValueError(
             f"score: text {text} has {len(ids)} tokens, the context is {limit}; "
             "shorten it, or give a stride to slide over it"
         )
-    yield _Window(text, 0, ids[:limit])
-    start, end = 0, limit
+    yield _Window(text, 0, ids[: limit + 1])
+    start, end = 0, limit + 1
     while end < len(ids):
         start += stride
-        yield _Window(text, start, ids[start : start + limit], known=end - start - 1)
-        end = start + limit
+        yield _Window(text, start, ids[start : start + limit + 1], known=end - start - 1)
+        end = start + limit + 1
 
 
 def _score_batch(
     lm: "LM", windows: Sequence[_Window], slots: int
 ) -> list[tuple[_Window, np.ndarray, np.ndarray]]:
     """Each window with the log-probabilities of its tokens but the first, and their `likeliest`."""
-    lengths = np.array([len(w.ids) for w in windows], np.int32)
+    # What follows the last token is not asked.
+    lengths = np.array([len(w.ids) - 1 for w in windows], np.int32)
     lengths = np.pad(lengths, (0, 2 ** math.ceil(math.log2(len(windows))) - len(windows)))
-    widths = chunks_for(int(lengths.max()))
+    widths = chunks_for(max(1, int(lengths.max())))
     ids = np.zeros((len(lengths), sum(widths) + 1), np.int32)
     for row, window in zip(ids, windows, strict=False):
         row[: len(window.ids)] = window.ids
@@ -155,6 +156,7 @@ def _score_batch(
             ids[:, offset + 1 : offset + width + 1],
             np.clip(lengths - offset, 0, width),
             np.full_like(lengths, offset),
+            lengths,
         )
         chunks.append(chunk)
         offset += width
@@ -180,6 +182,7 @@ def _score_chunk(
     targets: Array,
     lengths: Array,
     offsets: Array,
+    totals: Array,
 ) -> tuple[list[LayerCache], Array, Array]:
     """Score what follows each token of a chunk.
 
@@ -190,17 +193,25 @@ def _score_chunk(
       targets: [B, T] int32 the tokens that follow these.
       lengths: [B] int32 tokens of this chunk.
       offsets: [B] int32.
+      totals: [B] int32 tokens of each text; only rotary embeddings that depend on it look at it.
 
     Returns:
       (caches, log-probabilities of the targets [B, T] fp32, whether they are the likeliest [B, T]).
     """
     module = model.module(params)
     b, t = tokens.shape
+
+    def rotate(x, positions, rope):
+        if rope is None:
+            return x
+        return apply_rope(x, positions, rope, prompt=totals, limit=totals)
+
     attend = functools.partial(
         _attend_prefill,
         ends=jnp.where(lengths > 0, offsets + lengths, 0),
         offsets=offsets,
         rows=None,
+        rotate=rotate,
         plan=model.plan,
     )
     hidden, kv = module(tokens, kv, attend, model.plan)
