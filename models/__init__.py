@@ -4,16 +4,25 @@
 anything, `weight_map` says which checkpoint tensors its parameters come from.
 """
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fdjax.models import llama
+from fdjax.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
 from fdjax.models.decoder import Decoder, Model, Params, describe, random_params
 from fdjax.models.weights import WeightMap, export_tensors
 
-FAMILIES = {"llama": llama}
+FAMILIES = {
+    "gemma2": gemma2,
+    "gemma3": gemma3,
+    "llama": llama,
+    "mistral": mistral,
+    "phi3": phi3,
+    "qwen2": qwen2,
+    "qwen3": qwen3,
+}
 
 __all__ = [
     "FAMILIES",
@@ -44,20 +53,34 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Decode
       CheckpointError: a missing, malformed or unsupported field; the message lists what is
         supported.
     """
-    reader = ConfigReader(data, source)
-    model_type = reader.get("model_type", str, None)
+    model_type = ConfigReader(data, source).get("model_type", str, None)
     types = {name: family for family in FAMILIES.values() for name in family.MODEL_TYPES}
     if model_type not in types:
         problem = "is missing" if model_type is None else f"{model_type!r} is not supported"
+        code = " (code of the checkpoint's own is never run)" if data.get("auto_map") else ""
         raise CheckpointError(
-            f"{source}: model_type {problem}; supported: {', '.join(sorted(types))}"
+            f"{source}: model_type {problem}{code}; supported: {', '.join(sorted(types))}"
         )
+    family = types[model_type]
+    _warn_of_code(data, family.ARCHITECTURE, source)
     try:
-        return types[model_type].parse_config(reader)
+        return family.parse_config(ConfigReader(data, source, family.DEFAULTS))
     except CheckpointError:
         raise
     except ValueError as error:
         raise CheckpointError(f"{source}: {error}") from None
+
+
+def _warn_of_code(data: Mapping[str, Any], architecture: str, source: str) -> None:
+    """Code that comes with a checkpoint is not run, which matters where it is another model."""
+    auto_map = data.get("auto_map")
+    code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
+    if code and not str(code).endswith(f".{architecture}"):
+        warnings.warn(
+            f"{source}: 'auto_map' names code of the checkpoint's own, {code}, which is not run: "
+            f"the model is taken for a {architecture}",
+            stacklevel=3,
+        )
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:

@@ -3,11 +3,10 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fdjax.models.attention import AttentionSpec
-from fdjax.pallas_kernels.rope import SCALINGS, Rope
 
 
 class CheckpointError(ValueError):
@@ -31,6 +30,11 @@ class DecoderConfig:
       qkv_bias, out_bias, mlp_bias: biases of the linear layers.
       max_position_embeddings: longest context the model was made for, in tokens.
       dtype: of the checkpoint, a NumPy name.
+      norm_offset: added to the weights of every RMS norm.
+      qk_norm: q and k are normalised per head, before RoPE.
+      post_norms: what attention and MLP add to the residual stream is normalised first.
+      embedding_scale: multiplies the embeddings, rounded to their dtype.
+      logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
     """
 
     family: str
@@ -49,6 +53,11 @@ class DecoderConfig:
     mlp_bias: bool
     max_position_embeddings: int
     dtype: str
+    norm_offset: float = 0.0
+    qk_norm: bool = False
+    post_norms: bool = False
+    embedding_scale: float = 1.0
+    logit_soft_cap: float | None = None
 
     def __post_init__(self):
         for name in ("vocab_size", "width", "mlp_width", "heads", "kv_heads", "head_dim"):
@@ -78,10 +87,18 @@ class DecoderConfig:
 
 
 class ConfigReader:
-    """Typed access to a config.json that remembers what was read, so that nothing goes unseen."""
+    """Typed access to a config.json that remembers what was read, so that nothing goes unseen.
 
-    def __init__(self, data: Mapping[str, Any], source: str = "config.json"):
-        self.data = data
+    `defaults` stand for fields that are absent; a null is a value, and stays one.
+    """
+
+    def __init__(
+        self,
+        data: Mapping[str, Any],
+        source: str = "config.json",
+        defaults: Mapping[str, Any] = {},
+    ):
+        self.data = {**defaults, **data}
         self.source = source
         self._read: set[str] = set()
 
@@ -122,7 +139,15 @@ class ConfigReader:
             )
         return choices[value]
 
-    def finish(self, ignorable: Sequence[str]) -> None:
+    def known(self) -> set[str]:
+        """The keys read so far, whether there or not."""
+        return set(self._read)
+
+    def unread(self) -> list[str]:
+        """The keys that are there and were not read."""
+        return sorted(set(self.data) - self._read)
+
+    def finish(self, ignorable: Sequence[str] = ()) -> None:
         """Refuse what changes the model and cannot be done, warn of fields nobody knows."""
         if self.data.get("quantization_config"):
             raise CheckpointError(
@@ -154,17 +179,18 @@ class ConfigReader:
 _IGNORABLE = frozenset(
     """
     _name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids
-    begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
-    decoder_start_token_id diversity_penalty do_sample early_stopping embd_pdrop
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task
-    forced_bos_token_id forced_eos_token_id hidden_dropout id2label initializer_range is_decoder
-    is_encoder_decoder label2id length_penalty max_length max_sequence_length min_length
-    model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix pretraining_tp
-    problem_type pruned_heads remove_invalid_values repetition_penalty resid_pdrop return_dict
-    return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript
-    transformers_version typical_p unsloth_version use_bfloat16 use_cache
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
+    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
+    hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id
+    length_penalty max_length max_sequence_length min_length model_type no_repeat_ngram_size
+    num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
+    sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
+    tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p
+    unsloth_version use_bfloat16 use_cache
     """.split()
 )
 
@@ -172,6 +198,7 @@ _IGNORABLE = frozenset(
 # not. A family that can do more reads the field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
+    "attention_bias": (False,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
     "compression_config": (),
@@ -179,14 +206,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "final_logit_softcapping": (),
     "layer_types": ("full_attention",),
     "logit_scale": (1.0,),
+    "lm_head_bias": (False,),
     "logits_scaling": (1.0,),
+    "mlp_bias": (False,),
     "num_experts": (),
     "num_local_experts": (),
     "qk_layernorm": (False,),
     "quantization_config": ({},),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
+    "rope_interleaved": (False,),
     "sliding_window": (),
+    "use_bidirectional_attention": (False,),
     "use_qk_norm": (False,),
     "use_sliding_window": (False,),
 }
@@ -198,6 +229,7 @@ ACTIVATION_NAMES = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
 
 
@@ -209,76 +241,56 @@ def read_dtype(reader: ConfigReader) -> str:
     return reader.one_of(key, DTYPES, "float32")
 
 
-def read_rope(reader: ConfigReader, head_dim: int, default_theta: float = 10000.0) -> Rope:
-    """The rotary embedding of either generation of config.json.
+def read_dimensions(reader: ConfigReader) -> dict[str, Any]:
+    """What every family has under the same names, as fields of `DecoderConfig`."""
+    width = reader.positive("hidden_size")
+    heads = reader.positive("num_attention_heads")
+    kv_heads = reader.positive("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise CheckpointError(
+            f"{reader.source}: 'num_attention_heads' must be a multiple of 'num_key_value_heads', "
+            f"got {heads} and {kv_heads}"
+        )
+    if width % heads and reader.get("head_dim", int, None) is None:
+        raise CheckpointError(
+            f"{reader.source}: without 'head_dim', 'hidden_size' must be a multiple of "
+            f"'num_attention_heads', got {width} and {heads}"
+        )
+    return {
+        "vocab_size": reader.positive("vocab_size"),
+        "width": width,
+        "mlp_width": reader.positive("intermediate_size"),
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": reader.positive("head_dim", width // heads),
+        "norm_eps": reader.positive("rms_norm_eps", 1e-6, float),
+        "tie_embeddings": reader.get("tie_word_embeddings", bool, False),
+        "max_position_embeddings": reader.positive("max_position_embeddings", 2048),
+        "dtype": read_dtype(reader),
+    }
 
-    Old: `rope_theta` beside `rope_scaling` with `type` or `rope_type`. New: `rope_parameters` with
-    everything inside. A file may have both, if they say the same.
 
-    Raises:
-      CheckpointError: an unknown rope type, a rope key that is neither used nor ignorable, or two
-        places that disagree.
+def read_windows(reader: ConfigReader, default: Callable[[int], str]) -> tuple[int | None, ...]:
+    """The sliding window of each layer in tokens, None where it sees all of the past.
+
+    Args:
+      reader: of the whole file.
+      default: layer → "full_attention" or "sliding_attention", where the file has no list.
     """
-    sections = [
-        ConfigReader(section, f"{reader.source}: {key}")
-        for key in ("rope_parameters", "rope_scaling")
-        if (section := reader.get(key, dict, {}))
-    ]
-    theta = _agreed([reader, *sections], "rope_theta", default_theta)
-    partial = _agreed([reader, *sections], "partial_rotary_factor", 1.0)
-    dim = int(head_dim * partial)
-    if partial > 1 or dim < 2 or dim % 2:
+    layers = reader.positive("num_hidden_layers")
+    types = reader.get("layer_types", list, [default(i) for i in range(layers)])
+    unknown = sorted({repr(kind) for kind in types if kind not in _LAYER_TYPES})
+    if unknown:
         raise CheckpointError(
-            f"{reader.source}: 'head_dim' times 'partial_rotary_factor' must be even, at least 2 "
-            f"and at most head_dim, got {head_dim} times {partial}"
+            f"{reader.source}: 'layer_types' {', '.join(unknown)} not supported; "
+            f"supported: {', '.join(_LAYER_TYPES)}"
         )
-    ropes = {_read_scaling(section, dim, theta) for section in sections}
-    if len(ropes) > 1:
-        # transformers takes rope_scaling, others the newer rope_parameters.
+    if len(types) != layers:
         raise CheckpointError(
-            f"{reader.source}: 'rope_parameters' and 'rope_scaling' disagree; remove one"
+            f"{reader.source}: 'layer_types' must have one entry per layer ({layers}), "
+            f"got {len(types)}"
         )
-    return ropes.pop() if ropes else Rope(dim=dim, theta=theta)
-
-
-def _agreed(readers: Sequence[ConfigReader], key: str, default: float) -> float:
-    """A positive number that may stand in several places."""
-    given = [r.positive(key, kind=float) for r in readers if r.get(key, float, None) is not None]
-    if len(set(given)) > 1:
-        raise CheckpointError(
-            f"{readers[0].source}: {key!r} must be the same everywhere, "
-            f"got {' and '.join(map(str, given))}"
-        )
-    return given[0] if given else default
-
-
-def _read_scaling(section: ConfigReader, dim: int, theta: float) -> Rope:
-    names = {section.get(key, str, None) for key in ("rope_type", "type")} - {None}
-    if len(names) > 1:
-        raise CheckpointError(
-            f"{section.source}: 'rope_type' and 'type' disagree, got {' and '.join(sorted(names))}"
-        )
-    kind = names.pop() if names else "default"
-    if kind not in SCALINGS:
-        raise CheckpointError(
-            f"{section.source}: rope_type {kind!r} is not supported; "
-            f"supported: {', '.join(SCALINGS)}"
-        )
-    options = {}
-    if kind == "llama3":
-        options = {
-            "factor": section.positive("factor", kind=float),
-            "low_freq_factor": section.positive("low_freq_factor", kind=float),
-            "high_freq_factor": section.positive("high_freq_factor", kind=float),
-            "original_max_position": section.positive("original_max_position_embeddings"),
-        }
-    unused = sorted(set(section.data) - section._read)
-    if unused:
-        raise CheckpointError(
-            f"{section.source}: unknown keys {', '.join(unused)} for rope_type {kind!r}; "
-            f"known: {', '.join(sorted(section._read))}"
-        )
-    try:
-        return Rope(dim=dim, theta=theta, scaling=kind, **options)
-    except ValueError as error:
-        raise CheckpointError(f"{section.source}: {error}") from None
+    reader.get("sliding_window", int, None)
+    sliding = _LAYER_TYPES[1]
+    window = reader.positive("sliding_window") if sliding in types else None
+    return tuple(window if kind == sliding else None for kind in types)

@@ -16,22 +16,32 @@ from jax import Array
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.pallas_kernels.gemm import matmul
-from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 
 Params = dict[str, Any]
 
 
 class Norm(nnx.Module):
-    """Weights of an RMS norm, handed to the linear layer that follows it."""
+    """Weights of an RMS norm, handed to the linear layer that follows it if there is one."""
 
-    def __init__(self, width: int, eps: float, dtype):
-        self.scale = nnx.Param(jnp.ones((width,), dtype))
-        self.eps = eps
+    def __init__(self, width: int, config: DecoderConfig, dtype):
+        self.scale = nnx.Param(jnp.zeros((width,), dtype))
+        self.offset = config.norm_offset
+        self.eps = config.norm_eps
 
     def operand(self) -> RMSNorm:
         """The norm as an operand of `matmul`."""
-        return RMSNorm(self.scale[...], self.eps)
+        scale = self.scale[...]
+        if self.offset:
+            # In fp32: weights around 0 lose bits as weights around 1.
+            scale = scale.astype(jnp.float32) + self.offset
+        return RMSNorm(scale, self.eps)
+
+    def __call__(self, x: Array) -> Array:
+        """x [..., width], normalised over the last axis."""
+        norm = self.operand()
+        return rms_norm(x, norm.scale, eps=norm.eps)
 
 
 class Linear(nnx.Module):
@@ -60,17 +70,28 @@ class Attention(nnx.Module):
         self.heads = heads
         self.qkv = Linear((config.width, *heads), config.qkv_bias, dtype)
         self.out = Linear((config.heads * config.head_dim, config.width), config.out_bias, dtype)
+        self.q_norm = Norm(config.head_dim, config, dtype) if config.qk_norm else None
+        self.k_norm = Norm(config.head_dim, config, dtype) if config.qk_norm else None
 
     def __call__(
-        self, x: Array, norm: RMSNorm, kv: Any, attend: Attend, plan: Plan
+        self,
+        x: Array,
+        norm: RMSNorm,
+        post_norm: Norm | None,
+        kv: Any,
+        attend: Attend,
+        plan: Plan,
     ) -> tuple[Array, Any]:
-        """x [B,T,E] → x + attention(norm(x)), and the layer's cache updated."""
+        """x [B,T,E] → x + post_norm(attention(norm(x))), and the layer's cache updated."""
         b, t, _ = x.shape
         kv_heads, parts, d = self.heads
         qkv = self.qkv(x, norm=norm, plan=plan).reshape(b, t, kv_heads, parts, d)
         q = qkv[:, :, :, :-2].reshape(b, t, kv_heads * (parts - 2), d)
-        o, kv = attend(self.spec, kv, q, qkv[:, :, :, -2], qkv[:, :, :, -1])
-        return self.out(o.reshape(b, t, -1), residual=x, plan=plan), kv
+        k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        o, kv = attend(self.spec, kv, q, k, v)
+        return _add(x, self.out, o.reshape(b, t, -1), post_norm, plan), kv
 
 
 class MLP(nnx.Module):
@@ -81,25 +102,38 @@ class MLP(nnx.Module):
         self.gate_up = Linear((config.width, 2, config.mlp_width), config.mlp_bias, dtype)
         self.down = Linear((config.mlp_width, config.width), config.mlp_bias, dtype)
 
-    def __call__(self, x: Array, norm: RMSNorm, plan: Plan) -> Array:
-        """x [B,T,E] → x + mlp(norm(x))."""
+    def __call__(self, x: Array, norm: RMSNorm, post_norm: Norm | None, plan: Plan) -> Array:
+        """x [B,T,E] → x + post_norm(mlp(norm(x)))."""
         hidden = self.gate_up(x, norm=norm, gate=self.activation, plan=plan)
-        return self.down(hidden, residual=x, plan=plan)
+        return _add(x, self.down, hidden, post_norm, plan)
+
+
+def _add(x: Array, linear: Linear, hidden: Array, post_norm: Norm | None, plan: Plan) -> Array:
+    """x [B,T,E] → x + post_norm(linear(hidden))."""
+    if post_norm is None:
+        return linear(hidden, residual=x, plan=plan)
+    return x + post_norm(linear(hidden, plan=plan))
 
 
 class Block(nnx.Module):
     """One decoder layer."""
 
     def __init__(self, config: DecoderConfig, spec: AttentionSpec, dtype):
-        self.attention_norm = Norm(config.width, config.norm_eps, dtype)
+        def norm(wanted: bool = True) -> Norm | None:
+            return Norm(config.width, config, dtype) if wanted else None
+
+        self.attention_norm = norm()
         self.attention = Attention(config, spec, dtype)
-        self.mlp_norm = Norm(config.width, config.norm_eps, dtype)
+        self.attention_post_norm = norm(config.post_norms)
+        self.mlp_norm = norm()
         self.mlp = MLP(config, dtype)
+        self.mlp_post_norm = norm(config.post_norms)
 
     def __call__(self, x: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
         """x [B,T,E] → [B,T,E], and the layer's cache updated."""
-        x, kv = self.attention(x, self.attention_norm.operand(), kv, attend, plan)
-        return self.mlp(x, self.mlp_norm.operand(), plan), kv
+        norm, post_norm = self.attention_norm.operand(), self.attention_post_norm
+        x, kv = self.attention(x, norm, post_norm, kv, attend, plan)
+        return self.mlp(x, self.mlp_norm.operand(), self.mlp_post_norm, plan), kv
 
 
 class Decoder(nnx.Module):
@@ -108,7 +142,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, dtype):
         self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
         self.blocks = nnx.List([Block(config, spec, dtype) for spec in config.attention])
-        self.norm = Norm(config.width, config.norm_eps, dtype)
+        self.embedding_scale = config.embedding_scale
+        self.norm = Norm(config.width, config, dtype)
+        self.logit_soft_cap = config.logit_soft_cap
         self.head = (
             None
             if config.tie_embeddings
@@ -130,6 +166,8 @@ class Decoder(nnx.Module):
           ([B, T, E], the caches updated).
         """
         x = jnp.take(self.embed[...], tokens, axis=0)
+        if self.embedding_scale != 1:
+            x = x * jnp.asarray(self.embedding_scale, x.dtype)
         updated = []
         for block, layer_kv in zip(self.blocks, kv, strict=True):
             x, layer_kv = block(x, layer_kv, attend, plan)
@@ -140,8 +178,12 @@ class Decoder(nnx.Module):
         """hidden [..., E] → fp32 logits [..., V]."""
         fused = {"norm": self.norm.operand(), "preferred_element_type": jnp.float32, "plan": plan}
         if self.head is None:
-            return matmul(hidden, self.embed[...].T, **fused)
-        return self.head(hidden, **fused)
+            logits = matmul(hidden, self.embed[...].T, **fused)
+        else:
+            logits = self.head(hidden, **fused)
+        if self.logit_soft_cap is not None:
+            logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
+        return logits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,7 +233,7 @@ def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | No
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
-    """Random weights of a model, normal with the standard deviation of transformers, norms at one.
+    """Random weights of a model: normal with the standard deviation of transformers, norms neutral.
 
     For benchmarks and tests: the real shapes, made on the device.
     """
@@ -200,7 +242,7 @@ def random_params(model: Model, seed: int = 0) -> Params:
     leaves = []
     for i, (path, leaf) in enumerate(paths):
         if jax.tree_util.keystr(path, simple=True, separator=".").endswith("scale"):
-            leaves.append(jnp.ones(leaf.shape, leaf.dtype))
+            leaves.append(jnp.full(leaf.shape, 1 - model.config.norm_offset, leaf.dtype))
         else:
             leaves.append(_normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
     return jax.tree.unflatten(tree, leaves)

@@ -6,6 +6,7 @@ KV head, and gate and up fused (shared layouts that tensor parallelism can slice
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,11 +49,11 @@ class Transposed:
     """One linear layer."""
 
     def join(self, parts):
-        """[N,K] → [K,N]."""
+        """[N,K] → [K,N]; a bias as it is."""
         return parts[0].T
 
     def split(self, parameter):
-        """[K,N] → [N,K]."""
+        """The inverse of `join`."""
         return [parameter.T]
 
 
@@ -96,6 +97,23 @@ class GateUp:
 
 
 @dataclasses.dataclass(frozen=True)
+class StackedRows:
+    """Linear layers that the checkpoint holds as one, their outputs one after the other."""
+
+    outs: tuple[int, ...]
+    layout: Layout
+
+    def join(self, parts):
+        """[sum of N, K] → that of `layout`."""
+        ends = list(itertools.accumulate(self.outs))
+        return self.layout.join(jnp.split(parts[0], ends[:-1]))
+
+    def split(self, parameter):
+        """The inverse of `join`."""
+        return [jnp.concatenate(self.layout.split(parameter))]
+
+
+@dataclasses.dataclass(frozen=True)
 class Weight:
     """One parameter's origin.
 
@@ -111,11 +129,15 @@ class Weight:
 WeightMap = dict[Path, Weight]
 
 
-def decoder_weights(config: DecoderConfig) -> WeightMap:
-    """The tensor names that Llama and most of its descendants share."""
+def decoder_weights(config: DecoderConfig, *, fused: bool = False) -> WeightMap:
+    """The tensor names that Llama and most of its descendants share.
+
+    Args:
+      config: the architecture.
+      fused: the checkpoint holds Q, K and V in one tensor, and gate and up in one.
+    """
     c = config
     q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
-    qkv = GroupedQKV(c.kv_heads, c.group, c.head_dim)
     weights: WeightMap = {
         ("embed",): Weight((("model.embed_tokens.weight", (c.vocab_size, c.width)),)),
         ("norm", "scale"): Weight((("model.norm.weight", (c.width,)),)),
@@ -123,51 +145,63 @@ def decoder_weights(config: DecoderConfig) -> WeightMap:
     if not c.tie_embeddings:
         head = (("lm_head.weight", (c.vocab_size, c.width)),)
         weights["head", "weight"] = Weight(head, Transposed())
-    for i in range(c.layers):
-        block = ("blocks", i)
-        hf = f"model.layers.{i}."
-
-        def linear(path, names, outs, width, bias, layout, bias_layout, block=block, hf=hf):
-            weights[(*block, *path, "weight")] = Weight(
-                tuple(
-                    (f"{hf}{n}.weight", (out, width)) for n, out in zip(names, outs, strict=True)
-                ),
-                layout,
-            )
-            if bias:
-                weights[(*block, *path, "bias")] = Weight(
-                    tuple((f"{hf}{n}.bias", (out,)) for n, out in zip(names, outs, strict=True)),
-                    bias_layout,
-                )
-
-        for ours, theirs in (
-            ("attention_norm", "input_layernorm"),
-            ("mlp_norm", "post_attention_layernorm"),
-        ):
-            weights[(*block, ours, "scale")] = Weight(((f"{hf}{theirs}.weight", (c.width,)),))
-        names = [f"self_attn.{n}_proj" for n in "qkv"]
-        linear(("attention", "qkv"), names, (q, kv, kv), c.width, c.qkv_bias, qkv, qkv)
-        linear(
-            ("attention", "out"),
-            ["self_attn.o_proj"],
-            (c.width,),
-            q,
-            c.out_bias,
-            Transposed(),
-            Same(),
-        )
-        names = ["mlp.gate_proj", "mlp.up_proj"]
-        outs = (c.mlp_width, c.mlp_width)
-        linear(("mlp", "gate_up"), names, outs, c.width, c.mlp_bias, GateUp(), GateUp())
-        linear(
-            ("mlp", "down"),
+    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+    if c.post_norms:
+        norms = {
+            "attention_norm": "input_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    qkv = GroupedQKV(c.kv_heads, c.group, c.head_dim)
+    linears: dict[Path, tuple[list[str], tuple[int, ...], int, bool, Layout]] = {
+        ("attention", "qkv"): (
+            [f"self_attn.{n}_proj" for n in "qkv"],
+            (q, kv, kv),
+            c.width,
+            c.qkv_bias,
+            qkv,
+        ),
+        ("attention", "out"): (["self_attn.o_proj"], (c.width,), q, c.out_bias, Transposed()),
+        ("mlp", "gate_up"): (
+            ["mlp.gate_proj", "mlp.up_proj"],
+            (c.mlp_width, c.mlp_width),
+            c.width,
+            c.mlp_bias,
+            GateUp(),
+        ),
+        ("mlp", "down"): (
             ["mlp.down_proj"],
             (c.width,),
             c.mlp_width,
             c.mlp_bias,
             Transposed(),
-            Same(),
-        )
+        ),
+    }
+    if fused:
+        for path, name in (
+            (("attention", "qkv"), "self_attn.qkv_proj"),
+            (("mlp", "gate_up"), "mlp.gate_up_proj"),
+        ):
+            _, outs, width, bias, layout = linears[path]
+            linears[path] = ([name], (sum(outs),), width, bias, StackedRows(outs, layout))
+    for i in range(c.layers):
+        block, hf = ("blocks", i), f"model.layers.{i}."
+        for ours, theirs in norms.items():
+            weights[(*block, ours, "scale")] = Weight(((f"{hf}{theirs}.weight", (c.width,)),))
+        if c.qk_norm:
+            for name in ("q_norm", "k_norm"):
+                tensor = f"{hf}self_attn.{name}.weight"
+                weights[(*block, "attention", name, "scale")] = Weight(((tensor, (c.head_dim,)),))
+        for path, (names, outs, width, bias, layout) in linears.items():
+            sources = [(f"{hf}{name}", out) for name, out in zip(names, outs, strict=True)]
+            weights[(*block, *path, "weight")] = Weight(
+                tuple((f"{name}.weight", (out, width)) for name, out in sources), layout
+            )
+            if bias:
+                weights[(*block, *path, "bias")] = Weight(
+                    tuple((f"{name}.bias", (out,)) for name, out in sources), layout
+                )
     return weights
 
 

@@ -1,7 +1,8 @@
 """Rotary position embedding (Su et al. 2021, section 3.4.2), half-split as in Hugging Face.
 
-Frequencies are a static property of a model, so they are computed with NumPy when a program is
-traced. Memory bound; meant to be fused into whatever reads q and k.
+Frequencies are a static property of a model, computed with NumPy when a program is traced, except
+those of `Dynamic` and `LongRope`, which depend on how long a sequence is. Memory bound; meant to be
+fused into whatever reads q and k.
 """
 
 import dataclasses
@@ -11,7 +12,171 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-SCALINGS = ("default", "llama3")
+
+@dataclasses.dataclass(frozen=True)
+class Linear:
+    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`."""
+
+    factor: float
+
+    def __post_init__(self):
+        _check_positive(self, "factor")
+
+    def inverse_frequencies(self, dim: int, theta: float) -> np.ndarray:
+        """[dim/2] float32."""
+        return _plain(dim, theta) / np.float32(self.factor)
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3:
+    """Llama 3.1: keep high frequencies, divide low ones by `factor`, blend in between.
+
+    Attributes:
+      factor: of the low frequencies.
+      low_freq_factor, high_freq_factor: turns within the original length that bound the blend.
+      original_max_position: tokens the model was first trained for.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def __post_init__(self):
+        _check_positive(self, "factor")
+        if not self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "Rope: low_freq_factor must be below high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+    def inverse_frequencies(self, dim: int, theta: float) -> np.ndarray:
+        """[dim/2] float32."""
+        frequencies = _plain(dim, theta)
+        turns = self.original_max_position / (2 * math.pi / frequencies)
+        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        blend = np.clip(blend, 0.0, 1.0)
+        return ((1 - blend) * frequencies / self.factor + blend * frequencies).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Yarn:
+    """YaRN (Peng et al. 2023, section 3.2): a ramp over the pairs from kept to divided.
+
+    Attributes:
+      factor: of the low frequencies.
+      original_max_position: tokens the model was first trained for.
+      attention_factor: multiplies rotated q and k (section 3.4).
+      beta_fast, beta_slow: turns within the original length where the ramp begins and ends.
+      truncate: the ramp begins and ends at whole pairs.
+    """
+
+    factor: float
+    original_max_position: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+    def __post_init__(self):
+        _check_positive(self, "factor", "original_max_position", "attention_factor", "beta_slow")
+        if not self.beta_slow < self.beta_fast:
+            raise ValueError(
+                "Rope: beta_slow must be below beta_fast, "
+                f"got {self.beta_slow} and {self.beta_fast}"
+            )
+
+    def inverse_frequencies(self, dim: int, theta: float) -> np.ndarray:
+        """[dim/2] float32."""
+        low, high = (self._pair(turns, dim, theta) for turns in (self.beta_fast, self.beta_slow))
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, dim - 1)
+        # A ramp of no width is a step.
+        width = high - low or 1e-3
+        ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / width, 0.0, 1.0)
+        kept = _plain(dim, theta)
+        return (kept / self.factor * ramp + kept * (1 - ramp)).astype(np.float32)
+
+    def _pair(self, turns: float, dim: int, theta: float) -> float:
+        """The pair that makes so many turns within the original length."""
+        return (
+            dim
+            * math.log(self.original_max_position / (turns * 2 * math.pi))
+            / (2 * math.log(theta))
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Dynamic:
+    """Dynamic NTK: beyond the original length, theta grows with the sequence.
+
+    A token is rotated by the length the sequence had when it was processed, and its key stays so in
+    the cache: the whole prompt by its own length, every later token by its position plus one. This
+    is what transformers does with a cache, for each sequence alone.
+
+    Attributes:
+      factor: of the growth.
+      original_max_position: tokens up to which nothing is scaled.
+    """
+
+    factor: float
+    original_max_position: int
+
+    def __post_init__(self):
+        _check_positive(self, "factor", "original_max_position")
+
+    def lengths(self, positions: Array, prompt: Array, limit: Array) -> Array:
+        """[B, T] the length that decides for each token."""
+        return jnp.maximum(prompt[:, None], positions + 1)
+
+    def inverse_frequencies(self, dim: int, theta: float, lengths: Array) -> Array:
+        """lengths [...] int32 → [..., dim/2] float32."""
+        grown = jnp.maximum(lengths, self.original_max_position).astype(jnp.float32)
+        growth = self.factor * grown / self.original_max_position - (self.factor - 1)
+        base = theta * growth ** (dim / (dim - 2))
+        exponents = _exponents(dim).reshape((1,) * base.ndim + (-1,))
+        return 1 / base[..., None] ** exponents
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """LongRoPE (Ding et al. 2024): a divisor per pair, of two sets by the length of the sequence.
+
+    A sequence that may outgrow the original length takes the long set from its first token: keys
+    of both sets in one cache would not fit together.
+
+    Attributes:
+      short_factors, long_factors: [dim/2] divisors.
+      original_max_position: tokens up to which the short set holds.
+      attention_factor: multiplies rotated q and k.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_max_position: int
+    attention_factor: float
+
+    def __post_init__(self):
+        _check_positive(self, "original_max_position", "attention_factor")
+        if not all(f > 0 for f in (*self.short_factors, *self.long_factors)):
+            raise ValueError("Rope: short_factors and long_factors must be positive")
+
+    def lengths(self, positions: Array, prompt: Array, limit: Array) -> Array:
+        """[B, 1] the length that decides for each token."""
+        return limit[:, None]
+
+    def inverse_frequencies(self, dim: int, theta: float, lengths: Array) -> Array:
+        """lengths [...] int32 → [..., dim/2] float32."""
+        powers = np.float32(theta) ** _exponents(dim)
+        short, long = (
+            jnp.asarray(1 / (np.float32(factors) * powers)).reshape((1,) * lengths.ndim + (-1,))
+            for factors in (self.short_factors, self.long_factors)
+        )
+        return jnp.where((lengths > self.original_max_position)[..., None], long, short)
+
+
+Scaling = Linear | Llama3 | Yarn | Dynamic | LongRope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,65 +186,76 @@ class Rope:
     Attributes:
       dim: rotated dimensions of a head (all of them, or the first `dim`).
       theta: base of the frequencies.
-      scaling: "default" or "llama3".
-      factor, low_freq_factor, high_freq_factor, original_max_position: the llama3 scaling.
+      scaling: how they are changed for long contexts, or None.
     """
 
     dim: int
     theta: float
-    scaling: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
+    scaling: Scaling | None = None
 
     def __post_init__(self):
         if self.dim <= 0 or self.dim % 2:
             raise ValueError(f"Rope: dim must be positive and even, got {self.dim}")
-        if self.scaling not in SCALINGS:
-            raise ValueError(
-                f"Rope: scaling must be one of {', '.join(SCALINGS)}, got {self.scaling!r}"
-            )
-        if self.theta <= 0 or self.factor <= 0:
-            raise ValueError(
-                f"Rope: theta and factor must be positive, got {self.theta} and {self.factor}"
-            )
-        if self.scaling == "llama3" and not self.low_freq_factor < self.high_freq_factor:
-            raise ValueError(
-                "Rope: low_freq_factor must be below high_freq_factor, got "
-                f"{self.low_freq_factor} and {self.high_freq_factor}"
-            )
+        if not self.theta > 1:
+            raise ValueError(f"Rope: theta must exceed 1, got {self.theta}")
+        if isinstance(self.scaling, Dynamic) and self.dim < 4:
+            raise ValueError(f"Rope: dynamic scaling needs dim of at least 4, got {self.dim}")
+        if isinstance(self.scaling, LongRope):
+            counts = [len(self.scaling.short_factors), len(self.scaling.long_factors)]
+            if counts != [self.dim // 2] * 2:
+                raise ValueError(
+                    f"Rope: short_factors and long_factors must have {self.dim // 2} values "
+                    f"each, got {counts[0]} and {counts[1]}"
+                )
 
-    def inverse_frequencies(self) -> np.ndarray:
-        """[dim/2] float32 angles per position."""
-        exponents = np.arange(0, self.dim, 2, dtype=np.float32) / np.float32(self.dim)
-        frequencies = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
-        if self.scaling == "llama3":
-            frequencies = self._llama3(frequencies)
-        return frequencies
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether frequencies depend on how long a sequence is."""
+        return isinstance(self.scaling, Dynamic | LongRope)
 
-    def _llama3(self, frequencies: np.ndarray) -> np.ndarray:
-        """Llama 3.1: keep high frequencies, divide low ones by `factor`, blend in between."""
-        wavelengths = 2 * math.pi / frequencies
-        turns = self.original_max_position / wavelengths
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
-        blend = np.clip(blend, 0.0, 1.0)
-        return ((1 - blend) * frequencies / self.factor + blend * frequencies).astype(np.float32)
+    @property
+    def attention_factor(self) -> float:
+        """Multiplies rotated q and k."""
+        return getattr(self.scaling, "attention_factor", 1.0)
+
+    def inverse_frequencies(self, lengths: Array | None = None) -> np.ndarray | Array:
+        """Angles per position, float32.
+
+        Args:
+          lengths: [...] int32 tokens of the sequence, where frequencies depend on them.
+
+        Returns:
+          [dim/2], with lengths [..., dim/2].
+        """
+        if self.scaling is None:
+            return _plain(self.dim, self.theta)
+        if self.depends_on_length:
+            return self.scaling.inverse_frequencies(self.dim, self.theta, lengths)
+        return self.scaling.inverse_frequencies(self.dim, self.theta)
 
 
-def apply_rope(x: Array, positions: Array, rope: Rope) -> Array:
+def apply_rope(
+    x: Array,
+    positions: Array,
+    rope: Rope,
+    *,
+    prompt: Array | None = None,
+    limit: Array | None = None,
+) -> Array:
     """Rotate the heads of x by their positions.
 
     Args:
       x: [B, T, H, D].
       positions: [B, T] int32, absolute.
       rope: static description; `rope.dim` <= D, dimensions past it are passed through.
+      prompt: [B] int32 tokens of each sequence that are known from the start; `Dynamic` needs it.
+      limit: [B] int32 tokens each sequence may come to hold; `LongRope` needs it.
 
     Returns:
       [B, T, H, D] in the dtype of x; angles and rotation are computed in fp32.
 
     Raises:
-      ValueError: shapes disagree.
+      ValueError: shapes disagree, or frequencies depend on lengths that are not given.
     """
     if x.ndim != 4 or positions.shape != x.shape[:2]:
         raise ValueError(
@@ -88,12 +264,40 @@ def apply_rope(x: Array, positions: Array, rope: Rope) -> Array:
         )
     if rope.dim > x.shape[-1]:
         raise ValueError(f"apply_rope: rope.dim {rope.dim} exceeds the head dim {x.shape[-1]}")
-    frequencies = jnp.asarray(rope.inverse_frequencies())
-    angles = positions[..., None].astype(jnp.float32) * frequencies[None, None]
+    if rope.depends_on_length:
+        for name, lengths in (("prompt", prompt), ("limit", limit)):
+            if lengths is None or lengths.shape != x.shape[:1]:
+                given = None if lengths is None else list(lengths.shape)
+                raise ValueError(
+                    f"apply_rope: {type(rope.scaling).__name__} needs {name} [{x.shape[0]}], "
+                    f"got {given}"
+                )
+        lengths = rope.scaling.lengths(positions, prompt, limit)
+        frequencies = rope.inverse_frequencies(lengths)
+    else:
+        frequencies = jnp.asarray(rope.inverse_frequencies())[None, None]
+    angles = positions[..., None].astype(jnp.float32) * frequencies
     cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
+    if rope.attention_factor != 1:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     rotated = x[..., : rope.dim].astype(jnp.float32)
     a, b = jnp.split(rotated, 2, axis=-1)
     rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
     if rope.dim == x.shape[-1]:
         return rotated
     return jnp.concatenate([rotated, x[..., rope.dim :]], axis=-1)
+
+
+def _exponents(dim: int) -> np.ndarray:
+    return np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)
+
+
+def _plain(dim: int, theta: float) -> np.ndarray:
+    """[dim/2] float32: theta ** (-2i / dim)."""
+    return (1.0 / np.float32(theta) ** _exponents(dim)).astype(np.float32)
+
+
+def _check_positive(scaling: Scaling, *names: str) -> None:
+    for name in names:
+        if not getattr(scaling, name) > 0:
+            raise ValueError(f"Rope: {name} must be positive, got {getattr(scaling, name)}")

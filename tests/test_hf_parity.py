@@ -2,6 +2,7 @@
 
 import functools
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -18,10 +19,25 @@ CASES = [
     "llama_bias",
     "llama_d64_bf16",
     "llama_d128_bf16",
+    "llama_linear",
+    "llama_dynamic",
+    "llama_yarn",
+    "mistral_window",
+    "qwen2_mixed",
+    "qwen3",
+    "qwen3_d128_bf16",
+    "gemma2",
+    "gemma3",
+    "phi3_longrope",
 ]
 BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
+# Their rotary frequencies depend on how long a sequence is.
+BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 # What is the engine's rather than a family's is tested on these; the rest is for the slow tests.
-FAST = {"llama3_gqa_tied", "llama_d64_bf16"}
+FAST = {"llama3_gqa_tied", "llama_bias", "llama_d64_bf16", "gemma3", "phi3_longrope"}
+# Every family, and what a rotary embedding can depend on.
+FAST_TRUTH = FAST | {"llama2_mha", "llama_dynamic", "llama_yarn", "mistral_window", "qwen2_mixed"}
+FAST_TRUTH |= {"llama_d128_bf16", "qwen3", "gemma2"}
 
 PROMPTS = range(5)
 NEW_TOKENS = 64
@@ -39,15 +55,22 @@ GREEDY = {
 forward = jax.jit(fdjax.forward, static_argnums=0)
 
 
-def slow_unless_fast(cases):
-    return [pytest.param(c, marks=() if c in FAST else pytest.mark.slow) for c in cases]
+def slow_unless_fast(cases, fast=FAST):
+    return [pytest.param(c, marks=() if c in fast else pytest.mark.slow) for c in cases]
 
 
 @functools.cache
 def load(case, dtype="float32"):
-    return fdjax.load(
-        str(FIXTURES / case), dtype=dtype, max_len=MAX_LEN, compilation_cache=False, progress=False
-    )
+    with warnings.catch_warnings():
+        # Dynamic scaling is for sequences longer than the model's context.
+        warnings.filterwarnings("ignore", "max_len 264 exceeds the model's", UserWarning)
+        return fdjax.load(
+            str(FIXTURES / case),
+            dtype=dtype,
+            max_len=MAX_LEN,
+            compilation_cache=False,
+            progress=False,
+        )
 
 
 @functools.cache
@@ -79,17 +102,36 @@ def teacher_forced(case, dtype):
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
 
-@pytest.mark.parametrize("case", CASES)
+def assert_within_bar(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS_BAR * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "case", slow_unless_fast([c for c in CASES if c not in BY_LENGTH], FAST_TRUTH)
+)
 def test_logits(case):
     for i, logits in zip(PROMPTS, teacher_forced(case, "float32"), strict=True):
         length = len(prompt(case, i))
         kept = expected(case)[f"logits_{i}"]
-        ours = [logits[length - len(kept) : length], logits[-1:]]
-        for got, want in zip(ours, (kept, expected(case)[f"final_logits_{i}"][None]), strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS_BAR * np.abs(want).max())
+        assert_within_bar(logits[length - len(kept) : length], kept)
+        assert_within_bar(logits[-1], expected(case)[f"final_logits_{i}"])
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sorted(BY_LENGTH))
+def test_logits_of_prompts_whose_length_decides(case):
+    """A prompt and its continuation are no prompt of that length: only the prompt is compared."""
+    lm = load(case)
+    ids = np.zeros((len(PROMPTS), MAX_LEN), np.int32)
+    for i in PROMPTS:
+        ids[i, : len(prompt(case, i))] = prompt(case, i)
+    lengths = np.array([len(prompt(case, i)) for i in PROMPTS], np.int32)
+    logits = np.asarray(forward(lm.model, lm.params, ids, lengths))
+    for i in PROMPTS:
+        kept = expected(case)[f"logits_{i}"]
+        assert_within_bar(logits[i, lengths[i] - len(kept) : lengths[i]], kept)
+
+
+@pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST_TRUTH))
 def test_greedy_tokens_and_logprobs(case):
     for i in PROMPTS:
         result = alone(case, i)
@@ -101,17 +143,22 @@ def test_greedy_tokens_and_logprobs(case):
         )
 
 
-@pytest.mark.parametrize("case", slow_unless_fast(CASES))
-def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
+@pytest.mark.parametrize(
+    ("case", "order"),
+    [
+        *(pytest.param(*c.values, (4, 0, 3, 1), marks=c.marks) for c in slow_unless_fast(CASES)),
+        *(pytest.param(c, (1, 3, 0, 2, 4), marks=pytest.mark.slow) for c in CASES),
+    ],
+)
+def test_a_ragged_batch_is_each_prompt_alone_bitwise(case, order):
     if not load(case).model.plan.batch_invariant:
         pytest.skip("rows of a batch are bitwise those alone only on CPU")
-    order = (4, 0, 3, 1)
     batch = load(case).generate([prompt(case, i) for i in order], **GREEDY)
     assert batch.tokens == [alone(case, i).tokens[0] for i in order]
     assert batch.logprobs == [alone(case, i).logprobs[0] for i in order]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_unless_fast(CASES))
 def test_both_generations_of_the_config_load_to_the_same(case, tmp_path):
     folder = shutil.copytree(FIXTURES / case, tmp_path / case)
     (folder / "config.alternate.json").replace(folder / "config.json")

@@ -139,36 +139,39 @@ def attention(
     return ExactAttention(o, lse, o_magnitude, o_per_score, lse_per_score, largest_value)
 
 
-def inverse_frequencies(
-    *,
-    dim: int,
-    theta: float,
-    scaling: str = "default",
-    factor: float = 1.0,
-    low_freq_factor: float = 1.0,
-    high_freq_factor: float = 4.0,
-    original_max_position: int = 8192,
-) -> np.ndarray:
-    """Angles per position: theta ** (-2i / dim), rescaled as in Llama 3.1."""
-    frequencies = np.array([theta ** (-2 * i / dim) for i in range(dim // 2)])
-    if scaling == "default":
+def inverse_frequencies(dim: int, theta: float, scaling=None, length: int = 0) -> np.ndarray:
+    """Angles per position: theta ** (-2i / dim), rescaled for a sequence of `length` tokens."""
+    pairs = range(dim // 2)
+    frequencies = np.array([theta ** (-2 * i / dim) for i in pairs])
+    kind = type(scaling).__name__
+    if kind == "NoneType":
         return frequencies
-    scaled = []
-    for frequency in frequencies:
-        wavelength = 2 * math.pi / frequency
-        if wavelength < original_max_position / high_freq_factor:
-            scaled.append(frequency)
-        elif wavelength > original_max_position / low_freq_factor:
-            scaled.append(frequency / factor)
-        else:
-            smooth = (original_max_position / wavelength - low_freq_factor) / (
-                high_freq_factor - low_freq_factor
-            )
-            scaled.append((1 - smooth) * frequency / factor + smooth * frequency)
-    return np.array(scaled)
+    if kind == "Linear":
+        return frequencies / scaling.factor
+    if kind == "LongRope":
+        is_long = length > scaling.original_max_position
+        return frequencies / (scaling.long_factors if is_long else scaling.short_factors)
+    if kind == "Dynamic":
+        ratio = max(length / scaling.original_max_position, 1.0)
+        growth = scaling.factor * ratio - scaling.factor + 1
+        return inverse_frequencies(dim, theta * growth ** (dim / (dim - 2)))
+    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    if kind == "Llama3":
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept = np.interp(turns, [low, high], [0.0, 1.0])
+    elif kind == "Yarn":
+        # The pair, not rounded, that makes so many turns; the ramp is linear in pairs.
+        first, last = (
+            dim / 2 * math.log(scaling.original_max_position / (2 * math.pi * n)) / math.log(theta)
+            for n in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        kept = np.interp(pairs, [max(first, 0), min(last, dim - 1)], [1.0, 0.0])
+    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
 
 
-def rope(x, positions, frequencies: np.ndarray) -> Exact:
+def rope(x, positions, frequencies: np.ndarray, attention_factor: float = 1.0) -> Exact:
     """x [B,T,H,D], positions [B,T]: pairs (i, i + dim/2) turn as complex numbers.
 
     The magnitude is that of a pair.
@@ -176,6 +179,7 @@ def rope(x, positions, frequencies: np.ndarray) -> Exact:
     x = _f64(x)
     half = len(frequencies)
     pairs = x[..., :half] + 1j * x[..., half : 2 * half]
+    pairs = pairs * attention_factor
     turned = pairs * np.exp(1j * _f64(positions)[:, :, None, None] * frequencies)
     value = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
     magnitude = np.concatenate([np.abs(pairs)] * 2 + [np.zeros_like(x[..., 2 * half :])], axis=-1)
