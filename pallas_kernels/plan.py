@@ -138,6 +138,10 @@ class Plan:
 
     def _heuristic(self, op: str, shape: Mapping[str, int]) -> Choice:
         on_gpu = self.compute_capability is not None and self.compute_capability >= (8, 0)
+        if op == "decode_attention" and self.compute_capability == (9, 0):
+            rows = shape["h"] // shape["hkv"] * shape["t"]
+            if shape["d"] in (64, 128, 256) and shape["itemsize"] == 2 and rows <= 64:
+                return Choice("mosaic_gpu", source="heuristic")
         # cuDNN's attention reads only the live part of the cache; XLA's einsum reads every slot.
         if on_gpu and op in ("decode_attention", "prefill_attention"):
             supported = shape["d"] % 8 == 0 and shape["d"] <= 128 and shape["itemsize"] == 2
@@ -168,14 +172,11 @@ def check_implementation(op: str, implementation: str) -> None:
 
 def _ops_with(implementation: str) -> tuple[str, ...]:
     check_implementation("plan", implementation)
-    ops = {
+    return {
         "xla": ("matmul", "decode_attention", "prefill_attention"),
         "cudnn": ("decode_attention", "prefill_attention"),
-        "mosaic_gpu": (),
+        "mosaic_gpu": ("decode_attention",),
     }[implementation]
-    if not ops:
-        raise NotImplementedError(f"plan: no op has a {implementation!r} implementation yet")
-    return ops
 
 
 def _distance(a: tuple[tuple[str, int], ...], b: tuple[tuple[str, int], ...]) -> float:

@@ -7,6 +7,7 @@ of the cache once, 2 · sum(lengths) · Hkv · D · itemsize bytes.
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import decode_cudnn
+from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig, decode_mosaic
 from fdjax.pallas_kernels.attention.masks import Masking, check_attention
 from fdjax.pallas_kernels.attention.xla import attention_xla
 from fdjax.pallas_kernels.plan import Plan, resolve
@@ -78,11 +79,24 @@ def decode_attention(
         itemsize=q.dtype.itemsize,
         masks=int(not masking.plain),
     )
+    if choice.implementation == "mosaic_gpu":
+        o, lse = decode_mosaic(
+            q,
+            k,
+            v,
+            lengths,
+            scale=scale,
+            masking=masking,
+            phi=phi,
+            layer=layer,
+            config=DecodeAttentionConfig(**dict(choice.config)) if choice.config else None,
+        )
+        return (o, lse) if return_lse else o
     if layer is not None:
         k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
     if choice.implementation == "cudnn":
         o, lse = decode_cudnn(q, k, v, lengths, scale=scale, masking=masking, return_lse=return_lse)
-    elif choice.implementation == "xla":
+    else:
         o, lse = attention_xla(
             q,
             k,
@@ -93,6 +107,4 @@ def decode_attention(
             masking=masking,
             batch_invariant=plan is not None and plan.batch_invariant,
         )
-    else:
-        raise NotImplementedError(f"decode_attention: no {choice.implementation!r} implementation")
     return (o, lse) if return_lse else o

@@ -82,6 +82,12 @@ def _cudnn_cannot(case) -> bool:
     return case.dtype == "float32" or masks or (case.op == "decode" and case.t > 1)
 
 
+def _mosaic_cannot(case) -> bool:
+    if case.op == "prefill":
+        return True
+    return case.dtype == "float32" or case.d not in (64, 128, 256) or case.group * case.t > 64
+
+
 MATMUL = [
     _run("xla"),
     _run("xla", "gpu"),
@@ -90,6 +96,7 @@ ATTENTION = [
     _run("xla"),
     _run("xla", "gpu"),
     _run("cudnn", "gpu", _cudnn_cannot),
+    _run("mosaic_gpu", "gpu", _mosaic_cannot),
 ]
 # Ops with one implementation only.
 PLATFORMS = [_run("xla"), _run("xla", "gpu")]

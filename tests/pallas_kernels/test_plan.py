@@ -35,6 +35,10 @@ def _h100(**keys) -> Plan:
     return Plan(device_kind=H100, compute_capability=(9, 0), **keys)
 
 
+def _a100() -> Plan:
+    return Plan(device_kind="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0))
+
+
 def test_plans_are_values(tmp_path):
     entries = [("decode_attention", DECODE, "cudnn")]
     one, other = (
@@ -70,13 +74,16 @@ def test_equal_plans_are_traced_once():
 @pytest.mark.parametrize(
     ("op", "change", "expected"),
     [
-        ("decode_attention", {}, "cudnn"),
+        ("decode_attention", {}, "mosaic_gpu"),
+        ("decode_attention", dict(t=2), "mosaic_gpu"),
+        ("decode_attention", dict(masks=1), "mosaic_gpu"),
+        ("decode_attention", dict(d=96), "cudnn"),
+        ("decode_attention", dict(d=96, t=2), "xla"),
+        ("decode_attention", dict(t=16, h=40), "xla"),
         ("prefill_attention", {}, "cudnn"),
         ("prefill_attention", dict(d=64), "cudnn"),
         ("decode_attention", dict(itemsize=4), "xla"),
         ("prefill_attention", dict(itemsize=4), "xla"),
-        ("decode_attention", dict(t=2), "xla"),
-        ("decode_attention", dict(masks=1), "xla"),
         ("prefill_attention", dict(masks=1), "xla"),
         ("decode_attention", dict(d=100), "xla"),
         ("matmul", {}, "xla"),
@@ -84,6 +91,15 @@ def test_equal_plans_are_traced_once():
 )
 def test_an_h100_without_measurements(op, change, expected):
     choice = _h100().choose(op, **OPS[op] | change)
+    assert choice == Choice(expected, source="heuristic")
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [({}, "cudnn"), (dict(t=2), "xla"), (dict(masks=1), "xla"), (dict(itemsize=4), "xla")],
+)
+def test_an_a100_without_measurements(change, expected):
+    choice = _a100().choose("decode_attention", **DECODE | change)
     assert choice == Choice(expected, source="heuristic")
 
 
@@ -224,7 +240,7 @@ def test_what_is_not_measured_is_logged(caplog):
     assert "nearest measured shape {" in nearest
     assert "'m': 8" in nearest
     assert heuristic.startswith("decode_attention {")
-    assert heuristic.endswith(": no measurement, cudnn")
+    assert heuristic.endswith(": no measurement, mosaic_gpu")
 
 
 def test_unknown_implementations():
@@ -305,12 +321,12 @@ CUDNN = "__cudnn$fmhaSoftmax"
 def test_attention_runs_what_the_plan_chose(cudnn_installed, op, t):
     lower = functools.partial(_lowered, op, scale=0.1, platform="cuda")
     half, full = _attention_shapes("bfloat16", t), _attention_shapes("float32", t)
-    assert CUDNN in lower(*half, plan=_h100())
+    assert CUDNN in lower(*half, plan=_a100())
     assert CUDNN in lower(*half, implementation="cudnn")
     for text in (
-        lower(*full, plan=_h100()),
-        lower(*half, plan=_h100(), window=100),
-        lower(*half, plan=_h100(), implementation="xla"),
+        lower(*full, plan=_a100()),
+        lower(*half, plan=_a100(), window=100),
+        lower(*half, plan=_a100(), implementation="xla"),
         lower(*half, plan=Plan.for_kind(H100, (9, 0), implementation="xla")),
         lower(*half),
         lower(*half, plan=Plan()),
@@ -334,15 +350,17 @@ def test_the_cudnn_call_reads_the_cache_where_it_lies(cudnn_installed):
     assert CUDNN in touching[0]
 
 
-def test_several_query_tokens_leave_cudnn(cudnn_installed):
+@pytest.mark.parametrize("t", [1, 4])
+def test_decode_attention_on_hopper_is_the_kernel(t):
     text = _lowered(
         decode_attention,
-        *_attention_shapes("bfloat16", 4),
+        *_attention_shapes("bfloat16", t),
         platform="cuda",
         plan=_h100(),
         scale=0.1,
     )
-    assert "custom_call" not in text
+    assert "@mosaic_gpu" in text
+    assert "decode_attention" in text
 
 
 @pytest.mark.parametrize("m", [4, 256])

@@ -1,0 +1,211 @@
+"""The Mosaic GPU kernel of decode attention: interpreted, compiled for an H100, and run on one.
+
+What it computes on a GPU is tested with every other implementation in `test_attention.py`.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention import alibi_slopes, decode_attention
+from fdjax.pallas_kernels.attention.decode_mosaic import (
+    DecodeAttentionConfig,
+    decode_mosaic,
+    default_config,
+)
+from fdjax.pallas_kernels.attention.masks import Masking
+
+from . import oracle
+from .tolerance import assert_attention
+
+try:
+    InterpretParams = plgpu.InterpretGPUParams
+except AttributeError:  # JAX 0.11.2
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as InterpretParams
+
+INTERPRET = InterpretParams(detect_races=True)
+ONE = DecodeAttentionConfig(splits=1)
+SPLIT = DecodeAttentionConfig(splits=3, stages=2)
+SYNCHRONISED = dataclasses.replace(SPLIT, unified=False)
+
+
+def _operands(lengths, *, t=1, group=4, kv_heads=1, s=200, d=64, dtype=jnp.bfloat16, scale=1.0):
+    """q, k, v, lengths; NaN past the lengths."""
+    rng = np.random.default_rng(0)
+    b = len(lengths)
+    lengths = np.asarray(lengths, np.int32)
+    q = rng.normal(size=(b, t, group * kv_heads, d)) * scale
+    k, v = rng.normal(size=(2, b, kv_heads, s, d))
+    dead = np.arange(s)[None, None, :, None] >= lengths[:, None, None, None]
+    k, v = (np.where(dead, np.nan, a) for a in (k, v))
+    return *(a.astype(dtype) for a in (q, k, v)), lengths
+
+
+def _check(operands, run, *, masking=Masking(), **options):
+    q, k, v, lengths = operands
+    scale = q.shape[-1] ** -0.5
+    o, lse = run(q, k, v, lengths, scale=scale, masking=masking, **options)
+    k, v = (np.where(np.isnan(np.float32(a)), 0, a) for a in (k, v))
+    exact = oracle.attention(
+        *(np.float64(a) for a in (q, k, v)),
+        lengths,
+        lengths - q.shape[1],
+        scale=scale,
+        causal=True,
+        window=masking.window,
+        soft_cap=masking.soft_cap,
+        alibi=masking.alibi,
+    )
+    assert_attention(o, lse, exact, dtype=str(q.dtype), d=q.shape[-1], s=k.shape[2])
+    return np.asarray(o)
+
+
+interpreted = functools.partial(decode_mosaic, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT, SYNCHRONISED], ids=["one", "split", "synchronised"])
+def test_interpreted_without_races(config):
+    _check(_operands([0, 1, 65, 200]), interpreted, config=config)
+
+
+def test_interpreted_with_every_mask():
+    masking = Masking(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
+    phi = jnp.arange(4, dtype=jnp.float32)
+    operands = _operands([2, 77, 200], t=3)
+    _check(operands, interpreted, config=SPLIT, masking=masking, phi=phi)
+
+
+@pytest.mark.parametrize("config", [ONE, SPLIT], ids=["one", "split"])
+def test_interpreted_recomputation(config):
+    """Scores far outside the safe range on both sides, in one split and in all."""
+    q, k, v, lengths = _operands([130, 200])
+    q[:] = 1.0
+    k[0, 0, :130] = -16.0  # all scores -128: l underflows
+    k[1, 0, :200] = 0.0
+    k[1, 0, 70] = 100.0  # one score of 800 in the second split
+    o = _check((q, k, v, lengths), interpreted, config=config)
+    np.testing.assert_array_equal(o[1, 0], np.broadcast_to(v[1, 0, 70], o[1, 0].shape))
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered")
+def test_values_too_large_for_the_unified_sum_are_recomputed():
+    q, k, v, lengths = _operands([130])
+    q[:], k[0, 0, :130] = 1.0, 5.0  # p = 2^57.7, in range
+    v[0, 0, :130] = 2.0**80
+    o, _ = interpreted(q, k, v, lengths, scale=0.125, masking=Masking(), config=SPLIT)
+    assert (np.float64(o) == 2.0**80).all()
+
+
+def test_unsupported_cases_raise():
+    def attend(d=64, t=1, group=4, dtype=jnp.bfloat16):
+        q, k, v, lengths = _operands([20], t=t, group=group, s=64, d=d, dtype=dtype)
+        decode_attention(q, k, v, lengths, scale=1.0, implementation="mosaic_gpu")
+
+    for case, message in (
+        (dict(d=80), "mosaic_gpu needs D of 64, 128 or 256, got 80"),
+        (dict(dtype=jnp.float32), "mosaic_gpu needs bfloat16 or float16, got float32"),
+        (dict(t=16, group=5), "mosaic_gpu needs G·T of at most 64, got 80"),
+    ):
+        with pytest.raises(NotImplementedError, match=f"decode_attention: {message}"):
+            attend(**case)
+
+
+@pytest.mark.parametrize(
+    "config", [dict(splits=0), dict(splits=1, block_kv=96), dict(splits=16, cluster=True)]
+)
+def test_impossible_configs_raise(config):
+    with pytest.raises(ValueError, match=r"^decode_attention: "):
+        DecodeAttentionConfig(**config)
+
+
+def test_default_configs_fit_and_reach_every_slot():
+    for b in (1, 2, 3, 8, 17, 64):
+        for kv_heads in (1, 2, 8, 32, 40):
+            for s in (1, 64, 128, 1000, 8192, 131072):
+                for d in (64, 128, 256):
+                    config = default_config(b, kv_heads, s, d)
+                    assert config.stages * config.block_kv * d * 4 <= 200 * 1024
+                    assert config.splits * 64 < s + 64 * 8 or config.splits == 1
+
+
+def _compiled(b, t, h, kv_heads, s, d, *, config=None, masking=Masking(), dtype=jnp.bfloat16):
+    from ..deviceless import compile_for
+
+    def spec(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    attend = functools.partial(decode_mosaic, scale=d**-0.5, masking=masking, config=config)
+    cache = spec(b, kv_heads, s, d)
+    return compile_for("h100", attend, spec(b, t, h, d), cache, cache, spec(b, dtype=jnp.int32))
+
+
+CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(b=1, t=1, h=32, kv_heads=32, s=1024, d=128),
+        dict(b=1, t=1, h=32, kv_heads=8, s=32768, d=128),
+        dict(b=64, t=1, h=32, kv_heads=8, s=1024, d=128),
+        dict(b=8, t=4, h=32, kv_heads=8, s=2048, d=64),
+        dict(b=2, t=1, h=16, kv_heads=8, s=1000, d=256),
+        dict(b=1, t=1, h=8, kv_heads=8, s=512, d=128, dtype=jnp.float16),
+        dict(b=1, t=2, h=8, kv_heads=8, s=512, d=128, config=CLUSTER),
+        dict(
+            **dict(b=1, t=2, h=8, kv_heads=1, s=512, d=128, config=SYNCHRONISED),
+            masking=Masking(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
+        ),
+    ],
+    ids=str,
+)
+def test_compiles_for_an_h100_without_spills(case, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    text = _compiled(**case).as_text()
+    assert "decode_attention" in text
+    spills = [line for line in capfd.readouterr().out.splitlines() if "spill stores" in line]
+    assert spills, "ptxas said nothing"
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+def _on_gpu(operands, config, **options):
+    run = functools.partial(decode_mosaic, config=config)
+    return _check(operands, run, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 300.0], ids=["healthy", "recomputed"])
+@pytest.mark.parametrize("splits", [2, 4, 8])
+def test_cluster_equals_two_launches(splits, scale):
+    """Clusters are beyond the interpreter."""
+    operands = _operands([0, 1, 77, 1000], kv_heads=3, s=1000, d=128, scale=scale)
+    two = DecodeAttentionConfig(splits=splits, stages=2)
+    expected = _on_gpu(operands, two)
+    got = _on_gpu(operands, dataclasses.replace(two, cluster=True))
+    np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [1, 8, 32])
+@pytest.mark.parametrize("s", [1, 63, 1000, 4097])
+def test_a_thousand_reruns_have_the_same_bits(kv_heads, s):
+    q, k, v, lengths = _operands([s, s // 2], kv_heads=kv_heads, s=s, d=128)
+    attend = jax.jit(functools.partial(decode_mosaic, scale=0.1, masking=Masking()))
+    q, k, v, lengths = jax.device_put((q, k, v, lengths))
+    first = attend(q, k, v, lengths)
+
+    def differs(i, count):
+        again = attend(q + 0 * i.astype(q.dtype), k, v, lengths)
+        same = [
+            jnp.all((a == b) | (jnp.isnan(a) & jnp.isnan(b)))
+            for a, b in zip(first, again, strict=True)
+        ]
+        return count + ~(same[0] & same[1])
+
+    assert jax.lax.fori_loop(0, 1000, differs, jnp.int32(0)) == 0
