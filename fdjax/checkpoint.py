@@ -8,17 +8,22 @@ format is eight bytes of header length, a JSON header, and the bytes.
 import dataclasses
 import importlib.resources
 import json
+import logging
 import math
 import mmap
 import re
 import struct
+import time
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
+from jax import Array
 
 from fdjax.models import CheckpointError, Model, Params, ignored_tensors, weight_map
 from fdjax.models.weights import WeightMap, join
@@ -33,8 +38,16 @@ EMBEDDED = "tiny"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _DOWNLOAD_AGAIN = "download the file again"
+# What a clone without Git LFS has in place of a large file.
+_LFS_POINTER = b"version https://git-lfs"
+# How the tensors of quantised checkpoints end: GPTQ and AWQ, bitsandbytes, compressed-tensors, FP8.
+_QUANTISED = (
+    r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
+)
 # XLA's CPU client uses host memory in place when it is aligned to this, and copies it otherwise.
 _ALIGNMENT_BYTES = 64
+
+logger = logging.getLogger("fdjax")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,17 +119,32 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """
     if not path.exists():
         if required:
-            raise CheckpointError(f"{path.parent}: no {path.name}; is this a checkpoint folder?")
+            hint = "is this a checkpoint folder?"
+            if (path.parent / "adapter_config.json").exists():
+                hint = "this is an adapter: merge it into its base model first"
+            raise CheckpointError(f"{path.parent}: no {path.name}; {hint}")
         return {}
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        refuse_pointer(path)
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except CheckpointError:
+        raise
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(data, dict):
         raise CheckpointError(f"{path}: must be a JSON object, got {type(data).__name__}")
     return data
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise CheckpointError if a file is a pointer that Git LFS left in its place."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: a pointer of Git LFS, not the file itself; run `git lfs pull`"
+            )
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -125,35 +153,15 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
       CheckpointError: no weights, a missing shard, a damaged or truncated file.
     """
-    if (folder / _INDEX).exists():
-        index = read_json(folder / _INDEX).get("weight_map")
-        if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
-            raise CheckpointError(f"{_INDEX}: 'weight_map' must map tensors to files")
-        tensors: dict[str, StoredTensor] = {}
-        for file in sorted(set(index.values())):
-            first = min(name for name, f in index.items() if f == file)
-            # Nothing outside the folder is read, whatever an index says.
-            if not file.isprintable() or file in ("", "..") or Path(file).name != file:
-                raise CheckpointError(
-                    f"{_INDEX}: tensor {first!r} must be in a file beside the index, got {file!r}"
-                )
-            if not (folder / file).exists():
-                raise CheckpointError(
-                    f"{file}: shard is missing, needed for tensor {first!r}; {_DOWNLOAD_AGAIN}"
-                )
-            for name, tensor in _read_header(folder / file).items():
-                # What no index entry claims is kept, to be found unexpected.
-                if index.get(name, file) == file:
-                    tensors[name] = tensor
-        for name, file in index.items():
-            if name not in tensors:
-                raise CheckpointError(
-                    f"{file}: tensor {name!r} is in the index but not in the file; "
-                    f"{_DOWNLOAD_AGAIN}"
-                )
-        return tensors
     if (folder / _SINGLE).exists():
+        if shards := sorted(folder.glob("model-*.safetensors")):
+            warnings.warn(
+                f"{folder}: {_SINGLE} is read, and {shards[0].name} is not; remove one of them",
+                stacklevel=2,
+            )
         return _read_header(folder / _SINGLE)
+    if (folder / _INDEX).exists():
+        return _read_shards(folder)
     others = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))
     if others:
         raise CheckpointError(
@@ -163,8 +171,44 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}")
 
 
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+        raise CheckpointError(f"{_INDEX}: 'weight_map' must map tensors to files")
+    tensors: dict[str, StoredTensor] = {}
+    copies = []
+    for file in sorted(set(index.values())):
+        first = min(name for name, f in index.items() if f == file)
+        # Nothing outside the folder is read, whatever an index says.
+        if not file.isprintable() or file in ("", "..") or Path(file).name != file:
+            raise CheckpointError(
+                f"{_INDEX}: tensor {first!r} must be in a file beside the index, got {file!r}"
+            )
+        if not (folder / file).exists():
+            raise CheckpointError(
+                f"{file}: shard is missing, needed for tensor {first!r}; {_DOWNLOAD_AGAIN}"
+            )
+        for name, tensor in _read_header(folder / file).items():
+            # What no index entry claims is kept, to be found unexpected.
+            if index.get(name, file) == file:
+                tensors[name] = tensor
+            else:
+                copies.append(
+                    f"{file}: tensor {name!r} is not read, the index has it in {index[name]}"
+                )
+    for name, file in index.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} is in the index but not in the file; {_DOWNLOAD_AGAIN}"
+            )
+    for copy in copies:
+        warnings.warn(copy, stacklevel=3)
+    return tensors
+
+
 def _read_header(path: Path) -> dict[str, StoredTensor]:
     try:
+        refuse_pointer(path)
         size = path.stat().st_size
         with path.open("rb") as file:
             prefix = file.read(8)
@@ -182,7 +226,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
             f"in a file of {size}; {_DOWNLOAD_AGAIN}"
         )
     try:
-        header = json.loads(raw)
+        header = json.loads(raw, object_pairs_hook=_unique)
         header.pop("__metadata__", None)
         entries = header.items()
     except (ValueError, TypeError, AttributeError, RecursionError):
@@ -191,14 +235,28 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         ) from None
     spans = [_read_entry(path, name, entry, 8 + length, size) for name, entry in entries]
     spans.sort(key=lambda span: (span[0].start, span[1]))
+    # The format allows no gaps, so that a file has one meaning and no room for another.
     end = 8 + length
     for tensor, tensor_end in spans:
-        if tensor.start < end:
+        if tensor.start != end:
+            problem = "overlaps another" if tensor.start < end else "leaves a gap before it"
             raise CheckpointError(
-                f"{path.name}: tensor {tensor.name!r} overlaps another; {_DOWNLOAD_AGAIN}"
+                f"{path.name}: tensor {tensor.name!r} {problem}; {_DOWNLOAD_AGAIN}"
             )
         end = tensor_end
+    if end != size:
+        raise CheckpointError(
+            f"{path.name}: {size - end} bytes follow the last tensor; {_DOWNLOAD_AGAIN}"
+        )
     return {tensor.name: tensor for tensor, _ in spans}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of these pairs, if no key is twice in it."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return made
 
 
 def _read_entry(
@@ -239,6 +297,12 @@ def check_tensors(stored: dict[str, StoredTensor], weights: WeightMap, ignored: 
     """
     files = {tensor.file.name for tensor in stored.values()}
     whole = files.pop() if len(files) == 1 else _INDEX if files else _SINGLE
+    for name, tensor in stored.items():
+        if re.fullmatch(_QUANTISED, name):
+            raise CheckpointError(
+                f"{tensor.file.name}: tensor {name!r} is one of quantised weights, which are not "
+                "supported; use the unquantised checkpoint"
+            )
     needed = set()
     for weight in weights.values():
         for name, shape in weight.sources:
@@ -280,23 +344,26 @@ def load_params(
 
     Raises:
       CheckpointError: see `stored_tensors` and `check_tensors`.
+
+    Warns:
+      UserWarning: a tensor has values that are not finite, or a matrix only zeros.
     """
+    began = time.perf_counter()
     stored = stored_tensors(folder)
     weights = weight_map(model.config)
     check_tensors(stored, weights, ignored_tensors(model.config))
     views = {name: stored[name].view() for weight in weights.values() for name, _ in weight.sources}
     total = sum(view.nbytes for view in views.values())
     done = 0
+    health = []
     # Dicts of our own: the model keeps its abstract ones.
     params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
         parts = [views.pop(name) for name, _ in weight.sources]
         nbytes = sum(part.nbytes for part in parts)
-        leaf = join(
-            [jax.device_put(_staged(part)) for part in parts],
-            layout=weight.layout,
-            dtype=model.dtype,
-        )
+        parts = [jax.device_put(_staged(part)) for part in parts]
+        health += [(stored[n], _health(p)) for (n, _), p in zip(weight.sources, parts, strict=True)]
+        leaf = join(parts, layout=weight.layout, dtype=model.dtype)
         del parts
         # One at a time: queued transfers would hold every piece at once.
         leaf.block_until_ready()
@@ -308,7 +375,29 @@ def load_params(
         node[path[-1]] = leaf
         done += nbytes
         progress(done, total)
+    _warn_of_damage(health)
+    logger.info("%s: %.2f GB read in %.1f s", folder, total / 1e9, time.perf_counter() - began)
     return params
+
+
+@jax.jit
+def _health(tensor: Array) -> Array:
+    """[2] bool: every value is finite, some value is not zero."""
+    return jnp.stack([jnp.isfinite(tensor).all(), (tensor != 0).any()])
+
+
+def _warn_of_damage(health: list[tuple[StoredTensor, Array]]) -> None:
+    """Tell what no model has on purpose: what failed downloads and trainings leave behind."""
+    for tensor, found in health:
+        finite, filled = np.asarray(found)
+        problem = None if finite else "values that are not finite"
+        if not filled and len(tensor.shape) > 1:
+            problem = "nothing but zeros"
+        if problem:
+            warnings.warn(
+                f"{tensor.file.name}: tensor {tensor.name!r} has {problem}; answers may be wrong",
+                stacklevel=3,
+            )
 
 
 def _staged(part: np.ndarray) -> np.ndarray:

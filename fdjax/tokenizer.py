@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fdjax.chat_template import ChatTemplate
+from fdjax.checkpoint import refuse_pointer
 from fdjax.models import CheckpointError
 
 
@@ -22,7 +23,10 @@ class Tokenizer:
             import tokenizers
 
             try:
+                refuse_pointer(path)
                 self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+            except CheckpointError:
+                raise
             except Exception as error:
                 raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
             self._tokenizer.no_truncation()

@@ -21,6 +21,7 @@ from fdjax.tokenizer import MissingTokenizerError, Tokenizer
 
 FIXTURES = Path(__file__).parent / "hf_fixtures"
 CASES = sorted(p.parent.name for p in FIXTURES.glob("*/config.alternate.json"))
+LLAMAS = [case for case in CASES if case.startswith("llama")]
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 DTYPES = {
@@ -219,19 +220,24 @@ def assert_params(params, expected: dict[tuple, np.ndarray], dtype) -> None:
 
 
 def test_the_fixtures_cover_single_and_sharded_tied_and_not_with_and_without_bias():
-    assert len(CASES) == 5
-    assert {(FIXTURES / case / INDEX).exists() for case in CASES} == {True, False}
-    configs = [describe_folder(FIXTURES / case).config for case in CASES]
+    assert len(LLAMAS) >= 5
+    assert {(FIXTURES / case / INDEX).exists() for case in LLAMAS} == {True, False}
+    configs = [describe_folder(FIXTURES / case).config for case in LLAMAS]
     assert {c.tie_embeddings for c in configs} == {c.qkv_bias for c in configs} == {True, False}
 
 
+@pytest.mark.parametrize("case", LLAMAS)
+def test_parameters_are_the_files_tensors_fused(case):
+    model = describe_folder(FIXTURES / case)
+    params = load_params(FIXTURES / case, model)
+    assert_params(params, expected_params(read_all(FIXTURES / case), model.config), model.dtype)
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_parameters_are_the_files_tensors_fused_and_export_undoes_it(case):
-    folder = FIXTURES / case
-    model = describe_folder(folder)
-    params = load_params(folder, model)
-    tensors = read_all(folder)
-    assert_params(params, expected_params(tensors, model.config), model.dtype)
+def test_export_undoes_loading(case):
+    model = describe_folder(FIXTURES / case)
+    params = load_params(FIXTURES / case, model)
+    tensors = read_all(FIXTURES / case)
     exported = export_tensors(params, weight_map(model.config))
     assert exported.keys() == tensors.keys()
     for name, tensor in tensors.items():
@@ -451,7 +457,21 @@ def test_a_tensor_in_two_shards_is_read_from_the_one_the_index_names(tmp_path):
             write(tmp_path / file, tensors | {name: np.zeros(shapes(TINY)[name], np.float32)})
     model = describe_folder(tmp_path)
     expected = expected_params(random_tensors(TINY), model.config)
-    assert_params(load_params(tmp_path, model), expected, np.float32)
+    with pytest.warns(UserWarning, match=r"is not read, the index has it in model-0000") as told:
+        params = load_params(tmp_path, model)
+    assert len(told) == 6
+    assert_params(params, expected, np.float32)
+
+
+def test_one_file_goes_before_shards_as_in_transformers(tmp_path):
+    make_sharded(tmp_path)
+    tensors = make_single(tmp_path)
+    tensors[Q] += 1
+    write(tmp_path / SINGLE, tensors)
+    model = describe_folder(tmp_path)
+    with pytest.warns(UserWarning, match=r"model\.safetensors is read, and model-00001-of"):
+        params = load_params(tmp_path, model)
+    assert_params(params, expected_params(tensors, model.config), np.float32)
 
 
 def test_a_tensor_in_a_shard_and_not_in_the_index_is_unexpected(tmp_path):
