@@ -20,6 +20,10 @@ from fdjax.sampling import NOT_FINITE, Logprobs
 from fdjax.schedule import PrefillCall, prefill_calls, slots_for
 from fdjax.state import LayerCache, abstract_state, init_cache, start
 
+# XLA leaves fewer than 5 operations out of CUDA graphs by default, and the body of the decode loop is
+# few: the condition of a step and the step. Outside a graph, the host reads that condition.
+_COMPILER_OPTIONS = {"xla_gpu_graph_min_graph_size": 1}
+
 # Parameters up to this size travel together with those of the same shape.
 _PACKED_BYTES = 2**16
 
@@ -132,7 +136,7 @@ class Engine:
                 state, *out = function(model, packing.unpack(params), state, *args, **static)
                 return jax.tree.leaves(state), *out
 
-            self.programs[key] = jax.jit(run, donate_argnums=1)
+            self.programs[key] = jax.jit(run, donate_argnums=1, compiler_options=_COMPILER_OPTIONS)
         return self.programs[key]
 
     def program_counts(self) -> dict[str, int]:

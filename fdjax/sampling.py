@@ -243,12 +243,12 @@ def _truncate(scores, sampling):
 
     def keep_top_k(scores):
         limit = jnp.where(top_k > 0, top_k, scores.shape[-1]).astype(jnp.float32)
-        return _keep_first(scores, scores, jnp.ones_like(scores), limit)
+        return _keep_first(scores, -scores, jnp.ones_like(scores), limit)
 
     def keep_top_p(scores):
         p = jnp.exp(scores)
         limit = jnp.where(top_p < 1, top_p * jnp.sum(p, axis=-1), jnp.inf)
-        return _keep_first(scores, scores, p, limit)
+        return _keep_first(scores, -scores, p, limit)
 
     def keep_min_p(scores):
         return jnp.where(scores >= jnp.log(min_p)[:, None], scores, -jnp.inf)
@@ -258,7 +258,7 @@ def _truncate(scores, sampling):
         p = jnp.exp(logp)
         entropy = -jnp.sum(jnp.where(p > 0, p * logp, 0.0), axis=-1, keepdims=True)
         limit = jnp.where(typical_p < 1, typical_p, jnp.inf)
-        return _keep_first(scores, -jnp.abs(-logp - entropy), p, limit)
+        return _keep_first(scores, jnp.abs(logp + entropy), p, limit)
 
     scores = where_asked(top_k > 0, keep_top_k, scores)
     scores = where_asked(top_p < 1, keep_top_p, scores)
@@ -266,36 +266,29 @@ def _truncate(scores, sampling):
     return where_asked(typical_p < 1, keep_typical, scores)
 
 
-# Bits of a key found per pass over the scores.
-_DIGIT_BITS = 4
-
-
-def _keep_first(scores, order, weights, limit):
+def _keep_first(scores, distance, weights, limit):
     """Keep a token while those that come before it weigh less than a limit.
 
     Without sorting, which takes many kernels and, where a library does it, cannot be part of a CUDA
-    graph: digit by digit, find the least key with less than the limit of weight above it.
+    graph: digit by digit, find the greatest distance with less than the limit of weight before it.
 
     Args:
       scores: [B, V].
-      order: [B, V] fp32, the greatest comes first; equals share their fate.
+      distance: [B, V] fp32, at least 0; the least comes first, equals share their fate.
       weights: [B, V] fp32, at least 0.
       limit: [B] fp32, above 0.
     """
-    bits = lax.bitcast_convert_type(order, jnp.int32)
-    # As integers, floats below 0 come in the reverse order.
-    keys = lax.bitcast_convert_type(bits ^ ((bits >> 31) | jnp.int32(-(2**31))), jnp.uint32)
-    digits = jnp.arange(2**_DIGIT_BITS, dtype=jnp.uint32)
-    least = jnp.zeros((scores.shape[0],), jnp.uint32)
-    for shift in range(32 - _DIGIT_BITS, -1, -_DIGIT_BITS):
-        # The greatest key with each digit: if it is great enough, the least such key has that digit
-        # or a smaller one.
-        greatest = least[:, None] | (digits << shift)[None] | jnp.uint32(2**shift - 1)
-        above = keys[:, None, :] > greatest[:, :, None]
-        weight = jnp.sum(jnp.where(above, weights[:, None, :], 0.0), axis=-1)
-        digit = jnp.argmax(weight < limit[:, None], axis=-1).astype(jnp.uint32)
-        least |= digit << shift
-    return jnp.where(keys >= least[:, None], scores, -jnp.inf)
+    # Floats from 0 to infinity are ordered as the integers of the same bits, 31 of them.
+    keys = lax.bitcast_convert_type(jnp.abs(distance), jnp.int32)
+    last = jnp.zeros((scores.shape[0],), jnp.int32)
+    for shift in range(25, -1, -5):
+        digits = jnp.arange(2 ** (6 if shift == 25 else 5), dtype=jnp.int32)
+        ends = last[:, None] + (digits << shift)[None]
+        before = keys[:, None, :] < ends[:, :, None]
+        weight = jnp.sum(jnp.where(before, weights[:, None, :], 0.0), axis=-1)
+        digit = jnp.sum(weight < limit[:, None], axis=-1, dtype=jnp.int32) - 1
+        last += digit << shift
+    return jnp.where(keys <= last[:, None], scores, -jnp.inf)
 
 
 def _logprobs(logits, tokens, sampling):
