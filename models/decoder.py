@@ -18,6 +18,7 @@ from fdjax.models.config import DecoderConfig
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 Params = dict[str, Any]
 
@@ -38,10 +39,13 @@ class Norm(nnx.Module):
             scale = scale.astype(jnp.float32) + self.offset
         return RMSNorm(scale, self.eps)
 
-    def __call__(self, x: Array) -> Array:
-        """x [..., width], normalised over the last axis."""
+    def __call__(self, x: Array, plan: Plan) -> Array:
+        """x [B,T,...,width], normalised over the last axis."""
         norm = self.operand()
-        return rms_norm(x, norm.scale, eps=norm.eps)
+        normalise = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps)
+        if plan.batch_invariant:
+            return in_row_tiles(normalise, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
+        return normalise(x)
 
 
 class Linear(nnx.Module):
@@ -89,7 +93,7 @@ class Attention(nnx.Module):
         q = qkv[:, :, :, :-2].reshape(b, t, kv_heads * (parts - 2), d)
         k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]
         if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = self.q_norm(q, plan), self.k_norm(k, plan)
         o, kv = attend(self.spec, kv, q, k, v)
         return _add(x, self.out, o.reshape(b, t, -1), post_norm, plan), kv
 
@@ -112,7 +116,7 @@ def _add(x: Array, linear: Linear, hidden: Array, post_norm: Norm | None, plan: 
     """x [B,T,E] → x + post_norm(linear(hidden))."""
     if post_norm is None:
         return linear(hidden, residual=x, plan=plan)
-    return x + post_norm(linear(hidden, plan=plan))
+    return x + post_norm(linear(hidden, plan=plan), plan)
 
 
 class Block(nnx.Module):

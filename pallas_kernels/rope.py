@@ -282,10 +282,20 @@ def apply_rope(
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
     rotated = x[..., : rope.dim].astype(jnp.float32)
     a, b = jnp.split(rotated, 2, axis=-1)
-    rotated = jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+    turned = _product(a, cos) - _product(b, sin), _product(b, cos) + _product(a, sin)
+    rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
     if rope.dim == x.shape[-1]:
         return rotated
     return jnp.concatenate([rotated, x[..., rope.dim :]], axis=-1)
+
+
+def _product(a: Array, b: Array) -> Array:
+    """a * b, rounded before anything is added to it.
+
+    A CPU compiler would contract one of two products and their sum to an FMA, and which one depends
+    on the shape: a row's bits would depend on its batch. It does not see that this is no bound.
+    """
+    return jnp.maximum(a * b, jnp.finfo(jnp.float32).min)
 
 
 def _exponents(dim: int) -> np.ndarray:
