@@ -355,14 +355,14 @@ def load_params(
     views = {name: stored[name].view() for weight in weights.values() for name, _ in weight.sources}
     total = sum(view.nbytes for view in views.values())
     done = 0
-    health = []
     # Dicts of our own: the model keeps its abstract ones.
     params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
         parts = [views.pop(name) for name, _ in weight.sources]
         nbytes = sum(part.nbytes for part in parts)
         parts = [jax.device_put(_staged(part)) for part in parts]
-        health += [(stored[n], _health(p)) for (n, _), p in zip(weight.sources, parts, strict=True)]
+        for (name, _), part in zip(weight.sources, parts, strict=True):
+            _warn_of_damage(stored[name], float(_largest(part)))
         leaf = join(parts, layout=weight.layout, dtype=model.dtype)
         del parts
         # One at a time: queued transfers would hold every piece at once.
@@ -375,29 +375,26 @@ def load_params(
         node[path[-1]] = leaf
         done += nbytes
         progress(done, total)
-    _warn_of_damage(health)
     logger.info("%s: %.2f GB read in %.1f s", folder, total / 1e9, time.perf_counter() - began)
     return params
 
 
 @jax.jit
-def _health(tensor: Array) -> Array:
-    """[2] bool: every value is finite, some value is not zero."""
-    return jnp.stack([jnp.isfinite(tensor).all(), (tensor != 0).any()])
+def _largest(tensor: Array) -> Array:
+    """Maximum of |tensor|, NaN if any value is: one pass without a copy."""
+    return jnp.max(jnp.abs(tensor)).astype(jnp.float32)
 
 
-def _warn_of_damage(health: list[tuple[StoredTensor, Array]]) -> None:
+def _warn_of_damage(tensor: StoredTensor, largest: float) -> None:
     """Tell what no model has on purpose: what failed downloads and trainings leave behind."""
-    for tensor, found in health:
-        finite, filled = np.asarray(found)
-        problem = None if finite else "values that are not finite"
-        if not filled and len(tensor.shape) > 1:
-            problem = "nothing but zeros"
-        if problem:
-            warnings.warn(
-                f"{tensor.file.name}: tensor {tensor.name!r} has {problem}; answers may be wrong",
-                stacklevel=3,
-            )
+    problem = None if math.isfinite(largest) else "values that are not finite"
+    if largest == 0 and len(tensor.shape) > 1:
+        problem = "nothing but zeros"
+    if problem:
+        warnings.warn(
+            f"{tensor.file.name}: tensor {tensor.name!r} has {problem}; answers may be wrong",
+            stacklevel=3,
+        )
 
 
 def _staged(part: np.ndarray) -> np.ndarray:

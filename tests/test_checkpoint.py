@@ -796,4 +796,5 @@ def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, off
     assert seen["samples"] > 100
     # On CPU the parameters themselves are anonymous memory.
     assert seen["peak"] >= seen["params"]
-    assert seen["peak"] <= seen["params"] + 1.3 * seen["largest"], seen
+    # One fused parameter, and the programs that fuse and check.
+    assert seen["peak"] <= seen["params"] + 1.3 * seen["largest"] + 5e6, seen
