@@ -12,14 +12,19 @@ import functools
 import json
 import logging
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
 TABLE_SCHEMA = 1
 
 # A measurement at one value of these says nothing about another: other code runs, or none at all.
-_EXACT_KEYS = ("d", "itemsize", "masks")
+_EXACT_KEYS = ("d", "itemsize", "masks", "gate")
+
+# Of the "mosaic_gpu" kernels that take a measured configuration. A change of the kernel that would
+# change what measures best is a new revision, which refuses the tables of the old one.
+KERNEL_REVISIONS = {"matmul": 1}
 
 logger = logging.getLogger("fdjax")
 
@@ -30,12 +35,12 @@ class Choice:
 
     Attributes:
       implementation: one of `IMPLEMENTATIONS`.
-      config: hashable kernel configuration, or None for the implementation's default.
+      config: kernel configuration as sorted (field, value) pairs, or None for the default.
       source: "named" | "table" | "nearest" | "heuristic", for `fdjax info`.
     """
 
     implementation: str
-    config: Hashable = None
+    config: tuple[tuple[str, int], ...] | None = None
     source: str = "named"
 
 
@@ -175,7 +180,7 @@ def _ops_with(implementation: str) -> tuple[str, ...]:
     return {
         "xla": ("matmul", "decode_attention", "prefill_attention"),
         "cudnn": ("decode_attention", "prefill_attention"),
-        "mosaic_gpu": ("decode_attention",),
+        "mosaic_gpu": ("matmul", "decode_attention"),
     }[implementation]
 
 
@@ -204,20 +209,35 @@ def read_table(path: str | Path) -> tuple[Entry, ...]:
     """Read a measured dataflow table.
 
     Raises:
-      ValueError: the file has another schema, or names an unknown implementation.
+      ValueError: the file has another schema, is of another revision of a kernel that it
+        configures, or names an unknown implementation.
     """
     data = json.loads(Path(path).read_text())
     if data.get("schema") != TABLE_SCHEMA:
         raise ValueError(
             f"dataflow table {path}: schema must be {TABLE_SCHEMA}, got {data.get('schema')!r}"
         )
-    for row in data["entries"]:
-        check_implementation(f"dataflow table {path}: {row['op']}", row["implementation"])
-    return tuple(
-        Entry(
-            op=row["op"],
-            shape=tuple(sorted(row["shape"].items())),
-            choice=Choice(row["implementation"], source="table"),
+    return tuple(_entry(row, data.get("revisions", {}), path) for row in data["entries"])
+
+
+def _entry(row: dict[str, Any], revisions: dict[str, int], path: str | Path) -> Entry:
+    op, config = row["op"], row.get("config")
+    check_implementation(f"dataflow table {path}: {op}", row["implementation"])
+    if config is not None and revisions.get(op) != KERNEL_REVISIONS.get(op):
+        raise ValueError(
+            f"dataflow table {path}: the revision of {op} must be {KERNEL_REVISIONS.get(op)}, "
+            f"got {revisions.get(op)}"
         )
-        for row in data["entries"]
+    return Entry(
+        op=op,
+        shape=_sorted_items(row["shape"]),
+        choice=Choice(
+            row["implementation"],
+            config=None if config is None else _sorted_items(config),
+            source="table",
+        ),
     )
+
+
+def _sorted_items(mapping: Mapping[str, int]) -> tuple[tuple[str, int], ...]:
+    return tuple(sorted(mapping.items()))

@@ -82,6 +82,10 @@ def _cudnn_cannot(case) -> bool:
     return case.dtype == "float32" or masks or (case.op == "decode" and case.t > 1)
 
 
+def _flat_gemm_cannot(case) -> bool:
+    return case.dtype == "float32" or case.k % 64 != 0 or case.n % 64 != 0
+
+
 def _mosaic_cannot(case) -> bool:
     if case.op == "prefill":
         return True
@@ -91,6 +95,7 @@ def _mosaic_cannot(case) -> bool:
 MATMUL = [
     _run("xla"),
     _run("xla", "gpu"),
+    _run("mosaic_gpu", "gpu", _flat_gemm_cannot),
 ]
 ATTENTION = [
     _run("xla"),

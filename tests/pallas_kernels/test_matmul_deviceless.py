@@ -1,0 +1,94 @@
+"""The flat GEMM compiled for an H100: no spills, no copies, one lowering for all layers."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.norm import RMSNorm
+
+pytestmark = pytest.mark.deviceless
+
+BF16 = jnp.bfloat16
+
+
+def _operands(m, k, n, *, norm=False, bias=False, gate=None, residual=False, layers=None):
+    def spec(*shape):
+        return jax.ShapeDtypeStruct(shape, BF16)
+
+    columns = (2, n) if gate else (n,)
+    return {
+        "x": spec(m, k),
+        "w": spec(*((layers,) if layers else ()), k, *columns),
+        "norm": RMSNorm(spec(k), 1e-5) if norm else None,
+        "bias": spec(*columns) if bias else None,
+        "residual": spec(m, n) if residual else None,
+    }
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(dict(m=m, k=4096, n=12288, norm=True) for m in (1, 8, 16, 32, 64)),
+        *(dict(m=m, k=4096, n=4096, residual=True) for m in (1, 8, 16, 32, 64)),
+        *(dict(m=m, k=4096, n=11008, norm=True, gate="silu") for m in (1, 8, 16, 32, 64)),
+        dict(m=8, k=11008, n=4096, residual=True),
+        dict(m=8, k=4096, n=32000, norm=True, dtype=jnp.float32),
+        dict(m=12, k=4096, n=28672),
+        dict(m=200, k=2048, n=2048, norm=True, bias=True, gate="gelu", residual=True),
+        dict(m=2, k=1024, n=1024, norm=True, bias=True, gate="gelu_tanh", layer=True),
+        dict(m=64, k=4096, n=4096, norm=True, config=FlatGemmConfig(64, 128, 4, 2)),
+        dict(m=64, k=4096, n=28672, config=FlatGemmConfig(256, 64, 3)),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills(case, monkeypatch, capfd):
+    from deviceless import compile_for
+
+    case = dict(case)
+    dtype, config, gate = case.pop("dtype", BF16), case.pop("config", None), case.get("gate")
+    layer = jax.ShapeDtypeStruct((), jnp.int32) if case.pop("layer", False) else None
+    operands = _operands(**case, layers=None if layer is None else 2) | {"layer": layer}
+
+    def run(operands):
+        return matmul_flat_gemm(**operands, gate=gate, dtype=dtype, config=config)
+
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compiled = compile_for("h100", run, operands)
+    assert "flat_gemm_kernel" in compiled.as_text()
+    said = capfd.readouterr().out.splitlines()
+    spills = [line for line in said if "spill stores" in line]
+    assert spills, "ptxas said nothing"
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+@pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
+def test_layers_share_a_lowering_and_are_not_copied(stacked):
+    from deviceless import compile_for, kernel_names, large_copies
+
+    layers, k = 4, 1024
+    one = jax.ShapeDtypeStruct((k, k), BF16)
+    weights = jax.ShapeDtypeStruct((layers, k, k), BF16) if stacked else [one] * layers
+    x = jax.ShapeDtypeStruct((8, k), BF16)
+    product = functools.partial(matmul, implementation="mosaic_gpu")
+
+    def step(weights, x, count):
+        def body(_, x):
+            for layer in range(layers):
+                if stacked:
+                    x = product(x, weights, layer=layer)
+                else:
+                    x = product(x, weights[layer])
+            return x
+
+        return lax.fori_loop(0, count, body, x)
+
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    compiled = compile_for("h100", step, weights, x, count)
+    assert kernel_names(compiled).count("flat_gemm_kernel") == layers
+    assert large_copies(compiled, k * k) == []
+    assert str(jax.make_jaxpr(step)(weights, x, count)).count("_launch = {") == 1

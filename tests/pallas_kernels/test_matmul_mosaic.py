@@ -1,0 +1,175 @@
+"""The flat GEMM, interpreted: every copy and barrier of its inner loop, and its refusals.
+
+What it computes on a GPU is tested with every other implementation in `test_matmul.py`; clusters
+(`split` above 1) are beyond the interpreter, so they are tested on a GPU only.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.norm import RMSNorm
+
+from . import oracle
+from .tolerance import assert_matmul, assert_same_bits
+
+try:
+    from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
+except ImportError:  # it moves between versions; there is no public name
+    get_races = None
+
+EPS = 1e-5
+SMALL = FlatGemmConfig(block_n=64, block_k=64, stages=3)
+
+
+def _operands(m, k, n, *, norm=False, bias=False, gate=None, residual=False, dtype=jnp.bfloat16):
+    rng = np.random.default_rng(0)
+
+    def normal(*shape, scale=1.0, mean=0.0):
+        return (mean + scale * rng.normal(size=shape)).astype(dtype)
+
+    columns = (2, n) if gate else (n,)
+    return {
+        "x": normal(m, k),
+        "w": normal(k, *columns, scale=k**-0.5),
+        "norm": RMSNorm(normal(k, scale=0.2, mean=1.0), EPS) if norm else None,
+        "bias": normal(*columns) if bias else None,
+        "gate": gate,
+        "residual": normal(m, n) if residual else None,
+    }
+
+
+def _check(y, operands) -> None:
+    norm = operands["norm"]
+    exact = oracle.matmul(**operands | {"norm": norm and (norm.scale, norm.eps)})
+    assert_matmul(
+        y,
+        exact,
+        dtype=str(operands["x"].dtype),
+        result=str(y.dtype),
+        k=operands["x"].shape[1],
+        normed=norm is not None,
+        fused=False,
+    )
+
+
+def _interpret(operands, config, dtype=jnp.bfloat16, layer=None) -> np.ndarray:
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        y = jax.device_get(matmul_flat_gemm(**operands, layer=layer, dtype=dtype, config=config))
+    assert get_races is None or not get_races().races_found
+    return y
+
+
+ALL = dict(norm=True, bias=True, gate="silu", residual=True)
+
+
+@pytest.mark.parametrize(
+    ("shape", "config"),
+    [
+        (dict(m=8, k=640, n=128), SMALL),  # the ring goes round more than twice
+        (dict(m=3, k=64, n=64, bias=True), SMALL),  # fewer steps than stages
+        (dict(m=8, k=192, n=192), FlatGemmConfig(128, 128, 2)),  # partial blocks of K and of N
+        (dict(m=5, k=448, n=64, **ALL), SMALL),
+        (dict(m=72, k=192, n=64, norm=True), SMALL),  # two blocks of rows
+        (dict(m=12, k=128, n=64, residual=True), SMALL),  # rows that must be padded
+        (dict(m=4, k=128, n=64, bias=True, dtype=jnp.float16), SMALL),
+    ],
+    ids=str,
+)
+def test_interpreted_without_races(shape, config):
+    operands = _operands(**shape)
+    _check(_interpret(operands, config), operands)
+
+
+def test_interpreted_layer():
+    operands = _operands(2, 64, 64)
+    stack = operands | {"w": np.stack([np.full_like(operands["w"], np.nan), operands["w"]])}
+    y = _interpret(stack, SMALL, layer=np.int32(1))
+    assert_same_bits(y, _interpret(operands, SMALL))
+
+
+def test_interpreted_fp32_result():
+    operands = _operands(2, 64, 64, norm=True)
+    _check(_interpret(operands, SMALL, dtype=jnp.float32), operands)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(block_n=96), "block_n must be 64, 128, 192 or 256, got 96"),
+        (dict(block_n=320), "block_n must be 64, 128, 192 or 256, got 320"),
+        (dict(block_k=32), "block_k must be 64, 128, 192 or 256, got 32"),
+        (dict(stages=1), "stages must be at least 2, got 1"),
+        (dict(split=9), "split must be in 1..8, got 9"),
+    ],
+)
+def test_configs_that_cannot_be(change, message):
+    with pytest.raises(ValueError) as error:
+        dataclasses.replace(SMALL, **change)
+    assert str(error.value) == f"flat_gemm: {message}"
+
+
+@pytest.mark.parametrize(
+    ("m", "k", "n", "config", "message"),
+    [
+        (2, 96, 64, None, "'mosaic_gpu' needs K and N that are multiples of 64, got 96 and 64"),
+        (2, 64, 72, None, "'mosaic_gpu' needs K and N that are multiples of 64, got 64 and 72"),
+        (
+            *(64, 4096, 256, FlatGemmConfig(256, 256, 4)),
+            "no room in shared memory for FlatGemmConfig(block_n=256, block_k=256, stages=4, "
+            "split=1) at M = 64",
+        ),
+    ],
+)
+def test_what_it_cannot_do(m, k, n, config, message):
+    x, w = jnp.zeros((m, k), jnp.bfloat16), jnp.zeros((k, n), jnp.bfloat16)
+    run = functools.partial(matmul_flat_gemm, dtype=jnp.bfloat16, config=config)
+    with pytest.raises(NotImplementedError) as error:
+        jax.eval_shape(run, x, w)
+    assert str(error.value) == f"matmul: {message}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [2, 3, 4, 8])
+@pytest.mark.parametrize("fused", [{}, ALL], ids=["plain", "fused"])
+def test_clusters(split, fused):
+    """Right, and equal to what one block computes but for the order of a few sums."""
+    operands = _operands(16, 1984, 192, **fused)
+    run = jax.jit(
+        lambda o, gate, config: matmul_flat_gemm(**o, gate=gate, dtype=jnp.bfloat16, config=config),
+        static_argnums=(1, 2),
+    )
+    arrays = {name: operand for name, operand in operands.items() if name != "gate"}
+    y = jax.device_get(run(arrays, operands["gate"], dataclasses.replace(SMALL, split=split)))
+    _check(y, operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("split", [1, 2])
+def test_a_thousand_reruns_have_the_same_bits(split):
+    operands = jax.device_put(_operands(8, 4096, 4096, norm=True, residual=True))
+    config = dataclasses.replace(SMALL, split=split)
+
+    @jax.jit
+    def differing(x, w, norm, residual):
+        def run(x):
+            return matmul_flat_gemm(
+                x, w, norm=norm, residual=residual, dtype=jnp.float32, config=config
+            )
+
+        first = run(x)
+
+        def compare(i, count):
+            # Depends on i, so that it is not moved out of the loop.
+            again = run(x + (0 * i).astype(x.dtype))
+            return count + (again != first).any().astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 1000, compare, jnp.int32(0))
+
+    assert differing(*(operands[n] for n in ("x", "w", "norm", "residual"))) == 0
