@@ -18,8 +18,8 @@ DEFAULTS = {
 }
 IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
-# Written by the original code of these models, whose values nothing reads.
-_IGNORABLE = ("full_attn_mod", "interpolate_factor")
+# Values that nothing reads, the last one without LongRoPE.
+_IGNORABLE = ("full_attn_mod", "interpolate_factor", "original_max_position_embeddings")
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:

@@ -1,14 +1,16 @@
 """config.json of both generations: the same object from either, and no field that goes unseen."""
 
 import json
+import math
 import warnings
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 from fdjax.models import CheckpointError, describe, parse_config, weight_map
-from fdjax.pallas_kernels.rope import Rope
+from fdjax.pallas_kernels.rope import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
 
 FIXTURES = Path(__file__).parent / "hf_fixtures"
 PUBLISHED = sorted(p.name.removesuffix(".old.json") for p in FIXTURES.glob("configs/*.old.json"))
@@ -20,15 +22,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-LLAMA3_ROPE = Rope(
-    dim=16,
-    theta=500000.0,
-    scaling="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position=8192,
-)
+LLAMA3_ROPE = Rope(16, 500000.0, Llama3(8.0, 1.0, 4.0, 8192))
+SHORT, LONG = [1.0, 1.0, 1.1, 1.2, 1.3, 1.5, 1.7, 2], [1.0, 1.3, 2.1, 4.0, 7.5, 16, 20, 30]
+LONGROPE = {
+    "short_factor": SHORT,
+    "long_factor": LONG,
+    "original_max_position_embeddings": 1024,
+}
+YARN = {"factor": 4.0, "original_max_position_embeddings": 512}
 
 
 def read(path: Path) -> dict:
@@ -57,6 +58,10 @@ def rope(**changes) -> Rope:
     return spec.rope
 
 
+def family(model_type: str, **changes):
+    return parse_config(config(model_type=model_type, **changes))
+
+
 def refusal(fields: dict) -> str:
     """The one-line error of a config that cannot be loaded."""
     with pytest.raises(CheckpointError) as caught:
@@ -68,8 +73,8 @@ def refusal(fields: dict) -> str:
 
 
 def test_the_fixtures_are_all_there():
-    assert len(PUBLISHED) == 7
-    assert len(CASES) == 5
+    assert len(PUBLISHED) == 20
+    assert len(CASES) == 15
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -113,7 +118,61 @@ def test_llama_3_1_8b_field_by_field():
     (spec,) = set(parsed.attention)
     assert spec.scale == 128**-0.5
     assert spec.window is spec.soft_cap is spec.alibi is None
-    assert spec.rope == Rope(128, 500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
+    assert spec.rope == Rope(128, 500000.0, Llama3(8.0, 1.0, 4.0, 8192))
+
+
+def windows(name: str) -> list[int | None]:
+    parsed = parse_config(read(FIXTURES / "configs" / f"{name}.old.json"))
+    return [spec.window for spec in parsed.attention]
+
+
+def only_spec(name: str):
+    (spec,) = set(parse_config(read(FIXTURES / "configs" / f"{name}.old.json")).attention)
+    return spec
+
+
+def test_what_is_special_in_published_configs():
+    assert only_spec("codellama-7b").rope == Rope(128, 1000000.0)
+    assert only_spec("vicuna-7b-v1.5-16k").rope == Rope(128, 10000.0, Linear(4.0))
+    assert only_spec("mistral-7b-v0.1").window == 4096
+    assert only_spec("phi-3-mini-4k").window == 2047
+    # Their windows are there and not in use.
+    for name in ("qwen1.5-7b", "qwen1.5-72b", "qwen2-7b", "qwen3-8b"):
+        assert set(windows(name)) == {None}
+    for name in ("qwen1.5-7b", "qwen2-7b"):
+        parsed = parse_config(read(FIXTURES / "configs" / f"{name}.new.json"))
+        assert (parsed.qkv_bias, parsed.out_bias, parsed.qk_norm) == (True, False, False)
+    parsed = parse_config(read(FIXTURES / "configs/qwen3-8b.new.json"))
+    assert (parsed.qkv_bias, parsed.out_bias, parsed.qk_norm) == (False, False, True)
+
+
+def test_phi_4_mini_has_longrope_on_three_quarters_of_a_head():
+    rope = only_spec("phi-4-mini").rope
+    assert (rope.dim, rope.theta) == (96, 10000.0)
+    assert rope.scaling.short_factors == (1.0,) * 48
+    assert rope.scaling.long_factors[-1] == 47.77
+    assert rope.scaling.original_max_position == 4096
+    # sqrt(1 + log(32) / log(4096))
+    assert rope.attention_factor == pytest.approx(1.1902380714238083, rel=1e-12)
+
+
+def test_gemma_field_by_field():
+    parsed = parse_config(read(FIXTURES / "configs/gemma-2-27b.old.json"))
+    assert (parsed.family, parsed.activation) == ("gemma2", "gelu_tanh")
+    assert (parsed.norm_offset, parsed.post_norms, parsed.qk_norm) == (1.0, True, False)
+    assert parsed.tie_embeddings and parsed.embedding_scale == 4608**0.5
+    assert parsed.logit_soft_cap == 30.0
+    assert {(s.scale, s.soft_cap, s.rope) for s in parsed.attention} == {
+        (144**-0.5, 50.0, Rope(128, 10000.0))
+    }
+    assert [s.window for s in parsed.attention] == [4096, None] * 23
+
+    parsed = parse_config(read(FIXTURES / "configs/gemma-3-1b.old.json"))
+    assert (parsed.logit_soft_cap, parsed.qk_norm) == (None, True)
+    assert [s.window for s in parsed.attention] == ([512] * 5 + [None]) * 4 + [512] * 2
+    for spec in parsed.attention:
+        assert spec.rope == Rope(256, 1e6 if spec.window is None else 1e4)
+        assert (spec.scale, spec.soft_cap) == (256**-0.5, None)
 
 
 def test_what_a_config_leaves_out_has_the_defaults_of_transformers():
@@ -169,6 +228,74 @@ def test_plain_rope_however_it_is_written(fields):
 )
 def test_llama3_rope_however_it_is_written(fields):
     assert rope(**fields) == LLAMA3_ROPE
+
+
+@pytest.mark.parametrize("place", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("key", ["type", "rope_type"])
+@pytest.mark.parametrize(
+    ("kind", "section", "scaling"),
+    [
+        ("linear", {"factor": 4}, Linear(4.0)),
+        # From the context of the model, as transformers has it.
+        ("dynamic", {"factor": 2.0}, Dynamic(2.0, 2048)),
+        ("yarn", YARN, Yarn(4.0, 512, 0.1 * math.log(4) + 1)),
+        ("yarn", {"factor": 4.0}, Yarn(4.0, 2048, 0.1 * math.log(4) + 1)),
+        ("yarn", YARN | {"factor": 0.5}, Yarn(0.5, 512, 1.0)),
+        (
+            "yarn",
+            YARN | {"attention_factor": 1.5, "beta_fast": 16, "beta_slow": 2, "truncate": False},
+            Yarn(4.0, 512, 1.5, 16.0, 2.0, False),
+        ),
+        (
+            "yarn",
+            YARN | {"mscale": 2.0, "mscale_all_dim": 1.0},
+            Yarn(4.0, 512, (0.2 * math.log(4) + 1) / (0.1 * math.log(4) + 1)),
+        ),
+        (
+            "longrope",
+            LONGROPE,
+            LongRope(tuple(SHORT), tuple(LONG), 1024, math.sqrt(1 + 1 / 10)),
+        ),
+        (
+            "longrope",
+            LONGROPE | {"factor": 1024.0},
+            LongRope(tuple(SHORT), tuple(LONG), 1024, math.sqrt(2)),
+        ),
+        (
+            "longrope",
+            LONGROPE | {"attention_factor": 1.25},
+            LongRope(tuple(SHORT), tuple(LONG), 1024, 1.25),
+        ),
+    ],
+    ids=str,
+)
+def test_scaled_rope_in_either_place_under_either_name(place, key, kind, section, scaling):
+    assert rope(**{place: {key: kind, **section}}) == Rope(16, 500000.0, scaling)
+
+
+TABLES = sorted(read(FIXTURES / "rope_configs.json"))
+
+
+@pytest.mark.parametrize("key", TABLES)
+def test_tables_are_those_of_transformers(key):
+    """Frequencies to fp32 accuracy, cos and sin to what that does to an angle."""
+    with np.load(FIXTURES / "rope_tables.npz") as arrays:
+        table = {
+            n: arrays[f"{key}.{n}"] for n in ("positions", "inverse_frequencies", "cos", "sin")
+        }
+    (spec,) = parse_config(read(FIXTURES / "rope_configs.json")[key]).attention
+    length = np.full(1, int(key.rpartition(".")[2]), np.int32)
+    frequencies = table["inverse_frequencies"]
+    if spec.rope.depends_on_length:
+        ours = np.asarray(spec.rope.inverse_frequencies(length))[0]
+    else:
+        ours = spec.rope.inverse_frequencies()
+    np.testing.assert_allclose(ours, frequencies, rtol=4e-6 if "llama3" in key else 1e-6)
+    positions = table["positions"].astype(np.float32)[:, None]
+    bar = 2e-6 * (1 + positions * frequencies)
+    for name, wave in (("cos", np.cos), ("sin", np.sin)):
+        got = wave(positions * ours) * np.float32(spec.rope.attention_factor)
+        assert (np.abs(got - table[name]) <= bar).all(), np.abs(got - table[name]).max()
 
 
 @pytest.mark.parametrize(
@@ -313,18 +440,67 @@ def test_a_missing_llama3_rope_field_is_named(field):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model_type": "mamba"}, ["model_type", "'mamba'", "supported: llama"]),
-        ({"model_type": ...}, ["model_type", "missing", "supported: llama"]),
+        (
+            {"model_type": "mamba"},
+            ["model_type", "'mamba'", "gemma2, gemma3_text, llama, mistral, phi3, qwen2, qwen3"],
+        ),
+        ({"model_type": ...}, ["model_type", "missing", "supported: gemma2, gemma3_text, llama"]),
+        (
+            {"model_type": "phimoe", "auto_map": {"AutoConfig": "configuration.PhiMoEConfig"}},
+            ["model_type", "'phimoe'", "code of the checkpoint's own is never run"],
+        ),
         ({"hidden_act": "relu"}, ["hidden_act", "'relu'", "gelu_pytorch_tanh", "silu"]),
         ({"torch_dtype": "int8"}, ["torch_dtype", "'int8'", "bfloat16, float16, float32"]),
         ({"dtype": "int8"}, ["dtype", "'int8'", "bfloat16, float16, float32"]),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            ["rope_scaling", "'linear'", "default, llama3"],
+            {"rope_scaling": {"type": "su", "factor": 2.0}},
+            ["rope_scaling", "'su'", "default, dynamic, linear, llama3, longrope, yarn"],
         ),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}},
-            ["rope_parameters", "'yarn'", "default, llama3"],
+            {"rope_parameters": {"rope_type": "proportional", "factor": 2.0}},
+            ["rope_parameters", "'proportional'", "default, dynamic, linear, llama3"],
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "finetuned": True}},
+            ["rope_scaling", "unknown keys finetuned", "'linear'", "factor"],
+        ),
+        (
+            {"rope_scaling": {"type": "default", "mrope_section": [2, 3, 3]}},
+            ["rope_scaling", "mrope_section"],
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", **YARN, "beta_fast": 1.0}},
+            ["rope_scaling", "beta_slow must be below beta_fast"],
+        ),
+        ({"rope_scaling": {"type": "dynamic"}}, ["rope_scaling", "'factor'", "missing"]),
+        (
+            {"rope_scaling": {"type": "longrope", **LONGROPE, "short_factor": SHORT[1:]}},
+            ["rope_scaling", "must have 8 values each, got 7 and 8"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", **LONGROPE, "long_factor": [*LONG[1:], -1]}},
+            ["rope_scaling", "'long_factor'", "positive"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", **LONGROPE, "long_factor": [*LONG[1:], "1"]}},
+            ["rope_scaling", "'long_factor'", "positive"],
+        ),
+        (
+            {
+                "original_max_position_embeddings": 512,
+                "rope_scaling": {"type": "longrope", **LONGROPE},
+            },
+            ["original_max_position_embeddings", "1024 and 512"],
+        ),
+        (
+            {
+                "rope_scaling": {
+                    "type": "longrope",
+                    **LONGROPE,
+                    "original_max_position_embeddings": 1,
+                }
+            },
+            ["original_max_position_embeddings", "exceed 1"],
         ),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "attention_factor": 2.0}},
@@ -400,6 +576,159 @@ def test_a_field_of_another_family_that_changes_the_forward_pass_is_refused(fiel
 def test_the_same_field_saying_nothing_is_no_matter(fields):
     # Warnings are errors here, so these say nothing either.
     assert parse_config(config(**fields)) == parse_config(config())
+
+
+QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 24}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "expected"),
+    [
+        ("mistral", {}, [4096] * 4),
+        ("mistral", {"sliding_window": None}, [None] * 4),
+        ("mistral", {"sliding_window": 24}, [24] * 4),
+        ("phi3", {}, [None] * 4),
+        ("phi3", {"sliding_window": 24}, [24] * 4),
+        ("gemma2", {}, [4096, None, 4096, None]),
+        ("gemma2", {"layer_types": ["full_attention"] * 4}, [None] * 4),
+        ("gemma3_text", {}, [4096] * 4),
+        ("gemma3_text", {"sliding_window_pattern": 3}, [4096, 4096, None, 4096]),
+        *(
+            case
+            for kind in ("qwen2", "qwen3")
+            for case in (
+                (kind, {}, [None] * 4),
+                (kind, {"sliding_window": 24}, [None] * 4),
+                (kind, QWEN_WINDOW, [None] * 4),
+                (kind, QWEN_WINDOW | {"max_window_layers": 0}, [24] * 4),
+                (kind, QWEN_WINDOW | {"max_window_layers": 3}, [None, None, None, 24]),
+                (kind, QWEN_WINDOW | {"sliding_window": None}, [None] * 4),
+                (
+                    kind,
+                    QWEN_WINDOW | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+                    [24, None, 24, None],
+                ),
+            )
+        ),
+    ],
+    ids=str,
+)
+def test_windows(model_type, fields, expected):
+    # Widths at which no default of a family is in the way.
+    fields = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16} | fields
+    assert [s.window for s in family(model_type, **fields).attention] == expected
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "says"),
+    [
+        ("qwen2", {"layer_types": ["full_attention"]}, ["layer_types", "(2)", "got 1"]),
+        (
+            "qwen2",
+            {"layer_types": ["chunked_attention"] * 2},
+            ["layer_types", "chunked", "sliding"],
+        ),
+        ("qwen2", {"layer_types": [[], {}]}, ["layer_types", "[]", "sliding_attention"]),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 2}, ["use_sliding_window", "false"]),
+        ("qwen2", {"attention_bias": True}, ["attention_bias", "supported: null, False"]),
+        (
+            "qwen2",
+            QWEN_WINDOW | {"sliding_window": 0, "max_window_layers": 0},
+            ["sliding_window", "positive"],
+        ),
+        ("mistral", {"sliding_window": -1}, ["sliding_window", "positive"]),
+        ("mistral", {"num_key_value_heads": ...}, ["num_key_value_heads", "4 and 8"]),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+        ("gemma2", {"sliding_window": None}, ["sliding_window", "missing"]),
+        ("gemma2", {"attn_logit_softcapping": 0}, ["attn_logit_softcapping", "positive"]),
+        ("gemma2", {"final_logit_softcapping": "30"}, ["final_logit_softcapping", "float"]),
+        ("gemma2", {"query_pre_attn_scalar": 0}, ["query_pre_attn_scalar", "positive"]),
+        ("gemma2", {"hidden_activation": "relu"}, ["hidden_activation", "'relu'", "silu"]),
+        ("gemma2", {"use_bidirectional_attention": True}, ["use_bidirectional_attention"]),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping"]),
+        ("gemma3_text", {"sliding_window_pattern": 0}, ["sliding_window_pattern", "positive"]),
+        (
+            "gemma3_text",
+            {"rope_theta": ..., "rope_parameters": {"rope_type": "linear", "factor": 8.0}},
+            ["rope_parameters", "unknown keys factor, rope_type", "full_attention"],
+        ),
+        (
+            "gemma3_text",
+            {"rope_parameters": {"full_attention": {"rope_type": "cubic"}}},
+            ["rope_parameters: full_attention", "'cubic'", "linear"],
+        ),
+        (
+            "gemma3_text",
+            {
+                "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+                "rope_parameters": {"full_attention": {"rope_type": "linear", "factor": 4.0}},
+            },
+            ["disagree"],
+        ),
+        ("phi3", {"lm_head_bias": True}, ["lm_head_bias"]),
+        ("phi3", {"rope_scaling": {"type": "longrope"}}, ["'short_factor'", "missing"]),
+    ],
+    ids=str,
+)
+def test_what_a_family_cannot_do_is_refused(model_type, fields, says):
+    message = refusal(config(**{"model_type": model_type, "head_dim": 16} | fields))
+    assert all(word in message for word in says), message
+
+
+def test_a_null_is_not_the_default_of_an_absent_field():
+    absent, null = {}, {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    caps = [
+        (parsed.attention[0].soft_cap, parsed.logit_soft_cap)
+        for parsed in (family("gemma2", head_dim=16, **fields) for fields in (absent, null))
+    ]
+    assert caps == [(50.0, 30.0), (None, None)]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"rope_local_base_freq": 10000.0, "rope_scaling": {"type": "linear", "factor": 8.0}},
+        {
+            "rope_theta": ...,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            },
+        },
+        {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0},
+                "sliding_attention": None,
+            }
+        },
+    ],
+    ids=str,
+)
+def test_gemma_3_has_two_ropes_however_they_are_written(fields):
+    parsed = family("gemma3_text", head_dim=16, sliding_window_pattern=2, **fields)
+    assert [s.rope for s in parsed.attention] == [
+        Rope(16, 10000.0),
+        Rope(16, 500000.0, Linear(8.0)),
+    ]
+
+
+@pytest.mark.parametrize("name", ["longrope", "su", "yarn"])
+def test_phi_has_longrope_under_its_early_names(name):
+    fields = {
+        "rope_scaling": {"type": name, "short_factor": SHORT, "long_factor": LONG},
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+    }
+    (spec,) = set(family("phi3", **fields).attention)
+    assert isinstance(spec.rope.scaling, LongRope)
+    assert spec.rope.attention_factor == pytest.approx(math.sqrt(1 + 5 / 12), rel=1e-12)
+
+
+def test_code_of_the_checkpoints_own_is_warned_of_where_it_is_another_model():
+    ours = {"AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM", "AutoConfig": "c.Phi3Config"}
+    assert family("phi3", auto_map=ours) == family("phi3", auto_map=None) == family("phi3")
+    with pytest.warns(UserWarning, match=r"auto_map.*other\.Better, which is not run.*LlamaForC"):
+        parse_config(config(auto_map={"AutoModelForCausalLM": "other.Better"}))
 
 
 def test_unknown_fields_are_warned_of_and_known_ones_are_not():
