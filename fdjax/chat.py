@@ -5,12 +5,12 @@ beginning of the text included, so the tokenizer adds none. Special tokens that 
 message's content count as such, as they do in transformers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from fdjax.chat_template import Message
-from fdjax.generation import GenerationConfig
-from fdjax.results import GenerateResult
+from fdjax.options import GenerationConfig
+from fdjax.results import GenerateResult, TextStream
 
 if TYPE_CHECKING:
     from fdjax.lm import LM
@@ -35,7 +35,7 @@ def chat(
 
 def stream_chat(
     lm: "LM", messages: Sequence[Message], config: GenerationConfig | None = None, **options: Any
-) -> Iterator[str]:
+) -> TextStream:
     """The text of the answer to one conversation as it comes; see `LM.stream_chat`."""
     template, options = _split(lm, config, options)
     return lm.stream(chat_ids(lm, messages, **template), config, **options)

@@ -1,6 +1,7 @@
 """`fdjax chat`: a conversation in a terminal, or with lines that are piped in."""
 
 import contextlib
+import logging
 import re
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from fdjax.chat import chat_ids
 
 if TYPE_CHECKING:
     from fdjax.lm import LM
+
+logger = logging.getLogger("fdjax")
 
 _HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
 
@@ -22,6 +25,8 @@ class Conversation:
 
     Attributes:
       messages: questions and answers in turn.
+      forgotten: how many messages the last question pushed out.
+      cut: the last answer ended only for want of room.
 
     Raises:
       ValueError: the model has no chat template, or none of this name.
@@ -40,6 +45,8 @@ class Conversation:
         lm.tokenizer.decode([])
         lm.tokenizer.chat_template.choose(chat_template)
         self.messages: list[dict[str, str]] = []
+        self.forgotten = 0
+        self.cut = False
         self._lm = lm
         self._system = [] if system is None else [{"role": "system", "content": system}]
         self._template = {} if chat_template is None else {"chat_template": chat_template}
@@ -55,6 +62,7 @@ class Conversation:
         before = list(self.messages)
         self.messages.append({"role": "user", "content": question})
         answer = ""
+        self.cut = False
         try:
             self._make_room()
             stream = self._lm.stream_chat(
@@ -67,6 +75,8 @@ class Conversation:
                 for piece in stream:
                     answer += piece
                     yield piece
+            self.cut = stream.result.finish_reasons == ["length"]
+            logger.info("%s", stream.stats)
         finally:
             if answer:
                 self.messages.append({"role": "assistant", "content": answer.strip()})
@@ -76,13 +86,13 @@ class Conversation:
     def _make_room(self) -> None:
         limit = self._lm.config.max_position_embeddings
         wanted = min(self._max_new_tokens, limit // 4)
+        count = len(self.messages)
         while len(self.messages) > 1:
-            if (
-                len(chat_ids(self._lm, self._system + self.messages, **self._template)) + wanted
-                <= limit
-            ):
-                return
+            prompt = chat_ids(self._lm, self._system + self.messages, **self._template)
+            if len(prompt) + wanted <= limit:
+                break
             del self.messages[:2]
+        self.forgotten = count - len(self.messages)
 
 
 def talk(conversation: Conversation) -> None:
@@ -109,6 +119,7 @@ def talk(conversation: Conversation) -> None:
         elif command:
             try:
                 _show(conversation.ask(line))
+                _remark(conversation)
             except KeyboardInterrupt:
                 if not in_terminal:
                     raise
@@ -128,6 +139,14 @@ def _show(answer: Iterator[str]) -> None:
             begun = begun or bool(piece)
             print(piece, end="", flush=True)
     print(flush=True)
+
+
+def _remark(conversation: Conversation) -> None:
+    """Tell of what would otherwise go unseen."""
+    if conversation.forgotten:
+        print("fdjax: the oldest messages no longer fit and are forgotten", file=sys.stderr)
+    if conversation.cut:
+        print("fdjax: cut short; --max-new-tokens and the context end an answer", file=sys.stderr)
 
 
 def _typed() -> Iterator[str]:

@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import fdjax
 
@@ -24,6 +25,8 @@ _EXAMPLES = """examples:
 """
 _MODEL = "folder or hub id; default: the embedded model"
 _MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
+logger = logging.getLogger("fdjax")
+
 # Answers of a conversation end by themselves; this is for those that do not.
 _CHAT_TOKENS = 1024
 
@@ -79,7 +82,6 @@ def _run(argv: Sequence[str] | None) -> int:
 @contextlib.contextmanager
 def _told(verbose: bool) -> Iterator[None]:
     """With `verbose`, what fdjax logs goes to standard error."""
-    logger = logging.getLogger("fdjax")
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
     level = logger.level
@@ -229,14 +231,30 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
         ("--temperature", _real(0), "T", "above 0 samples; 0 is greedy"),
         ("--top-k", _integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
         ("--top-p", _share, "P", "sample from the likeliest that hold the mass P"),
+        (
+            "--min-p",
+            _real(0, 1),
+            "P",
+            "sample from those at least P times as likely as the likeliest",
+        ),
+        ("--repetition-penalty", _real(0.01, 100), "X", "above 1 avoids what was there before"),
         ("--seed", _integer(0, 2**32 - 1), "N", "makes samples reproducible"),
     ):
         parser.add_argument(option, type=kind, metavar=metavar, help=text)
+    parser.add_argument(
+        "--stop",
+        action="append",
+        type=_text,
+        metavar="TEXT",
+        dest="stop_strings",
+        help="end before this text; may be given several times",
+    )
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, float]:
+def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `_add_sampling` that were given."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+    names += ("seed", "stop_strings")
     return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
 
 
@@ -252,13 +270,21 @@ def _name(text: str) -> str:
     return text
 
 
+def _text(text: str) -> str:
+    if not text:
+        raise argparse.ArgumentTypeError("must be a text, got nothing")
+    return text
+
+
 def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
     within = f"at least {least}" if most is None else f"from {least} to {most}"
     return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
 
 
-def _real(least: float) -> Callable[[str], float]:
-    return _number(float, lambda x: least <= x < math.inf, f"finite number, at least {least}")
+def _real(least: float, most: float | None = None) -> Callable[[str], float]:
+    if most is None:
+        return _number(float, lambda x: least <= x < math.inf, f"finite number, at least {least}")
+    return _number(float, lambda x: least <= x <= most, f"number from {least} to {most}")
 
 
 def _share(text: str) -> float:
@@ -323,7 +349,8 @@ def _generate(args: argparse.Namespace) -> int:
         )
         return 0
     held: str | None = ""
-    for piece in lm.stream(prompt, **options):
+    stream = lm.stream(prompt, **options)
+    for piece in stream:
         if held is not None:
             held += piece
             if not held.strip():
@@ -332,6 +359,8 @@ def _generate(args: argparse.Namespace) -> int:
             piece, held = held if held.startswith("  ") else held.removeprefix(" "), None
         print(piece, end="", flush=True)
     print()
+    if args.verbose:
+        logger.info("%s", stream.stats)
     return 0
 
 
@@ -392,8 +421,10 @@ def _bench(args: argparse.Namespace) -> int:
     from fdjax.platform import default_backend, enable_compilation_cache
 
     # Whatever is wrong is found before the minutes that measuring takes.
-    if args.implementation == "cudnn" and default_backend() != "gpu":
-        raise _UsageError("bench: --implementation cudnn needs an NVIDIA GPU, JAX sees none")
+    if args.implementation not in (None, "xla") and default_backend() != "gpu":
+        raise _UsageError(
+            f"bench: --implementation {args.implementation} needs an NVIDIA GPU, JAX sees none"
+        )
     if args.output:
         _check_writable(Path(args.output))
     enable_compilation_cache()

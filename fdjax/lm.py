@@ -173,8 +173,8 @@ class LM:
 
     def stream_chat(
         self, messages, config: GenerationConfig | None = None, **options
-    ) -> Iterator[str]:
-        """Yield the answer to one conversation as it comes; arguments are those of `chat`."""
+    ) -> TextStream:
+        """The answer to one conversation as it comes: arguments of `chat`, result of `stream`."""
         return chat.stream_chat(self, messages, config, **options)
 
     def score(

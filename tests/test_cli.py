@@ -3,10 +3,12 @@
 import io
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -118,6 +120,8 @@ def test_any_text_is_a_prompt(run, loaded, prompt):
 def test_options_reach_the_model(run, lm, loaded, monkeypatch):
     options = "--max-new-tokens 6 --temperature 1.5 --top-k 20 --top-p 0.9 --seed 7".split()
     given = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
+    options += ["--min-p", "0.1", "--repetition-penalty", "1.2", "--stop", " a", "--stop", "b"]
+    given |= {"min_p": 0.1, "repetition_penalty": 1.2, "stop_strings": [" a", "b"]}
     seen = []
 
     def stream(prompt, **options):
@@ -196,12 +200,20 @@ def asked(lm, loaded, monkeypatch):
     """The conversations that were to be answered; each answer is " word"."""
     seen = []
 
-    def stream_chat(messages, **options):
-        seen.append(([(m["role"], m["content"]) for m in messages], options))
-        yield " "
-        yield "word "
+    class Stream:
+        stats = "what it cost"
+        result = types.SimpleNamespace(finish_reasons=["stop"])
 
-    monkeypatch.setattr(lm, "stream_chat", stream_chat)
+        def __init__(self, messages, **options):
+            seen.append(([(m["role"], m["content"]) for m in messages], options))
+
+        def __iter__(self):
+            return iter((" ", "word "))
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr(lm, "stream_chat", Stream)
     return seen
 
 
@@ -232,13 +244,30 @@ def test_chat_options_reach_the_model(run, asked, tmp_path):
 
 def test_what_no_longer_fits_is_forgotten_in_pairs(run, asked):
     lines = [f"{i} " + "ocean " * 100 for i in range(6)]
-    assert run("chat", "--system", "Be brief.", stdin="\n".join(lines).encode())[0] == 0
+    code, out, err = run("chat", "--system", "Be brief.", stdin="\n".join(lines).encode())
+    assert (code, out) == (0, "word \n" * 6)
+    assert err == "fdjax: the oldest messages no longer fit and are forgotten\n" * 3
     for i, (messages, _) in enumerate(asked):
         roles = [role for role, _ in messages]
         assert roles == ["system"] + ["user", "assistant"] * (len(roles) // 2 - 1) + ["user"]
         assert messages[-1][1].startswith(f"{i} ")
     kept = [len(messages) for messages, _ in asked]
     assert kept == [2, 4, 6, 6, 6, 6]
+
+
+def test_an_answer_that_was_cut_short_says_so(run, loaded):
+    code, out, err = run("chat", "--max-new-tokens", "2", stdin=QUESTION.encode())
+    assert (code, out.strip()) == (0, "The largest")
+    assert err.startswith("fdjax: cut short; --max-new-tokens") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [["generate", QUESTION], ["chat"]])
+def test_verbose_tells_what_it_cost(run, loaded, command):
+    assert run(*command, stdin=QUESTION.encode())[2] == ""
+    code, out, err = run(*command, "-v", stdin=QUESTION.encode())
+    assert (code, out) == (0, ANSWER + "\n")
+    assert re.search(r"^fdjax: 7 prompt \+ 9 new tokens in .* tok/s", err, re.MULTILINE)
+    assert run(*command, stdin=QUESTION.encode())[2] == ""
 
 
 def test_a_line_that_cannot_be_answered_ends_a_pipe_with_one_line(run, loaded):
@@ -351,6 +380,9 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path):
         "--top-p nan",
         "--seed -1",
         "--seed 4294967296",
+        "--min-p 2",
+        "--repetition-penalty 0",
+        "--stop=",
         "--dtype int8",
         "--model=",
         "--nonsense",
@@ -692,7 +724,6 @@ def test_bench_of_a_config_alone_takes_random_weights(run, folder, benched):
 def test_bench_finds_what_cannot_be_before_it_measures(run, loaded, folder, tmp_path):
     edit(folder / "config.json", intermediate_size=64 * 10**12)
     for argv, told in (
-        (["--implementation", "mosaic_gpu"], "mosaic_gpu"),
         (["--batch", str(10**12)], "out of memory"),
         (["--output", str(tmp_path)], "directory"),
         (["--output", "/dev/null/x"], "/dev/null"),
@@ -709,9 +740,10 @@ def test_bench_leaves_no_file_where_it_fails(run, tmp_path):
     assert not (tmp_path / "record.json").exists()
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="cuDNN works there")
-def test_cudnn_without_a_gpu_is_misuse(run, loaded):
-    code, _, err = run("bench", "--implementation", "cudnn")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="they may work there")
+@pytest.mark.parametrize("implementation", ["cudnn", "mosaic_gpu"])
+def test_what_needs_a_gpu_is_misuse_without_one(run, loaded, implementation):
+    code, _, err = run("bench", "--implementation", implementation)
     assert (code, is_one_line(err), loaded) == (2, True, [])
 
 
