@@ -20,7 +20,7 @@ from fdjax.sampling import NOT_FINITE, Logprobs
 from fdjax.schedule import PrefillCall, prefill_calls, slots_for
 from fdjax.state import LayerCache, abstract_state, init_cache, start
 
-# XLA leaves fewer than 5 operations out of CUDA graphs by default, and the body of the decode loop is
+# By default XLA makes no CUDA graph of fewer than 5 operations, and the body of the decode loop is
 # few: the condition of a step and the step. Outside a graph, the host reads that condition.
 _COMPILER_OPTIONS = {"xla_gpu_graph_min_graph_size": 1}
 

@@ -251,7 +251,10 @@ def _ids(name, value):
 
 
 def _words(name, value):
-    words = tuple(_ids(name, word) for word in _items(name, value))
+    words = _items(name, value)
+    if any(map(_is_id, words)):
+        raise ValueError(f"generate: {name} must be sequences of ids, got {value!r}")
+    words = tuple(_ids(name, word) for word in words)
     if not all(words):
         raise ValueError(f"generate: {name} must hold no empty sequence, got {value!r}")
     return words

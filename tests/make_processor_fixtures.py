@@ -12,13 +12,19 @@ R rows, V tokens and S the longest history:
     bad_words      int32   [R, W, T], suppress, begin_suppress, eos  int32 [R, N]; padded with -1
     edited         float32 [R, V]  after the processors that are not for sampling
     scores         float32 [R, V]  after all of them
+
+`generate.json` beside it holds greedy runs of `generate` itself on one of the checkpoints there:
+options, prompt and tokens of each.
 """
 
+import json
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
@@ -33,7 +39,8 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-TARGET = Path(__file__).parent / "hf_fixtures" / "processors.npz"
+FIXTURES = Path(__file__).parent / "hf_fixtures"
+TARGET = FIXTURES / "processors.npz"
 ROWS, VOCABULARY, LONGEST = 400, 61, 40
 WORDS, WORD_LENGTH, IDS = 4, 5, 6
 
@@ -116,7 +123,51 @@ def padded(rows: list, shape: tuple[int, ...], fill: int) -> np.ndarray:
     return out
 
 
+CHECKPOINT = "llama3_gqa_tied"
+NEW_TOKENS = 24
+OPTIONS = (
+    {"repetition_penalty": 1.5},
+    {"repetition_penalty": 0.7},
+    {"no_repeat_ngram_size": 1},
+    {"no_repeat_ngram_size": 3},
+    {"min_new_tokens": 9, "eos_token_id": [93, 96, 256]},
+    {"begin_suppress_tokens": [248, 20, 59, 178], "suppress_tokens": [93, 156]},
+    {"bad_words_ids": [[93], [39, 96], [20, 156], [156, 20, 256]]},
+    {"repetition_penalty": 1.2, "no_repeat_ngram_size": 2, "bad_words_ids": [[248, 39]]},
+    {"stop_strings": ["s", "the"]},
+    {"stop_strings": "l", "repetition_penalty": 1.8},
+)
+
+
+def generated() -> list[dict]:
+    """Runs of `generate`, each prompt alone."""
+    folder = FIXTURES / CHECKPOINT
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    runs = []
+    with np.load(folder / "expected.npz") as expected:
+        prompts = [expected[f"prompt_{i}"].tolist() for i in range(5)]
+    for options in OPTIONS:
+        for i, prompt in enumerate(prompts):
+            ids = torch.as_tensor([prompt])
+            given = {"eos_token_id": None} | options
+            if "stop_strings" in options:
+                given["tokenizer"] = tokenizer
+            out = model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                do_sample=False,
+                max_new_tokens=NEW_TOKENS,
+                pad_token_id=0,
+                **given,
+            )
+            runs.append({"options": options, "prompt": i, "tokens": out[0, len(prompt) :].tolist()})
+    return runs
+
+
 def main() -> None:
+    path = FIXTURES / "generate.json"
+    path.write_text(json.dumps(generated()) + "\n", encoding="utf-8")
     rng = np.random.default_rng(0)
     cases = []
     while len(cases) < ROWS:
