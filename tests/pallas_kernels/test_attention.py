@@ -6,6 +6,7 @@ own.
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -735,6 +736,17 @@ def _shapes(dtype: str = "bfloat16", t: int = 1, d: int = 64) -> dict:
     return dict(q=q, k=cache, v=cache, lengths=jax.ShapeDtypeStruct((2,), "int32"))
 
 
+def _refused(op, implementation: str, how: str, shapes: dict, **static) -> str:
+    """What is said of a call by an implementation that is named and cannot do it."""
+    if how == "argument":
+        static["implementation"] = implementation
+    else:
+        static["plan"] = Plan(named=((op.__name__, implementation),))
+    with pytest.raises(NotImplementedError) as error:
+        jax.eval_shape(functools.partial(op, scale=0.25, **static), *shapes.values())
+    return str(error.value)
+
+
 @pytest.mark.parametrize("how", ["argument", "plan"])
 @pytest.mark.parametrize(
     ("op", "implementation", "shapes", "static", "message"),
@@ -742,7 +754,6 @@ def _shapes(dtype: str = "bfloat16", t: int = 1, d: int = 64) -> dict:
         (op, *rest)
         for op in (decode_attention, prefill_attention)
         for rest in (
-            ("mosaic_gpu", _shapes(), {}, "no 'mosaic_gpu' implementation"),
             ("cudnn", _shapes("float32"), {}, "cudnn needs bfloat16 or float16, got float32"),
             (
                 "cudnn", _shapes(d=60), {},
@@ -763,10 +774,12 @@ def _shapes(dtype: str = "bfloat16", t: int = 1, d: int = 64) -> dict:
     + [(decode_attention, "cudnn", _shapes(t=2), {}, "cudnn needs T = 1, got 2")],
 )  # fmt: skip
 def test_a_named_implementation_never_falls_back(op, implementation, shapes, static, message, how):
-    if how == "argument":
-        static = static | dict(implementation=implementation)
-    else:
-        static = static | dict(plan=Plan(named=((op.__name__, implementation),)))
-    with pytest.raises(NotImplementedError) as error:
-        jax.eval_shape(functools.partial(op, scale=0.25, **static), *shapes.values())
-    assert str(error.value) == f"{op.__name__}: {message}"
+    assert _refused(op, implementation, how, shapes, **static) == f"{op.__name__}: {message}"
+
+
+@pytest.mark.parametrize("how", ["argument", "plan"])
+@pytest.mark.parametrize("op", [decode_attention, prefill_attention])
+@pytest.mark.parametrize("shapes", [_shapes("float32"), _shapes(d=60)], ids=["float32", "D=60"])
+def test_mosaic_gpu_never_falls_back(op, shapes, how):
+    """It refuses these in every op; its own tests know the words."""
+    assert re.match(rf"{op.__name__}: .*mosaic_gpu", _refused(op, "mosaic_gpu", how, shapes))
