@@ -119,18 +119,18 @@ def matmul_flat_gemm(
         )
     if m == 0:
         return jnp.zeros((m, n), dtype)
-    if m > 8 and m % 8:
-        # TMA takes fewer than 8 rows, or multiples of 8.
-        padding = ((0, -m % 8), (0, 0))
+    groups = _groups(m)
+    if groups is None:
+        groups, padding = 1, ((0, -m % 8), (0, 0))
         x = jnp.pad(x, padding)
         residual = None if residual is None else jnp.pad(residual, padding)
     operands = {
-        "x": x,
+        "x": x.reshape(groups, -1, k),
         "w": w,
         "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         "scale": None if norm is None else norm.scale,
         "bias": bias,
-        "residual": residual,
+        "residual": None if residual is None else residual.reshape(groups, -1, n),
     }
     y = _launch(
         {name: operand for name, operand in operands.items() if operand is not None},
@@ -139,22 +139,37 @@ def matmul_flat_gemm(
         dtype=jnp.dtype(dtype),
         config=config or FlatGemmConfig.for_shape(m, k, n, gate=gate is not None),
     )
-    return y[:m]
+    return y.reshape(-1, n)[:m]
+
+
+def _groups(m: int) -> int | None:
+    """Equal groups in which TMA takes rows: of fewer than 8, or all in one where 8 divides M.
+
+    None where a block has no room for them: the rows must be padded.
+    """
+    if m % 8 == 0:
+        return 1
+    return next((g for g in range(-(-m // 8), _MAX_BLOCK_M // 8 + 1) if m % g == 0), None)
 
 
 # A function of its own under jit, so that layers of the same shape share one lowering.
 @functools.partial(jax.jit, static_argnames=("eps", "gate", "dtype", "config"))
 def _launch(operands, *, eps, gate, dtype, config):
-    """One kernel; `operands` are the arrays that are there, by name."""
-    m, k = operands["x"].shape
+    """One kernel; `operands` are the arrays that are there, by name.
+
+    x, residual and the result are [groups, rows, ...], with 8 rows to a group in shared memory where
+    there are several.
+    """
+    groups, m, k = operands["x"].shape
     n = operands["w"].shape[-1]
     in_dtype = operands["x"].dtype
-    block_m = min(-(-m // 8) * 8, _MAX_BLOCK_M)
+    tile_m = min(-(-m // 8) * 8, _MAX_BLOCK_M)
+    block_m = groups * tile_m
     block_n, block_k, split = config.block_n, config.block_k, config.split
     parts = 2 if gate else 1
     steps = -(-k // (block_k * split))
     normed = "scale" in operands
-    late = ("residual" in operands) + parts * ("bias" in operands)
+    late = groups * ("residual" in operands) + parts * ("bias" in operands)
 
     buffers = {"y": ((block_m, block_n), dtype)}
     if normed:
@@ -175,7 +190,7 @@ def _launch(operands, *, eps, gate, dtype, config):
         raise NotImplementedError(f"matmul: no room in shared memory for {config} at M = {m}")
     buffers |= {name: ((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
     scratch = {name: _smem(*buffer) for name, buffer in buffers.items()}
-    scratch["arrived"] = plgpu.Barrier(num_arrivals=len(stage) - 1 + parts, num_barriers=stages)
+    scratch["arrived"] = plgpu.Barrier(num_arrivals=parts + groups + normed, num_barriers=stages)
     if late:
         scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
     if split > 1:
@@ -187,7 +202,8 @@ def _launch(operands, *, eps, gate, dtype, config):
 
     def body(gmem, **smem):
         columns = pl.ds(lax.axis_index("n") * block_n, block_n)
-        rows = pl.ds(pl.multiple_of(lax.axis_index("m") * block_m, 8), block_m)
+        rows = pl.ds(pl.multiple_of(lax.axis_index("m") * tile_m, 8), tile_m)
+        tiles = [pl.ds(group * tile_m, tile_m) for group in range(groups)]
         rank = lax.axis_index("k")
         layer = (gmem["layer"][0],) if "layer" in gmem else ()
 
@@ -200,7 +216,9 @@ def _launch(operands, *, eps, gate, dtype, config):
                     tile = (*layer, ks, part, columns) if gate else (*layer, ks, columns)
                     plgpu.copy_gmem_to_smem(gmem["w"].at[tile], smem["w"].at[slot, part], arrived)
             if "x" in names:
-                plgpu.copy_gmem_to_smem(gmem["x"].at[rows, ks], smem["x"].at[slot], arrived)
+                for group, tile in enumerate(tiles):
+                    source, target = gmem["x"].at[group, rows, ks], smem["x"].at[slot, tile]
+                    plgpu.copy_gmem_to_smem(source, target, arrived)
             if "scale" in names:
                 plgpu.copy_gmem_to_smem(gmem["scale"].at[ks], smem["scale"].at[slot], arrived)
 
@@ -246,9 +264,12 @@ def _launch(operands, *, eps, gate, dtype, config):
             for slot in range(stages):
                 load(slot, slot, (name,))
         if "residual" in gmem:
-            plgpu.copy_gmem_to_smem(
-                gmem["residual"].at[rows, columns], smem["residual"], smem["late_arrived"]
-            )
+            for group, tile in enumerate(tiles):
+                source, target = (
+                    gmem["residual"].at[group, rows, columns],
+                    smem["residual"].at[tile],
+                )
+                plgpu.copy_gmem_to_smem(source, target, smem["late_arrived"])
         if "bias" in gmem:
             for part in range(parts):
                 source = gmem["bias"].at[(part, columns) if gate else columns]
@@ -284,7 +305,8 @@ def _launch(operands, *, eps, gate, dtype, config):
                 y = plgpu.layout_cast(y, plgpu.Layout.WGMMA_TRANSPOSED)
             smem["y"].T[...] = y
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(smem["y"], gmem["y"].at[rows, columns])
+            for group, tile in enumerate(tiles):
+                plgpu.copy_smem_to_gmem(smem["y"].at[tile], gmem["y"].at[group, rows, columns])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         if split == 1:
@@ -309,7 +331,7 @@ def _launch(operands, *, eps, gate, dtype, config):
 
     return plgpu.kernel(
         flat_gemm_kernel,
-        out_type=jax.ShapeDtypeStruct((m, n), dtype),
+        out_type=jax.ShapeDtypeStruct((groups, m, n), dtype),
         grid=(-(-n // block_n), -(-m // block_m)),
         grid_names=("n", "m"),
         cluster=(split,),

@@ -77,7 +77,9 @@ ALL = dict(norm=True, bias=True, gate="silu", residual=True)
         (dict(m=8, k=192, n=192), FlatGemmConfig(128, 128, 2)),  # partial blocks of K and of N
         (dict(m=5, k=448, n=64, **ALL), SMALL),
         (dict(m=72, k=192, n=64, norm=True), SMALL),  # two blocks of rows
-        (dict(m=12, k=128, n=64, residual=True), SMALL),  # rows that must be padded
+        (dict(m=12, k=128, n=64, **ALL), SMALL),  # two groups of rows
+        (dict(m=9, k=64, n=64, residual=True), SMALL),  # three, as two would not be equal
+        (dict(m=11, k=128, n=64, residual=True), SMALL),  # rows that must be padded
         (dict(m=4, k=128, n=64, bias=True, dtype=jnp.float16), SMALL),
     ],
     ids=str,
