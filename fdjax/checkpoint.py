@@ -6,6 +6,7 @@ format is eight bytes of header length, a JSON header, and the bytes.
 """
 
 import dataclasses
+import hashlib
 import importlib.resources
 import json
 import logging
@@ -44,6 +45,8 @@ _LFS_POINTER = b"version https://git-lfs"
 _QUANTISED = (
     r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
 )
+# A fingerprint reads twice as many values of each tensor.
+_SAMPLE = 512
 # XLA's CPU client uses host memory in place when it is aligned to this, and copies it otherwise.
 _ALIGNMENT_BYTES = 64
 
@@ -377,6 +380,22 @@ def load_params(
         progress(done, total)
     logger.info("%s: %.2f GB read in %.1f s", folder, total / 1e9, time.perf_counter() - began)
     return params
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells the weights of a checkpoint from others: a hash of its tensors' names, dtypes,
+    shapes and a part of the bytes of each.
+
+    Raises:
+      CheckpointError: see `stored_tensors`.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored_tensors(folder).items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        values = tensor.view().reshape(-1)
+        middle = values.size // 2
+        digest.update(values[max(0, middle - _SAMPLE) : middle + _SAMPLE].tobytes())
+    return digest.hexdigest()
 
 
 @jax.jit

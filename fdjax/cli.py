@@ -1,4 +1,4 @@
-"""The command line: `fdjax generate | chat | info | doctor | bench`."""
+"""The command line: `fdjax generate | chat | info | doctor | bench | calibrate`."""
 
 import argparse
 import contextlib
@@ -22,6 +22,7 @@ _EXAMPLES = """examples:
   fdjax info path/to/checkpoint
   fdjax doctor
   fdjax bench path/to/checkpoint --batch 8
+  fdjax calibrate path/to/checkpoint --text book.txt
 """
 _MODEL = "folder or hub id; default: the embedded model"
 _MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
@@ -216,6 +217,41 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--output", metavar="FILE", help="also write the JSON record here")
     bench.add_argument("--commit", help="commit to record where git cannot be asked")
     bench.set_defaults(run=_bench)
+
+    calibrate = commands.add_parser(
+        "calibrate",
+        help="choose the unified maximum of decode attention by a text",
+        description="Run a text through a model and choose, head by head, the constant that decode "
+        "attention subtracts in place of a maximum (FlashDecoding++, section 3). It changes the "
+        "speed, never a result.",
+    )
+    calibrate.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL)
+    calibrate.add_argument(
+        "--text",
+        action="append",
+        required=True,
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text like what the model will see; may be given several times",
+    )
+    calibrate.add_argument(
+        "--context",
+        type=_integer(2),
+        metavar="N",
+        help="longest piece of a text in tokens; default: the model's context, up to 4096",
+    )
+    _add_dtype(calibrate)
+    calibrate.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: beside the checkpoint, the only place where a model's loading looks for it",
+    )
+    calibrate.add_argument(
+        "--plot", type=Path, metavar="FILE", help="also draw the distribution here"
+    )
+    calibrate.add_argument("--commit", help="commit to record where git cannot be asked")
+    calibrate.set_defaults(run=_calibrate)
     return parser
 
 
@@ -458,6 +494,50 @@ def _bench(args: argparse.Namespace) -> int:
     )
     emit(record, args.output)
     return int(record.failed)
+
+
+def _calibrate(args: argparse.Namespace) -> int:
+    from fdjax import calibrate
+    from fdjax.bench.record import environment
+    from fdjax.checkpoint import fingerprint, locate
+
+    # Whatever is wrong is found before the minutes that a large model takes.
+    texts = [_read_text(path) for path in args.text]
+    folder = locate(args.model)
+    output = folder / calibrate.FILE if args.output is None else args.output
+    _check_writable(output)
+    if args.plot:
+        calibrate.check_plot(args.plot)
+        _check_writable(args.plot)
+    lm = fdjax.load(str(folder), dtype=args.dtype, calibration=False)
+    last = 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if 10 * done // total > last:
+            last = 10 * done // total
+            _say(f"{done} of {total} tokens")
+
+    statistics = calibrate.gather(lm, texts, context=args.context, progress=progress)
+    provenance = environment(args.commit) | {
+        "texts": [path.name for path in args.text],
+        "rows": int(statistics.maxima[0, 0].sum()),
+        "dtype": lm.model.dtype,
+    }
+    calibration = calibrate.Calibration.of(statistics, fingerprint(folder), provenance)
+    calibrate.write_calibration(calibration, output)
+    print(calibration)
+    _say(f"written to {output}")
+    if args.plot:
+        calibrate.plot(statistics, folder.name, args.plot)
+    return 0
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8, not so at {error.start}") from None
 
 
 def _check_writable(path: Path) -> None:

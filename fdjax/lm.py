@@ -11,6 +11,7 @@ import jax
 import numpy as np
 
 from fdjax import chat, platform, score
+from fdjax.calibrate import calibrated
 from fdjax.checkpoint import load_params, locate, read_json
 from fdjax.engine import Engine
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
@@ -334,6 +335,7 @@ def load(
     dtype: str | None = None,
     max_len: int | None = None,
     plan: Plan | None = None,
+    calibration: bool = True,
     compilation_cache: bool | None = None,
     progress: bool | None = None,
 ) -> LM:
@@ -345,12 +347,15 @@ def load(
       max_len: slots of cache per row. Default: sized by need, in a few steps, up to the model's
         max_position_embeddings.
       plan: which implementations run; default that of the first local device.
+      calibration: use what `fdjax calibrate` wrote beside the checkpoint, if it did. It changes the
+        speed, never a result.
       compilation_cache: keep compiled programs on disk between runs. Default: on, unless JAX is
         already configured; False declines.
       progress: show a progress bar; default when standard error is a terminal.
 
     Raises:
-      CheckpointError: the checkpoint is damaged or not supported; one line says what and where.
+      CheckpointError: the checkpoint is damaged or not supported, or its calibration is that of
+        another; one line says what and where.
       ValueError: an argument is out of range.
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
@@ -361,6 +366,8 @@ def load(
     folder = locate(model)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
+    if calibration:
+        config = calibrated(config, folder)
     description = describe(config, dtype=dtype, plan=plan)
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))

@@ -194,6 +194,7 @@ def _attend_decode(
         window=spec.window,
         soft_cap=spec.soft_cap,
         alibi=spec.alibi,
+        phi=None if spec.phi is None else jnp.array(spec.phi, jnp.float32),
         plan=plan,
     )
     return o, kv

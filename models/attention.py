@@ -18,6 +18,8 @@ class AttentionSpec:
       window: sliding window in tokens, own position included, or None.
       soft_cap: cap of the scores, or None.
       alibi: slope per query head, or None.
+      phi: unified maximum per query head that calibration chose, or None; changes the speed of
+        decode kernels, never a result.
     """
 
     scale: float
@@ -25,6 +27,7 @@ class AttentionSpec:
     window: int | None = None
     soft_cap: float | None = None
     alibi: tuple[float, ...] | None = None
+    phi: tuple[float, ...] | None = None
 
 
 class Attend(Protocol):
