@@ -157,8 +157,8 @@ def _groups(m: int) -> int | None:
 def _launch(operands, *, eps, gate, dtype, config):
     """One kernel; `operands` are the arrays that are there, by name.
 
-    x, residual and the result are [groups, rows, ...], with 8 rows to a group in shared memory where
-    there are several.
+    x, residual and the result are [groups, rows, ...]; in shared memory groups take 8 rows each
+    where there are several.
     """
     groups, m, k = operands["x"].shape
     n = operands["w"].shape[-1]
@@ -189,7 +189,7 @@ def _launch(operands, *, eps, gate, dtype, config):
     if stages < min(2, steps):
         raise NotImplementedError(f"matmul: no room in shared memory for {config} at M = {m}")
     buffers |= {name: ((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
-    scratch = {name: _smem(*buffer) for name, buffer in buffers.items()}
+    scratch = {name: _smem(name, *buffer) for name, buffer in buffers.items()}
     scratch["arrived"] = plgpu.Barrier(num_arrivals=parts + groups + normed, num_barriers=stages)
     if late:
         scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
@@ -339,9 +339,9 @@ def _launch(operands, *, eps, gate, dtype, config):
     )(*operands.values())
 
 
-def _smem(shape: tuple[int, ...], dtype: Any) -> Any:
+def _smem(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory; matrices in tiles of 8 rows with the widest swizzle that divides a row."""
-    if len(shape) == 2 and shape[0] % 8:
+    if name in ("scale", "bias"):
         return plgpu.SMEM(shape, dtype)
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next(s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0)

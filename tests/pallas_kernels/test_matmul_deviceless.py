@@ -45,6 +45,7 @@ def _operands(m, k, n, *, norm=False, bias=False, gate=None, residual=False, lay
         dict(m=2, k=1024, n=1024, norm=True, bias=True, gate="gelu_tanh", layer=True),
         dict(m=64, k=4096, n=4096, norm=True, config=FlatGemmConfig(64, 128, 4, 2)),
         dict(m=64, k=4096, n=28672, config=FlatGemmConfig(256, 64, 3)),
+        dict(m=64, k=4096, n=6144, norm=True, config=FlatGemmConfig(64, 64, 8)),
     ],
     ids=str,
 )

@@ -81,6 +81,7 @@ ALL = dict(norm=True, bias=True, gate="silu", residual=True)
         (dict(m=9, k=64, n=64, residual=True), SMALL),  # three, as two would not be equal
         (dict(m=11, k=128, n=64, residual=True), SMALL),  # rows that must be padded
         (dict(m=4, k=128, n=64, bias=True, dtype=jnp.float16), SMALL),
+        (dict(m=2, k=512, n=64, norm=True), FlatGemmConfig(64, 64, 8)),  # as deep as a tile is high
     ],
     ids=str,
 )
