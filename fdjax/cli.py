@@ -6,6 +6,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +20,7 @@ _EXAMPLES = """examples:
   fdjax generate --model meta-llama/Llama-3.2-1B --max-new-tokens 64 "The ocean is"
   echo "What is 7 + 5?" | fdjax generate
   fdjax chat
-  fdjax info path/to/checkpoint
+  fdjax info path/to/checkpoint --memory 80GB --batch 8
   fdjax doctor
   fdjax bench path/to/checkpoint --batch 8
   fdjax calibrate path/to/checkpoint --text book.txt
@@ -175,7 +176,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL_OR_CONFIG)
     info.add_argument(
-        "--batch", type=_integer(1), metavar="B", default=1, help="rows of the decode step"
+        "--batch", type=_integer(1), metavar="B", default=1, help="rows at once; default: 1"
+    )
+    info.add_argument(
+        "--context",
+        type=_integer(1),
+        metavar="N",
+        help="tokens of each row; default: the model's context",
+    )
+    info.add_argument(
+        "--memory",
+        type=_bytes,
+        metavar="SIZE",
+        help="what would fit into this, such as 80GB; default: the memory JAX may use here",
     )
     _add_dtype(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
@@ -323,6 +336,15 @@ def _real(least: float, most: float | None = None) -> Callable[[str], float]:
     return _number(float, lambda x: least <= x <= most, f"number from {least} to {most}")
 
 
+def _bytes(text: str) -> int:
+    units = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+    found = re.fullmatch(r"(\d+(?:\.\d*)?) ?([KMGTiB]*)", text.strip(), re.IGNORECASE)
+    size = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"must be a size such as 80GB or 512MiB, got {text!r}")
+    return size
+
+
 def _share(text: str) -> float:
     return _number(float, lambda x: 0 < x <= 1, "number above 0 and at most 1")(text)
 
@@ -443,7 +465,7 @@ def _info(args: argparse.Namespace) -> int:
     from fdjax.info import model_info
 
     model, _ = _describe(args.model, args.dtype)
-    info = model_info(model, batch=args.batch)
+    info = model_info(model, batch=args.batch, slots=args.context, memory_bytes=args.memory)
     print(json.dumps(info.asdict()) if args.json else info)
     return 0
 
@@ -451,8 +473,8 @@ def _info(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from fdjax.bench.model import bench_model
     from fdjax.bench.record import emit
-    from fdjax.info import model_info
     from fdjax.lm import LM
+    from fdjax.memory import check_load, plan_memory
     from fdjax.models import random_params
     from fdjax.platform import default_backend, enable_compilation_cache
 
@@ -465,22 +487,19 @@ def _bench(args: argparse.Namespace) -> int:
         _check_writable(Path(args.output))
     enable_compilation_cache()
     model, folder = _describe(args.model, args.dtype, args.implementation)
-    facts = model_info(model)
     tokens = args.prompt_tokens + args.new_tokens
-    if tokens > facts.max_position_embeddings:
+    if tokens > model.config.max_position_embeddings:
         raise _UsageError(
             f"bench: --prompt-tokens and --new-tokens make {tokens}, "
-            f"the model's context is {facts.max_position_embeddings}"
+            f"the model's context is {model.config.max_position_embeddings}"
         )
-    if facts.fitting_tokens is not None and args.batch * tokens > facts.fitting_tokens:
-        raise MemoryError(
-            f"weights of {facts.weight_bytes / 1e9:.1f} GB leave room for {facts.fitting_tokens} "
-            f"tokens of cache, {args.batch} x {tokens} are asked for"
-        )
-    size = f"{facts.parameters:,} parameters in {facts.dtype}"
-    _say(f"{'making' if folder is None else 'loading'} {size} on {facts.device}")
+    _, memory_bytes = check_load(model)
+    need = plan_memory(model, batch=args.batch, max_len=tokens, prompt_tokens=args.prompt_tokens)
+    need.check("bench", memory_bytes)
+    size = f"{model.parameter_count:,} parameters in {model.dtype}"
+    _say(f"{'making' if folder is None else 'loading'} {size} on {model.plan.device_kind}")
     if folder is None:
-        lm = LM(model, random_params(model))
+        lm = LM(model, random_params(model), memory_bytes=memory_bytes)
     else:
         lm = fdjax.load(args.model, dtype=args.dtype, plan=model.plan)
     record = bench_model(

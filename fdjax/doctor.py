@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import fdjax
 from fdjax import platform
-from fdjax.info import device_memory_bytes
+from fdjax.memory import device_memory_bytes
 from fdjax.pallas_kernels.attention import decode_attention
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.plan import Plan

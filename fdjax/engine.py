@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,12 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdjax import step
+from fdjax.memory import plan_memory
 from fdjax.models import Model, Params
 from fdjax.options import per_row
 from fdjax.rows import Chunk, Row
 from fdjax.sampling import NOT_FINITE, Logprobs
-from fdjax.schedule import PrefillCall, prefill_calls, slots_for
-from fdjax.state import LayerCache, abstract_state, init_cache, start
+from fdjax.schedule import PrefillCall, covered_slots, prefill_calls, slots_for
+from fdjax.state import SLOT_MULTIPLE, LayerCache, abstract_state, init_cache, start
 
 # By default XLA makes no CUDA graph of fewer than 5 operations, and the body of the decode loop is
 # few: the condition of a step and the step. Outside a graph, the host reads that condition.
@@ -37,9 +39,18 @@ class Engine:
       idle_cache: the cache of the last batch, or None.
     """
 
-    def __init__(self, model: Model, params: Params, max_len: int | None = None):
+    def __init__(
+        self,
+        model: Model,
+        params: Params,
+        max_len: int | None = None,
+        max_batch: int | None = None,
+        memory_bytes: int | None = None,
+    ):
         self.model = model
         self.max_len = max_len
+        self.max_batch = max_batch
+        self.memory_bytes = memory_bytes
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs: dict[Any, Any] = {}
@@ -55,9 +66,9 @@ class Engine:
         active = [row.request for row in rows if row.finish_reason is None]
         if not active:
             return
-        batch = 2 ** math.ceil(math.log2(len(rows)))
+        batch = min(2 ** math.ceil(math.log2(len(rows))), self.max_batch or sys.maxsize)
         total = max(len(r.ids) + r.config.max_new_tokens for r in active)
-        slots = slots_for(max(map(len, prompts)), total, self.max_len)
+        slots = self._slots(batch, max(map(len, prompts)), total)
         wanted = functools.reduce(operator.or_, (r.config.processors for r in active))
         # Once per prompt, what is not asked for costs next to nothing.
         prefill = self.program(step.prefill, processors=wanted.everything)
@@ -109,6 +120,24 @@ class Engine:
         finally:
             # What is not finite in a cache may outlive its row: such a cache is dropped.
             self.idle_cache = jax.tree.unflatten(treedef, state).kv if sound else None
+
+    def _slots(self, batch: int, longest_prompt: int, total: int) -> int:
+        """Cache slots per row; where memory is short, no more than `total` tokens need.
+
+        Raises:
+          MemoryError: they do not fit.
+        """
+        slots = slots_for(longest_prompt, total, self.max_len)
+        if self.memory_bytes is None:
+            return slots
+        plan = functools.partial(
+            plan_memory, self.model, batch=batch, max_len=total, prompt_tokens=longest_prompt
+        )
+        if plan(slots=slots).total_bytes > self.memory_bytes:
+            least = max(covered_slots(longest_prompt), -(-total // SLOT_MULTIPLE) * SLOT_MULTIPLE)
+            slots = min(slots, least)
+            plan(slots=slots).check("generate", self.memory_bytes)
+        return slots
 
     def _take_cache(self, batch: int, slots: int) -> list[LayerCache]:
         """The idle cache if it fits, else a new one in its place."""

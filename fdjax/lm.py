@@ -14,6 +14,7 @@ from fdjax import chat, platform, score
 from fdjax.calibrate import calibrated
 from fdjax.checkpoint import load_params, locate, read_json
 from fdjax.engine import Engine
+from fdjax.memory import check_load
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.options import SAMPLED_OPTIONS, GenerationConfig
 from fdjax.pallas_kernels.plan import Plan
@@ -48,6 +49,7 @@ class LM:
       tokenizer: false when the checkpoint has none; ids work without.
       defaults: the checkpoint's `GenerationConfig`.
       max_len: slots of cache per row, or None to size it by need.
+      max_batch: rows that may run at once, or None for as many as fit.
     """
 
     def __init__(
@@ -58,6 +60,8 @@ class LM:
         *,
         defaults: GenerationConfig = GenerationConfig(),
         max_len: int | None = None,
+        max_batch: int | None = None,
+        memory_bytes: int | None = None,
     ):
         limit = model.config.max_position_embeddings
         if max_len is not None and max_len < 1:
@@ -73,7 +77,8 @@ class LM:
         self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
         self.defaults = defaults
         self.max_len = max_len
-        self._engine = Engine(model, params, max_len)
+        self.max_batch = max_batch
+        self._engine = Engine(model, params, max_len, max_batch, memory_bytes)
 
     @property
     def config(self) -> DecoderConfig:
@@ -105,10 +110,12 @@ class LM:
 
         Raises:
           ValueError: a prompt is empty, too long for the cache or has ids outside the vocabulary;
-            an option is out of range; the options forbid every token.
+            an option is out of range; the options forbid every token; there are more rows than
+            `max_batch`.
           TypeError: there is no such option.
           MissingTokenizerError: text or a stop string is given and there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
+          MemoryError: the cache that the rows need does not fit beside the weights.
 
         Warns:
           UserWarning: an option has no effect, as nothing is sampled.
@@ -214,6 +221,10 @@ class LM:
             row_config = self._within_context(row_config, ids, i)
             samples = range(row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
+        if self.max_batch is not None and len(requests) > self.max_batch:
+            raise ValueError(
+                f"generate: {len(requests)} rows are more than max_batch {self.max_batch}"
+            )
         return requests
 
     def _check(self, config: GenerationConfig, i: int) -> None:
@@ -333,7 +344,9 @@ def load(
     model: str,
     *,
     dtype: str | None = None,
+    max_batch: int | None = None,
     max_len: int | None = None,
+    gpu_memory_utilization: float | None = None,
     plan: Plan | None = None,
     calibration: bool = True,
     compilation_cache: bool | None = None,
@@ -344,8 +357,12 @@ def load(
     Args:
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default that of the checkpoint.
+      max_batch: rows that may run at once. Default: as many as fit.
       max_len: slots of cache per row. Default: sized by need, in a few steps, up to the model's
         max_position_embeddings.
+      gpu_memory_utilization: the share of the memory that JAX may still allocate that this model
+        takes at most, weights, cache and workspace together; without `max_len`, that becomes the
+        longest context that fits for `max_batch` rows (default 1). Default: all of it, by need.
       plan: which implementations run; default that of the first local device.
       calibration: use what `fdjax calibrate` wrote beside the checkpoint, if it did. It changes the
         speed, never a result.
@@ -357,6 +374,8 @@ def load(
       CheckpointError: the checkpoint is damaged or not supported, or its calibration is that of
         another; one line says what and where.
       ValueError: an argument is out of range.
+      MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
+        nothing has been allocated.
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
@@ -369,12 +388,26 @@ def load(
     if calibration:
         config = calibrated(config, folder)
     description = describe(config, dtype=dtype, plan=plan)
+    max_len, memory_bytes = check_load(
+        description,
+        max_batch=max_batch,
+        max_len=max_len,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))
     tokenizer = Tokenizer(folder)
     with _progress_bar(progress, folder.name) as update:
         params = load_params(folder, description, progress=update)
-    return LM(description, params, tokenizer, defaults=defaults, max_len=max_len)
+    return LM(
+        description,
+        params,
+        tokenizer,
+        defaults=defaults,
+        max_len=max_len,
+        max_batch=max_batch,
+        memory_bytes=memory_bytes,
+    )
 
 
 @contextlib.contextmanager

@@ -49,6 +49,20 @@ def covered_slots(length: int) -> int:
     return sum(chunks_for(length))
 
 
+def rows_of_call(width: int, batch: int) -> int:
+    """Rows of a state of `batch` rows that a call with chunks of `width` takes."""
+    rows = batch
+    while rows > 1 and rows * width > _CALL_TOKENS:
+        rows //= 2
+    return rows
+
+
+def call_tokens(length: int, batch: int) -> int:
+    """Tokens of the largest call for prompts of up to `length` tokens, padding included."""
+    widest = max(chunks_for(length))
+    return max(rows_of_call(width, batch) * width for width in CHUNKS if width <= widest)
+
+
 def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillCall]:
     """Calls that process `prompts` into rows 0, 1, … of a state of `batch` rows.
 
@@ -61,9 +75,7 @@ def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillC
     while order:
         widths = chunks_for(len(prompts[order[-1]]))
         # The longest prompt decides the widths; as many of the next longest join it as fit.
-        count = batch
-        while count > 1 and count * max(widths) > _CALL_TOKENS:
-            count //= 2
+        count = rows_of_call(max(widths), batch)
         whole = count == batch
         work = {i: prompts[i] for i in order[-count:]}
         order = order[:-count]

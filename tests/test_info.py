@@ -9,7 +9,8 @@ import jax
 import pytest
 
 from fdjax import info
-from fdjax.info import ModelInfo, device_memory_bytes, model_info
+from fdjax.info import ModelInfo, model_info
+from fdjax.memory import device_memory_bytes, plan_memory
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
 
@@ -50,24 +51,32 @@ def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token
     assert len(jax.live_arrays()) == live
 
 
-@pytest.mark.parametrize(
-    ("memory", "tokens"),
-    [
-        (80 * 10**9, (80 * 10**9 - 2 * 8_030_261_248) // 131_072),
-        (2 * 8_030_261_248 + 131_071, 0),
-        (2 * 8_030_261_248 + 131_072, 1),
-        (10**9, 0),
-        (None, None),
-    ],
-)
-def test_what_fits_beside_the_weights(monkeypatch, memory, tokens):
-    monkeypatch.setattr(info, "device_memory_bytes", lambda: memory)
-    facts = model_info(model("llama-3-8b"))
-    assert (facts.device_bytes, facts.fitting_tokens) == (memory, tokens)
+def test_what_fits_is_what_the_planner_says(monkeypatch):
+    monkeypatch.setattr(info, "device_memory_bytes", lambda: 80 * 10**9)
+    llama = model("llama-3-8b")
+    facts = model_info(llama, batch=2, slots=4096)
+    assert facts.device_bytes == 80 * 10**9
+    assert facts.memory == plan_memory(llama, batch=2, max_len=4096)
+    for batch, fits in ((facts.largest_batch, True), (facts.largest_batch + 1, False)):
+        total = plan_memory(llama, batch=batch, max_len=4096).total_bytes
+        assert (total <= facts.device_bytes) == fits
     text = str(facts)
-    assert ("weights too large" in text) == (tokens == 0)
-    assert ("memory" in text) == (memory is not None)
-    assert ("fits" in text) == (tokens is not None)
+    for part in (
+        "memory        80.0 GB",
+        str(facts.memory),
+        f"2 rows of {facts.longest_context:,}",
+    ):
+        assert part in text
+
+
+def test_too_little_memory_and_unknown_memory_are_told(monkeypatch):
+    facts = model_info(model("llama-3-8b"), memory_bytes=10**10)
+    assert (facts.largest_batch, facts.longest_context) == (0, 0)
+    assert "fits          no" in str(facts)
+    monkeypatch.setattr(info, "device_memory_bytes", lambda: None)
+    facts = model_info(model("llama-3-8b"))
+    assert (facts.device_bytes, facts.largest_batch, facts.longest_context) == (None, None, None)
+    assert "fits " not in str(facts)
 
 
 def test_the_memory_of_a_device_is_its_allocators_limit_or_the_machines():
