@@ -182,7 +182,8 @@ class Decoder(nnx.Module):
         """hidden [..., E] → fp32 logits [..., V]."""
         fused = {"norm": self.norm.operand(), "preferred_element_type": jnp.float32, "plan": plan}
         if self.head is None:
-            logits = matmul(hidden, self.embed[...].T, **fused)
+            # XLA alone reads the embedding as it lies; for a kernel it would be copied each time.
+            logits = matmul(hidden, self.embed[...].T, implementation="xla", **fused)
         else:
             logits = self.head(hidden, **fused)
         if self.logit_soft_cap is not None:
