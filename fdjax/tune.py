@@ -10,7 +10,6 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,14 @@ import jax.numpy as jnp
 
 from fdjax.bench.check import verify
 from fdjax.bench.record import environment
-from fdjax.bench.timing import l2_bytes, measure
+from fdjax.bench.timing import Timing, l2_bytes, measure
 from fdjax.models import DecoderConfig
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, matmul
 from fdjax.pallas_kernels.gemm.flat_gemm import matmul_flat_gemm
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import KERNEL_REVISIONS, TABLE_SCHEMA
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
 # (block_n, block_k, stages, split); in sweeps over all, the fastest was always one of these.
 CANDIDATES = tuple(
@@ -43,29 +42,68 @@ CANDIDATES = tuple(
 # Errors of single products in half precision; what is asked is only whether they are right at all.
 _TOLERANCE = 2e-2
 
+# A kernel that gains less than the measurement can tell has not earned its place.
+_LEAST_GAIN = 1.01
+
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """A weight [K,N], or with `gate` [K,2,N/2]: N counts the columns of both halves."""
+    """A linear layer: its weight [K,N], or [K,2,N/2] with a gate, and what is fused with it.
+
+    Attributes:
+      k, n: of the weight; N counts the columns of gate and up.
+      gate: the result is silu(gate) * up; other activations cost the same.
+      norm: x is normalised first.
+      residual: another summand.
+      result: dtype of the result, default that of the weight.
+    """
 
     k: int
     n: int
     gate: bool = False
+    norm: bool = False
+    residual: bool = False
+    result: str | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether anything is done beside the product."""
+        return self.gate or self.norm or self.residual
+
+    def key(self, m: int, itemsize: int) -> dict[str, int]:
+        """The shape by which `Plan.choose` knows `matmul`."""
+        return {
+            "m": m,
+            "k": self.k,
+            "n": self.n,
+            "itemsize": itemsize,
+            "gate": int(self.gate),
+            "fused": int(self.fused),
+        }
 
     def __str__(self):
-        return f"[{self.k},{'2,' if self.gate else ''}{self.n // (2 if self.gate else 1)}]"
+        weight = f"[{self.k},2,{self.n // 2}]" if self.gate else f"[{self.k},{self.n}]"
+        return weight + " norm" * self.norm + " gate" * self.gate + " residual" * self.residual
 
 
 def linear_shapes(config: DecoderConfig) -> dict[str, LinearShape]:
-    """The distinct linear layers of a decoder, by name."""
+    """The linear layers of a decoder, by name, as it calls them.
+
+    Without biases, which cost nothing measurable, and without the head where it is the transposed
+    embedding, which no kernel reads.
+    """
     width, heads = config.width, config.heads * config.head_dim
-    return {
-        "qkv": LinearShape(width, heads + 2 * config.kv_heads * config.head_dim),
-        "out": LinearShape(heads, width),
-        "gate_up": LinearShape(width, 2 * config.mlp_width, gate=True),
-        "down": LinearShape(config.mlp_width, width),
-        "head": LinearShape(width, config.vocab_size),
+    kv_heads = config.kv_heads * config.head_dim
+    summed = not config.post_norms
+    shapes = {
+        "qkv": LinearShape(width, heads + 2 * kv_heads, norm=True),
+        "out": LinearShape(heads, width, residual=summed),
+        "gate_up": LinearShape(width, 2 * config.mlp_width, gate=True, norm=True),
+        "down": LinearShape(config.mlp_width, width, residual=summed),
     }
+    if not config.tie_embeddings:
+        shapes["head"] = LinearShape(width, config.vocab_size, norm=True, result="float32")
+    return shapes
 
 
 def candidates(shape: LinearShape) -> list[FlatGemmConfig]:
@@ -80,59 +118,63 @@ def _runs_at_once(shape: LinearShape, config: FlatGemmConfig) -> bool:
     return blocks >= 48 and ring_bytes * -(-blocks // 132) <= 200 * 1024
 
 
-def measure_matmul(
-    shapes: Iterable[LinearShape],
-    rows: Sequence[int] = ROWS,
-    *,
-    dtype: str = "bfloat16",
-    runs: int = 20,
-    configs: Callable[[LinearShape], Sequence[FlatGemmConfig]] = candidates,
-    report: Callable[[str], None] = functools.partial(print, file=sys.stderr, flush=True),
-) -> Iterator[dict[str, Any]]:
-    """Times XLA and every candidate on the first device, on cold weights.
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A variant of a linear layer: its error, what is wrong with it, and its time if nothing is."""
 
-    Products with a gate are timed as models run them, with the norm and the activation.
+    error: float | None
+    problem: str | None
+    timing: Timing | None
+
+
+def time_linear(
+    shape: LinearShape,
+    rows: Sequence[int],
+    variants: Mapping[Any, Callable],
+    *,
+    reference: Callable | None = None,
+    dtype: str = "bfloat16",
+    runs: int = 10,
+    passes: int = 2,
+) -> Iterator[tuple[int, dict[Any, Measured]]]:
+    """Times variants of a linear layer on the first device, on cold weights.
 
     Args:
-      shapes: the weights.
+      shape: the layer.
       rows: values of M.
-      dtype: of x and w.
-      runs: timed calls of each.
-      configs: the tilings tried for a shape.
-      report: takes a line for every row.
+      variants: functions of a mapping, the operands of `matmul`. Those that raise
+        `NotImplementedError` are left out.
+      reference: what they should compute, default the first of them; those far off are not timed.
+      dtype: of the operands.
+      runs: timed calls of a pass.
+      passes: over all variants in turn.
 
     Yields:
-      One entry of the table for each shape and M, with `microseconds` of "xla" and "mosaic_gpu"
-      (None where no candidate ran) beside the choice. A candidate whose result is wrong is left out.
+      M and what was measured of each variant.
     """
-    for shape in dict.fromkeys(shapes):
-        weights = _weights(shape, dtype)
-        calls = {
-            m: [(_operands(shape, m, i, dtype), w) for i, w in enumerate(weights)] for m in rows
+    weights = _weights(shape, dtype)
+    calls = {m: [(_operands(shape, m, w, i),) for i, w in enumerate(weights)] for m in rows}
+    reference = reference or next(iter(variants.values()))
+    # Autotuning runs on the device, so nothing is timed while anything compiles.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = {
+            (m, fn): pool.submit(_compile, fn, calls[m][0])
+            for m in rows
+            for fn in {reference, *variants.values()}
         }
-        tried = {None: _xla} | {c: functools.partial(_mosaic, config=c) for c in configs(shape)}
-        # Autotuning runs on the device, so nothing is timed while anything compiles.
-        with concurrent.futures.ThreadPoolExecutor() as pool:
-            compiled = {
-                (m, config): pool.submit(_compile, fn, calls[m][0])
-                for m in rows
-                for config, fn in tried.items()
-            }
-        for m in rows:
-            want = compiled[m, None].result()(*calls[m][0])
-            times = {}
-            for config in tried:
-                fn = compiled[m, config].result()
-                if fn is None:
-                    continue
-                _, problem = verify(fn(*calls[m][0]), want, _TOLERANCE)
-                if problem:
-                    report(f"{shape} M={m} {config}: {problem}")
-                else:
-                    times[config] = measure(fn, calls[m], runs=runs).median_us
-            entry = _entry(shape, m, jnp.dtype(dtype).itemsize, times)
-            report(f"{shape} M={m}: {entry['implementation']} {entry['microseconds']}")
-            yield entry
+    for m in rows:
+        functions = {name: compiled[m, fn].result() for name, fn in variants.items()}
+        want = compiled[m, reference].result()(*calls[m][0])
+        measured, timings = {}, {}
+        for name, fn in functions.items():
+            if fn is not None:
+                measured[name] = Measured(*verify(fn(*calls[m][0]), want, _TOLERANCE), None)
+        for name in [n for n, of in measured.items() if of.problem is None] * passes:
+            timing = measure(functions[name], calls[m], runs=runs)
+            timings.setdefault(name, []).append(timing)
+        for name, passed in timings.items():
+            measured[name] = dataclasses.replace(measured[name], timing=Timing.merge(passed))
+        yield m, measured
 
 
 def _weights(shape: LinearShape, dtype: str) -> list[jax.Array]:
@@ -143,28 +185,19 @@ def _weights(shape: LinearShape, dtype: str) -> list[jax.Array]:
     return [_normal(i, axes, dtype) * jnp.asarray(shape.k**-0.5, dtype) for i in range(count)]
 
 
-def _operands(shape: LinearShape, m: int, seed: int, dtype: str) -> dict[str, Any]:
-    operands = {"x": _normal(seed, (m, shape.k), dtype)}
-    if shape.gate:
+def _operands(shape: LinearShape, m: int, w: jax.Array, seed: int) -> dict[str, Any]:
+    dtype = str(w.dtype)
+    operands = {"x": _normal(seed, (m, shape.k), dtype), "w": w}
+    if shape.norm:
         operands["norm"] = RMSNorm(_normal(seed + 1, (shape.k,), dtype), 1e-5)
+    if shape.residual:
+        operands["residual"] = _normal(seed + 2, (m, shape.n), dtype)
     return operands
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _normal(seed, shape, dtype):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
-def _xla(operands, w):
-    return matmul(**operands, w=w, gate=_gate(w), implementation="xla")
-
-
-def _mosaic(operands, w, *, config):
-    return matmul_flat_gemm(**operands, w=w, gate=_gate(w), dtype=w.dtype, config=config)
-
-
-def _gate(w) -> str | None:
-    return "silu" if w.ndim == 3 else None
 
 
 def _compile(fn, args) -> jax.stages.Compiled | None:
@@ -174,20 +207,59 @@ def _compile(fn, args) -> jax.stages.Compiled | None:
         return None
 
 
-def _entry(shape: LinearShape, m: int, itemsize: int, times: Mapping) -> dict[str, Any]:
+def measure_matmul(
+    shapes: Iterable[LinearShape],
+    rows: Sequence[int] = ROWS,
+    *,
+    dtype: str = "bfloat16",
+    runs: int = 10,
+    configs: Callable[[LinearShape], Sequence[FlatGemmConfig]] = candidates,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict[str, Any]]:
+    """Times XLA and every candidate on the first device.
+
+    Args:
+      shapes: the linear layers.
+      rows: values of M.
+      dtype: of the operands.
+      runs: timed calls of each, twice.
+      configs: the tilings tried for a layer.
+      report: takes a line for every row, and for every candidate that was wrong.
+
+    Yields:
+      One entry of the table for each layer and M, with `microseconds` of "xla" and "mosaic_gpu"
+      (None where no candidate ran) beside the choice. Candidates with wrong results are left out.
+    """
+    for shape in dict.fromkeys(shapes):
+        keys = {"gate": "silu" if shape.gate else None}
+        result = jnp.dtype(shape.result or dtype)
+
+        def xla(operands, keys=keys, result=result):
+            return matmul(**operands, **keys, preferred_element_type=result, implementation="xla")
+
+        def kernel(operands, config, keys=keys, result=result):
+            return matmul_flat_gemm(**operands, **keys, dtype=result, config=config)
+
+        variants = {None: xla} | {c: functools.partial(kernel, config=c) for c in configs(shape)}
+        for m, measured in time_linear(shape, rows, variants, dtype=dtype, runs=runs):
+            for config, of in measured.items():
+                if of.problem:
+                    report(f"{shape} M={m} {config}: {of.problem}")
+            times = {c: of.timing.median_us for c, of in measured.items() if of.timing}
+            entry = _entry(shape.key(m, jnp.dtype(dtype).itemsize), times)
+            report(f"{shape} M={m}: {entry['implementation']} {entry['microseconds']}")
+            yield entry
+
+
+def _entry(key: dict[str, int], times: Mapping[FlatGemmConfig | None, float]) -> dict[str, Any]:
+    """An entry of the table from microseconds: None is XLA's."""
     xla_us = times[None]
     config = min((c for c in times if c is not None), key=times.get, default=None)
-    best_us = times.get(config) if config else None
-    wins = best_us is not None and best_us <= xla_us
+    best_us = None if config is None else times[config]
+    wins = best_us is not None and xla_us >= _LEAST_GAIN * best_us
     return {
         "op": "matmul",
-        "shape": {
-            "m": m,
-            "k": shape.k,
-            "n": shape.n,
-            "itemsize": itemsize,
-            "gate": int(shape.gate),
-        },
+        "shape": key,
         "implementation": "mosaic_gpu" if wins else "xla",
         "config": dataclasses.asdict(config) if wins else None,
         "microseconds": {
@@ -216,27 +288,54 @@ def write_table(table: Mapping[str, Any], path: str | Path) -> None:
     Path(path).write_text(text)
 
 
-def explain(table: Mapping[str, Any]) -> str:
-    """The `matmul` entries of a table as text: a line per weight, a column per M.
+def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: str) -> str:
+    """The `matmul` entries of a table for some linear layers, like Fig. 9(c) of the paper.
 
-    Each cell is the speed of the chosen implementation over XLA, and `xla` where that was chosen.
+    Args:
+      table: what `table_of` made, or the file read.
+      shapes: the layers, by name.
+      dtype: of the operands.
+
+    Returns:
+      For each layer its inflection points M1 and M2, between which the kernel runs, and the
+      microseconds over M, the choice marked with a star.
     """
-    by_shape: dict[LinearShape, dict[int, Mapping]] = {}
-    for entry in table["entries"]:
-        if entry["op"] == "matmul":
-            s = entry["shape"]
-            shape = LinearShape(s["k"], s["n"], bool(s["gate"]))
-            by_shape.setdefault(shape, {})[s["m"]] = entry
-    rows = sorted({m for entries in by_shape.values() for m in entries})
-    lines = [" " * 16 + "".join(f"{f'M={m}':>8}" for m in rows)]
-    for shape, entries in by_shape.items():
-        cells = (_cell(entries[m]) if m in entries else "-" for m in rows)
-        lines.append(f"{shape!s:16}" + "".join(f"{cell:>8}" for cell in cells))
+    itemsize = jnp.dtype(dtype).itemsize
+    where = table["provenance"]
+    lines = [
+        f"{where['device_kind']}, jax {where['versions']['jax']}, {where['date'][:10]}; {dtype}, "
+        "device time in microseconds, * runs"
+    ]
+    for name, shape in shapes.items():
+        entries = {}
+        for entry in table["entries"]:
+            m = entry["shape"].get("m")
+            if entry["op"] == "matmul" and entry["shape"] == shape.key(m, itemsize):
+                entries[m] = entry
+        lines += ["", f"{name} {shape}: {_inflection(entries)}"]
+        if entries:
+            rows = sorted(entries)
+            lines.append(f"{'M':>12}" + "".join(f"{m:>8}" for m in rows))
+            for implementation in ("xla", "mosaic_gpu"):
+                cells = (_cell(entries[m], implementation) for m in rows)
+                lines.append(f"{implementation:>12}" + "".join(f"{cell:>8}" for cell in cells))
     return "\n".join(lines)
 
 
-def _cell(entry: Mapping[str, Any]) -> str:
-    if entry["implementation"] == "xla":
-        return "xla"
-    times = entry["microseconds"]
-    return f"{times['xla'] / times['mosaic_gpu']:.2f}x"
+def _inflection(entries: Mapping[int, Mapping[str, Any]]) -> str:
+    if not entries:
+        return "not measured, xla"
+    kernel = sorted(m for m, entry in entries.items() if entry["implementation"] == "mosaic_gpu")
+    if not kernel:
+        return "xla at every M"
+    first, last = kernel[0], kernel[-1]
+    others = sorted(m for m in entries if first < m < last and m not in kernel)
+    but = f" but at M = {', '.join(map(str, others))}" if others else ""
+    return f"mosaic_gpu from M1 = {first} to M2 = {last}{but}, else xla"
+
+
+def _cell(entry: Mapping[str, Any], implementation: str) -> str:
+    us = entry["microseconds"][implementation]
+    if us is None:
+        return "-"
+    return f"{us:.1f}" + ("*" if entry["implementation"] == implementation else " ")

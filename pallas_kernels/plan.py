@@ -19,8 +19,9 @@ from typing import Any
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
 TABLE_SCHEMA = 1
 
-# A measurement at one value of these says nothing about another: other code runs, or none at all.
-_EXACT_KEYS = ("d", "itemsize", "masks", "gate")
+# A measurement at one value of these says nothing about another: other code runs, or none at all,
+# or blocks that filled the device leave a part of it idle.
+_EXACT_KEYS = ("d", "itemsize", "masks", "gate", "fused", "k", "n")
 
 # Of the "mosaic_gpu" kernels that take a measured configuration. A change of the kernel that would
 # change what measures best is a new revision, which refuses the tables of the old one.
@@ -78,11 +79,18 @@ class Plan:
             check_implementation(op, implementation)
 
     @classmethod
-    def for_device(cls, device=None, *, implementation: str | None = None) -> "Plan":
+    def for_device(
+        cls,
+        device=None,
+        *,
+        implementation: str | None = None,
+        table: str | Path | None = None,
+    ) -> "Plan":
         """Plan of a `jax.Device` (default: the first local one) with its shipped table.
 
         Args:
           implementation: force this implementation for every op that has it; "xla" elsewhere.
+          table: file of a measured table, consulted before the shipped one.
         """
         if device is None:
             import jax
@@ -92,7 +100,9 @@ class Plan:
         if device.platform == "gpu":
             major, _, minor = device.compute_capability.partition(".")
             capability = (int(major), int(minor or 0))
-        return cls.for_kind(device.device_kind, capability, implementation=implementation)
+        return cls.for_kind(
+            device.device_kind, capability, implementation=implementation, table=table
+        )
 
     @classmethod
     def for_kind(
@@ -101,11 +111,12 @@ class Plan:
         compute_capability: tuple[int, int] | None = None,
         *,
         implementation: str | None = None,
+        table: str | Path | None = None,
     ) -> "Plan":
         """Plan of a device known by name only: no such device is needed.
 
         Raises:
-          ValueError: `implementation` is not one.
+          ValueError: `implementation` is not one, or see `read_table`.
           NotImplementedError: no op has it, or not on this device.
         """
         if implementation == "cudnn" and compute_capability is None:
@@ -118,7 +129,7 @@ class Plan:
             compute_capability=compute_capability,
             batch_invariant=compute_capability is None,
             named=named,
-            table=_shipped_table(device_kind),
+            table=(read_table(table) if table else ()) + _shipped_table(device_kind),
         )
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - plans are few and live as long as the program
@@ -184,24 +195,32 @@ def _ops_with(implementation: str) -> tuple[str, ...]:
     }[implementation]
 
 
-def _distance(a: tuple[tuple[str, int], ...], b: tuple[tuple[str, int], ...]) -> float:
+def _distance(measured: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int], ...]) -> float:
     """Largest log-ratio between two shapes; infinite where other code would run."""
-    if [k for k, _ in a] != [k for k, _ in b]:
+    if [k for k, _ in measured] != [k for k, _ in asked]:
         return math.inf
     far = 0.0
-    for (key, x), (_, y) in zip(a, b, strict=True):
+    for (key, x), (_, y) in zip(measured, asked, strict=True):
         if x == y:
             continue
         # One query token is another kernel than several.
         if key in _EXACT_KEYS or (key == "t" and 1 in (x, y)) or x <= 0 or y <= 0:
             return math.inf
+        # Rows are padded to those of the next measurement; one of fewer may have no room for them.
+        if key == "m" and x < y:
+            return math.inf
         far = max(far, abs(math.log(x / y)))
     return far
 
 
+def shipped_table_path(device_kind: str) -> Path:
+    """Where the table of a device is, if it has one."""
+    return Path(__file__).parent / "tables" / f"{device_kind.replace(' ', '_')}.json"
+
+
 @functools.cache
 def _shipped_table(device_kind: str) -> tuple[Entry, ...]:
-    path = Path(__file__).parent / "tables" / f"{device_kind.replace(' ', '_')}.json"
+    path = shipped_table_path(device_kind)
     return read_table(path) if path.exists() else ()
 
 
@@ -209,23 +228,29 @@ def read_table(path: str | Path) -> tuple[Entry, ...]:
     """Read a measured dataflow table.
 
     Raises:
-      ValueError: the file has another schema, is of another revision of a kernel that it
-        configures, or names an unknown implementation.
+      ValueError: the file is no such table, has another schema, is of another revision of a kernel
+        that it configures, or names an unknown implementation.
     """
-    data = json.loads(Path(path).read_text())
-    if data.get("schema") != TABLE_SCHEMA:
-        raise ValueError(
-            f"dataflow table {path}: schema must be {TABLE_SCHEMA}, got {data.get('schema')!r}"
-        )
-    return tuple(_entry(row, data.get("revisions", {}), path) for row in data["entries"])
+    where = f"dataflow table {path}"
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{where}: must be JSON, {error}") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != TABLE_SCHEMA:
+        raise ValueError(f"{where}: schema must be {TABLE_SCHEMA}, got {schema!r}")
+    try:
+        return tuple(_entry(row, data.get("revisions", {}), where) for row in data["entries"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: entries must be those of schema {schema}, {error!r}") from None
 
 
-def _entry(row: dict[str, Any], revisions: dict[str, int], path: str | Path) -> Entry:
+def _entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entry:
     op, config = row["op"], row.get("config")
-    check_implementation(f"dataflow table {path}: {op}", row["implementation"])
+    check_implementation(f"{where}: {op}", row["implementation"])
     if config is not None and revisions.get(op) != KERNEL_REVISIONS.get(op):
         raise ValueError(
-            f"dataflow table {path}: the revision of {op} must be {KERNEL_REVISIONS.get(op)}, "
+            f"{where}: the revision of {op} must be {KERNEL_REVISIONS.get(op)}, "
             f"got {revisions.get(op)}"
         )
     return Entry(

@@ -72,6 +72,7 @@ def matmul(
         n=n * (2 if gate else 1),
         itemsize=x.dtype.itemsize,
         gate=int(gate is not None),
+        fused=int(any(operand is not None for operand in (norm, bias, gate, residual))),
     )
     fused = {"norm": norm, "bias": bias, "gate": gate, "residual": residual, "dtype": dtype}
     match choice.implementation:

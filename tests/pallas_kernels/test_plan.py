@@ -12,12 +12,13 @@ import pytest
 from fdjax.pallas_kernels import plan as plan_module
 from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
 from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan, read_table, resolve
 
 H100 = "NVIDIA H100 80GB HBM3"
 DECODE = dict(b=8, t=1, h=32, hkv=8, s=2048, d=128, itemsize=2, masks=0)
 PREFILL = DECODE | dict(b=1, t=512)
-GEMM = dict(m=8, k=4096, n=4096, itemsize=2)
+GEMM = dict(m=8, k=4096, n=4096, itemsize=2, gate=0, fused=1)
 OPS = {"decode_attention": DECODE, "prefill_attention": PREFILL, "matmul": GEMM}
 
 
@@ -110,22 +111,21 @@ def test_elsewhere_xla_runs(op, capability):
     assert plan.choose(op, **OPS[op]) == Choice("xla", source="heuristic")
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", ["decode_attention", "prefill_attention"])
 def test_exact_then_nearest_then_heuristic(tmp_path, op):
     """One entry says what the heuristic would not."""
     shape = OPS[op]
     guess = _h100().choose(op, **shape).implementation
-    measured = "mosaic_gpu"
-    far, size = ("m" if op == "matmul" else "s"), 64
+    measured, size = "mosaic_gpu", 64
     entries = [
-        (op, shape | {far: size}, measured),
-        (op, shape | {far: 4 * size}, "xla"),
+        (op, shape | dict(s=size), measured),
+        (op, shape | dict(s=4 * size), "xla"),
         ("another_op", shape, "xla"),
     ]
     plan = _h100(table=read_table(_write(tmp_path / "table.json", entries)))
 
     def choose(size):
-        return plan.choose(op, **shape | {far: size})
+        return plan.choose(op, **shape | dict(s=size))
 
     assert choose(size) == Choice(measured, source="table")
     assert choose(4 * size) == Choice("xla", source="table")
@@ -135,17 +135,33 @@ def test_exact_then_nearest_then_heuristic(tmp_path, op):
     assert choose(16 * size) == Choice(guess, source="heuristic")
 
 
-def test_the_nearest_of_several(tmp_path):
+def test_rows_between_two_measurements_run_as_the_larger(tmp_path):
+    """A tiling for fewer rows may have no room for them."""
     entries = [
-        ("matmul", GEMM | dict(m=8), "xla"),
-        ("matmul", GEMM | dict(m=16), "mosaic_gpu"),
-        ("matmul", GEMM | dict(m=16, n=8192), "xla"),
+        ("matmul", GEMM | dict(m=1), "xla"),
+        ("matmul", GEMM | dict(m=4), "mosaic_gpu"),
+        ("matmul", GEMM | dict(m=8), "mosaic_gpu"),
+        ("matmul", GEMM | dict(m=16), "xla"),
     ]
     plan = _h100(table=read_table(_write(tmp_path / "table.json", entries)))
-    expected = {9: "xla", 11: "xla", 12: "mosaic_gpu", 15: "mosaic_gpu", 31: "mosaic_gpu"}
-    assert {m: plan.choose("matmul", **GEMM | dict(m=m)).implementation for m in expected} == (
-        expected
-    )
+
+    def choose(m):
+        return plan.choose("matmul", **GEMM | dict(m=m))
+
+    kernel, xla = Choice("mosaic_gpu", source="nearest"), Choice("xla", source="nearest")
+    assert {m: choose(m) for m in (2, 3, 5, 7)} == dict.fromkeys((2, 3, 5, 7), kernel)
+    assert {m: choose(m) for m in (9, 11, 15)} == dict.fromkeys((9, 11, 15), xla)
+    assert choose(4) == Choice("mosaic_gpu", source="table")
+    assert choose(17) == choose(512) == Choice("xla", source="heuristic")
+
+
+@pytest.mark.parametrize(
+    "change", [dict(k=4160), dict(n=4160), dict(gate=1), dict(fused=0), dict(itemsize=4)], ids=str
+)
+def test_another_weight_is_not_near(tmp_path, change):
+    table = read_table(_write(tmp_path / "table.json", [("matmul", GEMM, "mosaic_gpu")]))
+    choice = _h100(table=table).choose("matmul", **GEMM | change)
+    assert choice == Choice("xla", source="heuristic")
 
 
 def test_a_named_implementation_overrides_the_table(tmp_path):
@@ -201,6 +217,27 @@ def test_a_table_without_a_schema(tmp_path):
         read_table(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "must be JSON, Expecting value: line 1 column 1 (char 0)"),
+        ("[1]", "schema must be 1, got None"),
+        ('{"schema": 1}', "entries must be those of schema 1, KeyError('entries')"),
+        ('{"schema": 1, "entries": [{}]}', "entries must be those of schema 1, KeyError('op')"),
+        (
+            '{"schema": 1, "entries": [3]}',
+            "entries must be those of schema 1, TypeError(\"'int' object is not subscriptable\")",
+        ),
+    ],
+)
+def test_a_file_that_is_no_table(tmp_path, text, problem):
+    path = tmp_path / "table.json"
+    path.write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_table(path)
+    assert str(error.value) == f"dataflow table {path}: {problem}"
+
+
 def test_a_table_with_an_unknown_implementation(tmp_path):
     path = _write(tmp_path / "table.json", [("matmul", GEMM, "triton")])
     with pytest.raises(ValueError) as error:
@@ -220,6 +257,17 @@ def test_a_shipped_table_is_found_by_device_kind(tmp_path, monkeypatch):
     assert Plan.for_kind("NVIDIA Other Test GPU", (9, 0)).table == ()
 
 
+def test_a_given_table_comes_before_the_shipped_one(tmp_path, monkeypatch):
+    (tmp_path / "tables").mkdir()
+    shipped = [("matmul", GEMM, "mosaic_gpu"), ("matmul", GEMM | dict(m=4), "mosaic_gpu")]
+    _write(tmp_path / "tables" / "NVIDIA_Test_GPU_2.json", shipped)
+    monkeypatch.setattr(plan_module, "__file__", str(tmp_path / "plan.py"))
+    own = _write(tmp_path / "own.json", [("matmul", GEMM, "xla")])
+    plan = Plan.for_kind("NVIDIA Test GPU 2", (9, 0), table=own)
+    assert plan.choose("matmul", **GEMM) == Choice("xla", source="table")
+    assert plan.choose("matmul", **GEMM | dict(m=4)) == Choice("mosaic_gpu", source="table")
+
+
 def test_shipped_tables_can_be_read():
     folder = plan_module.Path(plan_module.__file__).parent / "tables"
     for path in folder.glob("*.json"):
@@ -232,11 +280,11 @@ def test_what_is_not_measured_is_logged(caplog):
     with caplog.at_level(logging.DEBUG, logger="fdjax"):
         plan.choose("matmul", **GEMM)
         assert caplog.records == []
-        plan.choose("matmul", **GEMM | dict(m=9))
+        plan.choose("matmul", **GEMM | dict(m=7))
         plan.choose("decode_attention", **DECODE)
     nearest, heuristic = (record.getMessage() for record in caplog.records)
     assert nearest.startswith("matmul {")
-    assert "'m': 9" in nearest
+    assert "'m': 7" in nearest
     assert "nearest measured shape {" in nearest
     assert "'m': 8" in nearest
     assert heuristic.startswith("decode_attention {")
@@ -260,6 +308,46 @@ def test_one_implementation_for_all_ops_that_have_it():
     assert cudnn.choose("decode_attention", **DECODE) == Choice("cudnn")
     assert cudnn.choose("prefill_attention", **PREFILL | dict(itemsize=4)) == Choice("cudnn")
     assert cudnn.choose("matmul", **GEMM).implementation == "xla"
+
+
+@pytest.mark.parametrize(
+    ("keys", "runs"),
+    [
+        ({}, "xla"),
+        (dict(residual=True), "kernel"),
+        (dict(norm=True), "kernel"),
+        (dict(bias=True), "kernel"),
+        (dict(norm=True, gate="silu"), "xla"),
+    ],
+    ids=str,
+)
+def test_matmul_asks_for_what_is_fused_with_it(tmp_path, keys, runs):
+    """The one entry is for a fused product without a gate, and configures the kernel."""
+    shape = dict(m=8, k=128, n=128, itemsize=2, gate=0, fused=1)
+    config = dict(block_n=64, block_k=64, stages=2, split=1)
+    entry = dict(op="matmul", shape=shape, implementation="mosaic_gpu", config=config)
+    data = dict(schema=1, revisions=plan_module.KERNEL_REVISIONS, entries=[entry])
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(data))
+    asked = Choice("mosaic_gpu", tuple(sorted(config.items())), "nearest")
+    plan = _h100(table=read_table(path))
+    assert plan.choose("matmul", **shape | dict(m=5)) == asked
+
+    def product(x, w, vector, residual):
+        return matmul(
+            x,
+            w,
+            norm=RMSNorm(vector, 1e-5) if "norm" in keys else None,
+            bias=vector if "bias" in keys else None,
+            residual=residual if "residual" in keys else None,
+            gate=keys.get("gate"),
+            plan=plan,
+        )
+
+    columns = (2, 128) if "gate" in keys else (128,)
+    shapes = [(5, 128), (128, *columns), (128,), (5, 128)]
+    traced = jax.make_jaxpr(product)(*(jnp.zeros(s, jnp.bfloat16) for s in shapes))
+    assert ("flat_gemm_kernel" in str(traced)) == (runs == "kernel")
 
 
 def test_resolve_prefers_the_argument():
