@@ -29,11 +29,17 @@ import numpy as np
 from jax import Array, lax
 
 from fdjax.checkpoint import fingerprint, read_json
-from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, Model, Params
+from fdjax.models import (
+    AttentionSpec,
+    CheckpointError,
+    DecoderConfig,
+    Model,
+    Params,
+)
+from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.schedule import chunks_for, covered_slots
 from fdjax.state import LayerCache, init_cache
-from fdjax.step import _attend_prefill
 
 if TYPE_CHECKING:
     from fdjax.lm import LM, Prompt
@@ -175,7 +181,7 @@ def _observe_batch(lm: "LM", pieces: Sequence[list[int]], rows: int, slots: int)
             cache,
             ids[:, offset : offset + width],
             np.clip(lengths - offset, 0, width),
-            np.full_like(lengths, offset),
+            np.int32(offset),
             lengths,
         )
         yield Statistics(*map(np.stack, zip(*jax.device_get(observed), strict=True)))
@@ -189,44 +195,49 @@ def _observe_chunk(
     kv: list[LayerCache],
     tokens: Array,
     lengths: Array,
-    offsets: Array,
+    offset: Array,
     totals: Array,
 ) -> tuple[list[LayerCache], list[Statistics]]:
     """Run a chunk of some texts, and count the scores of its queries.
 
     Args:
       model, params: the model.
-      kv: caches that hold the `offsets` tokens before the chunk.
-      tokens: [B, T] int32 chunk of each text, padded at the end.
+      kv: caches that hold the `offset` tokens before the chunk.
+      tokens: [B, T] int32 chunk of each text, padded at the end; offset + T <= S.
       lengths: [B] int32 tokens of this chunk.
-      offsets: [B] int32.
+      offset: int32 scalar.
       totals: [B] int32 tokens of each text; only rotary embeddings that depend on it look at it.
 
     Returns:
       (caches, statistics of each layer; int32, without the axis L).
     """
+    b, t = tokens.shape
+    offsets = jnp.broadcast_to(offset, (b,))
+    positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     ends = jnp.where(lengths > 0, offsets + lengths, 0)
 
-    def rotate(x, positions, rope):
-        if rope is None:
-            return x
-        return apply_rope(x, positions, rope, prompt=totals, limit=totals)
-
-    def attend(spec, cache, q, k, v):
-        o, cache = _attend_prefill(
-            spec,
-            cache,
+    def attend(spec, cache, qkv):
+        q, k, v = split_qkv(qkv)
+        if spec.rope is not None:
+            q, k = (
+                apply_rope(a, positions, spec.rope, prompt=totals, limit=totals) for a in (q, k)
+            )
+        # Where a row has ended, the cache takes padding: slots past `ends` are never seen.
+        cache = tuple(
+            lax.dynamic_update_slice(old, new.transpose(0, 2, 1, 3), (0, 0, offset, 0))
+            for old, new in zip(cache, (k, v), strict=True)
+        )
+        o = prefill_attention(
             q,
-            k,
-            v,
-            ends=ends,
-            offsets=offsets,
-            rows=None,
-            rotate=rotate,
+            *cache,
+            ends,
+            offsets,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            alibi=spec.alibi,
             plan=model.plan,
         )
-        positions = offsets[:, None] + jnp.arange(q.shape[1], dtype=jnp.int32)[None]
-        q = rotate(q, positions, spec.rope)
         return o, (cache, _observe(spec, q, cache[0], positions, ends))
 
     _, updated = model.module(params)(tokens, kv, attend, model.plan)
@@ -245,6 +256,8 @@ def _observe(
 
     def observe_block(counts, operands):
         scores, seen = _scores(spec, *operands, keys, ends)
+        # Reductions may drop a NaN; infinity they keep.
+        scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
         top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1)
         lowest = jnp.min(jnp.where(seen, scores, jnp.inf), axis=(1, 2, 3))
         live = jnp.any(seen, axis=-1)
@@ -542,8 +555,9 @@ def plot(statistics: Statistics, title: str, path: str | Path) -> None:
     ):
         density = counts / counts.sum() / (edges[1] - edges[0])
         axes.plot(centres[shown], density[shown], **style)
-    for end in interval(whole):
+    top = axes.get_xaxis_transform()
+    for end, side in zip(interval(whole), ("right", "left"), strict=True):
         axes.axvline(end, color="tab:red", linestyle="--", linewidth=1)
-        axes.annotate(f"{end:.1f}", (end, axes.get_ylim()[1]), color="tab:red", ha="center")
+        axes.text(end, 0.98, f" {end:.1f} ", transform=top, color="tab:red", ha=side, va="top")
     axes.set(title=title, xlabel="input of the softmax", ylabel="probability density")
     figure.savefig(path)

@@ -9,7 +9,7 @@ from jax import Array
 
 from fdjax.models import Model, Params
 from fdjax.options import GenerationConfig, per_row
-from fdjax.pallas_kernels.attention import prefill_attention
+from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.state import SLOT_MULTIPLE, init_cache, start
 from fdjax.step import decode_steps, prefill
@@ -39,7 +39,8 @@ def forward(
         lengths = jnp.full((b,), t, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
 
-    def attend(spec, kv, q, k, v):
+    def attend(spec, kv, qkv):
+        q, k, v = split_qkv(qkv)
         if spec.rope is not None:
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)

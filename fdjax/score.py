@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from fdjax.models import Model, Params
-from fdjax.pallas_kernels.rope import apply_rope
+from fdjax.pallas_kernels.rope import rotation
 from fdjax.schedule import chunks_for, slots_for
 from fdjax.state import LayerCache, init_cache
 from fdjax.step import _attend_prefill
@@ -201,17 +201,15 @@ def _score_chunk(
     module = model.module(params)
     b, t = tokens.shape
 
-    def rotate(x, positions, rope):
-        if rope is None:
-            return x
-        return apply_rope(x, positions, rope, prompt=totals, limit=totals)
+    def turns(positions, rope):
+        return rotation(positions, rope, prompt=totals, limit=totals)
 
     attend = functools.partial(
         _attend_prefill,
         ends=jnp.where(lengths > 0, offsets + lengths, 0),
         offsets=offsets,
         rows=None,
-        rotate=rotate,
+        turns=turns,
         plan=model.plan,
     )
     hidden, kv = module(tokens, kv, attend, model.plan)

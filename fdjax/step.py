@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.models import AttentionSpec, Model, Params
-from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
+from fdjax.pallas_kernels.attention import append_decode_attention, prefill_attention, split_qkv
+from fdjax.pallas_kernels.attention.append import write
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.rope import apply_rope
+from fdjax.pallas_kernels.rope import rotate, rotation
 from fdjax.sampling import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
 from fdjax.state import DecodeState, LayerCache, pack_progress
 
@@ -61,7 +62,7 @@ def prefill(
         ends=ends,
         offsets=offsets,
         rows=rows,
-        rotate=_rotation(offsets + lengths if prompts is None else prompts, max_new_tokens),
+        turns=_turns(offsets + lengths if prompts is None else prompts, max_new_tokens),
         plan=model.plan,
     )
     hidden, kv = module(tokens, state.kv, attend, model.plan)
@@ -120,9 +121,9 @@ def decode_steps(
     def step(i, carry):
         state, tokens, logprobs = carry
         # The first chosen token is in the cache one step after it was counted.
-        rotate = _rotation(state.lengths - state.steps + 1, sampling.max_new_tokens)
+        turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
         attend = functools.partial(
-            _attend_decode, lengths=state.lengths, rotate=rotate, plan=model.plan
+            _attend_decode, lengths=state.lengths, turns=turns, plan=model.plan
         )
         hidden, kv = module(state.tokens[:, None], state.kv, attend, model.plan)
         logits = module.logits(hidden[:, 0], model.plan)
@@ -173,23 +174,20 @@ def _is_final(tokens, steps, sampling):
 def _attend_decode(
     spec: AttentionSpec,
     kv: LayerCache,
-    q: Array,
-    k: Array,
-    v: Array,
+    qkv: Array,
     *,
     lengths: Array,
-    rotate: Callable,
+    turns: Callable,
     plan: Plan,
 ) -> tuple[Array, LayerCache]:
     """T new tokens of every row: RoPE, append, attention."""
-    t = q.shape[1]
+    t = qkv.shape[1]
     positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    q, k = (rotate(a, positions, spec.rope) for a in (q, k))
-    kv = tuple(_append(cache, new, lengths) for cache, new in zip(kv, (k, v), strict=True))
-    o = decode_attention(
-        q,
+    o, *kv = append_decode_attention(
+        qkv,
         *kv,
-        lengths + t,
+        lengths,
+        rotation=spec.rope and turns(positions, spec.rope),
         scale=spec.scale,
         window=spec.window,
         soft_cap=spec.soft_cap,
@@ -197,30 +195,30 @@ def _attend_decode(
         phi=None if spec.phi is None else jnp.array(spec.phi, jnp.float32),
         plan=plan,
     )
-    return o, kv
+    return o, tuple(kv)
 
 
 def _attend_prefill(
     spec: AttentionSpec,
     kv: LayerCache,
-    q: Array,
-    k: Array,
-    v: Array,
+    qkv: Array,
     *,
     ends: Array,
     offsets: Array,
     rows: Array | None,
-    rotate: Callable,
+    turns: Callable,
     plan: Plan,
 ) -> tuple[Array, LayerCache]:
     """A chunk of some rows' prompts: RoPE, write, attention."""
+    q, k, v = split_qkv(qkv)
     r, t = q.shape[:2]
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    q, k = (rotate(a, positions, spec.rope) for a in (q, k))
+    if spec.rope is not None:
+        q, k = (rotate(a, *turns(positions, spec.rope)) for a in (q, k))
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
     # Padding goes to a slot that does not exist, and is dropped.
     slots = jnp.where(positions < ends[:, None], positions, kv[0].shape[2])
-    kv = tuple(_write(cache, new, index, slots) for cache, new in zip(kv, (k, v), strict=True))
+    kv = tuple(write(cache, new, index, slots) for cache, new in zip(kv, (k, v), strict=True))
     own = kv if rows is None else tuple(cache[rows] for cache in kv)
     o = prefill_attention(
         q,
@@ -236,32 +234,11 @@ def _attend_prefill(
     return o, kv
 
 
-def _rotation(prompts: Array, max_new_tokens: Array) -> Callable:
-    """`apply_rope` for rows with prompts of [R] tokens; the last token chosen is never rotated."""
+def _turns(prompts: Array, max_new_tokens: Array) -> Callable:
+    """`rotation` for rows with prompts of [R] tokens; the last token chosen is never rotated."""
     limits = prompts + max_new_tokens - 1
 
-    def rotate(x, positions, rope):
-        if rope is None:
-            return x
-        return apply_rope(x, positions, rope, prompt=prompts, limit=limits)
+    def of(positions, rope):
+        return rotation(positions, rope, prompt=prompts, limit=limits)
 
-    return rotate
-
-
-def _append(cache: Array, new: Array, lengths: Array) -> Array:
-    """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on."""
-    b, t = new.shape[:2]
-    if b == 1:
-        return lax.dynamic_update_slice(cache, new.transpose(0, 2, 1, 3), (0, 0, lengths[0], 0))
-    slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
-
-
-def _write(cache: Array, new: Array, rows: Array, slots: Array) -> Array:
-    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T], if they exist.
-
-    Every axis but D is indexed: a window over the heads would have XLA transpose the whole cache.
-    """
-    heads = jnp.arange(cache.shape[1], dtype=jnp.int32)
-    at = cache.at[rows[:, None, None], heads[None, :, None], slots[:, None, :]]
-    return at.set(new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True)
+    return of

@@ -33,14 +33,12 @@ class AttentionSpec:
 class Attend(Protocol):
     """Attention against a cache the model knows nothing of.
 
-    A block hands over q [B,T,H,D], k and v [B,T,Hkv,D] of the new tokens, before RoPE and after
-    any q/k norm, with its layer's part of the cache; it gets o [B,T,H,D] and that part updated.
-    The owner of the cache knows the positions; RoPE, append and attention are its business,
-    fused or not.
+    A block hands over what its projection gave for the new tokens, qkv [B,T,Hkv,G+2,D]: the G
+    queries of a KV head, its key, its value, before RoPE and after any q/k norm. With it goes its
+    layer's part of the cache; it gets o [B,T,H,D] and that part updated. The owner of the cache
+    knows the positions; RoPE, append and attention are its business, fused or not.
     """
 
-    def __call__(
-        self, spec: AttentionSpec, kv: Any, q: Array, k: Array, v: Array
-    ) -> tuple[Array, Any]:
+    def __call__(self, spec: AttentionSpec, kv: Any, qkv: Array) -> tuple[Array, Any]:
         """One layer's attention."""
         ...

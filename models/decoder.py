@@ -88,13 +88,11 @@ class Attention(nnx.Module):
     ) -> tuple[Array, Any]:
         """x [B,T,E] → x + post_norm(attention(norm(x))), and the layer's cache updated."""
         b, t, _ = x.shape
-        kv_heads, parts, d = self.heads
-        qkv = self.qkv(x, norm=norm, plan=plan).reshape(b, t, kv_heads, parts, d)
-        q = qkv[:, :, :, :-2].reshape(b, t, kv_heads * (parts - 2), d)
-        k, v = qkv[:, :, :, -2], qkv[:, :, :, -1]
+        qkv = self.qkv(x, norm=norm, plan=plan).reshape(b, t, *self.heads)
         if self.q_norm is not None:
-            q, k = self.q_norm(q, plan), self.k_norm(k, plan)
-        o, kv = attend(self.spec, kv, q, k, v)
+            q, k, v = jnp.split(qkv, (-2, -1), axis=3)
+            qkv = jnp.concatenate([self.q_norm(q, plan), self.k_norm(k, plan), v], axis=3)
+        o, kv = attend(self.spec, kv, qkv)
         return _add(x, self.out, o.reshape(b, t, -1), post_norm, plan), kv
 
 

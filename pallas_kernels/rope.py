@@ -234,6 +234,58 @@ class Rope:
         return self.scaling.inverse_frequencies(self.dim, self.theta)
 
 
+def rotation(
+    positions: Array, rope: Rope, *, prompt: Array | None = None, limit: Array | None = None
+) -> tuple[Array, Array]:
+    """The turns of a rotary embedding, which all heads and all layers of one `Rope` share.
+
+    Args:
+      positions: [B, T] int32, absolute.
+      rope: static description.
+      prompt: [B] int32 tokens of each sequence that are known from the start; `Dynamic` needs it.
+      limit: [B] int32 tokens each sequence may come to hold; `LongRope` needs it.
+
+    Returns:
+      (cos, sin), each [B, T, rope.dim / 2] fp32, times the attention factor.
+
+    Raises:
+      ValueError: frequencies depend on lengths that are not given.
+    """
+    if rope.depends_on_length:
+        for name, lengths in (("prompt", prompt), ("limit", limit)):
+            if lengths is None or lengths.shape != positions.shape[:1]:
+                given = None if lengths is None else list(lengths.shape)
+                raise ValueError(
+                    f"apply_rope: {type(rope.scaling).__name__} needs {name} "
+                    f"[{positions.shape[0]}], got {given}"
+                )
+        lengths = rope.scaling.lengths(positions, prompt, limit)
+        frequencies = rope.inverse_frequencies(lengths)
+    else:
+        frequencies = jnp.asarray(rope.inverse_frequencies())[None, None]
+    angles = positions[..., None].astype(jnp.float32) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    if rope.attention_factor != 1:
+        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    return cos, sin
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """Rotate the heads of x [B,T,H,D]; cos and sin are those of `rotation`, [B,T,dim/2].
+
+    Returns [B,T,H,D] in the dtype of x, rotated in fp32; dimensions past dim are passed through.
+    """
+    dim = 2 * cos.shape[-1]
+    cos, sin = cos[:, :, None], sin[:, :, None]
+    rotated = x[..., :dim].astype(jnp.float32)
+    a, b = jnp.split(rotated, 2, axis=-1)
+    turned = _product(a, cos) - _product(b, sin), _product(b, cos) + _product(a, sin)
+    rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
+    if dim == x.shape[-1]:
+        return rotated
+    return jnp.concatenate([rotated, x[..., dim:]], axis=-1)
+
+
 def apply_rope(
     x: Array,
     positions: Array,
@@ -248,8 +300,7 @@ def apply_rope(
       x: [B, T, H, D].
       positions: [B, T] int32, absolute.
       rope: static description; `rope.dim` <= D, dimensions past it are passed through.
-      prompt: [B] int32 tokens of each sequence that are known from the start; `Dynamic` needs it.
-      limit: [B] int32 tokens each sequence may come to hold; `LongRope` needs it.
+      prompt, limit: see `rotation`.
 
     Returns:
       [B, T, H, D] in the dtype of x; angles and rotation are computed in fp32.
@@ -264,29 +315,7 @@ def apply_rope(
         )
     if rope.dim > x.shape[-1]:
         raise ValueError(f"apply_rope: rope.dim {rope.dim} exceeds the head dim {x.shape[-1]}")
-    if rope.depends_on_length:
-        for name, lengths in (("prompt", prompt), ("limit", limit)):
-            if lengths is None or lengths.shape != x.shape[:1]:
-                given = None if lengths is None else list(lengths.shape)
-                raise ValueError(
-                    f"apply_rope: {type(rope.scaling).__name__} needs {name} [{x.shape[0]}], "
-                    f"got {given}"
-                )
-        lengths = rope.scaling.lengths(positions, prompt, limit)
-        frequencies = rope.inverse_frequencies(lengths)
-    else:
-        frequencies = jnp.asarray(rope.inverse_frequencies())[None, None]
-    angles = positions[..., None].astype(jnp.float32) * frequencies
-    cos, sin = jnp.cos(angles)[:, :, None], jnp.sin(angles)[:, :, None]
-    if rope.attention_factor != 1:
-        cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
-    rotated = x[..., : rope.dim].astype(jnp.float32)
-    a, b = jnp.split(rotated, 2, axis=-1)
-    turned = _product(a, cos) - _product(b, sin), _product(b, cos) + _product(a, sin)
-    rotated = jnp.concatenate(turned, axis=-1).astype(x.dtype)
-    if rope.dim == x.shape[-1]:
-        return rotated
-    return jnp.concatenate([rotated, x[..., rope.dim :]], axis=-1)
+    return rotate(x, *rotation(positions, rope, prompt=prompt, limit=limit))
 
 
 def _product(a: Array, b: Array) -> Array:

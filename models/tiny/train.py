@@ -24,7 +24,13 @@ from safetensors.flax import save_file
 from tokenizers import Tokenizer
 from tqdm import tqdm
 
-from fdjax.models import Model, describe, export_tensors, parse_config, weight_map
+from fdjax.models import (
+    Model,
+    describe,
+    export_tensors,
+    parse_config,
+    weight_map,
+)
 from fdjax.models.tiny.tokenizer import (
     BOS_ID,
     EOS_ID,
@@ -33,6 +39,7 @@ from fdjax.models.tiny.tokenizer import (
     train_tokenizer,
 )
 from fdjax.models.tiny.world import Example, World
+from fdjax.pallas_kernels.attention import split_qkv
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import apply_rope
 
@@ -83,7 +90,8 @@ def forward(model: Model, params: Any, ids: Array) -> Array:
     """Logits of a causal pass without a cache. ids [B,T] int32 → fp32 [B,T,V]."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
-    def attend(spec, kv, q, k, v):
+    def attend(spec, kv, qkv):
+        q, k, v = split_qkv(qkv)
         q, k = (apply_rope(x, positions, spec.rope) for x in (q, k))
         return jax.nn.dot_product_attention(q, k, v, scale=spec.scale, is_causal=True), kv
 

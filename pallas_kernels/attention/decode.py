@@ -10,7 +10,7 @@ from fdjax.pallas_kernels.attention.cudnn import decode_cudnn
 from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig, decode_mosaic
 from fdjax.pallas_kernels.attention.masks import Masking, check_attention
 from fdjax.pallas_kernels.attention.xla import attention_xla
-from fdjax.pallas_kernels.plan import Plan, resolve
+from fdjax.pallas_kernels.plan import Choice, Plan, resolve
 
 MAX_QUERY_TOKENS = 16
 
@@ -61,24 +61,12 @@ def decode_attention(
     """
     masking = Masking(window=window, soft_cap=soft_cap, alibi=alibi)
     check_attention("decode_attention", q, k, v, lengths, layer, scale, masking)
-    b, t, h, d = q.shape
+    t, h = q.shape[1:3]
     if t > MAX_QUERY_TOKENS:
         raise ValueError(f"decode_attention: T must be at most {MAX_QUERY_TOKENS}, got {t}")
     if phi is not None and phi.shape != (h,):
         raise ValueError(f"decode_attention: phi must be [{h}], got {list(phi.shape)}")
-    choice = resolve(
-        plan,
-        implementation,
-        "decode_attention",
-        b=b,
-        t=t,
-        h=h,
-        hkv=k.shape[-3],
-        s=k.shape[-2],
-        d=d,
-        itemsize=q.dtype.itemsize,
-        masks=int(not masking.plain),
-    )
+    choice = choose_decode(q, k, masking, implementation, plan)
     if choice.implementation == "mosaic_gpu":
         o, lse = decode_mosaic(
             q,
@@ -89,7 +77,7 @@ def decode_attention(
             masking=masking,
             phi=phi,
             layer=layer,
-            config=DecodeAttentionConfig(**dict(choice.config)) if choice.config else None,
+            config=decode_config(choice),
         )
         return (o, lse) if return_lse else o
     if layer is not None:
@@ -108,3 +96,28 @@ def decode_attention(
             batch_invariant=plan is not None and plan.batch_invariant,
         )
     return (o, lse) if return_lse else o
+
+
+def choose_decode(
+    q: Array, k: Array, masking: Masking, implementation: str | None, plan: Plan | None
+) -> Choice:
+    """The choice for q [B,T,H,D] against k [...,Hkv,S,D]."""
+    b, t, h, d = q.shape
+    return resolve(
+        plan,
+        implementation,
+        "decode_attention",
+        b=b,
+        t=t,
+        h=h,
+        hkv=k.shape[-3],
+        s=k.shape[-2],
+        d=d,
+        itemsize=q.dtype.itemsize,
+        masks=int(not masking.plain),
+    )
+
+
+def decode_config(choice: Choice) -> DecodeAttentionConfig | None:
+    """The measured configuration of a choice, if it has one."""
+    return DecodeAttentionConfig(**dict(choice.config)) if choice.config else None

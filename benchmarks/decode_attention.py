@@ -1,0 +1,107 @@
+"""Decode attention beside cuDNN: `python -m benchmarks.decode_attention`.
+
+At every shape the kernel as the plan runs it, its synchronised variant (FlashDecoding, a running
+maximum), and cuDNN on a cache in the layout it prefers. `recompute` cases hold rows whose scores
+leave the range of the unified maximum, a few of them or all.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from fdjax.bench.suite import Case, main
+from fdjax.pallas_kernels.attention import attention_reference, decode_attention
+from fdjax.pallas_kernels.attention.decode_mosaic import decode_mosaic, default_config
+from fdjax.pallas_kernels.attention.masks import Masking
+
+# B, H, Hkv, S, D
+SHAPES = (
+    (1, 32, 32, 128, 128),
+    (1, 32, 32, 1024, 128),
+    (1, 32, 32, 8192, 128),
+    (8, 32, 32, 1024, 128),
+    (1, 32, 8, 1024, 128),
+    (1, 32, 8, 8192, 128),
+    (1, 32, 8, 32768, 128),
+    (16, 32, 8, 4096, 128),
+    (64, 32, 8, 1024, 128),
+    (4, 40, 40, 2048, 128),
+    (8, 32, 8, 2048, 64),
+)
+
+# Rows of (B, H, Hkv, S, D) that leave the range of the unified maximum: the share measured on
+# Llama 2 7B in section 3 of FlashDecoding++, one row, and all.
+RECOMPUTED = (
+    ((64, 32, 8, 1024, 128), 0.0045),
+    ((64, 32, 8, 1024, 128), 1.0),
+    ((1, 32, 32, 1024, 128), 1 / 32),
+    ((1, 32, 32, 1024, 128), 1.0),
+)
+
+
+def _unified(q, k, v, lengths):
+    scale = q.shape[-1] ** -0.5
+    return decode_attention(q, k, v, lengths, scale=scale, implementation="mosaic_gpu")
+
+
+def _synchronised(q, k, v, lengths):
+    config = default_config(q.shape[0], *k.shape[1:])
+    config = dataclasses.replace(config, unified=False)
+    scale = q.shape[-1] ** -0.5
+    return decode_mosaic(q, k, v, lengths, scale=scale, masking=Masking(), config=config)[0]
+
+
+def _cudnn(q, k, v, lengths):
+    return jax.nn.dot_product_attention(
+        q, k, v, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+
+
+def _for_cudnn(q, k, v, lengths):
+    """[B,Hkv,S,D] caches as [B,S,Hkv,D]."""
+    return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lengths
+
+
+def _reference(q, k, v, lengths):
+    scale, masking = q.shape[-1] ** -0.5, Masking()
+    return attention_reference(q, k, v, lengths, lengths - 1, scale=scale, masking=masking)[0]
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _operands(seed, shape, outside):
+    """Random arrays; the scores of a share `outside` of the rows have a deviation of 100."""
+    b, h, kv_heads, s, d = shape
+    q, k, v = jax.random.split(jax.random.key(seed), 3)
+    q = jax.random.normal(q, (b, 1, h, d), jnp.bfloat16)
+    k, v = (jax.random.normal(key, (b, kv_heads, s, d), jnp.bfloat16) for key in (k, v))
+    row = jnp.arange(b * h).reshape(b, 1, h, 1)
+    q = jnp.where(row < round(outside * b * h), 100 * q, q)
+    return q, k, v, jnp.full((b,), s, jnp.int32)
+
+
+def _case(shape, outside=None):
+    b, h, kv_heads, s, d = shape
+    implementations = {"mosaic_gpu": _unified, "synchronised": _synchronised}
+    name = f"B{b} H{h} Hkv{kv_heads} S{s} D{d}"
+    if outside is None:
+        implementations["cudnn"] = _cudnn
+    else:
+        name = f"recompute {outside:.2%} {name}"
+    return Case(
+        name=name,
+        make_args=lambda seed: _operands(seed, shape, outside or 0.0),
+        implementations=implementations,
+        reference=_reference,
+        bytes=2 * b * kv_heads * s * d * 2,
+        flops=4 * b * h * s * d,
+        tolerance=2e-2,
+        prepare={"cudnn": _for_cudnn},
+    )
+
+
+CASES = [_case(shape) for shape in SHAPES] + [_case(*pair) for pair in RECOMPUTED]
+
+if __name__ == "__main__":
+    raise SystemExit(main(CASES))

@@ -1,0 +1,160 @@
+"""RoPE, append and attention of a decode step: equal to the three ops one after another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdjax.pallas_kernels.attention import (
+    alibi_slopes,
+    append_decode_attention,
+    attention_reference,
+    split_qkv,
+)
+from fdjax.pallas_kernels.attention.decode_mosaic import (
+    DecodeAttentionConfig,
+    append_decode_mosaic,
+)
+from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.rope import Rope, rotate, rotation
+
+from .test_decode_mosaic import INTERPRET
+
+GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+
+
+def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, seed=0):
+    """qkv, caches, lengths, rotation; NaN in the slots that are not filled."""
+    rng = np.random.default_rng(seed)
+    b = len(lengths)
+    lengths = jnp.array(lengths, jnp.int32)
+    qkv, *caches = (
+        jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+        for shape in ((b, t, kv_heads, group + 2, d), *((b, kv_heads, s, d),) * 2)
+    )
+    filled = (jnp.arange(s)[None] < lengths[:, None])[:, None, :, None]
+    caches = [jnp.where(filled, cache, jnp.nan) for cache in caches]
+    positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    return qkv, *caches, lengths, rotation(positions, Rope(rope_dim or d, 10000.0))
+
+
+def _expected(qkv, k_cache, v_cache, lengths, turns, masking):
+    """fp32 o, and the caches row by row."""
+    t, d = qkv.shape[1], qkv.shape[-1]
+    q, k, v = split_qkv(qkv)
+    if turns is not None:
+        q, k = rotate(q, *turns), rotate(k, *turns)
+    caches = []
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache = np.array(cache)
+        for row, length in enumerate(np.asarray(lengths)):
+            kept = min(t, cache.shape[2] - length)
+            cache[row, :, length : length + kept] = np.asarray(new)[row, :kept].swapaxes(0, 1)
+        caches.append(cache)
+    read = [np.where(np.isnan(np.float32(c)), 0, c).astype(c.dtype) for c in caches]
+    o, _ = attention_reference(q, *read, lengths + t, lengths, scale=d**-0.5, masking=masking)
+    return np.asarray(o), caches
+
+
+def _check(operands, run, masking=Masking()):
+    o, *caches = run(*operands)
+    want, want_caches = _expected(*operands, masking)
+    np.testing.assert_allclose(np.float32(o), want, atol=0.02, rtol=0.02)
+    for got, expected in zip(caches, want_caches, strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+
+def _run(qkv, k, v, lengths, turns, *, implementation, **masks):
+    scale = qkv.shape[-1] ** -0.5
+    return append_decode_attention(
+        qkv, k, v, lengths, rotation=turns, scale=scale, implementation=implementation, **masks
+    )
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        dict(lengths=[0]),
+        dict(lengths=[63, 64, 199, 0]),
+        dict(lengths=[5, 130], d=128, group=1, kv_heads=3),
+        dict(lengths=[5, 130], d=128, group=8),
+        dict(lengths=[5, 130], d=128, rope_dim=32),
+        dict(lengths=[5, 130], t=3),
+        dict(lengths=[999, 3000], s=4096, d=128, kv_heads=8, group=4),
+    ],
+    ids=str,
+)
+def test_equals_its_three_ops(implementation, shape):
+    _check(_operands(**shape), functools.partial(_run, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+def test_masks(implementation):
+    masks = dict(window=70, soft_cap=5.0, alibi=alibi_slopes(8))
+    run = functools.partial(_run, implementation=implementation, **masks)
+    _check(_operands([64, 130, 3]), run, Masking(**masks))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+def test_without_rope(implementation):
+    *operands, _ = _operands([5, 130])
+    _check((*operands, None), functools.partial(_run, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+def test_a_full_row_keeps_its_cache(implementation):
+    """A finished row may be full; what it computes is not looked at."""
+    operands = _operands([200, 100])
+    _, *caches = _run(*operands, implementation=implementation)
+    for got, before in zip(caches, operands[1:3], strict=True):
+        np.testing.assert_array_equal(np.float32(got[0]), np.float32(before[0]))
+
+
+@pytest.mark.parametrize("config", [DecodeAttentionConfig(1), DecodeAttentionConfig(2)], ids=str)
+def test_interpreted_without_races(config):
+    def run(qkv, k, v, lengths, turns):
+        cos, sin = turns
+        return append_decode_mosaic(
+            qkv[:, 0],
+            k,
+            v,
+            lengths,
+            cos=cos,
+            sin=sin,
+            scale=0.125,
+            masking=Masking(),
+            config=config,
+            interpret=INTERPRET,
+        )
+
+    _check(_operands([0, 64, 130], kv_heads=1), run)
+
+
+@pytest.mark.parametrize(
+    ("qkv", "cache", "message"),
+    [
+        ((1, 1, 2, 64), (1, 2, 8, 64), r"qkv must be \[B,T,Hkv,G\+2,D\], got \[1, 1, 2, 64\]"),
+        ((1, 1, 2, 2, 64), (1, 2, 8, 64), r"qkv must be \[B,T,Hkv,G\+2,D\]"),
+        ((1, 1, 4, 3, 64), (1, 2, 8, 64), "qkv must have the 2 KV heads of the cache, got 4"),
+    ],
+)
+def test_wrong_shapes_raise(qkv, cache, message):
+    qkv, cache = jnp.zeros(qkv), jnp.zeros(cache)
+    with pytest.raises(ValueError, match=f"append_decode_attention: {message}"):
+        append_decode_attention(qkv, cache, cache, jnp.zeros((1,), jnp.int32), scale=1.0)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_caches_stay_where_they_are(group):
+    from ..deviceless import alias_bytes, compile_for, large_copies
+
+    specs = jax.eval_shape(lambda: _operands([5] * 2, d=128, kv_heads=8, s=1024, group=group))
+    run = functools.partial(_run, implementation="mosaic_gpu")
+    compiled = compile_for("h100", run, *specs, donate_argnums=(1, 2))
+    nbytes = specs[1].size * 2
+    assert alias_bytes(compiled) == 2 * nbytes
+    assert not large_copies(compiled, nbytes // 2)
