@@ -205,6 +205,6 @@ def test_a_thousand_reruns_have_the_same_bits(kv_heads, s):
             jnp.all((a == b) | (jnp.isnan(a) & jnp.isnan(b)))
             for a, b in zip(first, again, strict=True)
         ]
-        return count + ~(same[0] & same[1])
+        return count + (~(same[0] & same[1])).astype(jnp.int32)
 
     assert jax.lax.fori_loop(0, 1000, differs, jnp.int32(0)) == 0
