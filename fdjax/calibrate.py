@@ -29,13 +29,7 @@ import numpy as np
 from jax import Array, lax
 
 from fdjax.checkpoint import fingerprint, read_json
-from fdjax.models import (
-    AttentionSpec,
-    CheckpointError,
-    DecoderConfig,
-    Model,
-    Params,
-)
+from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.schedule import chunks_for, covered_slots

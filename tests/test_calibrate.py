@@ -23,13 +23,7 @@ from fdjax import calibrate, step
 from fdjax.calibrate import BIN_LOG2, BINS, Calibration, Statistics, bin_edges, choose, interval
 from fdjax.checkpoint import fingerprint, locate
 from fdjax.cli import main
-from fdjax.models import (
-    AttentionSpec,
-    CheckpointError,
-    DecoderConfig,
-    describe,
-    random_params,
-)
+from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, describe, random_params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import Rope, apply_rope
 from fdjax.state import init_cache
@@ -567,8 +561,3 @@ def test_what_the_command_refuses(run, argv, code, told):
     assert (got, out) == (code, "")
     assert err.startswith("fdjax") and err.count("\n") == 1 and told in err
     assert not Path("o.json").exists()
-
-
-def test_help_fits_on_a_page(run):
-    code, out, err = run("--help")
-    assert (code, err) == (0, "") and len(out.splitlines()) < 40

@@ -30,7 +30,7 @@ from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
 
 QUESTION = "What is the largest ocean?"
 ANSWER = "The largest ocean is the Pacific Ocean."
-COMMANDS = ("generate", "chat", "info", "doctor", "bench")
+COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate")
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +147,7 @@ def test_a_seed_makes_samples_reproducible(run, loaded):
 
 def test_model_and_dtype_are_what_is_loaded(run, loaded):
     run("generate", "--model", "some/folder", "--dtype", "float16", "--max-new-tokens", "1", "hi")
-    assert loaded == [("some/folder", {"dtype": "float16"})]
+    assert loaded == [("some/folder", {"dtype": "float16", "plan": None})]
 
 
 def test_no_tokens_is_an_empty_line(run, loaded):
