@@ -1,4 +1,4 @@
-"""The command line: `fdjax generate | chat | info | doctor | bench | calibrate`."""
+"""The command line: `fdjax generate | chat | info | doctor | bench | calibrate | tune`."""
 
 import argparse
 import contextlib
@@ -24,6 +24,7 @@ _EXAMPLES = """examples:
   fdjax doctor
   fdjax bench path/to/checkpoint --batch 8
   fdjax calibrate path/to/checkpoint --text book.txt
+  fdjax tune path/to/checkpoint --output table.json
 """
 _MODEL = "folder or hub id; default: the embedded model"
 _MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
@@ -191,6 +192,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what would fit into this, such as 80GB; default: the memory JAX may use here",
     )
     _add_dtype(info)
+    _add_table(info)
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=_info)
 
@@ -227,6 +229,7 @@ def _parser() -> argparse.ArgumentParser:
         choices=("xla", "cudnn", "mosaic_gpu"),
         help="force this one for every op that has it",
     )
+    _add_table(bench)
     bench.add_argument("--output", metavar="FILE", help="also write the JSON record here")
     bench.add_argument("--commit", help="commit to record where git cannot be asked")
     bench.set_defaults(run=_bench)
@@ -265,12 +268,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument("--commit", help="commit to record where git cannot be asked")
     calibrate.set_defaults(run=_calibrate)
+
+    tune = commands.add_parser(
+        "tune",
+        help="measure which implementation of each linear layer is the fastest",
+        description="Measure XLA and the kernel for each linear layer of a model over M, the rows "
+        "of a step, and print the inflection points between them (FlashDecoding++, section 5). "
+        "Takes a GPU for minutes.",
+    )
+    source = tune.add_mutually_exclusive_group()
+    source.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL_OR_CONFIG)
+    source.add_argument("--config", type=_name, metavar="FILE", help="the same by a config.json")
+    _add_dtype(tune)
+    what = tune.add_mutually_exclusive_group()
+    what.add_argument(
+        "--explain",
+        action="store_true",
+        help="measure nothing: print the table that is in use, or that of --table",
+    )
+    what.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the table here, for --table"
+    )
+    _add_table(tune, "the table to explain")
+    tune.add_argument("--commit", help="commit to record where git cannot be asked")
+    tune.set_defaults(run=_tune)
     return parser
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="tiny", type=_name, help=_MODEL)
     _add_dtype(parser)
+    _add_table(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
 
 
@@ -311,6 +339,10 @@ def _add_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
     )
+
+
+def _add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` measured") -> None:
+    parser.add_argument("--table", type=Path, metavar="FILE", help=text)
 
 
 def _name(text: str) -> str:
@@ -381,7 +413,7 @@ def _prompt(given: str | None) -> str:
 
 def _generate(args: argparse.Namespace) -> int:
     prompt = _prompt(args.prompt)
-    lm = fdjax.load(args.model, dtype=args.dtype)
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
     options = _sampling(args)
     if args.json:
         result = lm.generate(prompt, **options)
@@ -428,7 +460,7 @@ def _chat(args: argparse.Namespace) -> int:
     template = args.chat_template
     if template is not None and Path(template).is_file():
         template = Path(template).read_text(encoding="utf-8")
-    lm = fdjax.load(args.model, dtype=args.dtype)
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
     options = {"max_new_tokens": _CHAT_TOKENS} | _sampling(args)
     talk(Conversation(lm, system=args.system, chat_template=template, **options))
     return 0
@@ -442,29 +474,40 @@ def _doctor(args: argparse.Namespace) -> int:
     return int(not diagnosis.sound)
 
 
-def _describe(name: str, dtype: str | None, implementation: str | None = None):
-    """(model, folder or None) from a folder, a hub id, or a config.json alone."""
-    from fdjax.checkpoint import locate, read_json
-    from fdjax.models import describe, parse_config
+def _plan(args: argparse.Namespace):
+    """The device's plan as --implementation and --table change it; None if neither does."""
     from fdjax.pallas_kernels.plan import Plan
     from fdjax.platform import default_backend
 
-    path = Path(name).expanduser()
+    implementation = getattr(args, "implementation", None)
+    if args.table is None and implementation is None:
+        return None
+    default_backend()
+    return Plan.for_device(implementation=implementation, table=args.table)
+
+
+def _describe(args: argparse.Namespace):
+    """(model, folder or None) from a folder, a hub id, or a config.json alone."""
+    from fdjax.checkpoint import locate, read_json
+    from fdjax.models import describe, parse_config
+    from fdjax.platform import default_backend
+
+    path = Path(args.model).expanduser()
     folder = None
     if path.suffix != ".json" or path.is_dir():
-        folder = locate(name, weights=False)
+        folder = locate(args.model, weights=False)
         path = folder / "config.json"
     elif not path.exists():
-        raise FileNotFoundError(f"{name}: no such file")
+        raise FileNotFoundError(f"{args.model}: no such file")
     default_backend()
-    plan = Plan.for_device(implementation=implementation)
-    return describe(parse_config(read_json(path), str(path)), dtype=dtype, plan=plan), folder
+    config = parse_config(read_json(path), str(path))
+    return describe(config, dtype=args.dtype, plan=_plan(args)), folder
 
 
 def _info(args: argparse.Namespace) -> int:
     from fdjax.info import model_info
 
-    model, _ = _describe(args.model, args.dtype)
+    model, _ = _describe(args)
     info = model_info(model, batch=args.batch, slots=args.context, memory_bytes=args.memory)
     print(json.dumps(info.asdict()) if args.json else info)
     return 0
@@ -486,7 +529,7 @@ def _bench(args: argparse.Namespace) -> int:
     if args.output:
         _check_writable(Path(args.output))
     enable_compilation_cache()
-    model, folder = _describe(args.model, args.dtype, args.implementation)
+    model, folder = _describe(args)
     tokens = args.prompt_tokens + args.new_tokens
     if tokens > model.config.max_position_embeddings:
         raise _UsageError(
@@ -557,6 +600,30 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: must be UTF-8, not so at {error.start}") from None
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from fdjax import tune
+    from fdjax.platform import default_backend, enable_compilation_cache
+
+    args.model = args.config or args.model
+    if args.table and not args.explain:
+        raise _UsageError("tune: --table is what --explain explains")
+    if args.explain:
+        model, _ = _describe(args)
+        table = tune.table_in_use(model.plan.device_kind, args.table)
+    else:
+        if default_backend() != "gpu":
+            raise _UsageError("tune: needs an NVIDIA GPU, JAX sees none")
+        if args.output:
+            _check_writable(args.output)
+        enable_compilation_cache()
+        model, _ = _describe(args)
+        table = tune.tune(model, commit=args.commit, report=_say)
+        if args.output:
+            tune.write_table(table, args.output)
+    print(tune.explain(table, tune.linear_shapes(model.config), model.dtype))
+    return 0
 
 
 def _check_writable(path: Path) -> None:

@@ -20,11 +20,16 @@ import jax.numpy as jnp
 from fdjax.bench.check import verify
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing, l2_bytes, measure
-from fdjax.models import DecoderConfig
+from fdjax.models import DecoderConfig, Model
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, matmul
 from fdjax.pallas_kernels.gemm.flat_gemm import matmul_flat_gemm
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import KERNEL_REVISIONS, TABLE_SCHEMA
+from fdjax.pallas_kernels.plan import (
+    KERNEL_REVISIONS,
+    TABLE_SCHEMA,
+    read_table,
+    shipped_table_path,
+)
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 
@@ -269,6 +274,39 @@ def _entry(key: dict[str, int], times: Mapping[FlatGemmConfig | None, float]) ->
     }
 
 
+def tune(
+    model: Model,
+    *,
+    commit: str | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measures the linear layers of a model on its device.
+
+    Args:
+      model: what `describe` made.
+      commit: to record where git cannot be asked.
+      report: takes a line for every row measured.
+
+    Returns:
+      A table, for `write_table` and `explain`.
+
+    Raises:
+      NotImplementedError: the kernels run neither on this device nor in this dtype.
+    """
+    capability = model.plan.compute_capability
+    if capability != (9, 0):
+        raise NotImplementedError(
+            "tune: the kernels need an NVIDIA GPU of compute capability 9.0 (H100, H200), "
+            f"got {model.plan.device_kind!r}"
+        )
+    if jnp.dtype(model.dtype).itemsize != 2:
+        raise NotImplementedError(
+            f"tune: the kernels multiply bfloat16 or float16, got {model.dtype}"
+        )
+    shapes = linear_shapes(model.config).values()
+    return table_of(measure_matmul(shapes, dtype=model.dtype, report=report), commit)
+
+
 def table_of(entries: Iterable[Mapping[str, Any]], commit: str | None = None) -> dict[str, Any]:
     """A dataflow table of measured entries, with where they come from."""
     return {
@@ -288,6 +326,19 @@ def write_table(table: Mapping[str, Any], path: str | Path) -> None:
     Path(path).write_text(text)
 
 
+def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, Any]:
+    """The table of a file, or that shipped for a device.
+
+    Raises:
+      ValueError: the file is no table that can be used.
+      FileNotFoundError: none is shipped.
+    """
+    if path is None and not (path := shipped_table_path(device_kind)).exists():
+        raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
+    read_table(path)
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
 def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: str) -> str:
     """The `matmul` entries of a table for some linear layers, like Fig. 9(c) of the paper.
 
@@ -301,10 +352,11 @@ def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: 
       microseconds over M, the choice marked with a star.
     """
     itemsize = jnp.dtype(dtype).itemsize
-    where = table["provenance"]
+    where = table.get("provenance", {})
+    device, versions = where.get("device_kind", "unknown device"), where.get("versions", {})
     lines = [
-        f"{where['device_kind']}, jax {where['versions']['jax']}, {where['date'][:10]}; {dtype}, "
-        "device time in microseconds, * runs"
+        f"{device}, JAX {versions.get('jax', 'unknown')}, {where.get('date', 'undated')[:10]}",
+        f"{dtype}, microseconds on the device, * is what runs",
     ]
     for name, shape in shapes.items():
         entries = {}
@@ -335,7 +387,5 @@ def _inflection(entries: Mapping[int, Mapping[str, Any]]) -> str:
 
 
 def _cell(entry: Mapping[str, Any], implementation: str) -> str:
-    us = entry["microseconds"][implementation]
-    if us is None:
-        return "-"
-    return f"{us:.1f}" + ("*" if entry["implementation"] == implementation else " ")
+    us = entry.get("microseconds", {}).get(implementation)
+    return ("-" if us is None else f"{us:.1f}") + " *"[entry["implementation"] == implementation]
