@@ -121,12 +121,9 @@ def gather(
     for first in range(0, len(pieces), rows):
         batch = pieces[first : first + rows]
         for chunk in _observe_batch(lm, batch, rows, slots):
-            total = Statistics(
-                total.scores + chunk.scores,
-                total.maxima + chunk.maxima,
-                np.minimum(total.lowest, chunk.lowest),
-                np.maximum(total.highest, chunk.highest),
-            )
+            combine = np.add, np.add, np.minimum, np.maximum
+            for operation, so_far, new in zip(combine, total, chunk, strict=True):
+                operation(so_far, new, out=so_far)
         done += sum(map(len, batch))
         progress(done, tokens)
     finite = np.isfinite(total.lowest) & np.isfinite(total.highest)
@@ -388,14 +385,16 @@ class Calibration:
         cls, statistics: Statistics, fingerprint: str, provenance: Mapping[str, Any]
     ) -> "Calibration":
         """Choose φ by what was counted."""
-        phi, rates = choose(statistics.maxima)
-        lower, upper = interval(statistics.scores)
-        lowest, highest = statistics.lowest, statistics.highest
-        # The extremes are exact, the interval ends at the edge of a bin.
-        lower, upper = np.maximum(lower, lowest), np.minimum(upper, highest)
-        phi, *ranges = (np.round(a, 4).tolist() for a in (phi, lower, upper, lowest, highest))
-        layers = zip(phi, rates.tolist(), *ranges, strict=True)
-        return cls(fingerprint, tuple(LayerCalibration(*map(tuple, f)) for f in layers), provenance)
+        layers = []
+        for scores, maxima, lowest, highest in zip(*statistics, strict=True):
+            phi, rates = choose(maxima)
+            # The extremes are exact, the interval ends at the edge of a bin.
+            lower, upper = (np.clip(end, lowest, highest) for end in interval(scores))
+            phi, *ranges = (
+                tuple(np.round(a, 4).tolist()) for a in (phi, lower, upper, lowest, highest)
+            )
+            layers.append(LayerCalibration(phi, tuple(rates.tolist()), *ranges))
+        return cls(fingerprint, tuple(layers), provenance)
 
     def __str__(self) -> str:
         """A table for people."""
@@ -487,6 +486,8 @@ def _damaged(path: str | Path, problem: str) -> CheckpointError:
 
 def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
     """The architecture with φ of every layer, if there is a calibration beside the checkpoint.
+
+    A layer where the technique does not apply has the φ with which the fewest rows leave.
 
     Raises:
       CheckpointError: the calibration is damaged, or of another model.

@@ -32,6 +32,8 @@ logger = logging.getLogger("fdjax")
 
 # Answers of a conversation end by themselves; this is for those that do not.
 _CHAT_TOKENS = 1024
+# With fewer, a share of 1 % is a guess.
+_CALIBRATION_TOKENS = 1000
 
 
 class _UsageError(ValueError):
@@ -581,9 +583,16 @@ def _calibrate(args: argparse.Namespace) -> int:
             _say(f"{done} of {total} tokens")
 
     statistics = calibrate.gather(lm, texts, context=args.context, progress=progress)
+    rows = int(statistics.maxima[0, 0].sum())
+    if rows < _CALIBRATION_TOKENS:
+        warnings.warn(
+            f"{rows} tokens are few to choose by; give at least {_CALIBRATION_TOKENS}, better many "
+            "times that",
+            stacklevel=2,
+        )
     provenance = environment(args.commit) | {
         "texts": [path.name for path in args.text],
-        "rows": int(statistics.maxima[0, 0].sum()),
+        "rows": rows,
         "dtype": lm.model.dtype,
     }
     calibration = calibrate.Calibration.of(statistics, fingerprint(folder), provenance)

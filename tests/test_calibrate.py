@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fdjax
-from fdjax import calibrate, step
+from fdjax import calibrate, platform, step
 from fdjax.calibrate import BIN_LOG2, BINS, Calibration, Statistics, bin_edges, choose, interval
 from fdjax.checkpoint import fingerprint, locate
 from fdjax.cli import main
@@ -493,8 +493,8 @@ def test_a_fingerprint_tells_weights_apart(folder):
 def run(monkeypatch, tmp_path, capsys):
     """`fdjax calibrate` in an empty folder → (exit code, standard output, standard error)."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(fdjax.platform, "enable_compilation_cache", lambda: None)
-    Path("text.txt").write_text("What is the largest ocean? The Pacific Ocean.")
+    monkeypatch.setattr(platform, "enable_compilation_cache", lambda: None)
+    Path("text.txt").write_text("What is the largest ocean? The Pacific Ocean. " * 60)
 
     def run(*argv):
         try:
@@ -510,23 +510,24 @@ def test_the_command_writes_beside_the_checkpoint(run, folder):
     path = folder / calibrate.FILE
     # An unusable file is what it is run to replace.
     path.write_text("damaged")
-    code, out, err = run(folder, "--text", "text.txt", "--text", "text.txt", "--context", 8)
+    code, out, err = run(folder, "--text", "text.txt", "--text", "text.txt", "--context", 50)
     assert code == 0, err
     assert "A unified maximum applies in 5 of 5 layers" in out
     assert f"fdjax: written to {path}\n" in err
     data = json.loads(path.read_text())
     assert data["provenance"]["texts"] == ["text.txt"] * 2
-    assert data["provenance"]["rows"] > 20 and data["provenance"]["device_kind"] == "cpu"
+    assert data["provenance"]["rows"] > 1000 and data["provenance"]["device_kind"] == "cpu"
     lm = load(folder)
     assert [list(s.phi) for s in lm.config.attention] == [l["phi"] for l in data["layers"]]
 
 
+@pytest.mark.filterwarnings("default")
 def test_the_command_writes_elsewhere_and_draws(run, folder, counted, monkeypatch):
     pytest.importorskip("matplotlib")
     monkeypatch.setattr(calibrate, "gather", lambda *args, **options: counted)
     argv = folder, "--text", "text.txt", "--output", "new/file.json"
     code, _, err = run(*argv, "--plot", "new/plot.png")
-    assert code == 0, err
+    assert code == 0 and re.search(r"warning: \d+ tokens are few to choose by", err), err
     assert Path("new/file.json").exists() and not (folder / calibrate.FILE).exists()
     assert Path("new/plot.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(*argv, "--plot", "plot.xyz")
