@@ -173,7 +173,7 @@ VARIANTS = [
 ]
 # What tensor core kernels take: K and N in whole tiles, but not in whole blocks.
 TILES = [
-    *(Case(m, k=192, n=192, dtype="bfloat16") for m in (1, 7, 8, 12, 33, 64, 65, 200)),
+    *(Case(m, k=192, n=192, dtype="bfloat16") for m in (1, 7, 8, 9, 12, 33, 49, 64, 65, 200)),
     *(Case(m, k=2112, n=320, dtype="bfloat16", **ALL) for m in (2, 20)),
     *(Case(3, k=64, n=64, dtype="bfloat16", gate=gate) for gate in ACTIVATIONS),
     Case(5, k=320, n=128, dtype="bfloat16", bias=True, gate="gelu"),

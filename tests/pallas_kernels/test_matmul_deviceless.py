@@ -40,7 +40,7 @@ def _operands(m, k, n, *, norm=False, bias=False, gate=None, residual=False, lay
         dict(m=8, k=4096, n=32000, norm=True, dtype=jnp.float32),
         dict(m=12, k=4096, n=28672),
         dict(m=12, k=4096, n=11008, norm=True, gate="silu"),
-        dict(m=63, k=4096, n=4096, norm=True, bias=True, residual=True),
+        dict(m=49, k=4096, n=4096, norm=True, bias=True, residual=True),
         dict(m=200, k=2048, n=2048, norm=True, bias=True, gate="gelu", residual=True),
         dict(m=2, k=1024, n=1024, norm=True, bias=True, gate="gelu_tanh", layer=True),
         dict(m=64, k=4096, n=4096, norm=True, config=FlatGemmConfig(64, 128, 4, 2)),
