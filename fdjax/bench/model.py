@@ -1,6 +1,7 @@
 """End-to-end benchmark of a model through `LM.generate` itself."""
 
 import dataclasses
+import time
 from collections.abc import Callable
 
 import jax
@@ -47,20 +48,7 @@ def bench_model(
     Raises:
       ValueError: a number is too small, or prompt and new tokens exceed the model's context.
     """
-    for name, value, least in (
-        ("batch", batch, 1),
-        ("prompt_tokens", prompt_tokens, 1),
-        ("new_tokens", new_tokens, 2),
-        ("runs", runs, 1),
-    ):
-        if value < least:
-            raise ValueError(f"bench: {name} must be at least {least}, got {value}")
-    context = lm.max_len or lm.config.max_position_embeddings
-    if prompt_tokens + new_tokens > context:
-        raise ValueError(
-            f"bench: prompt_tokens and new_tokens make {prompt_tokens + new_tokens}, "
-            f"the context is {context}"
-        )
+    _check(lm, batch, prompt_tokens, new_tokens, runs)
     if ceiling_bytes is None:
         ceiling_bytes = 2**24 if lm.model.plan.compute_capability is None else 2**30
     config = {
@@ -76,6 +64,39 @@ def bench_model(
     record = Record(
         environment(commit), config, {"before": measure_ceiling(ceiling_bytes, matmul_size=0)}
     )
+    rows, costs = model_rows(
+        lm,
+        batch=batch,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        runs=runs,
+        progress=progress,
+    )
+    record.rows += rows
+    record.costs |= costs
+    progress("measuring the bandwidth again")
+    return record.finish(measure_ceiling(ceiling_bytes, matmul_size=0))
+
+
+def model_rows(
+    lm: LM,
+    *,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    runs: int,
+    implementation: str = "fdjax",
+    progress: Callable[[str], None] = lambda doing: None,
+) -> tuple[list[Row], dict[str, float]]:
+    """What `bench_model` measures between the ceilings: arguments and errors are its own.
+
+    Args:
+      implementation: what the rows call it.
+
+    Returns:
+      (rows, costs), the latter the seconds of the first call, which compiles.
+    """
+    _check(lm, batch, prompt_tokens, new_tokens, runs)
     rng = np.random.default_rng(0)
     prompts = rng.integers(0, lm.config.vocab_size, (batch, prompt_tokens)).tolist()
 
@@ -85,13 +106,16 @@ def bench_model(
         )
 
     progress("compiling, and checking decoding against one pass over the text")
+    began = time.perf_counter()
+    generate()
+    seconds = time.perf_counter() - began
     error = _decoding_error(lm, prompts[0], generate(return_logprobs=True))
     tolerance = _TOLERANCE[jnp.dtype(lm.model.dtype).itemsize]
     reason = None
     if not error <= tolerance:
         reason = f"log-probabilities off by {error:.2g} on average, tolerance {tolerance:g}"
-    progress(f"3 calls to warm up, {runs} to time")
-    for _ in range(3):
+    progress(f"2 calls to warm up, {runs} to time")
+    for _ in range(2):
         generate()
     results = [generate() for _ in range(runs)]
     if reason is None and any(len(t) != new_tokens for r in results for t in r.tokens):
@@ -99,15 +123,16 @@ def bench_model(
     stats = [r.stats for r in results]
     step_bytes = stats[0].decode_bytes // stats[0].decode_steps
     flops = 2 * lm.model.parameter_count * batch * prompt_tokens
+    rows = []
     for case, samples, traffic, work in (
         ("first token", [1e6 * s.prefill_seconds for s in stats], 0, flops),
         ("decode step", [1e3 * s.ms_per_token for s in stats], step_bytes, 0),
     ):
         timing = Timing.from_samples([samples], "host")
-        record.rows.append(
+        rows.append(
             Row(
                 case=f"{case} B{batch} P{prompt_tokens}",
-                implementation="fdjax",
+                implementation=implementation,
                 ok=reason is None,
                 error=error,
                 reason=reason,
@@ -116,8 +141,24 @@ def bench_model(
                 flops=work,
             )
         )
-    progress("measuring the bandwidth again")
-    return record.finish(measure_ceiling(ceiling_bytes, matmul_size=0))
+    return rows, {f"seconds of the first call, B{batch} P{prompt_tokens} {implementation}": seconds}
+
+
+def _check(lm: LM, batch: int, prompt_tokens: int, new_tokens: int, runs: int) -> None:
+    for name, value, least in (
+        ("batch", batch, 1),
+        ("prompt_tokens", prompt_tokens, 1),
+        ("new_tokens", new_tokens, 2),
+        ("runs", runs, 1),
+    ):
+        if value < least:
+            raise ValueError(f"bench: {name} must be at least {least}, got {value}")
+    context = lm.max_len or lm.config.max_position_embeddings
+    if prompt_tokens + new_tokens > context:
+        raise ValueError(
+            f"bench: prompt_tokens and new_tokens make {prompt_tokens + new_tokens}, "
+            f"the context is {context}"
+        )
 
 
 def _decoding_error(lm: LM, prompt: list[int], result) -> float:

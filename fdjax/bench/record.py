@@ -52,13 +52,15 @@ class Row:
 class Record:
     """A run: environment, configuration, ceilings, rows.
 
-    `ceiling` holds what `measure_ceiling` returned under `before` and `after`.
+    `ceiling` holds what `measure_ceiling` returned under `before` and `after`, `costs` what is
+    told but not compared, such as seconds of compiling.
     """
 
     environment: dict[str, Any]
     config: dict[str, Any]
     ceiling: dict[str, Any]
     rows: list[Row] = dataclasses.field(default_factory=list)
+    costs: dict[str, float] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
 
     @property

@@ -1,0 +1,41 @@
+"""All kernels beside their peers, each with a record of its own: `python -m benchmarks.kernels`."""
+
+import argparse
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+SCRIPTS = ("matmul", "decode_attention", "prefill_attention")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
+    parser.add_argument("--only", default="", help="the cases whose name contains this")
+    parser.add_argument("--output", type=Path, help="folder for the records")
+    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    args = parser.parse_args(argv)
+    failed = []
+    for script in args.scripts:
+        name = f"benchmarks.{script}"
+        if importlib.util.find_spec(name) is None:
+            print(f"{script}: no such benchmark yet", file=sys.stderr, flush=True)
+            continue
+        options = ["--only", args.only]
+        if args.output:
+            options += ["--output", str(args.output / f"{script}.json")]
+        if args.commit:
+            options += ["--commit", args.commit]
+        print(f"== {script}", flush=True)
+        # A process each: an illegal access of one kernel leaves the others their records.
+        if subprocess.run([sys.executable, "-m", name, *options]).returncode:
+            failed.append(script)
+    if failed:
+        print(f"failed: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
