@@ -50,7 +50,7 @@ FUSED_ROWS = tuple(m for m in ROWS if m <= 16)
 
 
 def measure_layer(
-    name: str, shape: LinearShape, rows: Sequence[int], plan: Plan, runs: int
+    name: str, shape: LinearShape, rows: Sequence[int], plan: Plan, runs: int, passes: int
 ) -> Iterator[Row]:
     """XLA's row for each M, and the kernel's where the plan runs it."""
     gate = "silu" if shape.gate else None
@@ -71,7 +71,8 @@ def measure_layer(
         ({"xla": xla}, [m for m in rows if not kernel_runs(m)]),
         ({"xla": xla, "mosaic_gpu": chosen}, [m for m in rows if kernel_runs(m)]),
     ):
-        for m, measured in time_linear(shape, some, variants, reference=reference, runs=runs):
+        timed = time_linear(shape, some, variants, reference=reference, runs=runs, passes=passes)
+        for m, measured in timed:
             columns = shape.n // 2 if shape.gate else shape.n
             for implementation, of in measured.items():
                 yield Row(
@@ -123,19 +124,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="layers whose name contains this")
     parser.add_argument("--table", help="a table of `fdjax tune`, before the shipped one")
-    parser.add_argument("--runs", type=int, default=10, help="timed calls, twice")
+    parser.add_argument("--runs", type=int, default=10, help="timed calls of a pass")
+    parser.add_argument("--passes", type=int, default=2, help="over the implementations in turn")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
     parser.add_argument("--output", help="write the record to this file as well")
     args = parser.parse_args()
     plan = Plan.for_device(table=args.table)
     before = measure_ceiling(matmul_size=0)
-    config = {"runs": args.runs, "passes": 2, "table": args.table}
+    config = {"runs": args.runs, "passes": args.passes, "table": args.table}
     record = Record(environment(args.commit), config, {"before": before})
     for cases, rows in ((PLAIN, ROWS), (FUSED, FUSED_ROWS)):
         for name, shape in cases.items():
             if args.only in name:
                 print(f"measuring {name}", file=sys.stderr, flush=True)
-                record.rows += measure_layer(name, shape, rows, plan, args.runs)
+                record.rows += measure_layer(name, shape, rows, plan, args.runs, args.passes)
     record.finish(measure_ceiling(matmul_size=0, kernels=[before["read_kernel"]]))
     print(summary(record.rows))
     emit(record, args.output)
