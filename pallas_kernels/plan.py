@@ -156,7 +156,8 @@ class Plan:
         on_gpu = self.compute_capability is not None and self.compute_capability >= (8, 0)
         if op == "decode_attention" and self.compute_capability == (9, 0):
             rows = shape["h"] // shape["hkv"] * shape["t"]
-            if shape["d"] in (64, 128, 256) and shape["itemsize"] == 2 and rows <= 64:
+            fits = shape["d"] in (64, 128, 256) and shape["itemsize"] == 2 and rows <= 64
+            if fits and shape["s"] % 8 == 0:
                 return Choice("mosaic_gpu", source="heuristic")
         # cuDNN's attention reads only the live part of the cache; XLA's einsum reads every slot.
         if on_gpu and op in ("decode_attention", "prefill_attention"):

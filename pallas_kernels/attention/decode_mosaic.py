@@ -138,7 +138,7 @@ def decode_mosaic(
     b, t, h, d = q.shape
     kv_heads = k.shape[-3]
     group = h // kv_heads
-    _check_supported(q, group * t)
+    _check_supported(q, k, group * t)
     if t > 1:
         q = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
     q = q.reshape(b, kv_heads, group * t, d)
@@ -184,7 +184,7 @@ def append_decode_mosaic(
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
-    _check_supported(qkv, group)
+    _check_supported(qkv, k, group)
     # TMA fills up a single tile of rows, not the last of several.
     if parts > 8:
         qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, -parts % 8), (0, 0)))
@@ -281,8 +281,8 @@ def _launch(operands, *, t, group, scale, masking, config, interpret):
     return out[:, :, :rows], lse[:, :, :rows]
 
 
-def _check_supported(q: Array, rows: int) -> None:
-    d = q.shape[-1]
+def _check_supported(q: Array, k: Array, rows: int) -> None:
+    s, d = k.shape[-2:]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
             f"decode_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
@@ -290,6 +290,10 @@ def _check_supported(q: Array, rows: int) -> None:
     if d not in (64, 128, 256):
         raise NotImplementedError(
             f"decode_attention: mosaic_gpu needs D of 64, 128 or 256, got {d}"
+        )
+    if s % 8:
+        raise NotImplementedError(
+            f"decode_attention: mosaic_gpu needs S to be a multiple of 8, got {s}"
         )
     if rows > _MAX_ROWS:
         raise NotImplementedError(

@@ -89,7 +89,8 @@ def _flat_gemm_cannot(case) -> bool:
 def _mosaic_cannot(case) -> bool:
     if case.op == "prefill":
         return True
-    return case.dtype == "float32" or case.d not in (64, 128, 256) or case.group * case.t > 64
+    tile = case.s % 8 or case.d not in (64, 128, 256) or case.group * case.t > 64
+    return bool(tile) or case.dtype == "float32"
 
 
 MATMUL = [
