@@ -11,6 +11,7 @@ import pytest
 import fdjax
 import fdjax.platform
 from fdjax.models import random_params
+from fdjax.schedule import CHUNKS
 from fdjax.tokenizer import MissingTokenizerError
 
 FIXTURES = Path(__file__).parent / "hf_fixtures"
@@ -428,7 +429,7 @@ def compiled_programs():
 
 def test_prompts_of_any_length_share_a_few_programs(long_lm):
     lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
-    for length in (128, 512, 2048):  # the widths of a prefill call
+    for length in CHUNKS:
         long_lm.generate([7] * length, max_new_tokens=2, **CHECKED)
     with compiled_programs() as names:
         for length in lengths:
