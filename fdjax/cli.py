@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import fdjax
+from fdjax import interrupts
 
 _EXAMPLES = """examples:
   fdjax generate "What is the largest ocean?"
@@ -54,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
     try:
         try:
-            return _run(argv)
+            with interrupts.delivered():
+                return _run(argv)
         finally:
             _flush()
     except KeyboardInterrupt:
