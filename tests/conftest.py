@@ -2,6 +2,7 @@
 
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -22,6 +23,25 @@ if jax.config.jax_platforms is None and not list(Path("/dev").glob("nvidia[0-9]*
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+@pytest.fixture(scope="module")
+def quick_compiles() -> Iterator[None]:
+    """Compile in half the time rather than for speed: for what is right or wrong, not bit by bit.
+
+    XLA's own passes stay as they are, LLVM's are fewer.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def full_compiles() -> Iterator[None]:
+    """Compile as users do, in a module that else has `quick_compiles`."""
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)
 
 
 @functools.cache

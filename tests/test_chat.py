@@ -20,6 +20,8 @@ HI = [{"role": "user", "content": "Hi"}]
 QUESTION = [{"role": "user", "content": "What is the largest ocean?"}]
 ANSWER = "The largest ocean is the Pacific Ocean."
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def write_template(folder: Path, template, special_tokens=TRUTH["special_tokens"]) -> ChatTemplate:
     data = {"chat_template": template, **special_tokens}

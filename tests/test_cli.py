@@ -32,6 +32,8 @@ QUESTION = "What is the largest ocean?"
 ANSWER = "The largest ocean is the Pacific Ocean."
 COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate")
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @pytest.fixture(scope="module")
 def lm():
@@ -67,6 +69,14 @@ def run(monkeypatch, tmp_path, capsys):
         return code, *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture
+def interruptible():
+    """A process started here heeds Ctrl-C, also if these tests run where it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture
@@ -575,7 +585,7 @@ def test_an_interruption_is_exit_code_130(run, lm, loaded, monkeypatch):
     assert run("generate", "hi") == (130, "some", "\n")
 
 
-def test_ctrl_c_while_generating(folder, tmp_path):
+def test_ctrl_c_while_generating(folder, tmp_path, interruptible):
     # No end of sequence: a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)
     command = ["generate", "--model", str(folder), "--max-new-tokens", "10000", "Once upon a time"]

@@ -49,6 +49,8 @@ LLAMA3 = {
 LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:0123456789abcdef\nsize 123456\n"
 HTML = "<!DOCTYPE html><html><body>404 Not Found</body></html>" * 10
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def tensors() -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)

@@ -23,6 +23,8 @@ NEW_TOKENS = 64
 MAX_LEN = 128
 ROWS = 64
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 forward = jax.jit(fdjax.forward, static_argnums=0)
 
 

@@ -35,9 +35,13 @@ BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
 BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 # What is the engine's rather than a family's is tested on these; the rest is for the slow tests.
 FAST = {"llama3_gqa_tied", "llama_bias", "llama_d64_bf16", "gemma3", "phi3_longrope"}
+# Compiled as for users, twice: windows with norms of q and k, a rotary embedding of each row's own.
+FAST_BITS = {"gemma3", "phi3_longrope"}
 # Every family, and what a rotary embedding can depend on.
 FAST_TRUTH = FAST | {"llama2_mha", "llama_dynamic", "llama_yarn", "mistral_window", "qwen2_mixed"}
 FAST_TRUTH |= {"llama_d128_bf16", "qwen3", "gemma2"}
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 PROMPTS = range(5)
 NEW_TOKENS = 64
@@ -60,7 +64,8 @@ def slow_unless_fast(cases, fast=FAST):
 
 
 @functools.cache
-def load(case, dtype="float32"):
+def load(case, dtype="float32", compiled="quick"):
+    """One LM, and so one set of programs, for each way to compile them."""
     with warnings.catch_warnings():
         # Dynamic scaling is for sequences longer than the model's context.
         warnings.filterwarnings("ignore", "max_len 264 exceeds the model's", UserWarning)
@@ -84,8 +89,8 @@ def prompt(case, i):
 
 
 @functools.cache
-def alone(case, i):
-    return load(case).generate(prompt(case, i), **GREEDY)
+def alone(case, i, compiled="quick"):
+    return load(case, compiled=compiled).generate(prompt(case, i), **GREEDY)
 
 
 @functools.cache
@@ -146,16 +151,21 @@ def test_greedy_tokens_and_logprobs(case):
 @pytest.mark.parametrize(
     ("case", "order"),
     [
-        *(pytest.param(*c.values, (4, 0, 3, 1), marks=c.marks) for c in slow_unless_fast(CASES)),
+        *(
+            pytest.param(*c.values, (4, 0, 3, 1), marks=c.marks)
+            for c in slow_unless_fast(CASES, FAST_BITS)
+        ),
         *(pytest.param(c, (1, 3, 0, 2, 4), marks=pytest.mark.slow) for c in CASES),
     ],
 )
-def test_a_ragged_batch_is_each_prompt_alone_bitwise(case, order):
-    if not load(case).model.plan.batch_invariant:
+def test_a_ragged_batch_is_each_prompt_alone_bitwise(case, order, full_compiles):
+    lm = load(case, compiled="full")
+    if not lm.model.plan.batch_invariant:
         pytest.skip("rows of a batch are bitwise those alone only on CPU")
-    batch = load(case).generate([prompt(case, i) for i in order], **GREEDY)
-    assert batch.tokens == [alone(case, i).tokens[0] for i in order]
-    assert batch.logprobs == [alone(case, i).logprobs[0] for i in order]
+    batch = lm.generate([prompt(case, i) for i in order], **GREEDY)
+    each = [alone(case, i, "full") for i in order]
+    assert batch.tokens == [one.tokens[0] for one in each]
+    assert batch.logprobs == [one.logprobs[0] for one in each]
 
 
 @pytest.mark.parametrize("case", slow_unless_fast(CASES))

@@ -14,6 +14,8 @@ EXPECTED = json.loads((FOLDER / "expected.json").read_text())
 # Sums of up to about 1000 log-probabilities, of two implementations in float32.
 CLOSE = {"rel": 1e-4, "abs": 1e-3}
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def test_log_likelihoods_of_choices_are_those_of_transformers():
     lm = fdjax.load("tiny", dtype="float32", compilation_cache=False, progress=False)

@@ -27,6 +27,8 @@ from fdjax.sampling import (
 ALL = Processors().everything
 V = 61
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 edit = jax.jit(edit_logits)
 truncate = jax.jit(_truncate)
 choose = jax.jit(next_tokens, static_argnums=5)

@@ -25,6 +25,8 @@ SHELL = [
 # What the README stands in for with a name of its own.
 PLACEHOLDER = "path/to/"
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def command_lines(program: str) -> list[str]:
     """The shell lines of a program, also where it follows an installation."""
@@ -62,6 +64,11 @@ def test_the_python_runs(monkeypatch, tmp_path, capsys):
     )
 
 
+@pytest.fixture(scope="module")
+def lm():
+    return fdjax.load("tiny", compilation_cache=False, progress=False)
+
+
 @pytest.mark.parametrize("line", command_lines("fdjax"))
 def test_a_command_line_is_understood(line):
     assert "run" in _parser().parse_args(shlex.split(line)[1:])
@@ -71,8 +78,9 @@ def test_a_command_line_is_understood(line):
     "line",
     [line for line in command_lines("fdjax") if PLACEHOLDER not in line and "--temp" not in line],
 )
-def test_a_command_line_runs(line, monkeypatch, tmp_path, capsys):
+def test_a_command_line_runs(line, lm, monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(fdjax, "load", lambda *args, **kwargs: lm)
     monkeypatch.setattr(platform, "enable_compilation_cache", lambda: None)
     assert main(shlex.split(line)[1:]) == 0
     out, err = capsys.readouterr()
