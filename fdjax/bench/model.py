@@ -1,6 +1,7 @@
 """End-to-end benchmark of a model through `LM.generate` itself."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
@@ -134,7 +135,7 @@ def model_rows(
                 case=f"{case} B{batch} P{prompt_tokens}",
                 implementation=implementation,
                 ok=reason is None,
-                error=error,
+                error=error if math.isfinite(error) else None,
                 reason=reason,
                 timing=dataclasses.asdict(timing) if reason is None else None,
                 bytes=traffic,

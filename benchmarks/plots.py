@@ -1,0 +1,412 @@
+"""The papers' figures, drawn from our records: `python -m benchmarks.plots`.
+
+000 is FlashDecoding++ (Hong et al. 2024), 001 the inference engine for Intel GPUs. Each figure is
+written as PNG and SVG; one that has no record yet is left out, and said.
+"""
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from fdjax.bench import record as records
+from fdjax.bench.record import Record, Row
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3"
+TABLES = ROOT / "pallas_kernels" / "tables"
+
+OURS, PEER = "tab:blue", "0.6"
+# The same colour for the same implementation in every figure.
+COLOURS = {
+    "fdjax": OURS,
+    "mosaic_gpu": OURS,
+    "xla": "0.75",
+    "cudnn": "tab:olive",
+    "synchronised": "tab:cyan",
+    "without flat GEMM": "tab:cyan",
+    "without unified maximum": "tab:purple",
+    "hf eager": "tab:red",
+    "hf static, compiled": "tab:orange",
+}
+
+
+class Results:
+    """The records in a folder, by what they hold."""
+
+    def __init__(self, folder: Path, tables: Path = TABLES):
+        self.end_to_end: list[Record] = []
+        self.kernels: dict[str, Record] = {}
+        self.memory: list[dict[str, Any]] = []
+        self.calibration: list[dict[str, Any]] = []
+        self.tables = [json.loads(p.read_text()) for p in sorted(tables.glob("*.json"))]
+        for path in sorted(folder.glob("*.json")):
+            try:
+                record = records.read(path)
+            except ValueError:
+                data = json.loads(path.read_text())
+                if "peaks" in data:
+                    self.memory.append(data)
+                elif "scores_99_99" in data:
+                    self.calibration.append(data)
+                continue
+            if "model" in record.config:
+                self.end_to_end.append(record)
+            elif "family" not in record.config:
+                self.kernels[path.stem] = record
+
+    def steps(self) -> Iterator[tuple[str, str, int, int, Row]]:
+        """(model, case, batch, prompt tokens, row) of the rows that are right."""
+        for record in self.end_to_end:
+            model = record.config["model"].split(".")[0]
+            for row in record.rows:
+                case, batch, prompt = re.fullmatch(r"(.+) B(\d+) P(\d+)", row.case).groups()
+                if row.ok:
+                    yield model, case, int(batch), int(prompt), row
+
+    def milliseconds(self, case: str) -> dict[tuple[str, int, int], dict[str, float]]:
+        """Median of a case by (model, batch, prompt tokens) and implementation."""
+        found: dict[tuple[str, int, int], dict[str, float]] = {}
+        for model, name, batch, prompt, row in self.steps():
+            if name == case:
+                times = found.setdefault((model, batch, prompt), {})
+                times[row.implementation] = row.timing["median_us"] / 1e3
+        return found
+
+
+def first_and_each(results: Results) -> Figure | None:
+    """000 Fig. 1: latency of the first token against that of each token after it."""
+    first, each = (results.milliseconds(c) for c in ("first token", "decode step"))
+    points = [p for p in each if len(each[p]) > 1 and p in first][:4]
+    if not points:
+        return None
+    figure, panels = _panels(len(points), (3.4, 3.2))
+    for axes, point in zip(panels, points, strict=True):
+        for name, ms in each[point].items():
+            if name in first[point]:
+                x = first[point][name]
+                axes.scatter(x, ms, color=COLOURS.get(name), s=40, label=name)
+        axes.set(title=_where(*point), xlabel="first token, ms", ylabel="each further token, ms")
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=7)
+    return figure
+
+
+def softmax_inputs(results: Results) -> Figure | None:
+    """000 Fig. 5: where 99.99 % of the inputs of the softmax lie, layer by layer."""
+    if not results.calibration:
+        return None
+    data = results.calibration[-1]
+    figure, (axes,) = _panels(1, (6, 3.2))
+    for i, (name, (low, high)) in enumerate(data["scores_99_99"].items()):
+        ends = [[_extreme(layer, pick) for layer in end] for end, pick in ((low, min), (high, max))]
+        layers = range(len(ends[0]))
+        heights = [b - a for a, b in zip(*ends, strict=True)]
+        places = [layer + 0.35 * i for layer in layers]
+        axes.bar(places, heights, 0.3, ends[0], color=(OURS, PEER)[i % 2], label=name)
+    axes.set(title=f"{data['model']} model", xlabel="layer", ylabel="input of the softmax")
+    axes.set_xticks([layer + 0.175 for layer in layers], [str(layer) for layer in layers])
+    axes.legend()
+    return figure
+
+
+def _extreme(values: Any, pick: Callable) -> float:
+    return pick(values) if isinstance(values, list) else values
+
+
+def block_n(results: Results) -> Figure | None:
+    """000 Fig. 7: a flat GEMM over N and B_N, relative to the best B_N of each N."""
+    if "block_n" not in results.kernels:
+        return None
+    us: dict[int, dict[tuple[int, int], float]] = {}
+    for row in results.kernels["block_n"].rows:
+        if row.ok:
+            k, n = map(int, re.findall(r"\d+", row.case))
+            block = int(row.implementation.split("=")[1])
+            us.setdefault(k, {})[n, block] = row.timing["median_us"]
+    figure, panels = _panels(len(us), (4.2, 2.8))
+    for axes, (k, times) in zip(panels, us.items(), strict=True):
+        ns, blocks = (sorted({key[i] for key in times}) for i in (0, 1))
+        best = {n: min(t for (m, _), t in times.items() if m == n) for n in ns}
+        cells = [
+            [best[n] / times[n, b] if (n, b) in times else float("nan") for n in ns] for b in blocks
+        ]
+        _heat_map(axes, cells, [str(n) for n in ns], [str(b) for b in blocks], "{:.2f}", (0.5, 1))
+        axes.set(title=f"K = {k}, M = 8", xlabel="N", ylabel="$B_N$")
+    return figure
+
+
+def dataflow(results: Results) -> Figure | None:
+    """000 Fig. 9: which implementation of a linear layer runs over M, and its speed over XLA's."""
+    if not results.tables:
+        return None
+    table = results.tables[-1]
+    by_shape: dict[str, dict[int, float]] = {}
+    for entry in table["entries"]:
+        times = entry.get("microseconds") or {}
+        if entry["op"] == "matmul" and times.get("xla"):
+            s = entry["shape"]
+            ours = times["mosaic_gpu"] if entry["implementation"] == "mosaic_gpu" else times["xla"]
+            name = f"[{s['k']},{s['n']}]" + (" fused" if s.get("fused") else "")
+            by_shape.setdefault(name, {})[s["m"]] = times["xla"] / ours
+    rows = sorted({m for over_m in by_shape.values() for m in over_m})
+    figure, (axes,) = _panels(1, (0.52 * len(rows) + 2, 0.3 * len(by_shape) + 1.2))
+    cells = [[over_m.get(m, float("nan")) for m in rows] for over_m in by_shape.values()]
+    _heat_map(axes, cells, [str(m) for m in rows], list(by_shape), "{:.2f}", (0.8, 1.2))
+    axes.set(title="speed over XLA", xlabel="M")
+    return figure
+
+
+def speed_up(results: Results) -> Figure | None:
+    """000 Fig. 10: speed of a decode step over each peer, by batch and prompt length."""
+    ms = results.milliseconds("decode step")
+    names = dict.fromkeys(n for times in ms.values() for n in times)
+    names = [n for n in names if n != "fdjax" and not n.startswith("without")]
+    pairs = [
+        (model, peer)
+        for model in dict.fromkeys(model for model, _, _ in ms)
+        for peer in names
+        if any(m == model and {"fdjax", peer} <= set(t) for (m, _, _), t in ms.items())
+    ]
+    if not pairs:
+        return None
+    figure, panels = _panels(len(pairs), (3.4, 3))
+    for axes, (model, peer) in zip(panels, pairs, strict=True):
+        ratios = {
+            (batch, prompt): times[peer] / times["fdjax"]
+            for (m, batch, prompt), times in ms.items()
+            if m == model and {"fdjax", peer} <= set(times)
+        }
+        batches, prompts = (sorted({key[i] for key in ratios}) for i in (0, 1))
+        cells = [[ratios.get((b, p), float("nan")) for p in prompts] for b in batches]
+        labels = [str(p) for p in prompts], [str(b) for b in batches]
+        _heat_map(axes, cells, *labels, "{:.2f}x", (0.5, 1.5))
+        axes.set(title=f"{model}\nover {peer}", xlabel="prompt tokens", ylabel="batch")
+    return figure
+
+
+def throughput(results: Results) -> Figure | None:
+    """001 Fig. 12: tokens per second by batch."""
+    ms = results.milliseconds("decode step")
+    lines: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
+    for (model, batch, prompt), times in ms.items():
+        for name, t in times.items():
+            by_name = lines.setdefault((model, prompt), {})
+            by_name.setdefault(name, {})[batch] = 1e3 * batch / t
+    lines = {k: v for k, v in lines.items() if max(map(len, v.values())) > 1}
+    if not lines:
+        return None
+    figure, panels = _panels(len(lines), (3.6, 3))
+    for axes, ((model, prompt), by_name) in zip(panels, lines.items(), strict=True):
+        for name, by_batch in by_name.items():
+            batches = sorted(by_batch)
+            rates = [by_batch[b] for b in batches]
+            axes.plot(batches, rates, marker="o", color=COLOURS.get(name), label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(batches, [str(b) for b in batches])
+        axes.set_ylim(bottom=0)
+        axes.set(title=f"{model}, P = {prompt}", xlabel="batch", ylabel="tokens/s")
+        axes.legend(fontsize=7)
+    return figure
+
+
+def attention(results: Results) -> Figure | None:
+    """001 Figs. 15 and 16: attention of a decode step and over a prompt beside its peers."""
+    found = [n for n in ("decode_attention", "prefill_attention") if n in results.kernels]
+    if not found:
+        return None
+    figure, panels = _panels(len(found), (5.4, 4.6))
+    for axes, name in zip(panels, found, strict=True):
+        rows = [
+            r for r in results.kernels[name].rows if r.ok and not r.case.startswith("recompute")
+        ]
+        decode = name == "decode_attention"
+        rates: dict[str, dict[str, float]] = {}
+        for row in rows:
+            rate = row.gb_per_s / 1e3 if decode else row.tflop_per_s
+            if row.implementation in COLOURS:
+                rates.setdefault(row.case, {})[row.implementation] = rate
+        _bars(axes, rates, "TB/s of cache" if decode else "TFLOP/s")
+        axes.set_title(name.replace("_", " "))
+    return figure
+
+
+def flat_gemm(results: Results) -> Figure | None:
+    """000 Fig. 18: the linear layers as they run over cuBLAS and XLA's own kernels."""
+    if "matmul" not in results.kernels:
+        return None
+    us: dict[str, dict[int, dict[str, float]]] = {}
+    for row in results.kernels["matmul"].rows:
+        name, m = row.case.rsplit(" M=", 1)
+        if row.ok:
+            us.setdefault(name, {}).setdefault(int(m), {})[row.implementation] = row.timing[
+                "median_us"
+            ]
+    families: dict[str, list[str]] = {}
+    for name in us:
+        families.setdefault(name.split()[0], []).append(name)
+    figure, panels = _panels(len(families), (4.4, 3.2))
+    for axes, (family, names) in zip(panels, families.items(), strict=True):
+        for name in names:
+            over_m = us[name]
+            rows = sorted(over_m)
+            ratios = [
+                over_m[m]["xla"] / over_m[m].get("mosaic_gpu", over_m[m]["xla"]) for m in rows
+            ]
+            axes.plot(rows, ratios, marker=".", label=name.removeprefix(family).strip())
+        axes.axhline(1, color="0.5", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({m for name in names for m in us[name]} & {2**i for i in range(12)})
+        axes.set_xticks(ticks, [str(m) for m in ticks])
+        axes.set(title=family, xlabel="M", ylabel="speed over XLA")
+        axes.legend(fontsize=7)
+    return figure
+
+
+def memory(results: Results) -> Figure | None:
+    """000 section V: memory as planned, and the peak that was measured."""
+    bars = [
+        (Path(data["config"]["model"]).name.split(".")[0], row)
+        for data in results.memory
+        for row in data["peaks"]
+        if row["ok"] is not None
+    ]
+    if not bars:
+        return None
+    figure, (axes,) = _panels(1, (1.1 * len(bars) + 2, 3.6))
+    places = range(len(bars))
+    bottom = [0.0] * len(bars)
+    parts = {"weights": "0.75", "cache": OURS, "workspace": "tab:orange"}
+    for part, colour in parts.items():
+        key = "weight" if part == "weights" else part
+        heights = [row[f"{key}_bytes"] / 1e9 for _, row in bars]
+        axes.bar(places, heights, 0.6, bottom, color=colour, label=part)
+        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+    peaks = [(i, row["peak_bytes"] / 1e9) for i, (_, row) in enumerate(bars) if row["peak_bytes"]]
+    if peaks:
+        axes.scatter(*zip(*peaks, strict=True), marker="_", s=500, color="black", label="measured")
+    names = [f"{model}\n{row['batch']} x {row['prompt_tokens']}" for model, row in bars]
+    axes.set_xticks(places, names, fontsize=7)
+    axes.set(ylabel="GB")
+    axes.legend()
+    return figure
+
+
+def breakdown(results: Results) -> Figure | None:
+    """000 Table II: a decode step as loaded, and without one kind of kernel."""
+    wanted = ("fdjax", "without flat GEMM", "without unified maximum", "cudnn", "xla")
+    ms = {
+        _where(*point): {name: times[name] for name in wanted if name in times}
+        for point, times in results.milliseconds("decode step").items()
+        if "fdjax" in times and any(name.startswith("without") for name in times)
+    }
+    if not ms:
+        return None
+    figure, (axes,) = _panels(1, (6, 1 + 0.9 * len(ms)))
+    _bars(axes, ms, "ms per token")
+    return figure
+
+
+FIGURES: dict[str, Callable[[Results], Figure | None]] = {
+    function.__name__: function
+    for function in (
+        first_and_each,
+        softmax_inputs,
+        block_n,
+        dataflow,
+        speed_up,
+        throughput,
+        attention,
+        flat_gemm,
+        memory,
+        breakdown,
+    )
+}
+
+
+def _panels(count: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    """A figure of so many panels, up to three in a row, each of `size` in inches."""
+    columns = min(count, 3)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained", dpi=150)
+    axes = figure.subplots(rows, columns, squeeze=False).ravel().tolist()
+    for spare in axes[count:]:
+        spare.remove()
+    return figure, axes[:count]
+
+
+def _heat_map(
+    axes: Axes,
+    cells: list[list[float]],
+    columns: list[str],
+    rows: list[str],
+    form: str,
+    limits: tuple[float, float],
+) -> None:
+    axes.imshow(cells, cmap="RdYlGn", vmin=limits[0], vmax=limits[1], aspect="auto")
+    axes.set_xticks(range(len(columns)), columns, fontsize=7)
+    axes.set_yticks(range(len(rows)), rows, fontsize=7)
+    for y, line in enumerate(cells):
+        for x, value in enumerate(line):
+            if not math.isnan(value):
+                place = (value - limits[0]) / (limits[1] - limits[0])
+                colour = "black" if 0.15 < place < 0.85 else "white"
+                style = {"ha": "center", "va": "center", "fontsize": 7, "color": colour}
+                axes.text(x, y, form.format(value), **style)
+
+
+def _bars(axes: Axes, values: dict[str, dict[str, float]], label: str) -> None:
+    """A group of horizontal bars for each case."""
+    names = list(dict.fromkeys(name for of in values.values() for name in of))
+    height = 0.8 / len(names)
+    for i, name in enumerate(names):
+        places = [
+            j + (i + 0.5) * height - 0.4 for j, of in enumerate(values.values()) if name in of
+        ]
+        lengths = [of[name] for of in values.values() if name in of]
+        bars = axes.barh(places, lengths, height, color=COLOURS.get(name), label=name)
+        axes.bar_label(bars, fmt="%.3g", fontsize=6, padding=2)
+    axes.set_yticks(range(len(values)), list(values), fontsize=7)
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel(label)
+    axes.legend(fontsize=7)
+
+
+def _where(model: str, batch: int, prompt: int) -> str:
+    return f"{model} B{batch} P{prompt}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder of records")
+    parser.add_argument("--output", type=Path, help="folder; default: figures/ beside the records")
+    parser.add_argument("--only", choices=FIGURES, nargs="+", default=list(FIGURES))
+    args = parser.parse_args(argv)
+    results = Results(args.results)
+    folder = args.output or args.results / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in args.only:
+        figure = FIGURES[name](results)
+        if figure is None:
+            print(f"{name}: no record yet")
+            continue
+        for suffix in ("png", "svg"):
+            # No date inside: the same records give the same bytes.
+            figure.savefig(
+                folder / f"{name}.{suffix}", metadata={"Date": None} if suffix == "svg" else None
+            )
+        print(f"{name}: {folder / name}.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,360 @@
+"""The benchmark scripts: they run on a CPU, refuse wrong results, and draw what there is."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax.bench import record as records
+from fdjax.bench.record import Record, Row
+from fdjax.bench.timing import Timing
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+try:
+    from benchmarks import accuracy, end_to_end, kernels, memory, peers
+finally:
+    sys.path.remove(str(ROOT))
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 128,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 64,
+}
+CEILING = {
+    "read_gb_per_s": 1e3,
+    "read_kernel": "none",
+    "matmul_tflop_per_s": None,
+    "trusted": None,
+    "reason": None,
+    "clock": "host",
+}
+
+
+@pytest.fixture
+def config(tmp_path):
+    path = tmp_path / "small.json"
+    path.write_text(json.dumps(CONFIG))
+    return path
+
+
+@pytest.fixture
+def quick_ceiling(monkeypatch):
+    from fdjax.bench import ceiling
+
+    monkeypatch.setattr(ceiling, "measure_ceiling", lambda *a, **k: dict(CEILING))
+
+
+# End to end
+
+
+def test_a_model_beside_its_peers(config, quick_ceiling, monkeypatch, tmp_path, capsys):
+    """Points beyond the model's context, a plan that cannot run here and a peer that fails."""
+
+    def measure(config, points, names, **options):
+        assert (options["new_tokens"], options["runs"]) == (3, 2)
+        for batch, prompt in points:
+            yield "hf eager", batch, prompt, peers.Samples([50.0, 60.0], [7.0, 8.0], 1.5)
+            yield "hf static, compiled", batch, prompt, peers.Samples(problem="Error: no")
+
+    monkeypatch.setattr(peers, "missing", lambda: None)
+    monkeypatch.setattr(peers, "measure", measure)
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    output = tmp_path / "record.json"
+    options = "--points 1x70 --plans fdjax cudnn --new-tokens 3 --runs 2 --dtype float32"
+    options = [*options.split(), "--peers", "hf eager", "hf static, compiled"]
+    code = end_to_end.main([str(config), *options, "--output", str(output)])
+    assert code == 1
+    record = records.read(output)
+    found = {(r.case, r.implementation): r for r in record.rows}
+    ours, eager = (found["decode step B1 P70", name] for name in ("fdjax", "hf eager"))
+    assert ours.ok and ours.gb_per_s > 0 and ours.timing["runs"] == 2
+    assert (eager.timing["median_us"], eager.bytes) == (7.5, ours.bytes)
+    assert found["first token B1 P70", "hf eager"].timing["median_us"] == 55
+    cudnn = found["decode step B1 P70", "cudnn"]
+    assert (cudnn.ok, cudnn.timing) == (None, None) and "float32" in cudnn.reason
+    compiled = found["decode step B1 P70", "hf static, compiled"]
+    assert (compiled.ok, compiled.reason) == (False, "Error: no")
+    assert record.costs["seconds of the first call, B1 P70 fdjax"] > 0
+    out = capsys.readouterr().out
+    assert json.loads(out.splitlines()[-1])["config"]["model"] == "small.json"
+    assert out.startswith("ms ")
+
+
+def test_wrong_results_get_no_time(config, quick_ceiling, monkeypatch, tmp_path):
+    from fdjax.bench import model
+
+    stats = fdjax.Stats(8, 2, 1.0, 1.0, decode_bytes=10, decode_steps=1)
+    result = fdjax.GenerateResult([[1, 2]], None, ["length"], [[0.0, 0.0]], stats)
+    monkeypatch.setattr(fdjax.LM, "generate", lambda *a, **k: result)
+    argv = [str(config), *"--points 1x8 --plans fdjax --new-tokens 2 --runs 1".split()]
+    for error, code in ((0.01, 0), (0.2, 1), (float("nan"), 1)):
+        monkeypatch.setattr(model, "_decoding_error", lambda *a, error=error: error)
+        assert end_to_end.main([*argv, "--output", str(tmp_path / "r.json")]) == code
+        rows = records.read(tmp_path / "r.json").rows
+        assert [row.ok for row in rows] == [code == 0] * 2
+        assert all(bool(row.timing) == row.ok for row in rows)
+    assert "log-probabilities off by nan" in rows[0].reason
+
+
+def test_what_does_not_fit_is_left_out(config, quick_ceiling, monkeypatch, capsys):
+    from fdjax import memory as planner
+
+    monkeypatch.setattr(planner, "free_memory_bytes", lambda: 10**5)
+    assert end_to_end.main([str(config), "--points", "64x64", "--plans", "fdjax"]) == 1
+    out, err = capsys.readouterr()
+    assert "fdjax B64 P64: must fit into" in err
+    assert json.loads(out.splitlines()[-1])["rows"] == []
+
+
+@pytest.mark.parametrize("point", ["8", "0x4", "4x0", "axb", "1x2x3", "-1x4"])
+def test_a_point_is_a_batch_and_a_prompt_length(config, point, capsys):
+    with pytest.raises(SystemExit):
+        end_to_end.parse_args([str(config), f"--points={point}"])
+    assert "BATCHxPROMPT" in capsys.readouterr().err
+
+
+def test_there_are_no_peers_without_their_libraries(monkeypatch):
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
+    assert peers.missing() == "torch is not installed"
+
+
+def test_a_slow_down_of_a_tenth_is_flagged(tmp_path):
+    from fdjax.bench.__main__ import main
+
+    for name, factor in (("old.json", 1), ("new.json", 1.1)):
+        row = row_of("decode step B1 P1024", "fdjax", [5000.0 * factor, 5010.0 * factor])
+        records.write(record_of([row], {"model": "m.json"}), tmp_path / name)
+    old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
+    assert main(["compare", old, new]) == 1
+    assert main(["compare", old, old]) == 0
+
+
+# Memory
+
+
+@pytest.mark.slow
+def test_memory_as_planned_and_measured(config, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(memory, "CHUNKS", (128,))
+    monkeypatch.setattr(memory, "rows_of_call", lambda width, batch: 1)
+    output = tmp_path / "memory.json"
+    argv = [str(config), "--points", "1x8", "--new-tokens", "2", "--dtype", "float32"]
+    assert memory.main([*argv, "--output", str(output)]) == 0
+    data = json.loads(output.read_text())
+    (peak,), (temporary,) = data["peaks"], data["temporaries"]
+    parts = [peak[f"{part}_bytes"] for part in ("weight", "cache", "workspace")]
+    assert sum(parts) == peak["planned_bytes"]
+    assert peak["ok"] is True
+    assert temporary["temp_bytes"] > 0
+    assert temporary["paper_bytes"] == 128 * (2 * 64 + 64) * 4
+    assert "1 x 8+2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("factor", "ok"), [(1.0, True), (1.029, True), (1.05, False)])
+def test_a_peak_must_be_near_the_plan(config, monkeypatch, factor, ok):
+    """The allocator's number is made up; the model only has to answer."""
+
+    class Answered:
+        tokens = ((1, 2),)
+
+    class Model:
+        def __init__(self, *args, **kwargs):
+            pass
+
+        def generate(self, prompts, **options):
+            return Answered
+
+    class Device:
+        def memory_stats(self):
+            return {"peak_bytes_in_use": int(plan.total_bytes / factor)}
+
+    m = fdjax.describe(fdjax.parse_config(CONFIG), dtype="float32")
+    plan = memory.plan_memory(m, batch=1, max_len=10, prompt_tokens=8, slots=128)
+    monkeypatch.setattr(memory, "LM", Model)
+    monkeypatch.setattr(memory.jax, "local_devices", lambda: [Device()])
+    (row,) = memory.peaks(m, {}, [(1, 8)], 2, None)
+    assert row["ok"] is ok
+    (row,) = memory.peaks(m, {}, [(1, 8)], 2, plan.total_bytes - 1)
+    assert row["ok"] is None
+
+
+# Accuracy
+
+
+def test_the_reference_is_of_the_embedded_model():
+    ids, tokens = accuracy.read_reference()
+    assert len(ids) == len(tokens) == accuracy.PROMPTS
+    assert len(set(map(tuple, ids))) > 0.99 * accuracy.PROMPTS
+    assert ids == accuracy.prompts()
+    assert all(0 < len(row) <= accuracy.NEW_TOKENS for row in tokens)
+
+
+def test_the_reference_of_other_weights_is_refused(monkeypatch):
+    monkeypatch.setattr(accuracy, "_digest", lambda: "other")
+    with pytest.raises(ValueError, match="must be of the weights"):
+        accuracy.read_reference()
+
+
+@pytest.mark.slow
+def test_answers_are_those_of_transformers(tmp_path):
+    output = tmp_path / "accuracy.json"
+    assert accuracy.main(["--prompts", "64", "--output", str(output)]) == 0
+    rows = json.loads(output.read_text())["rows"]
+    assert [(r["dtype"], r["prompts"]) for r in rows] == [("float32", 64), ("bfloat16", 64)]
+    assert rows[0]["answers_that_differ"] == 0
+
+
+def test_a_difference_says_how_close_the_tokens_were(monkeypatch):
+    import jax.numpy as jnp
+
+    logits = np.zeros((1, 8 + accuracy.NEW_TOKENS, 6), np.float32)
+    logits[0, 3, 4], logits[0, 3, 5] = 2.0, 2.0 - 3 / 64  # an ulp at 2 is 1/64
+
+    def forward(model, params, ids, lengths):
+        asked = (ids[0, :5] == jnp.asarray([1, 2, 3, 4, 0])).all() & (lengths[0] == 4)
+        return jnp.where(asked, logits, logits[..., ::-1] + jnp.float32(9))
+
+    monkeypatch.setattr(fdjax, "forward", forward)
+    exact = dataclasses.make_dataclass("LM", [("model", str, "m"), ("params", tuple, ())])()
+    ids = [[1, 2, 3], [1] * 8]
+    (found,) = accuracy.differences(exact, ids, [[4, 4, 1], [5]], [[4, 5], [5]])
+    assert dataclasses.astuple(found) == (0, 1, 4, 5, pytest.approx(3))
+    (found,) = accuracy.differences(exact, ids, [[4], [5]], [[4, 4], [5]])
+    assert (found.position, found.want, found.got) == (1, None, 4)
+
+
+# Kernels
+
+
+def test_kernels_run_in_processes_of_their_own(monkeypatch, tmp_path, capsys):
+    ran = []
+
+    class Done:
+        def __init__(self, command):
+            ran.append(command[2:])
+            self.returncode = int("matmul" in command[2])
+
+    monkeypatch.setattr(kernels.subprocess, "run", Done)
+    monkeypatch.setattr(kernels, "SCRIPTS", ("matmul", "decode_attention", "none_such"))
+    argv = ["--only", "B1", "--output", str(tmp_path), "--commit", "c"]
+    assert kernels.main([*argv, "--scripts", "matmul", "decode_attention", "none_such"]) == 1
+    assert ran == [
+        [f"benchmarks.{n}", "--only", "B1", "--output", str(tmp_path / f"{n}.json"), *argv[-2:]]
+        for n in ("matmul", "decode_attention")
+    ]
+    err = capsys.readouterr().err
+    assert "none_such: no such benchmark yet" in err and "failed: matmul" in err
+
+
+# Figures
+
+
+def row_of(case, implementation, us, **fields):
+    timing = dataclasses.asdict(Timing.from_samples([us], "host"))
+    return Row(case, implementation, True, timing=timing, **fields)
+
+
+def record_of(rows, config):
+    environment = {"device_kind": "cpu", "device_count": 1}
+    return Record(environment, config, {"before": dict(CEILING)}, rows).finish()
+
+
+@pytest.fixture
+def results(tmp_path):
+    """A folder with a record of every kind."""
+    folder = tmp_path / "results"
+    names = ("fdjax", "xla", "cudnn", "without flat GEMM", "hf eager", "hf static, compiled")
+    rows = [
+        row_of(f"{case} B{b} P{p}", name, [1e3 * (1 + i) * (10 if case[0] == "f" else 1) * b**0.2])
+        for i, name in enumerate(names)
+        for b in (1, 8)
+        for p in (128, 1024)
+        for case in ("first token", "decode step")
+    ]
+    records.write(record_of(rows, {"model": "llama-2-7b.old.json"}), folder / "llama2_7b.json")
+    rows = [
+        row_of(f"{name} M={m}", implementation, [us + m], bytes=10**6)
+        for name in ("7B qkv", "7B norm, qkv", "8B qkv")
+        for m in (1, 8, 64)
+        for implementation, us in (("xla", 40), ("mosaic_gpu", 35))
+    ]
+    records.write(record_of(rows, {}), folder / "matmul.json")
+    for op in ("decode_attention", "prefill_attention"):
+        rows = [
+            row_of(f"B{b} H32 S1024 D128", name, [us * b], bytes=10**8, flops=10**10)
+            for b in (1, 8)
+            for name, us in (("mosaic_gpu", 50), ("synchronised", 55), ("cudnn", 60))
+        ]
+        records.write(record_of(rows, {}), folder / f"{op}.json")
+    rows = [
+        row_of(f"K={k} N={n}", f"block_n={b}", [n / b + b / 4])
+        for k in (4096, 12288)
+        for n in (1024, 8192)
+        for b in (64, 128, 256)
+    ]
+    records.write(record_of(rows, {}), folder / "block_n.json")
+    peak = {"batch": 1, "prompt_tokens": 1024, "peak_bytes": 15 * 10**9, "ok": True}
+    peak |= {"weight_bytes": 13 * 10**9, "cache_bytes": 10**9, "workspace_bytes": 10**9}
+    left_out = {"batch": 64, "prompt_tokens": 16384, "ok": None}
+    data = {"config": {"model": "llama-2-7b.json"}, "peaks": [peak, left_out]}
+    (folder / "memory.json").write_text(json.dumps(data))
+    ends = [[-3.0, -4.0], [5.0, 6.0]]
+    data = {"model": "tiny", "scores_99_99": {"calibration": ends, "held out": ends}}
+    (folder / "calibration.json").write_text(json.dumps(data))
+    (folder / "dispatch.json").write_text("{}")
+    return folder
+
+
+@pytest.fixture
+def tables(tmp_path, monkeypatch):
+    folder = tmp_path / "tables"
+    folder.mkdir()
+    entries = [
+        {
+            "op": "matmul",
+            "shape": {"m": m, "k": 4096, "n": n, "itemsize": 2, "gate": 0, "fused": m % 2},
+            "implementation": "xla" if m > 16 else "mosaic_gpu",
+            "config": None,
+            "microseconds": {"xla": 40.0, "mosaic_gpu": 36.0 + m / 8},
+        }
+        for m in (1, 8, 64)
+        for n in (4096, 12288)
+    ]
+    (folder / "gpu.json").write_text(json.dumps({"schema": 1, "entries": entries}))
+    return folder
+
+
+def test_figures_are_drawn_from_records(results, tables, monkeypatch, tmp_path, capsys):
+    plots = plots_module(monkeypatch)
+    monkeypatch.setattr(plots.Results.__init__, "__defaults__", (tables,))
+    assert plots.main(["--results", str(results)]) == 0
+    drawn = {path.name for path in (results / "figures").iterdir()}
+    assert drawn == {f"{name}.{suffix}" for name in plots.FIGURES for suffix in ("png", "svg")}
+    assert "no record" not in capsys.readouterr().out
+    first = (results / "figures" / "memory.svg").read_text()
+    assert "weights" in first or "<path" in first
+
+
+def test_a_figure_without_a_record_is_left_out_and_said(monkeypatch, tmp_path, capsys):
+    plots = plots_module(monkeypatch)
+    monkeypatch.setattr(plots.Results.__init__, "__defaults__", (tmp_path,))
+    assert plots.main(["--results", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines() == [f"{n}: no record yet" for n in plots.FIGURES]
+    assert list((tmp_path / "figures").iterdir()) == []
+
+
+def plots_module(monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import plots
+
+    return plots
