@@ -100,12 +100,16 @@ def default_config(b: int, kv_heads: int, s: int, d: int) -> DecodeAttentionConf
         return DecodeAttentionConfig(splits=1, stages=_stages(6, 64, d))
     splits = min(_MAX_CLUSTER, 2 ** math.floor(math.log2(max(64 // heads, 2))), -(-s // 64))
     if splits <= 2 and s <= 256:
-        return DecodeAttentionConfig(splits=1, stages=_stages(2, 64, d))
+        return DecodeAttentionConfig(splits=1, stages=_stages(2, 64, d), unified=False)
     if heads * splits < 32 and s >= 8192:
         return DecodeAttentionConfig(splits=64 // heads, stages=_stages(6, 64, d))
-    block_kv = 128 if s // splits > 1024 else 64
+    if d == 64 or s // splits > 1024:
+        stages = min(2, _stages(2, 128, d))
+        return DecodeAttentionConfig(splits, block_kv=128, stages=stages, cluster=splits > 1)
+    # Few steps: a running maximum costs less than looking after a constant one.
+    few = s // splits <= 8 * 64
     return DecodeAttentionConfig(
-        splits=splits, block_kv=block_kv, stages=_stages(3, block_kv, d), cluster=splits > 1
+        splits, stages=_stages(3, 64, d), cluster=splits > 1, unified=not few
     )
 
 
