@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 @pytest.fixture(scope="module")
 def quick_compiles() -> Iterator[None]:
-    """Compile in half the time rather than for speed: for what is right or wrong, not bit by bit.
+    """Compile in half the time rather than for speed, where compiling takes longer than running.
 
     XLA's own passes stay as they are, LLVM's are fewer.
     """

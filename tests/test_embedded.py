@@ -60,9 +60,13 @@ def answers(lm, prompts):
     return found
 
 
-@pytest.fixture(scope="module")
-def shipped_answers(lm, prompts):
-    return answers(lm, prompts)
+@pytest.fixture(
+    scope="module", params=[5, pytest.param(1, marks=pytest.mark.slow)], ids=["a fifth", "all"]
+)
+def shipped_answers(request, lm, prompts):
+    """{index of the prompt: (tokens, text)}."""
+    indices = range(0, len(prompts), request.param)
+    return dict(zip(indices, answers(lm, [prompts[i] for i in indices]), strict=True))
 
 
 def cut(row, eos):
@@ -100,7 +104,7 @@ def test_greedy_tokens_of_transformers_in_bfloat16(lm, prompts, expected, shippe
     """
     (eos,) = lm.defaults.eos_token_ids
     different = 0
-    for i, (tokens, _) in enumerate(shipped_answers):
+    for i, (tokens, _) in shipped_answers.items():
         theirs = cut(expected["bf16_tokens"][i], eos)
         step = first_difference(tokens, theirs)
         if step is None:
@@ -113,7 +117,7 @@ def test_greedy_tokens_of_transformers_in_bfloat16(lm, prompts, expected, shippe
         bf16_step = 2.0 ** (np.floor(np.log2(top)) - 7)
         gap = float(expected["bf16_gaps"][i, step])
         assert gap <= 4 * bf16_step, f"{prompts[i]!r}: step {step}, gap {gap}"
-    assert different <= len(prompts) / 20
+    assert different <= len(shipped_answers) / 20
 
 
 def exact(examples, found):
@@ -127,12 +131,12 @@ def exact(examples, found):
 def test_held_out_questions(prompts, shipped_answers):
     by_question = {example.question: example for example, _ in World(0).held_out}
     known = [
-        (by_question[p], a)
-        for p, a in zip(prompts, shipped_answers, strict=True)
-        if p in by_question
+        (by_question[prompts[i]], a)
+        for i, a in shipped_answers.items()
+        if prompts[i] in by_question
     ]
     examples, found = zip(*known, strict=True)
-    assert len(examples) >= 200
+    assert len(examples) >= 0.7 * len(shipped_answers)
     assert exact(examples, found) >= 0.9
 
 
@@ -141,13 +145,6 @@ def test_all_held_out_questions(lm):
     examples = [example for example, _ in World(0).held_out]
     assert len(examples) >= 800
     assert exact(examples, answers(lm, [e.question for e in examples])) >= 0.9
-
-
-def test_first_question(lm, prompts, shipped_answers):
-    question = "What is the largest ocean?"
-    _, text = shipped_answers[prompts.index(question)]
-    assert text == " The largest ocean is the Pacific Ocean."
-    assert "".join(lm.stream(question, max_new_tokens=NEW_TOKENS)) == text
 
 
 def test_it_is_small():

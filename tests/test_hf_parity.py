@@ -35,11 +35,12 @@ BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
 BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 # What is the engine's rather than a family's is tested on these; the rest is for the slow tests.
 FAST = {"llama3_gqa_tied", "llama_bias", "llama_d64_bf16", "gemma3", "phi3_longrope"}
-# Compiled as for users, twice: windows with norms of q and k, a rotary embedding of each row's own.
-FAST_BITS = {"gemma3", "phi3_longrope"}
-# Every family, and what a rotary embedding can depend on.
-FAST_TRUTH = FAST | {"llama2_mha", "llama_dynamic", "llama_yarn", "mistral_window", "qwen2_mixed"}
-FAST_TRUTH |= {"llama_d128_bf16", "qwen3", "gemma2"}
+# Windows with norms of q and k, a rotary embedding of each row's own.
+FAST_BATCH = {"gemma3", "phi3_longrope"}
+# Every family, and a rotary embedding that depends on the length.
+FAST_GREEDY = FAST | {"llama_dynamic", "mistral_window", "qwen2_mixed", "qwen3", "gemma2"}
+# And what else a rotary embedding or a checkpoint can be.
+FAST_LOGITS = FAST_GREEDY | {"llama2_mha", "llama_yarn", "llama_d128_bf16"}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -112,7 +113,7 @@ def assert_within_bar(got, want):
 
 
 @pytest.mark.parametrize(
-    "case", slow_unless_fast([c for c in CASES if c not in BY_LENGTH], FAST_TRUTH)
+    "case", slow_unless_fast([c for c in CASES if c not in BY_LENGTH], FAST_LOGITS)
 )
 def test_logits(case):
     for i, logits in zip(PROMPTS, teacher_forced(case, "float32"), strict=True):
@@ -136,7 +137,7 @@ def test_logits_of_prompts_whose_length_decides(case):
         assert_within_bar(logits[i, lengths[i] - len(kept) : lengths[i]], kept)
 
 
-@pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST_TRUTH))
+@pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST_GREEDY))
 def test_greedy_tokens_and_logprobs(case):
     for i in PROMPTS:
         result = alone(case, i)
@@ -148,24 +149,25 @@ def test_greedy_tokens_and_logprobs(case):
         )
 
 
-@pytest.mark.parametrize(
-    ("case", "order"),
-    [
-        *(
-            pytest.param(*c.values, (4, 0, 3, 1), marks=c.marks)
-            for c in slow_unless_fast(CASES, FAST_BITS)
-        ),
-        *(pytest.param(c, (1, 3, 0, 2, 4), marks=pytest.mark.slow) for c in CASES),
-    ],
-)
-def test_a_ragged_batch_is_each_prompt_alone_bitwise(case, order, full_compiles):
-    lm = load(case, compiled="full")
+def assert_batch_is_each_alone(case, order, compiled):
+    lm = load(case, compiled=compiled)
     if not lm.model.plan.batch_invariant:
         pytest.skip("rows of a batch are bitwise those alone only on CPU")
     batch = lm.generate([prompt(case, i) for i in order], **GREEDY)
-    each = [alone(case, i, "full") for i in order]
+    each = [alone(case, i, compiled) for i in order]
     assert batch.tokens == [one.tokens[0] for one in each]
     assert batch.logprobs == [one.logprobs[0] for one in each]
+
+
+@pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST_BATCH))
+def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
+    assert_batch_is_each_alone(case, (4, 0, 3, 1), "quick")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):
+    assert_batch_is_each_alone(case, (1, 3, 0, 2, 4), "full")
 
 
 @pytest.mark.parametrize("case", slow_unless_fast(CASES))

@@ -22,6 +22,8 @@ GREEDY = {"do_sample": False, "eos_token_id": None}
 # checkpoint's ends of sequence.
 FULL = {"top_k": 40, "top_p": 0.95, "min_new_tokens": 1, "return_logprobs": True}
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 forward = jax.jit(fdjax.forward, static_argnums=0)
 
 
@@ -393,7 +395,7 @@ def check_run(lm, prompt, tokens, logprobs):
     np.testing.assert_allclose(logprobs, likeliest, atol=1e-4, err_msg=f"{len(prompt)} tokens")
 
 
-def test_prompts_across_chunk_boundaries(long_lm):
+def test_prompts_across_chunk_boundaries(long_lm, full_compiles):
     sequence = np.random.default_rng(0).integers(0, 256, 2049).tolist()
     for length in (127, 128, 129, 511, 512, 513, 640, 2049):
         prompt = sequence[-length:]
@@ -427,7 +429,7 @@ def compiled_programs():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def test_prompts_of_any_length_share_a_few_programs(long_lm):
+def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles):
     lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
     for length in CHUNKS:
         long_lm.generate([7] * length, max_new_tokens=2, **CHECKED)

@@ -17,6 +17,8 @@ ROWS = 4000
 ALL = Processors().everything
 SAMPLE = Processors(sample=True)
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def choose(logits, values, steps, processors):
     """`next_tokens` of rows that need no history."""
