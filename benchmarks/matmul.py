@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fdjax.bench.ceiling import measure_ceiling
-from fdjax.bench.record import Record, Row, emit, environment
+from fdjax.bench.record import Record, Row, emit, environment, read
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.tune import ROWS, LinearShape, time_linear
@@ -71,6 +71,8 @@ def measure_layer(
         ({"xla": xla}, [m for m in rows if not kernel_runs(m)]),
         ({"xla": xla, "mosaic_gpu": chosen}, [m for m in rows if kernel_runs(m)]),
     ):
+        if not some:
+            continue
         timed = time_linear(shape, some, variants, reference=reference, runs=runs, passes=passes)
         for m, measured in timed:
             columns = shape.n // 2 if shape.gate else shape.n
@@ -128,7 +130,11 @@ def main() -> int:
     parser.add_argument("--passes", type=int, default=2, help="over the implementations in turn")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
     parser.add_argument("--output", help="write the record to this file as well")
+    parser.add_argument("--of", nargs="+", metavar="RECORD", help="only sum up earlier records")
     args = parser.parse_args()
+    if args.of:
+        print(summary([row for path in args.of for row in read(path).rows]))
+        return 0
     plan = Plan.for_device(table=args.table)
     before = measure_ceiling(matmul_size=0)
     config = {"runs": args.runs, "passes": args.passes, "table": args.table}

@@ -146,7 +146,7 @@ def time_linear(
 
     Args:
       shape: the layer.
-      rows: values of M.
+      rows: values of M, at least one.
       variants: functions of a mapping, the operands of `matmul`. Those that raise
         `NotImplementedError` are left out.
       reference: what they should compute, default the first of them; those far off are not timed.
@@ -158,22 +158,24 @@ def time_linear(
       M and what was measured of each variant.
     """
     weights = _weights(shape, dtype)
-    calls = {m: [(_operands(shape, m, w, i),) for i, w in enumerate(weights)] for m in rows}
+    operands = [_operands(shape, max(rows), w, i) for i, w in enumerate(weights)]
+    calls = {m: [(_first(m, of),) for of in operands] for m in rows}
     reference = reference or next(iter(variants.values()))
     # Autotuning runs on the device, so nothing is timed while anything compiles.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = {
-            (m, fn): pool.submit(_compile, fn, calls[m][0])
+            (m, name): pool.submit(_compile, fn, calls[m][0])
             for m in rows
-            for fn in {reference, *variants.values()}
+            for name, fn in variants.items()
         }
+    want = jax.jit(reference)(operands[0])
     for m in rows:
-        functions = {name: compiled[m, fn].result() for name, fn in variants.items()}
-        want = compiled[m, reference].result()(*calls[m][0])
+        functions = {name: compiled[m, name].result() for name in variants}
         measured, timings = {}, {}
         for name, fn in functions.items():
             if fn is not None:
-                measured[name] = Measured(*verify(fn(*calls[m][0]), want, _TOLERANCE), None)
+                got = fn(*calls[m][0])
+                measured[name] = Measured(*verify(got, want[:m], _TOLERANCE), None)
         for name in [n for n, of in measured.items() if of.problem is None] * passes:
             timing = measure(functions[name], calls[m], runs=runs)
             timings.setdefault(name, []).append(timing)
@@ -198,6 +200,11 @@ def _operands(shape: LinearShape, m: int, w: jax.Array, seed: int) -> dict[str, 
     if shape.residual:
         operands["residual"] = _normal(seed + 2, (m, shape.n), dtype)
     return operands
+
+
+def _first(m: int, operands: dict[str, Any]) -> dict[str, Any]:
+    """The same operands with the first M rows only."""
+    return operands | {name: operands[name][:m] for name in ("x", "residual") if name in operands}
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
