@@ -124,6 +124,8 @@ def check_load(
       MemoryError: the weights, or what is asked for beside them, do not fit.
     """
     for name, value in (("max_batch", max_batch), ("max_len", max_len)):
+        if value is not None and not isinstance(value, int):
+            raise ValueError(f"load: {name} must be an integer, got {value!r}")
         if value is not None and value < 1:
             raise ValueError(f"load: {name} must be positive, got {value}")
     share = gpu_memory_utilization

@@ -33,6 +33,7 @@ class Stats:
       decode_seconds: from there to the last token.
       decode_bytes: bytes the decode steps had to read: weights each step, live cache slots.
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
+      chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
     """
 
     prompt_tokens: int = 0
@@ -42,6 +43,7 @@ class Stats:
     decode_bytes: int = 0
     decode_steps: int = 0
     peak_gb_per_s: float | None = None
+    chunk_ms_per_token: tuple[float, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -170,14 +172,18 @@ class Timer:
         self._start = time.perf_counter()
         self._first = self._last = self._start
         self._steps = -1
+        self._chunk_ms: list[float] = []
 
     def chunk(self, chunk: Chunk) -> None:
         """Note the arrival of a chunk; the first holds the first tokens."""
-        self._last = time.perf_counter()
+        before, self._last = self._last, time.perf_counter()
         if self._steps < 0:
             self._first, self._steps = self._last, 0
-        else:
-            self._steps += int((chunk.tokens >= 0).any(axis=0).sum())
+            return
+        steps = int((chunk.tokens >= 0).any(axis=0).sum())
+        self._steps += steps
+        if steps:
+            self._chunk_ms.append(1e3 * (self._last - before) / steps)
 
     def stats(self, rows: Sequence[Row]) -> Stats:
         """What the call has cost until the last chunk."""
@@ -198,6 +204,7 @@ class Timer:
             decode_bytes=max(self._steps, 0) * weights + slots * per_token,
             decode_steps=max(self._steps, 0),
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
+            chunk_ms_per_token=tuple(self._chunk_ms),
         )
 
 

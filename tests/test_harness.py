@@ -85,6 +85,8 @@ def test_a_model_beside_its_peers(config, quick_ceiling, monkeypatch, tmp_path, 
     compiled = found["decode step B1 P70", "hf static, compiled"]
     assert (compiled.ok, compiled.reason) == (False, "Error: no")
     assert record.costs["seconds of the first call, B1 P70 fdjax"] > 0
+    percentiles = [record.costs[f"ms of a step, p{n} of chunks, B1 P70 fdjax"] for n in (50, 99)]
+    assert 0 < percentiles[0] <= percentiles[1]
     out = capsys.readouterr().out
     assert json.loads(out.splitlines()[-1])["config"]["model"] == "small.json"
     assert out.startswith("ms ")

@@ -131,6 +131,7 @@ def test_too_much_is_refused_with_the_numbers(small_device, never_loaded, free, 
     ("options", "told"),
     [
         ({"max_batch": 0}, "max_batch must be positive, got 0"),
+        ({"max_batch": 1.5}, "max_batch must be an integer, got 1.5"),
         ({"max_len": -1}, "max_len must be positive, got -1"),
         ({"gpu_memory_utilization": 0.0}, "must be above 0 and at most 1, got 0.0"),
         ({"gpu_memory_utilization": 90}, "must be above 0 and at most 1, got 90"),

@@ -95,7 +95,8 @@ def model_rows(
       implementation: what the rows call it.
 
     Returns:
-      (rows, costs), the latter the seconds of the first call, which compiles.
+      (rows, costs), the latter the seconds of the first call, which compiles, and milliseconds of
+      a step over all chunks of steps.
     """
     _check(lm, batch, prompt_tokens, new_tokens, runs)
     rng = np.random.default_rng(0)
@@ -142,7 +143,14 @@ def model_rows(
                 flops=work,
             )
         )
-    return rows, {f"seconds of the first call, B{batch} P{prompt_tokens} {implementation}": seconds}
+    where = f"B{batch} P{prompt_tokens} {implementation}"
+    costs = {f"seconds of the first call, {where}": seconds}
+    chunks = [ms for s in stats for ms in s.chunk_ms_per_token]
+    if reason is None and chunks:
+        p50, p99 = np.percentile(chunks, (50, 99)).tolist()
+        costs |= {f"ms of a step, p50 of chunks, {where}": p50}
+        costs |= {f"ms of a step, p99 of chunks, {where}": p99}
+    return rows, costs
 
 
 def _check(lm: LM, batch: int, prompt_tokens: int, new_tokens: int, runs: int) -> None:
