@@ -377,7 +377,8 @@ def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: 
             lines.append(f"{'M':>12}" + "".join(f"{m:>8}" for m in rows))
             for implementation in ("xla", "mosaic_gpu"):
                 cells = (_cell(entries[m], implementation) for m in rows)
-                lines.append(f"{implementation:>12}" + "".join(f"{cell:>8}" for cell in cells))
+                line = f"{implementation:>12}" + "".join(f"{cell:>8}" for cell in cells)
+                lines.append(line.rstrip())
     return "\n".join(lines)
 
 
