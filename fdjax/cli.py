@@ -156,7 +156,18 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("prompt", nargs="?", help="default: standard input")
     _add_model(generate)
     _add_sampling(generate, "default: the checkpoint's, else 128")
-    generate.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    generate.add_argument(
+        "--num-return-sequences", type=_integer(1), default=1, metavar="N", help="samples to print"
+    )
+    generate.add_argument(
+        "--json", action="store_true", help="print a JSON object for each sample at the end"
+    )
+    generate.add_argument(
+        "--logprobs",
+        type=_integer(0, 20),
+        metavar="N",
+        help="with --json: the log-probabilities of the tokens, and of the N likeliest",
+    )
     generate.set_defaults(run=_generate)
 
     chat = commands.add_parser(
@@ -307,8 +318,10 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
+    names = []
     for option, kind, metavar, text in (
         ("--max-new-tokens", _integer(0), "N", f"tokens to generate at most; {default_tokens}"),
+        ("--min-new-tokens", _integer(0), "N", "not to end before this many tokens"),
         ("--temperature", _real(0), "T", "above 0 samples; 0 is greedy"),
         ("--top-k", _integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
         ("--top-p", _share, "P", "sample from the likeliest that hold the mass P"),
@@ -318,10 +331,15 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
             "P",
             "sample from those at least P times as likely as the likeliest",
         ),
+        ("--typical-p", _share, "P", "sample from the most typical that hold the mass P"),
         ("--repetition-penalty", _real(0.01, 100), "X", "above 1 avoids what was there before"),
+        ("--presence-penalty", _real(-2, 2), "X", "above 0 avoids what is in the answer"),
+        ("--frequency-penalty", _real(-2, 2), "X", "the same, times how often it is in there"),
+        ("--no-repeat-ngram-size", _integer(0, 32), "N", "no N tokens in a row come twice"),
         ("--seed", _integer(0, 2**32 - 1), "N", "makes samples reproducible"),
     ):
         parser.add_argument(option, type=kind, metavar=metavar, help=text)
+        names.append(option.removeprefix("--").replace("-", "_"))
     parser.add_argument(
         "--stop",
         action="append",
@@ -330,13 +348,12 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
         dest="stop_strings",
         help="end before this text; may be given several times",
     )
+    parser.set_defaults(options=[*names, "stop_strings"])
 
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `_add_sampling` that were given."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    names += ("seed", "stop_strings")
-    return {n: getattr(args, n) for n in names if getattr(args, n) is not None}
+    return {n: getattr(args, n) for n in args.options if getattr(args, n) is not None}
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -416,31 +433,19 @@ def _prompt(given: str | None) -> str:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    if args.logprobs is not None and not args.json:
+        raise _UsageError("generate: --logprobs needs --json")
     prompt = _prompt(args.prompt)
     lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
     options = _sampling(args)
-    if args.json:
-        result = lm.generate(prompt, **options)
-        stats = result.stats
-        print(
-            json.dumps(
-                {
-                    "prompt": prompt,
-                    "text": result.texts[0] if result.texts else None,
-                    "tokens": result.tokens[0],
-                    "finish_reason": result.finish_reasons[0],
-                    "stats": {
-                        "prompt_tokens": stats.prompt_tokens,
-                        "decode_tokens": stats.decode_tokens,
-                        "prefill_seconds": stats.prefill_seconds,
-                        "decode_seconds": stats.decode_seconds,
-                        "tokens_per_s": stats.tokens_per_s,
-                        "gb_per_s": stats.gb_per_s,
-                        "share_of_peak": stats.share_of_peak,
-                    },
-                }
-            )
-        )
+    if args.json or args.num_return_sequences > 1:
+        several = {"num_return_sequences": args.num_return_sequences}
+        result = lm.generate(prompt, return_logprobs=args.logprobs, **several, **options)
+        if args.json:
+            for sample in _samples(prompt, result):
+                print(json.dumps(sample))
+        else:
+            print("\n---\n".join(text.removeprefix(" ") for text in result.texts))
         return 0
     held: str | None = ""
     stream = lm.stream(prompt, **options)
@@ -456,6 +461,29 @@ def _generate(args: argparse.Namespace) -> int:
     if args.verbose:
         logger.info("%s", stream.stats)
     return 0
+
+
+def _samples(prompt: str, result: "fdjax.GenerateResult") -> Iterator[dict[str, Any]]:
+    """What `fdjax generate --json` prints: one object for each sample."""
+    stats = result.stats
+    for i, tokens in enumerate(result.tokens):
+        yield {
+            "prompt": prompt,
+            "text": result.texts[i] if result.texts else None,
+            "tokens": tokens,
+            "finish_reason": result.finish_reasons[i],
+            **({"logprobs": result.logprobs[i]} if result.logprobs else {}),
+            **({"top_logprobs": result.top_logprobs[i]} if result.top_logprobs else {}),
+            "stats": {
+                "prompt_tokens": stats.prompt_tokens,
+                "decode_tokens": stats.decode_tokens,
+                "prefill_seconds": stats.prefill_seconds,
+                "decode_seconds": stats.decode_seconds,
+                "tokens_per_s": stats.tokens_per_s,
+                "gb_per_s": stats.gb_per_s,
+                "share_of_peak": stats.share_of_peak,
+            },
+        }
 
 
 def _chat(args: argparse.Namespace) -> int:

@@ -120,6 +120,28 @@ def test_json_is_one_line_and_complete(run, loaded):
     assert data["stats"]["decode_seconds"] > 0
 
 
+def test_several_samples_are_as_many_objects(run, loaded):
+    argv = ["generate", "Once upon a time", "--max-new-tokens", "6", "--temperature", "2"]
+    argv += ["--seed", "1", "--num-return-sequences", "2"]
+    code, out, err = run(*argv, "--json", "--logprobs", "2")
+    assert (code, err, out.count("\n")) == (0, "", 2)
+    samples = [json.loads(line) for line in out.splitlines()]
+    assert samples[0]["tokens"] != samples[1]["tokens"]
+    for sample in samples:
+        assert len(sample["logprobs"]) == len(sample["top_logprobs"]) == len(sample["tokens"])
+        assert {len(step) for step in sample["top_logprobs"]} == {2}
+    code, out, err = run(*argv)
+    assert (code, err) == (0, "")
+    assert out == "\n---\n".join(s["text"].removeprefix(" ") for s in samples) + "\n"
+
+
+def test_several_samples_of_the_likeliest_are_refused(run, loaded):
+    code, out, err = run("generate", "hi", "--num-return-sequences", "2")
+    assert (code, out) == (1, "")
+    assert is_one_line(err)
+    assert "num_return_sequences must be 1" in err
+
+
 @pytest.mark.parametrize("prompt", ["two\nlines", "an emoji 🌊", "-5 + 8 =", "tab\tand \x00"])
 def test_any_text_is_a_prompt(run, loaded, prompt):
     code, out, err = run("generate", "--json", "--max-new-tokens", "2", prompt)
@@ -132,6 +154,10 @@ def test_options_reach_the_model(run, lm, loaded, monkeypatch):
     given = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
     options += ["--min-p", "0.1", "--repetition-penalty", "1.2", "--stop", " a", "--stop", "b"]
     given |= {"min_p": 0.1, "repetition_penalty": 1.2, "stop_strings": [" a", "b"]}
+    options += ["--typical-p", "0.9", "--presence-penalty", "-1", "--frequency-penalty", "2"]
+    given |= {"typical_p": 0.9, "presence_penalty": -1.0, "frequency_penalty": 2.0}
+    options += ["--no-repeat-ngram-size", "3", "--min-new-tokens", "2"]
+    given |= {"no_repeat_ngram_size": 3, "min_new_tokens": 2}
     seen = []
 
     def stream(prompt, **options):
@@ -392,6 +418,13 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path):
         "--seed 4294967296",
         "--min-p 2",
         "--repetition-penalty 0",
+        "--typical-p 0",
+        "--presence-penalty 3",
+        "--frequency-penalty nan",
+        "--no-repeat-ngram-size 33",
+        "--min-new-tokens -1",
+        "--num-return-sequences 0",
+        "--logprobs 21 --json",
         "--stop=",
         "--dtype int8",
         "--model=",
@@ -417,6 +450,7 @@ def test_a_wrong_option_is_found_before_anything_is_loaded(run, loaded, options)
         (["generate"], b" \n"),
         (["generate", ""], None),
         (["generate", "  "], None),
+        (["generate", "--logprobs", "1", "hi"], None),
         (["generate"], b"What is \xff\xfe?"),
         (["generate", "What is \udcff?"], None),
         (["generate", "What is \ud800?"], None),
@@ -458,7 +492,7 @@ def test_help_says_all_in_a_page(run, command):
     code, out, err = run(*command, "--help")
     assert (code, err) == (0, "")
     assert out.startswith(" ".join(["usage: fdjax", *command]))
-    assert len(out.splitlines()) < 40
+    assert len(out.splitlines()) < 60
 
 
 def test_version(run):
