@@ -13,6 +13,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -222,11 +223,15 @@ def shipped_table_path(device_kind: str) -> Path:
 @functools.cache
 def _shipped_table(device_kind: str) -> tuple[Entry, ...]:
     path = shipped_table_path(device_kind)
-    return read_table(path) if path.exists() else ()
+    return read_table(path, log_level=logging.INFO) if path.exists() else ()
 
 
-def read_table(path: str | Path) -> tuple[Entry, ...]:
+def read_table(path: str | Path, *, log_level: int = logging.WARNING) -> tuple[Entry, ...]:
     """Read a measured dataflow table.
+
+    Args:
+      path: of the file.
+      log_level: at which it is said that the table was measured with another JAX.
 
     Raises:
       ValueError: the file is no such table, has another schema, is of another revision of a kernel
@@ -241,9 +246,15 @@ def read_table(path: str | Path) -> tuple[Entry, ...]:
     if schema != TABLE_SCHEMA:
         raise ValueError(f"{where}: schema must be {TABLE_SCHEMA}, got {schema!r}")
     try:
-        return tuple(_entry(row, data.get("revisions", {}), where) for row in data["entries"])
+        measured_with = data.get("provenance", {}).get("versions", {}).get("jax")
+        entries = tuple(_entry(row, data.get("revisions", {}), where) for row in data["entries"])
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: entries must be those of schema {schema}, {error!r}") from None
+    if measured_with not in (None, version("jax")):
+        logger.log(
+            log_level, "%s: measured with JAX %s, not %s", where, measured_with, version("jax")
+        )
+    return entries
 
 
 def _entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entry:

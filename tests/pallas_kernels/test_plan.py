@@ -257,6 +257,18 @@ def test_a_shipped_table_is_found_by_device_kind(tmp_path, monkeypatch):
     assert Plan.for_kind("NVIDIA Other Test GPU", (9, 0)).table == ()
 
 
+@pytest.mark.parametrize(("jax_version", "said"), [("0.1", 1), (jax.__version__, 0), (None, 0)])
+def test_a_table_of_another_jax_is_used_with_a_warning(tmp_path, caplog, jax_version, said):
+    entry = dict(op="matmul", shape=GEMM, implementation="xla")
+    path = tmp_path / "table.json"
+    provenance = dict(versions=dict(jax=jax_version))
+    path.write_text(json.dumps(dict(schema=1, provenance=provenance, entries=[entry])))
+    assert len(read_table(path)) == 1
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * said
+    text = f"dataflow table {path}: measured with JAX 0.1, not {jax.__version__}"
+    assert all(record.getMessage() == text for record in caplog.records)
+
+
 def test_a_given_table_comes_before_the_shipped_one(tmp_path, monkeypatch):
     (tmp_path / "tables").mkdir()
     shipped = [("matmul", GEMM, "mosaic_gpu"), ("matmul", GEMM | dict(m=4), "mosaic_gpu")]
