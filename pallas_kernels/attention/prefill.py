@@ -9,6 +9,7 @@ from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import prefill_cudnn
 from fdjax.pallas_kernels.attention.masks import Masking, check_attention
+from fdjax.pallas_kernels.attention.prefill_mosaic import PrefillAttentionConfig, prefill_mosaic
 from fdjax.pallas_kernels.attention.xla import attention_xla
 from fdjax.pallas_kernels.plan import Plan, resolve
 
@@ -49,7 +50,8 @@ def prefill_attention(
       window: a query sees only the last `window` positions, its own included.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap).
       alibi: H slopes of a linear position bias.
-      phi: [H] fp32 unified maximum per head, used by "mosaic_gpu" only.
+      phi: [H] fp32 unified maximum per head (FlashDecoding++, section 3.1), used by "mosaic_gpu"
+        only: it changes the speed, never the result.
       return_lse: also return the logsumexp of the scores.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
       plan: consulted when no implementation is named; without either, XLA.
@@ -83,11 +85,26 @@ def prefill_attention(
         itemsize=q.dtype.itemsize,
         masks=int(not masking.plain),
     )
+    if choice.implementation == "mosaic_gpu":
+        o, lse = prefill_mosaic(
+            q,
+            k,
+            v,
+            lengths,
+            offsets,
+            scale=scale,
+            masking=masking,
+            phi=phi,
+            layer=layer,
+            return_lse=return_lse,
+            config=PrefillAttentionConfig(**dict(choice.config)) if choice.config else None,
+        )
+        return (o, lse) if return_lse else o
     if layer is not None:
         k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
     if choice.implementation == "cudnn":
         o, lse = prefill_cudnn(q, k, v, lengths, offsets, scale=scale, masking=masking)
-    elif choice.implementation == "xla":
+    else:
         o, lse = attention_xla(
             q,
             k,
@@ -98,6 +115,4 @@ def prefill_attention(
             masking=masking,
             batch_invariant=plan is not None and plan.batch_invariant,
         )
-    else:
-        raise NotImplementedError(f"prefill_attention: no {choice.implementation!r} implementation")
     return (o, lse) if return_lse else o

@@ -88,9 +88,10 @@ def _flat_gemm_cannot(case) -> bool:
 
 def _mosaic_cannot(case) -> bool:
     if case.op == "prefill":
-        return True
-    tile = case.s % 8 or case.d not in (64, 128, 256) or case.group * case.t > 64
-    return bool(tile) or case.dtype == "float32"
+        tile = case.d not in (64, 96, 128, 256)
+    else:
+        tile = case.d not in (64, 128, 256) or case.group * case.t > 64
+    return tile or case.s % 8 != 0 or case.dtype == "float32"
 
 
 MATMUL = [

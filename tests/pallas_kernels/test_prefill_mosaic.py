@@ -1,0 +1,225 @@
+"""The Mosaic GPU kernel of prefill attention: interpreted, compiled for an H100, and run on one.
+
+What it computes on a GPU is tested with every other implementation in `test_attention.py`.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention import alibi_slopes, prefill_attention
+from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.prefill_mosaic import (
+    PrefillAttentionConfig,
+    _schedule,
+    prefill_mosaic,
+)
+
+from . import oracle
+from .tolerance import assert_attention, assert_same_bits
+
+try:
+    InterpretParams = plgpu.InterpretGPUParams
+except AttributeError:  # JAX 0.11.2
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as InterpretParams
+
+SMALL = PrefillAttentionConfig(block_kv=64, blocks=2)
+ONLINE = dataclasses.replace(SMALL, unified=False)
+
+interpreted = functools.partial(prefill_mosaic, interpret=InterpretParams(detect_races=True))
+
+
+def _operands(lengths, offsets, *, t, heads=2, kv_heads=1, s=136, d=64, scale=1.0):
+    """q, k, v, lengths, offsets in bfloat16; NaN past the lengths."""
+    rng = np.random.default_rng(0)
+    b = len(lengths)
+    lengths, offsets = np.asarray(lengths, np.int32), np.asarray(offsets, np.int32)
+    q = rng.normal(size=(b, t, heads, d)) * scale
+    k, v = rng.normal(size=(2, b, kv_heads, s, d))
+    dead = np.arange(s)[None, None, :, None] >= lengths[:, None, None, None]
+    k, v = (np.where(dead, np.nan, a) for a in (k, v))
+    return *(a.astype(jnp.bfloat16) for a in (q, k, v)), lengths, offsets
+
+
+def _check(operands, run, *, masking=Masking(), **options):
+    q, k, v, lengths, offsets = operands
+    scale = q.shape[-1] ** -0.5
+    o, lse = run(q, k, v, lengths, offsets, scale=scale, masking=masking, **options)
+    k, v = (np.where(np.isnan(np.float32(a)), 0, a) for a in (k, v))
+    exact = oracle.attention(
+        *(np.float64(a) for a in (q, k, v)),
+        lengths,
+        offsets,
+        scale=scale,
+        **dataclasses.asdict(masking),
+    )
+    assert_attention(o, lse, exact, dtype=str(q.dtype), d=q.shape[-1], s=k.shape[2])
+    return np.asarray(o)
+
+
+def test_interpreted_without_races():
+    """Ragged rows at offsets, tiles and a row without queries."""
+    operands = _operands([133, 70, 0], [3, 60, 0], t=130)
+    _check(operands, interpreted, config=SMALL)
+
+
+def test_interpreted_with_every_mask():
+    masking = Masking(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
+    operands = _operands([130], [60], t=70)
+    _check(operands, interpreted, config=SMALL, masking=masking, phi=jnp.array([0.0, 3.0]))
+
+
+def test_interpreted_online_and_not_causal():
+    operands = _operands([100], [0], t=64)
+    _check(operands, interpreted, config=ONLINE, masking=Masking(causal=False))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+def test_interpreted_recomputation():
+    """A score of 800 in the last row of one tile, one of -800 in all of another."""
+    q, k, v, lengths, offsets = _operands([130, 20], [2, 0], t=128)
+    q[0, 127], k[0, 0, 128] = 10.0, 10.0
+    q[1, :, 1], k[1, 0, :20] = 10.0, -10.0
+    o = _check((q, k, v, lengths, offsets), interpreted, config=SMALL)
+    np.testing.assert_array_equal(o[0, 127], np.broadcast_to(v[0, 0, 128], o[0, 127].shape))
+
+
+def test_unsupported_cases_raise():
+    for case, message in (
+        (dict(d=80), "mosaic_gpu needs D of 64, 96, 128 or 256, got 80"),
+        (dict(dtype=jnp.float32), "mosaic_gpu needs bfloat16 or float16, got float32"),
+        (dict(s=100), "mosaic_gpu needs S to be a multiple of 8, got 100"),
+    ):
+        shape = dict(d=64, s=64, dtype=jnp.bfloat16) | case
+        q = jnp.zeros((1, 16, 2, shape["d"]), shape["dtype"])
+        k = jnp.zeros((1, 1, shape["s"], shape["d"]), shape["dtype"])
+        lengths = jnp.array([16], jnp.int32)
+        with pytest.raises(NotImplementedError, match=f"^prefill_attention: {message}"):
+            prefill_attention(q, k, k, lengths, scale=1.0, implementation="mosaic_gpu")
+
+
+@pytest.mark.parametrize("config", [dict(block_kv=96), dict(stages=1), dict(consumers=4)])
+def test_impossible_configs_raise(config):
+    with pytest.raises(ValueError, match=r"^prefill_attention: "):
+        PrefillAttentionConfig(**config)
+
+
+def test_the_schedule_takes_every_tile_once_and_evenly():
+    for heads, steps, blocks in ((32, range(1, 33), 132), (3, (5, 1), 4), (1, (7,) * 9, 2)):
+        table = _schedule(1, heads, tuple(steps), blocks)
+        taken = [line[1 : 1 + line[0]] for line in table]
+        tiles = np.sort(np.concatenate(taken))
+        np.testing.assert_array_equal(tiles, np.arange(heads * len(steps)))
+        loads = [sum(steps[tile // heads] for tile in line) for line in taken]
+        assert max(loads) - min(loads) <= max(steps)
+
+
+def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masking=Masking(), dtype=jnp.bfloat16):
+    from ..deviceless import compile_for
+
+    def spec(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    attend = functools.partial(prefill_mosaic, scale=d**-0.5, masking=masking, config=config)
+    cache, row = spec(b, kv_heads, s, d), spec(b, dtype=jnp.int32)
+    return compile_for("h100", attend, spec(b, t, h, d), cache, cache, row, row)
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "spilled_bytes"),
+    [
+        (dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0),
+        (dict(t=512, h=32, kv_heads=8, s=2048, d=128, b=4), 0),
+        (dict(t=2048, h=32, kv_heads=8, s=131072, d=128), 0),
+        (dict(t=100, h=32, kv_heads=8, s=2048, d=96), 0),
+        (dict(t=1024, h=8, kv_heads=8, s=1024, d=128, dtype=jnp.float16), 0),
+        (
+            dict(
+                **dict(t=1000, h=8, kv_heads=2, s=1000, d=128),
+                masking=Masking(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
+            ),
+            64,
+        ),
+        (dict(t=4096, h=32, kv_heads=8, s=4096, d=64), 200),
+        (dict(t=1000, h=8, kv_heads=4, s=1000, d=256), 1500),
+    ],
+    ids=str,
+)
+def test_compiles_for_an_h100(case, spilled_bytes, monkeypatch, capfd):
+    """What D = 64 and 256 spill lies outside the loops over slots."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    text = _compiled(**case).as_text()
+    assert "prefill_attention" in text
+    said = capfd.readouterr().out
+    spills = re.findall(r"(\d+) bytes spill stores", said)
+    assert spills, "ptxas said nothing"
+    assert max(map(int, spills)) <= spilled_bytes
+    assert "wgmma.mma_async instructions are serialized" not in said
+
+
+EVERY_MASK = Masking(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 60.0], ids=["healthy", "recomputed"])
+@pytest.mark.parametrize(
+    ("d", "masking"),
+    [
+        (64, Masking()),
+        (96, Masking()),
+        (128, Masking()),
+        (256, Masking()),
+        (128, Masking(causal=False)),
+        (64, EVERY_MASK),
+        (128, EVERY_MASK),
+        (128, Masking(window=100)),
+        (128, Masking(causal=False, window=100)),
+    ],
+    ids=str,
+)
+def test_many_tiles(d, masking, scale):
+    """Several tiles and blocks, ragged, at offsets; none of the sizes is a multiple of a tile."""
+    operands = _operands(
+        [700, 301, 0, 555], [203, 0, 0, 100], t=497, heads=8, kv_heads=2, s=704, d=d, scale=scale
+    )
+    _check(operands, prefill_mosaic, masking=masking)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", [0, 63, 64, 127, 128, 299])
+@pytest.mark.parametrize("size", [300.0, -300.0])
+def test_one_row_out_of_range(row, size):
+    """Far above and far below, wherever the row stands; the other rows keep their bits."""
+    q, k, v, *rest = _operands([304], [4], t=300, heads=4, kv_heads=4, s=304, d=128)
+    k[:] = np.abs(k)
+    run = functools.partial(prefill_mosaic, scale=0.1, masking=Masking())
+    clean, _ = run(q, k, v, *rest)
+    q[0, row, 2] = size
+    o = _check((q, k, v, *rest), lambda *args, **options: prefill_mosaic(*args, **options))
+    far, _ = run(q, k, v, *rest)
+    others = np.arange(300) // 128 != row // 128
+    assert_same_bits(np.asarray(far)[:, others], np.asarray(clean)[:, others])
+    assert np.isfinite(np.float32(o)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_reruns_have_the_same_bits(d):
+    operands = _operands([2048, 1000], [0, 0], t=2048, heads=16, kv_heads=4, s=2048, d=d)
+    q, *rest = jax.device_put(operands)
+    attend = functools.partial(prefill_mosaic, scale=0.1, masking=Masking())
+    first = jax.jit(attend)(q, *rest)
+
+    def differs(i, count):
+        again = attend(q + 0 * i.astype(q.dtype), *rest)
+        return count + sum(jnp.any(a != b) for a, b in zip(first, again, strict=True))
+
+    assert jax.jit(lambda: jax.lax.fori_loop(0, 300, differs, jnp.int32(0)))() == 0
