@@ -1,6 +1,7 @@
 """Logits, greedy tokens and log-probabilities of Hugging Face transformers, from its fixtures."""
 
 import functools
+import json
 import shutil
 import warnings
 from pathlib import Path
@@ -85,6 +86,12 @@ def expected(case):
         return dict(arrays)
 
 
+@functools.cache
+def same_in_a_batch():
+    """By case, the prompts that transformers continues in a ragged batch as it does alone."""
+    return json.loads((FIXTURES / "ragged.json").read_text(encoding="utf-8"))
+
+
 def prompt(case, i):
     return expected(case)[f"prompt_{i}"].tolist()
 
@@ -157,6 +164,10 @@ def assert_batch_is_each_alone(case, order, compiled):
     each = [alone(case, i, compiled) for i in order]
     assert batch.tokens == [one.tokens[0] for one in each]
     assert batch.logprobs == [one.logprobs[0] for one in each]
+    # And so that of transformers, where padding a row does not change what it makes of it.
+    for i, tokens in zip(order, batch.tokens, strict=True):
+        if i in same_in_a_batch()[case]:
+            assert tokens == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
 
 
 @pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST_BATCH))
@@ -168,6 +179,12 @@ def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
 @pytest.mark.parametrize("case", CASES)
 def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):
     assert_batch_is_each_alone(case, (1, 3, 0, 2, 4), "full")
+
+
+def test_a_ragged_batch_of_transformers_is_each_prompt_alone_but_for_ropes_by_length():
+    assert set(same_in_a_batch()) == set(CASES)
+    for case, same in same_in_a_batch().items():
+        assert (same == list(PROMPTS)) == (case not in BY_LENGTH)
 
 
 @pytest.mark.parametrize("case", slow_unless_fast(CASES))
