@@ -2,8 +2,8 @@
 
 A model with random weights of the real shapes answers batches that grow; after each the allocator
 says what it has given out at most. Beside that, for each width of a prompt's chunk, the temporary
-memory of the compiled program and the three buffers, B·T·(2E + F) values, that the paper (000,
-section V) calls enough.
+memory of the compiled program and the three buffers, B·T·(2E + F) values, that FlashDecoding++Next
+(Dai et al., section V) calls enough.
 """
 
 import argparse

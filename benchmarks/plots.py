@@ -1,7 +1,7 @@
 """The papers' figures, drawn from our records: `python -m benchmarks.plots`.
 
-000 is FlashDecoding++ (Hong et al. 2024), 001 the inference engine for Intel GPUs. Each figure is
-written as PNG and SVG; one that has no record yet is left out, and said.
+FD++ is FlashDecoding++ (Hong et al. 2024), FD++Next FlashDecoding++Next (Dai et al.). Each figure
+is written as PNG and SVG; one that has no record yet is left out, and said.
 """
 
 import argparse
@@ -82,7 +82,7 @@ class Results:
 
 
 def first_and_each(results: Results) -> Figure | None:
-    """000 Fig. 1: latency of the first token against that of each token after it."""
+    """FD++ Fig. 1: latency of the first token against that of each token after it."""
     first, each = (results.milliseconds(c) for c in ("first token", "decode step"))
     points = [p for p in each if len(each[p]) > 1 and p in first][:4]
     if not points:
@@ -101,7 +101,7 @@ def first_and_each(results: Results) -> Figure | None:
 
 
 def softmax_inputs(results: Results) -> Figure | None:
-    """000 Fig. 5: where 99.99 % of the inputs of the softmax lie, layer by layer."""
+    """FD++ Fig. 5: where 99.99 % of the inputs of the softmax lie, layer by layer."""
     if not results.calibration:
         return None
     data = results.calibration[-1]
@@ -123,7 +123,7 @@ def _extreme(values: Any, pick: Callable) -> float:
 
 
 def block_n(results: Results) -> Figure | None:
-    """000 Fig. 7: a flat GEMM over N and B_N, relative to the best B_N of each N."""
+    """FD++ Fig. 7: a flat GEMM over N and B_N, relative to the best B_N of each N."""
     if "block_n" not in results.kernels:
         return None
     us: dict[int, dict[tuple[int, int], float]] = {}
@@ -145,7 +145,7 @@ def block_n(results: Results) -> Figure | None:
 
 
 def dataflow(results: Results) -> Figure | None:
-    """000 Fig. 9: which implementation of a linear layer runs over M, and its speed over XLA's."""
+    """FD++ Fig. 9: which implementation of a linear layer runs over M, and its speed over XLA's."""
     if not results.tables:
         return None
     table = results.tables[-1]
@@ -166,7 +166,7 @@ def dataflow(results: Results) -> Figure | None:
 
 
 def speed_up(results: Results) -> Figure | None:
-    """000 Fig. 10: speed of a decode step over each peer, by batch and prompt length."""
+    """FD++ Fig. 10: speed of a decode step over each peer, by batch and prompt length."""
     ms = results.milliseconds("decode step")
     names = dict.fromkeys(n for times in ms.values() for n in times)
     names = [n for n in names if n != "fdjax" and not n.startswith("without")]
@@ -194,7 +194,7 @@ def speed_up(results: Results) -> Figure | None:
 
 
 def throughput(results: Results) -> Figure | None:
-    """001 Fig. 12: tokens per second by batch."""
+    """FD++Next Fig. 12: tokens per second by batch."""
     ms = results.milliseconds("decode step")
     lines: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
     for (model, batch, prompt), times in ms.items():
@@ -219,7 +219,7 @@ def throughput(results: Results) -> Figure | None:
 
 
 def attention(results: Results) -> Figure | None:
-    """001 Figs. 15 and 16: attention of a decode step and over a prompt beside its peers."""
+    """FD++Next Figs. 15 and 16: attention of a decode step and over a prompt beside its peers."""
     found = [n for n in ("decode_attention", "prefill_attention") if n in results.kernels]
     if not found:
         return None
@@ -240,7 +240,7 @@ def attention(results: Results) -> Figure | None:
 
 
 def flat_gemm(results: Results) -> Figure | None:
-    """000 Fig. 18: the linear layers as they run over cuBLAS and XLA's own kernels."""
+    """FD++Next Fig. 18: the linear layers as they run over cuBLAS and XLA's own kernels."""
     if "matmul" not in results.kernels:
         return None
     us: dict[str, dict[int, dict[str, float]]] = {}
@@ -272,7 +272,7 @@ def flat_gemm(results: Results) -> Figure | None:
 
 
 def memory(results: Results) -> Figure | None:
-    """000 section V: memory as planned, and the peak that was measured."""
+    """FD++Next Fig. 19: memory as planned, and the peak that was measured."""
     bars = [
         (Path(data["config"]["model"]).name.split(".")[0], row)
         for data in results.memory
@@ -301,7 +301,7 @@ def memory(results: Results) -> Figure | None:
 
 
 def breakdown(results: Results) -> Figure | None:
-    """000 Table II: a decode step as loaded, and without one kind of kernel."""
+    """FD++Next Table II: a decode step as loaded, and without one kind of kernel."""
     wanted = ("fdjax", "without flat GEMM", "without unified maximum", "cudnn", "xla")
     ms = {
         _where(*point): {name: times[name] for name in wanted if name in times}

@@ -180,9 +180,10 @@ def weight_bytes(model: Model) -> int:
 def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     """Bytes that the largest call takes beside weights and cache.
 
-    The paper (000, section V) needs three buffers for a chunk of B·T tokens, B·T·(2E + F) values.
-    A gated MLP has its product of 2F values and the F made of them at once, and XLA adds results
-    to the residual stream only where they are read, keeping up to six of E: B·T·(6E + 3F).
+    FlashDecoding++Next (Dai et al., section V) needs three buffers for a chunk of B·T tokens, of
+    B·T·(2E + F) values. A gated MLP has its product of 2F values and the F made of them at once,
+    and XLA adds results to the residual stream only where they are read, keeping up to six of E:
+    B·T·(6E + 3F).
 
     Args:
       model: the model.
@@ -203,7 +204,7 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         attention += 2 * rows * row_bytes
     if _runs_xla(model, rows, tokens // rows, slots):
         scores = 4 * rows * c.heads * (tokens // rows) * slots
-        attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
+        attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES))
     logits = int(_LOGITS * 4 * batch * c.vocab_size)
     if plan.compute_capability is None:
         blas = 0
