@@ -4,6 +4,7 @@ import dataclasses
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,11 @@ _NOT_HONOURED = {
     "top_h": (),
     "watermarking_config": (),
     "min_length": (0,),
+    "num_return_sequences": (1,),
+    "token_healing": (False,),
+    "dola_layers": (),
+    "force_words_ids": (),
+    "constraints": (),
 }
 # Options that say what to draw from.
 SAMPLED_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
@@ -176,10 +182,12 @@ class GenerationConfig:
     def from_files(
         cls, generation: Mapping[str, Any], config: Mapping[str, Any], source: str
     ) -> "GenerationConfig":
-        """Defaults of a checkpoint: generation_config.json over config.json.
+        """Defaults of a checkpoint: generation_config.json, and config.json where that is silent.
 
-        What it asks for and fdjax does not do is warned of. A length of prompt and response
-        together (`max_length`) is not taken over.
+        As in transformers, of options other than end-of-sequence ids config.json is asked only
+        where there is no generation_config.json, as in checkpoints of before 2023. What it asks for
+        and fdjax does not do is warned of. A length of prompt and response together (`max_length`)
+        is not taken over.
 
         Raises:
           CheckpointError: a field has a value that cannot be meant.
@@ -191,6 +199,8 @@ class GenerationConfig:
             eos = _ids("eos_token_id", eos if isinstance(eos, list) else [eos])
         except ValueError:
             raise CheckpointError(f"{source}: eos_token_id must be ids, got {eos!r}") from None
+        if not generation:
+            generation, source = config, str(Path(source).with_name("config.json"))
         names = {f.name for f in dataclasses.fields(cls)} - _NOT_IN_FILES
         known = {n: generation[n] for n in names if generation.get(n) is not None}
         for name, neutral in _NOT_HONOURED.items():

@@ -469,7 +469,24 @@ def test_defaults_of_generation_config_are_honoured_and_overridden(lm):
     assert plain.tokens == lm.generate(prompts()[2], max_new_tokens=24, **GREEDY).tokens
 
 
-@pytest.mark.parametrize("field", ["num_beams", "penalty_alpha", "forced_eos_token_id"])
+def test_without_generation_config_an_old_config_has_the_defaults():
+    old = {"repetition_penalty": 1.3, "top_k": 7, "eos_token_id": 2, "hidden_size": 64}
+    from_files = fdjax.GenerationConfig.from_files
+    assert from_files({}, old, "a/generation_config.json") == fdjax.GenerationConfig(
+        repetition_penalty=1.3, top_k=7, eos_token_ids=(2,)
+    )
+    new = from_files({"top_k": 9}, old, "a/generation_config.json")
+    assert new == fdjax.GenerationConfig(top_k=9, eos_token_ids=(2,))
+    with pytest.raises(fdjax.CheckpointError, match=r"^a/config\.json: .*top_k"):
+        from_files({}, old | {"top_k": -1}, "a/generation_config.json")
+    with pytest.warns(UserWarning, match=r"^a/config\.json: num_beams 4 is not supported"):
+        from_files({}, old | {"num_beams": 4}, "a/generation_config.json")
+
+
+NOT_HONOURED = ["num_beams", "penalty_alpha", "forced_eos_token_id", "num_return_sequences"]
+
+
+@pytest.mark.parametrize("field", NOT_HONOURED)
 def test_defaults_that_are_not_honoured_are_warned_of(field):
     with pytest.warns(UserWarning, match=rf"^here: {field} 4 is not supported and has no effect"):
         fdjax.GenerationConfig.from_files({field: 4}, {}, "here")
