@@ -30,14 +30,21 @@ def measurements() -> str:
         except ValueError:  # a record of something else
             continue
         config = record.config
+        if "family" not in config:  # of kernels
+            continue
         named = dict(config["plan"]["named"])
         model = f"{config['family']}, {config['parameters'] / 1e9:.2f}e9 weights, {config['dtype']}"
         for row in record.rows:
             t = row.timing
+            if not t:
+                continue
+            plan = row.implementation
+            if plan == "fdjax":
+                plan = named.get("decode_attention", "default")
             cells = (
                 record.environment["device_kind"],
                 model,
-                named.get("decode_attention", "default"),
+                plan,
                 row.case,
                 f"{t['median_us'] / 1e3:.2f} ms",
                 f"{t['p10_us'] / 1e3:.2f} to {t['p90_us'] / 1e3:.2f}",
