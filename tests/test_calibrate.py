@@ -32,6 +32,8 @@ FIXTURES = Path(__file__).parent / "hf_fixtures"
 BIN = BIN_LOG2 / math.log2(math.e)
 SAFE = calibrate.SAFE_LOG2 / math.log2(math.e)
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CONFIG = DecoderConfig(
     family="llama",
     vocab_size=64,

@@ -39,6 +39,8 @@ CEILING = {
     "clock": "host",
 }
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @pytest.fixture
 def config(tmp_path):

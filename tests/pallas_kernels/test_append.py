@@ -24,6 +24,8 @@ from .test_decode_mosaic import INTERPRET
 
 GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, seed=0):
     """qkv, caches, lengths, rotation; NaN in the slots that are not filled."""
