@@ -446,6 +446,8 @@ def _generate(args: argparse.Namespace) -> int:
                 print(json.dumps(sample))
         else:
             print("\n---\n".join(text.removeprefix(" ") for text in result.texts))
+        if args.verbose:
+            logger.info("%s", result.stats)
         return 0
     held: str | None = ""
     stream = lm.stream(prompt, **options)
