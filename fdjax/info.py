@@ -75,7 +75,7 @@ class ModelInfo:
 
     def _fits(self) -> str:
         if not self.longest_context:
-            return f"no: weights too large for {_rows(self.memory.batch)}"
+            return f"no, not a token for {_rows(self.memory.batch)}"
         return (
             f"{_rows(self.largest_batch)} of {self.memory.max_len:,} tokens, or "
             f"{_rows(self.memory.batch)} of {self.longest_context:,}"
