@@ -402,6 +402,14 @@ def test_seeds_indices_and_steps_all_set_draws_apart():
 # --- a row is its own
 
 
+def test_a_seed_draws_what_it_drew_in_other_processes_and_versions_of_jax():
+    logits = 2 * np.sin(1.7 * np.arange(300, dtype=np.float32).reshape(6, 50))
+    values = sampling(6, seed=[0, 1, 7, 2**32 - 1, 7, 7], sample_index=[0, 0, 0, 0, 1, 0])
+    steps = np.array([0, 0, 0, 3, 0, 1], np.int32)
+    drawn = [choose(logits, values, steps + i, SAMPLE)[0].tolist() for i in range(3)]
+    assert drawn == [[15, 10, 19, 6, 41, 5], [49, 36, 5, 14, 26, 39], [44, 3, 30, 3, 45, 6]]
+
+
 def test_a_row_draws_the_same_alone_and_in_any_batch():
     rng = np.random.default_rng(4)
     logits = random_logits(16, vocabulary=99)
