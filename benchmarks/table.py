@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from fdjax.bench import record as records
@@ -11,16 +12,15 @@ _BEGIN, _END = "<!-- measurements -->", "<!-- /measurements -->"
 
 
 def measurements() -> str:
-    """Markdown of every end-to-end record under `results/`."""
+    """Markdown of every end-to-end record under `results/`, a line per batch and prompt."""
     head = (
         "Device",
         "Model",
         "Plan",
-        "Case",
-        "Median",
-        "p10 to p90",
+        "Batch, prompt",
+        "First token",
+        "Decode step",
         "Bandwidth",
-        "Of ceiling",
         "",
     )
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -29,31 +29,33 @@ def measurements() -> str:
             record = records.read(path)
         except ValueError:  # a record of something else
             continue
-        config = record.config
-        if "family" not in config:  # of kernels
-            continue
-        named = dict(config["plan"]["named"])
-        model = f"{config['family']}, {config['parameters'] / 1e9:.2f}e9 weights, {config['dtype']}"
-        for row in record.rows:
-            t = row.timing
-            if not t:
-                continue
-            plan = row.implementation
-            if plan == "fdjax":
-                plan = named.get("decode_attention", "default")
-            cells = (
-                record.environment["device_kind"],
-                model,
-                plan,
-                row.case,
-                f"{t['median_us'] / 1e3:.2f} ms",
-                f"{t['p10_us'] / 1e3:.2f} to {t['p90_us'] / 1e3:.2f}",
-                f"{row.gb_per_s:.0f} GB/s" if row.gb_per_s else "",
-                f"{row.fraction_of_ceiling:.0%}" if row.gb_per_s else "",
-                f"[record](benchmarks/results/{path.parent.name}/{path.name})",
-            )
-            lines.append(f"| {' | '.join(cells)} |")
+        if "family" in record.config:  # or it is of kernels
+            link = f"[record](benchmarks/results/{path.parent.name}/{path.name})"
+            lines += (f"| {' | '.join((*cells, link))} |" for cells in _lines(record))
     return "\n".join(lines)
+
+
+def _lines(record: records.Record) -> Iterator[tuple[str, ...]]:
+    config = record.config
+    model = f"{config['family']}, {config['parameters'] / 1e9:.2f}e9 weights, {config['dtype']}"
+    rows = {
+        (row.implementation, *row.case.rsplit(maxsplit=2)): row for row in record.rows if row.timing
+    }
+    for (plan, what, batch, prompt), step in rows.items():
+        first = rows.get((plan, "first token", batch, prompt))
+        if what != "decode step" or first is None:
+            continue
+        if plan == "fdjax":
+            plan = dict(config["plan"]["named"]).get("decode_attention", "default")
+        yield (
+            record.environment["device_kind"],
+            model,
+            plan,
+            f"{batch[1:]} × {prompt[1:]}",
+            f"{first.timing['median_us'] / 1e3:.1f} ms",
+            f"{step.timing['median_us'] / 1e3:.2f} ms",
+            f"{step.gb_per_s:.0f} GB/s, {step.fraction_of_ceiling:.0%} of the ceiling",
+        )
 
 
 def updated(readme: str) -> str:
