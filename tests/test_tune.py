@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.matmul import summary
 from fdjax import platform, tune
+from fdjax.bench.record import Row
 from fdjax.bench.timing import Timing
 from fdjax.cli import main
 from fdjax.models import describe, parse_config
@@ -402,3 +404,27 @@ class TestCommandLine:
         code, _, err = run(*command, "--table", "config.json")
         assert code == 1
         assert err.endswith("error: dataflow table config.json: schema must be 1, got None\n")
+
+
+def test_the_benchmark_sums_up_and_counts_where_xla_was_chosen():
+    def row(case, implementation, us):
+        timing = dataclasses.asdict(_timing(us)) if us else None
+        return Row(case, implementation, ok=us is not None, timing=timing)
+
+    rows = [
+        row("7B qkv M=1", "xla", 30.0),
+        row("7B qkv M=16", "xla", 40.0),
+        row("7B qkv M=16", "mosaic_gpu", 20.0),
+        row("7B out M=32", "xla", 10.0),
+        row("7B out M=32", "mosaic_gpu", 20.0),
+        row("7B norm, qkv M=2", "xla", 40.0),
+        row("7B norm, qkv M=2", "mosaic_gpu", 32.0),
+        row("7B norm, qkv M=4", "xla", None),
+    ]
+    text = summary(rows)
+    assert "7B qkv                   1.000" in text
+    assert text.splitlines()[-3:] == [
+        "plain, M = 1 to 12: 1.000 geometric mean of 1, least 1.000; xla chosen at 1",
+        "plain, M = 16 to 64: 1.000 geometric mean of 2, least 0.500; xla chosen at 0",
+        "fused, M = 1 to 16: 1.250 geometric mean of 1, least 1.250; xla chosen at 0",
+    ]
