@@ -1,0 +1,280 @@
+"""The kernel of decode attention: a split of a row's cache for one KV head; see `decode_mosaic`."""
+
+import functools
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.decode_combine import merge, write_result
+from fdjax.pallas_kernels.attention.decode_front import append_token, load_front, rotate_rows
+from fdjax.pallas_kernels.attention.decode_tiles import LOG2E, LOWEST, ROW, TILE, TILES
+
+# In log2 units: a split is healthy with a denominator in this range about its m, and m is moved to
+# the maximum of the first block where that is further away.
+_SAFE_LOG2 = 64
+_NEAR_LOG2 = 32
+_LARGEST = 2.0**126
+
+
+def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
+    """One block of the grid (row, head, split).
+
+    Args:
+      inputs: arrays in device memory by name: q [B,Hkv,R,D], or qkv [B,Hkv,G+2,D] and turns
+        [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if any.
+      outputs: o [B,Hkv,R,D] and lse [B,Hkv,R], or the parts of the splits for `combine`.
+      smem: buffers and barriers by name.
+      t, group, scale, masking, config: see `decode_mosaic`.
+    """
+    out_g, lse_g = outputs
+    q_s, p_s, o_s, l_s, m_s, out_s, lse_s = (
+        smem[name] for name in ("q", "p", "o", "l", "m", "out", "lse")
+    )
+    (d, padded), bk, splits = o_s.shape, config.block_kv, config.splits
+    row, head, split = (lax.axis_index(axis) for axis in ("row", "head", "split"))
+    zero = row * 0
+    n = inputs["lengths"][row]
+    # Slots that are read: a new token takes part by itself.
+    cached = n
+    if "qkv" in inputs:
+        n = n + 1
+        load_front(inputs, smem, row, head)
+    else:
+        # Rows past G·T are outside of q: TMA fills them with zeros, and drops them from the result.
+        source = inputs["q"].at[row, head, pl.ds(zero, padded)]
+        plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
+    caches = [inputs["k"], inputs["v"]]
+    if "layer" in inputs:
+        index = inputs["layer"][0]
+        caches = [c.at[index] for c in caches]
+    caches = [c.at[row, head] for c in caches]
+
+    lowest = 0 if masking.window is None else jnp.maximum(n - t + 1 - masking.window, 0)
+    start_block = lax.div(lowest, jnp.int32(bk))
+    end_block = lax.div(cached + (bk - 1), jnp.int32(bk))
+    chunk = lax.div(end_block - start_block + (splits - 1), jnp.int32(splits))
+    first = jnp.minimum(start_block + split * chunk, end_block)
+    count = jnp.minimum(chunk, end_block - first)
+
+    def per_row(values):
+        """values[head's g] at every query row, as a register array that broadcasts."""
+        rows = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE)
+        spread = jnp.zeros_like(rows).astype(jnp.float32)
+        for g in range(group):
+            spread = jnp.where(
+                rows % group == g if t > 1 else rows == g, values[head * group + g], spread
+            )
+        return spread
+
+    def visible(step):
+        """[block, R] whether a slot is seen by a query row, and its distance to it."""
+        slots = (
+            plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + (first + step) * bk
+        )
+        query = n - 1
+        if t > 1:
+            rows = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE)
+            query = n - t + lax.div(rows, jnp.full_like(rows, group))
+        distance = slots - query
+        seen = distance <= 0 if cached is n else distance < 0
+        if masking.window is not None:
+            seen = seen & (distance > -masking.window)
+        return seen, distance
+
+    def log2_scores(z):
+        """Products q·k as scores in units of log2, without position bias."""
+        if masking.soft_cap is not None:
+            return jnp.tanh(z * (scale / masking.soft_cap)) * (masking.soft_cap * LOG2E)
+        return z * (scale * LOG2E)
+
+    def wait_for_q():
+        plgpu.barrier_wait(smem["q_arrived"])
+        if "qkv" in inputs:
+            rotate_rows(smem)
+
+    def scores(step, k_s, first_pass):
+        """[block, R] scores in units of log2, and which of them count."""
+
+        def product(acc):
+            plgpu.wgmma(acc, k_s, q_s.at[pl.ds(0, padded)].T)
+            return acc[...]
+
+        if first_pass:
+            pl.when(step == 0)(wait_for_q)
+        z = pl.run_scoped(product, plgpu.ACC((bk, padded), jnp.float32))
+        z = log2_scores(z)
+        seen, distance = visible(step)
+        if "slopes" in inputs:
+            z = z + per_row(inputs["slopes"]) * LOG2E * distance.astype(jnp.float32)
+        return z, seen
+
+    def zero_dead_values(step, v_s):
+        """Slots past the length may hold NaN, which a probability of zero does not stop."""
+        begin = (first + step) * bk
+
+        @pl.when(begin + bk > cached)
+        def _():
+            slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
+            for column in range(0, d, 64):
+                part = v_s.at[:, pl.ds(column, 64)]
+                tile = plgpu.load(part, layout=TILE)
+                part[...] = jnp.where(slots < cached, tile, jnp.zeros_like(tile))
+
+    def down(values, size):
+        """values [R] as every row of [size, R]."""
+        return lax.broadcast_in_dim(values, (size, padded), [1])
+
+    def put(p):
+        p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+
+    block = plgpu.BlockSpec((bk, d), lambda i: (first + i, 0), transforms=TILES)
+    pipeline = functools.partial(
+        plgpu.emit_pipeline,
+        grid=(count,),
+        in_specs=[block, block],
+        max_concurrent_steps=config.stages,
+    )
+    blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
+
+    def attend_unified():
+        """o [D, R], l [R], m [R] of this split, with a constant m after the first block."""
+
+        def nearest(m, z, seen):
+            """φ, or the maximum of the first block where that is far from φ."""
+            top = jnp.where(seen, z, LOWEST).max(axis=0)
+            far = jnp.where(jnp.abs(top - m) > _NEAR_LOG2, top, m)
+            return plgpu.layout_cast(jnp.where(top > LOWEST, far, m), ROW)
+
+        def accumulate(acc):
+            def step(indices, k_s, v_s, carry):
+                l, m = carry
+                z, seen = scores(indices[0], k_s, first_pass=True)
+                m = lax.cond(
+                    indices[0] == 0,
+                    lambda: nearest(m, z, seen),
+                    lambda: plgpu.layout_cast(m, ROW),
+                )
+                p = jnp.where(seen, jnp.exp2(z - down(m, bk)), 0.0).astype(q_s.dtype)
+                zero_dead_values(indices[0], v_s)
+                put(p)
+                plgpu.wgmma(acc, v_s.T, p_s.T)
+                l = l + p.astype(jnp.float32)
+                plgpu.wgmma_wait(0)
+                return l, m
+
+            if "phi" in inputs:
+                m = per_row(inputs["phi"]).max(axis=0) * LOG2E
+            else:
+                m = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), ROW)
+            l, m = pipeline(step, init_carry=(blank, m))(*caches)
+            return acc[...], l, m
+
+        o, l, m = pl.run_scoped(accumulate, plgpu.ACC((d, padded), jnp.float32))
+        return o, l.sum(axis=0), m
+
+    def attend_synchronised():
+        """The same with the running maximum of the split."""
+
+        def step(indices, k_s, v_s, carry):
+            o, l, m = carry
+            z, seen = scores(indices[0], k_s, first_pass=not config.unified)
+            m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
+            p = jnp.where(seen, jnp.exp2(z - down(m_new, bk)), 0.0).astype(q_s.dtype)
+            zero_dead_values(indices[0], v_s)
+            put(p)
+            rescale = jnp.exp2(m - m_new)
+            l = l * down(rescale, bk) + p.astype(jnp.float32)
+            o = o * down(rescale, d)
+
+            def product(acc):
+                plgpu.wgmma(acc, v_s.T, p_s.T)
+                return acc[...]
+
+            o = o + pl.run_scoped(product, plgpu.ACC((d, padded), jnp.float32))
+            return o, l, m_new
+
+        o = plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE)
+        m = plgpu.layout_cast(jnp.full((padded,), LOWEST, jnp.float32), ROW)
+        o, l, m = pipeline(step, init_carry=(o, blank, m))(*caches)
+        return o, l.sum(axis=0), m
+
+    def save(o, l, m):
+        o_s[...] = o
+        l_s[...] = l
+        m_s[...] = m
+
+    if config.unified:
+        o, l, m = attend_unified()
+        save(o, l, m)
+        rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (padded,), 0), ROW)
+        last = n - t + lax.div(rows, jnp.full_like(rows, group))
+        seen = jnp.minimum((first + count) * bk, jnp.minimum(last + 1, cached))
+        if masking.window is None:
+            seen = seen - first * bk
+        else:
+            seen = seen - jnp.maximum(first * bk, last - masking.window + 1)
+        seen = jnp.where(rows < group * t, seen, 0)
+        out_of_range = jnp.where(
+            l >= 2.0**-_SAFE_LOG2, jnp.where(l <= 2.0**_SAFE_LOG2, 0.0, 1.0), 1.0
+        )
+        broken = jnp.where(jnp.abs(o) < _LARGEST, 0.0, 1.0).max(axis=0)
+        # A row that sees no slot of this split has l = 0, and is well.
+        broken = jnp.where(seen > 0, jnp.maximum(broken, out_of_range), 0.0)
+
+        @pl.when(broken.max() > 0)
+        def _():
+            save(*attend_synchronised())
+    else:
+        save(*attend_synchronised())
+
+    def finish():
+        peers = [{"split": i} for i in range(splits)] if config.cluster else [None]
+        os, ls, ms = (
+            [ref if peer is None else plgpu.cluster_ref(ref, peer) for peer in peers]
+            for ref in (o_s, l_s, m_s)
+        )
+        os = [plgpu.load(ref, layout=TILE) for ref in os]
+        ls, ms = ([plgpu.load(ref, layout=ROW) for ref in refs] for refs in (ls, ms))
+        o, l, m = merge(os, ls, ms)
+        write_result(o, l, m, out_s, lse_s)
+        plgpu.commit_smem()
+        if config.cluster:
+            plgpu.barrier_arrive(smem["cluster"])
+        plgpu.copy_smem_to_gmem(out_s, out_g.at[row, head, pl.ds(zero, padded)])
+        plgpu.copy_smem_to_gmem(lse_s, lse_g.at[row, head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    # A split without work has not waited for its queries.
+    pl.when(count == 0)(wait_for_q)
+    plgpu.commit_smem()
+    if "qkv" in inputs:
+
+        @pl.when(split == 0)
+        def _():
+            # The new token as one more split, of one slot at distance 0.
+            q, new_k, new_v = append_token(inputs, smem, row, head, cached, group)
+            z = log2_scores((q * new_k).sum(axis=0))
+            o = plgpu.load(o_s, layout=TILE)
+            l, m = (plgpu.load(ref, layout=ROW) for ref in (l_s, m_s))
+            save(*merge([o, new_v], [l, jnp.ones_like(l)], [m, z]))
+            plgpu.commit_smem()
+
+    if config.cluster:
+        # One thread arrives for a warpgroup, so each arrival follows a commit, which waits for all.
+        plgpu.barrier_arrive(smem["cluster"])
+        plgpu.barrier_wait(smem["cluster"])
+        pl.when(split == 0)(finish)
+
+        # A block outlives those that read its shared memory or arrive at its barrier.
+        pl.when(split > 0)(lambda: plgpu.barrier_arrive(smem["cluster"]))
+        plgpu.barrier_wait(smem["cluster"])
+    elif splits == 1:
+        finish()
+    else:
+        plgpu.copy_smem_to_gmem(o_s, out_g.at[row, head, split])
+        plgpu.copy_smem_to_gmem(l_s, lse_g.at[row, head, split, 0])
+        plgpu.copy_smem_to_gmem(m_s, lse_g.at[row, head, split, 1])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
