@@ -10,6 +10,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -342,7 +343,7 @@ def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, 
     """
     if path is None and not (path := shipped_table_path(device_kind)).exists():
         raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
-    read_table(path)
+    read_table(path, log_level=logging.INFO)  # its version is among what is explained
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
