@@ -10,6 +10,7 @@ from jax import lax
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
 from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import read_table, shipped_table_path
 
 pytestmark = pytest.mark.deviceless
 
@@ -63,10 +64,49 @@ def test_compiles_without_spills(case, monkeypatch, capfd):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     compiled = compile_for("h100", run, operands)
     assert "flat_gemm_kernel" in compiled.as_text()
+    _check_no_spills(capfd)
+
+
+def _check_no_spills(capfd) -> None:
     said = capfd.readouterr().out.splitlines()
     spills = [line for line in said if "spill stores" in line]
     assert spills, "ptxas said nothing"
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
+
+
+def _shipped() -> list[tuple[dict, FlatGemmConfig]]:
+    """Shape and tiling of the shipped choices, at the most rows that a tiling was chosen for."""
+    most = {}
+    for entry in sorted(
+        read_table(shipped_table_path("NVIDIA H100 80GB HBM3")), key=lambda e: dict(e.shape)["m"]
+    ):
+        if entry.choice.implementation == "mosaic_gpu":
+            shape = dict(entry.shape)
+            weight = tuple(shape[key] for key in ("k", "n", "gate", "fused"))
+            most[weight, entry.choice.config] = shape
+    return [(shape, FlatGemmConfig(**dict(config))) for (_, config), shape in most.items()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("shape", "config"), _shipped(), ids=str)
+def test_the_shipped_choices_compile_without_spills(shape, config, monkeypatch, capfd):
+    from deviceless import compile_for
+
+    k, n, gate = shape["k"], shape["n"], shape["gate"]
+    norm = shape["fused"] and (gate or n > k)
+    residual = shape["fused"] and not norm
+    operands = _operands(
+        shape["m"], k, n // 2 if gate else n, norm=norm, gate=gate, residual=residual
+    )
+
+    def run(operands):
+        return matmul_flat_gemm(
+            **operands, gate="silu" if gate else None, dtype=jnp.dtype(BF16), config=config
+        )
+
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compile_for("h100", run, operands)
+    _check_no_spills(capfd)
 
 
 @pytest.mark.parametrize("stacked", [False, True], ids=["list", "stacked"])
