@@ -39,9 +39,10 @@ FAST = {"llama3_gqa_tied", "llama_bias", "llama_d64_bf16", "gemma3", "phi3_longr
 # Windows with norms of q and k, a rotary embedding of each row's own.
 FAST_BATCH = {"gemma3", "phi3_longrope"}
 # Every family, and a rotary embedding that depends on the length.
-FAST_GREEDY = FAST | {"llama_dynamic", "mistral_window", "qwen2_mixed", "qwen3", "gemma2"}
+FAST_GREEDY = {"llama3_gqa_tied", "llama_dynamic", "mistral_window", "qwen2_mixed", "qwen3"}
+FAST_GREEDY |= {"gemma2", "gemma3", "phi3_longrope"}
 # And what else a rotary embedding or a checkpoint can be.
-FAST_LOGITS = FAST_GREEDY | {"llama2_mha", "llama_yarn", "llama_d128_bf16"}
+FAST_LOGITS = FAST | FAST_GREEDY | {"llama2_mha", "llama_yarn", "llama_d128_bf16"}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
