@@ -120,19 +120,38 @@ def test_json_is_one_line_and_complete(run, loaded):
     assert data["stats"]["decode_seconds"] > 0
 
 
-def test_several_samples_are_as_many_objects(run, loaded):
-    argv = ["generate", "Once upon a time", "--max-new-tokens", "6", "--temperature", "2"]
-    argv += ["--seed", "1", "--num-return-sequences", "2"]
-    code, out, err = run(*argv, "--json", "--logprobs", "2")
+def test_several_samples_are_as_many_objects(run, lm, loaded, monkeypatch):
+    asked = []
+    result = fdjax.GenerateResult(
+        tokens=[[5, 6], [7]],
+        texts=[" one", "  two"],
+        finish_reasons=["length", "stop"],
+        logprobs=[[-1.0, -2.0], [-0.5]],
+        top_logprobs=[[{5: -1.0}, {9: -1.5}], [{7: -0.5}]],
+        stats=fdjax.Stats(prompt_tokens=3, decode_tokens=3),
+    )
+
+    def generate(prompt, **options):
+        asked.append((prompt, options))
+        return result
+
+    monkeypatch.setattr(lm, "generate", generate)
+    argv = ["generate", "hi", "--temperature", "2", "--num-return-sequences", "2"]
+    code, out, err = run(*argv, "--json", "--logprobs", "1")
     assert (code, err, out.count("\n")) == (0, "", 2)
     samples = [json.loads(line) for line in out.splitlines()]
-    assert samples[0]["tokens"] != samples[1]["tokens"]
-    for sample in samples:
-        assert len(sample["logprobs"]) == len(sample["top_logprobs"]) == len(sample["tokens"])
-        assert {len(step) for step in sample["top_logprobs"]} == {2}
-    code, out, err = run(*argv)
-    assert (code, err) == (0, "")
-    assert out == "\n---\n".join(s["text"].removeprefix(" ") for s in samples) + "\n"
+    assert [sample["text"] for sample in samples] == result.texts
+    assert [sample["tokens"] for sample in samples] == result.tokens
+    assert [sample["logprobs"] for sample in samples] == result.logprobs
+    assert samples[0]["top_logprobs"] == [{"5": -1.0}, {"9": -1.5}]
+    code, out, err = run(*argv, "-v")
+    assert (code, out) == (0, "one\n---\n two\n")
+    assert "3 prompt + 3 new tokens" in err
+    options = {"temperature": 2.0, "num_return_sequences": 2}
+    assert asked == [
+        ("hi", options | {"return_logprobs": 1}),
+        ("hi", options | {"return_logprobs": None}),
+    ]
 
 
 def test_several_samples_of_the_likeliest_are_refused(run, loaded):

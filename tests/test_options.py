@@ -84,7 +84,7 @@ def test_the_history_of_a_prompt_in_several_chunks_is_whole():
         "vocab_size": 64,
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": 2,
+        "num_hidden_layers": 1,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 1024,

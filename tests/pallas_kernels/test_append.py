@@ -83,11 +83,13 @@ def _run(qkv, k, v, lengths, turns, *, implementation, **masks):
     [
         dict(lengths=[0]),
         dict(lengths=[63, 64, 199, 0]),
-        dict(lengths=[5, 130], d=128, group=1, kv_heads=3),
-        dict(lengths=[5, 130], d=128, group=8),
+        pytest.param(dict(lengths=[5, 130], d=128, group=1, kv_heads=3), marks=pytest.mark.slow),
+        pytest.param(dict(lengths=[5, 130], d=128, group=8), marks=pytest.mark.slow),
         dict(lengths=[5, 130], d=128, rope_dim=32),
         dict(lengths=[5, 130], t=3),
-        dict(lengths=[999, 3000], s=4096, d=128, kv_heads=8, group=4),
+        pytest.param(
+            dict(lengths=[999, 3000], s=4096, d=128, kv_heads=8, group=4), marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )
