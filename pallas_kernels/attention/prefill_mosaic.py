@@ -227,7 +227,7 @@ def _visible_blocks(first, length, offset, *, t, masking, config) -> _Blocks:
     bare_begin = jnp.clip(bare_begin, begin, end)
     bare_end = jnp.clip(bare_end, bare_begin, end)
     if not config.skip_masks:
-        bare_begin = bare_end = end
+        bare_begin = bare_end = begin
     return _Blocks(begin, bare_begin, bare_end, end)
 
 

@@ -29,7 +29,7 @@ except AttributeError:  # JAX 0.11.2
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as InterpretParams
 
 SMALL = PrefillAttentionConfig(block_kv=64)
-ONLINE = dataclasses.replace(SMALL, unified=False)
+ALL_MASKED = dataclasses.replace(SMALL, unified=False, skip_masks=False)
 
 interpreted = functools.partial(prefill_mosaic, interpret=InterpretParams(detect_races=True))
 
@@ -74,9 +74,9 @@ def test_interpreted_with_every_mask():
     _check(operands, interpreted, config=SMALL, masking=masking, phi=jnp.array([0.0, 3.0]))
 
 
-def test_interpreted_online_and_not_causal():
+def test_interpreted_online_not_causal_and_all_masked():
     operands = _operands([100], [0], t=64)
-    _check(operands, interpreted, config=ONLINE, masking=Masking(causal=False))
+    _check(operands, interpreted, config=ALL_MASKED, masking=Masking(causal=False))
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
