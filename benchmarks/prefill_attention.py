@@ -1,0 +1,114 @@
+"""Prefill attention beside cuDNN: `python -m benchmarks.prefill_attention`.
+
+At every shape the kernel with its default configuration, cuDNN on a cache in the layout it prefers,
+and the ablations: online softmax in place of the unified maximum, other first-level blocks, and a
+mask on every block. `recompute` cases hold query heads whose scores leave the range of the unified
+maximum.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from fdjax.bench.suite import Case, main
+from fdjax.pallas_kernels.attention import prefill_attention
+from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.prefill_mosaic import default_config, prefill_mosaic
+
+# B, H, Hkv, S, D: all rows full, causal
+SHAPES = (
+    (1, 32, 32, 1024, 128),
+    (16, 32, 32, 1024, 128),
+    (16, 32, 8, 1024, 128),
+    (4, 32, 32, 4096, 128),
+    (4, 32, 8, 4096, 128),
+    (1, 32, 32, 16384, 128),
+    (1, 32, 8, 16384, 128),
+    (1, 32, 32, 16384, 64),
+)
+# block_kv and stages, by D
+BLOCKS = {128: ((64, 4), (128, 2)), 64: ((64, 4), (128, 4), (192, 2), (256, 2))}
+
+# Heads of 32 that leave the range of the unified maximum.
+RECOMPUTED = (1, 32)
+
+
+def _prefill(q, k, v, lengths):
+    scale = q.shape[-1] ** -0.5
+    return prefill_attention(q, k, v, lengths, scale=scale, implementation="mosaic_gpu")
+
+
+def _with_config(config, q, k, v, lengths):
+    o, _ = prefill_mosaic(
+        *(q, k, v, lengths, jnp.zeros_like(lengths)),
+        scale=q.shape[-1] ** -0.5,
+        masking=Masking(),
+        return_lse=False,
+        config=config,
+    )
+    return o
+
+
+def _cudnn(q, k, v, lengths):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+
+def _for_cudnn(q, k, v, lengths):
+    """[B,Hkv,S,D] caches as [B,S,Hkv,D]."""
+    return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lengths
+
+
+def _reference(q, k, v, lengths):
+    q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
+    return prefill_attention(q, k, v, lengths, scale=q.shape[-1] ** -0.5, implementation="xla")
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _operands(seed, shape, outside):
+    """Random arrays; the scores of the first `outside` heads have a deviation of 100."""
+    b, h, kv_heads, s, d = shape
+    q, k, v = jax.random.split(jax.random.key(seed), 3)
+    q = jax.random.normal(q, (b, s, h, d), jnp.bfloat16)
+    k, v = (jax.random.normal(key, (b, kv_heads, s, d), jnp.bfloat16) for key in (k, v))
+    q = jnp.where(jnp.arange(h)[:, None] < outside, 100 * q, q)
+    return q, k, v, jnp.full((b,), s, jnp.int32)
+
+
+def _case(shape, outside=0):
+    b, h, kv_heads, s, d = shape
+    name = f"B{b} H{h} Hkv{kv_heads} S{s} D{d}"
+    implementations = {"mosaic_gpu": _prefill}
+    if outside:
+        name = f"recompute {outside} heads {name}"
+    else:
+        default = default_config(d)
+        implementations["cudnn"] = _cudnn
+        variants = {
+            "online": dataclasses.replace(default, unified=False),
+            "every block masked": dataclasses.replace(default, skip_masks=False),
+        }
+        for block_kv, stages in BLOCKS[d]:
+            config = dataclasses.replace(default, block_kv=block_kv, stages=stages)
+            if config != default:
+                variants[f"block_kv {block_kv}"] = config
+        for variant, config in variants.items():
+            implementations[variant] = functools.partial(_with_config, config)
+    return Case(
+        name=name,
+        make_args=lambda seed: _operands(seed, shape, outside),
+        implementations=implementations,
+        reference=_reference,
+        bytes=2 * b * s * d * 2 * (h + kv_heads),
+        flops=2 * b * h * d * s * (s + 1),
+        tolerance=2e-2,
+        prepare={"cudnn": _for_cudnn},
+    )
+
+
+CASES = [_case(shape) for shape in SHAPES]
+CASES += [_case((1, 32, 32, 4096, 128), outside) for outside in RECOMPUTED]
+
+if __name__ == "__main__":
+    raise SystemExit(main(CASES))
