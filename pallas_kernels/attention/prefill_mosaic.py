@@ -275,6 +275,7 @@ def _prefill_kernel(
             inputs["phi"][head] if "phi" in inputs else None,
             inputs["slopes"][head] if "slopes" in inputs else None,
             offset + first + warpgroup * _ROWS,
+            jnp.minimum(offset + t, length),
             length,
             blocks,
             scratch,
@@ -353,6 +354,7 @@ def _consume(
     phi,  # scalars or None
     slope,
     top,  # position of the first row
+    bottom,  # of the first that is padding
     length,
     blocks,
     scratch,
@@ -490,7 +492,7 @@ def _consume(
 
     def store(o, l, m):
         """m in natural units."""
-        seen = (position < length) & (l > 0.0)
+        seen = (position < bottom) & (l > 0.0)
         width = o_s.shape[-1]
         inverse = across(jnp.where(seen, 1.0 / l, 0.0), width)
         if lse is not None:
@@ -516,7 +518,7 @@ def _consume(
         o, l = pl.run_scoped(attend_unified, plgpu.ACC((_ROWS, d), jnp.float32))
         finite = (o * 0.0).sum(axis=1) == 0.0  # 0 · x is 0 for every finite x
         safe = (l >= _SAFE[0]) & (l <= _SAFE[1]) & finite
-        unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(position < length, 1.0, 0.0))
+        unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(position < bottom, 1.0, 0.0))
         store(o, l, zero if phi is None else zero + phi)  # commits unsafe_s as well
         unsafe = plgpu.load(unsafe_s, layout=_MATRIX.reduce(0))
         scratch["again"][warpgroup] = unsafe.max(axis=0).astype(jnp.int32)
