@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -401,11 +402,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if figure is None:
             print(f"{name}: no record yet")
             continue
-        for suffix in ("png", "svg"):
-            # No date inside: the same records give the same bytes.
-            figure.savefig(
-                folder / f"{name}.{suffix}", metadata={"Date": None} if suffix == "svg" else None
-            )
+        # The same records give the same bytes.
+        with matplotlib.rc_context({"svg.hashsalt": name}):
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+        figure.savefig(folder / f"{name}.png")
         print(f"{name}: {folder / name}.png")
     return 0
 
