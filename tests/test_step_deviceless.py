@@ -122,9 +122,7 @@ def between_layers(compiled, layers):
     inner = names[names.index(kernels[0]) : names.index(kernels[-1])]
     free = ("bitcast", "get-tuple-element", "parameter", "constant", "tuple")
     return [
-        name
-        for name in inner
-        if name not in kernels and step.instructions[name].opcode not in free
+        name for name in inner if name not in kernels and step.instructions[name].opcode not in free
     ]
 
 
