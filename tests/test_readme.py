@@ -31,12 +31,12 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 def command_lines(program: str) -> list[str]:
     """The shell lines of a program, also where it follows an installation."""
     parts = [part.strip() for line in SHELL for part in line.split("&&")]
-    return [part for part in parts if part.startswith(f"{program} ")]
+    return [part for part in parts if re.match(f"{program}( |$)", part)]
 
 
 def test_every_block_says_what_it_is():
     assert {language for language, _ in FENCED} <= {"python", "bash", ""}
-    known = ("pip install -e ", "fdjax ", "python -m fdjax.bench ")
+    known = ("pip install -e ", "fdjax ", "python -m fdjax.bench ", "python -m benchmarks.")
     assert [line for line in SHELL if not line.startswith(known)] == []
 
 
@@ -90,7 +90,7 @@ def test_a_command_line_runs(line, lm, monkeypatch, tmp_path, capsys):
 
 def test_records_are_compared_as_it_says(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
-    (line,) = command_lines("python")
+    (line,) = command_lines("python -m fdjax.bench")
     program, old, new = re.fullmatch(r"(python -m fdjax\.bench) compare (\S+) (\S+)", line).groups()
     assert program
     for name, slower, code in ((old, 1, 0), (new, 2, 1)):
@@ -100,6 +100,14 @@ def test_records_are_compared_as_it_says(monkeypatch, tmp_path, capsys):
         records.write(records.Record(environment, {}, {}, [row]), name)
         assert bench_main(["compare", old, name]) == code
     assert "regression" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("line", command_lines("python -m benchmarks.[a-z_]*"))
+def test_a_benchmark_line_is_understood(line):
+    """The module is there, and has its options."""
+    module, *argv = shlex.split(line)[2:]
+    source = (ROOT / f"{module.replace('.', '/')}.py").read_text(encoding="utf-8")
+    assert all(f'"{option}"' in source for option in argv if option.startswith("--"))
 
 
 def test_links_lead_somewhere():
