@@ -487,7 +487,7 @@ def _damaged(path: str | Path, problem: str) -> CheckpointError:
 def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
     """The architecture with φ of every layer, if there is a calibration beside the checkpoint.
 
-    A layer where the technique does not apply has the φ with which the fewest rows leave.
+    A layer where the technique does not apply runs with the maximum of its rows.
 
     Raises:
       CheckpointError: the calibration is damaged, or of another model.
@@ -506,13 +506,16 @@ def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
     outside = [str(i) for i, layer in enumerate(calibration.layers) if not layer.applies]
     if outside:
         logger.info(
-            "%s: more than %g of the rows leave the safe range in layers %s",
+            "%s: more than %g of the rows leave the safe range in layers %s, which run without a "
+            "unified maximum",
             path,
             RATE_LIMIT,
             ", ".join(outside),
         )
     specs = zip(config.attention, calibration.layers, strict=True)
-    attention = tuple(dataclasses.replace(spec, phi=layer.phi) for spec, layer in specs)
+    attention = tuple(
+        dataclasses.replace(spec, phi=layer.phi, unified=layer.applies) for spec, layer in specs
+    )
     logger.info("%s: a unified maximum for each head", path)
     return dataclasses.replace(config, attention=attention)
 

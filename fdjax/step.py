@@ -193,6 +193,7 @@ def _attend_decode(
         soft_cap=spec.soft_cap,
         alibi=spec.alibi,
         phi=None if spec.phi is None else jnp.array(spec.phi, jnp.float32),
+        unified=spec.unified,
         plan=plan,
     )
     return o, tuple(kv)

@@ -20,6 +20,7 @@ class AttentionSpec:
       alibi: slope per query head, or None.
       phi: unified maximum per query head that calibration chose, or None; changes the speed of
         decode kernels, never a result.
+      unified: False where calibration found that a unified maximum does not pay.
     """
 
     scale: float
@@ -28,6 +29,7 @@ class AttentionSpec:
     soft_cap: float | None = None
     alibi: tuple[float, ...] | None = None
     phi: tuple[float, ...] | None = None
+    unified: bool = True
 
 
 class Attend(Protocol):

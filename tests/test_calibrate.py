@@ -420,6 +420,13 @@ def test_phi_reaches_the_attention_of_its_layer(monkeypatch):
     assert sorted(got) == sorted(phis[:2] * 2)
 
 
+def test_a_layer_outside_the_range_runs_without_a_unified_maximum(calibration, folder):
+    path = folder / calibrate.FILE
+    calibrate.write_calibration(calibration, path)
+    _set(path, "layers", 1, "rates", value=[0.0, 0.5, 0.0, 0.0])
+    assert [spec.unified for spec in load(folder).config.attention] == [True, False, *[True] * 3]
+
+
 def _set(path, *keys, value):
     data = json.loads(path.read_text())
     node = data

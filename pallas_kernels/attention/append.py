@@ -25,6 +25,7 @@ def append_decode_attention(
     soft_cap: float | None = None,
     alibi: tuple[float, ...] | None = None,
     phi: Array | None = None,
+    unified: bool = True,
     implementation: str | None = None,
     plan: Plan | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -37,7 +38,7 @@ def append_decode_attention(
       lengths: [B] int32 slots filled before; token t goes to slot lengths[b] + t, or nowhere if
         there is no such slot.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
-      scale, window, soft_cap, alibi, phi, implementation, plan: see `decode_attention`.
+      scale, window, soft_cap, alibi, phi, unified, implementation, plan: see `decode_attention`.
 
     Returns:
       (o [B, T, H, D], k_cache, v_cache).
@@ -72,6 +73,7 @@ def append_decode_attention(
             scale=scale,
             masking=masking,
             phi=phi,
+            unified=unified,
             config=decode_config(choice),
         )
     if rotation is not None:
@@ -87,6 +89,7 @@ def append_decode_attention(
         soft_cap=soft_cap,
         alibi=alibi,
         phi=phi,
+        unified=unified,
         implementation=implementation,
         plan=plan,
     )

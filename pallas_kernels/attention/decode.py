@@ -27,6 +27,7 @@ def decode_attention(
     soft_cap: float | None = None,
     alibi: tuple[float, ...] | None = None,
     phi: Array | None = None,
+    unified: bool = True,
     return_lse: bool = False,
     implementation: str | None = None,
     plan: Plan | None = None,
@@ -48,6 +49,8 @@ def decode_attention(
       alibi: H slopes of a linear position bias.
       phi: [H] fp32 unified maximum per head (section 3.1), used by "mosaic_gpu" only: it changes
         the speed, never the result.
+      unified: False takes the maximum of the rows seen so far instead, for heads whose scores
+        leave the range of any φ too often.
       return_lse: also return the logsumexp of the scores.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
       plan: consulted when no implementation is named; without either, XLA.
@@ -76,6 +79,7 @@ def decode_attention(
             scale=scale,
             masking=masking,
             phi=phi,
+            unified=unified,
             layer=layer,
             config=decode_config(choice),
         )

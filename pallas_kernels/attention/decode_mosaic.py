@@ -106,7 +106,7 @@ def _stages(wanted: int, block_kv: int, d: int) -> int:
     return max(1, min(wanted * 128 // d, _PIPELINE_BYTES // (4 * block_kv * d)))
 
 
-_STATIC = ("scale", "masking", "config", "interpret")
+_STATIC = ("scale", "masking", "unified", "config", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -119,6 +119,7 @@ def decode_mosaic(
     scale: float,
     masking: Masking,
     phi: Array | None = None,
+    unified: bool = True,
     layer: Array | int | None = None,
     config: DecodeAttentionConfig | None = None,
     interpret=None,
@@ -144,6 +145,7 @@ def decode_mosaic(
         group=group,
         scale=scale,
         masking=masking,
+        unified=unified,
         config=config,
         interpret=interpret,
     )
@@ -166,6 +168,7 @@ def append_decode_mosaic(
     scale: float,
     masking: Masking,
     phi: Array | None = None,
+    unified: bool = True,
     config: DecodeAttentionConfig | None = None,
     interpret=None,
 ) -> tuple[Array, Array, Array]:
@@ -191,13 +194,14 @@ def append_decode_mosaic(
         group=group,
         scale=scale,
         masking=masking,
+        unified=unified,
         config=config,
         interpret=interpret,
     )
     return o.reshape(b, 1, kv_heads * group, d), jax.freeze(k), jax.freeze(v)
 
 
-def _launch(operands, *, t, group, scale, masking, config, interpret):
+def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
     """o [B,Hkv,G·T,D] and lse [B,Hkv,G·T]; `operands` by name, None where there is none."""
     b, kv_heads, s, d = operands["k"].shape[-4:]
     dtype = operands["k"].dtype
@@ -205,7 +209,7 @@ def _launch(operands, *, t, group, scale, masking, config, interpret):
     padded = -(-rows // 8) * 8
     stored = rows if rows < 8 else padded
     config = config or default_config(b, kv_heads, s, d)
-    if dtype == jnp.float16:
+    if dtype == jnp.float16 or not unified:
         config = dataclasses.replace(config, unified=False)
     operands |= {"slopes": None if masking.alibi is None else jnp.array(masking.alibi)}
     for name, like in (("lengths", jnp.int32), ("phi", jnp.float32), ("slopes", jnp.float32)):

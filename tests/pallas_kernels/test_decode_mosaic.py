@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention import alibi_slopes, decode_attention
+from fdjax.pallas_kernels.attention import decode_mosaic as decode_mosaic_module
 from fdjax.pallas_kernels.attention.decode_mosaic import (
     DecodeAttentionConfig,
     decode_mosaic,
@@ -90,6 +91,23 @@ def test_scores_outside_the_safe_range(config):
     k[1, 0, 70] = 100.0  # one score of 800 in the second split
     o = _check((q, k, v, lengths), interpreted, config=config)
     np.testing.assert_array_equal(o[1, 0], np.broadcast_to(v[1, 0, 70], o[1, 0].shape))
+
+
+def test_without_a_unified_maximum(monkeypatch):
+    """`unified=False` is the synchronised variant of whatever configuration runs."""
+    calls = []
+
+    def launch(*args, config, **kwargs):
+        calls.append(config)
+        return kernel(*args, config=config, **kwargs)
+
+    kernel = decode_mosaic_module.decode_kernel
+    monkeypatch.setattr(decode_mosaic_module, "decode_kernel", launch)
+    operands = _operands([1, 120], s=136)
+    expected = _check(operands, interpreted, config=SYNCHRONISED)
+    got = _check(operands, interpreted, config=SPLIT, unified=False)
+    np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+    assert set(calls) == {SYNCHRONISED}
 
 
 def test_large_values_do_not_overflow_the_unified_sum():
