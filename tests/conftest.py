@@ -1,6 +1,7 @@
 """What every test runs under: strict JAX promotion, no compile cache, reproducible Hypothesis."""
 
 import functools
+import gc
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,19 @@ def full_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_mappings() -> Iterator[None]:
+    """Drop compiled programs before the kernel's limit of memory mappings kills the process.
+
+    Every program holds some; Linux allows 65530 of them.
+    """
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
+        jax.clear_caches()
+        gc.collect()
 
 
 @functools.cache

@@ -4,10 +4,12 @@ import io
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 import warnings
 from pathlib import Path
@@ -380,6 +382,8 @@ class Terminal:
     def until(self, text: str) -> None:
         """Wait for a text after what was waited for before."""
         while text not in self.shown:
+            ready, _, _ = select.select([self._master], [], [], 60)
+            assert ready, f"{text!r} not in {self.shown!r} after a minute"
             try:
                 data = os.read(self._master, 1024)
             except OSError:
@@ -394,7 +398,7 @@ class Terminal:
 
 @pytest.mark.slow
 @pytest.mark.skipif(pty is None, reason="needs pseudo-terminals")
-def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path):
+def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interruptible):
     # No end of sequence: a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)
     edit(folder / "tokenizer_config.json", eos_token="<pad>")
@@ -405,6 +409,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path):
     terminal.until(" ")
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("> ")
+    time.sleep(1)  # readline shows its prompt before it heeds a signal
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("/quit")
     terminal.until("> ")
