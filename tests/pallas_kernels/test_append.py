@@ -27,29 +27,35 @@ GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 reference = jax.jit(attention_reference, static_argnames=("scale", "masking"))
+turns_of = jax.jit(rotation, static_argnums=1)
+
+
+@jax.jit
+def rotated(qkv, turns):
+    """q, k and v after RoPE."""
+    q, k, v = split_qkv(qkv)
+    return (q, k, v) if turns is None else (rotate(q, *turns), rotate(k, *turns), v)
 
 
 def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, seed=0):
     """qkv, caches, lengths, rotation; NaN in the slots that are not filled."""
     rng = np.random.default_rng(seed)
     b = len(lengths)
-    lengths = jnp.array(lengths, jnp.int32)
+    lengths = np.array(lengths, np.int32)
     qkv, *caches = (
-        jnp.asarray(rng.normal(size=shape), jnp.bfloat16)
+        rng.normal(size=shape).astype(jnp.bfloat16)
         for shape in ((b, t, kv_heads, group + 2, d), *((b, kv_heads, s, d),) * 2)
     )
-    filled = (jnp.arange(s)[None] < lengths[:, None])[:, None, :, None]
-    caches = [jnp.where(filled, cache, jnp.nan) for cache in caches]
-    positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    return qkv, *caches, lengths, rotation(positions, Rope(rope_dim or d, 10000.0))
+    filled = (np.arange(s)[None] < lengths[:, None])[:, None, :, None]
+    caches = [np.where(filled, cache, np.nan).astype(jnp.bfloat16) for cache in caches]
+    positions = lengths[:, None] + np.arange(t, dtype=np.int32)[None]
+    return qkv, *caches, lengths, turns_of(positions, Rope(rope_dim or d, 10000.0))
 
 
 def _expected(qkv, k_cache, v_cache, lengths, turns, masking):
     """fp32 o, and the caches row by row."""
     t, d = qkv.shape[1], qkv.shape[-1]
-    q, k, v = split_qkv(qkv)
-    if turns is not None:
-        q, k = rotate(q, *turns), rotate(k, *turns)
+    q, k, v = rotated(qkv, turns)
     caches = []
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache = np.array(cache)
@@ -63,7 +69,7 @@ def _expected(qkv, k_cache, v_cache, lengths, turns, masking):
 
 
 def _check(operands, run, masking=Masking()):
-    o, *caches = run(*operands)
+    o, *caches = jax.jit(run)(*operands)
     want, want_caches = _expected(*operands, masking)
     np.testing.assert_allclose(np.float32(o), want, atol=0.02, rtol=0.02)
     for got, expected in zip(caches, want_caches, strict=True):
@@ -114,13 +120,13 @@ def test_without_rope(implementation):
 def test_a_full_row_keeps_its_cache(implementation):
     """A finished row may be full; what it computes is not looked at."""
     operands = _operands([200, 100])
-    _, *caches = _run(*operands, implementation=implementation)
+    _, *caches = jax.jit(functools.partial(_run, implementation=implementation))(*operands)
     for got, before in zip(caches, operands[1:3], strict=True):
         np.testing.assert_array_equal(np.float32(got[0]), np.float32(before[0]))
 
 
-@pytest.mark.parametrize("config", [DecodeAttentionConfig(1), DecodeAttentionConfig(2)], ids=str)
-def test_interpreted_without_races(config):
+@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])
+def test_interpreted_without_races(splits):
     def run(qkv, k, v, lengths, turns):
         cos, sin = turns
         return append_decode_mosaic(
@@ -132,7 +138,7 @@ def test_interpreted_without_races(config):
             sin=sin,
             scale=0.125,
             masking=Masking(),
-            config=config,
+            config=DecodeAttentionConfig(splits),
             interpret=INTERPRET,
         )
 
