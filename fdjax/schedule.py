@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 # Widths of a prefill program. A prompt of any length is a sum of these.
-CHUNKS = (128, 512, 1024, 2048)
+CHUNKS = (128, 512, 1024)
 # Prompt tokens per call, padding included, over all its rows.
 _CALL_TOKENS = 8192
 # What one more call costs, in tokens of compute: the weights are read once more.
