@@ -59,6 +59,7 @@ def quick_ceiling(monkeypatch):
 # End to end
 
 
+@pytest.mark.slow
 def test_a_model_beside_its_peers(config, quick_ceiling, monkeypatch, tmp_path, capsys):
     """Points beyond the model's context, a plan that cannot run here and a peer that fails."""
 
