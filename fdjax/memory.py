@@ -204,7 +204,8 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         attention += 2 * rows * row_bytes
     if _runs_xla(model, rows, tokens // rows, slots):
         scores = 4 * rows * c.heads * (tokens // rows) * slots
-        attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES))
+        # And the values with those that no query sees as zeros.
+        attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
     logits = int(_LOGITS * 4 * batch * c.vocab_size)
     if plan.compute_capability is None:
         blas = 0
