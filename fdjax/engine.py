@@ -73,17 +73,13 @@ class Engine:
         # Once per prompt, what is not asked for costs next to nothing.
         prefill = self.program(step.prefill, processors=wanted.everything)
         decode = self.program(step.decode_steps, processors=wanted.tier, max_steps=steps)
-        sampling = jax.device_put(
-            per_row(
-                [row.request.config for row in rows],
-                batch,
-                sample_indices=[row.request.sample for row in rows],
-            )
+        sampling = per_row(
+            [row.request.config for row in rows],
+            batch,
+            sample_indices=[row.request.sample for row in rows],
         )
         used = np.array([bool(p) for p in prompts] + [False] * (batch - len(prompts)))
         state, treedef = jax.tree.flatten(start(self._take_cache(batch, slots), used))
-        # Rows know on the device when they have enough; a number from the host would be a transfer.
-        all_steps = jnp.int32(steps)
         budget = max(r.config.max_new_tokens for r in active) - 1
         sound = True
         try:
@@ -100,7 +96,10 @@ class Engine:
                     call.rows,
                     call.prompts,
                 )
-                first.append((call, tokens, logprobs))
+                first.append((call, tokens, logprobs if wanted.logprobs else None))
+            # What the decode steps need goes to the device while it is busy with the prompts. Rows
+            # know there when they have enough; a number of steps for each call would be a transfer.
+            sampling, all_steps = jax.device_put((sampling, np.int32(steps)))
             # Read before anything else is dispatched: compiling must not delay the first token.
             chunk = _first_tokens(first, batch)
             waiting: collections.deque[tuple] = collections.deque()

@@ -102,8 +102,8 @@ def generate(
         return jnp.zeros((b, 0), jnp.int32)
     slots = -(-(p + config.max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     rows = [dataclasses.replace(config, seed=(config.seed + i) % 2**32) for i in range(b)]
-    sampling = jax.tree.map(jnp.asarray, per_row(rows, b))
     state = start(init_cache(model, b, slots), np.ones(b, bool))
+    state, sampling = jax.tree.map(jnp.asarray, (state, per_row(rows, b)))
     processors = dataclasses.replace(config.processors, logprobs=False)
     zeros = jnp.zeros((b,), jnp.int32)
     final = jnp.ones((b,), bool)

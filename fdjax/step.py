@@ -5,6 +5,7 @@ Both are pure functions of `(params, state, ...)`; `fdjax.lm` jits them with the
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,7 @@ from jax import Array, lax
 
 from fdjax.models import AttentionSpec, Model, Params
 from fdjax.pallas_kernels.attention import append_decode_attention, prefill_attention, split_qkv
-from fdjax.pallas_kernels.attention.append import write
+from fdjax.pallas_kernels.attention.append import write_chunk
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotate, rotation
 from fdjax.sampling import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
@@ -40,7 +41,7 @@ def prefill(
       state: the batch; other rows are left as they are, in whatever phase.
       sampling: what each row of the batch asked for.
       tokens: [R, T] int32 prompt tokens, padded at the end with anything in the vocabulary.
-      lengths: [R] int32 tokens of this chunk; 0 leaves a row untouched.
+      lengths: [R] int32 tokens of this chunk; where R > 1, 0 leaves a row untouched.
       offsets: [R] int32 tokens of the prompt already in the cache; offsets + T <= S.
       final: [R] bool, the prompt ends with this chunk.
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
@@ -192,8 +193,7 @@ def _attend_decode(
         window=spec.window,
         soft_cap=spec.soft_cap,
         alibi=spec.alibi,
-        phi=None if spec.phi is None else jnp.array(spec.phi, jnp.float32),
-        unified=spec.unified,
+        **_maximum(spec),
         plan=plan,
     )
     return o, tuple(kv)
@@ -217,9 +217,10 @@ def _attend_prefill(
     if spec.rope is not None:
         q, k = (rotate(a, *turns(positions, spec.rope)) for a in (q, k))
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
-    # Padding goes to a slot that does not exist, and is dropped.
-    slots = jnp.where(positions < ends[:, None], positions, kv[0].shape[2])
-    kv = tuple(write(cache, new, index, slots) for cache, new in zip(kv, (k, v), strict=True))
+    live = ends - offsets
+    kv = tuple(
+        write_chunk(cache, new, index, offsets, live) for cache, new in zip(kv, (k, v), strict=True)
+    )
     own = kv if rows is None else tuple(cache[rows] for cache in kv)
     o = prefill_attention(
         q,
@@ -230,9 +231,16 @@ def _attend_prefill(
         window=spec.window,
         soft_cap=spec.soft_cap,
         alibi=spec.alibi,
+        **_maximum(spec),
         plan=plan,
     )
     return o, kv
+
+
+def _maximum(spec: AttentionSpec) -> dict[str, Any]:
+    """What calibration has found out about the maximum of the softmax."""
+    phi = None if spec.phi is None else jnp.array(spec.phi, jnp.float32)
+    return {"phi": phi, "unified": spec.unified}
 
 
 def _turns(prompts: Array, max_new_tokens: Array) -> Callable:

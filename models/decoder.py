@@ -6,12 +6,13 @@ a static graph and plain parameters, and `Model.module` puts both together again
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array
+from jax import Array, lax
 
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import DecoderConfig
@@ -42,10 +43,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Array, plan: Plan) -> Array:
         """x [B,T,...,width], normalised over the last axis."""
         norm = self.operand()
-        normalise = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps)
-        if plan.batch_invariant:
-            return in_row_tiles(normalise, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
-        return normalise(x)
+        return _by_row(functools.partial(rms_norm, scale=norm.scale, eps=norm.eps), x, plan)
 
 
 class Linear(nnx.Module):
@@ -113,8 +111,18 @@ class MLP(nnx.Module):
 def _add(x: Array, linear: Linear, hidden: Array, post_norm: Norm | None, plan: Plan) -> Array:
     """x [B,T,E] → x + post_norm(linear(hidden))."""
     if post_norm is None:
-        return linear(hidden, residual=x, plan=plan)
-    return x + post_norm(linear(hidden, plan=plan), plan)
+        y = linear(hidden, residual=x, plan=plan)
+    else:
+        y = x + post_norm(linear(hidden, plan=plan), plan)
+    # Of many tokens, XLA would keep what every layer adds, and add it all up at every reading.
+    return y if x.shape[1] == 1 else lax.optimization_barrier(y)
+
+
+def _by_row(function: Callable[[Array], Array], x: Array, plan: Plan) -> Array:
+    """function(x [B,T,...]), of the same shape, which treats every token alike."""
+    if plan.batch_invariant:
+        return in_row_tiles(function, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
+    return function(x)
 
 
 class Block(nnx.Module):
@@ -169,7 +177,9 @@ class Decoder(nnx.Module):
         """
         x = jnp.take(self.embed[...], tokens, axis=0)
         if self.embedding_scale != 1:
-            x = x * jnp.asarray(self.embedding_scale, x.dtype)
+            # Beside the first residual addition the compiler may make one operation of both, which
+            # rounds once; whether it does depends on the batch.
+            x = _by_row(lambda x: x * jnp.asarray(self.embedding_scale, x.dtype), x, plan)
         updated = []
         for block, layer_kv in zip(self.blocks, kv, strict=True):
             x, layer_kv = block(x, layer_kv, attend, plan)

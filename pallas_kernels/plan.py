@@ -160,6 +160,10 @@ class Plan:
             fits = shape["d"] in (64, 128, 256) and shape["itemsize"] == 2 and rows <= 64
             if fits and shape["s"] % 8 == 0:
                 return Choice("mosaic_gpu", source="heuristic")
+        if op == "prefill_attention" and self.compute_capability == (9, 0):
+            fits = shape["d"] in (64, 96, 128, 256) and shape["itemsize"] == 2
+            if fits and shape["s"] % 8 == 0:
+                return Choice("mosaic_gpu", source="heuristic")
         # cuDNN's attention reads only the live part of the cache; XLA's einsum reads every slot.
         if on_gpu and op in ("decode_attention", "prefill_attention"):
             supported = shape["d"] % 8 == 0 and shape["d"] <= 128 and shape["itemsize"] == 2
@@ -193,7 +197,7 @@ def _ops_with(implementation: str) -> tuple[str, ...]:
     return {
         "xla": ("matmul", "decode_attention", "prefill_attention"),
         "cudnn": ("decode_attention", "prefill_attention"),
-        "mosaic_gpu": ("matmul", "decode_attention"),
+        "mosaic_gpu": ("matmul", "decode_attention", "prefill_attention"),
     }[implementation]
 
 

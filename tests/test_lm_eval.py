@@ -35,11 +35,9 @@ def test_log_likelihoods_of_choices_are_those_of_transformers():
             assert all(result.likeliest[row][scored]) == greedy
 
 
-@pytest.mark.slow
+@pytest.mark.lm_eval
 @pytest.mark.filterwarnings("default")
 def test_the_harness_gives_the_scores_of_transformers(monkeypatch):
-    """Runs where lm_eval is installed: `pip install lm_eval`."""
-    pytest.importorskip("lm_eval")
     monkeypatch.setattr(sys, "path", [str(ROOT), str(ROOT / "tests"), *sys.path])
     import benchmarks.lm_eval_adapter  # noqa: F401 - registers the model
     from make_lm_eval_fixtures import evaluate

@@ -28,6 +28,7 @@ def prefill_attention(
     soft_cap: float | None = None,
     alibi: tuple[float, ...] | None = None,
     phi: Array | None = None,
+    unified: bool = True,
     return_lse: bool = False,
     implementation: str | None = None,
     plan: Plan | None = None,
@@ -52,6 +53,8 @@ def prefill_attention(
       alibi: H slopes of a linear position bias.
       phi: [H] fp32 unified maximum per head (FlashDecoding++, section 3.1), used by "mosaic_gpu"
         only: it changes the speed, never the result.
+      unified: False takes the maximum of the rows seen so far instead, for heads whose scores
+        often leave the safe range; "mosaic_gpu" only.
       return_lse: also return the logsumexp of the scores.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
       plan: consulted when no implementation is named; without either, XLA.
@@ -95,6 +98,7 @@ def prefill_attention(
             scale=scale,
             masking=masking,
             phi=phi,
+            unified=unified,
             layer=layer,
             return_lse=return_lse,
             config=PrefillAttentionConfig(**dict(choice.config)) if choice.config else None,

@@ -81,7 +81,7 @@ def default_config(d: int) -> PrefillAttentionConfig:
 
 
 @functools.partial(
-    jax.jit, static_argnames=("scale", "masking", "return_lse", "config", "interpret")
+    jax.jit, static_argnames=("scale", "masking", "unified", "return_lse", "config", "interpret")
 )
 def prefill_mosaic(
     q: Array,
@@ -93,6 +93,7 @@ def prefill_mosaic(
     scale: float,
     masking: Masking,
     phi: Array | None = None,
+    unified: bool = True,
     layer: Array | int | None = None,
     return_lse: bool = True,
     config: PrefillAttentionConfig | None = None,
@@ -106,7 +107,7 @@ def prefill_mosaic(
     s = k.shape[-2]
     _check_supported(q, s)
     config = config or default_config(d)
-    if q.dtype == jnp.float16:
+    if q.dtype == jnp.float16 or not unified:
         config = dataclasses.replace(config, unified=False)
     if t % 8:
         q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))

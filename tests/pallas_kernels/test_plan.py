@@ -81,11 +81,13 @@ def test_equal_plans_are_traced_once():
         ("decode_attention", dict(d=96), "cudnn"),
         ("decode_attention", dict(d=96, t=2), "xla"),
         ("decode_attention", dict(t=16, h=40), "xla"),
-        ("prefill_attention", {}, "cudnn"),
-        ("prefill_attention", dict(d=64), "cudnn"),
+        ("prefill_attention", {}, "mosaic_gpu"),
+        ("prefill_attention", dict(d=96, masks=1), "mosaic_gpu"),
+        ("prefill_attention", dict(d=80), "cudnn"),
+        ("prefill_attention", dict(s=1028), "cudnn"),
         ("decode_attention", dict(itemsize=4), "xla"),
         ("prefill_attention", dict(itemsize=4), "xla"),
-        ("prefill_attention", dict(masks=1), "xla"),
+        ("prefill_attention", dict(d=80, masks=1), "xla"),
         ("decode_attention", dict(d=100), "xla"),
         ("matmul", {}, "xla"),
     ],
@@ -450,17 +452,14 @@ def test_the_cudnn_call_reads_the_cache_where_it_lies(cudnn_installed):
     assert CUDNN in touching[0]
 
 
-@pytest.mark.parametrize("t", [1, 4])
-def test_decode_attention_on_hopper_is_the_kernel(t):
-    text = _lowered(
-        decode_attention,
-        *_attention_shapes("bfloat16", t),
-        platform="cuda",
-        plan=_h100(),
-        scale=0.1,
-    )
+@pytest.mark.parametrize(
+    ("op", "t"), [(decode_attention, 1), (decode_attention, 4), (prefill_attention, 128)]
+)
+def test_attention_on_hopper_is_the_kernel(op, t):
+    shapes = _attention_shapes("bfloat16", t)
+    text = _lowered(op, *shapes, platform="cuda", plan=_h100(), scale=0.1)
     assert "@mosaic_gpu" in text
-    assert "decode_attention" in text
+    assert op.__name__ in text
 
 
 @pytest.mark.parametrize("m", [4, 256])
