@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax.pallas_kernels.plan import Plan
 
 FIXTURES = Path(__file__).parent / "hf_fixtures"
 # A new family is a line here, and a case of make_hf_fixtures.py.
@@ -70,8 +71,9 @@ def slow_unless_fast(cases, fast=FAST):
 
 
 @functools.cache
-def load(case, dtype="float32", compiled="quick"):
+def load(case, dtype="float32", compiled="quick", implementation=None):
     """One LM, and so one set of programs, for each way to compile them."""
+    plan = implementation and Plan.for_device(implementation=implementation)
     with warnings.catch_warnings():
         # Dynamic scaling is for sequences longer than the model's context.
         warnings.filterwarnings("ignore", "max_len 264 exceeds the model's", UserWarning)
@@ -79,6 +81,7 @@ def load(case, dtype="float32", compiled="quick"):
             str(FIXTURES / case),
             dtype=dtype,
             max_len=MAX_LEN,
+            plan=plan,
             compilation_cache=False,
             progress=False,
         )
@@ -106,7 +109,7 @@ def alone(case, i, compiled="quick"):
 
 
 @functools.cache
-def teacher_forced(case, dtype):
+def teacher_forced(case, dtype, implementation=None):
     """Logits at every position of each prompt and its expected continuation, [len, V] each."""
     e = expected(case)
     sequences = [np.concatenate([e[f"prompt_{i}"], e[f"tokens_{i}"][:-1]]) for i in PROMPTS]
@@ -114,7 +117,7 @@ def teacher_forced(case, dtype):
     ids = np.zeros((len(sequences), MAX_LEN), np.int32)
     for row, sequence in zip(ids, sequences, strict=True):
         row[: len(sequence)] = sequence
-    lm = load(case, dtype)
+    lm = load(case, dtype, implementation=implementation)
     logits = np.asarray(forward(lm.model, lm.params, ids, lengths))
     return [row[:length] for row, length in zip(logits, lengths, strict=True)]
 
@@ -215,18 +218,27 @@ def bf16_error(case):
     return rms(np.concatenate([e[f"bf16_logits_{i}"] - e[f"logits_{i}"] for i in PROMPTS]))
 
 
+# As planned for the device, and with every kernel there is.
+PLANNED = pytest.mark.parametrize(
+    "implementation", [None, pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+)
+
+
+@PLANNED
 @pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES))
-def test_bfloat16_logits_are_as_close_as_those_of_transformers(case):
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(case, implementation):
     errors = []
-    for i, logits in zip(PROMPTS, teacher_forced(case, "bfloat16"), strict=True):
+    forced = teacher_forced(case, "bfloat16", implementation)
+    for i, logits in zip(PROMPTS, forced, strict=True):
         kept, length = expected(case)[f"logits_{i}"], len(prompt(case, i))
         errors.append(logits[length - len(kept) : length] - kept)
     # Rounding in another order: of the same size, not the same.
     assert rms(np.concatenate(errors)) <= 1.25 * bf16_error(case)
 
 
+@PLANNED
 @pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES))
-def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case):
+def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case, implementation):
     """Against the float32 tokens, which are the truth that bfloat16 approximates.
 
     A token may differ where the gap between the two best float32 logits is below four standard
@@ -234,11 +246,12 @@ def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case):
     Behind its first difference a run is another text: the runs are compared up to there, and every
     token once more after the expected prefix.
     """
-    lm = load(case, "bfloat16")
+    lm = load(case, "bfloat16", implementation=implementation)
     result = lm.generate([prompt(case, i) for i in PROMPTS], **GREEDY | {"return_logprobs": False})
     bar = 4 * 2**0.5 * bf16_error(case)
     close_calls = []
-    for i, logits in zip(PROMPTS, teacher_forced(case, "bfloat16"), strict=True):
+    logits_of_prompts = teacher_forced(case, "bfloat16", implementation)
+    for i, logits in zip(PROMPTS, logits_of_prompts, strict=True):
         tokens, gaps = expected(case)[f"tokens_{i}"], expected(case)[f"gaps_{i}"]
         run = np.flatnonzero(np.array(result.tokens[i]) != tokens)[:1]
         forced = np.flatnonzero(logits[-NEW_TOKENS:].argmax(-1) != tokens)
