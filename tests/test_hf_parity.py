@@ -39,9 +39,6 @@ BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 FAST = {"llama3_gqa_tied", "llama_bias", "llama_d64_bf16", "gemma3", "phi3_longrope"}
 # Windows with norms of q and k, a rotary embedding of each row's own.
 FAST_BATCH = {"gemma3", "phi3_longrope"}
-# The XLA of JAX 0.11 rounds blocks that normalise what they add otherwise in a batch: tokens are
-# equal, log-probabilities differ in the last bits. Since JAX 0.12 they do not.
-NEAR_BEFORE_JAX_0_12 = {"gemma2", "gemma3"}
 # Every family, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "llama_dynamic", "mistral_window", "qwen2_mixed", "qwen3"}
 FAST_GREEDY |= {"gemma2", "gemma3", "phi3_longrope"}
@@ -170,12 +167,7 @@ def assert_batch_is_each_alone(case, order, compiled):
     batch = lm.generate([prompt(case, i) for i in order], **GREEDY)
     each = [alone(case, i, compiled) for i in order]
     assert batch.tokens == [one.tokens[0] for one in each]
-    logprobs = [one.logprobs[0] for one in each]
-    if case in NEAR_BEFORE_JAX_0_12 and jax.__version_info__ < (0, 12):
-        for got, want in zip(batch.logprobs, logprobs, strict=True):
-            np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
-    else:
-        assert batch.logprobs == logprobs
+    assert batch.logprobs == [one.logprobs[0] for one in each]
     # And so that of transformers, where padding a row does not change what it makes of it.
     for i, tokens in zip(order, batch.tokens, strict=True):
         if i in same_in_a_batch()[case]:
