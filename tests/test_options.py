@@ -117,6 +117,28 @@ def test_the_history_of_a_prompt_in_several_chunks_is_whole():
 SAMPLED = {"temperature": 1.2, "top_k": 40, "max_new_tokens": 8, "eos_token_id": None}
 
 
+def test_none_in_a_list_is_as_if_not_given(lm):
+    texts = [prompts()[1]] * 2
+    usual = lm.generate(texts[0], max_new_tokens=8, **GREEDY).tokens[0]
+    sequences = ["suppress_tokens", "bad_words_ids", "stop_strings", "stopping_criteria"]
+    names = [*sequences, "logits_processors", "logit_bias", "temperature"]
+    nothing = {name: [None, None] for name in names}
+    given = GREEDY | {"do_sample": None} | nothing
+    config = fdjax.GenerationConfig()
+    assert lm.generate(texts, config, max_new_tokens=8, **given).tokens == [usual] * 2
+    # What one prompt is given is not the other's.
+    given |= {"suppress_tokens": (None, usual[0]), "temperature": [None, 1.0], "top_k": [None, 1]}
+    one, other = lm.generate(texts, config, max_new_tokens=8, **given).tokens
+    assert one == usual
+    assert usual[0] not in other
+
+
+def test_a_seed_for_some_leaves_the_others_their_own(lm):
+    options = SAMPLED | {"seed": [7, None, None], "top_k": 0}
+    _, one, other = lm.generate([prompts()[1]] * 3, **options).tokens
+    assert one != other
+
+
 def test_samples_of_a_prompt_come_side_by_side(lm):
     several = lm.generate(prompts()[1:3], num_return_sequences=[1, 3], seed=[7, 8], **SAMPLED)
     assert len(several.tokens) == len(several.texts) == len(several.finish_reasons) == 4
@@ -425,6 +447,7 @@ def test_what_was_chosen_is_not_warned_of(lm):
         ({"stop_strings": ""}, "stop_strings must be strings that are not empty"),
         ({"stop_strings": [3]}, "stop_strings must be strings"),
         ({"stop_strings": [["a"], ["b"]]}, r"stop_strings must have one value per prompt \(1\)"),
+        ({"stop_strings": [None] * 2}, r"stop_strings must have one value per prompt \(1\), got 2"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be a number > 0"),
         ({"presence_penalty": 2.1}, r"presence_penalty must be a number in \[-2, 2\]"),
         ({"frequency_penalty": -3}, "frequency_penalty must be"),
