@@ -7,6 +7,7 @@ import logging
 import math
 import os
 import re
+import shutil
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -88,18 +89,40 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextlib.contextmanager
 def _told(verbose: bool) -> Iterator[None]:
-    """With `verbose`, what fdjax logs goes to standard error."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
-    level = logger.level
+    """With `verbose`, what fdjax logs goes to standard error; else a terminal sees compilations."""
     if verbose:
-        logger.addHandler(handler)
-        logger.setLevel(logging.INFO)
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
+    elif sys.stderr is not None and sys.stderr.isatty():
+        handler = _CompileNotice()
+    else:
+        yield
+        return
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
     try:
         yield
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
+
+
+class _CompileNotice(logging.Handler):
+    """Says on a terminal, wherever the cursor is, what is compiled, for as long as it takes."""
+
+    def emit(self, record):
+        compiling = getattr(record, "compiling", None)
+        if compiling is None:
+            return
+        if compiling:
+            # The first token of an answer may be on this line; what wraps cannot be taken back.
+            room = max(0, shutil.get_terminal_size().columns - 24)
+            self._notice = f" [{record.getMessage()}]"[:room]
+            print(self._notice, end="", file=sys.stderr, flush=True)
+        else:
+            back = "\b" * len(self._notice)
+            print(back + " " * len(back) + back, end="", file=sys.stderr, flush=True)
 
 
 def _fail(reason: Exception | str, code: int = 1) -> int:
@@ -481,6 +504,7 @@ def _samples(prompt: str, result: "fdjax.GenerateResult") -> Iterator[dict[str, 
                 "decode_tokens": stats.decode_tokens,
                 "prefill_seconds": stats.prefill_seconds,
                 "decode_seconds": stats.decode_seconds,
+                "compile_seconds": stats.compile_seconds,
                 "tokens_per_s": stats.tokens_per_s,
                 "gb_per_s": stats.gb_per_s,
                 "share_of_peak": stats.share_of_peak,

@@ -17,6 +17,7 @@ from fdjax import step
 from fdjax.memory import plan_memory
 from fdjax.models import Model, Params
 from fdjax.options import per_row
+from fdjax.program import Program
 from fdjax.rows import Chunk, Row
 from fdjax.sampling import NOT_FINITE, Logprobs
 from fdjax.schedule import PrefillCall, covered_slots, prefill_calls, slots_for
@@ -35,7 +36,7 @@ class Engine:
 
     Attributes:
       params: the parameters as `ParamPacking` has them.
-      programs: jitted steps by name and static arguments.
+      programs: steps by name and static arguments.
       idle_cache: the cache of the last batch, or None.
     """
 
@@ -53,7 +54,7 @@ class Engine:
         self.memory_bytes = memory_bytes
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
-        self.programs: dict[Any, Any] = {}
+        self.programs: dict[Any, Program] = {}
         self.idle_cache: list[LayerCache] | None = None
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
@@ -83,7 +84,7 @@ class Engine:
         budget = max(r.config.max_new_tokens for r in active) - 1
         sound = True
         try:
-            first = []
+            first, compile_seconds = [], 0.0
             for call in prefill_calls(prompts, batch):
                 state, tokens, logprobs = prefill(
                     self.params,
@@ -96,12 +97,13 @@ class Engine:
                     call.rows,
                     call.prompts,
                 )
+                compile_seconds += prefill.compile_seconds
                 first.append((call, tokens, logprobs if wanted.logprobs else None))
             # What the decode steps need goes to the device while it is busy with the prompts. Rows
             # know there when they have enough; a number of steps for each call would be a transfer.
             sampling, all_steps = jax.device_put((sampling, np.int32(steps)))
             # Read before anything else is dispatched: compiling must not delay the first token.
-            chunk = _first_tokens(first, batch)
+            chunk = _first_tokens(first, batch, compile_seconds)
             waiting: collections.deque[tuple] = collections.deque()
             while True:
                 sound = not (chunk.tokens == NOT_FINITE).any()
@@ -112,7 +114,7 @@ class Engine:
                 while going_on and budget > 0 and len(waiting) < 2:
                     budget -= steps
                     state, tokens, logprobs = decode(self.params, state, sampling, all_steps)
-                    waiting.append((tokens, logprobs))
+                    waiting.append((tokens, logprobs, decode.compile_seconds))
                 if not going_on:
                     break
                 chunk = _read(*waiting.popleft())
@@ -148,8 +150,8 @@ class Engine:
         del cache
         return init_cache(self.model, batch, slots)
 
-    def program(self, function: Callable, **static) -> Callable:
-        """The jitted program of a step: one per set of processors, whatever the values.
+    def program(self, function: Callable, **static) -> Program:
+        """The program of a step: one per set of processors, whatever the values.
 
         Parameters and state go in and out as flat lists: nested containers of a 32-layer model cost
         0.15 ms of host time a call.
@@ -164,14 +166,24 @@ class Engine:
                 state, *out = function(model, packing.unpack(params), state, *args, **static)
                 return jax.tree.leaves(state), *out
 
-            self.programs[key] = jax.jit(run, donate_argnums=1, compiler_options=_COMPILER_OPTIONS)
+            def describe(params, state, sampling, *args):
+                state = jax.tree.unflatten(state_def, state)
+                if function is step.prefill:
+                    what = "prefill of {} x {} tokens".format(*args[0].shape)
+                else:
+                    what = f"{static['max_steps']} decode steps"
+                return f"{what}, cache of {state.batch} x {state.slots}"
+
+            self.programs[key] = Program(
+                run, describe, donate_argnums=1, compiler_options=_COMPILER_OPTIONS
+            )
         return self.programs[key]
 
     def program_counts(self) -> dict[str, int]:
         """Compiled programs so far: of "prefill" and of "decode_steps"."""
         counts = {"prefill": 0, "decode_steps": 0}
         for (name, *_), program in self.programs.items():
-            counts[name] += program._cache_size()
+            counts[name] += program.compilations
         return counts
 
 
@@ -213,15 +225,18 @@ class ParamPacking:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def _read(tokens: jax.Array, logprobs: Logprobs | None) -> Chunk:
+def _read(tokens: jax.Array, logprobs: Logprobs | None, compile_seconds: float) -> Chunk:
     tokens, logprobs = jax.device_get((tokens, logprobs))
-    if logprobs is None:
-        return Chunk(tokens)
-    return Chunk(tokens, logprobs.chosen, (logprobs.top, logprobs.top_ids))
+    chosen, top = None, None
+    if logprobs is not None:
+        chosen, top = logprobs.chosen, (logprobs.top, logprobs.top_ids)
+    return Chunk(tokens, chosen, top, compile_seconds)
 
 
 def _first_tokens(
-    calls: Sequence[tuple[PrefillCall, jax.Array, Logprobs | None]], batch: int
+    calls: Sequence[tuple[PrefillCall, jax.Array, Logprobs | None]],
+    batch: int,
+    compile_seconds: float,
 ) -> Chunk:
     """The first token of every row, from the calls that ended its prompt."""
     first = None
@@ -233,4 +248,4 @@ def _first_tokens(
             first[0][:] = -1
         for whole, part in zip(*map(jax.tree.leaves, (first, out)), strict=True):
             whole[rows[call.final]] = part[call.final]
-    return _read(*first)
+    return _read(*first, compile_seconds)

@@ -24,16 +24,17 @@ PEAK_GB_PER_S = {
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a call cost.
+    """What a call cost. Compiling, which only the first call of a shape does, is told apart.
 
     Attributes:
       prompt_tokens: tokens of all prompts.
       decode_tokens: tokens generated, all rows.
-      prefill_seconds: from the call to the first token of the last row.
-      decode_seconds: from there to the last token.
+      prefill_seconds: from the call to the first token of the last row, less compiling.
+      decode_seconds: from there to the last token, less compiling.
       decode_bytes: bytes the decode steps had to read: weights each step, live cache slots.
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
       chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
+      compile_seconds: in which the host traced and compiled programs, or loaded compiled ones.
     """
 
     prompt_tokens: int = 0
@@ -44,16 +45,18 @@ class Stats:
     decode_steps: int = 0
     peak_gb_per_s: float | None = None
     chunk_ms_per_token: tuple[float, ...] = ()
+    compile_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The whole call."""
-        return self.prefill_seconds + self.decode_seconds
+        return self.prefill_seconds + self.decode_seconds + self.compile_seconds
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of the whole call."""
-        return self.decode_tokens / self.seconds if self.seconds else 0.0
+        """Generated tokens per second of the whole call, less compiling."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return self.decode_tokens / seconds if seconds else 0.0
 
     @property
     def ms_per_token(self) -> float | None:
@@ -75,9 +78,11 @@ class Stats:
     def __str__(self) -> str:
         """One line for people."""
         line = (
-            f"{self.prompt_tokens} prompt + {self.decode_tokens} new tokens "
-            f"in {self.seconds:.2f} s, {self.tokens_per_s:.1f} tok/s"
+            f"{self.prompt_tokens} prompt + {self.decode_tokens} new tokens in {self.seconds:.2f} s"
         )
+        if self.compile_seconds:
+            line += f" ({self.compile_seconds:.2f} s of it compiling)"
+        line += f", {self.tokens_per_s:.1f} tok/s"
         if self.ms_per_token is not None:
             line += f", {self.ms_per_token:.2f} ms/step, {self.gb_per_s:.1f} GB/s"
         if self.share_of_peak is not None:
@@ -169,21 +174,24 @@ class Timer:
     def __init__(self, model: Model, params: Params):
         self._model = model
         self._params = params
-        self._start = time.perf_counter()
-        self._first = self._last = self._start
+        self._last = time.perf_counter()
+        self._prefill = self._decode = self._compile = 0.0
         self._steps = -1
         self._chunk_ms: list[float] = []
 
     def chunk(self, chunk: Chunk) -> None:
         """Note the arrival of a chunk; the first holds the first tokens."""
         before, self._last = self._last, time.perf_counter()
+        seconds = self._last - before - chunk.compile_seconds
+        self._compile += chunk.compile_seconds
         if self._steps < 0:
-            self._first, self._steps = self._last, 0
+            self._prefill, self._steps = seconds, 0
             return
+        self._decode += seconds
         steps = int((chunk.tokens >= 0).any(axis=0).sum())
         self._steps += steps
         if steps:
-            self._chunk_ms.append(1e3 * (self._last - before) / steps)
+            self._chunk_ms.append(1e3 * seconds / steps)
 
     def stats(self, rows: Sequence[Row]) -> Stats:
         """What the call has cost until the last chunk."""
@@ -199,12 +207,13 @@ class Timer:
         return Stats(
             prompt_tokens=sum(len(row.request.ids) for row in rows),
             decode_tokens=sum(len(row.tokens) for row in rows),
-            prefill_seconds=self._first - self._start,
-            decode_seconds=self._last - self._first,
+            prefill_seconds=self._prefill,
+            decode_seconds=self._decode,
             decode_bytes=max(self._steps, 0) * weights + slots * per_token,
             decode_steps=max(self._steps, 0),
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),
+            compile_seconds=self._compile,
         )
 
 

@@ -34,11 +34,13 @@ class Chunk:
       tokens: [B, n], below 0 where a row has none.
       logprobs: [B, n] or None.
       top: ([B, n, N] log-probabilities, [B, n, N] ids) or None.
+      compile_seconds: what compiling took before its programs could start.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray | None = None
     top: tuple[np.ndarray, np.ndarray] | None = None
+    compile_seconds: float = 0.0
 
 
 class Row:

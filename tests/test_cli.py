@@ -29,6 +29,7 @@ from fdjax.bench import record as records
 from fdjax.checkpoint import locate
 from fdjax.cli import main
 from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
+from fdjax.program import Program
 
 QUESTION = "What is the largest ocean?"
 ANSWER = "The largest ocean is the Pacific Ocean."
@@ -120,6 +121,7 @@ def test_json_is_one_line_and_complete(run, loaded):
     assert data["finish_reason"] == "stop"
     assert data["stats"]["decode_tokens"] == len(data["tokens"])
     assert data["stats"]["decode_seconds"] > 0
+    assert data["stats"]["compile_seconds"] >= 0
 
 
 def test_several_samples_are_as_many_objects(run, lm, loaded, monkeypatch):
@@ -327,6 +329,41 @@ def test_verbose_tells_what_it_cost(run, loaded, command):
     assert run(*command, stdin=QUESTION.encode())[2] == ""
 
 
+class TerminalOutput(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("command", [["generate", QUESTION], ["chat"]])
+def test_a_terminal_shows_what_is_compiled_for_as_long(run, lm, loaded, monkeypatch, command):
+    stream = lm.stream
+    program = Program(lambda x: 2 * x, lambda x: f"something of {x.size}")
+
+    def compiling(*args, **options):
+        for size in (1, 1, 2):
+            program(np.zeros(size, np.float32))
+        return stream(*args, **options)
+
+    monkeypatch.setattr(lm, "stream", compiling)
+    notices = [f" [compiling something of {size}]" for size in (1, 2)]
+    back = "\b" * len(notices[0])
+    shown = "".join(notice + back + " " * len(back) + back for notice in notices)
+    monkeypatch.setattr(sys, "stderr", TerminalOutput())
+    assert run(*command, stdin=QUESTION.encode())[:2] == (0, ANSWER + "\n")
+    assert sys.stderr.getvalue() == shown
+    # With -v it is logged instead, and elsewhere nothing is shown.
+    program = Program(lambda x: 3 * x, lambda x: f"something of {x.size}")
+    monkeypatch.setattr(sys, "stderr", TerminalOutput())
+    run(*command, "-v", stdin=QUESTION.encode())
+    assert "fdjax: compiling something of 2\nfdjax: compiled something" in sys.stderr.getvalue()
+    assert "\b" not in sys.stderr.getvalue()
+    program = Program(lambda x: 4 * x, lambda x: f"something of {x.size}")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    run(*command, stdin=QUESTION.encode())
+    assert sys.stderr.getvalue() == ""
+    assert program.compilations == 2
+
+
 def test_a_line_that_cannot_be_answered_ends_a_pipe_with_one_line(run, loaded):
     code, out, err = run("chat", stdin=b"What is 7 + 5?\n" + b"ocean " * 1000)
     assert (code, out) == (1, "7 + 5 = 12.\n")
@@ -406,7 +443,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
     terminal.until("> ")
     terminal.type("Once upon a time\n")
     terminal.until("time\r\n")
-    terminal.until(" ")
+    terminal.until("decode steps")
+    terminal.until("\b")  # compiled
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("> ")
     time.sleep(1)  # readline shows its prompt before it heeds a signal

@@ -86,7 +86,10 @@ def test_result(lm, truth):
     assert result.stats.prompt_tokens == len(lm.tokenizer.encode(TEXT)) + 23 + 1
     assert result.stats.decode_tokens == 18
     assert result.stats.decode_steps == 5
-    assert 0 < result.stats.prefill_seconds < result.stats.seconds
+    stats = result.stats
+    assert 0 < stats.prefill_seconds < stats.seconds
+    parts = stats.prefill_seconds + stats.decode_seconds + stats.compile_seconds
+    assert stats.seconds == pytest.approx(parts)
     with pytest.raises(ValueError, match="one prompt"):
         _ = result.text
 

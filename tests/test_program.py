@@ -1,0 +1,97 @@
+"""What is told of compilations: in the log and in `Stats`."""
+
+import logging
+import time
+import types
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax.program import Program
+from fdjax.results import Timer
+from fdjax.rows import Chunk
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def doubled(x):
+    time.sleep(0.01)  # while it is traced
+    return 2 * x
+
+
+def load():
+    """An LM that has compiled nothing."""
+    case = Path(__file__).parent / "hf_fixtures" / "llama3_gqa_tied"
+    return fdjax.load(str(case), dtype="float32", compilation_cache=False, progress=False)
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "fdjax")
+    return caplog
+
+
+def test_each_set_of_shapes_is_told_once(told):
+    program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
+    for n, compiles in ((3, True), (3, False), (5, True), (3, False)):
+        told.clear()
+        assert program(jnp.arange(n, dtype=jnp.int32)).tolist() == list(range(0, 2 * n, 2))
+        assert (program.compile_seconds >= 0.01) if compiles else program.compile_seconds == 0
+        assert [record.compiling for record in told.records] == [True, False] * compiles
+        assert all(f"doubling of {n}" in message for message in told.messages)
+    assert program.compilations == 2
+
+
+def test_a_compilation_that_failed_is_none(told):
+    broken = [True]
+
+    def function(x):
+        if broken:
+            raise ValueError("broken")
+        return x
+
+    program = Program(function, lambda x: "nothing")
+    with pytest.raises(ValueError, match="broken"):
+        program(jnp.zeros(1))
+    assert [record.compiling for record in told.records] == [True]
+    assert program.compilations == 0
+    broken.clear()
+    program(jnp.zeros(1))
+    assert [record.compiling for record in told.records] == [True, True, False]
+    assert program.compilations == 1
+
+
+def test_the_first_call_of_a_shape_tells_what_it_compiles(told):
+    lm = load()
+    told.clear()
+    options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
+    first = lm.generate([[5] * 3, [6] * 140], **options).stats
+    prefill, decode = told.messages[1::2]
+    assert prefill.startswith("compiled prefill of 2 x 128 tokens, cache of 2 x ")
+    assert decode.startswith("compiled 32 decode steps, cache of 2 x ")
+    seconds = [float(message.split()[-2]) for message in (prefill, decode)]
+    assert first.compile_seconds == pytest.approx(sum(seconds), abs=0.11)
+    assert first.compile_seconds > first.decode_seconds
+    assert f"({first.compile_seconds:.2f} s of it compiling)" in str(first)
+    told.clear()
+    second = lm.generate([[5] * 3, [6] * 140], **options).stats
+    assert second.compile_seconds == 0
+    assert "compiling" not in str(second)
+    assert not told.messages
+
+
+def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):
+    lm = load()
+    clock = types.SimpleNamespace(perf_counter=iter([0.0, 10.0, 15.0, 16.0]).__next__)
+    monkeypatch.setattr("fdjax.results.time", clock)
+    timer = Timer(lm.model, lm.params)
+    for seconds in (8.0, 4.0, 0.0):
+        timer.chunk(Chunk(np.zeros((1, 2), np.int32), compile_seconds=seconds))
+    stats = timer.stats([])
+    assert (stats.prefill_seconds, stats.decode_seconds, stats.compile_seconds) == (2, 2, 12)
+    assert stats.seconds == 16
+    assert stats.ms_per_token == 500
+    assert stats.chunk_ms_per_token == (500, 500)
