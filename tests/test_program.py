@@ -5,6 +5,7 @@ import time
 import types
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -28,6 +29,14 @@ def load():
     return fdjax.load(str(case), dtype="float32", compilation_cache=False, progress=False)
 
 
+# What JAX calls with a module to compile, once it is traced.
+_COMPILE = (jax._src.compiler, "compile_or_get_cached")
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
 @pytest.fixture
 def told(caplog):
     caplog.set_level(logging.INFO, "fdjax")
@@ -45,23 +54,22 @@ def test_each_set_of_shapes_is_told_once(told):
     assert program.compilations == 2
 
 
-def test_a_compilation_that_failed_is_none(told):
-    broken = [True]
-
-    def function(x):
-        if broken:
-            raise ValueError("broken")
-        return x
-
-    program = Program(function, lambda x: "nothing")
-    with pytest.raises(ValueError, match="broken"):
-        program(jnp.zeros(1))
-    assert [record.compiling for record in told.records] == [True]
-    assert program.compilations == 0
-    broken.clear()
-    program(jnp.zeros(1))
-    assert [record.compiling for record in told.records] == [True, True, False]
-    assert program.compilations == 1
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_compilation_that_was_interrupted_is_told_again(told, monkeypatch, traced):
+    program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
+    program(jnp.zeros(3))
+    told.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(*(_COMPILE if traced else (time, "sleep")), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program(jnp.zeros(5))
+    assert told.messages == ["compiling doubling of 5"]
+    for n, compiles in ((3, False), (5, True), (5, False)):
+        told.clear()
+        program(jnp.zeros(n))
+        assert [record.compiling for record in told.records] == [True, False] * compiles
+        assert bool(program.compile_seconds) == compiles
+    assert program.compilations == 2
 
 
 def test_the_first_call_of_a_shape_tells_what_it_compiles(told):
