@@ -2,12 +2,31 @@
 
 import functools
 import logging
+import threading
 import time
 from collections.abc import Callable
 
 import jax
 
 logger = logging.getLogger("fdjax")
+
+
+class _Current(threading.local):
+    """A thread's call.
+
+    Attributes:
+      compiles: what is being compiled, or None.
+      began: when that began.
+      seconds: what compiling took of the last call that ended.
+    """
+
+    compiles: str | None = None
+    began = 0.0
+    seconds = 0.0
+
+    def begin(self, name: str) -> None:
+        self.compiles, self.began = name, time.perf_counter()
+        logger.info("compiling %s", name, extra={"compiling": True})
 
 
 class Program:
@@ -18,7 +37,6 @@ class Program:
 
     Attributes:
       compilations: how many there were.
-      compile_seconds: what one took of the last call, tracing included; 0 where there was none.
     """
 
     def __init__(self, function: Callable, describe: Callable[..., str], **options):
@@ -30,42 +48,41 @@ class Program:
           **options: of `jax.jit`.
         """
         self.compilations = 0
-        self.compile_seconds = 0.0
         self._describe = describe
-        # What the current call compiles, and since when; and what earlier ones did not finish.
-        self._begun: list[tuple[str, float]] = []
         self._interrupted: set[str] = set()
-        begun = self._begun
+        self._current = current = _Current()
 
         # Runs only where there is something to compile, so that finding out costs a call nothing.
         @functools.wraps(function)
         def traced(*args):
-            if not begun:
-                _begin(begun, describe(*args))
+            if current.compiles is None:
+                current.begin(describe(*args))
             return function(*args)
 
         self._jitted = jax.jit(traced, **options)
 
+    @property
+    def compile_seconds(self) -> float:
+        """What compiling took of this thread's last call, tracing included; 0 if it did not."""
+        return self._current.seconds
+
     def __call__(self, *args):
         """The function's results, as soon as they are on their way."""
-        if self._begun:
-            self._interrupted.add(self._begun.pop()[0])
+        current = self._current
+        if current.compiles is not None:
+            self._interrupted.add(current.compiles)
+            current.compiles = None
         # JAX may have kept the trace of what it did not compile to the end.
         if self._interrupted and (name := self._describe(*args)) in self._interrupted:
-            _begin(self._begun, name)
+            current.begin(name)
         out = self._jitted(*args)
-        self.compile_seconds = self._end() if self._begun else 0.0
+        current.seconds = 0.0 if current.compiles is None else self._end()
         return out
 
     def _end(self) -> float:
-        name, began = self._begun.pop()
-        seconds = time.perf_counter() - began
+        name, self._current.compiles = self._current.compiles, None
+        seconds = time.perf_counter() - self._current.began
         self.compilations += 1
         self._interrupted.discard(name)
         logger.info("compiled %s in %.1f s", name, seconds, extra={"compiling": False})
         return seconds
-
-
-def _begin(begun: list[tuple[str, float]], name: str) -> None:
-    begun.append((name, time.perf_counter()))
-    logger.info("compiling %s", name, extra={"compiling": True})

@@ -1,6 +1,8 @@
 """What is told of compilations: in the log and in `Stats`."""
 
+import concurrent.futures
 import logging
+import threading
 import time
 import types
 from pathlib import Path
@@ -69,6 +71,27 @@ def test_a_compilation_that_was_interrupted_is_told_again(told, monkeypatch, tra
         program(jnp.zeros(n))
         assert [record.compiling for record in told.records] == [True, False] * compiles
         assert bool(program.compile_seconds) == compiles
+    assert program.compilations == 2
+
+
+def test_another_thread_that_compiles_is_not_waited_for():
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def function(x):
+        if x.size == 5:
+            compiling.set()
+            assert go_on.wait(60)
+        return x
+
+    program = Program(function, lambda x: f"{x.size}")
+    program(jnp.zeros(3))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: (program(jnp.zeros(5)), program.compile_seconds))
+        assert compiling.wait(60)
+        program(jnp.zeros(3))
+        assert program.compile_seconds == 0
+        go_on.set()
+        assert other.result()[1] > 0
     assert program.compilations == 2
 
 
