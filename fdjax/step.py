@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.models import AttentionSpec, Model, Params
-from fdjax.pallas_kernels.attention import append_decode_attention, prefill_attention, split_qkv
-from fdjax.pallas_kernels.attention.append import write_chunk
+from fdjax.pallas_kernels.attention import append_decode_attention, append_prefill_attention
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.rope import rotate, rotation
+from fdjax.pallas_kernels.rope import rotation
 from fdjax.sampling import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
 from fdjax.state import DecodeState, LayerCache, pack_progress
 
@@ -41,7 +40,7 @@ def prefill(
       state: the batch; other rows are left as they are, in whatever phase.
       sampling: what each row of the batch asked for.
       tokens: [R, T] int32 prompt tokens, padded at the end with anything in the vocabulary.
-      lengths: [R] int32 tokens of this chunk; where R > 1, 0 leaves a row untouched.
+      lengths: [R] int32 tokens of this chunk; 0 leaves a row untouched.
       offsets: [R] int32 tokens of the prompt already in the cache; offsets + T <= S.
       final: [R] bool, the prompt ends with this chunk.
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
@@ -211,22 +210,15 @@ def _attend_prefill(
     plan: Plan,
 ) -> tuple[Array, LayerCache]:
     """A chunk of some rows' prompts: RoPE, write, attention."""
-    q, k, v = split_qkv(qkv)
-    r, t = q.shape[:2]
+    t = qkv.shape[1]
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    if spec.rope is not None:
-        q, k = (rotate(a, *turns(positions, spec.rope)) for a in (q, k))
-    index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
-    live = ends - offsets
-    kv = tuple(
-        write_chunk(cache, new, index, offsets, live) for cache, new in zip(kv, (k, v), strict=True)
-    )
-    own = kv if rows is None else tuple(cache[rows] for cache in kv)
-    o = prefill_attention(
-        q,
-        *own,
+    o, *kv = append_prefill_attention(
+        qkv,
+        *kv,
         ends,
         offsets,
+        rotation=spec.rope and turns(positions, spec.rope),
+        rows=rows,
         scale=spec.scale,
         window=spec.window,
         soft_cap=spec.soft_cap,
@@ -234,7 +226,7 @@ def _attend_prefill(
         **_maximum(spec),
         plan=plan,
     )
-    return o, kv
+    return o, tuple(kv)
 
 
 def _maximum(spec: AttentionSpec) -> dict[str, Any]:

@@ -1,6 +1,10 @@
 """Attention against a KV cache `[B,Hkv,S,D]`: decode and prefill, one file per implementation."""
 
-from fdjax.pallas_kernels.attention.append import append_decode_attention, split_qkv
+from fdjax.pallas_kernels.attention.append import (
+    append_decode_attention,
+    append_prefill_attention,
+    split_qkv,
+)
 from fdjax.pallas_kernels.attention.decode import decode_attention
 from fdjax.pallas_kernels.attention.masks import alibi_slopes
 from fdjax.pallas_kernels.attention.merge import merge_attention
@@ -10,6 +14,7 @@ from fdjax.pallas_kernels.attention.reference import attention_reference
 __all__ = [
     "alibi_slopes",
     "append_decode_attention",
+    "append_prefill_attention",
     "attention_reference",
     "decode_attention",
     "merge_attention",

@@ -1,14 +1,17 @@
-"""One decode step of attention: RoPE of the new tokens, append to the cache, attention.
+"""Attention with what comes before it: RoPE of the new tokens, and their way into the cache.
 
-Where the plan runs "mosaic_gpu" and there is one new token per row, all of it is one launch.
+Where the plan runs "mosaic_gpu", all of a decode step with one token per row is one launch, and a
+prefill chunk is two.
 """
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.attention.decode import choose_decode, decode_attention, decode_config
+from fdjax.pallas_kernels.attention.decode import decode_attention, decode_config
 from fdjax.pallas_kernels.attention.decode_mosaic import append_decode_mosaic
-from fdjax.pallas_kernels.attention.masks import Masking, check_attention
+from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
+from fdjax.pallas_kernels.attention.prefill import prefill_attention
+from fdjax.pallas_kernels.attention.prefill_front import can_write_chunk, write_chunk_mosaic
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotate
 
@@ -48,19 +51,10 @@ def append_decode_attention(
       NotImplementedError: the named implementation cannot do this.
     """
     masking = Masking(window=window, soft_cap=soft_cap, alibi=alibi)
-    if qkv.ndim != 5 or qkv.shape[3] < 3:
-        raise ValueError(
-            f"append_decode_attention: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}"
-        )
-    t, kv_heads, _, d = qkv.shape[1:]
-    q, k, v = split_qkv(qkv)
-    check_attention("append_decode_attention", q, k_cache, v_cache, lengths, None, scale, masking)
-    if k_cache.shape[1] != kv_heads:
-        raise ValueError(
-            f"append_decode_attention: qkv must have the {k_cache.shape[1]} KV heads of the cache, "
-            f"got {kv_heads}"
-        )
-    choice = choose_decode(q, k_cache, masking, implementation, plan)
+    op = "append_decode_attention"
+    q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking)
+    t, d = q.shape[1], q.shape[3]
+    choice = choose_attention("decode_attention", q, k_cache, masking, implementation, plan)
     turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
     if choice.implementation == "mosaic_gpu" and t == 1 and turns_heads:
         return append_decode_mosaic(
@@ -96,6 +90,94 @@ def append_decode_attention(
     return o, k_cache, v_cache
 
 
+def append_prefill_attention(
+    qkv: Array,
+    k_cache: Array,
+    v_cache: Array,
+    lengths: Array,
+    offsets: Array,
+    *,
+    scale: float,
+    rotation: tuple[Array, Array] | None = None,
+    rows: Array | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi: tuple[float, ...] | None = None,
+    phi: Array | None = None,
+    unified: bool = True,
+    implementation: str | None = None,
+    plan: Plan | None = None,
+) -> tuple[Array, Array, Array]:
+    """Attention of a chunk of each row's tokens against its cache and each other.
+
+    Args:
+      qkv: [R, T, Hkv, G+2, D]: the G queries of each KV head, its key and its value, before RoPE.
+      k_cache, v_cache: [B, Hkv, S, D]; updated in place where they are donated or in a loop.
+        Slots past a row's length may lose what they held, up to slot offsets[r] + T, unless the
+        row has no live token in this chunk.
+      lengths: [R] int32 live slots per row, the chunk included; tokens past them are padding.
+      offsets: [R] int32 slot of the first token; offsets + T <= S.
+      rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
+      rows: [R] int32 distinct rows of the caches; default all of them in order (R = B).
+      scale, window, soft_cap, alibi, phi, unified, implementation, plan: see `prefill_attention`.
+
+    Returns:
+      (o [R, T, H, D], zeros for padding; k_cache; v_cache).
+
+    Raises:
+      ValueError: shapes or dtypes disagree.
+      NotImplementedError: the named implementation cannot do this.
+    """
+    op, masking = "append_prefill_attention", Masking(True, window, soft_cap, alibi)
+    q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, rows)
+    choice = choose_attention("prefill_attention", q, k_cache, masking, implementation, plan)
+    index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
+    if choice.implementation == "mosaic_gpu" and can_write_chunk(qkv, k_cache, rotation):
+        live = lengths - offsets
+        q, k_cache, v_cache = write_chunk_mosaic(
+            qkv, k_cache, v_cache, index, offsets, live, *rotation
+        )
+    else:
+        if rotation is not None:
+            q, k = rotate(q, *rotation), rotate(k, *rotation)
+        slots = offsets[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
+        # Padding goes to a slot that does not exist, and is dropped.
+        slots = jnp.where(slots < lengths[:, None], slots, k_cache.shape[2])
+        k_cache, v_cache = (
+            _write(cache, new, index, slots) for cache, new in ((k_cache, k), (v_cache, v))
+        )
+    o = prefill_attention(
+        q,
+        k_cache,
+        v_cache,
+        lengths,
+        offsets,
+        scale=scale,
+        rows=rows,
+        window=window,
+        soft_cap=soft_cap,
+        alibi=alibi,
+        phi=phi,
+        unified=unified,
+        implementation=implementation,
+        plan=plan,
+    )
+    return o, k_cache, v_cache
+
+
+def _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, rows=None):
+    """q, k and v of operands that fit together."""
+    if qkv.ndim != 5 or qkv.shape[3] < 3:
+        raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
+    q, k, v = split_qkv(qkv)
+    check_attention(op, q, k_cache, v_cache, lengths, None, scale, masking, rows)
+    if k_cache.shape[1] != qkv.shape[2]:
+        raise ValueError(
+            f"{op}: qkv must have the {k_cache.shape[1]} KV heads of the cache, got {qkv.shape[2]}"
+        )
+    return q, k, v
+
+
 def split_qkv(qkv: Array) -> tuple[Array, Array, Array]:
     """qkv [B,T,Hkv,G+2,D] as q [B,T,H,D], k and v [B,T,Hkv,D]."""
     b, t, _, _, d = qkv.shape
@@ -108,25 +190,10 @@ def append(cache: Array, new: Array, lengths: Array) -> Array:
     if b == 1:
         return lax.dynamic_update_slice(cache, new.transpose(0, 2, 1, 3), (0, 0, lengths[0], 0))
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    return write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
+    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
 
 
-def write_chunk(cache: Array, new: Array, rows: Array, offsets: Array, live: Array) -> Array:
-    """Write the first live[r] of new [R,T,Hkv,D] into cache [B,Hkv,S,D], row rows[r].
-
-    They go to the slots from offsets[r] on, offsets[r] + T <= S. A single row is written whole: the
-    slots behind its live ones hold nothing of meaning, and a window is copied in half the time that
-    a scatter of the same takes.
-    """
-    if len(rows) == 1:
-        start = rows[0], 0, offsets[0], 0
-        return lax.dynamic_update_slice(cache, new.transpose(0, 2, 1, 3), start)
-    t = jnp.arange(new.shape[1], dtype=jnp.int32)[None]
-    slots = jnp.where(t < live[:, None], offsets[:, None] + t, cache.shape[2])
-    return write(cache, new, rows, slots)
-
-
-def write(cache: Array, new: Array, rows: Array, slots: Array) -> Array:
+def _write(cache: Array, new: Array, rows: Array, slots: Array) -> Array:
     """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T], if they exist.
 
     Every axis but D is indexed: a window over the heads would have XLA transpose the whole cache.

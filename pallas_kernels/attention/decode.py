@@ -8,9 +8,9 @@ from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import decode_cudnn
 from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig, decode_mosaic
-from fdjax.pallas_kernels.attention.masks import Masking, check_attention
+from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
 from fdjax.pallas_kernels.attention.xla import attention_xla
-from fdjax.pallas_kernels.plan import Choice, Plan, resolve
+from fdjax.pallas_kernels.plan import Choice, Plan
 
 MAX_QUERY_TOKENS = 16
 
@@ -69,7 +69,7 @@ def decode_attention(
         raise ValueError(f"decode_attention: T must be at most {MAX_QUERY_TOKENS}, got {t}")
     if phi is not None and phi.shape != (h,):
         raise ValueError(f"decode_attention: phi must be [{h}], got {list(phi.shape)}")
-    choice = choose_decode(q, k, masking, implementation, plan)
+    choice = choose_attention("decode_attention", q, k, masking, implementation, plan)
     if choice.implementation == "mosaic_gpu":
         o, lse = decode_mosaic(
             q,
@@ -100,26 +100,6 @@ def decode_attention(
             batch_invariant=plan is not None and plan.batch_invariant,
         )
     return (o, lse) if return_lse else o
-
-
-def choose_decode(
-    q: Array, k: Array, masking: Masking, implementation: str | None, plan: Plan | None
-) -> Choice:
-    """The choice for q [B,T,H,D] against k [...,Hkv,S,D]."""
-    b, t, h, d = q.shape
-    return resolve(
-        plan,
-        implementation,
-        "decode_attention",
-        b=b,
-        t=t,
-        h=h,
-        hkv=k.shape[-3],
-        s=k.shape[-2],
-        d=d,
-        itemsize=q.dtype.itemsize,
-        masks=int(not masking.plain),
-    )
 
 
 def decode_config(choice: Choice) -> DecodeAttentionConfig | None:

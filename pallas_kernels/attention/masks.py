@@ -1,10 +1,12 @@
-"""The static variants of attention and the argument checks both ops share."""
+"""The static variants of attention, and the checks and the choice that both ops share."""
 
 import dataclasses
 import math
 
 import jax.numpy as jnp
 from jax import Array
+
+from fdjax.pallas_kernels.plan import Choice, Plan, resolve
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +49,7 @@ def check_attention(
     layer: Array | int | None,
     scale: float,
     masking: Masking,
+    rows: Array | None = None,
 ) -> None:
     """Raise ValueError when the operands of an attention op do not fit together."""
     stacked = layer is not None
@@ -59,7 +62,9 @@ def check_attention(
         )
     b, t, h, d = q.shape
     kb, kv_heads, _, kd = k.shape[stacked:]
-    if (b, d) != (kb, kd):
+    if rows is not None and rows.shape != (b,):
+        raise ValueError(f"{op}: rows must be [{b}], got {list(rows.shape)}")
+    if (b, d) != (kb if rows is None else b, kd):
         raise ValueError(f"{op}: q {list(q.shape)} and k {list(k.shape)} disagree on B or D")
     if not kv_heads or h % kv_heads:
         raise ValueError(f"{op}: H must be a multiple of Hkv, got {h} and {kv_heads}")
@@ -81,3 +86,23 @@ def check_attention(
         raise ValueError(f"{op}: soft_cap must be positive, got {masking.soft_cap}")
     if masking.alibi is not None and len(masking.alibi) != h:
         raise ValueError(f"{op}: alibi must have {h} slopes, got {len(masking.alibi)}")
+
+
+def choose_attention(
+    op: str, q: Array, k: Array, masking: Masking, implementation: str | None, plan: Plan | None
+) -> Choice:
+    """The choice for q [B,T,H,D] against k [...,Hkv,S,D]."""
+    b, t, h, d = q.shape
+    return resolve(
+        plan,
+        implementation,
+        op,
+        b=b,
+        t=t,
+        h=h,
+        hkv=k.shape[-3],
+        s=k.shape[-2],
+        d=d,
+        itemsize=q.dtype.itemsize,
+        masks=int(not masking.plain),
+    )

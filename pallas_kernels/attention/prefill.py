@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import prefill_cudnn
-from fdjax.pallas_kernels.attention.masks import Masking, check_attention
+from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
 from fdjax.pallas_kernels.attention.prefill_mosaic import PrefillAttentionConfig, prefill_mosaic
 from fdjax.pallas_kernels.attention.xla import attention_xla
-from fdjax.pallas_kernels.plan import Plan, resolve
+from fdjax.pallas_kernels.plan import Plan
 
 
 def prefill_attention(
@@ -23,6 +23,7 @@ def prefill_attention(
     *,
     scale: float,
     layer: Array | int | None = None,
+    rows: Array | None = None,
     causal: bool = True,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -47,6 +48,7 @@ def prefill_attention(
       offsets: [B] int32 position of the first query, default 0.
       scale: multiplies q·k, usually D ** -0.5.
       layer: index into stacked caches.
+      rows: [B] int32, those of k and v that the rows of q attend to, where there are others.
       causal: a query sees no later position; otherwise it sees every live slot.
       window: a query sees only the last `window` positions, its own included.
       soft_cap: scores become soft_cap * tanh(scores / soft_cap).
@@ -67,27 +69,15 @@ def prefill_attention(
       NotImplementedError: the named implementation cannot do this.
     """
     masking = Masking(causal=causal, window=window, soft_cap=soft_cap, alibi=alibi)
-    check_attention("prefill_attention", q, k, v, lengths, layer, scale, masking)
-    b, t, h, d = q.shape
+    check_attention("prefill_attention", q, k, v, lengths, layer, scale, masking, rows)
+    b, _, h, _ = q.shape
     if offsets is None:
         offsets = jnp.zeros((b,), jnp.int32)
     if offsets.shape != (b,):
         raise ValueError(f"prefill_attention: offsets must be [{b}], got {list(offsets.shape)}")
     if phi is not None and phi.shape != (h,):
         raise ValueError(f"prefill_attention: phi must be [{h}], got {list(phi.shape)}")
-    choice = resolve(
-        plan,
-        implementation,
-        "prefill_attention",
-        b=b,
-        t=t,
-        h=h,
-        hkv=k.shape[-3],
-        s=k.shape[-2],
-        d=d,
-        itemsize=q.dtype.itemsize,
-        masks=int(not masking.plain),
-    )
+    choice = choose_attention("prefill_attention", q, k, masking, implementation, plan)
     if choice.implementation == "mosaic_gpu":
         o, lse = prefill_mosaic(
             q,
@@ -100,12 +90,15 @@ def prefill_attention(
             phi=phi,
             unified=unified,
             layer=layer,
+            rows=rows,
             return_lse=return_lse,
             config=PrefillAttentionConfig(**dict(choice.config)) if choice.config else None,
         )
         return (o, lse) if return_lse else o
     if layer is not None:
         k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
+    if rows is not None:
+        k, v = (a[rows] for a in (k, v))
     if choice.implementation == "cudnn":
         o, lse = prefill_cudnn(q, k, v, lengths, offsets, scale=scale, masking=masking)
     else:

@@ -95,13 +95,15 @@ def prefill_mosaic(
     phi: Array | None = None,
     unified: bool = True,
     layer: Array | int | None = None,
+    rows: Array | None = None,
     return_lse: bool = True,
     config: PrefillAttentionConfig | None = None,
     interpret=None,
 ) -> tuple[Array, Array | None]:
     """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
 
-    Jitted, so that the layers of a model share one lowering.
+    Jitted, so that the layers of a model share one lowering. With `rows` [B] int32, k and v have
+    more rows than q, and these are its.
     """
     b, t, h, d = q.shape
     s = k.shape[-2]
@@ -117,6 +119,8 @@ def prefill_mosaic(
     )
     if layer is not None:
         operands["layer"] = jnp.asarray(layer, jnp.int32).reshape(1)
+    if rows is not None:
+        operands["rows"] = rows.astype(jnp.int32)
     if phi is not None:
         operands["phi"] = phi.astype(jnp.float32)
     if masking.alibi is not None:
@@ -232,7 +236,7 @@ def _visible_blocks(first, length, offset, *, t, masking, config) -> _Blocks:
 
 
 def _prefill_kernel(
-    inputs,  # q [B,T,H,D], k and v [(L,)B,Hkv,S,D], lengths and offsets [B], (layer, phi, slopes)
+    inputs,  # q [B,T,H,D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, phi, slopes)
     outputs,  # o [B,T,H,D], (lse [B,H,T])
     scratch,
     *,
@@ -264,7 +268,9 @@ def _prefill_kernel(
                 rows = inputs["q"].at[row, pl.ds(first + w * _ROWS, _ROWS), head]
                 plgpu.copy_gmem_to_smem(rows, scratch["q"].at[w], scratch["q_full"].at[w])
 
-        _produce(*(cache.at[row, kv_head] for cache in caches), length, blocks, scratch, config)
+        cache_row = inputs["rows"][row] if "rows" in inputs else row
+        k, v = (cache.at[cache_row, kv_head] for cache in caches)
+        _produce(k, v, length, blocks, scratch, config)
 
     @pl.when(warpgroup < _CONSUMERS)
     def _():

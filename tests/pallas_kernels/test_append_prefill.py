@@ -1,0 +1,145 @@
+"""RoPE, write and attention of a prefill chunk: equal to the three ops one after another."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdjax.pallas_kernels.attention import (
+    alibi_slopes,
+    append_prefill_attention,
+)
+from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.prefill_front import write_chunk_mosaic
+from fdjax.pallas_kernels.rope import Rope
+
+from .test_append import GPU, reference, rotated, turns_of
+from .test_decode_mosaic import INTERPRET
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+# The mosaic kernel writes tiles of so many tokens.
+TILE = 64
+
+
+def _operands(
+    live, offsets, rows=None, *, batch=None, t=128, group=2, kv_heads=2, s=256, d=64, rope_dim=None
+):
+    """qkv, caches, lengths, offsets, rotation, rows; NaN in the slots that are not filled."""
+    rng = np.random.default_rng(0)
+    r = len(live)
+    rows = np.arange(r) if rows is None else np.array(rows)
+    b = batch or r
+    qkv, *caches = (
+        rng.normal(size=shape).astype(jnp.bfloat16)
+        for shape in ((r, t, kv_heads, group + 2, d), *((b, kv_heads, s, d),) * 2)
+    )
+    filled = np.full(b, s)
+    filled[rows] = np.where(np.array(live) > 0, offsets, s)
+    filled = (np.arange(s)[None] < filled[:, None])[:, None, :, None]
+    caches = [np.where(filled, cache, np.nan).astype(jnp.bfloat16) for cache in caches]
+    live, offsets = np.array(live, np.int32), np.array(offsets, np.int32)
+    lengths = np.where(live > 0, offsets + live, 0).astype(np.int32)
+    positions = offsets[:, None] + np.arange(t, dtype=np.int32)[None]
+    turns = turns_of(positions, Rope(rope_dim or d, 10000.0))
+    return qkv, *caches, lengths, offsets, turns, rows.astype(np.int32)
+
+
+def _check(operands, o, k_cache, v_cache, masking=Masking()):
+    """o None: of attention nothing is known."""
+    qkv, k_before, v_before, lengths, offsets, turns, rows = operands
+    q, k, v = rotated(qkv, turns)
+    t = qkv.shape[1]
+    kept = []
+    for before, new, after in ((k_before, k, k_cache), (v_before, v, v_cache)):
+        want, after = np.float32(before), np.float32(after)
+        for i, row in enumerate(rows):
+            live = max(lengths[i] - offsets[i], 0)
+            written = slice(offsets[i], offsets[i] + live)
+            padding = slice(written.stop, offsets[i] + min(-(-live // TILE) * TILE, t))
+            want[row, :, written] = np.float32(new)[i, :live].swapaxes(0, 1)
+            want[row, :, padding] = after[row, :, padding]
+        np.testing.assert_allclose(after, want, atol=0.02, rtol=0.01)
+        kept.append(np.nan_to_num(want[rows]))
+    if o is not None:
+        scale = qkv.shape[-1] ** -0.5
+        want, _ = reference(np.float32(q), *kept, lengths, offsets, scale=scale, masking=masking)
+        np.testing.assert_allclose(np.float32(o), want, atol=0.03, rtol=0.03)
+
+
+@functools.partial(jax.jit, static_argnames=("implementation", "whole", "masks"))
+def _run(qkv, k, v, lengths, offsets, turns, rows, *, implementation, whole=False, masks=()):
+    return append_prefill_attention(
+        qkv,
+        k,
+        v,
+        lengths,
+        offsets,
+        rotation=turns,
+        rows=None if whole else rows,
+        scale=qkv.shape[-1] ** -0.5,
+        implementation=implementation,
+        **dict(masks),
+    )
+
+
+SHAPES = [
+    dict(live=[100], offsets=[0]),
+    dict(live=[1, 128, 0], offsets=[64, 3, 5], rows=[2, 0, 3], batch=4),
+    dict(live=[65, 128], offsets=[128, 0], d=128, group=1),
+    dict(live=[65, 128], offsets=[128, 0], d=128, group=8),
+    dict(live=[65, 30], offsets=[1, 0], t=70, rope_dim=32),
+]
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_its_three_ops(implementation, shape):
+    operands = _operands(**shape)
+    _check(operands, *_run(*operands, implementation=implementation))
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+def test_masks_and_all_rows(implementation):
+    masks = (("window", 70), ("soft_cap", 5.0), ("alibi", alibi_slopes(4)))
+    operands = _operands([100, 64], [130, 0])
+    out = _run(*operands, implementation=implementation, whole=True, masks=masks)
+    _check(operands, *out, Masking(**dict(masks)))
+
+
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_interpreted_without_races(shape):
+    operands = _operands(**shape)
+    qkv, k, v, lengths, offsets, turns, rows = operands
+    q, *caches = write_chunk_mosaic(
+        qkv, k, v, rows, offsets, lengths - offsets, *turns, interpret=INTERPRET
+    )
+    _check(operands, None, *caches)
+    for i, live in enumerate(lengths - offsets):
+        want = np.float32(rotated(qkv, turns)[0])[i, : max(live, 0)]
+        np.testing.assert_allclose(np.float32(q)[i, : max(live, 0)], want, atol=0.02, rtol=0.01)
+
+
+def test_rows_that_do_not_fit_raise():
+    qkv, cache = jnp.zeros((1, 8, 2, 3, 64)), jnp.zeros((4, 2, 8, 64))
+    zeros = jnp.zeros((1,), jnp.int32)
+    for rows, message in ((None, "disagree on B or D"), (jnp.zeros((2,), jnp.int32), "rows must")):
+        with pytest.raises(ValueError, match=f"append_prefill_attention: .*{message}"):
+            append_prefill_attention(qkv, cache, cache, zeros, zeros, rows=rows, scale=1.0)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("group", [1, 4])
+def test_the_caches_stay_where_they_are(group):
+    from ..deviceless import alias_bytes, compile_for, large_copies
+
+    def make():
+        return _operands([64, 1], [0, 5], rows=[3, 1], batch=4, d=128, kv_heads=8, group=group)
+
+    run = functools.partial(_run, implementation="mosaic_gpu")
+    compiled = compile_for("h100", run, *jax.eval_shape(make), donate_argnums=(1, 2))
+    nbytes = 4 * 8 * 256 * 128 * 2
+    assert alias_bytes(compiled) == 2 * nbytes
+    assert not large_copies(compiled, nbytes // 8)
