@@ -19,6 +19,7 @@ import numpy as np
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing
 from fdjax.engine import Engine
+from fdjax.host_arrays import HostArrays
 from fdjax.models import describe, parse_config, random_params
 from fdjax.options import GenerationConfig, per_row
 from fdjax.sampling import Processors
@@ -55,21 +56,22 @@ def main() -> int:
     args = parser.parse_args()
     model = describe(parse_config(CONFIG), dtype="bfloat16")
     engine = Engine(model, random_params(model))
-    sampling = jax.device_put(per_row([GenerationConfig(max_new_tokens=9)], 1))
+    none = np.int32(0)
+    sampling = per_row([GenerationConfig(max_new_tokens=9)], 1)
+    host = jax.device_put(HostArrays.pack((sampling, none)))
     state = start(init_cache(model, 1, 128), np.ones(1, bool))
     leaves = jax.tree.leaves(state)
     decode = engine.program(decode_steps, processors=Processors(), max_steps=1)
-    none = jnp.int32(0)
-    nothing = jax.jit(lambda n: n + 1)
+    nothing, one = jax.jit(lambda n: n + 1), jnp.int32(1)
 
     def chunk():
         nonlocal leaves
-        leaves, *out = decode(engine.params, leaves, sampling, none)
+        leaves, *out = decode(engine.params, leaves, host)
         return out
 
     rows = {
         "decode chunk, nothing to do": time_calls(chunk, args.runs),
-        "jitted call of one scalar": time_calls(lambda: nothing(none), args.runs),
+        "jitted call of one scalar": time_calls(lambda: nothing(one), args.runs),
     }
     for name, timing in rows.items():
         print(f"{name:28} median {timing.median_us:.0f} us, min {timing.min_us:.0f} us")
