@@ -1,0 +1,359 @@
+"""Prefill attention on Ampere: warps that multiply from registers, copies one product ahead.
+
+FastAttention (Lin et al. 2024), section 4.4, for GPUs of compute capability 8.x, which have neither
+TMA nor wgmma. One block of the grid is four warps with 64 or 128 query rows of a head, 16 or 32 for
+each warp. They keep the rows and their results in registers, read the slots of the cache from
+shared memory by ldmatrix and multiply by mma.m16n8k16. cp.async brings the values of a block of
+slots under the product of its keys, and the keys of the next block under the product with its
+values, so that one buffer for each is enough and several blocks of the grid share a multiprocessor.
+
+    m' = max(m, max(s)),   p = 2^(s − m'),   l = 2^(m − m')·l + Σ p,   o = 2^(m − m')·o + p·v
+
+with s in units of log2 (online softmax: Milakov and Gimelshein 2018; Dao 2023). l sums the rounded
+p that enters p·v, so a row dominated by one key returns its value exactly. There is no unified
+maximum here.
+
+**Masks.** There is none in memory. Blocks of slots that no row of a tile sees are skipped, those
+that every row sees take a path without masking, and the others compare positions.
+
+It cannot avoid 4·D FLOPs for each (query, key) pair that is seen.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.prefill_tiles import (
+    COLUMN,
+    LOG2E,
+    LOWEST,
+    MATRIX,
+    bend,
+    visible_blocks,
+)
+
+_SAFE = (2.0**-60, 2.0**100)
+_SWIZZLE = 128
+_K = 16  # slots of an mma
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillAmpereConfig:
+    """How the work is cut.
+
+    Attributes:
+      block_q: query rows of a tile, 64 or 128. More take more registers, and less often the same
+        slots from shared memory.
+      block_kv: slots per step, a multiple of 32.
+    """
+
+    block_q: int = 64
+    block_kv: int = 64
+    held: bool = True
+    unified: bool = True
+
+    def __post_init__(self):
+        if self.block_q not in (64, 128):
+            raise ValueError(f"prefill_attention: block_q must be 64 or 128, got {self}")
+        if self.block_kv < 32 or self.block_kv % 32:
+            raise ValueError(f"prefill_attention: block_kv must be a multiple of 32, got {self}")
+
+
+_CONFIGS = {
+    64: PrefillAmpereConfig(block_q=128, block_kv=64),
+    128: PrefillAmpereConfig(block_q=64, block_kv=64),
+    256: PrefillAmpereConfig(block_q=64, block_kv=32, held=False),
+}
+
+
+def default_config(d: int) -> PrefillAmpereConfig:
+    """What fits the registers of Ampere without spilling."""
+    return _CONFIGS[d]
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scale", "masking", "unified", "return_lse", "config", "interpret")
+)
+def prefill_ampere(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    offsets: Array,
+    *,
+    scale: float,
+    masking: Masking,
+    phi: Array | None = None,
+    unified: bool = True,
+    layer: Array | int | None = None,
+    rows: Array | None = None,
+    return_lse: bool = True,
+    config: PrefillAmpereConfig | None = None,
+    interpret=None,
+) -> tuple[Array, Array | None]:
+    """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
+
+    Jitted, so that the layers of a model share one lowering.
+    """
+    b, t, h, d = q.shape
+    _check_supported(q)
+    config = config or default_config(d)
+    if q.dtype == jnp.float16 or not unified:
+        config = dataclasses.replace(config, unified=False)
+    tiles = pl.cdiv(t, config.block_q)
+    q = _pad(q, 1, tiles * config.block_q)
+    s = k.shape[-2]
+    k, v = (_pad(cache, cache.ndim - 2, max(s, config.block_kv)) for cache in (k, v))
+    operands = dict(
+        q=q.reshape(b, tiles * config.block_q, h * d),
+        k=k,
+        v=v,
+        lengths=jnp.minimum(lengths.astype(jnp.int32), s),
+        offsets=offsets.astype(jnp.int32),
+    )
+    if layer is not None:
+        operands["layer"] = jnp.asarray(layer, jnp.int32).reshape(1)
+    if rows is not None:
+        operands["rows"] = rows.astype(jnp.int32)
+    if phi is not None:
+        operands["phi"] = phi.astype(jnp.float32)
+    if masking.alibi is not None:
+        operands["slopes"] = jnp.array(masking.alibi, jnp.float32)
+    outputs = dict(o=jax.ShapeDtypeStruct(operands["q"].shape, q.dtype))
+    if return_lse:
+        outputs["lse"] = jax.ShapeDtypeStruct((b, h, tiles * config.block_q), jnp.float32)
+
+    def smem(rows):
+        tiling = plgpu.TilingTransform((8, _SWIZZLE // q.dtype.itemsize))
+        return plgpu.SMEM((rows, d), q.dtype, transforms=(tiling, plgpu.SwizzleTransform(_SWIZZLE)))
+
+    scratch = dict(q=smem(config.block_q), k=smem(config.block_kv), v=smem(config.block_kv))
+
+    if config.unified:
+        scratch["unsafe"] = plgpu.SMEM((config.block_q,), jnp.float32)
+        scratch["again"] = plgpu.SMEM((1,), jnp.int32)
+
+    def body(*refs):
+        refs = iter(refs)
+        _prefill_kernel(
+            *({name: next(refs) for name in names} for names in (operands, outputs, scratch)),
+            t=t,
+            scale=scale,
+            masking=masking,
+            config=config,
+        )
+
+    out = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        kernel_name="prefill_attention",
+        scratch_types=tuple(scratch.values()),
+        grid=(h, tiles, b),
+        grid_names=("head", "tile", "row"),
+        # Inference of the layouts, all of which are given here, takes minutes with `Warpgroup`.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*operands.values())
+    o = out[0].reshape(b, tiles * config.block_q, h, d)[:, :t]
+    return o, out[1].transpose(0, 2, 1)[:, :t] if return_lse else None
+
+
+def _check_supported(q: Array) -> None:
+    d = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"prefill_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
+        )
+    if d not in _CONFIGS:
+        raise NotImplementedError(
+            f"prefill_attention: mosaic_gpu on Ampere needs D of 64, 128 or 256, got {d}"
+        )
+
+
+def _pad(x: Array, axis: int, size: int) -> Array:
+    missing = size - x.shape[axis]
+    return jnp.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)]) if missing else x
+
+
+def _prefill_kernel(
+    inputs,  # q [B,T,H·D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, phi, slopes)
+    outputs,  # o [B,T,H·D], (lse [B,H,T])
+    scratch,  # q [M,D], k, v [N,D], (unsafe [M], again [1])
+    *,
+    t,
+    scale,
+    masking,
+    config,
+):
+    m, n = config.block_q, config.block_kv
+    caches = [inputs["k"], inputs["v"]]
+    if "layer" in inputs:
+        index = inputs["layer"][0]
+        caches = [cache.at[index] for cache in caches]
+    _, kv_heads, slots, d = caches[0].shape
+    dtype = caches[0].dtype
+    row, head = (lax.axis_index(axis) for axis in ("row", "head"))
+    kv_head = lax.div(head, inputs["q"].shape[2] // d // kv_heads)
+    cache_row = inputs["rows"][row] if "rows" in inputs else row
+    k, v = (cache.at[cache_row, kv_head] for cache in caches)
+    # The longest tiles first.
+    first = (pl.cdiv(t, m) - 1 - lax.axis_index("tile")) * m
+    length, offset = inputs["lengths"][row], inputs["offsets"][row]
+    phi = inputs["phi"][head] if "phi" in inputs else None
+    slope = inputs["slopes"][head] if "slopes" in inputs else None
+    blocks = visible_blocks(first, length, offset, t=t, rows=m, block_kv=n, masking=masking)
+    position = offset + first + plgpu.broadcasted_iota(jnp.int32, (m,), 0, layout=COLUMN)
+    padding = position >= jnp.minimum(offset + t, length)
+    tile = (row, pl.ds(first, m), pl.ds(head * d, d))
+    q_s, k_s, v_s = (scratch[name] for name in ("q", "k", "v"))
+    left = plgpu.Layout.MMA_LHS(dtype)
+    right = plgpu.Layout.MMA_RHS(dtype)
+
+    def across(x, columns):
+        return lax.broadcast_in_dim(x, (m, columns), [0])
+
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def start_of(j):
+        """The last block ends with the cache, so it may repeat slots of the one before it."""
+        return jnp.minimum(j * n, slots - n)
+
+    def copy(cache, j, block):
+        _copy(cache.at[pl.ds(start_of(j), n)], block)
+
+    _copy(inputs["q"].at[tile], q_s)
+    if config.held:
+        plgpu.wait_gmem_to_smem(0)
+        q = plgpu.load(q_s, layout=left)
+
+    def scores(j, masked, shift=None):
+        start = start_of(j)
+        plgpu.wait_gmem_to_smem(0)
+        copy(v, j, v_s)
+        rows = q if config.held else plgpu.load(q_s, layout=left)
+        z = plgpu.mma(full((m, n), 0.0, MATRIX), rows, plgpu.load(k_s.T, layout=right))
+        copy(k, j + 1, k_s)  # past the last block, one that nobody reads
+        return bend(
+            z,
+            start,
+            position,
+            length,
+            scale=scale,
+            masking=masking,
+            slope=slope,
+            shift=shift,
+            masked=masked,
+            skipped=j * n - start if masked and slots % n else None,
+        )
+
+    def add_values(o, z, j, masked):
+        """o + P·V and the row sums of P."""
+        p = jnp.exp2(z).astype(dtype)
+        l = p.astype(jnp.float32).sum(axis=1)
+        plgpu.wait_gmem_to_smem(1)
+        if masked:
+            live = length - start_of(j)
+            pl.when(live < n)(lambda: _zero_dead(v_s, live))
+        for i in range(0, n, _K):
+            values = plgpu.load(v_s.at[pl.ds(i, _K)], layout=right)
+            o = plgpu.mma(o, _as_left(p[:, i : i + _K]), values)
+        return o, l
+
+    def over_blocks(step, carry):
+        """Runs step(j, carry, masked) over the blocks of slots."""
+        copy(k, blocks.begin, k_s)
+        masked = functools.partial(step, masked=True)
+        if masking.window is not None:
+            carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
+        bare = functools.partial(step, masked=False)
+        carry = lax.fori_loop(blocks.bare_begin, blocks.bare_end, bare, carry)
+        carry = lax.fori_loop(blocks.bare_end, blocks.end, masked, carry)
+        plgpu.wait_gmem_to_smem(0)
+        return carry
+
+    nothing = full((m, d), 0.0, MATRIX), full((m,), 0.0, COLUMN)
+
+    def attend_unified():
+        """o and l with φ for a maximum."""
+
+        def step(j, carry, masked):
+            o, l = carry
+            o, added = add_values(o, scores(j, masked, phi), j, masked)
+            return o, l + added
+
+        return over_blocks(step, nothing)
+
+    def attend_online():
+        """o, l and the maximum of each row, in natural units."""
+
+        def step(j, carry, masked):
+            o, l, top = carry
+            z = scores(j, masked)
+            new = jnp.maximum(top, z.max(axis=1))
+            shrink = jnp.exp2(top - new)
+            o, added = add_values(o * across(shrink, d), z - across(new, n), j, masked)
+            return o, l * shrink + added, new
+
+        o, l, top = over_blocks(step, (*nothing, full((m,), LOWEST, COLUMN)))
+        return o, l, top * (1 / LOG2E)
+
+    if not config.unified:
+        o, l, top = attend_online()
+    else:
+        o, l = attend_unified()
+        top = nothing[1] if phi is None else nothing[1] + phi
+        finite = (o * 0.0).sum(axis=1) == 0.0  # 0 · x is 0 for every finite x
+        safe = (l >= _SAFE[0]) & (l <= _SAFE[1]) & finite
+        scratch["unsafe"][...] = jnp.where(safe, 0.0, jnp.where(padding, 0.0, 1.0))
+        unsafe = plgpu.load(scratch["unsafe"], layout=MATRIX.reduce(0))
+        scratch["again"][0] = unsafe.max(axis=0).astype(jnp.int32)
+        o, l, top = lax.cond(scratch["again"][0] > 0, attend_online, lambda: (o, l, top))
+
+    seen = ~padding & (l > 0.0)
+    inverse = across(jnp.where(seen, 1.0 / l, 0.0), d)
+    # By way of shared memory, so that whole lines are written.
+    q_s[...] = jnp.where(inverse > 0.0, o * inverse, 0.0).astype(dtype)
+    whole = plgpu.Layout.SMEM_GMEM_COPY((m, d), dtype, _SWIZZLE)
+    outputs["o"].at[tile][...] = plgpu.load(q_s, layout=whole)
+    if "lse" in outputs:
+        lse = jnp.where(seen, top + jnp.log(l), -jnp.inf)
+        outputs["lse"].at[row, head, pl.ds(first, m)][...] = lse
+
+
+def _copy(src, dst):
+    """By cp.async, which cannot stop at the end of an array."""
+    plgpu.copy_gmem_to_smem(src, dst, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
+
+
+def _zero_dead(values, live):
+    """Slots past the length may hold NaN, which a probability of zero does not stop."""
+    n, d = values.shape
+    layout = plgpu.Layout.SMEM_GMEM_COPY((n, d), values.dtype, _SWIZZLE)
+    x = plgpu.load(values, layout=layout)
+    slot = plgpu.broadcasted_iota(jnp.int32, (n, d), 0, layout=layout)
+    values[...] = jnp.where(slot < live, x, jnp.zeros_like(x))
+
+
+def _as_left(x):
+    """A result of mma as the left operand of the next: the same registers under another name."""
+    left = plgpu.Layout.MMA_LHS(x.dtype)
+
+    @plgpu.inline_mgpu(
+        arg_types=(MATRIX,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=left)
+    )
+    def rename(_, x):
+        layout = left.to_mgpu()
+        registers = x.registers.reshape(layout.registers_shape(x.shape))
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return rename(x)

@@ -1,0 +1,116 @@
+"""Which slots a tile of query rows sees, and how its scores are bent, in a kernel."""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.masks import Masking
+
+LOG2E = math.log2(math.e)
+# Below every score, and finite: the difference of two is zero, not NaN.
+LOWEST = -(2.0**120)
+
+# In registers: a tile [64·n, 8·m], as wgmma and as mma by four warps leave it; a value for each row.
+MATRIX = plgpu.Layout.WGMMA
+COLUMN = MATRIX.reduce(1)
+
+
+class Blocks(NamedTuple):
+    """Blocks of slots that a tile of query rows sees, as scalars."""
+
+    begin: Array
+    bare_begin: Array  # from here every row sees every slot,
+    bare_end: Array  # to here
+    end: Array
+
+    @property
+    def steps(self) -> Array:
+        return self.end - self.begin
+
+
+def visible_blocks(
+    first: Array,
+    length: Array,
+    offset: Array,
+    *,
+    t: int,
+    rows: int,
+    block_kv: int,
+    masking: Masking,
+) -> Blocks:
+    """Blocks of `block_kv` slots that the query rows from `first` see.
+
+    Their positions begin at `offset + first`; there are `rows` of them, T at most.
+    """
+    top = offset + first
+    bottom = jnp.minimum(jnp.minimum(top + rows, offset + t), length)
+    seen = bottom if masking.causal else length
+    end = jnp.where(bottom > top, lax.div(seen + (block_kv - 1), block_kv), 0)
+    bare_end = lax.div(top + 1 if masking.causal else length, block_kv)
+    begin = bare_begin = jnp.int32(0)
+    if masking.window is not None:
+        lowest = top - (masking.window - 1)
+        begin = jnp.minimum(lax.div(jnp.maximum(lowest, 0), block_kv), end)
+        bare_begin = lax.div(jnp.maximum(lowest + (rows - 1), 0) + (block_kv - 1), block_kv)
+    bare_begin = jnp.clip(bare_begin, begin, end)
+    bare_end = jnp.clip(bare_end, bare_begin, end)
+    return Blocks(begin, bare_begin, bare_end, end)
+
+
+def bend(
+    z: Array,
+    start: Array,
+    position: Array,
+    length: Array,
+    *,
+    scale: float,
+    masking: Masking,
+    slope: Array | None = None,
+    shift: Array | None = None,
+    masked: bool = True,
+    skipped: Array | None = None,
+) -> Array:
+    """Products q·k [R,N] to scores in units of log2, less `shift`; -inf where they are not seen.
+
+    Args:
+      z: of the query rows at `position` [R] and the slots from `start` on.
+      length: live slots.
+      scale, masking: as in `prefill_attention`.
+      slope: of the head, with ALiBi.
+      shift: in natural units.
+      masked: False where every row sees every slot.
+      skipped: how many of the first slots no row sees, if masked.
+    """
+    rows, n = z.shape
+
+    def across(x):
+        return lax.broadcast_in_dim(x, (rows, n), [0])
+
+    if masking.soft_cap is not None:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1)
+        twice = jnp.exp2(z * (2 * LOG2E * scale / masking.soft_cap))
+        z = masking.soft_cap * LOG2E * (1.0 - 2.0 / (twice + 1.0))
+    else:
+        z = z * (scale * LOG2E)
+    if shift is not None:
+        z = z - shift * LOG2E
+    if masking.alibi is None and not masked:
+        return z
+    slot = plgpu.broadcasted_iota(jnp.int32, (rows, n), 1, layout=MATRIX)
+    if masking.alibi is not None:
+        distance = slot - across(position - start)
+        z = z + slope * LOG2E * distance.astype(jnp.float32)
+    if masked:
+        stop = length - start
+        if masking.causal:
+            stop = across(jnp.minimum(position - start + 1, stop))
+        z = jnp.where(slot < stop, z, -jnp.inf)
+        if masking.window is not None:
+            lowest = across(position - (start + masking.window - 1))
+            z = jnp.where(slot >= lowest, z, -jnp.inf)
+        if skipped is not None:
+            z = jnp.where(slot >= skipped, z, -jnp.inf)
+    return z

@@ -1,0 +1,231 @@
+"""The Ampere kernel of prefill attention: interpreted, compiled for an A100, and run on newer GPUs.
+
+There it runs as it would on Ampere, by cp.async and mma, which every later GPU has as well.
+"""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.experimental.mosaic.gpu import utils as mosaic_gpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention import alibi_slopes
+from fdjax.pallas_kernels.attention import prefill_ampere as module
+from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.prefill_ampere import PrefillAmpereConfig, prefill_ampere
+
+from . import oracle
+from .tolerance import assert_attention, assert_same_bits
+
+try:
+    InterpretParams = plgpu.InterpretGPUParams
+except AttributeError:  # JAX 0.11.2
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as InterpretParams
+
+SMALL = PrefillAmpereConfig(block_q=64, block_kv=32)
+LARGE = PrefillAmpereConfig(block_q=128, block_kv=64)
+EVERY_MASK = Masking(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """The kernel in the interpreter, which knows neither mma nor cp.async.
+
+    Copies land at once, so a buffer that is filled too early shows.
+    """
+
+    def copy(src, dst):
+        dst[...] = src[...]
+
+    def mma(acc, a, b):
+        return acc + lax.dot(a, b, preferred_element_type=jnp.float32)
+
+    monkeypatch.setattr(module, "_copy", copy)
+    monkeypatch.setattr(module, "_as_left", lambda x: x)
+    monkeypatch.setattr(plgpu, "wait_gmem_to_smem", lambda n: None)
+    monkeypatch.setattr(plgpu, "mma", mma)
+    return functools.partial(prefill_ampere, interpret=InterpretParams(detect_races=True))
+
+
+@pytest.fixture
+def as_ampere(monkeypatch):
+    """Mosaic takes whatever GPU there is for one of compute capability 8.0."""
+    monkeypatch.setattr(mosaic_gpu_utils, "_infer_arch", lambda: (8, 0))
+
+
+def _operands(lengths, offsets, *, t, heads=2, kv_heads=1, s=136, d=64, dtype="bfloat16"):
+    """q, k, v, lengths, offsets; NaN past the lengths."""
+    rng = np.random.default_rng(0)
+    b = len(lengths)
+    lengths, offsets = np.asarray(lengths, np.int32), np.asarray(offsets, np.int32)
+    q = rng.normal(size=(b, t, heads, d))
+    k, v = rng.normal(size=(2, b, kv_heads, s, d))
+    dead = np.arange(s)[None, None, :, None] >= lengths[:, None, None, None]
+    k, v = (np.where(dead, np.nan, a) for a in (k, v))
+    return *(a.astype(jnp.dtype(dtype)) for a in (q, k, v)), lengths, offsets
+
+
+def _check(operands, run, *, masking=Masking(), **options):
+    q, k, v, lengths, offsets = operands
+    scale = q.shape[-1] ** -0.5
+    o, lse = run(q, k, v, lengths, offsets, scale=scale, masking=masking, **options)
+    k, v = (np.where(np.isnan(np.float32(a)), 0, a) for a in (k, v))
+    exact = oracle.attention(
+        *(np.float64(a) for a in (q, k, v)),
+        lengths,
+        offsets,
+        scale=scale,
+        **dataclasses.asdict(masking),
+    )
+    assert_attention(o, lse, exact, dtype=str(q.dtype), d=q.shape[-1], s=k.shape[2])
+    return np.asarray(o)
+
+
+def test_interpreted(interpreted):
+    """Ragged rows at offsets, a row without queries, a last block that repeats slots."""
+    operands = _operands([133, 70, 0], [3, 60, 0], t=130)
+    _check(operands, interpreted, config=SMALL)
+
+
+def test_interpreted_with_every_mask(interpreted):
+    masking = Masking(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
+    _check(_operands([130], [60], t=70), interpreted, config=LARGE, masking=masking)
+
+
+def test_interpreted_without_causality(interpreted):
+    """With less slots than a block, and with a window."""
+    operands = _operands([20], [0], t=64, s=24)
+    _check(operands, interpreted, config=SMALL, masking=Masking(causal=False))
+    operands = _operands([100], [0], t=64)
+    _check(operands, interpreted, config=SMALL, masking=Masking(causal=False, window=30))
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
+def test_interpreted_recomputation(interpreted):
+    """A score of 800 in the last row of one tile, one of -800 in all of another."""
+    q, k, v, lengths, offsets = _operands([130, 20], [2, 0], t=128)
+    q[0, 127], k[0, 0, 128] = 10.0, 10.0
+    q[1, :, 1], k[1, 0, :20] = 10.0, -10.0
+    o = _check((q, k, v, lengths, offsets), interpreted, config=SMALL)
+    np.testing.assert_array_equal(o[0, 127], np.broadcast_to(v[0, 0, 128], o[0, 127].shape))
+
+
+def _compiled(target, t, h, kv_heads, s, d, *, config=None, masking=Masking(), dtype=jnp.bfloat16):
+    from ..deviceless import compile_for
+
+    def spec(*shape, dtype=dtype):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    attend = functools.partial(prefill_ampere, scale=d**-0.5, masking=masking, config=config)
+    cache, row = spec(1, kv_heads, s, d), spec(1, dtype=jnp.int32)
+    return compile_for(target, attend, spec(1, t, h, d), cache, cache, row, row)
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "spilled_bytes"),
+    [
+        (dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0),
+        (dict(t=512, h=32, kv_heads=8, s=131072, d=128), 0),
+        (dict(t=1000, h=8, kv_heads=8, s=1000, d=128, dtype=jnp.float16), 0),
+        (dict(t=1000, h=8, kv_heads=2, s=1000, d=128, masking=EVERY_MASK), 0),
+        (dict(t=4096, h=32, kv_heads=8, s=4096, d=64), 16),
+        (dict(t=1000, h=8, kv_heads=4, s=1000, d=256), 16),
+    ],
+    ids=str,
+)
+def test_compiles_for_an_a100(case, spilled_bytes, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    text = _compiled("a100", **case).as_text()
+    assert "prefill_attention" in text
+    said = capfd.readouterr().out
+    assert "'sm_80'" in said
+    spills = re.findall(r"(\d+) bytes spill stores", said)
+    assert spills, "ptxas said nothing"
+    assert max(map(int, spills)) <= spilled_bytes
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("as_ampere")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("d", "masking"),
+    [
+        (64, Masking()),
+        (128, Masking()),
+        (256, Masking()),
+        (128, Masking(causal=False)),
+        (64, EVERY_MASK),
+        (128, EVERY_MASK),
+        (128, Masking(window=100)),
+        (128, Masking(causal=False, window=100)),
+    ],
+    ids=str,
+)
+def test_many_tiles(d, masking, dtype):
+    """Several tiles and blocks, ragged, at offsets; none of the sizes is a multiple of a tile."""
+    lengths, offsets = [700, 301, 0, 555], [203, 0, 0, 100]
+    shape = dict(t=497, heads=8, kv_heads=2, s=704, d=d)
+    _check(_operands(lengths, offsets, **shape, dtype=dtype), prefill_ampere, masking=masking)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("as_ampere")
+@pytest.mark.parametrize("row", [0, 63, 64, 127, 299])
+@pytest.mark.parametrize("size", [300.0, -300.0])
+def test_one_row_out_of_range(row, size):
+    """Far above and far below, wherever the row stands; rows of other tiles keep their bits."""
+    q, k, v, *rest = _operands([304], [4], t=300, heads=4, kv_heads=4, s=304, d=128)
+    k[:] = np.abs(k)
+    run = functools.partial(prefill_ampere, scale=0.1, masking=Masking())
+    clean, _ = run(q, k, v, *rest)
+    q[0, row, 2] = size
+    _check((q, k, v, *rest), prefill_ampere)
+    far, _ = run(q, k, v, *rest)
+    others = np.arange(300) // 128 != row // 128
+    assert_same_bits(np.asarray(far)[:, others], np.asarray(clean)[:, others])
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("as_ampere")
+@pytest.mark.parametrize(
+    "config", [SMALL, LARGE, dataclasses.replace(LARGE, block_kv=128)], ids=str
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_configs(config, d):
+    operands = _operands([520, 200], [0, 77], t=256, heads=4, kv_heads=4, s=520, d=d)
+    _check(operands, prefill_ampere, config=config)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("as_ampere")
+def test_a_layer_of_a_stack():
+    q, k, v, lengths, offsets = _operands([100, 37], [50, 0], t=50)
+    run = functools.partial(prefill_ampere, scale=0.1, masking=Masking())
+    alone = run(q, k, v, lengths, offsets)
+    stacks = (np.stack([np.full_like(a, np.nan), a]) for a in (k, v))
+    for one, of_stack in zip(alone, run(q, *stacks, lengths, offsets, layer=1), strict=True):
+        assert_same_bits(one, of_stack)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("as_ampere")
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_reruns_have_the_same_bits(d):
+    operands = _operands([2048, 1000], [0, 0], t=2048, heads=16, kv_heads=4, s=2048, d=d)
+    q, *rest = jax.device_put(operands)
+    attend = functools.partial(prefill_ampere, scale=0.1, masking=Masking())
+    first = jax.jit(attend)(q, *rest)
+
+    def differs(i, count):
+        again = attend(q + 0 * i.astype(q.dtype), *rest)
+        return count + sum(jnp.any(a != b) for a, b in zip(first, again, strict=True))
+
+    assert jax.jit(lambda: jax.lax.fori_loop(0, 300, differs, jnp.int32(0)))() == 0
