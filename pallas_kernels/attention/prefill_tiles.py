@@ -13,7 +13,8 @@ LOG2E = math.log2(math.e)
 # Below every score, and finite: the difference of two is zero, not NaN.
 LOWEST = -(2.0**120)
 
-# In registers: a tile [64·n, 8·m], as wgmma and as mma by four warps leave it; a value for each row.
+# In registers: a tile [64·n, 8·m], as wgmma leaves it, and mma of four warps one above another; a
+# value for each of its rows.
 MATRIX = plgpu.Layout.WGMMA
 COLUMN = MATRIX.reduce(1)
 
@@ -25,10 +26,6 @@ class Blocks(NamedTuple):
     bare_begin: Array  # from here every row sees every slot,
     bare_end: Array  # to here
     end: Array
-
-    @property
-    def steps(self) -> Array:
-        return self.end - self.begin
 
 
 def visible_blocks(

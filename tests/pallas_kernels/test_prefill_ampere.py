@@ -136,8 +136,8 @@ def _compiled(target, t, h, kv_heads, s, d, *, config=None, masking=Masking(), d
         (dict(t=512, h=32, kv_heads=8, s=131072, d=128), 0),
         (dict(t=1000, h=8, kv_heads=8, s=1000, d=128, dtype=jnp.float16), 0),
         (dict(t=1000, h=8, kv_heads=2, s=1000, d=128, masking=EVERY_MASK), 0),
-        (dict(t=4096, h=32, kv_heads=8, s=4096, d=64), 16),
-        (dict(t=1000, h=8, kv_heads=4, s=1000, d=256), 16),
+        (dict(t=4096, h=32, kv_heads=8, s=4096, d=64), 0),
+        (dict(t=1000, h=8, kv_heads=4, s=1000, d=256), 64),
     ],
     ids=str,
 )
