@@ -177,8 +177,8 @@ class Decoder(nnx.Module):
         """
         x = jnp.take(self.embed[...], tokens, axis=0)
         if self.embedding_scale != 1:
-            # Of a single row, XLA would multiply by this and the first norm's factor at once, and so
-            # round otherwise than in a batch.
+            # Of a single row, XLA would multiply by this and the first norm's factor at once, and
+            # so round otherwise than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(self.embedding_scale, x.dtype), x, plan)
         updated = []
         for block, layer_kv in zip(self.blocks, kv, strict=True):
