@@ -1,22 +1,25 @@
-"""Prefill attention on Ampere: warps that multiply from registers, copies one product ahead.
+"""Prefill attention on Ampere: warps that multiply from registers, and copies one product ahead.
 
-FastAttention (Lin et al. 2024), section 4.4, for GPUs of compute capability 8.x, which have neither
-TMA nor wgmma. One block of the grid is four warps with 64 or 128 query rows of a head, 16 or 32 for
-each warp. They keep the rows and their results in registers, read the slots of the cache from
-shared memory by ldmatrix and multiply by mma.m16n8k16. cp.async brings the values of a block of
-slots under the product of its keys, and the keys of the next block under the product with its
-values, so that one buffer for each is enough and several blocks of the grid share a multiprocessor.
+FlashAttention-2 (Dao 2023) with the two-level tiles and the masks of FastAttention (Lin et al.
+2024), sections 4.1 and 4.3, and the unified maximum of FlashDecoding++ (Hong et al. 2024), section
+3, for GPUs of compute capability 8.x, which have neither TMA nor wgmma. (The Volta of section 4.3
+is older than what Mosaic compiles for.)
 
-    m' = max(m, max(s)),   p = 2^(s − m'),   l = 2^(m − m')·l + Σ p,   o = 2^(m − m')·o + p·v
+A block of the grid is four warps with 64 or 128 query rows of a head, 16 or 32 for each warp.
+ldmatrix takes slots of the cache from shared memory to registers, and mma.m16n8k16 multiplies
+there: P never leaves them. cp.async brings the values of a block of slots under the product with
+its keys, and the keys of the next block under that with its values. So one buffer for each is
+enough, (block_q + 2·block_kv)·D·2 bytes in all, and two blocks of the grid share a multiprocessor:
+the vector units of one work under the tensor cores of the other.
 
-with s in units of log2 (online softmax: Milakov and Gimelshein 2018; Dao 2023). l sums the rounded
-p that enters p·v, so a row dominated by one key returns its value exactly. There is no unified
-maximum here.
+The maximum, the check that makes it safe, what happens where it is not (on a path that masks every
+block) and the masks are those of `prefill_mosaic`.
 
-**Masks.** There is none in memory. Blocks of slots that no row of a tile sees are skipped, those
-that every row sees take a path without masking, and the others compare positions.
+It cannot avoid 4·D FLOPs for each (query, key) pair that is seen, and reads K and V once for each
+block_q query rows of each head, mostly from L2.
 
-It cannot avoid 4·D FLOPs for each (query, key) pair that is seen.
+Compiled for an A100 without spills at D = 64 and, up to 8192 slots, 128; its results and its speed
+were measured on an H100 only, which has the same instructions (benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -49,9 +52,11 @@ class PrefillAmpereConfig:
     """How the work is cut.
 
     Attributes:
-      block_q: query rows of a tile, 64 or 128. More take more registers, and less often the same
-        slots from shared memory.
+      block_q: query rows of a tile, 64 or 128. More of them need more registers and read the
+        cache less often.
       block_kv: slots per step, a multiple of 32.
+      held: keep the query rows in registers; otherwise read them from shared memory at each step.
+      unified: False runs online softmax.
     """
 
     block_q: int = 64
@@ -66,16 +71,13 @@ class PrefillAmpereConfig:
             raise ValueError(f"prefill_attention: block_kv must be a multiple of 32, got {self}")
 
 
-_CONFIGS = {
-    64: PrefillAmpereConfig(block_q=128, block_kv=64),
-    128: PrefillAmpereConfig(block_q=64, block_kv=64),
-    256: PrefillAmpereConfig(block_q=64, block_kv=32, held=False),
-}
-
-
-def default_config(d: int) -> PrefillAmpereConfig:
-    """What fits the registers of Ampere without spilling."""
-    return _CONFIGS[d]
+def default_config(d: int, s: int) -> PrefillAmpereConfig:
+    """What measured best on an H100 at D = 64 and 128 (benchmarks/LOG.md); otherwise what fits."""
+    if d == 64:
+        return PrefillAmpereConfig(block_q=128)
+    if d == 256:
+        return PrefillAmpereConfig(block_kv=32, held=False)
+    return PrefillAmpereConfig(block_q=128, held=False) if s > 8192 else PrefillAmpereConfig()
 
 
 @functools.partial(
@@ -100,16 +102,17 @@ def prefill_ampere(
 ) -> tuple[Array, Array | None]:
     """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
 
-    Jitted, so that the layers of a model share one lowering.
+    Jitted, so that the layers of a model share one lowering. With `rows` [B] int32, k and v have
+    more rows than q, and these are its.
     """
     b, t, h, d = q.shape
+    s = k.shape[-2]
     _check_supported(q)
-    config = config or default_config(d)
+    config = config or default_config(d, s)
     if q.dtype == jnp.float16 or not unified:
         config = dataclasses.replace(config, unified=False)
     tiles = pl.cdiv(t, config.block_q)
     q = _pad(q, 1, tiles * config.block_q)
-    s = k.shape[-2]
     k, v = (_pad(cache, cache.ndim - 2, max(s, config.block_kv)) for cache in (k, v))
     operands = dict(
         q=q.reshape(b, tiles * config.block_q, h * d),
@@ -173,7 +176,7 @@ def _check_supported(q: Array) -> None:
         raise NotImplementedError(
             f"prefill_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
         )
-    if d not in _CONFIGS:
+    if d not in (64, 128, 256):
         raise NotImplementedError(
             f"prefill_attention: mosaic_gpu on Ampere needs D of 64, 128 or 256, got {d}"
         )
@@ -269,15 +272,18 @@ def _prefill_kernel(
             o = plgpu.mma(o, _as_left(p[:, i : i + _K]), values)
         return o, l
 
-    def over_blocks(step, carry):
+    def over_blocks(step, carry, *, mask_all=False):
         """Runs step(j, carry, masked) over the blocks of slots."""
         copy(k, blocks.begin, k_s)
         masked = functools.partial(step, masked=True)
-        if masking.window is not None:
-            carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
-        bare = functools.partial(step, masked=False)
-        carry = lax.fori_loop(blocks.bare_begin, blocks.bare_end, bare, carry)
-        carry = lax.fori_loop(blocks.bare_end, blocks.end, masked, carry)
+        if mask_all:
+            carry = lax.fori_loop(blocks.begin, blocks.end, masked, carry)
+        else:
+            if masking.window is not None:
+                carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
+            bare = functools.partial(step, masked=False)
+            carry = lax.fori_loop(blocks.bare_begin, blocks.bare_end, bare, carry)
+            carry = lax.fori_loop(blocks.bare_end, blocks.end, masked, carry)
         plgpu.wait_gmem_to_smem(0)
         return carry
 
@@ -293,7 +299,7 @@ def _prefill_kernel(
 
         return over_blocks(step, nothing)
 
-    def attend_online():
+    def attend_online(**options):
         """o, l and the maximum of each row, in natural units."""
 
         def step(j, carry, masked):
@@ -304,7 +310,7 @@ def _prefill_kernel(
             o, added = add_values(o * across(shrink, d), z - across(new, n), j, masked)
             return o, l * shrink + added, new
 
-        o, l, top = over_blocks(step, (*nothing, full((m,), LOWEST, COLUMN)))
+        o, l, top = over_blocks(step, (*nothing, full((m,), LOWEST, COLUMN)), **options)
         return o, l, top * (1 / LOG2E)
 
     if not config.unified:
@@ -317,7 +323,8 @@ def _prefill_kernel(
         scratch["unsafe"][...] = jnp.where(safe, 0.0, jnp.where(padding, 0.0, 1.0))
         unsafe = plgpu.load(scratch["unsafe"], layout=MATRIX.reduce(0))
         scratch["again"][0] = unsafe.max(axis=0).astype(jnp.int32)
-        o, l, top = lax.cond(scratch["again"][0] > 0, attend_online, lambda: (o, l, top))
+        again = functools.partial(attend_online, mask_all=True)  # rare, and so half the code
+        o, l, top = lax.cond(scratch["again"][0] > 0, again, lambda: (o, l, top))
 
     seen = ~padding & (l > 0.0)
     inverse = across(jnp.where(seen, 1.0 / l, 0.0), d)

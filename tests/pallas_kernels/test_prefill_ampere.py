@@ -171,8 +171,8 @@ def test_compiles_for_an_a100(case, spilled_bytes, monkeypatch, capfd):
 )
 def test_many_tiles(d, masking, dtype):
     """Several tiles and blocks, ragged, at offsets; none of the sizes is a multiple of a tile."""
-    lengths, offsets = [700, 301, 0, 555], [203, 0, 0, 100]
-    shape = dict(t=497, heads=8, kv_heads=2, s=704, d=d)
+    lengths, offsets = [712, 301, 0, 555], [215, 0, 0, 100]
+    shape = dict(t=497, heads=8, kv_heads=2, s=712, d=d)
     _check(_operands(lengths, offsets, **shape, dtype=dtype), prefill_ampere, masking=masking)
 
 
