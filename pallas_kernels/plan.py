@@ -183,6 +183,12 @@ def resolve(plan: Plan | None, implementation: str | None, op: str, **shape: int
     return plan.choose(op, **shape)
 
 
+def on_ampere(plan: Plan | None) -> bool:
+    """Whether kernels must do without the TMA and wgmma of Hopper, which is taken for granted."""
+    capability = plan.compute_capability if plan is not None else None
+    return capability is not None and capability < (9, 0)
+
+
 def check_implementation(op: str, implementation: str) -> None:
     """Raise ValueError for a name that is no implementation at all."""
     if implementation not in IMPLEMENTATIONS:

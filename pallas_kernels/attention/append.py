@@ -12,7 +12,7 @@ from fdjax.pallas_kernels.attention.decode_mosaic import append_decode_mosaic
 from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
 from fdjax.pallas_kernels.attention.prefill import prefill_attention
 from fdjax.pallas_kernels.attention.prefill_front import can_write_chunk, write_chunk_mosaic
-from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.plan import Plan, on_ampere
 from fdjax.pallas_kernels.rope import rotate
 
 
@@ -132,7 +132,8 @@ def append_prefill_attention(
     q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, rows)
     choice = choose_attention("prefill_attention", q, k_cache, masking, implementation, plan)
     index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
-    if choice.implementation == "mosaic_gpu" and can_write_chunk(qkv, k_cache, rotation):
+    on_hopper = choice.implementation == "mosaic_gpu" and not on_ampere(plan)
+    if on_hopper and can_write_chunk(qkv, k_cache, rotation):
         live = lengths - offsets
         q, k_cache, v_cache = write_chunk_mosaic(
             qkv, k_cache, v_cache, index, offsets, live, *rotation

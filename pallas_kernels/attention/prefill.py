@@ -9,9 +9,10 @@ from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import prefill_cudnn
 from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
+from fdjax.pallas_kernels.attention.prefill_ampere import PrefillAmpereConfig, prefill_ampere
 from fdjax.pallas_kernels.attention.prefill_mosaic import PrefillAttentionConfig, prefill_mosaic
 from fdjax.pallas_kernels.attention.xla import attention_xla
-from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.plan import Plan, on_ampere
 
 
 def prefill_attention(
@@ -59,7 +60,8 @@ def prefill_attention(
         often leave the safe range; "mosaic_gpu" only.
       return_lse: also return the logsumexp of the scores.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
-      plan: consulted when no implementation is named; without either, XLA.
+      plan: consulted when no implementation is named; without either, XLA. Of two kernels of
+        "mosaic_gpu" it takes that for Ampere on compute capability 8.x.
 
     Returns:
       o [B, T, H, D] in the dtype of q, or (o, lse [B, T, H] fp32; -inf for padding).
@@ -79,7 +81,11 @@ def prefill_attention(
         raise ValueError(f"prefill_attention: phi must be [{h}], got {list(phi.shape)}")
     choice = choose_attention("prefill_attention", q, k, masking, implementation, plan)
     if choice.implementation == "mosaic_gpu":
-        o, lse = prefill_mosaic(
+        if on_ampere(plan):
+            kernel, config_type = prefill_ampere, PrefillAmpereConfig
+        else:
+            kernel, config_type = prefill_mosaic, PrefillAttentionConfig
+        o, lse = kernel(
             q,
             k,
             v,
@@ -92,7 +98,7 @@ def prefill_attention(
             layer=layer,
             rows=rows,
             return_lse=return_lse,
-            config=PrefillAttentionConfig(**dict(choice.config)) if choice.config else None,
+            config=config_type(**dict(choice.config)) if choice.config else None,
         )
         return (o, lse) if return_lse else o
     if layer is not None:

@@ -15,10 +15,15 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils as mosaic_gpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.attention import alibi_slopes
+from fdjax.pallas_kernels.attention import (
+    alibi_slopes,
+    append_prefill_attention,
+    prefill_attention,
+)
 from fdjax.pallas_kernels.attention import prefill_ampere as module
 from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.prefill_ampere import PrefillAmpereConfig, prefill_ampere
+from fdjax.pallas_kernels.plan import Plan
 
 from . import oracle
 from .tolerance import assert_attention, assert_same_bits
@@ -170,6 +175,30 @@ def test_compiles_for_an_a100(case, spilled_bytes, monkeypatch, capfd):
     spills = re.findall(r"(\d+) bytes spill stores", said)
     assert spills, "ptxas said nothing"
     assert max(map(int, spills)) <= spilled_bytes
+
+
+@pytest.mark.deviceless
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
+def test_a_plan_for_ampere_takes_this_kernel(capability):
+    from ..deviceless import compile_for, kernel_names
+
+    def spec(*shape, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    plan = Plan.for_kind("NVIDIA A100-SXM4-80GB", capability)
+    options = dict(scale=0.1, implementation="mosaic_gpu", plan=plan)
+    cache, row = spec(1, 2, 256, 128), spec(1, dtype=jnp.int32)
+    attend = functools.partial(prefill_attention, **options)
+    compiled = compile_for("a100", attend, spec(1, 128, 8, 128), cache, cache, row)
+    assert kernel_names(compiled) == ["prefill_attention"]
+    angle = spec(1, 128, 64, dtype=jnp.float32)
+    append = functools.partial(append_prefill_attention, **options)
+    qkv = spec(1, 128, 2, 6, 128)
+    compiled = compile_for(
+        "a100", append, qkv, cache, cache, row, row, kwargs=dict(rotation=(angle, angle))
+    )
+    assert kernel_names(compiled) == ["prefill_attention"]
 
 
 @pytest.mark.gpu
