@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import peers
-from fdjax.bench.record import Record, Row, emit, environment
+from fdjax.bench.record import Record, Row, emit, environment, write
 
 # Implementations named beyond the measured choice, by op.
 PLANS: dict[str, dict[str, str]] = {
@@ -190,6 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         for rows, costs in measured:
             record.rows += rows
             record.costs |= costs
+            if args.output:  # a run that is cut off keeps what it has
+                write(record, args.output)
 
     if args.peers:
         problem = peers.missing()

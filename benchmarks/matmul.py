@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fdjax.bench.ceiling import measure_ceiling
-from fdjax.bench.record import Record, Row, emit, environment, read
+from fdjax.bench.record import Record, Row, emit, environment, read, write
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.tune import ROWS, LinearShape, time_linear
@@ -144,6 +144,8 @@ def main() -> int:
             if args.only in name:
                 print(f"measuring {name}", file=sys.stderr, flush=True)
                 record.rows += measure_layer(name, shape, rows, plan, args.runs, args.passes)
+                if args.output:  # a run that is cut off keeps what it has
+                    write(record, args.output)
     record.finish(measure_ceiling(matmul_size=0, kernels=[before["read_kernel"]]))
     print(summary(record.rows))
     emit(record, args.output)
