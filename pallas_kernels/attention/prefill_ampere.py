@@ -18,8 +18,8 @@ block) and the masks are those of `prefill_mosaic`.
 It cannot avoid 4·D FLOPs for each (query, key) pair that is seen, and reads K and V once for each
 block_q query rows of each head, mostly from L2.
 
-Compiled for an A100 without spills at D = 64 and, up to 8192 slots, 128; its results and its speed
-were measured on an H100 only, which has the same instructions (benchmarks/LOG.md).
+In bfloat16 it compiles for an A100 without spills at D = 64 and, up to 8192 slots, 128; its results
+and its speed were measured on an H100 only, which has these instructions too (benchmarks/LOG.md).
 """
 
 import dataclasses
