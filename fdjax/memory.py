@@ -23,8 +23,6 @@ _LOGITS = 5.3
 # Scores that XLA's attention keeps below this many bytes, and their share with P beside them.
 _SCORES_BYTES = 256 * 2**20
 _SCORES_AND_P = 1.5
-# Results [T, E] of layers that XLA adds up only where they are read, with the residual stream.
-_RESIDUALS = 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -181,9 +179,8 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     """Bytes that the largest call takes beside weights and cache.
 
     FlashDecoding++Next (Dai et al., section V) needs three buffers for a chunk of B·T tokens, of
-    B·T·(2E + F) values. A gated MLP has its product of 2F values and the F made of them at once,
-    and XLA adds results to the residual stream only where they are read, keeping up to six of E:
-    B·T·(6E + 3F).
+    B·T·(2E + F) values. A gated MLP has its product of 2F values and the F made of them at once:
+    B·T·(2E + 3F).
 
     Args:
       model: the model.
@@ -195,14 +192,15 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     itemsize = jnp.dtype(model.dtype).itemsize
     tokens = call_tokens(max_len, batch)
     rows = rows_of_call(max(chunks_for(max_len)), batch)
-    mlp = tokens * (_RESIDUALS * c.width + 3 * c.mlp_width) * itemsize
-    # Q, K and V, rotated Q, the result; the residual stream is at its shortest here.
+    mlp = tokens * (2 * c.width + 3 * c.mlp_width) * itemsize
+    # The residual stream; Q, K and V; rotated Q or the result.
     heads = 2 * (c.heads + c.kv_heads) * c.head_dim
-    attention = tokens * (_RESIDUALS // 2 * c.width + heads) * itemsize
+    attention = tokens * (c.width + heads) * itemsize
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
-    if rows < batch:  # A copy of the rows that take part
+    runs = _prefill_implementations(model, rows, tokens // rows, slots)
+    if rows < batch and runs != {"mosaic_gpu"}:  # A copy of the rows that take part
         attention += 2 * rows * row_bytes
-    if _runs_xla(model, rows, tokens // rows, slots):
+    if "xla" in runs:
         scores = 4 * rows * c.heads * (tokens // rows) * slots
         # And the values with those that no query sees as zeros.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
@@ -214,18 +212,17 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     return max(mlp, attention, logits) + blas
 
 
-def _runs_xla(model: Model, rows: int, tokens: int, slots: int) -> bool:
-    """Whether attention over a prompt keeps its scores in memory, in some layer."""
+def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -> set[str]:
+    """What runs attention over a prompt, in some layer."""
     c = model.config
     shape = {"b": rows, "t": tokens, "h": c.heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
     itemsize = jnp.dtype(model.dtype).itemsize
-    return any(
-        model.plan.choose(
-            "prefill_attention", **shape, itemsize=itemsize, masks=int(masks)
-        ).implementation
-        == "xla"
-        for masks in {is_masked(spec) for spec in c.attention}
+    masked = {is_masked(spec) for spec in c.attention}
+    choices = (
+        model.plan.choose("prefill_attention", **shape, itemsize=itemsize, masks=int(masks))
+        for masks in masked
     )
+    return {choice.implementation for choice in choices}
 
 
 def is_masked(spec: AttentionSpec) -> bool:

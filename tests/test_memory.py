@@ -28,6 +28,7 @@ from fdjax.step import decode_steps, prefill
 
 CONFIGS = Path(__file__).parent / "hf_fixtures" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="xla")
+KERNELS = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
 
 
 @functools.cache
@@ -245,18 +246,33 @@ def temp_bytes_of_prefill(m, batch, slots, rows, width):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b"])
 @pytest.mark.parametrize(
-    ("batch", "length", "rows", "width"),
-    [(1, 2048, 1, 1024), (4, 2048, 4, 1024), (32, 2048, 8, 1024), (16, 512, 16, 512)],
+    ("plan", "batch", "length", "rows", "width"),
+    [
+        (H100, 1, 2048, 1, 1024),
+        (H100, 4, 2048, 4, 1024),
+        (H100, 32, 2048, 8, 1024),
+        (H100, 16, 512, 16, 512),
+        (KERNELS, 1, 2048, 1, 1024),
+        (KERNELS, 32, 2048, 8, 1024),
+    ],
+    ids=lambda value: "kernels" if value is KERNELS else "xla" if value is H100 else None,
 )
-def test_workspace_is_that_of_the_compiler(name, batch, length, rows, width):
+def test_workspace_is_that_of_the_compiler(name, plan, batch, length, rows, width):
     """Three layers in full size: XLA reuses the buffers of one layer in the next."""
-    m = model(name, layers=3)
+    m = model(name, layers=3, plan=plan)
     temp = temp_bytes_of_prefill(m, batch, length, rows, width)
     planned = workspace_bytes(m, batch, length, length)
     # Of the whole model, which is what has to fit, the workspace is a few percent.
     whole = plan_memory(model(name), batch=batch, max_len=length)
     assert abs(planned - temp) <= 0.01 * whole.total_bytes
     assert temp <= 1.02 * planned
+
+
+@pytest.mark.deviceless
+def test_a_long_prompt_takes_no_more_workspace_than_a_short_one():
+    m = model("llama-3-8b", layers=2, plan=KERNELS)
+    short, long = (temp_bytes_of_prefill(m, 1, slots, 1, 1024) for slots in (2**14, 2**17))
+    assert long <= 1.05 * short
 
 
 @pytest.mark.deviceless
