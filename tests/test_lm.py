@@ -398,6 +398,7 @@ def check_run(lm, prompt, tokens, logprobs):
     np.testing.assert_allclose(logprobs, likeliest, atol=1e-4, err_msg=f"{len(prompt)} tokens")
 
 
+@pytest.mark.slow
 def test_prompts_across_chunk_boundaries(long_lm, full_compiles):
     sequence = np.random.default_rng(0).integers(0, 256, 2049).tolist()
     for length in (127, 128, 129, 511, 512, 513, 640, 2049):

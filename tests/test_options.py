@@ -77,6 +77,7 @@ def test_a_batch_of_different_options_is_each_alone(lm):
 # --- history
 
 
+@pytest.mark.slow
 def test_the_history_of_a_prompt_in_several_chunks_is_whole():
     """Against processors applied to logits of passes without a cache."""
     config = {
@@ -117,6 +118,7 @@ def test_the_history_of_a_prompt_in_several_chunks_is_whole():
 SAMPLED = {"temperature": 1.2, "top_k": 40, "max_new_tokens": 8, "eos_token_id": None}
 
 
+@pytest.mark.slow
 def test_none_in_a_list_is_as_if_not_given(lm):
     texts = [prompts()[1]] * 2
     usual = lm.generate(texts[0], max_new_tokens=8, **GREEDY).tokens[0]
@@ -246,6 +248,7 @@ def last_plus_one(ids, lengths, scores):
     return jnp.where(jnp.arange(scores.shape[-1])[None] == wanted, scores, -jnp.inf)
 
 
+@pytest.mark.slow
 def test_custom_logits_processors(lm):
     even = lm.generate(prompts()[1:4], max_new_tokens=6, logits_processors=only_even, **GREEDY)
     assert all(token % 2 == 0 for row in even.tokens for token in row)

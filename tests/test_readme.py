@@ -47,6 +47,7 @@ def test_the_two_commands_are_lines_of_their_own():
     assert lines.count("pip install -e '.[cuda13]'") == 1
 
 
+@pytest.mark.slow
 def test_the_python_runs(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     names: dict = {}
