@@ -28,6 +28,8 @@ It cannot avoid 4·D FLOPs for each (query, key) pair that is seen.
 
 import dataclasses
 import functools
+import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,22 +38,18 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.masks import Masking
-from fdjax.pallas_kernels.attention.prefill_tiles import (
-    COLUMN,
-    LOG2E,
-    LOWEST,
-    MATRIX,
-    Blocks,
-    bend,
-    visible_blocks,
-)
 
+_LOG2E = math.log2(math.e)
 _SAFE = (2.0**-60, 2.0**100)
+# Below every score, and finite: the difference of two is zero, not NaN.
+_LOWEST = -(2.0**120)
 
 _ROWS = 64  # query rows of a warpgroup: M of wgmma
 _CONSUMERS = 2  # warpgroups that compute
 _TILE = _CONSUMERS * _ROWS
 _BLOCK_KV = {64: 256, 96: 128, 128: 128, 256: 64}  # by D
+_MATRIX = plgpu.Layout.WGMMA
+_COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,6 +202,39 @@ def _check_supported(q: Array, s: int) -> None:
         )
 
 
+class _Blocks(NamedTuple):
+    """Blocks of slots that a tile of query rows sees, as scalars."""
+
+    begin: Array
+    bare_begin: Array  # from here every row sees every slot,
+    bare_end: Array  # to here
+    end: Array
+
+    @property
+    def steps(self) -> Array:
+        return self.end - self.begin
+
+
+def _visible_blocks(first, length, offset, *, t, masking, config) -> _Blocks:
+    """Of the query rows from `first`, at positions from `offset + first`."""
+    bk = config.block_kv
+    top = offset + first
+    bottom = jnp.minimum(jnp.minimum(top + _TILE, offset + t), length)
+    seen = bottom if masking.causal else length
+    end = jnp.where(bottom > top, lax.div(seen + (bk - 1), bk), 0)
+    bare_end = lax.div(top + 1 if masking.causal else length, bk)
+    begin = bare_begin = jnp.int32(0)
+    if masking.window is not None:
+        lowest = top - (masking.window - 1)
+        begin = jnp.minimum(lax.div(jnp.maximum(lowest, 0), bk), end)
+        bare_begin = lax.div(jnp.maximum(lowest + (_TILE - 1), 0) + (bk - 1), bk)
+    bare_begin = jnp.clip(bare_begin, begin, end)
+    bare_end = jnp.clip(bare_end, bare_begin, end)
+    if not config.skip_masks:
+        bare_begin = bare_end = begin
+    return _Blocks(begin, bare_begin, bare_end, end)
+
+
 def _prefill_kernel(
     inputs,  # q [B,T,H,D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, phi, slopes)
     outputs,  # o [B,T,H,D], (lse [B,H,T])
@@ -225,17 +256,13 @@ def _prefill_kernel(
     first = (pl.cdiv(t, _TILE) - 1 - lax.axis_index("tile")) * _TILE
     length = jnp.minimum(inputs["lengths"][row], slots)
     offset = inputs["offsets"][row]
-    blocks = visible_blocks(
-        first, length, offset, t=t, rows=_TILE, block_kv=config.block_kv, masking=masking
-    )
-    if not config.skip_masks:
-        blocks = Blocks(blocks.begin, blocks.begin, blocks.begin, blocks.end)
+    blocks = _visible_blocks(first, length, offset, t=t, masking=masking, config=config)
 
     @pl.when(warpgroup == _CONSUMERS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
 
-        @pl.when(blocks.end > blocks.begin)
+        @pl.when(blocks.steps > 0)
         def _():
             for w in range(_CONSUMERS):
                 rows = inputs["q"].at[row, pl.ds(first + w * _ROWS, _ROWS), head]
@@ -316,10 +343,10 @@ def _zero_dead(values, live):
     bk, d = values.shape
     width = 64 if d % 64 == 0 else 32
     for start in range(0, bk, 64):
-        slots = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=MATRIX) + start
+        slots = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=_MATRIX) + start
         for column in range(0, d, width):
             part = values.at[pl.ds(start, 64), pl.ds(column, width)]
-            x = plgpu.load(part, layout=MATRIX)
+            x = plgpu.load(part, layout=_MATRIX)
             part[...] = jnp.where(slots < live, x, jnp.zeros_like(x))
 
 
@@ -353,7 +380,7 @@ def _consume(
     )
     bk, d = config.block_kv, q_s.shape[-1]
     dtype = out.dtype
-    position = top + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=COLUMN)
+    position = top + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_COLUMN)
 
     def across(x, n):
         return lax.broadcast_in_dim(x, (_ROWS, n), [0])
@@ -365,6 +392,33 @@ def _consume(
         plgpu.barrier_arrive(turn)
         plgpu.barrier_wait(turn)
 
+    def bent(z, j, masked, shift):
+        """Scores in units of log2, less `shift`."""
+        if masking.soft_cap is not None:
+            # tanh(x) = 1 - 2 / (exp(2x) + 1)
+            twice = jnp.exp2(z * (2 * _LOG2E * scale / masking.soft_cap))
+            z = masking.soft_cap * _LOG2E * (1.0 - 2.0 / (twice + 1.0))
+        else:
+            z = z * (scale * _LOG2E)
+        if shift is not None:
+            z = z - shift * _LOG2E
+        if masking.alibi is None and not masked:
+            return z
+        start = j * bk
+        slot = plgpu.broadcasted_iota(jnp.int32, (_ROWS, bk), 1, layout=_MATRIX)
+        if masking.alibi is not None:
+            distance = slot - across(position - start, bk)
+            z = z + slope * _LOG2E * distance.astype(jnp.float32)
+        if masked:
+            stop = length - start
+            if masking.causal:
+                stop = across(jnp.minimum(position - start + 1, stop), bk)
+            z = jnp.where(slot < stop, z, -jnp.inf)
+            if masking.window is not None:
+                lowest = across(position - (start + masking.window - 1), bk)
+                z = jnp.where(slot >= lowest, z, -jnp.inf)
+        return z
+
     def scores(j, stage, masked, shift=None):
         plgpu.barrier_wait(k_full.at[stage])
 
@@ -375,17 +429,7 @@ def _consume(
 
         z = pl.run_scoped(product, plgpu.ACC((_ROWS, bk), jnp.float32))
         plgpu.barrier_arrive(k_empty.at[stage])
-        return bend(
-            z,
-            j * bk,
-            position,
-            length,
-            scale=scale,
-            masking=masking,
-            slope=slope,
-            shift=shift,
-            masked=masked,
-        )
+        return bent(z, j, masked, shift)
 
     def add_values(acc, z, l, stage):
         """acc += P·V; returns l + the row sums of P."""
@@ -419,7 +463,7 @@ def _consume(
         pl.when(warpgroup == 0)(pass_turn)
         return carry
 
-    zero = full((_ROWS,), 0.0, COLUMN)
+    zero = full((_ROWS,), 0.0, _COLUMN)
 
     def attend_unified(acc):
         """o and l of all blocks, with φ for a maximum."""
@@ -450,7 +494,7 @@ def _consume(
             plgpu.barrier_arrive(v_empty.at[stage])
             return o * across(shrink, d) + values, l, new
 
-        start = (full((_ROWS, d), 0.0, MATRIX), zero, full((_ROWS,), LOWEST, COLUMN))
+        start = (full((_ROWS, d), 0.0, _MATRIX), zero, full((_ROWS,), _LOWEST, _COLUMN))
         return over_blocks(block, done, start)
 
     def store(o, l, m):
@@ -469,11 +513,11 @@ def _consume(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_s, out.at[:, pl.ds(column, width)])
 
-    pl.when(blocks.end > blocks.begin)(lambda: plgpu.barrier_wait(scratch["q_full"].at[warpgroup]))
+    pl.when(blocks.steps > 0)(lambda: plgpu.barrier_wait(scratch["q_full"].at[warpgroup]))
 
     def run_online(done):
         o, l, m = attend_online(done)
-        store(o, l, m * (1 / LOG2E))
+        store(o, l, m * (1 / _LOG2E))
 
     if not config.unified:
         run_online(0)
@@ -483,7 +527,7 @@ def _consume(
         safe = (l >= _SAFE[0]) & (l <= _SAFE[1]) & finite
         unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(position < bottom, 1.0, 0.0))
         store(o, l, zero if phi is None else zero + phi)  # commits unsafe_s as well
-        unsafe = plgpu.load(unsafe_s, layout=MATRIX.reduce(0))
+        unsafe = plgpu.load(unsafe_s, layout=_MATRIX.reduce(0))
         scratch["again"][warpgroup] = unsafe.max(axis=0).astype(jnp.int32)
         plgpu.barrier_arrive(scratch["voted"])
         plgpu.barrier_wait(scratch["voted"])
@@ -491,6 +535,6 @@ def _consume(
         @pl.when(_is_again(scratch))
         def _():
             plgpu.wait_smem_to_gmem(0)  # the two stores of a tile must not pass each other
-            run_online(blocks.end - blocks.begin)
+            run_online(blocks.steps)
 
     plgpu.wait_smem_to_gmem(0)
