@@ -338,6 +338,7 @@ def tables(tmp_path, monkeypatch):
     return folder
 
 
+@pytest.mark.slow
 def test_figures_are_drawn_from_records(results, tables, monkeypatch, tmp_path, capsys):
     plots = plots_module(monkeypatch)
     monkeypatch.setattr(plots.Results.__init__, "__defaults__", (tables,))

@@ -17,6 +17,7 @@ CLOSE = {"rel": 1e-4, "abs": 1e-3}
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
+@pytest.mark.slow
 def test_log_likelihoods_of_choices_are_those_of_transformers():
     lm = fdjax.load("tiny", dtype="float32", compilation_cache=False, progress=False)
     lines = (FOLDER / "questions.jsonl").read_text(encoding="utf-8").splitlines()

@@ -48,6 +48,7 @@ def runs():
     return json.loads((FIXTURES / "generate.json").read_text(encoding="utf-8"))
 
 
+@pytest.mark.slow
 def test_runs_are_those_of_transformers_alone_and_in_a_batch(lm):
     for run in runs():
         options = GREEDY | {"max_new_tokens": 24} | run["options"]
