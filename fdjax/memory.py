@@ -179,8 +179,8 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     """Bytes that the largest call takes beside weights and cache.
 
     FlashDecoding++Next (Dai et al., section V) needs three buffers for a chunk of B·T tokens, of
-    B·T·(2E + F) values. A gated MLP has its product of 2F values and the F made of them at once:
-    B·T·(2E + 3F).
+    B·T·(2E + F) values. A gated MLP has its product of 2F values and the F made of them at once,
+    and the XLA of JAX 0.11 keeps the residual stream a third time: B·T·(3E + 3F).
 
     Args:
       model: the model.
@@ -192,7 +192,7 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     itemsize = jnp.dtype(model.dtype).itemsize
     tokens = call_tokens(max_len, batch)
     rows = rows_of_call(max(chunks_for(max_len)), batch)
-    mlp = tokens * (2 * c.width + 3 * c.mlp_width) * itemsize
+    mlp = tokens * 3 * (c.width + c.mlp_width) * itemsize
     # The residual stream; Q, K and V; rotated Q or the result.
     heads = 2 * (c.heads + c.kv_heads) * c.head_dim
     attention = tokens * (c.width + heads) * itemsize
