@@ -303,6 +303,7 @@ def test_many_reruns_have_the_same_bits(d):
 
     def differs(i, count):
         again = attend(q + 0 * i.astype(q.dtype), *rest)
-        return count + sum(jnp.any(a != b) for a, b in zip(first, again, strict=True))
+        wrong = [jnp.any(a != b) for a, b in zip(first, again, strict=True)]
+        return count + jnp.sum(jnp.stack(wrong), dtype=jnp.int32)
 
     assert jax.jit(lambda: jax.lax.fori_loop(0, 300, differs, jnp.int32(0)))() == 0
