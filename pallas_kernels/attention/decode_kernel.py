@@ -1,7 +1,5 @@
 """The kernel of decode attention: a split of a row's cache for one KV head; see `decode_mosaic`."""
 
-import functools
-
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -9,7 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.decode_combine import merge, write_result
 from fdjax.pallas_kernels.attention.decode_front import append_token, load_front, rotate_rows
-from fdjax.pallas_kernels.attention.decode_tiles import LOG2E, LOWEST, ROW, TILE, TILES
+from fdjax.pallas_kernels.attention.decode_tiles import LOG2E, LOWEST, ROW, TILE
 
 # In log2 units: a split is healthy with a denominator in this range about its m, and m is moved to
 # the maximum of the first block where that is further away.
@@ -29,9 +27,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
       t, group, scale, masking, config: see `decode_mosaic`.
     """
     out_g, lse_g = outputs
-    q_s, p_s, o_s, l_s, m_s, out_s, lse_s = (
-        smem[name] for name in ("q", "p", "o", "l", "m", "out", "lse")
-    )
+    q_s, p_s, (loads, results) = (smem[name] for name in ("q", "p", "loads_or_results"))
+    k_s, v_s = loads["k"], loads["v"]
+    o_s, l_s, m_s, out_s, lse_s = (results[name] for name in ("o", "l", "m", "out", "lse"))
     (d, padded), bk, splits = o_s.shape, config.block_kv, config.splits
     row, head, split = (lax.axis_index(axis) for axis in ("row", "head", "split"))
     zero = row * 0
@@ -94,11 +92,11 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         if "qkv" in inputs:
             rotate_rows(smem)
 
-    def scores(step, k_s, first_pass):
+    def scores(step, keys, first_pass):
         """[block, R] scores in units of log2, and which of them count."""
 
         def product(acc):
-            plgpu.wgmma(acc, k_s, q_s.at[pl.ds(0, padded)].T)
+            plgpu.wgmma(acc, keys, q_s.at[pl.ds(0, padded)].T)
             return acc[...]
 
         if first_pass:
@@ -110,7 +108,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
             z = z + per_row(inputs["slopes"]) * LOG2E * distance.astype(jnp.float32)
         return z, seen
 
-    def zero_dead_values(step, v_s):
+    def zero_dead_values(step, values):
         """Slots past the length may hold NaN, which a probability of zero does not stop."""
         begin = (first + step) * bk
 
@@ -118,7 +116,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         def _():
             slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
             for column in range(0, d, 64):
-                part = v_s.at[:, pl.ds(column, 64)]
+                part = values.at[:, pl.ds(column, 64)]
                 tile = plgpu.load(part, layout=TILE)
                 part[...] = jnp.where(slots < cached, tile, jnp.zeros_like(tile))
 
@@ -130,13 +128,35 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
-    block = plgpu.BlockSpec((bk, d), lambda i: (first + i, 0), transforms=TILES)
-    pipeline = functools.partial(
-        plgpu.emit_pipeline,
-        grid=(count,),
-        in_specs=[block, block],
-        max_concurrent_steps=config.stages,
-    )
+    def pipeline(step, carry):
+        """Runs step(i, keys [block, D], values, carry) over the blocks, loading ahead of it."""
+        stages = config.stages
+
+        def load(i):
+            stage, start = lax.rem(i, jnp.int32(stages)), (first + i) * bk
+            # As much of the last block as is filled, in quarters.
+            live = jnp.minimum(lax.div(cached - start + (bk // 4 - 1), jnp.int32(bk // 4)), 4)
+            for quarters in (4, 3, 2, 1):
+
+                @pl.when(live == quarters)
+                def _(size=quarters * bk // 4):
+                    for cache, loaded in zip(caches, (k_s, v_s), strict=True):
+                        plgpu.copy_gmem_to_smem(
+                            cache.at[pl.ds(start, size)],
+                            loaded.at[stage, pl.ds(0, size)],
+                            smem["loaded"].at[stage],
+                        )
+
+        def body(i, carry):
+            stage = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(smem["loaded"].at[stage])
+            carry = step(i, k_s.at[stage], v_s.at[stage], carry)
+            pl.when(i + stages < count)(lambda: load(i + stages))
+            return carry
+
+        lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: load(i), None)
+        return lax.fori_loop(0, count, body, carry)
+
     blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
 
     def attend_unified():
@@ -149,18 +169,18 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
             return plgpu.layout_cast(jnp.where(top > LOWEST, far, m), ROW)
 
         def accumulate(acc):
-            def step(indices, k_s, v_s, carry):
+            def step(i, keys, values, carry):
                 l, m = carry
-                z, seen = scores(indices[0], k_s, first_pass=True)
+                z, seen = scores(i, keys, first_pass=True)
                 m = lax.cond(
-                    indices[0] == 0,
+                    i == 0,
                     lambda: nearest(m, z, seen),
                     lambda: plgpu.layout_cast(m, ROW),
                 )
                 p = jnp.where(seen, jnp.exp2(z - down(m, bk)), 0.0).astype(q_s.dtype)
-                zero_dead_values(indices[0], v_s)
+                zero_dead_values(i, values)
                 put(p)
-                plgpu.wgmma(acc, v_s.T, p_s.T)
+                plgpu.wgmma(acc, values.T, p_s.T)
                 l = l + p.astype(jnp.float32)
                 plgpu.wgmma_wait(0)
                 return l, m
@@ -169,7 +189,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
                 m = per_row(inputs["phi"]).max(axis=0) * LOG2E
             else:
                 m = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), ROW)
-            l, m = pipeline(step, init_carry=(blank, m))(*caches)
+            l, m = pipeline(step, (blank, m))
             return acc[...], l, m
 
         o, l, m = pl.run_scoped(accumulate, plgpu.ACC((d, padded), jnp.float32))
@@ -178,19 +198,19 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
     def attend_synchronised():
         """The same with the running maximum of the split."""
 
-        def step(indices, k_s, v_s, carry):
+        def step(i, keys, values, carry):
             o, l, m = carry
-            z, seen = scores(indices[0], k_s, first_pass=not config.unified)
+            z, seen = scores(i, keys, first_pass=not config.unified)
             m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
             p = jnp.where(seen, jnp.exp2(z - down(m_new, bk)), 0.0).astype(q_s.dtype)
-            zero_dead_values(indices[0], v_s)
+            zero_dead_values(i, values)
             put(p)
             rescale = jnp.exp2(m - m_new)
             l = l * down(rescale, bk) + p.astype(jnp.float32)
             o = o * down(rescale, d)
 
             def product(acc):
-                plgpu.wgmma(acc, v_s.T, p_s.T)
+                plgpu.wgmma(acc, values.T, p_s.T)
                 return acc[...]
 
             o = o + pl.run_scoped(product, plgpu.ACC((d, padded), jnp.float32))
@@ -198,7 +218,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
 
         o = plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE)
         m = plgpu.layout_cast(jnp.full((padded,), LOWEST, jnp.float32), ROW)
-        o, l, m = pipeline(step, init_carry=(o, blank, m))(*caches)
+        o, l, m = pipeline(step, (o, blank, m))
         return o, l.sum(axis=0), m
 
     def save(o, l, m):
@@ -226,6 +246,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
 
         @pl.when(broken.max() > 0)
         def _():
+            plgpu.commit_smem()  # what is saved, before loads take its place
             save(*attend_synchronised())
     else:
         save(*attend_synchronised())
@@ -255,7 +276,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         @pl.when(split == 0)
         def _():
             # The new token as one more split, of one slot at distance 0.
-            q, new_k, new_v = append_token(inputs, smem, row, head, cached, group)
+            q, new_k, new_v = append_token(inputs, smem, row, head, cached, group, padded)
             z = log2_scores((q * new_k).sum(axis=0))
             o = plgpu.load(o_s, layout=TILE)
             l, m = (plgpu.load(ref, layout=ROW) for ref in (l_s, m_s))

@@ -97,7 +97,7 @@ def default_config(b: int, kv_heads: int, s: int, d: int) -> DecodeAttentionConf
     # Few steps: a running maximum costs less than looking after a constant one.
     few = s // splits <= 8 * 64
     return DecodeAttentionConfig(
-        splits, stages=_stages(3, 64, d), cluster=splits > 1, unified=not few
+        splits, stages=_stages(3 if few else 4, 64, d), cluster=splits > 1, unified=not few
     )
 
 
@@ -221,15 +221,25 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
 
     # q and, of a fused front, the k and v of the new token as further rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
+    loaded = plgpu.SMEM((config.stages, config.block_kv, d), dtype, transforms=TILES)
+    # Nothing is loaded any more when there is a result: they share memory, so that three blocks of
+    # 64 slots and two stages fit a multiprocessor.
+    loads_or_results = plgpu.RefUnion(
+        {"k": loaded, "v": loaded},
+        {
+            "o": plgpu.SMEM((d, padded), jnp.float32),  # of this split, with l and m
+            "l": plgpu.SMEM((padded,), jnp.float32),
+            "m": plgpu.SMEM((padded,), jnp.float32),
+            "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
+            "lse": plgpu.SMEM((padded,), jnp.float32),
+        },
+    )
     scratch = {
+        "loads_or_results": loads_or_results,
         "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
         "p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES),
-        "o": plgpu.SMEM((d, padded), jnp.float32),  # of this split, with l and m
-        "l": plgpu.SMEM((padded,), jnp.float32),
-        "m": plgpu.SMEM((padded,), jnp.float32),
-        "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
-        "lse": plgpu.SMEM((padded,), jnp.float32),
         "q_arrived": plgpu.Barrier(num_arrivals=1),
+        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
     }
     if "qkv" in operands:
         scratch |= {
