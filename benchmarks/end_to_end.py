@@ -2,59 +2,101 @@
 
 Random weights of the real shapes through `LM.generate`, greedy, at every batch and prompt length of
 a grid, with every plan: as loaded, XLA alone, XLA and cuDNN, and as loaded but for one kind of
-kernel. transformers, eager and with a static cache and torch.compile, in the same process. What
-does not fit is left out and said, what is wrong gets no time.
+kernel or for what the kernels fuse. transformers, eager and with a static cache and torch.compile,
+in the same process. What does not fit is left out and said, what is wrong gets no time.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import functools
 import gc
 import json
+import math
 import os
 import re
 import sys
+import tempfile
+import time
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import peers
-from fdjax.bench.record import Record, Row, emit, environment, write
+from fdjax.bench.record import Record, Row, emit, environment, read, write
 
-# Implementations named beyond the measured choice, by op.
+# Implementations named beyond the measured choice, by op. Those without one kind of kernel run XLA,
+# those without an idea the same kernels.
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
     "xla": dict.fromkeys(("matmul", "decode_attention", "prefill_attention"), "xla"),
     "cudnn": {"matmul": "xla", "decode_attention": "cudnn", "prefill_attention": "cudnn"},
     "without flat GEMM": {"matmul": "xla"},
-    "without unified maximum": {"decode_attention": "cudnn", "prefill_attention": "cudnn"},
+    "without unified maximum": {},
+    "without fusion": {},
 }
+BREAKDOWN = ("fdjax", *(name for name in PLANS if name.startswith("without")))
 GRID = tuple((b, p) for b in (1, 2, 4, 8, 16, 32, 64) for p in (128, 1024, 4096, 16384))
+# A ceiling that moves by more than this has moved the times as well.
+CEILING_TOLERANCE = 0.01
 
 Point = tuple[int, int]
 
 
 def fdjax_rows(
-    model, params, plan_names: Sequence[str], points: Sequence[Point], new_tokens: int, runs: int
+    model,
+    params,
+    plan_names: Sequence[str],
+    points: Sequence[Point],
+    *,
+    memory_bytes: int | None,
+    new_tokens: int,
+    ahead=None,
+    until: float = math.inf,
+    **options,
 ) -> Iterator[tuple[list[Row], dict[str, float]]]:
-    """Rows and costs of each plan and point."""
+    """Rows and costs of each point and plan.
+
+    Args:
+      model, params: the model; plans share its weights.
+      plan_names: keys of `PLANS`.
+      points: (batch, prompt tokens).
+      memory_bytes: for weights, cache and workspace; None where there is no limit.
+      new_tokens: of each prompt.
+      ahead: a `Compiler` or `Executables` of `benchmarks.ahead`, or None.
+      until: `time.monotonic` after which no further point begins.
+      **options: of `model_rows`.
+    """
+    from benchmarks.ahead import Compiler
+    from benchmarks.unfused import unfused
     from fdjax.bench.model import model_rows
     from fdjax.lm import LM
-    from fdjax.memory import free_memory_bytes, plan_memory, weight_bytes
+    from fdjax.memory import plan_memory
     from fdjax.models import describe
     from fdjax.pallas_kernels.plan import Plan
 
-    memory_bytes = free_memory_bytes()
-    if memory_bytes is not None:
-        memory_bytes += weight_bytes(model)
+    device = Plan.for_device()
+    models = {}
     for name in plan_names:
-        plan = dataclasses.replace(Plan.for_device(), named=tuple(PLANS[name].items()))
-        planned = describe(model.config, dtype=model.dtype, plan=plan)
-        for batch, prompt in points:
+        plan = dataclasses.replace(device, named=tuple(PLANS[name].items()))
+        config = model.config
+        if name == "without unified maximum":
+            running = (dataclasses.replace(spec, unified=False) for spec in config.attention)
+            config = dataclasses.replace(config, attention=tuple(running))
+        models[name] = describe(config, dtype=model.dtype, plan=plan)
+    for batch, prompt in points:
+        if time.monotonic() > until:
+            say(f"no time left for B{batch} P{prompt}")
+            continue
+        for name, planned in models.items():
+            where = f"{name} B{batch} P{prompt}"
+            if isinstance(ahead, Compiler) and not ahead.claim(where):
+                continue
             need = plan_memory(
                 planned, batch=batch, max_len=prompt + new_tokens, prompt_tokens=prompt
             )
             try:
-                need.check(f"{name} B{batch} P{prompt}", memory_bytes)
+                need.check(where, memory_bytes)
             except MemoryError as error:
                 say(str(error))
                 continue
@@ -67,16 +109,22 @@ def fdjax_rows(
                     max_len=prompt + new_tokens if beyond else None,
                     memory_bytes=memory_bytes,
                 )
-            say(f"{name} B{batch} P{prompt}")
+            if ahead is not None:
+                ahead.adopt(lm, name)
+                options["logits"] = functools.partial(ahead.logits, plan=name)
+            say(where)
+            fused = unfused() if name == "without fusion" else contextlib.nullcontext()
             try:
-                yield model_rows(
-                    lm,
-                    batch=batch,
-                    prompt_tokens=prompt,
-                    new_tokens=new_tokens,
-                    runs=runs,
-                    implementation=name,
-                )
+                with fused, _loads(ahead) as loads:
+                    rows, costs = model_rows(
+                        lm,
+                        batch=batch,
+                        prompt_tokens=prompt,
+                        new_tokens=new_tokens,
+                        implementation=name,
+                        **options,
+                    )
+                yield rows, _told_apart(costs, len(loads))
             except Exception as error:  # one broken plan must not cost the run its record
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 row = _failed("decode step", name, batch, prompt, reason)
@@ -119,18 +167,73 @@ def fill_traffic(rows: Sequence[Row]) -> None:
             row.bytes, row.flops = known[row.case].bytes, known[row.case].flops
 
 
+@contextlib.contextmanager
+def _loads(ahead) -> Iterator[list[str]]:
+    """What is loaded within it rather than compiled: by JAX from its cache, or by `ahead`."""
+    loads: list[str] = []
+
+    def listen(event: str, **_) -> None:
+        if event.endswith("/cache_hits"):
+            loads.append(event)
+
+    import jax
+
+    jax.monitoring.register_event_listener(listen)
+    before = getattr(ahead, "loaded", 0)
+    try:
+        yield loads
+    finally:
+        jax.monitoring.unregister_event_listener(listen)
+        loads += ["ahead"] * (getattr(ahead, "loaded", 0) - before)
+
+
+def _told_apart(costs: dict[str, float], loads: int) -> dict[str, float]:
+    """Costs that never call it compiling where programs were loaded."""
+    if not loads:
+        return costs
+    loaded = f", {loads} programs loaded,"
+    return {
+        key.replace(",", loaded, 1) if key.startswith("seconds of") else key: cost
+        for key, cost in costs.items()
+    }
+
+
 def summary(rows: Sequence[Row]) -> str:
-    """Milliseconds, a line for each case and a column for each implementation."""
+    """Milliseconds, a line for each case and a column for each implementation, and `ratios`."""
     names = list(dict.fromkeys(row.implementation for row in rows))
-    width = max(map(len, names), default=0) + 2
-    lines = [f"{'ms':28}" + "".join(f"{name:>{width}}" for name in names)]
+    width = max([8, *map(len, names)]) + 2
+    lines = [f"{'ms':28}" + "".join(f"{name:>{width}}" for name in names) + f"{'best / ours':>13}"]
+    speed = ratios(rows)
     for case in dict.fromkeys(row.case for row in rows):
-        ms = {
-            r.implementation: r.timing["median_us"] / 1e3 for r in rows if r.case == case and r.ok
-        }
+        ms = _milliseconds(rows, case)
         cells = (f"{ms[name]:.2f}" if name in ms else "-" for name in names)
-        lines.append(f"{case:28}" + "".join(f"{cell:>{width}}" for cell in cells))
+        ratio = f"{speed[case]:13.3f}" if case in speed else ""
+        lines.append(f"{case:28}" + "".join(f"{cell:>{width}}" for cell in cells) + ratio)
+    for kind in ("first token", "decode step"):
+        of_kind = {case: ratio for case, ratio in speed.items() if case.startswith(kind)}
+        few = [ratio for case, ratio in of_kind.items() if int(case.split()[-2][1:]) <= 8]
+        if few:
+            mean = math.exp(sum(map(math.log, few)) / len(few))
+            lines.append(f"{kind}: {mean:.3f} geometric mean of {len(few)} up to batch 8")
+        if of_kind:
+            least = min(of_kind, key=of_kind.__getitem__)
+            lines.append(f"{kind}: {of_kind[least]:.3f} least of {len(of_kind)}, {least}")
     return "\n".join(lines)
+
+
+def ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """By case, the time of the best peer over ours."""
+    found = {}
+    for case in dict.fromkeys(row.case for row in rows):
+        ms = _milliseconds(rows, case)
+        others = [ms[name] for name in ms if name not in BREAKDOWN]
+        if others and "fdjax" in ms:
+            found[case] = min(others) / ms["fdjax"]
+    return found
+
+
+def _milliseconds(rows: Sequence[Row], case: str) -> dict[str, float]:
+    return {r.implementation: r.timing["median_us"] / 1e3 for r in rows if r.case == case and r.ok}
 
 
 def say(doing: str) -> None:
@@ -147,9 +250,15 @@ def parse_point(text: str) -> Point:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("config", type=Path, help="a config.json")
+    parser.add_argument("config", type=Path, nargs="?", help="a config.json")
     parser.add_argument("--points", nargs="+", type=parse_point, default=GRID, metavar="BxP")
-    parser.add_argument("--plans", nargs="*", choices=PLANS, default=("fdjax", "xla", "cudnn"))
+    parser.add_argument(
+        "--plans",
+        nargs="*",
+        choices=[*PLANS, "breakdown"],
+        default=("fdjax", "xla", "cudnn"),
+        help=f"breakdown: {', '.join(BREAKDOWN)}",
+    )
     parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=())
     parser.add_argument(
         "--peer-points", nargs="+", type=parse_point, metavar="BxP", help="default: --points"
@@ -157,21 +266,121 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--check", choices=("logprobs", "tokens"), default="logprobs")
+    parser.add_argument(
+        "--point-seconds",
+        type=float,
+        default=math.inf,
+        help="of calls to warm up and of calls to time at a point, where two are enough",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="after which no further point begins"
+    )
+    parser.add_argument(
+        "--compile-jobs", type=int, default=0, help="processes that compile, before all is timed"
+    )
+    parser.add_argument("--compile-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--output", help="write the record to this file as well")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
-    return parser.parse_args(argv)
+    parser.add_argument("--of", nargs="+", metavar="RECORD", help="only sum up earlier records")
+    args = parser.parse_args(argv)
+    if args.config is None and not args.of:
+        parser.error("a config.json, or --of records, must be given")
+    if "breakdown" in args.plans:
+        args.plans = BREAKDOWN
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    began = time.monotonic()
     args = parse_args(argv)
+    if args.of:
+        print(summary([row for path in args.of for row in read(path).rows]))
+        return 0
+    if args.compile_into:
+        return compile_only(args)
     if args.peers:
         # torch and JAX share the card.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    from fdjax.bench.ceiling import measure_ceiling
-    from fdjax.memory import plan_memory
-    from fdjax.models import describe, parse_config, random_params
+    with contextlib.ExitStack() as stack:
+        folder, costs = None, {}
+        if args.compile_jobs and args.plans:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            argv = sys.argv[1:] if argv is None else argv
+            costs = compile_ahead(argv, folder, args.compile_jobs)
+        return measure(args, costs, folder, until=began + args.seconds)
 
-    model = describe(parse_config(json.loads(args.config.read_text())), dtype=args.dtype)
+
+def compile_ahead(argv: Sequence[str], folder: Path, jobs: int) -> dict[str, float]:
+    """Compile the programs of a run into a folder, in other processes; what that cost.
+
+    This process must not have touched the device yet: theirs need some memory, to autotune.
+    """
+    from benchmarks.ahead import run_processes
+
+    command = ("benchmarks.end_to_end", *argv, "--compile-into", str(folder))
+    began = time.monotonic()
+    failed = run_processes(command, folder, jobs)
+    seconds = time.monotonic() - began
+    found = len(list(folder.glob("*.executable")))
+    say(f"compiled {found} programs ahead in {seconds:.0f} s, {jobs} processes")
+    if failed:
+        say(f"{failed} of {jobs} processes failed: what they did not compile is compiled later")
+    return {f"seconds of compiling ahead, {found} programs in {jobs} processes": seconds}
+
+
+def compile_only(args: argparse.Namespace) -> int:
+    """What the processes of `compile_ahead` run."""
+    from benchmarks.ahead import Compiler
+    from fdjax.memory import free_memory_bytes
+
+    model, compiler = read_model(args), Compiler(args.compile_into)
+    options = {"new_tokens": args.new_tokens, "runs": 1, "check": args.check}
+    for rows, _ in fdjax_rows(
+        model,
+        compiler.params(model),
+        args.plans,
+        sorted_points(model, args.points),
+        memory_bytes=free_memory_bytes(),
+        ahead=compiler,
+        **options,
+    ):
+        for row in rows:
+            if row.ok is False and row.timing is None and row.error is None:
+                say(f"{row.implementation} {row.case}: not compiled ahead, {row.reason}")
+    return 0
+
+
+def read_model(args: argparse.Namespace):
+    """The model of the command line."""
+    from fdjax.models import describe, parse_config
+
+    return describe(parse_config(json.loads(args.config.read_text())), dtype=args.dtype)
+
+
+def sorted_points(model, points: Sequence[Point]) -> list[Point]:
+    """Growing, so that what one point leaves is less than what the next one takes."""
+    from fdjax.memory import plan_memory
+
+    return sorted(points, key=lambda p: plan_memory(model, batch=p[0], max_len=p[1]).total_bytes)
+
+
+def measure(
+    args: argparse.Namespace, costs: dict[str, float], folder: Path | None, until: float
+) -> int:
+    """Measures, prints the summary, and the record as the last line.
+
+    Args:
+      args: of the command line.
+      costs: so far.
+      folder: of programs compiled ahead.
+      until: see `fdjax_rows`.
+    """
+    from fdjax.bench.ceiling import measure_ceiling
+    from fdjax.memory import free_memory_bytes, weight_bytes
+    from fdjax.models import random_params
+
+    model = read_model(args)
     ceiling_bytes = 2**24 if model.plan.compute_capability is None else 2**30
     before = measure_ceiling(ceiling_bytes, matmul_size=0)
     say(f"ceiling {before['read_gb_per_s']:.0f} GB/s")
@@ -181,9 +390,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         "parameters": model.parameter_count,
         "dtype": args.dtype,
         "new_tokens": args.new_tokens,
+        "check": args.check,
         "plan": dataclasses.asdict(model.plan) | {"table": len(model.plan.table)},
     }
-    record = Record(environment(args.commit), config, {"before": before})
+    record = Record(environment(args.commit), config, {"before": before}, costs=costs)
     options = {"new_tokens": args.new_tokens, "runs": args.runs}
 
     def take(measured) -> None:
@@ -200,17 +410,50 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             points = args.peer_points or args.points
             take(peer_rows(args.config, args.peers, points, dtype=args.dtype, **options))
-    # Growing, so that what one point leaves is less than what the next one takes.
-    points = sorted(
-        args.points, key=lambda p: plan_memory(model, batch=p[0], max_len=p[1]).total_bytes
-    )
     if args.plans:
-        take(fdjax_rows(model, random_params(model), args.plans, points, **options))
+        ahead = None
+        if folder:
+            from benchmarks.ahead import Executables
+
+            ahead = Executables(folder)
+        params = random_params(model)
+        memory_bytes = free_memory_bytes()
+        if memory_bytes is not None:
+            memory_bytes += weight_bytes(model)
+        take(
+            fdjax_rows(
+                model,
+                params,
+                args.plans,
+                sorted_points(model, args.points),
+                memory_bytes=memory_bytes,
+                ahead=ahead,
+                until=until,
+                check=args.check,
+                seconds=args.point_seconds,
+                **options,
+            )
+        )
+        for name in ahead.missing if ahead else ():
+            say(f"compiled here: {name}")
     fill_traffic(record.rows)
-    record.finish(measure_ceiling(ceiling_bytes, matmul_size=0, kernels=[before["read_kernel"]]))
+    after = measure_ceiling(ceiling_bytes, matmul_size=0, kernels=[before["read_kernel"]])
+    moved = flag_moved(before, after)
+    record.finish(after)
     print(summary(record.rows))
+    if moved:
+        print(f"NOT TRUSTED: the ceiling {after['reason']}")
     emit(record, args.output)
-    return int(record.failed)
+    return int(record.failed or moved)
+
+
+def flag_moved(before: dict, after: dict) -> bool:
+    """Marks the second of two ceilings where it is not the first; on a host clock it never is."""
+    reads = before["read_gb_per_s"], after["read_gb_per_s"]
+    if after["trusted"] is None or min(reads) >= (1 - CEILING_TOLERANCE) * max(reads):
+        return False
+    after |= {"trusted": False, "reason": f"moved: {reads[0]:.0f} to {reads[1]:.0f} GB/s"}
+    return True
 
 
 if __name__ == "__main__":

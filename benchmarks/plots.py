@@ -18,11 +18,14 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fdjax.bench import record as records
-from fdjax.bench.record import Record, Row
+from fdjax.bench.record import Record
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3"
 TABLES = ROOT / "pallas_kernels" / "tables"
+
+# (model, batch, prompt tokens)
+Point = tuple[str, int, int]
 
 OURS, PEER = "tab:blue", "0.6"
 # The same colour for the same implementation in every figure.
@@ -34,6 +37,7 @@ COLOURS = {
     "synchronised": "tab:cyan",
     "without flat GEMM": "tab:cyan",
     "without unified maximum": "tab:purple",
+    "without fusion": "tab:pink",
     "hf eager": "tab:red",
     "hf static, compiled": "tab:orange",
 }
@@ -65,22 +69,24 @@ class Results:
             elif "family" not in record.config:
                 self.kernels[path.stem] = record
 
-    def steps(self) -> Iterator[tuple[str, str, int, int, Row]]:
-        """(model, case, batch, prompt tokens, row) of the rows that are right."""
+    def by_record(self, case: str) -> Iterator[dict[Point, dict[str, float]]]:
+        """Of each record, the medians of a case in ms, by point and implementation."""
         for record in self.end_to_end:
             model = record.config["model"].split(".")[0]
+            found: dict[Point, dict[str, float]] = {}
             for row in record.rows:
-                case, batch, prompt = re.fullmatch(r"(.+) B(\d+) P(\d+)", row.case).groups()
-                if row.ok:
-                    yield model, case, int(batch), int(prompt), row
+                name, batch, prompt = re.fullmatch(r"(.+) B(\d+) P(\d+)", row.case).groups()
+                if row.ok and name == case:
+                    times = found.setdefault((model, int(batch), int(prompt)), {})
+                    times[row.implementation] = row.timing["median_us"] / 1e3
+            yield found
 
-    def milliseconds(self, case: str) -> dict[tuple[str, int, int], dict[str, float]]:
-        """Median of a case by (model, batch, prompt tokens) and implementation."""
-        found: dict[tuple[str, int, int], dict[str, float]] = {}
-        for model, name, batch, prompt, row in self.steps():
-            if name == case:
-                times = found.setdefault((model, batch, prompt), {})
-                times[row.implementation] = row.timing["median_us"] / 1e3
+    def milliseconds(self, case: str) -> dict[Point, dict[str, float]]:
+        """Those of all records, the later one's where there are several."""
+        found: dict[Point, dict[str, float]] = {}
+        for record in self.by_record(case):
+            for point, times in record.items():
+                found.setdefault(point, {}).update(times)
         return found
 
 
@@ -97,8 +103,8 @@ def first_and_each(results: Results) -> Figure | None:
                 x = first[point][name]
                 axes.scatter(x, ms, color=COLOURS.get(name), s=40, label=name)
         axes.set(title=_where(*point), xlabel="first token, ms", ylabel="each further token, ms")
-        axes.set_xlim(left=0)
-        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, axes.get_xlim()[1])
+        axes.set_ylim(0, axes.get_ylim()[1])
         axes.legend(fontsize=7)
     return figure
 
@@ -170,24 +176,18 @@ def dataflow(results: Results) -> Figure | None:
 
 def speed_up(results: Results) -> Figure | None:
     """FD++ Fig. 10: speed of a decode step over each peer, by batch and prompt length."""
-    ms = results.milliseconds("decode step")
-    names = dict.fromkeys(n for times in ms.values() for n in times)
-    names = [n for n in names if n != "fdjax" and not n.startswith("without")]
-    pairs = [
-        (model, peer)
-        for model in dict.fromkeys(model for model, _, _ in ms)
-        for peer in names
-        if any(m == model and {"fdjax", peer} <= set(t) for (m, _, _), t in ms.items())
-    ]
-    if not pairs:
+    by_peer: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
+    # Both times of a ratio are of one run.
+    for ms in results.by_record("decode step"):
+        for (model, batch, prompt), times in ms.items():
+            for peer in times:
+                if "fdjax" in times and peer != "fdjax" and not peer.startswith("without"):
+                    ratio = times[peer] / times["fdjax"]
+                    by_peer.setdefault((model, peer), {})[batch, prompt] = ratio
+    if not by_peer:
         return None
-    figure, panels = _panels(len(pairs), (3.4, 3))
-    for axes, (model, peer) in zip(panels, pairs, strict=True):
-        ratios = {
-            (batch, prompt): times[peer] / times["fdjax"]
-            for (m, batch, prompt), times in ms.items()
-            if m == model and {"fdjax", peer} <= set(times)
-        }
+    figure, panels = _panels(len(by_peer), (3.4, 3))
+    for axes, ((model, peer), ratios) in zip(panels, by_peer.items(), strict=True):
         batches, prompts = (sorted({key[i] for key in ratios}) for i in (0, 1))
         cells = [[ratios.get((b, p), float("nan")) for p in prompts] for b in batches]
         labels = [str(p) for p in prompts], [str(b) for b in batches]
@@ -197,14 +197,15 @@ def speed_up(results: Results) -> Figure | None:
 
 
 def throughput(results: Results) -> Figure | None:
-    """FD++Next Fig. 12: tokens per second by batch."""
-    ms = results.milliseconds("decode step")
+    """FD++Next Fig. 12: tokens per second by batch; what is missing did not fit."""
     lines: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
-    for (model, batch, prompt), times in ms.items():
+    for (model, batch, prompt), times in results.milliseconds("decode step").items():
         for name, t in times.items():
             by_name = lines.setdefault((model, prompt), {})
             by_name.setdefault(name, {})[batch] = 1e3 * batch / t
-    lines = {k: v for k, v in lines.items() if max(map(len, v.values())) > 1}
+    for panel, by_name in lines.items():
+        lines[panel] = {name: rates for name, rates in by_name.items() if len(rates) > 1}
+    lines = {panel: by_name for panel, by_name in sorted(lines.items()) if by_name}
     if not lines:
         return None
     figure, panels = _panels(len(lines), (3.6, 3))
@@ -214,6 +215,7 @@ def throughput(results: Results) -> Figure | None:
             rates = [by_batch[b] for b in batches]
             axes.plot(batches, rates, marker="o", color=COLOURS.get(name), label=name)
         axes.set_xscale("log", base=2)
+        batches = sorted({b for by_batch in by_name.values() for b in by_batch})
         axes.set_xticks(batches, [str(b) for b in batches])
         axes.set_ylim(bottom=0)
         axes.set(title=f"{model}, P = {prompt}", xlabel="batch", ylabel="tokens/s")
@@ -304,17 +306,18 @@ def memory(results: Results) -> Figure | None:
 
 
 def breakdown(results: Results) -> Figure | None:
-    """FD++Next Table II: a decode step as loaded, and without one kind of kernel."""
-    wanted = ("fdjax", "without flat GEMM", "without unified maximum", "cudnn", "xla")
-    ms = {
-        _where(*point): {name: times[name] for name in wanted if name in times}
-        for point, times in results.milliseconds("decode step").items()
-        if "fdjax" in times and any(name.startswith("without") for name in times)
-    }
-    if not ms:
+    """FD++Next Table II: a decode step as loaded, and without one kind of kernel or fusion."""
+    bars: dict[str, dict[str, float]] = {}
+    for ms in results.by_record("decode step"):
+        for point, times in ms.items():
+            some = {name: t for name, t in times.items() if name.startswith("without")}
+            if some and "fdjax" in times:
+                bars[_where(*point)] = {"fdjax": times["fdjax"], **some}
+    if not bars:
         return None
-    figure, (axes,) = _panels(1, (6, 1 + 0.9 * len(ms)))
-    _bars(axes, ms, "ms per token")
+    figure, (axes,) = _panels(1, (7, 1 + 0.9 * len(bars)))
+    _bars(axes, bars, "ms per token")
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     return figure
 
 

@@ -5,6 +5,7 @@ import json
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -16,7 +17,7 @@ from fdjax.bench.timing import Timing
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 try:
-    from benchmarks import accuracy, end_to_end, kernels, memory, peers
+    from benchmarks import accuracy, ahead, end_to_end, kernels, memory, peers, unfused
 finally:
     sys.path.remove(str(ROOT))
 
@@ -142,6 +143,234 @@ def test_a_slow_down_of_a_tenth_is_flagged(tmp_path):
     old, new = str(tmp_path / "old.json"), str(tmp_path / "new.json")
     assert main(["compare", old, new]) == 1
     assert main(["compare", old, old]) == 0
+
+
+def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
+    """That needs no log-probabilities of decoding; and no more calls than there is time for."""
+    from fdjax.bench import model
+
+    likeliest = np.zeros((1, 2, 128), np.float32)
+    likeliest[0, :, 7] = 3
+    calls, tokens = [], []
+
+    def generate(self, prompts, **options):
+        calls.append(options)
+        stats = fdjax.Stats(8, 2, 1.0, 1.0, decode_bytes=10, decode_steps=1)
+        return fdjax.GenerateResult(tokens, None, ["length"] * 2, None, stats)
+
+    monkeypatch.setattr(fdjax.LM, "generate", generate)
+    description = fdjax.describe(fdjax.parse_config(CONFIG), dtype="float32")
+    lm = fdjax.LM(description, fdjax.models.random_params(description))
+    options = {"batch": 2, "prompt_tokens": 4, "new_tokens": 2, "check": "tokens"}
+    for answer, error in (([7, 7], 0), ([7, 6], 1.5)):
+        tokens[:] = [answer] * 2
+        calls.clear()
+        rows, _ = model.model_rows(
+            lm, **options, runs=5, seconds=0, logits=lambda lm, ids, n: likeliest
+        )
+        assert [row.error for row in rows] == [pytest.approx(error)] * 2
+        assert [row.ok for row in rows] == [error == 0] * 2
+        assert len(calls) == 3 and "return_logprobs" not in calls[0]
+
+
+def test_a_summary_is_of_the_best_peer(tmp_path, capsys):
+    rows = [
+        row_of(f"decode step B{b} P8", name, [us * (1 + (b == 16))])
+        for b in (1, 4, 16)
+        for name, us in (
+            ("fdjax", 1e3 * b),
+            ("xla", 2e3 * b),
+            ("cudnn", (1.21e3, 1e3, 1e3)[(b > 1) + (b > 4)] * b),
+            ("without fusion", 1.0),
+        )
+    ]
+    rows.append(Row("decode step B64 P8", "fdjax", False, reason="no"))
+    assert end_to_end.ratios(rows) == {
+        "decode step B1 P8": pytest.approx(1.21),
+        "decode step B4 P8": 1,
+        "decode step B16 P8": 1,
+    }
+    records.write(record_of(rows, {"model": "m.json"}), tmp_path / "r.json")
+    assert end_to_end.main(["--of", str(tmp_path / "r.json")]) == 0
+    out = capsys.readouterr().out
+    assert "decode step: 1.100 geometric mean of 2 up to batch 8" in out
+    assert "decode step: 1.000 least of 3, decode step B4 P8" in out
+    with pytest.raises(SystemExit):
+        end_to_end.parse_args([])
+
+
+@pytest.mark.parametrize(("after", "moved"), [(1e3, False), (992, False), (1011, True)])
+def test_a_ceiling_that_moved_is_flagged(after, moved):
+    ceilings = dict(CEILING, trusted=True), dict(CEILING, trusted=True, read_gb_per_s=after)
+    assert end_to_end.flag_moved(*ceilings) is moved
+    assert ceilings[1]["trusted"] is not moved
+    ceilings[1]["trusted"] = None  # nothing is known of such a device
+    assert not end_to_end.flag_moved(*ceilings)
+
+
+def test_what_was_loaded_is_not_called_compiling():
+    costs = {"seconds of compiling, B1 P8 fdjax": 0.1, "ms of a step, B1 P8 fdjax": 1.0}
+    assert end_to_end._told_apart(costs, 0) == costs
+    loaded = {"seconds of compiling, 2 programs loaded, B1 P8 fdjax": 0.1}
+    loaded["ms of a step, B1 P8 fdjax"] = 1.0
+    assert end_to_end._told_apart(costs, 2) == loaded
+
+
+def test_no_point_begins_when_the_time_is_up(config, quick_ceiling, capsys):
+    argv = [str(config), *"--points 1x8 2x8 --plans fdjax --seconds 0".split()]
+    assert end_to_end.main(argv) == 1
+    assert capsys.readouterr().err.count("no time left for B") == 2
+
+
+# Programs compiled ahead
+
+
+@pytest.mark.slow
+def test_programs_compiled_ahead_are_those_that_run(tmp_path):
+    """Compiled from shapes alone, they are found and loaded; one that is not there is compiled."""
+    description = fdjax.describe(fdjax.parse_config(CONFIG), dtype="float32")
+    prompts = [[1, 2, 3], [4, 5]]
+    options = {"max_new_tokens": 3, "eos_token_id": None}
+    compiler = ahead.Compiler(tmp_path)
+    params = compiler.params(description)
+    assert not any(any(a.strides) for a in jax.tree.leaves(params))
+    lm = fdjax.LM(description, params)
+    compiler.adopt(lm, "xla")
+    assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
+    assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
+    files = list(tmp_path.glob("*.executable"))
+    assert len(files) == 2
+
+    params = fdjax.models.random_params(description)
+    want = fdjax.LM(description, params).generate(prompts, **options).tokens
+
+    def loaded():
+        lm = fdjax.LM(description, params)
+        executables = ahead.Executables(tmp_path)
+        executables.adopt(lm, "xla")
+        for _ in range(2):
+            result = lm.generate(prompts, **options)
+            assert result.tokens == want
+        assert result.stats.compile_seconds == 0
+        return executables, lm.program_counts()
+
+    executables, compiled = loaded()
+    assert (executables.loaded, executables.missing) == (2, [])
+    assert compiled == {"prefill": 0, "decode_steps": 0}
+    files[0].unlink()
+    executables, compiled = loaded()
+    assert (executables.loaded, len(executables.missing)) == (1, 1)
+    assert sum(compiled.values()) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_processes_compile_all_that_is_measured(
+    config, quick_ceiling, monkeypatch, tmp_path, capsys, caplog, jobs
+):
+    """With one process that fails there is nothing to load; the run goes on."""
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    if jobs == 1:
+        monkeypatch.setattr(ahead, "ROOT", tmp_path)
+        monkeypatch.chdir(tmp_path)
+        (tmp_path / "benchmarks").mkdir()
+        (tmp_path / "benchmarks" / "__init__.py").touch()
+    else:
+        monkeypatch.chdir(ROOT)
+    output = tmp_path / "record.json"
+    options = "--points 1x8 --plans fdjax --new-tokens 3 --runs 1 --dtype float32 --check tokens"
+    argv = [str(config), *options.split(), "--compile-jobs", str(jobs), "--output", str(output)]
+    caplog.set_level("INFO", logger="fdjax")
+    assert end_to_end.main(argv) == 0
+    err = capsys.readouterr().err
+    record = records.read(output)
+    names = " ".join(record.costs)
+    if jobs == 1:
+        assert "1 of 1 processes failed" in err and err.count("compiled here: ") == 3
+        assert "seconds of compiling, B1 P8 fdjax" in record.costs
+    else:
+        assert "compiled here" not in err and "failed" not in err
+        assert "compiling" not in caplog.text
+        assert "3 programs in 2 processes" in names
+        assert "seconds of compiling, 3 programs loaded, B1 P8 fdjax" in record.costs
+    assert all(row.ok for row in record.rows)
+
+
+# Without fusion
+
+
+@pytest.mark.parametrize("neighbours", [(), ("norm", "gate"), ("norm", "bias"), ("residual",)])
+def test_unfused_products_are_the_kernel_alone(monkeypatch, neighbours):
+    import jax.numpy as jnp
+
+    from fdjax.pallas_kernels.gemm import matmul
+    from fdjax.pallas_kernels.norm import RMSNorm
+    from fdjax.pallas_kernels.plan import Plan
+
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    operands = {
+        "norm": RMSNorm(draw(64), 1e-6),
+        "gate": "silu",
+        "bias": draw(128),
+        "residual": draw(2, 1, 128),
+    }
+    fused = {name: operands[name] for name in neighbours}
+    x, w = draw(2, 1, 64), draw(64, *((2,) if "gate" in fused else ()), 128)
+    ran = []
+
+    def kernel(x, w, *, dtype, config):
+        ran.append(w.shape)
+        return matmul(x, w, preferred_element_type=dtype)
+
+    monkeypatch.setattr(unfused, "matmul_flat_gemm", kernel)
+    plan = Plan(named=(("matmul", "mosaic_gpu"),))
+    y = unfused.unfused_matmul(x, w, plan=plan, **fused)
+    np.testing.assert_allclose(y, matmul(x, w, **fused), rtol=2e-5, atol=2e-5)
+    assert ran == [(64, 256 if "gate" in fused else 128)]
+    # XLA fuses as it likes.
+    y = unfused.unfused_matmul(x, w, plan=Plan(), **fused)
+    np.testing.assert_array_equal(y, matmul(x, w, plan=Plan(), **fused))
+    assert len(ran) == 1
+
+
+def test_unfused_attention_is_attention(monkeypatch):
+    import jax.numpy as jnp
+
+    from fdjax import step
+    from fdjax.models import decoder
+    from fdjax.pallas_kernels.attention import append_decode_attention
+
+    rng = np.random.default_rng(0)
+    qkv, k, v = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((2, 1, 2, 3, 8), (2, 2, 16, 8), (2, 2, 16, 8))
+    )
+    turns = tuple(jnp.asarray(rng.normal(size=(2, 1, 4)), jnp.float32) for _ in range(2))
+    lengths = jnp.array([3, 16], jnp.int32)
+    for rotation in (turns, None):
+        args = {"rotation": rotation, "scale": 0.3, "window": 9}
+        want = append_decode_attention(qkv, k, v, lengths, **args)
+        got = unfused.unfused_append_decode_attention(qkv, k, v, lengths, **args)
+        for a, b in zip(want, got, strict=True):
+            np.testing.assert_array_equal(a, b)
+    before = decoder.matmul, step.append_decode_attention
+    with unfused.unfused():
+        assert decoder.matmul is unfused.unfused_matmul
+    assert before == (decoder.matmul, step.append_decode_attention)
+
+
+@pytest.mark.slow
+def test_the_breakdown_is_measured(config, quick_ceiling, tmp_path):
+    output = tmp_path / "record.json"
+    options = "--points 1x8 --plans breakdown --new-tokens 3 --runs 1 --dtype float32"
+    assert end_to_end.main([str(config), *options.split(), "--output", str(output)]) == 0
+    rows = records.read(output).rows
+    assert [r.implementation for r in rows if r.case[0] == "d"] == list(end_to_end.BREAKDOWN)
+    assert all(row.ok for row in rows)
 
 
 # Memory
@@ -336,6 +565,56 @@ def tables(tmp_path, monkeypatch):
     ]
     (folder / "gpu.json").write_text(json.dumps({"schema": 1, "entries": entries}))
     return folder
+
+
+def test_a_ratio_is_of_one_run(results, monkeypatch, tmp_path):
+    """A later record of some implementations leaves the ratios of the others as they were."""
+    plots = plots_module(monkeypatch)
+    rows = [
+        row_of("decode step B1 P128", name, [us])
+        for name, us in (("fdjax", 400), ("xla", 500), ("without fusion", 800))
+    ]
+    config = {"model": "llama-2-7b.old.json"}
+    records.write(record_of(rows, config), results / "llama2_7b_later.json")
+    found = plots.Results(results, tmp_path)
+    titles = [axes.get_title() for axes in plots.speed_up(found).axes]
+    cells = {
+        axes.get_title().split(" over ")[0].split("\n")[1]: [t.get_text() for t in axes.texts]
+        for axes in plots.speed_up(found).axes
+    }
+    assert titles[0] == "llama-2-7b\nover xla"
+    assert cells["over xla"] == ["1.25x", "2.00x", "2.00x", "2.00x"]
+    assert cells["over cudnn"] == ["3.00x"] * 4
+    bars = plots.breakdown(found).axes[0].containers
+    lengths = {c.get_label(): [bar.get_width() for bar in c] for c in bars}
+    assert lengths["without fusion"] == [0.8] and lengths["fdjax"][0] == 0.4
+    assert lengths["without flat GEMM"] == pytest.approx([4, 4 * 8**0.2, 4 * 8**0.2])
+
+
+def test_the_grid_of_the_papers_is_drawn(monkeypatch, tmp_path):
+    """FD++ Fig. 10 and FD++Next Fig. 12 from one record; what did not fit is left blank."""
+    plots = plots_module(monkeypatch)
+    rows = [
+        row_of(f"{case} B{b} P{p}", name, [us * b])
+        for b, p in end_to_end.GRID
+        if b * p <= 2**16
+        for name, us in (("fdjax", 100), ("xla", 130), ("cudnn", 110))
+        for case in ("first token", "decode step")
+    ]
+    rows.append(Row("decode step B64 P4096", "xla", False, reason="out of memory"))
+    records.write(record_of(rows, {"model": "llama-2-7b.json"}), tmp_path / "grid.json")
+    found = plots.Results(tmp_path, tmp_path)
+    by_peer = plots.speed_up(found).axes
+    assert [axes.get_title() for axes in by_peer] == [
+        "llama-2-7b\nover xla",
+        "llama-2-7b\nover cudnn",
+    ]
+    assert [len(axes.texts) for axes in by_peer] == [22, 22]
+    panels = plots.throughput(found).axes
+    assert [axes.get_title().split()[-1] for axes in panels] == ["128", "1024", "4096", "16384"]
+    assert [len(line.get_xdata()) for axes in panels for line in axes.lines] == [7] * 6 + [
+        5
+    ] * 3 + [3] * 3
 
 
 @pytest.mark.slow

@@ -3,11 +3,13 @@
 import dataclasses
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.record import Record, Row, environment
@@ -87,12 +89,21 @@ def model_rows(
     new_tokens: int,
     runs: int,
     implementation: str = "fdjax",
+    check: Literal["logprobs", "tokens"] = "logprobs",
+    seconds: float = math.inf,
+    logits: Callable[[LM, Array, int], Array] | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> tuple[list[Row], dict[str, float]]:
     """What `bench_model` measures between the ceilings: arguments and errors are its own.
 
     Args:
       implementation: what the rows call it.
+      check: "logprobs" holds the log-probabilities of decoding against one pass over the text;
+        "tokens" takes the likeliest of that pass in their place, which needs no program but those
+        that are timed.
+      seconds: of calls to warm up, and then of calls to time, after which no further one begins:
+        the first call counts as one to warm up, and two are timed at least.
+      logits: that pass, (model, ids [1,T], n) → [1,n,V] of the last n; default `one_pass`.
 
     Returns:
       (rows, costs), the latter the seconds of the first call and of compiling in it, and ms of
@@ -109,17 +120,19 @@ def model_rows(
 
     progress("compiling, and checking decoding against one pass over the text")
     began = time.perf_counter()
-    compile_seconds = generate().stats.compile_seconds
-    seconds = time.perf_counter() - began
-    error = _decoding_error(lm, prompts[0], generate(return_logprobs=True))
+    first = generate()
+    first_seconds = time.perf_counter() - began
+    checked = generate(return_logprobs=True) if check == "logprobs" else first
+    error = _decoding_error(lm, prompts[0], checked, logits or one_pass)
     tolerance = _TOLERANCE[jnp.dtype(lm.model.dtype).itemsize]
     reason = None
     if not error <= tolerance:
         reason = f"log-probabilities off by {error:.2g} on average, tolerance {tolerance:g}"
     progress(f"2 calls to warm up, {runs} to time")
-    for _ in range(2):
+    compile_seconds = first.stats.compile_seconds
+    for _ in _calls(2, seconds - (first_seconds - compile_seconds)):
         generate()
-    results = [generate() for _ in range(runs)]
+    results = [generate() for _ in _calls(runs, seconds, least=2)]
     if reason is None and any(len(t) != new_tokens for r in results for t in r.tokens):
         reason = "rows ended early"
     stats = [r.stats for r in results]
@@ -145,7 +158,7 @@ def model_rows(
         )
     where = f"B{batch} P{prompt_tokens} {implementation}"
     costs = {
-        f"seconds of the first call, {where}": seconds,
+        f"seconds of the first call, {where}": first_seconds,
         f"seconds of compiling, {where}": compile_seconds,
     }
     chunks = [ms for s in stats for ms in s.chunk_ms_per_token]
@@ -173,13 +186,32 @@ def _check(lm: LM, batch: int, prompt_tokens: int, new_tokens: int, runs: int) -
         )
 
 
-def _decoding_error(lm: LM, prompt: list[int], result) -> float:
-    """Mean |Δ log-probability| of the first row's tokens, decoded against one pass over them."""
+def _calls(most: int, seconds: float, least: int = 0) -> Iterator[int]:
+    """0, 1, … as long as no more than `seconds` have passed."""
+    began = time.perf_counter()
+    for i in range(most):
+        if i >= least and time.perf_counter() - began >= seconds:
+            return
+        yield i
+
+
+# Of (model, params, ids [1,T], last=n).
+one_pass_program = jax.jit(forward, static_argnums=0, static_argnames="last")
+
+
+def one_pass(lm: LM, ids: Array, n: int) -> Array:
+    """Logits [1,n,V] of the last n of ids [1,T], without a cache."""
+    return one_pass_program(lm.model, lm.params, ids, last=n)
+
+
+def _decoding_error(lm: LM, prompt: list[int], result, logits: Callable) -> float:
+    """Mean |Δ log-probability| of the first row's tokens, decoded against one pass over them.
+
+    Where the result has no log-probabilities, those of the likeliest tokens stand in for them.
+    """
     tokens = result.tokens[0]
     ids = jnp.asarray([prompt + tokens[:-1]], jnp.int32)
-    logits = jax.jit(forward, static_argnums=0, static_argnames="last")(
-        lm.model, lm.params, ids, last=len(tokens)
-    )
-    logprobs = np.asarray(jax.nn.log_softmax(logits[0], axis=-1))
+    logprobs = np.asarray(jax.nn.log_softmax(logits(lm, ids, len(tokens))[0], axis=-1))
     chosen = logprobs[np.arange(len(tokens)), tokens]
-    return float(np.mean(np.abs(chosen - np.asarray(result.logprobs[0]))))
+    told = logprobs.max(axis=-1) if result.logprobs is None else result.logprobs[0]
+    return float(np.mean(np.abs(chosen - np.asarray(told))))

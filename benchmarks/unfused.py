@@ -1,0 +1,109 @@
+"""The kernels without what they fuse, to see what fusing is worth: `unfused`.
+
+The same kernels run at the same shapes, the same tiles of weight among them, but the norm before a
+linear layer, the activation and the residual after it, RoPE and the append to the cache before
+attention are operations of their own. Of a decode step: over a prompt, the chunk's keys and values
+are written as before.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from unittest import mock
+
+import jax.numpy as jnp
+from jax import Array
+
+from fdjax import step
+from fdjax.models import decoder
+from fdjax.pallas_kernels.attention import append_decode_attention, decode_attention, split_qkv
+from fdjax.pallas_kernels.attention.append import append
+from fdjax.pallas_kernels.gemm import ACTIVATIONS, FlatGemmConfig, matmul
+from fdjax.pallas_kernels.gemm.flat_gemm import matmul_flat_gemm
+from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.rope import rotate
+
+
+@contextlib.contextmanager
+def unfused() -> Iterator[None]:
+    """Within it, programs are traced without fusion."""
+    with (
+        mock.patch.object(decoder, "matmul", unfused_matmul),
+        mock.patch.object(step, "append_decode_attention", unfused_append_decode_attention),
+    ):
+        yield
+
+
+def unfused_matmul(
+    x: Array,
+    w: Array,
+    *,
+    norm: RMSNorm | None = None,
+    bias: Array | None = None,
+    gate: str | None = None,
+    residual: Array | None = None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+    plan: Plan,
+) -> Array:
+    """`matmul`, of which "mosaic_gpu" runs the product alone."""
+    k, n = w.shape[0], w[0].size
+    rows = x.reshape(-1, k)
+    fused = any(operand is not None for operand in (norm, bias, gate, residual))
+    choice = plan.choose(
+        "matmul",
+        m=rows.shape[0],
+        k=k,
+        n=n,
+        itemsize=x.dtype.itemsize,
+        gate=int(gate is not None),
+        fused=int(fused),
+    )
+    if implementation is not None or choice.implementation != "mosaic_gpu":
+        return matmul(
+            x,
+            w,
+            norm=norm,
+            bias=bias,
+            gate=gate,
+            residual=residual,
+            preferred_element_type=preferred_element_type,
+            implementation=implementation,
+            plan=plan,
+        )
+    if norm is not None:
+        rows = rms_norm(rows, norm.scale, eps=norm.eps)
+    config = choice.config and FlatGemmConfig(**dict(choice.config))
+    if config and gate is not None:  # of each half
+        config = dataclasses.replace(config, block_n=min(2 * config.block_n, 256))
+    dtype = jnp.dtype(preferred_element_type or x.dtype)
+    y = matmul_flat_gemm(rows, w.reshape(k, n), dtype=dtype, config=config)
+    if bias is not None:
+        y = (y.astype(jnp.float32) + bias.reshape(1, n).astype(jnp.float32)).astype(dtype)
+    if gate is not None:
+        halves = y.astype(jnp.float32).reshape(-1, *w.shape[1:])
+        y = (ACTIVATIONS[gate](halves[:, 0]) * halves[:, 1]).astype(dtype)
+    y = y.reshape(*x.shape[:-1], -1)
+    if residual is not None:
+        y = (y.astype(jnp.float32) + residual.astype(jnp.float32)).astype(dtype)
+    return y
+
+
+def unfused_append_decode_attention(
+    qkv: Array,
+    k_cache: Array,
+    v_cache: Array,
+    lengths: Array,
+    *,
+    rotation: tuple[Array, Array] | None = None,
+    **options,
+) -> tuple[Array, Array, Array]:
+    """`append_decode_attention` in three operations."""
+    if rotation is None:
+        return append_decode_attention(qkv, k_cache, v_cache, lengths, **options)
+    q, k, v = split_qkv(qkv)
+    q, k = rotate(q, *rotation), rotate(k, *rotation)
+    k_cache, v_cache = append(k_cache, k, lengths), append(v_cache, v, lengths)
+    o = decode_attention(q, k_cache, v_cache, lengths + q.shape[1], **options)
+    return o, k_cache, v_cache
