@@ -681,6 +681,7 @@ def test_an_interruption_is_exit_code_130(run, lm, loaded, monkeypatch):
     assert run("generate", "hi") == (130, "some", "\n")
 
 
+@pytest.mark.slow
 def test_ctrl_c_while_generating(folder, tmp_path, interruptible):
     # No end of sequence: a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)

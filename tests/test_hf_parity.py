@@ -36,9 +36,9 @@ BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
 # Their rotary frequencies depend on how long a sequence is.
 BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 # What is the engine's rather than a family's is tested on these; the rest is for the slow tests.
-FAST = {"llama3_gqa_tied", "llama_bias", "llama_d64_bf16", "gemma3", "phi3_longrope"}
-# Windows with norms of q and k, a rotary embedding of each row's own.
-FAST_BATCH = {"gemma3", "phi3_longrope"}
+FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
+# A rotary embedding of each row's own.
+FAST_BATCH = {"phi3_longrope"}
 # Every family, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "llama_dynamic", "mistral_window", "qwen2_mixed", "qwen3"}
 FAST_GREEDY |= {"gemma2", "gemma3", "phi3_longrope"}
