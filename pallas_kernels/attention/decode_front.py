@@ -48,9 +48,9 @@ def _load_rows(ref):
     return plgpu.layout_cast(columns, TILE).astype(jnp.float32)
 
 
-def append_token(inputs, smem, row, head, slot, group, padded):
+def append_token(inputs, smem, row, head, slot, group):
     """Write the new k and v to their slot; returns rotated q, and k and v at every row, [D, R]."""
-    d = smem["q"].shape[-1]
+    padded, d = smem["p"].shape[0], smem["q"].shape[1]
 
     def column(ref, index):
         columns = _load_rows(ref)

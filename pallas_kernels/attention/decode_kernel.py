@@ -276,7 +276,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         @pl.when(split == 0)
         def _():
             # The new token as one more split, of one slot at distance 0.
-            q, new_k, new_v = append_token(inputs, smem, row, head, cached, group, padded)
+            q, new_k, new_v = append_token(inputs, smem, row, head, cached, group)
             z = log2_scores((q * new_k).sum(axis=0))
             o = plgpu.load(o_s, layout=TILE)
             l, m = (plgpu.load(ref, layout=ROW) for ref in (l_s, m_s))
