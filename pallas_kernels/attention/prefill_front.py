@@ -64,7 +64,10 @@ def write_chunk_mosaic(
 
     def body(qkv, k, v, rows, offsets, live, cos, sin, q, tiles, arrived):
         row, block, index = (lax.axis_index(name) for name in ("row", "tokens", "head"))
-        head, first = lax.div(index, groups), lax.rem(index, groups) * held
+        # Static where there is one group, so that the conditions below are, too.
+        head, first = index, 0
+        if groups > 1:
+            head, first = lax.div(index, groups), lax.rem(index, groups) * held
         tokens = pl.ds(block * _TOKENS, _TOKENS)
         slots = pl.ds(offsets[row] + block * _TOKENS, _TOKENS)
 
