@@ -6,8 +6,8 @@ stand-ins: arrays with a shape and next to no memory, from programs whose result
 compile what the benchmark will ask for and nothing else, for the device as it is, and leave the
 executables in a folder. The process that measures loads them; what is not there, it compiles.
 
-Processes that autotune at the same time disturb each other; each result is shared through the
-folder, so that programs of different plans do not differ by it.
+What XLA finds by autotuning is kept in the folder too, so that a process which has the device to
+itself can do that for all: several that autotune at once disturb each other's timings.
 """
 
 import contextlib
@@ -46,7 +46,9 @@ def run_processes(command: Sequence[str], folder: Path, count: int) -> int:
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+        # For autotuning alone: programs are kept by `Compiler`.
         "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     processes = [
@@ -119,7 +121,7 @@ class Executables:
     Attributes:
       folder: of the executables.
       loaded: how many were loaded.
-      missing: what was not there.
+      missing: what was not there, or could not be loaded.
     """
 
     def __init__(self, folder: Path):
@@ -141,13 +143,18 @@ class Executables:
         """The executable for arguments like these, or None."""
         path = self.folder / f"{_digest(name)}.executable"
         if not path.exists():
-            self.missing.append(name)
+            self.missing.append(_title(name))
             return None
         payload, tree = pickle.loads(path.read_bytes())
+        try:
+            loaded = deserialize_and_load(
+                payload, jax.tree.structure((args, {})), jax.tree.structure(tree)
+            )
+        except Exception as error:  # whatever a runtime raises: it can still be compiled
+            self.missing.append(f"{_title(name)}: {error}".splitlines()[0])
+            return None
         self.loaded += 1
-        return deserialize_and_load(
-            payload, jax.tree.structure((args, {})), jax.tree.structure(tree)
-        )
+        return loaded
 
 
 class _AheadEngine(Engine):
@@ -235,6 +242,10 @@ def _shapes(state, host) -> tuple:
 
 def _one_pass_name(plan: str, ids: jax.Array, n: int) -> str:
     return f"{plan} one pass {ids.shape} {n}"
+
+
+def _title(name: str) -> str:
+    return name.partition(" [")[0].partition(" (")[0]
 
 
 def _digest(name: str) -> str:

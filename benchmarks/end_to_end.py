@@ -7,6 +7,7 @@ in the same process. What does not fit is left out and said, what is wrong gets 
 """
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -64,7 +65,7 @@ def fdjax_rows(
       memory_bytes: for weights, cache and workspace; None where there is no limit.
       new_tokens: of each prompt.
       ahead: a `Compiler` or `Executables` of `benchmarks.ahead`, or None.
-      until: `time.monotonic` after which no further point begins.
+      until: `time.monotonic` after which no further plan of a point begins.
       **options: of `model_rows`.
     """
     from benchmarks.ahead import Compiler
@@ -85,11 +86,11 @@ def fdjax_rows(
             config = dataclasses.replace(config, attention=tuple(running))
         models[name] = describe(config, dtype=model.dtype, plan=plan)
     for batch, prompt in points:
-        if time.monotonic() > until:
-            say(f"no time left for B{batch} P{prompt}")
-            continue
         for name, planned in models.items():
             where = f"{name} B{batch} P{prompt}"
+            if time.monotonic() > until:
+                say(f"no time left for {where}")
+                continue
             if isinstance(ahead, Compiler) and not ahead.claim(where):
                 continue
             need = plan_memory(
@@ -274,12 +275,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="of calls to warm up and of calls to time at a point, where two are enough",
     )
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="after which no further point begins"
+        "--seconds", type=float, default=math.inf, help="after which no plan of a point begins"
     )
     parser.add_argument(
         "--compile-jobs", type=int, default=0, help="processes that compile, before all is timed"
     )
     parser.add_argument("--compile-into", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--layers", type=int, help="of the model, to try things out")
     parser.add_argument("--output", help="write the record to this file as well")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
     parser.add_argument("--of", nargs="+", metavar="RECORD", help="only sum up earlier records")
@@ -307,25 +309,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.compile_jobs and args.plans:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             argv = sys.argv[1:] if argv is None else argv
-            costs = compile_ahead(argv, folder, args.compile_jobs)
+            costs = compile_ahead(argv, args.points, folder, args.compile_jobs)
         return measure(args, costs, folder, until=began + args.seconds)
 
 
-def compile_ahead(argv: Sequence[str], folder: Path, jobs: int) -> dict[str, float]:
+def compile_ahead(
+    argv: Sequence[str], points: Sequence[Point], folder: Path, jobs: int
+) -> dict[str, float]:
     """Compile the programs of a run into a folder, in other processes; what that cost.
 
     This process must not have touched the device yet: theirs need some memory, to autotune.
     """
     from benchmarks.ahead import run_processes
 
-    command = ("benchmarks.end_to_end", *argv, "--compile-into", str(folder))
     began = time.monotonic()
-    failed = run_processes(command, folder, jobs)
+    command = ("benchmarks.end_to_end", *argv, "--compile-into")
+    # XLA's products are autotuned by one process alone: those of a few layers are those of all, and
+    # the shortest prompt of each batch has them.
+    shortest: dict[int, int] = {}
+    for batch, prompt in points:
+        shortest[batch] = min(prompt, shortest.get(batch, prompt))
+    few = "--plans", "xla", "--layers", "3", "--points", *(f"{b}x{p}" for b, p in shortest.items())
+    failed = run_processes((*command, str(folder / "few"), *few), folder, 1)
+    say(f"tuned in {time.monotonic() - began:.0f} s")
+    failed += run_processes((*command, str(folder)), folder, jobs)
     seconds = time.monotonic() - began
     found = len(list(folder.glob("*.executable")))
     say(f"compiled {found} programs ahead in {seconds:.0f} s, {jobs} processes")
     if failed:
-        say(f"{failed} of {jobs} processes failed: what they did not compile is compiled later")
+        say(f"{failed} of {jobs + 1} processes failed: what they left out is compiled later")
     return {f"seconds of compiling ahead, {found} programs in {jobs} processes": seconds}
 
 
@@ -355,7 +367,9 @@ def read_model(args: argparse.Namespace):
     """The model of the command line."""
     from fdjax.models import describe, parse_config
 
-    return describe(parse_config(json.loads(args.config.read_text())), dtype=args.dtype)
+    config = parse_config(json.loads(args.config.read_text()))
+    config = dataclasses.replace(config, attention=config.attention[: args.layers])
+    return describe(config, dtype=args.dtype)
 
 
 def sorted_points(model, points: Sequence[Point]) -> list[Point]:
@@ -434,8 +448,8 @@ def measure(
                 **options,
             )
         )
-        for name in ahead.missing if ahead else ():
-            say(f"compiled here: {name}")
+        for name, count in collections.Counter(ahead.missing if ahead else ()).items():
+            say(f"compiled here: {name}, {count} of them")
     fill_traffic(record.rows)
     after = measure_ceiling(ceiling_bytes, matmul_size=0, kernels=[before["read_kernel"]])
     moved = flag_moved(before, after)
