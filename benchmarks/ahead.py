@@ -94,7 +94,7 @@ class Compiler:
 
     def adopt(self, lm: LM, plan: str) -> None:
         """Has a model compile, and answer zeros, where it would run."""
-        lm._engine = _CompilingEngine.of(lm, self, plan)
+        lm._engine = _CompilingEngine(lm, self, plan)
 
     def logits(self, lm: LM, ids: jax.Array, n: int, *, plan: str) -> Any:
         """In place of `one_pass`."""
@@ -131,7 +131,7 @@ class Executables:
 
     def adopt(self, lm: LM, plan: str) -> None:
         """Has a model run these where they are, and compile the others."""
-        lm._engine = _LoadingEngine.of(lm, self, plan)
+        lm._engine = _LoadingEngine(lm, self, plan)
 
     def logits(self, lm: LM, ids: jax.Array, n: int, *, plan: str) -> Any:
         """In place of `one_pass`."""
@@ -158,16 +158,16 @@ class Executables:
 
 
 class _AheadEngine(Engine):
-    """An engine whose programs are wrapped."""
+    """The engine of a model, its programs wrapped."""
 
     wrapper: Callable
 
-    @classmethod
-    def of(cls, lm: LM, ahead: Compiler | Executables, plan: str) -> "_AheadEngine":
+    def __init__(self, lm: LM, ahead: Compiler | Executables, plan: str):
         old = lm._engine
-        engine = cls(lm.model, lm.params, old.max_len, old.max_batch, old.memory_bytes)
-        engine.ahead, engine.plan, engine.wrapped = ahead, plan, {}
-        return engine
+        super().__init__(lm.model, lm.params, old.max_len, old.max_batch, old.memory_bytes)
+        self.ahead = ahead
+        self.plan = plan
+        self.wrapped: dict[str, Any] = {}
 
     def program(self, function: Callable, **static) -> Any:
         name = f"{self.plan} {function.__name__} {sorted(static.items())}"
