@@ -27,9 +27,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
       t, group, scale, masking, config: see `decode_mosaic`.
     """
     out_g, lse_g = outputs
-    q_s, p_s, (loads, results) = (smem[name] for name in ("q", "p", "loads_or_results"))
-    k_s, v_s = loads["k"], loads["v"]
-    o_s, l_s, m_s, out_s, lse_s = (results[name] for name in ("o", "l", "m", "out", "lse"))
+    q_s, k_s, v_s, p_s, o_s, l_s, m_s, out_s, lse_s = (
+        smem[name] for name in ("q", "k", "v", "p", "o", "l", "m", "out", "lse")
+    )
     (d, padded), bk, splits = o_s.shape, config.block_kv, config.splits
     row, head, split = (lax.axis_index(axis) for axis in ("row", "head", "split"))
     zero = row * 0

@@ -29,6 +29,7 @@ bytes.
 
 import dataclasses
 import functools
+import itertools
 import math
 
 import jax
@@ -222,33 +223,32 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
     # q and, of a fused front, the k and v of the new token as further rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     loaded = plgpu.SMEM((config.stages, config.block_kv, d), dtype, transforms=TILES)
-    # Nothing is loaded any more when there is a result: they share memory, so that three blocks of
-    # 64 slots and two stages fit a multiprocessor.
-    loads_or_results = plgpu.RefUnion(
-        {"k": loaded, "v": loaded},
-        {
-            "o": plgpu.SMEM((d, padded), jnp.float32),  # of this split, with l and m
-            "l": plgpu.SMEM((padded,), jnp.float32),
-            "m": plgpu.SMEM((padded,), jnp.float32),
-            "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
-            "lse": plgpu.SMEM((padded,), jnp.float32),
-        },
-    )
+    p = {"p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES)}
+    result = {
+        "o": plgpu.SMEM((d, padded), jnp.float32),  # of this split, with l and m
+        "l": plgpu.SMEM((padded,), jnp.float32),
+        "m": plgpu.SMEM((padded,), jnp.float32),
+        "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
+        "lse": plgpu.SMEM((padded,), jnp.float32),
+    }
+    # What is not needed at once shares memory, so that three blocks of the grid with 64 slots and
+    # two stages share a multiprocessor.
+    unions = [({"k": loaded, "v": loaded}, result)]
     scratch = {
-        "loads_or_results": loads_or_results,
         "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
-        "p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES),
         "q_arrived": plgpu.Barrier(num_arrivals=1),
         "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
     }
     if "qkv" in operands:
+        unions.append(({"turns": plgpu.SMEM((2, d), jnp.float32)}, p))
         scratch |= {
             "qkv": plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES),
             "swapped": plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES),
-            "turns": plgpu.SMEM((2, d), jnp.float32),
             "new": plgpu.SMEM((2, d), dtype),
             "q_arrived": plgpu.Barrier(num_arrivals=1 + 3 * staged // 8),
         }
+    else:
+        scratch |= p
     if config.cluster:
         scratch["cluster"] = plgpu.ClusterBarrier(collective_axes=("split",))
 
@@ -261,11 +261,16 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
         )
 
     def body(*refs):
-        count = len(operands)
+        refs = iter(refs)
+        inputs = {name: next(refs) for name in operands}
+        outputs = next(refs), next(refs)
+        smem = {name: next(refs) for name in scratch}
+        for part in itertools.chain.from_iterable(refs):
+            smem |= part
         decode_kernel(
-            dict(zip(operands, refs, strict=False)),
-            refs[count : count + 2],
-            dict(zip(scratch, refs[count + 2 :], strict=True)),
+            inputs,
+            outputs,
+            smem,
             t=t,
             group=group,
             scale=scale,
@@ -277,7 +282,7 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
         body,
         out_type=tuple(jax.ShapeDtypeStruct(*o) for o in outs),
         kernel_name="decode_attention",
-        scratch_types=tuple(scratch.values()),
+        scratch_types=(*scratch.values(), *(plgpu.RefUnion(*parts) for parts in unions)),
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpret,
         **_grid(b, kv_heads, config),

@@ -1,6 +1,7 @@
 """RoPE, append and attention of a decode step: equal to the three ops one after another."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -170,3 +171,17 @@ def test_the_caches_stay_where_they_are(group):
     nbytes = specs[1].size * 2
     assert alias_bytes(compiled) == 2 * nbytes
     assert not large_copies(compiled, nbytes // 2)
+
+
+@pytest.mark.deviceless
+def test_three_blocks_share_a_multiprocessor(monkeypatch, capfd):
+    """With as many heads as fill the device, where small blocks hide each other's start and end."""
+    from ..deviceless import compile_for
+
+    specs = jax.eval_shape(lambda: _operands([5] * 8, d=128, kv_heads=32, s=1024, group=1))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    compile_for("h100", functools.partial(_run, implementation="mosaic_gpu"), *specs)
+    # Barriers are the last in shared memory, and their addresses are taken one after another.
+    begins = capfd.readouterr().out.rpartition("mbarrier.init")[0]
+    last_barrier = int(re.findall(r"add\.s32\s+%r\d+, %r\d+, (\d+);", begins)[-1])
+    assert last_barrier + 8 <= 228 * 1024 // 3 - 1024
