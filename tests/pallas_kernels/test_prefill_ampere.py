@@ -127,6 +127,7 @@ def test_impossible_configs_raise(config):
         PrefillAmpereConfig(**config)
 
 
+@pytest.mark.slow
 def test_interpreted_without_causality(interpreted):
     """With less slots than a block, and with a window."""
     operands = _operands([20], [0], t=64, s=24)
@@ -135,6 +136,7 @@ def test_interpreted_without_causality(interpreted):
     _check(operands, interpreted, config=SMALL, masking=Masking(causal=False, window=30))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_interpreted_recomputation(interpreted):
     """A score of 800 in the last row of one tile, one of -800 in all of another."""
@@ -282,6 +284,7 @@ def _check_rows_of_a_stack(run):
         assert_same_bits(one, of_stack)
 
 
+@pytest.mark.slow
 def test_interpreted_rows_of_a_stack(interpreted):
     _check_rows_of_a_stack(interpreted)
 

@@ -68,12 +68,14 @@ def test_interpreted_without_races():
     _check(operands, interpreted, config=SMALL)
 
 
+@pytest.mark.slow
 def test_interpreted_with_every_mask():
     masking = Masking(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
     operands = _operands([130], [60], t=70)
     _check(operands, interpreted, config=SMALL, masking=masking, phi=jnp.array([0.0, 3.0]))
 
 
+@pytest.mark.slow
 def test_interpreted_online_not_causal_and_all_masked():
     operands = _operands([100], [0], t=64)
     _check(operands, interpreted, config=ALL_MASKED, masking=Masking(causal=False))
