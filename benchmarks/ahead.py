@@ -190,7 +190,7 @@ class _CompilingProgram:
         shapes = _shapes(state, host)
         if shapes not in self._results:
             name = f"{self._name} {shapes}"
-            lowered = self._program._jitted.lower(params, state, host)
+            lowered = self._program.lower(params, state, host)
             self._results[shapes] = stand_ins(lowered.out_info)
             if self._compiler.claim(name):
                 self._compiler.save(name, lowered)

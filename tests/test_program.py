@@ -1,6 +1,7 @@
 """What is told of compilations: in the log and in `Stats`."""
 
 import concurrent.futures
+import gc
 import logging
 import threading
 import time
@@ -72,6 +73,32 @@ def test_a_compilation_that_was_interrupted_is_told_again(told, monkeypatch, tra
         assert [record.compiling for record in told.records] == [True, False] * compiles
         assert bool(program.compile_seconds) == compiles
     assert program.compilations == 2
+
+
+def test_the_garbage_collector_rests_only_while_there_is_something_to_compile(monkeypatch):
+    resting = []
+
+    def function(x):
+        resting.append(not gc.isenabled())
+        return x
+
+    program = Program(function, str)
+    program(jnp.zeros(3))
+    assert gc.isenabled()
+    program.lower(jnp.zeros(4))
+    assert gc.isenabled()
+    with monkeypatch.context() as patch:
+        patch.setattr(*_COMPILE, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program(jnp.zeros(5))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        program(jnp.zeros(6))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert resting == [True] * 4
 
 
 def test_another_thread_that_compiles_is_not_waited_for():

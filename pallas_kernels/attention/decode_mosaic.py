@@ -283,7 +283,10 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
         out_type=tuple(jax.ShapeDtypeStruct(*o) for o in outs),
         kernel_name="decode_attention",
         scratch_types=(*scratch.values(), *(plgpu.RefUnion(*parts) for parts in unions)),
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         interpret=interpret,
         **_grid(b, kv_heads, config),
     )(*operands.values())

@@ -126,7 +126,8 @@ def write_chunk_mosaic(
         ),
         grid=(kv_heads * groups, t // _TOKENS, r),
         grid_names=("head", "tokens", "row"),
-        compiler_params=plgpu.CompilerParams(),
+        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin)
     return q, jax.freeze(k), jax.freeze(v)

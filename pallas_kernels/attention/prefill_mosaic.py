@@ -180,7 +180,10 @@ def prefill_mosaic(
         grid_names=("head", "tile", "row"),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(approx_math=True),
+        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
         interpret=interpret,
     )(*operands.values())
     return out[0][:, :t], out[1].transpose(0, 2, 1)[:, :t] if return_lse else None

@@ -336,6 +336,8 @@ def _launch(operands, *, eps, gate, dtype, config):
         grid_names=("n", "m"),
         cluster=(split,),
         cluster_names=("k",),
+        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
 
 
