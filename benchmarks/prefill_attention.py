@@ -29,7 +29,7 @@ SHAPES = (
     (1, 32, 32, 16384, 64),
 )
 # block_kv and stages, by D
-BLOCKS = {128: ((64, 4), (128, 2)), 64: ((64, 4), (128, 4), (192, 2), (256, 2))}
+BLOCKS = {128: ((64, 4), (128, 2)), 64: ((64, 4), (128, 2), (192, 2), (256, 2))}
 
 # Heads of 32 that leave the range of the unified maximum.
 RECOMPUTED = (1, 32)
@@ -91,8 +91,10 @@ def _case(shape, outside=0):
         }
         for block_kv, stages in BLOCKS[d]:
             config = dataclasses.replace(default, block_kv=block_kv, stages=stages)
-            if config != default:
+            if config.block_kv != default.block_kv:
                 variants[f"block_kv {block_kv}"] = config
+            elif config != default:
+                variants[f"{stages} stages"] = config
         for variant, config in variants.items():
             implementations[variant] = functools.partial(_with_config, config)
     return Case(

@@ -4,13 +4,15 @@ FastAttention (Lin et al. 2024), section 4.1 and appendix B, and FlashDecoding++
 section 3. The first level of tiles is what TMA brings to shared memory: 128 query rows of a head,
 and block by block the slots of the cache that they see. The second is what one of two warpgroups
 takes through the tensor cores and the vector units, 64 query rows at a time. The warpgroups take
-turns at the tensor cores, so that the exponentials of one run under the products of the other; a
-third one only loads.
+turns at the tensor cores, so that the exponentials of one run under the products of the other: a
+turn queues P·V of a block and Q·K of the next, and is passed on when Q·K alone is left. A third
+warpgroup only loads.
 
     p = 2^(s·log2(e) − φ),   l = Σ p,   o = Σ p·v / l
 
 with the constant φ of the head: no maximum and no rescaling in the loop. l sums the rounded P that
-enters P·V, so a row dominated by one key returns its value exactly.
+enters P·V, so a row dominated by one key returns its value exactly; each lane sums what it holds,
+and lanes are added up once, at the end.
 
 **Staying exact.** A tile is right where each of its rows has 2^-60 ≤ l ≤ 2^100 and a finite o:
 - bf16 has the exponents of fp32, so P loses nothing but its mantissa;
@@ -33,9 +35,14 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from fdjax.pallas_kernels.attention.masks import Masking
 
@@ -47,7 +54,7 @@ _LOWEST = -(2.0**120)
 _ROWS = 64  # query rows of a warpgroup: M of wgmma
 _CONSUMERS = 2  # warpgroups that compute
 _TILE = _CONSUMERS * _ROWS
-_BLOCK_KV = {64: 256, 96: 128, 128: 128, 256: 64}  # by D
+_BLOCKS = {64: (128, 4), 96: (128, 2), 128: (128, 2), 256: (64, 2)}  # slots, stages; by D
 _MATRIX = plgpu.Layout.WGMMA
 _COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
@@ -57,7 +64,8 @@ class PrefillAttentionConfig:
     """How the work is cut.
 
     Attributes:
-      block_kv: slots per step, a multiple of 64.
+      block_kv: slots per step, a multiple of 64. Above 128 the registers do not hold two products
+        in flight, and the compiler waits for each.
       stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
       unified: False runs online softmax.
       skip_masks: False takes every block of slots for one that needs masking.
@@ -77,7 +85,8 @@ class PrefillAttentionConfig:
 
 def default_config(d: int) -> PrefillAttentionConfig:
     """What measured best on an H100 at D = 64 and 128 (benchmarks/LOG.md); otherwise what fits."""
-    return PrefillAttentionConfig(block_kv=_BLOCK_KV[d])
+    block_kv, stages = _BLOCKS[d]
+    return PrefillAttentionConfig(block_kv=block_kv, stages=stages)
 
 
 @functools.partial(
@@ -152,7 +161,7 @@ def prefill_mosaic(
         tail_full=plgpu.Barrier(),
         k_empty=consumed,
         v_empty=consumed,
-        turn=plgpu.Barrier(num_arrivals=_CONSUMERS),
+        turn=plgpu.Barrier(num_barriers=_CONSUMERS),
         voted=plgpu.Barrier(num_arrivals=_CONSUMERS),
     )
     if return_lse:
@@ -195,7 +204,7 @@ def _check_supported(q: Array, s: int) -> None:
         raise NotImplementedError(
             f"prefill_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
         )
-    if d not in _BLOCK_KV:
+    if d not in _BLOCKS:
         raise NotImplementedError(
             f"prefill_attention: mosaic_gpu needs D of 64, 96, 128 or 256, got {d}"
         )
@@ -353,6 +362,32 @@ def _zero_dead(values, live):
             part[...] = jnp.where(slots < live, x, jnp.zeros_like(x))
 
 
+def _widened(p):
+    """bf16 [64,N] in fp32, by an instruction for each element; `astype` takes two."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(_MATRIX,),
+        return_type=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=_MATRIX),
+    )
+    def widen(_, p):
+        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+
+        def apart(pair):
+            pair = mgpu_utils.bitcast(pair, word)
+            halves = (
+                arith.shli(pair, mgpu_utils.c(16, word)),
+                arith.andi(pair, mgpu_utils.c(-(2**16), word)),
+            )
+            halves = [arith.bitcast(single, half) for half in halves]
+            return vector.from_elements(ir.VectorType.get((2,), single), halves)
+
+        registers = np.array([apart(pair) for pair in p.registers.flat], dtype=object)
+        registers = registers.reshape(p.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=p.layout, _is_signed=None)
+
+    return widen(p)
+
+
 def _is_again(scratch):
     again = scratch["again"]
     return again[0] + again[1] > 0
@@ -391,9 +426,11 @@ def _consume(
     def full(shape, value, layout):
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
+    def take_turn():
+        plgpu.barrier_wait(turn.at[warpgroup])
+
     def pass_turn():
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(turn)
+        plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
     def bent(z, j, masked, shift):
         """Scores in units of log2, less `shift`."""
@@ -422,12 +459,20 @@ def _consume(
                 z = jnp.where(slot >= lowest, z, -jnp.inf)
         return z
 
+    def before(stage):
+        return lax.rem(stage + config.stages - 1, config.stages)
+
     def scores(j, stage, masked, shift=None):
         plgpu.barrier_wait(k_full.at[stage])
 
         def product(acc):
             plgpu.wgmma(acc, q_s, k_s.at[stage].T)
+            plgpu.wgmma_wait(1)  # for P·V of the block before
             pass_turn()
+            pl.when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
+            # Not where V is needed: the compiler would sink below the wait what should run beside
+            # the exponentials.
+            plgpu.barrier_wait(v_full.at[stage])
             return acc[...]
 
         z = pl.run_scoped(product, plgpu.ACC((_ROWS, bk), jnp.float32))
@@ -435,14 +480,13 @@ def _consume(
         return bent(z, j, masked, shift)
 
     def add_values(acc, z, l, stage):
-        """acc += P·V; returns l + the row sums of P."""
+        """Queues acc += P·V; returns l [64,8] + the sums of P over columns that are 8 apart."""
         # Without the barrier the compiler converts every element twice over, one by one, in the
         # unit that is busy with the exponentials.
         p = lax.optimization_barrier(jnp.exp2(z).astype(dtype))
-        l, p = lax.optimization_barrier((l + p.astype(jnp.float32).sum(axis=1), p))
-        plgpu.barrier_arrive(turn)
-        plgpu.barrier_wait(v_full.at[stage])
-        plgpu.barrier_wait(turn)
+        wide = _widened(p) if p_s is None and dtype == jnp.bfloat16 else p.astype(jnp.float32)
+        l, p = lax.optimization_barrier((l + sum(wide[:, i : i + 8] for i in range(0, bk, 8)), p))
+        take_turn()
         if p_s is not None:
             p_s[...] = p
             plgpu.commit_smem()
@@ -457,28 +501,32 @@ def _consume(
             return block(j, lax.rem(done + j - blocks.begin, config.stages), carry, masked)
 
         masked = functools.partial(step, masked=True)
-        pl.when(warpgroup == 1)(pass_turn)  # half a block behind the other
+        pl.when(warpgroup == 1)(take_turn)  # half a block behind the other
         if masking.window is not None:
             carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
         bare = functools.partial(step, masked=False)
         carry = lax.fori_loop(blocks.bare_begin, blocks.bare_end, bare, carry)
         carry = lax.fori_loop(blocks.bare_end, blocks.end, masked, carry)
+        plgpu.wgmma_wait(0)
+        last = before(done + blocks.steps)
+        pl.when(blocks.steps > 0)(lambda: plgpu.barrier_arrive(v_empty.at[last]))
         pl.when(warpgroup == 0)(pass_turn)
         return carry
 
     zero = full((_ROWS,), 0.0, _COLUMN)
+    nothing = full((_ROWS, 8), 0.0, _MATRIX)
 
     def attend_unified(acc):
         """o and l of all blocks, with φ for a maximum."""
 
         def block(j, stage, l, masked):
             l = add_values(acc, scores(j, stage, masked, phi), l, stage)
-            plgpu.wgmma_wait(0)
-            plgpu.barrier_arrive(v_empty.at[stage])
+            if masked:  # which needs the registers
+                plgpu.wgmma_wait(0)
             return l
 
-        l = over_blocks(block, 0, zero)
-        return acc[...], l
+        l = over_blocks(block, 0, nothing)
+        return acc[...], l.sum(axis=1)
 
     def attend_online(done):
         """o, l and the maximum m of each row of all blocks; `done` steps went before."""
@@ -490,11 +538,10 @@ def _consume(
             shrink = jnp.exp2(m - new)
 
             def product(acc):
-                total = add_values(acc, z - across(new, bk), l * shrink, stage)
-                return acc[...], total
+                added = add_values(acc, z - across(new, bk), nothing, stage)
+                return acc[...], l * shrink + added.sum(axis=1)
 
             values, l = pl.run_scoped(product, plgpu.ACC((_ROWS, d), jnp.float32))
-            plgpu.barrier_arrive(v_empty.at[stage])
             return o * across(shrink, d) + values, l, new
 
         start = (full((_ROWS, d), 0.0, _MATRIX), zero, full((_ROWS,), _LOWEST, _COLUMN))
