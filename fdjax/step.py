@@ -65,18 +65,17 @@ def prefill(
         turns=_turns(offsets + lengths if prompts is None else prompts, max_new_tokens),
         plan=model.plan,
     )
-    hidden, kv = module(tokens, state.kv, attend, model.plan)
+    last = jnp.maximum(lengths - 1, 0)
+    hidden, kv = module(tokens, state.kv, attend, model.plan, last=last)
     slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     slots = jnp.where(slots < ends[:, None], slots, state.slots)
     ids = state.ids.at[index[:, None], slots].set(tokens, mode="drop", unique_indices=True)
 
-    last = jnp.maximum(lengths - 1, 0)[:, None, None]
-    hidden = jnp.take_along_axis(hidden, last, axis=1)[:, 0]
     own_ids, progress = ids, state.progress
     if rows is not None:
         sampling, own_ids, progress = sampling.rows(rows), ids[rows], progress[:, rows]
     steps = jnp.zeros((r,), jnp.int32)
-    logits = module.logits(hidden, model.plan)
+    logits = module.logits(hidden[:, 0], model.plan)
     first, logprobs = next_tokens(logits, sampling, own_ids, ends, steps, processors)
     chosen = final & (lengths > 0)
     finished = _is_final(first, steps + 1, sampling)

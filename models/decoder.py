@@ -76,22 +76,16 @@ class Attention(nnx.Module):
         self.k_norm = Norm(config.head_dim, config, dtype) if config.qk_norm else None
 
     def __call__(
-        self,
-        x: Array,
-        norm: RMSNorm,
-        post_norm: Norm | None,
-        kv: Any,
-        attend: Attend,
-        plan: Plan,
+        self, x: Array, norm: RMSNorm, kv: Any, attend: Attend, plan: Plan
     ) -> tuple[Array, Any]:
-        """x [B,T,E] → x + post_norm(attention(norm(x))), and the layer's cache updated."""
+        """x [B,T,E] → heads of norm(x), [B,T,H·D], for `out`; and the layer's cache updated."""
         b, t, _ = x.shape
         qkv = self.qkv(x, norm=norm, plan=plan).reshape(b, t, *self.heads)
         if self.q_norm is not None:
             q, k, v = jnp.split(qkv, (-2, -1), axis=3)
             qkv = jnp.concatenate([self.q_norm(q, plan), self.k_norm(k, plan), v], axis=3)
         o, kv = attend(self.spec, kv, qkv)
-        return _add(x, self.out, o.reshape(b, t, -1), post_norm, plan), kv
+        return o.reshape(b, t, -1), kv
 
 
 class MLP(nnx.Module):
@@ -139,10 +133,19 @@ class Block(nnx.Module):
         self.mlp = MLP(config, dtype)
         self.mlp_post_norm = norm(config.post_norms)
 
-    def __call__(self, x: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
-        """x [B,T,E] → [B,T,E], and the layer's cache updated."""
-        norm, post_norm = self.attention_norm.operand(), self.attention_post_norm
-        x, kv = self.attention(x, norm, post_norm, kv, attend, plan)
+    def __call__(
+        self, x: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
+    ) -> tuple[Array, Any]:
+        """x [B,T,E] → [B,T,E], or [B,1,E] of `last`; and the layer's cache updated.
+
+        Args: see `Decoder`.
+        """
+        o, kv = self.attention(x, self.attention_norm.operand(), kv, attend, plan)
+        if last is not None:
+            x, o = (jnp.take_along_axis(a, last[:, None, None], axis=1) for a in (x, o))
+            # Once per prompt, kernels for three products save less than it takes to lower them.
+            plan = plan.with_xla("matmul")
+        x = _add(x, self.attention.out, o, self.attention_post_norm, plan)
         return self.mlp(x, self.mlp_norm.operand(), self.mlp_post_norm, plan), kv
 
 
@@ -162,7 +165,13 @@ class Decoder(nnx.Module):
         )
 
     def __call__(
-        self, tokens: Array, kv: list[Any], attend: Attend, plan: Plan
+        self,
+        tokens: Array,
+        kv: list[Any],
+        attend: Attend,
+        plan: Plan,
+        *,
+        last: Array | None = None,
     ) -> tuple[Array, list[Any]]:
         """Hidden states before the final norm.
 
@@ -171,9 +180,11 @@ class Decoder(nnx.Module):
           kv: one cache per layer, whatever `attend` makes of it.
           attend: attention against that cache.
           plan: which implementations run.
+          last: [B] int32, of each row the one token whose state is wanted; default all. The others
+            need nothing of the last block but its cache.
 
         Returns:
-          ([B, T, E], the caches updated).
+          ([B, T, E], or [B, 1, E] of `last`; the caches updated).
         """
         x = jnp.take(self.embed[...], tokens, axis=0)
         if self.embedding_scale != 1:
@@ -181,8 +192,9 @@ class Decoder(nnx.Module):
             # so round otherwise than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(self.embedding_scale, x.dtype), x, plan)
         updated = []
-        for block, layer_kv in zip(self.blocks, kv, strict=True):
-            x, layer_kv = block(x, layer_kv, attend, plan)
+        wanted = [None] * (len(self.blocks) - 1) + [last]
+        for block, layer_kv, one in zip(self.blocks, kv, wanted, strict=True):
+            x, layer_kv = block(x, layer_kv, attend, plan, one)
             updated.append(layer_kv)
         return x, updated
 

@@ -133,6 +133,10 @@ class Plan:
             table=(read_table(table) if table else ()) + _shipped_table(device_kind),
         )
 
+    def with_xla(self, op: str) -> "Plan":
+        """This plan, with XLA for an op unless that is named already."""
+        return dataclasses.replace(self, named=(*self.named, (op, "xla")))
+
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - plans are few and live as long as the program
     def choose(self, op: str, **shape: int) -> Choice:
         """The choice for `op` at `shape` (the op's own keys, such as m, k, n)."""
