@@ -297,10 +297,7 @@ class LM:
         return rows
 
     def _ids(self, prompt: Prompt, i: int) -> list[int]:
-        if isinstance(prompt, str):
-            ids = self.tokenizer.encode(prompt)
-        else:
-            ids = list(map(int, prompt)) if _are_ids(prompt) else list(prompt)
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
             raise ValueError(f"generate: prompt {i} is empty; give at least one token")
         vocab = self.config.vocab_size
@@ -309,7 +306,7 @@ class LM:
             raise ValueError(
                 f"generate: prompt {i} has id {wrong!r}, the vocabulary is 0..{vocab - 1}"
             )
-        return ids
+        return ids if set(map(type, ids)) == {int} else list(map(int, ids))
 
     def program_counts(self) -> dict[str, int]:
         """Compiled programs so far: of "prefill" and of "decode_steps"."""
