@@ -1,4 +1,4 @@
-"""What comes before attention in a decode step: RoPE of q and k, append of k and v to the cache.
+"""What surrounds attention in a decode step: RoPE of q and k, append of k and v to the cache.
 
 q, k and v of a KV head are the rows of one tile. It is loaded twice, as it is and with the halves
 of D exchanged, so that the rotation is x cos + swapped(x) sin, element by element.
@@ -48,8 +48,8 @@ def _load_rows(ref):
     return plgpu.layout_cast(columns, TILE).astype(jnp.float32)
 
 
-def append_token(inputs, smem, row, head, slot, group):
-    """Write the new k and v to their slot; returns rotated q, and k and v at every row, [D, R]."""
+def receive_token(smem, group):
+    """Keep the rotated k and v of the new token in "new"; returns q·k of all rows, [R]."""
     padded, d = smem["p"].shape[0], smem["q"].shape[1]
 
     def column(ref, index):
@@ -57,15 +57,17 @@ def append_token(inputs, smem, row, head, slot, group):
         rows = plgpu.broadcasted_iota(jnp.int32, columns.shape, 1, layout=TILE)
         return jnp.where(rows == index, columns, 0.0).sum(axis=1)
 
-    new = column(smem["q"], group), column(smem["qkv"], group + 1)
-    for i, values in enumerate(new):
+    key, value = column(smem["q"], group), column(smem["qkv"], group + 1)
+    for i, values in enumerate((key, value)):
         smem["new"].at[i][...] = values.astype(smem["new"].dtype)
-    plgpu.commit_smem()
+    q = _load_rows(smem["q"].at[pl.ds(0, padded)])
+    return (q * lax.broadcast_in_dim(key, (d, padded), [0])).sum(axis=0)
+
+
+def write_token(inputs, smem, row, head, slot):
+    """Begin to write the new k and v to their slot, if there is room."""
 
     @pl.when(slot < inputs["k"].shape[-2])
     def _():
         for i, name in enumerate("kv"):
             plgpu.copy_smem_to_gmem(smem["new"].at[i], inputs[name].at[row, head, slot])
-
-    spread = (lax.broadcast_in_dim(values, (d, padded), [0]) for values in new)
-    return _load_rows(smem["q"].at[pl.ds(0, padded)]), *spread

@@ -6,8 +6,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.decode_combine import merge, write_result
-from fdjax.pallas_kernels.attention.decode_front import append_token, load_front, rotate_rows
-from fdjax.pallas_kernels.attention.decode_tiles import LOG2E, LOWEST, ROW, TILE
+from fdjax.pallas_kernels.attention.decode_front import (
+    load_front,
+    receive_token,
+    rotate_rows,
+    write_token,
+)
+from fdjax.pallas_kernels.attention.decode_tiles import COLUMN, LOG2E, LOWEST, ROW, TILE
 
 # In log2 units: a split is healthy with a denominator in this range about its m, and m is moved to
 # the maximum of the first block where that is further away.
@@ -87,20 +92,22 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
             return jnp.tanh(z * (scale / masking.soft_cap)) * (masking.soft_cap * LOG2E)
         return z * (scale * LOG2E)
 
-    def wait_for_q():
+    def receive_queries():
         plgpu.barrier_wait(smem["q_arrived"])
         if "qkv" in inputs:
             rotate_rows(smem)
 
-    def scores(step, keys, first_pass):
+            @pl.when(split == 0)
+            def _():
+                smem["score"][...] = log2_scores(receive_token(smem, group))
+
+    def scores(step, keys):
         """[block, R] scores in units of log2, and which of them count."""
 
         def product(acc):
             plgpu.wgmma(acc, keys, q_s.at[pl.ds(0, padded)].T)
             return acc[...]
 
-        if first_pass:
-            pl.when(step == 0)(wait_for_q)
         z = pl.run_scoped(product, plgpu.ACC((bk, padded), jnp.float32))
         z = log2_scores(z)
         seen, distance = visible(step)
@@ -128,7 +135,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
 
-    def pipeline(step, carry):
+    def pipeline(step, carry, first_pass):
         """Runs step(i, keys [block, D], values, carry) over the blocks, loading ahead of it."""
         stages = config.stages
 
@@ -155,6 +162,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
             return carry
 
         lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: load(i), None)
+        if first_pass:
+            receive_queries()
         return lax.fori_loop(0, count, body, carry)
 
     blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
@@ -171,7 +180,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         def accumulate(acc):
             def step(i, keys, values, carry):
                 l, m = carry
-                z, seen = scores(i, keys, first_pass=True)
+                z, seen = scores(i, keys)
                 m = lax.cond(
                     i == 0,
                     lambda: nearest(m, z, seen),
@@ -189,7 +198,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
                 m = per_row(inputs["phi"]).max(axis=0) * LOG2E
             else:
                 m = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), ROW)
-            l, m = pipeline(step, (blank, m))
+            l, m = pipeline(step, (blank, m), first_pass=True)
             return acc[...], l, m
 
         o, l, m = pl.run_scoped(accumulate, plgpu.ACC((d, padded), jnp.float32))
@@ -200,7 +209,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
 
         def step(i, keys, values, carry):
             o, l, m = carry
-            z, seen = scores(i, keys, first_pass=not config.unified)
+            z, seen = scores(i, keys)
             m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
             p = jnp.where(seen, jnp.exp2(z - down(m_new, bk)), 0.0).astype(q_s.dtype)
             zero_dead_values(i, values)
@@ -218,7 +227,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
 
         o = plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE)
         m = plgpu.layout_cast(jnp.full((padded,), LOWEST, jnp.float32), ROW)
-        o, l, m = pipeline(step, (o, blank, m))
+        o, l, m = pipeline(step, (o, blank, m), first_pass=not config.unified)
         return o, l.sum(axis=0), m
 
     def save(o, l, m):
@@ -268,19 +277,19 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         plgpu.copy_smem_to_gmem(lse_s, lse_g.at[row, head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    # A split without work has not waited for its queries.
-    pl.when(count == 0)(wait_for_q)
     plgpu.commit_smem()
     if "qkv" in inputs:
 
         @pl.when(split == 0)
         def _():
+            # Not before the last block is loaded, which the slot may be in.
+            write_token(inputs, smem, row, head, cached)
             # The new token as one more split, of one slot at distance 0.
-            q, new_k, new_v = append_token(inputs, smem, row, head, cached, group)
-            z = log2_scores((q * new_k).sum(axis=0))
+            value = plgpu.load(smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
+            value = lax.broadcast_in_dim(value, (d, padded), [0])
             o = plgpu.load(o_s, layout=TILE)
-            l, m = (plgpu.load(ref, layout=ROW) for ref in (l_s, m_s))
-            save(*merge([o, new_v], [l, jnp.ones_like(l)], [m, z]))
+            l, m, z = (plgpu.load(ref, layout=ROW) for ref in (l_s, m_s, smem["score"]))
+            save(*merge([o, value], [l, jnp.ones_like(l)], [m, z]))
             plgpu.commit_smem()
 
     if config.cluster:

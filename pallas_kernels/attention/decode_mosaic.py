@@ -240,11 +240,11 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
         "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
     }
     if "qkv" in operands:
-        unions.append(({"turns": plgpu.SMEM((2, d), jnp.float32)}, p))
+        front = plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES)
+        token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
+        unions += [({"turns": plgpu.SMEM((2, d), jnp.float32)}, p), ({"swapped": front}, token)]
         scratch |= {
-            "qkv": plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES),
-            "swapped": plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES),
-            "new": plgpu.SMEM((2, d), dtype),
+            "qkv": front,
             "q_arrived": plgpu.Barrier(num_arrivals=1 + 3 * staged // 8),
         }
     else:
