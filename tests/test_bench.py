@@ -276,6 +276,20 @@ def test_prepare_gives_an_implementation_its_own_layout():
     assert not suite.run_cases([case], runs=2, **SMALL).failed
 
 
+def test_a_run_that_is_cut_off_keeps_what_it_has(tmp_path, monkeypatch):
+    def interrupted(case, *args):
+        if case.name == "second":
+            raise KeyboardInterrupt
+        return [record.Row(case.name, "xla", True)]
+
+    monkeypatch.setattr(suite, "_run_case", interrupted)
+    cases = [dataclasses.replace(_case(), name=name) for name in ("first", "second")]
+    path = tmp_path / "r.json"
+    with pytest.raises(KeyboardInterrupt):
+        suite.run_cases(cases, output=path, **SMALL)
+    assert [row.case for row in record.read(path).rows] == ["first"]
+
+
 def test_main_succeeds_and_ends_with_the_record(tmp_path, capsys):
     path = tmp_path / "r.json"
     argv = ["--runs", "2", "--commit", "abc", "--only", "squ", "--output", str(path)]

@@ -4,13 +4,14 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.check import verify
-from fdjax.bench.record import Record, Row, emit, environment
+from fdjax.bench.record import Record, Row, emit, environment, write
 from fdjax.bench.timing import Timing, cold_sets, compile_for, measure
 
 
@@ -85,6 +86,7 @@ def run_cases(
     ceiling_bytes: int = 2**30,
     matmul_size: int = 8192,
     commit: str | None = None,
+    output: str | Path | None = None,
 ) -> Record:
     """Measures every implementation of every case, beside the ceiling, in one process.
 
@@ -99,6 +101,8 @@ def run_cases(
         ceiling_bytes: bytes that the ceiling's kernels read.
         matmul_size: see `measure_ceiling`.
         commit: see `environment`.
+        output: file to write the record to after every case: a run that is cut off keeps what it
+            has.
     """
     before = measure_ceiling(ceiling_bytes, matmul_size=matmul_size)
     config = {"runs": runs, "passes": passes, **(config or {})}
@@ -106,6 +110,8 @@ def run_cases(
     for case in cases:
         print(f"measuring {case.name}", file=sys.stderr, flush=True)
         record.rows += _run_case(case, runs, passes)
+        if output:
+            write(record, output)
     after = measure_ceiling(ceiling_bytes, matmul_size=0, kernels=[before["read_kernel"]])
     return record.finish(after)
 
@@ -128,6 +134,6 @@ def main(cases: Sequence[Case], argv: Sequence[str] | None = None, **options: An
     parser.add_argument("--output", help="write the record to this file as well")
     args = parser.parse_args(argv)
     chosen = [case for case in cases if args.only in case.name]
-    record = run_cases(chosen, runs=args.runs, commit=args.commit, **options)
+    record = run_cases(chosen, runs=args.runs, commit=args.commit, output=args.output, **options)
     emit(record, args.output)
     return int(record.failed)
