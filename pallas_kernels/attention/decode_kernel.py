@@ -136,7 +136,10 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         plgpu.commit_smem()
 
     def pipeline(step, carry, first_pass):
-        """Runs step(i, keys [block, D], values, carry) over the blocks, loading ahead of it."""
+        """Runs step(i, keys [block, D], values, carry) over the blocks, loading ahead of it.
+
+        The first pass receives the queries while its first blocks are on their way.
+        """
         stages = config.stages
 
         def load(i):
