@@ -10,6 +10,7 @@ import pytest
 
 import fdjax
 from fdjax import CheckpointError, GenerationConfig
+from fdjax.models import describe, parse_config
 
 CASE = Path(__file__).parent / "hf_fixtures" / "llama3_gqa_tied"
 PROMPTS = (1, 2, 3)  # of 7, 23 and 60 tokens, with their greedy runs by transformers
@@ -117,6 +118,22 @@ def test_forward_takes_no_notice_of_padding(lm):
 
 
 @pytest.mark.slow
+def test_only_last_tokens_go_through_the_end_of_the_last_block():
+    def flops(layers):
+        config = dict(num_hidden_layers=layers, hidden_size=64, intermediate_size=1024)
+        config |= dict(model_type="llama", num_attention_heads=4, vocab_size=16)
+        model = describe(parse_config(config), dtype="float32")
+        ids = jax.ShapeDtypeStruct((2, 128), jnp.int32)
+        generate = functools.partial(
+            fdjax.generate, model, config=GenerationConfig(max_new_tokens=1)
+        )
+        return jax.jit(generate).lower(model.abstract_params, ids).cost_analysis()["flops"]
+
+    one, two, three = map(flops, (1, 2, 3))
+    # A block's MLP is nine tenths of it.
+    assert one < 0.4 * (three - two)
+
+
 def test_the_last_logits_of_forward(lm):
     ids = jnp.asarray(padded()[0][2:])
     whole = fdjax.forward(lm.model, lm.params, ids)
