@@ -84,10 +84,10 @@ class Program:
         if current.compiles is not None:
             self._interrupted.add(current.compiles)
             current.compiles = None
-        # JAX may have kept the trace of what it did not compile to the end.
-        if self._interrupted and (name := self._describe(*args)) in self._interrupted:
-            current.begin(name)
         try:
+            # JAX may have kept the trace of what it did not compile to the end.
+            if self._interrupted and (name := self._describe(*args)) in self._interrupted:
+                current.begin(name)
             out = self._jitted(*args)
         finally:
             current.resume_collecting()
