@@ -51,7 +51,9 @@ class Results:
         self.kernels: dict[str, Record] = {}
         self.memory: list[dict[str, Any]] = []
         self.calibration: list[dict[str, Any]] = []
-        self.tables = [json.loads(p.read_text()) for p in sorted(tables.glob("*.json"))]
+        # A table is named as its device; so is the folder, in lower case.
+        named = [p for p in tables.glob("*.json") if p.stem.lower() == folder.name]
+        self.table = json.loads(named[0].read_text()) if named else None
         # The embedded model may have been calibrated on any device.
         calibrations = folder.parent.glob("*/calibration*.json")
         for path in sorted({*folder.glob("*.json"), *calibrations}):
@@ -92,20 +94,29 @@ class Results:
 
 def first_and_each(results: Results) -> Figure | None:
     """FD++ Fig. 1: latency of the first token against that of each token after it."""
-    first, each = (results.milliseconds(c) for c in ("first token", "decode step"))
-    points = [p for p in each if len(each[p]) > 1 and p in first][:4]
-    if not points:
+    shown = []
+    # All times of a panel are of one run.
+    for first, each in zip(*map(results.by_record, ("first token", "decode step")), strict=True):
+        for point in each.keys() & first.keys():
+            both = {
+                name: (first[point][name], ms)
+                for name, ms in each[point].items()
+                if name in first[point] and not name.startswith("without")
+            }
+            if len(both) > 1:
+                shown.append((point, both))
+    if not shown:
         return None
-    figure, panels = _panels(len(points), (3.4, 3.2))
-    for axes, point in zip(panels, points, strict=True):
-        for name, ms in each[point].items():
-            if name in first[point]:
-                x = first[point][name]
-                axes.scatter(x, ms, color=COLOURS.get(name), s=40, label=name)
+    # Those with most to compare; of these the smallest batch, and its longest prompts.
+    shown = sorted(shown, key=lambda p: (-len(p[1]), p[0][1], -p[0][2], *p[1]))[:3]
+    figure, panels = _panels(len(shown), (3.4, 3.2))
+    for axes, (point, both) in zip(panels, shown, strict=True):
+        for name, times in both.items():
+            axes.scatter(*times, color=COLOURS.get(name), s=40, label=name)
         axes.set(title=_where(*point), xlabel="first token, ms", ylabel="each further token, ms")
-        axes.set_xlim(0, axes.get_xlim()[1])
-        axes.set_ylim(0, axes.get_ylim()[1])
-        axes.legend(fontsize=7)
+        x, y = (1.1 * max(times) for times in zip(*both.values(), strict=True))
+        axes.set(xlim=(0, x), ylim=(0, y))
+        axes.legend(fontsize=7, loc="lower left")
     return figure
 
 
@@ -155,11 +166,10 @@ def block_n(results: Results) -> Figure | None:
 
 def dataflow(results: Results) -> Figure | None:
     """FD++ Fig. 9: which implementation of a linear layer runs over M, and its speed over XLA's."""
-    if not results.tables:
+    if results.table is None:
         return None
-    table = results.tables[-1]
     by_shape: dict[str, dict[int, float]] = {}
-    for entry in table["entries"]:
+    for entry in results.table["entries"]:
         times = entry.get("microseconds") or {}
         if entry["op"] == "matmul" and times.get("xla"):
             s = entry["shape"]

@@ -592,7 +592,8 @@ def tables(tmp_path, monkeypatch):
         for m in (1, 8, 64)
         for n in (4096, 12288)
     ]
-    (folder / "gpu.json").write_text(json.dumps({"schema": 1, "entries": entries}))
+    for name, rows in (("RESULTS", entries), ("another_device", [])):
+        (folder / f"{name}.json").write_text(json.dumps({"schema": 1, "entries": rows}))
     return folder
 
 
@@ -614,6 +615,12 @@ def test_a_ratio_is_of_one_run(results, monkeypatch, tmp_path):
     assert titles[0] == "llama-2-7b\nover xla"
     assert cells["over xla"] == ["1.25x", "2.00x", "2.00x", "2.00x"]
     assert cells["over cudnn"] == ["3.00x"] * 4
+    both = [
+        (axes.get_title(), [c.get_label() for c in axes.collections])
+        for axes in plots.first_and_each(found).axes
+    ]
+    every = ["fdjax", "xla", "cudnn", "hf eager", "hf static, compiled"]
+    assert both[:2] == [("llama-2-7b B1 P1024", every), ("llama-2-7b B1 P128", every)]
     bars = plots.breakdown(found).axes[0].containers
     lengths = {c.get_label(): [bar.get_width() for bar in c] for c in bars}
     assert lengths["without fusion"] == [0.8] and lengths["fdjax"][0] == 0.4
