@@ -415,7 +415,7 @@ def measure(
             record.rows += rows
             record.costs |= costs
             if args.output:  # a run that is cut off keeps what it has
-                write(record, args.output)
+                write(record.so_far(), args.output)
 
     if args.peers:
         problem = peers.missing()

@@ -12,7 +12,7 @@ _BEGIN, _END = "<!-- measurements -->", "<!-- /measurements -->"
 
 
 def measurements() -> str:
-    """Markdown of every end-to-end record under `results/`, a line per batch and prompt."""
+    """Markdown of the end-to-end records under `results/`: of each batch and prompt the latest."""
     head = (
         "Device",
         "Model",
@@ -23,7 +23,7 @@ def measurements() -> str:
         "Bandwidth",
         "",
     )
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    latest: dict[tuple[str, ...], tuple[str, str]] = {}
     for path in sorted((ROOT / "benchmarks/results").glob("*/*.json")):
         try:
             record = records.read(path)
@@ -32,8 +32,13 @@ def measurements() -> str:
         # Else it is of kernels, or of so many points that a figure shows them.
         if "family" in record.config and not path.stem.startswith(("grid", "breakdown")):
             link = f"[record](benchmarks/results/{path.parent.name}/{path.name})"
-            lines += (f"| {' | '.join((*cells, link))} |" for cells in _lines(record))
-    return "\n".join(lines)
+            date = record.environment["date"]
+            for cells in _lines(record):
+                what = cells[:4]
+                if what not in latest or date > latest[what][0]:
+                    latest[what] = date, f"| {' | '.join((*cells, link))} |"
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    return "\n".join([*lines, *(line for _, line in latest.values())])
 
 
 def _lines(record: records.Record) -> Iterator[tuple[str, ...]]:

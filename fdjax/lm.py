@@ -303,6 +303,7 @@ class LM:
         vocab = self.config.vocab_size
         if not _are_ids(ids) or min(ids) < 0 or max(ids) >= vocab:
             wrong = next(t for t in ids if not _are_ids([t]) or not 0 <= t < vocab)
+            wrong = wrong.item() if isinstance(wrong, np.generic) else wrong
             raise ValueError(
                 f"generate: prompt {i} has id {wrong!r}, the vocabulary is 0..{vocab - 1}"
             )

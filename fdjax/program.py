@@ -37,8 +37,8 @@ class _Current(threading.local):
 
     def resume_collecting(self) -> None:
         if self.collects:
-            self.collects = False
             gc.enable()
+            self.collects = False
 
 
 class Program:

@@ -8,7 +8,7 @@ import numpy as np
 
 
 def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | None]:
-    """Compares two pytrees of arrays in float64, where they are.
+    """Compares two pytrees of arrays in float64, where `got` is.
 
     The error of a leaf is the larger of `|got - want|_2 / |want|_2` and
     `max|got - want| / max|want|`: the first alone would let one wrong row among many pass.
@@ -33,10 +33,11 @@ def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | N
         if not np.size(got_leaf):
             continue
         with jax.enable_x64(True):
+            want_leaf = jax.device_put(want_leaf, getattr(got_leaf, "sharding", None))
             error, finite = jax.device_get(_error(got_leaf, want_leaf))
         if not finite:
             return None, "result and reference must be finite"
-        worst = max(worst, float(error))
+        worst = float(np.maximum(worst, error))  # NaN, where squares overflow, is the largest
     if not worst <= tolerance:
         return worst, f"error {worst:.3g} above tolerance {tolerance:.3g}"
     return worst, None

@@ -1,5 +1,6 @@
 """The record of a benchmark: what ran where, how fast, and whether its results were right."""
 
+import copy
 import dataclasses
 import datetime
 import importlib.metadata
@@ -67,6 +68,10 @@ class Record:
     def failed(self) -> bool:
         """Whether a row is wrong or nothing was measured."""
         return any(row.ok is False for row in self.rows) or not any(row.ok for row in self.rows)
+
+    def so_far(self) -> "Record":
+        """A finished copy, without a closing ceiling: what a run that is cut off leaves."""
+        return copy.deepcopy(self).finish()
 
     def finish(self, after: dict[str, Any] | None = None) -> "Record":
         """Stores the closing ceiling and fills the rates, fractions and notes of all rows.

@@ -111,7 +111,7 @@ def run_cases(
         print(f"measuring {case.name}", file=sys.stderr, flush=True)
         record.rows += _run_case(case, runs, passes)
         if output:
-            write(record, output)
+            write(record.so_far(), output)
     after = measure_ceiling(ceiling_bytes, matmul_size=0, kernels=[before["read_kernel"]])
     return record.finish(after)
 
