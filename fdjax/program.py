@@ -28,8 +28,7 @@ class _Current(threading.local):
     collects = False
 
     def begin(self, name: str) -> None:
-        # A tenth of what is not XLA's own would go into looking for cycles among a million objects
-        # that a trace keeps.
+        # A tenth of a first call whose programs are cached would go into it (benchmarks/LOG.md).
         self.collects = self.collects or gc.isenabled()
         gc.disable()
         self.compiles, self.began = name, time.perf_counter()
