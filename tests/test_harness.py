@@ -653,6 +653,13 @@ def test_the_grid_of_the_papers_is_drawn(monkeypatch, tmp_path):
     ] * 3 + [3] * 3
 
 
+def test_a_table_is_of_the_device_of_the_records(tables, monkeypatch, tmp_path):
+    plots = plots_module(monkeypatch)
+    for name, entries in (("results", 6), ("another_device", 0)):
+        assert len(plots.Results(tmp_path / name, tables).table["entries"]) == entries
+    assert plots.Results(tmp_path / "unknown", tables).table is None
+
+
 @pytest.mark.slow
 def test_figures_are_drawn_from_records(results, tables, monkeypatch, tmp_path, capsys):
     plots = plots_module(monkeypatch)
