@@ -58,6 +58,14 @@ def few_mappings() -> Iterator[None]:
         gc.collect()
 
 
+@pytest.fixture
+def nothing_allocated() -> Iterator[None]:
+    """Fail where a test leaves an array behind."""
+    before = jax.live_arrays()  # held: garbage of other tests cannot go meanwhile and hide one
+    yield
+    assert len(jax.live_arrays()) == len(before)
+
+
 @functools.cache
 def _gpu_count() -> int:
     try:

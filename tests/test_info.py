@@ -1,11 +1,9 @@
 """What `fdjax info` says of published models."""
 
 import dataclasses
-import gc
 import json
 from pathlib import Path
 
-import jax
 import pytest
 
 from fdjax import info
@@ -37,9 +35,8 @@ def model(name: str, dtype: str | None = None, plan: Plan | None = None):
         ("llama-3.2-1b", None, 2 * 1_235_814_400, 32_768),
     ],
 )
+@pytest.mark.usefixtures("nothing_allocated")
 def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token):
-    gc.collect()
-    live = len(jax.live_arrays())
     facts = model_info(model(name, dtype, H100))
     assert facts.weight_bytes == weight_bytes
     assert facts.kv_bytes_per_token == kv_bytes_per_token
@@ -47,8 +44,6 @@ def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token
     assert facts.family == "llama"
     assert facts.parameters * (4 if dtype == "float32" else 2) == weight_bytes
     assert facts.device == "NVIDIA H100 80GB HBM3"
-    # Nothing is allocated to find out.
-    assert len(jax.live_arrays()) == live
 
 
 def test_what_fits_is_what_the_planner_says(monkeypatch):
