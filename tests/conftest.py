@@ -46,16 +46,20 @@ def full_compiles() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def few_mappings() -> Iterator[None]:
-    """Drop compiled programs before the kernel's limit of memory mappings kills the process.
+def little_to_carry_along() -> Iterator[None]:
+    """Keep what one module leaves behind from burdening the next.
 
-    Every program holds some; Linux allows 65530 of them.
+    Compiled programs are dropped before the kernel's limit of memory mappings kills the process:
+    every program holds some, and Linux allows 65530 of them. Whatever else outlives a module is
+    frozen, or the garbage collector would look through all of it again and again.
     """
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
+        gc.unfreeze()
         jax.clear_caches()
-        gc.collect()
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

@@ -52,9 +52,10 @@ def expected():
 def answers(lm, prompts):
     """(tokens, text) of every prompt, in batches of one size."""
     found = []
-    for start in range(0, len(prompts), ROWS):
-        part = prompts[start : start + ROWS]
-        filled = part + part[:1] * (ROWS - len(part))
+    rows = min(len(prompts), ROWS)
+    for start in range(0, len(prompts), rows):
+        part = prompts[start : start + rows]
+        filled = part + part[:1] * (rows - len(part))
         result = lm.generate(filled, max_new_tokens=NEW_TOKENS)
         found += list(zip(result.tokens, result.texts, strict=True))[: len(part)]
     return found

@@ -16,6 +16,7 @@ CASE = Path(__file__).parent / "hf_fixtures" / "llama3_gqa_tied"
 PROMPTS = (1, 2, 3)  # of 7, 23 and 60 tokens, with their greedy runs by transformers
 
 generate = jax.jit(fdjax.generate, static_argnums=(0, 3))
+forward = jax.jit(fdjax.forward, static_argnums=0, static_argnames="last")
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,6 @@ def test_shapes_that_are_refused(lm, shape, lengths, message):
 
 
 def test_forward_takes_no_notice_of_padding(lm):
-    forward = jax.jit(fdjax.forward, static_argnums=0, static_argnames="last")
     ids, lengths = padded()
     logits = np.asarray(forward(lm.model, lm.params, ids, lengths))
     assert (logits.shape, logits.dtype) == ((3, 60, 320), np.float32)
@@ -136,8 +136,8 @@ def test_only_last_tokens_go_through_the_end_of_the_last_block():
 
 def test_the_last_logits_of_forward(lm):
     ids = jnp.asarray(padded()[0][2:])
-    whole = fdjax.forward(lm.model, lm.params, ids)
-    last = fdjax.forward(lm.model, lm.params, ids, last=4)
+    whole = forward(lm.model, lm.params, ids)
+    last = forward(lm.model, lm.params, ids, last=4)
     np.testing.assert_allclose(last, whole[:, -4:], rtol=1e-5, atol=1e-5)
 
 

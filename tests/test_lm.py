@@ -433,9 +433,9 @@ def compiled_programs():
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(50, marks=pytest.mark.slow)])
-def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles, count):
-    lengths = np.random.default_rng(1).integers(1, 2049, count).tolist()
+@pytest.mark.slow
+def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles):
+    lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
     for length in CHUNKS:
         long_lm.generate([7] * length, max_new_tokens=2, **CHECKED)
     with compiled_programs() as names:
