@@ -94,14 +94,14 @@ def test_both_generations_of_a_fixture_are_one(name):
     assert parse_config(one) == parse_config(other)
 
 
-@pytest.mark.usefixtures("nothing_allocated")
 @pytest.mark.parametrize("name", PUBLISHED)
-def test_a_published_model_has_its_published_size_and_is_never_allocated(name):
+def test_a_published_model_has_its_published_size_and_is_never_allocated(name, arrays_made):
     model = describe(parse_config(read(FIXTURES / "configs" / f"{name}.new.json")))
     counts = read(FIXTURES / "configs/parameter_counts.json")
     assert model.parameter_count == counts[name]
     leaves = jax.tree.leaves(model.abstract_params)
     assert {type(leaf) for leaf in leaves} == {jax.ShapeDtypeStruct}
+    assert arrays_made() == 0
     # Every parameter has an origin, and the origins hold exactly those weights.
     assert len(weight_map(model.config)) == len(leaves)
 

@@ -117,7 +117,6 @@ def test_forward_takes_no_notice_of_padding(lm):
         np.testing.assert_allclose(row[:length], want, rtol=0, atol=1e-4 * np.abs(want).max())
 
 
-@pytest.mark.slow
 def test_only_last_tokens_go_through_the_end_of_the_last_block():
     def flops(layers):
         config = dict(num_hidden_layers=layers, hidden_size=64, intermediate_size=1024)
@@ -134,6 +133,7 @@ def test_only_last_tokens_go_through_the_end_of_the_last_block():
     assert one < 0.4 * (three - two)
 
 
+@pytest.mark.slow
 def test_the_last_logits_of_forward(lm):
     ids = jnp.asarray(padded()[0][2:])
     whole = forward(lm.model, lm.params, ids)

@@ -35,15 +35,17 @@ def model(name: str, dtype: str | None = None, plan: Plan | None = None):
         ("llama-3.2-1b", None, 2 * 1_235_814_400, 32_768),
     ],
 )
-@pytest.mark.usefixtures("nothing_allocated")
-def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token):
-    facts = model_info(model(name, dtype, H100))
+def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token, arrays_made):
+    described = model(name, dtype, H100)
+    facts = model_info(described)
     assert facts.weight_bytes == weight_bytes
     assert facts.kv_bytes_per_token == kv_bytes_per_token
     assert facts.dtype == (dtype or "bfloat16")
     assert facts.family == "llama"
     assert facts.parameters * (4 if dtype == "float32" else 2) == weight_bytes
     assert facts.device == "NVIDIA H100 80GB HBM3"
+    # Nothing is allocated to find out.
+    assert arrays_made() == 0
 
 
 def test_what_fits_is_what_the_planner_says(monkeypatch):
