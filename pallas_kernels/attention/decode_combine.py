@@ -49,13 +49,13 @@ def combine(o, lm, rows, dtype, interpret):
             i = indices[0]
             part_l, part_m = (plgpu.load(lm_s.at[i, j], layout=ROW) for j in range(2))
             weight = jnp.where(part_l > 0, jnp.exp2(part_m - m), 0.0)
-            tile = plgpu.load(o_s.at[0], layout=TILE)
+            tile = plgpu.load(o_s, layout=TILE)
             return total + lax.broadcast_in_dim(weight, (d, padded), [1]) * tile
 
         total = plgpu.emit_pipeline(
             step,
             grid=(splits,),
-            in_specs=[plgpu.BlockSpec((1, d, padded), lambda i: (i, 0, 0))],
+            in_specs=[plgpu.BlockSpec((None, d, padded), lambda i: (i, 0, 0))],
             max_concurrent_steps=min(splits, 8),
             init_carry=plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE),
         )(o_g.at[row, head])

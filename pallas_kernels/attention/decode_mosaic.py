@@ -39,7 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.decode_combine import combine
 from fdjax.pallas_kernels.attention.decode_kernel import decode_kernel
-from fdjax.pallas_kernels.attention.decode_tiles import HALF_TILES, TILES
+from fdjax.pallas_kernels.attention.decode_tiles import HALF_TILES, TILES, TILES_FP32
 from fdjax.pallas_kernels.attention.masks import Masking
 
 _MAX_ROWS = 64
@@ -224,8 +224,10 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     loaded = plgpu.SMEM((config.stages, config.block_kv, d), dtype, transforms=TILES)
     p = {"p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES)}
+    # Plain rows of 32 columns would all begin in the same bank.
+    partial = TILES_FP32 if padded % 32 == 0 else ()
     result = {
-        "o": plgpu.SMEM((d, padded), jnp.float32),  # of this split, with l and m
+        "o": plgpu.SMEM((d, padded), jnp.float32, transforms=partial),  # of this split, with l, m
         "l": plgpu.SMEM((padded,), jnp.float32),
         "m": plgpu.SMEM((padded,), jnp.float32),
         "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),

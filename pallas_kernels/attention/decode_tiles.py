@@ -13,6 +13,7 @@ TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(0)
 COLUMN = TILE.reduce(1)
 
-# In shared memory; the second of tiles whose halves are loaded apart.
+# In shared memory; the second of tiles whose halves are loaded apart, the third of partial sums.
 TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 HALF_TILES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
+TILES_FP32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))

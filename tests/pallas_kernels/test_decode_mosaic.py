@@ -184,6 +184,8 @@ CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
         dict(b=2, t=1, h=16, kv_heads=8, s=1000, d=256),
         dict(b=1, t=1, h=8, kv_heads=8, s=512, d=128, dtype=jnp.float16),
         dict(b=1, t=2, h=8, kv_heads=8, s=512, d=128, config=CLUSTER),
+        dict(b=2, t=8, h=32, kv_heads=8, s=2048, d=128),
+        dict(b=2, t=10, h=32, kv_heads=8, s=1000, d=64),
         dict(
             **dict(b=1, t=2, h=8, kv_heads=1, s=512, d=128, config=SYNCHRONISED),
             masking=Masking(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
@@ -200,6 +202,13 @@ def test_compiles_for_an_h100_without_spills(case, monkeypatch, capfd):
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 
 
+@pytest.mark.deviceless
+@pytest.mark.parametrize("config", [None, SPLIT, CLUSTER], ids=["default", "split", "cluster"])
+@pytest.mark.parametrize("d", [64, 128])
+def test_the_most_rows_compile(d, config):
+    _compiled(b=2, t=16, h=32, kv_heads=8, s=1000, d=d, config=config)
+
+
 def _on_gpu(operands, config, **options):
     run = functools.partial(decode_mosaic, config=config)
     return _check(operands, run, **options)
@@ -208,9 +217,10 @@ def _on_gpu(operands, config, **options):
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["healthy", "recomputed"])
 @pytest.mark.parametrize("splits", [2, 4, 8])
-def test_cluster_equals_two_launches(splits, scale):
+@pytest.mark.parametrize("t", [1, 8, 16])
+def test_cluster_equals_two_launches(t, splits, scale):
     """Clusters are beyond the interpreter."""
-    operands = _operands([0, 1, 77, 1000], kv_heads=3, s=1000, d=128, scale=scale)
+    operands = _operands([0, t, 77, 1000], t=t, kv_heads=3, s=1000, d=128, scale=scale)
     two = DecodeAttentionConfig(splits=splits, stages=2)
     expected = _on_gpu(operands, two)
     got = _on_gpu(operands, dataclasses.replace(two, cluster=True))
