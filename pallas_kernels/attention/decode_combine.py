@@ -10,6 +10,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.decode_tiles import LOG2E, LOWEST, ROW, TILE, TILES
 
+_PIPELINE_BYTES = 128 * 1024
+
 
 def merge(os, ls, ms):
     """Combine splits, os [D, R], by their maxima; one that saw nothing has l = 0 and any m."""
@@ -56,7 +58,7 @@ def combine(o, lm, rows, dtype, interpret):
             step,
             grid=(splits,),
             in_specs=[plgpu.BlockSpec((None, d, padded), lambda i: (i, 0, 0))],
-            max_concurrent_steps=min(splits, 8),
+            max_concurrent_steps=min(splits, 8, max(1, _PIPELINE_BYTES // (4 * d * padded))),
             init_carry=plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE),
         )(o_g.at[row, head])
         write_result(total, l, m, out_s, lse_s)

@@ -203,9 +203,11 @@ def test_compiles_for_an_h100_without_spills(case, monkeypatch, capfd):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("config", [None, SPLIT, CLUSTER], ids=["default", "split", "cluster"])
-@pytest.mark.parametrize("d", [64, 128])
-def test_the_most_rows_compile(d, config):
+@pytest.mark.parametrize("splits", [1, 8])
+@pytest.mark.parametrize("cluster", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_most_rows_compile(d, splits, cluster):
+    config = DecodeAttentionConfig(splits, stages=1, cluster=cluster)
     _compiled(b=2, t=16, h=32, kv_heads=8, s=1000, d=d, config=config)
 
 
