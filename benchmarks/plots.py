@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fdjax.bench import record as records
-from fdjax.bench.record import Record
+from fdjax.bench.record import Record, Row
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3"
@@ -235,14 +235,18 @@ def throughput(results: Results) -> Figure | None:
 
 def attention(results: Results) -> Figure | None:
     """FD++Next Figs. 15 and 16: attention of a decode step and over a prompt beside its peers."""
-    found = [n for n in ("decode_attention", "prefill_attention") if n in results.kernels]
+    found: dict[str, list[Row]] = {}
+    for name in ("decode_attention", "prefill_attention"):
+        # Its cases may be in several records.
+        of = [record for stem, record in results.kernels.items() if stem.startswith(name)]
+        cases = [row for record in of for row in record.rows if row.ok]
+        rows = [row for row in cases if not row.case.startswith("recompute")]
+        if rows:
+            found[name] = rows
     if not found:
         return None
     figure, panels = _panels(len(found), (5.4, 4.6))
-    for axes, name in zip(panels, found, strict=True):
-        rows = [
-            r for r in results.kernels[name].rows if r.ok and not r.case.startswith("recompute")
-        ]
+    for axes, (name, rows) in zip(panels, found.items(), strict=True):
         decode = name == "decode_attention"
         rates: dict[str, dict[str, float]] = {}
         for row in rows:

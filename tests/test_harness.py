@@ -653,6 +653,15 @@ def test_the_grid_of_the_papers_is_drawn(monkeypatch, tmp_path):
     ] * 3 + [3] * 3
 
 
+def test_cases_of_a_benchmark_may_be_in_several_records(monkeypatch, tmp_path):
+    plots = plots_module(monkeypatch)
+    for name, case in (("", "D128"), ("_d64", "D64"), ("_recompute", "recompute 1 heads D128")):
+        rows = [row_of(case, peer, [100], flops=10**9) for peer in ("mosaic_gpu", "cudnn")]
+        records.write(record_of(rows, {}), tmp_path / f"prefill_attention{name}.json")
+    (axes,) = plots.attention(plots.Results(tmp_path, tmp_path)).axes
+    assert sorted(label.get_text() for label in axes.get_yticklabels()) == ["D128", "D64"]
+
+
 def test_a_table_is_of_the_device_of_the_records(tables, monkeypatch, tmp_path):
     plots = plots_module(monkeypatch)
     for name, entries in (("results", 6), ("another_device", 0)):
