@@ -2,7 +2,8 @@
 
 At every shape the kernel as the plan runs it, its synchronised variant (FlashDecoding, a running
 maximum), and cuDNN on a cache in the layout it prefers. `recompute` cases hold rows whose scores
-leave the range of the unified maximum, a few of them or all.
+leave the range of the unified maximum, a few of them or all. Of several tokens a row at once XLA is
+the peer: cuDNN has no lengths together with a causal mask at their end.
 """
 
 import dataclasses
@@ -40,6 +41,13 @@ RECOMPUTED = (
     ((1, 32, 32, 1024, 128), 1.0),
 )
 
+# Tokens a row and (B, H, Hkv, S, D): 32, 64 and 128 query rows of a KV head.
+SEVERAL_TOKENS = (
+    (8, (4, 32, 8, 4096, 128)),
+    (16, (4, 32, 8, 4096, 128)),
+    (16, (32, 64, 8, 1024, 128)),
+)
+
 
 def _unified(q, k, v, lengths):
     scale = q.shape[-1] ** -0.5
@@ -59,6 +67,10 @@ def _cudnn(q, k, v, lengths):
     )
 
 
+def _xla(q, k, v, lengths):
+    return decode_attention(q, k, v, lengths, scale=q.shape[-1] ** -0.5, implementation="xla")
+
+
 def _for_cudnn(q, k, v, lengths):
     """[B,Hkv,S,D] caches as [B,S,Hkv,D]."""
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lengths
@@ -66,42 +78,50 @@ def _for_cudnn(q, k, v, lengths):
 
 def _reference(q, k, v, lengths):
     scale, masking = q.shape[-1] ** -0.5, Masking()
-    return attention_reference(q, k, v, lengths, lengths - 1, scale=scale, masking=masking)[0]
+    first = lengths - q.shape[1]
+    return attention_reference(q, k, v, lengths, first, scale=scale, masking=masking)[0]
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _operands(seed, shape, outside):
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _operands(seed, shape, outside, tokens):
     """Random arrays; the scores of a share `outside` of the rows have a deviation of 100."""
     b, h, kv_heads, s, d = shape
     q, k, v = jax.random.split(jax.random.key(seed), 3)
-    q = jax.random.normal(q, (b, 1, h, d), jnp.bfloat16)
+    q = jax.random.normal(q, (b, tokens, h, d), jnp.bfloat16)
     k, v = (jax.random.normal(key, (b, kv_heads, s, d), jnp.bfloat16) for key in (k, v))
     row = jnp.arange(b * h).reshape(b, 1, h, 1)
     q = jnp.where(row < round(outside * b * h), 100 * q, q)
     return q, k, v, jnp.full((b,), s, jnp.int32)
 
 
-def _case(shape, outside=None):
+def _case(shape, outside=None, tokens=1):
     b, h, kv_heads, s, d = shape
     implementations = {"mosaic_gpu": _unified, "synchronised": _synchronised}
     name = f"B{b} H{h} Hkv{kv_heads} S{s} D{d}"
-    if outside is None:
+    if tokens > 1:
+        implementations = {"mosaic_gpu": _unified, "xla": _xla}
+        name = f"tokens {tokens} {name}"
+    elif outside is None:
         implementations["cudnn"] = _cudnn
     else:
         name = f"recompute {outside:.2%} {name}"
     return Case(
         name=name,
-        make_args=lambda seed: _operands(seed, shape, outside or 0.0),
+        make_args=lambda seed: _operands(seed, shape, outside or 0.0, tokens),
         implementations=implementations,
         reference=_reference,
         bytes=2 * b * kv_heads * s * d * 2,
-        flops=4 * b * h * s * d,
+        flops=4 * b * tokens * h * s * d,
         tolerance=2e-2,
         prepare={"cudnn": _for_cudnn},
     )
 
 
-CASES = [_case(shape) for shape in SHAPES] + [_case(*pair) for pair in RECOMPUTED]
+CASES = [
+    *(_case(shape) for shape in SHAPES),
+    *(_case(shape, outside) for shape, outside in RECOMPUTED),
+    *(_case(shape, tokens=tokens) for tokens, shape in SEVERAL_TOKENS),
+]
 
 if __name__ == "__main__":
     raise SystemExit(main(CASES))

@@ -240,7 +240,7 @@ def attention(results: Results) -> Figure | None:
         # Its cases may be in several records.
         of = [record for stem, record in results.kernels.items() if stem.startswith(name)]
         cases = [row for record in of for row in record.rows if row.ok]
-        rows = [row for row in cases if not row.case.startswith("recompute")]
+        rows = [row for row in cases if not row.case.startswith(("recompute", "tokens"))]
         if rows:
             found[name] = rows
     if not found:

@@ -160,8 +160,7 @@ class Plan:
     def _heuristic(self, op: str, shape: Mapping[str, int]) -> Choice:
         on_gpu = self.compute_capability is not None and self.compute_capability >= (8, 0)
         if op == "decode_attention" and self.compute_capability == (9, 0):
-            rows = shape["h"] // shape["hkv"] * shape["t"]
-            fits = shape["d"] in (64, 128, 256) and shape["itemsize"] == 2 and rows <= 64
+            fits = shape["d"] in (64, 128, 256) and shape["itemsize"] == 2
             if fits and shape["s"] % 8 == 0:
                 return Choice("mosaic_gpu", source="heuristic")
         if op == "prefill_attention" and self.compute_capability == (9, 0):

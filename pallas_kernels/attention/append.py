@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.decode import decode_attention, decode_config
-from fdjax.pallas_kernels.attention.decode_mosaic import append_decode_mosaic
+from fdjax.pallas_kernels.attention.decode_mosaic import append_decode_mosaic, can_append
 from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
 from fdjax.pallas_kernels.attention.prefill import prefill_attention
 from fdjax.pallas_kernels.attention.prefill_front import can_write_chunk, write_chunk_mosaic
@@ -56,7 +56,8 @@ def append_decode_attention(
     t, d = q.shape[1], q.shape[3]
     choice = choose_attention("decode_attention", q, k_cache, masking, implementation, plan)
     turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
-    if choice.implementation == "mosaic_gpu" and t == 1 and turns_heads:
+    one_launch = t == 1 and turns_heads and can_append(qkv.shape[3] - 2, d)
+    if choice.implementation == "mosaic_gpu" and one_launch:
         return append_decode_mosaic(
             qkv[:, 0],
             k_cache,

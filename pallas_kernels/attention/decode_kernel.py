@@ -21,14 +21,15 @@ _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
 
 
-def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
-    """One block of the grid (row, head, split).
+def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, config):
+    """One block of the grid (row, tile of query rows, split).
 
     Args:
-      inputs: arrays in device memory by name: q [B,Hkv,R,D], or qkv [B,Hkv,G+2,D] and turns
+      inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and turns
         [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if any.
-      outputs: o [B,Hkv,R,D] and lse [B,Hkv,R], or the parts of the splits for `combine`.
+      outputs: o [B,Hkv·tiles,R,D] and lse [B,Hkv·tiles,R], or parts of both for `combine`.
       smem: buffers and barriers by name.
+      tiles: into which the G·T query rows of a KV head are cut.
       t, group, scale, masking, config: see `decode_mosaic`.
     """
     out_g, lse_g = outputs
@@ -36,8 +37,10 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         smem[name] for name in ("q", "k", "v", "p", "o", "l", "m", "out", "lse")
     )
     (d, padded), bk, splits = o_s.shape, config.block_kv, config.splits
-    row, head, split = (lax.axis_index(axis) for axis in ("row", "head", "split"))
+    row, tile, split = (lax.axis_index(axis) for axis in ("row", "tile", "split"))
     zero = row * 0
+    head = lax.div(tile, jnp.int32(tiles))
+    first_query = lax.rem(tile, jnp.int32(tiles)) * padded
     n = inputs["lengths"][row]
     # Slots that are read: a new token takes part by itself.
     cached = n
@@ -46,7 +49,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         load_front(inputs, smem, row, head)
     else:
         # Rows past G·T are outside of q: TMA fills them with zeros, and drops them from the result.
-        source = inputs["q"].at[row, head, pl.ds(zero, padded)]
+        source = inputs["q"].at[row, tile, pl.ds(zero, padded)]
         plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
     caches = [inputs["k"], inputs["v"]]
     if "layer" in inputs:
@@ -61,9 +64,13 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
     first = jnp.minimum(start_block + split * chunk, end_block)
     count = jnp.minimum(chunk, end_block - first)
 
+    def query_rows():
+        """[block, R] which of the G·T query rows of the head a column is."""
+        return plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE) + first_query
+
     def per_row(values):
         """values[head's g] at every query row, as a register array that broadcasts."""
-        rows = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE)
+        rows = query_rows()
         spread = jnp.zeros_like(rows).astype(jnp.float32)
         for g in range(group):
             spread = jnp.where(
@@ -78,7 +85,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         )
         query = n - 1
         if t > 1:
-            rows = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE)
+            rows = query_rows()
             query = n - t + lax.div(rows, jnp.full_like(rows, group))
         distance = slots - query
         seen = distance <= 0 if cached is n else distance < 0
@@ -124,8 +131,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
             slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
             for column in range(0, d, 64):
                 part = values.at[:, pl.ds(column, 64)]
-                tile = plgpu.load(part, layout=TILE)
-                part[...] = jnp.where(slots < cached, tile, jnp.zeros_like(tile))
+                found = plgpu.load(part, layout=TILE)
+                part[...] = jnp.where(slots < cached, found, jnp.zeros_like(found))
 
     def down(values, size):
         """values [R] as every row of [size, R]."""
@@ -241,7 +248,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
     if config.unified:
         o, l, m = attend_unified()
         save(o, l, m)
-        rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (padded,), 0), ROW)
+        rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (padded,), 0), ROW) + first_query
         last = n - t + lax.div(rows, jnp.full_like(rows, group))
         seen = jnp.minimum((first + count) * bk, jnp.minimum(last + 1, cached))
         if masking.window is None:
@@ -276,8 +283,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
         plgpu.commit_smem()
         if config.cluster:
             plgpu.barrier_arrive(smem["cluster"])
-        plgpu.copy_smem_to_gmem(out_s, out_g.at[row, head, pl.ds(zero, padded)])
-        plgpu.copy_smem_to_gmem(lse_s, lse_g.at[row, head])
+        plgpu.copy_smem_to_gmem(out_s, out_g.at[row, tile, pl.ds(zero, padded)])
+        plgpu.copy_smem_to_gmem(lse_s, lse_g.at[row, tile])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     plgpu.commit_smem()
@@ -307,7 +314,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, scale, masking, config):
     elif splits == 1:
         finish()
     else:
-        plgpu.copy_smem_to_gmem(o_s, out_g.at[row, head, split])
-        plgpu.copy_smem_to_gmem(l_s, lse_g.at[row, head, split, 0])
-        plgpu.copy_smem_to_gmem(m_s, lse_g.at[row, head, split, 1])
+        plgpu.copy_smem_to_gmem(o_s, out_g.at[row, tile, split])
+        plgpu.copy_smem_to_gmem(l_s, lse_g.at[row, tile, split, 0])
+        plgpu.copy_smem_to_gmem(m_s, lse_g.at[row, tile, split, 1])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,8 +1,9 @@
 """Decode attention on Hopper: split-KV, tensor cores with swapped operands, a unified maximum.
 
-FlashDecoding++ (Hong et al. 2024), section 3. The G·T query rows that share a KV head are one tile;
-they are the N of the wgmma, padded to 8 and not to 64: Sᵀ = K Qᵀ, Oᵀ = Vᵀ Pᵀ. The cache of a row is
-cut into splits by its own length, one block of the grid each. A split computes (equations 3-4)
+FlashDecoding++ (Hong et al. 2024), section 3. The G·T query rows that share a KV head are one tile,
+or as many as registers ask for; they are the N of the wgmma, padded to 8 and not to 64: Sᵀ = K Qᵀ,
+Oᵀ = Vᵀ Pᵀ. The cache of a row is cut into splits by its own length, one block of the grid each. A
+split computes (equations 3-4)
 
     p = 2^(s·log2(e) − m),   l = Σ p,   o = Σ p·v
 
@@ -42,9 +43,9 @@ from fdjax.pallas_kernels.attention.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.decode_tiles import HALF_TILES, TILES, TILES_FP32
 from fdjax.pallas_kernels.attention.masks import Masking
 
-_MAX_ROWS = 64
 _MAX_CLUSTER = 8
-_PIPELINE_BYTES = 200 * 1024
+# Shared memory of a block of the grid, less what Mosaic takes for sums over warps and barriers.
+_SMEM_BYTES = 227 * 1024 - 2304
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,36 +76,41 @@ class DecodeAttentionConfig:
             raise ValueError(f"decode_attention: a cluster has at most {_MAX_CLUSTER}, got {self}")
 
 
-def default_config(b: int, kv_heads: int, s: int, d: int) -> DecodeAttentionConfig:
-    """What measured best on an H100 (benchmarks/LOG.md).
+def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> DecodeAttentionConfig:
+    """What measured best on an H100 (benchmarks/LOG.md); `rows` of a tile, as they are staged.
 
     64 blocks with 100 KB in flight each already draw the whole bandwidth, and a cluster of two
     combines faster than one of eight; a second launch costs 2-6 us. With more KV heads than
     multiprocessors, small blocks that share one hide each other's start and end.
     """
+    stages = functools.partial(_stages, d=d, rows=rows)
     heads = b * kv_heads
     if heads >= 160:
-        return DecodeAttentionConfig(splits=1, stages=_stages(2, 64, d))
+        return DecodeAttentionConfig(splits=1, stages=stages(2, 64))
     if heads > 64:
-        return DecodeAttentionConfig(splits=1, stages=_stages(6, 64, d))
+        return DecodeAttentionConfig(splits=1, stages=stages(6, 64))
     splits = min(_MAX_CLUSTER, 2 ** math.floor(math.log2(max(64 // heads, 2))), -(-s // 64))
     if splits <= 2 and s <= 256:
-        return DecodeAttentionConfig(splits=1, stages=_stages(2, 64, d), unified=False)
+        return DecodeAttentionConfig(splits=1, stages=stages(2, 64), unified=False)
     if heads * splits < 32 and s >= 8192:
-        return DecodeAttentionConfig(splits=64 // heads, stages=_stages(6, 64, d))
-    if d == 64 or s // splits > 1024:
-        stages = min(2, _stages(2, 128, d))
-        return DecodeAttentionConfig(splits, block_kv=128, stages=stages, cluster=splits > 1)
+        return DecodeAttentionConfig(splits=64 // heads, stages=stages(6, 64))
+    if d == 64 or (d == 128 and s // splits > 1024):
+        return DecodeAttentionConfig(
+            splits, block_kv=128, stages=min(2, stages(2, 128)), cluster=splits > 1
+        )
     # Few steps: a running maximum costs less than looking after a constant one.
     few = s // splits <= 8 * 64
+    wanted = 3 if few else 4 if d == 128 else 6
     return DecodeAttentionConfig(
-        splits, stages=_stages(3 if few else 4, 64, d), cluster=splits > 1, unified=not few
+        splits, stages=stages(wanted, 64), cluster=splits > 1, unified=not few
     )
 
 
-def _stages(wanted: int, block_kv: int, d: int) -> int:
+def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     """As many stages as fit into shared memory, where D = 128 would take `wanted`."""
-    return max(1, min(wanted * 128 // d, _PIPELINE_BYTES // (4 * block_kv * d)))
+    # q, k and v of the new token, as loaded and as rotated; P, or the turns.
+    others = 6 * rows * d + max(2 * rows * block_kv, 8 * d)
+    return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
 
 _STATIC = ("scale", "masking", "unified", "config", "interpret")
@@ -132,13 +138,16 @@ def decode_mosaic(
     b, t, h, d = q.shape
     kv_heads = k.shape[-3]
     group = h // kv_heads
-    _check_supported(q, k, group * t)
+    rows = group * t
+    _check_supported(q, k)
     if t > 1:
         q = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
-    q = q.reshape(b, kv_heads, group * t, d)
-    # TMA fills up and cuts off a single tile of rows, not the last of several.
-    if group * t > 8:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, -(group * t) % 8), (0, 0)))
+    q = q.reshape(b, kv_heads, rows, d)
+    # TMA fills up and cuts off a single tile of 8 rows, not the last of several.
+    tiles, tile_rows = query_tiles(rows, d)
+    if rows > 8:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
+    q = q.reshape(b, kv_heads * tiles, -1, d)
     operands = {"q": q, "k": k, "v": v, "lengths": lengths, "layer": layer, "phi": phi}
     o, lse = _launch(
         operands,
@@ -150,8 +159,8 @@ def decode_mosaic(
         config=config,
         interpret=interpret,
     )
-    o = o.reshape(b, kv_heads, t, group, d)
-    lse = lse.reshape(b, kv_heads, t, group)
+    o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
+    lse = lse.reshape(b, kv_heads, -1)[:, :, :rows].reshape(b, kv_heads, t, group)
     if t > 1:
         o, lse = o.swapaxes(1, 2), lse.swapaxes(1, 2)
     return o.reshape(b, t, h, d), lse.reshape(b, t, h)
@@ -180,7 +189,7 @@ def append_decode_mosaic(
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
-    _check_supported(qkv, k, group)
+    _check_supported(qkv, k)
     # TMA fills up a single tile of rows, not the last of several.
     if parts > 8:
         qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, -parts % 8), (0, 0)))
@@ -199,17 +208,19 @@ def append_decode_mosaic(
         config=config,
         interpret=interpret,
     )
-    return o.reshape(b, 1, kv_heads * group, d), jax.freeze(k), jax.freeze(v)
+    o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
+    return o, jax.freeze(k), jax.freeze(v)
 
 
 def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
-    """o [B,Hkv,G·T,D] and lse [B,Hkv,G·T]; `operands` by name, None where there is none."""
+    """o [B,Hkv·tiles,R,D] and lse [B,Hkv·tiles,R]; `operands` by name, None where there is none."""
     b, kv_heads, s, d = operands["k"].shape[-4:]
     dtype = operands["k"].dtype
-    rows = group * t
-    padded = -(-rows // 8) * 8
-    stored = rows if rows < 8 else padded
-    config = config or default_config(b, kv_heads, s, d)
+    tiles, padded = query_tiles(group * t, d)
+    stored = group * t if group * t < 8 else padded
+    # q and, of a fused front, the k and v of the new token as further rows.
+    staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
+    config = config or default_config(b, kv_heads * tiles, s, d, staged)
     if dtype == jnp.float16 or not unified:
         config = dataclasses.replace(config, unified=False)
     operands |= {"slopes": None if masking.alibi is None else jnp.array(masking.alibi)}
@@ -220,8 +231,6 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
         operands["layer"] = jnp.asarray(operands["layer"], jnp.int32).reshape(1)
     operands = {name: value for name, value in operands.items() if value is not None}
 
-    # q and, of a fused front, the k and v of the new token as further rows.
-    staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     loaded = plgpu.SMEM((config.stages, config.block_kv, d), dtype, transforms=TILES)
     p = {"p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES)}
     # Plain rows of 32 columns would all begin in the same bank.
@@ -254,12 +263,13 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
     if config.cluster:
         scratch["cluster"] = plgpu.ClusterBarrier(collective_axes=("split",))
 
+    grid = b, kv_heads * tiles
     if config.splits == 1 or config.cluster:
-        outs = ((b, kv_heads, stored, d), dtype), ((b, kv_heads, padded), jnp.float32)
+        outs = ((*grid, stored, d), dtype), ((*grid, padded), jnp.float32)
     else:
         outs = (
-            ((b, kv_heads, config.splits, d, padded), jnp.float32),
-            ((b, kv_heads, config.splits, 2, padded), jnp.float32),
+            ((*grid, config.splits, d, padded), jnp.float32),
+            ((*grid, config.splits, 2, padded), jnp.float32),
         )
 
     def body(*refs):
@@ -275,6 +285,7 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
             smem,
             t=t,
             group=group,
+            tiles=tiles,
             scale=scale,
             masking=masking,
             config=config,
@@ -290,14 +301,28 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-        **_grid(b, kv_heads, config),
+        **_grid(grid, config),
     )(*operands.values())
     if config.splits > 1 and not config.cluster:
         out, lse = combine(out, lse, stored, dtype, interpret)
-    return out[:, :, :rows], lse[:, :, :rows]
+    return out, lse[:, :, :stored]
 
 
-def _check_supported(q: Array, k: Array, rows: int) -> None:
+def query_tiles(rows: int, d: int) -> tuple[int, int]:
+    """Tiles into which the query rows of a KV head are cut, and the rows of each.
+
+    Each tile reads the cache anew, and finds it in L2. Larger ones would spill registers.
+    """
+    tiles = -(-rows // (32 if d <= 128 else 16))
+    return tiles, -(-rows // (8 * tiles)) * 8
+
+
+def can_append(group: int, d: int) -> bool:
+    """Whether `append_decode_mosaic` takes so many queries of a new token."""
+    return group <= 16 and query_tiles(group, d)[0] == 1
+
+
+def _check_supported(q: Array, k: Array) -> None:
     s, d = k.shape[-2:]
     if q.dtype not in (jnp.bfloat16, jnp.float16):
         raise NotImplementedError(
@@ -311,18 +336,14 @@ def _check_supported(q: Array, k: Array, rows: int) -> None:
         raise NotImplementedError(
             f"decode_attention: mosaic_gpu needs S to be a multiple of 8, got {s}"
         )
-    if rows > _MAX_ROWS:
-        raise NotImplementedError(
-            f"decode_attention: mosaic_gpu needs G·T of at most {_MAX_ROWS}, got {rows}"
-        )
 
 
-def _grid(b: int, kv_heads: int, config: DecodeAttentionConfig) -> dict:
+def _grid(grid: tuple[int, int], config: DecodeAttentionConfig) -> dict:
     if config.cluster:
         return dict(
-            grid=(b, kv_heads),
-            grid_names=("row", "head"),
+            grid=grid,
+            grid_names=("row", "tile"),
             cluster=(config.splits,),
             cluster_names=("split",),
         )
-    return dict(grid=(b, kv_heads, config.splits), grid_names=("row", "head", "split"))
+    return dict(grid=(*grid, config.splits), grid_names=("row", "tile", "split"))

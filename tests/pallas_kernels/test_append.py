@@ -92,6 +92,8 @@ def _run(qkv, k, v, lengths, turns, *, implementation, **masks):
         dict(lengths=[63, 64, 199, 0]),
         pytest.param(dict(lengths=[5, 130], d=128, group=1, kv_heads=3), marks=pytest.mark.slow),
         pytest.param(dict(lengths=[5, 130], d=128, group=8), marks=pytest.mark.slow),
+        pytest.param(dict(lengths=[5, 130], d=256, group=16), marks=pytest.mark.slow),
+        pytest.param(dict(lengths=[5, 130], d=128, group=20), marks=pytest.mark.slow),
         dict(lengths=[5, 130], d=128, rope_dim=32),
         dict(lengths=[5, 130], t=3),
         pytest.param(
@@ -172,6 +174,20 @@ def test_the_caches_stay_where_they_are(group):
     nbytes = specs[1].size * 2
     assert alias_bytes(compiled) == 2 * nbytes
     assert not large_copies(compiled, nbytes // 2)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("batch", [2, 64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_largest_groups_compile_without_spills(d, batch, monkeypatch, capfd):
+    from ..deviceless import compile_for
+
+    specs = jax.eval_shape(lambda: _operands([5] * batch, d=d, kv_heads=2, s=2048, group=16))
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compile_for("h100", functools.partial(_run, implementation="mosaic_gpu"), *specs)
+    spills = re.findall(r"(\d+) bytes spill stores", capfd.readouterr().out)
+    assert spills, "ptxas said nothing"
+    assert set(spills) == {"0"}
 
 
 @pytest.mark.deviceless

@@ -18,6 +18,7 @@ from fdjax.pallas_kernels.attention.decode_mosaic import (
     DecodeAttentionConfig,
     decode_mosaic,
     default_config,
+    query_tiles,
 )
 from fdjax.pallas_kernels.attention.masks import Masking
 
@@ -81,11 +82,20 @@ def test_interpreted_without_races(config):
     _check(_operands([0, 1, 65, 200]), interpreted, config=config)
 
 
-def test_interpreted_with_every_mask():
+@pytest.mark.parametrize("t", [3, pytest.param(10, id="two tiles of query rows")])
+def test_interpreted_with_every_mask(t):
     masking = Masking(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
     phi = jnp.arange(4, dtype=jnp.float32)
-    operands = _operands([2, 77, 200], t=3)
+    operands = _operands([2, 77, 200], t=t)
     _check(operands, interpreted, config=SPLIT, masking=masking, phi=phi)
+
+
+def test_tiles_hold_all_query_rows():
+    for d in (64, 128, 256):
+        for rows in range(1, 257):
+            tiles, size = query_tiles(rows, d)
+            assert size % 8 == 0
+            assert rows <= tiles * size < rows + 8 * tiles
 
 
 @pytest.mark.parametrize(
@@ -135,7 +145,6 @@ def test_unsupported_cases_raise():
         (dict(d=80), "mosaic_gpu needs D of 64, 128 or 256, got 80"),
         (dict(dtype=jnp.float32), "mosaic_gpu needs bfloat16 or float16, got float32"),
         (dict(s=63), "mosaic_gpu needs S to be a multiple of 8, got 63"),
-        (dict(t=16, group=5), "mosaic_gpu needs G·T of at most 64, got 80"),
     ):
         with pytest.raises(NotImplementedError, match=f"decode_attention: {message}"):
             attend(**case)
@@ -186,6 +195,11 @@ CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
         dict(b=1, t=2, h=8, kv_heads=8, s=512, d=128, config=CLUSTER),
         dict(b=2, t=8, h=32, kv_heads=8, s=2048, d=128),
         dict(b=2, t=10, h=32, kv_heads=8, s=1000, d=64),
+        dict(b=2, t=16, h=32, kv_heads=8, s=1000, d=64),
+        dict(b=2, t=16, h=32, kv_heads=8, s=8192, d=128),
+        dict(b=64, t=16, h=32, kv_heads=2, s=8192, d=128),
+        dict(b=2, t=16, h=16, kv_heads=8, s=8192, d=256),
+        dict(b=64, t=12, h=16, kv_heads=2, s=8192, d=256),
         dict(
             **dict(b=1, t=2, h=8, kv_heads=1, s=512, d=128, config=SYNCHRONISED),
             masking=Masking(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
@@ -227,6 +241,16 @@ def test_cluster_equals_two_launches(t, splits, scale):
     expected = _on_gpu(operands, two)
     got = _on_gpu(operands, dataclasses.replace(two, cluster=True))
     np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 300.0], ids=["healthy", "recomputed"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_query_rows(d, scale):
+    masking = Masking(window=300, soft_cap=50.0, alibi=alibi_slopes(14))
+    lengths = [0, 16, 77, 1000]
+    operands = _operands(lengths, t=16, group=7, kv_heads=2, s=1000, d=d, scale=scale)
+    _on_gpu(operands, None, masking=masking)
 
 
 @pytest.mark.gpu

@@ -80,7 +80,7 @@ def test_equal_plans_are_traced_once():
         ("decode_attention", dict(masks=1), "mosaic_gpu"),
         ("decode_attention", dict(d=96), "cudnn"),
         ("decode_attention", dict(d=96, t=2), "xla"),
-        ("decode_attention", dict(t=16, h=40), "xla"),
+        ("decode_attention", dict(t=16, h=40), "mosaic_gpu"),
         ("prefill_attention", {}, "mosaic_gpu"),
         ("prefill_attention", dict(d=96, masks=1), "mosaic_gpu"),
         ("prefill_attention", dict(d=80), "cudnn"),
