@@ -30,7 +30,7 @@ from fdjax.engine import Engine
 from fdjax.lm import LM
 from fdjax.models import Model, Params
 from fdjax.program import Program
-from fdjax.state import LayerCache, init_cache
+from fdjax.state import DecodeState, init_cache, start
 
 ROOT = Path(__file__).parent.parent
 
@@ -227,8 +227,8 @@ class _LoadedProgram:
 class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
-    def _take_cache(self, batch: int, slots: int) -> list[LayerCache]:
-        return stand_ins(jax.eval_shape(lambda: init_cache(self.model, batch, slots)))
+    def _take_state(self, batch: int, slots: int) -> DecodeState:
+        return start(stand_ins(jax.eval_shape(lambda: init_cache(self.model, batch, slots))))
 
 
 class _LoadingEngine(_AheadEngine):

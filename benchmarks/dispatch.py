@@ -59,7 +59,7 @@ def main() -> int:
     none = np.int32(0)
     sampling = per_row([GenerationConfig(max_new_tokens=9)], 1)
     host = jax.device_put(HostArrays.pack((sampling, none)))
-    state = start(init_cache(model, 1, 128), np.ones(1, bool))
+    state = start(init_cache(model, 1, 128))
     leaves = jax.tree.leaves(state)
     decode = engine.program(decode_steps, processors=Processors(), max_steps=1)
     nothing, one = jax.jit(lambda n: n + 1), jnp.int32(1)

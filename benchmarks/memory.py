@@ -109,7 +109,7 @@ def _temp_bytes(model: Model, batch: int, width: int, slots: int) -> int:
         return step.prefill(model, params, state, sampling, tokens, lengths, offsets, final)
 
     sampling = per_row([GenerationConfig()] * batch, batch)
-    state = jax.eval_shape(lambda: start(init_cache(model, batch, slots), np.ones(batch, bool)))
+    state = jax.eval_shape(lambda: start(init_cache(model, batch, slots)))
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     compiled = (
         jax.jit(run, donate_argnums=1)

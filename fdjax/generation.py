@@ -4,7 +4,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from fdjax.models import Model, Params
@@ -102,7 +101,7 @@ def generate(
         return jnp.zeros((b, 0), jnp.int32)
     slots = -(-(p + config.max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     rows = [dataclasses.replace(config, seed=(config.seed + i) % 2**32) for i in range(b)]
-    state = start(init_cache(model, b, slots), np.ones(b, bool))
+    state = start(init_cache(model, b, slots))
     state, sampling = jax.tree.map(jnp.asarray, (state, per_row(rows, b)))
     processors = dataclasses.replace(config.processors, logprobs=False)
     zeros = jnp.zeros((b,), jnp.int32)

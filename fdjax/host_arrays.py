@@ -7,7 +7,6 @@ import dataclasses
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
@@ -25,7 +24,9 @@ class HostArrays:
 
     data: Array
     treedef: Any = dataclasses.field(metadata={"static": True})
-    shapes: tuple[tuple[tuple[int, ...], str], ...] = dataclasses.field(metadata={"static": True})
+    shapes: tuple[tuple[tuple[int, ...], np.dtype], ...] = dataclasses.field(
+        metadata={"static": True}
+    )
 
     @classmethod
     def pack(cls, tree: Any) -> "HostArrays":
@@ -33,7 +34,7 @@ class HostArrays:
         leaves, treedef = jax.tree.flatten(tree)
         bits = [a.astype(np.int32) if a.dtype == bool else a.view(np.int32) for a in leaves]
         data = np.concatenate([a.ravel() for a in bits])
-        return cls(data, treedef, tuple((a.shape, a.dtype.name) for a in leaves))
+        return cls(data, treedef, tuple((a.shape, a.dtype) for a in leaves))
 
     def unpack(self) -> Any:
         """The tree, inside a trace."""
@@ -42,11 +43,12 @@ class HostArrays:
             size = int(np.prod(shape))
             bits = lax.slice(self.data, (start,), (start + size,)).reshape(shape)
             start += size
-            leaves.append(bits != 0 if dtype == "bool" else lax.bitcast_convert_type(bits, dtype))
+            is_bool = np.issubdtype(dtype, bool)
+            leaves.append(bits != 0 if is_bool else lax.bitcast_convert_type(bits, dtype))
         return jax.tree.unflatten(self.treedef, leaves)
 
     @property
     def abstract(self) -> Any:
         """The tree of shapes and dtypes."""
-        leaves = [jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)) for shape, dtype in self.shapes]
+        leaves = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in self.shapes]
         return jax.tree.unflatten(self.treedef, leaves)

@@ -360,19 +360,19 @@ def per_row(
       sample_indices: which sample of its prompt each row is; default the first.
     """
     rows = [*configs, *[_NOTHING] * (batch - len(configs))]
-    indices = [0] * len(configs) if sample_indices is None else list(sample_indices)
+    indices = [0] * len(configs) if sample_indices is None else sample_indices
 
     # A greedy row draws from nothing.
     drawn = [c if c.sampled else _NOTHING for c in rows]
 
     def column(name, of=rows):
-        return np.asarray([getattr(c, name) for c in of])
+        return [getattr(c, name) for c in of]
 
     columns = {name: column(name) for name in ("max_new_tokens", *_EDITS)}
     columns |= {name: column(name, drawn) for name in ("seed", *SAMPLED_OPTIONS)}
-    columns["temperature"] = np.asarray([c.temperature if c.sampled else 0.0 for c in rows])
-    columns["sample_index"] = np.asarray(indices + [0] * (batch - len(indices)))
-    columns["top_logprobs"] = np.asarray([c.return_logprobs or 0 for c in rows])
+    columns["temperature"] = [c.temperature if c.sampled else 0.0 for c in rows]
+    columns["sample_index"] = [*indices, *[0] * (batch - len(indices))]
+    columns["top_logprobs"] = [c.return_logprobs or 0 for c in rows]
     biases = [np.asarray(c.biases, np.float64).reshape(-1, 3).T for c in rows]
     words = [c.bad_words for c in rows]
     length = _width([word for row in words for word in row], 8)

@@ -3,7 +3,7 @@ processors is static, so two requests that differ in temperature share a program
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -100,12 +100,12 @@ class Sampling:
         return lax.bitcast_convert_type(bits, jnp.uint32)
 
     @classmethod
-    def pack(cls, columns: Mapping[str, np.ndarray], **arrays: np.ndarray) -> "Sampling":
-        """From one host array [B] for each column by name, and the other attributes."""
-        seed = {"seed": columns["seed"].astype(np.uint32).view(np.int32)}
+    def pack(cls, columns: Mapping[str, Sequence], **arrays: np.ndarray) -> "Sampling":
+        """From B values for each column by name, and the other attributes as host arrays."""
+        seed = {"seed": np.array(columns["seed"], np.uint32).view(np.int32)}
         return cls(
-            reals=np.stack([columns[n] for n in _REALS], axis=1).astype(np.float32),
-            counts=np.stack([(columns | seed)[n] for n in _COUNTS], axis=1).astype(np.int32),
+            reals=np.array([columns[n] for n in _REALS], np.float32).T,
+            counts=np.array([(columns | seed)[n] for n in _COUNTS], np.int32).T,
             **arrays,
         )
 

@@ -12,6 +12,9 @@ from fdjax.models import Model
 # One layer's cache: keys and values, each [B, Hkv, S, D].
 LayerCache = tuple[Array, Array]
 
+# What `restart` makes of a row.
+KEPT, USED, UNUSED = 0, 1, 2
+
 # Cache slots come in multiples of this, so that a chunk of a prompt never sticks out.
 SLOT_MULTIPLE = 128
 
@@ -86,7 +89,7 @@ def cache_bytes(model: Model, batch: int, slots: int) -> int:
     return batch * slots * model.config.kv_bytes_per_token(itemsize)
 
 
-def start(kv: list[LayerCache], used: np.ndarray) -> DecodeState:
+def start(kv: list[LayerCache]) -> DecodeState:
     """A batch whose prompts are not yet processed.
 
     What is not cache is on the host still: it travels with the first call, which costs a tenth of
@@ -94,9 +97,22 @@ def start(kv: list[LayerCache], used: np.ndarray) -> DecodeState:
 
     Args:
       kv: caches, of any content.
-      used: [B] bool rows that hold a request.
     """
     batch, _, slots, _ = kv[0][0].shape
-    progress = np.zeros((4, batch), np.int32)
-    progress[3] = ~used
-    return DecodeState(kv, np.zeros((batch, slots), np.int32), progress)
+    return DecodeState(kv, np.zeros((batch, slots), np.int32), np.zeros((4, batch), np.int32))
+
+
+def restart(state: DecodeState, rows: Array) -> DecodeState:
+    """The state with some rows as those of `start`; where they are on the device, they stay there.
+
+    Args:
+      state: of any content.
+      rows: [B] int32: `KEPT` leaves a row as it is, `USED` starts it, `UNUSED` starts and ends it.
+    """
+    anew, zeros = rows != KEPT, jnp.zeros_like(rows)
+    progress = pack_progress(zeros, zeros, zeros, rows == UNUSED)
+    return DecodeState(
+        state.kv,
+        jnp.where(anew[:, None], 0, state.ids),
+        jnp.where(anew, progress, state.progress),
+    )

@@ -16,7 +16,7 @@ from fdjax.pallas_kernels.attention import append_decode_attention, append_prefi
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.sampling import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
-from fdjax.state import DecodeState, LayerCache, pack_progress
+from fdjax.state import DecodeState, LayerCache, pack_progress, restart
 
 
 def prefill(
@@ -30,6 +30,7 @@ def prefill(
     final: Array,
     rows: Array | None = None,
     prompts: Array | None = None,
+    restarts: Array | None = None,
     *,
     processors: Processors = Processors(),
 ) -> tuple[DecodeState, Array, Logprobs | None]:
@@ -46,12 +47,15 @@ def prefill(
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
       prompts: [R] int32 tokens of each whole prompt; default what this call and those before it
         hold. Only rotary embeddings that depend on a sequence's length look at it.
+      restarts: [B] int32 rows that begin anew before anything else, see `restart`; default none.
       processors: the active processors.
 
     Returns:
       (state, first tokens [R] int32, -1 where not final, less where there is none, see
       `next_tokens`; their log-probabilities or None).
     """
+    if restarts is not None:
+        state = restart(state, restarts)
     module = model.module(params)
     r, t = tokens.shape
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows

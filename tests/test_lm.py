@@ -5,6 +5,7 @@ import itertools
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -136,7 +137,7 @@ def test_max_len(lm):
     small = fresh(lm, max_len=100)
     with pytest.raises(ValueError, match="prompt 1 has 90 tokens and may grow by 11"):
         small.generate([[1], [5] * 90], max_new_tokens=11)
-    assert small._engine.idle_cache is None  # nothing was allocated for it
+    assert small._engine.idle is None  # nothing was allocated for it
 
 
 def test_generation_ends_at_the_context(lm, truth):
@@ -328,6 +329,28 @@ def test_what_a_call_leaves_behind_reaches_no_other(lm, truth):
     result = used.generate(truth[1][0], max_new_tokens=64, **GREEDY)
     again = fresh(lm).generate(truth[1][0], max_new_tokens=64, **GREEDY)
     assert result.tokens == again.tokens == [truth[1][1]]
+
+
+def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
+    used = fresh(lm)
+    prompts = [prompt for prompt, _ in truth[:4]]
+    used.generate(prompts, max_new_tokens=20, **GREEDY)
+    state = used._engine.idle
+    result = used.generate(prompts[1:], max_new_tokens=9, **GREEDY)
+    assert state.ids.is_deleted()  # it was this state that went on
+    assert result.tokens == [tokens[:9] for _, tokens in truth[1:4]]
+    assert used._engine.idle.steps.tolist() == [9, 9, 9, 0]
+
+
+def test_a_logits_processor_sees_no_token_of_an_earlier_call(lm, truth):
+    def lowest_if_any(ids, lengths, scores):
+        beyond = jnp.arange(ids.shape[1])[None] >= lengths[:, None]
+        return jnp.where(jnp.any(beyond & (ids != 0)), -scores, scores)
+
+    used = fresh(lm)
+    used.generate(max((p for p, _ in truth), key=len), max_new_tokens=64, **GREEDY)
+    options = dict(max_new_tokens=9, logits_processors=lowest_if_any, **GREEDY)
+    assert used.generate(truth[1][0], **options).tokens == [truth[1][1][:9]]
 
 
 def test_after_an_exception_inside_a_call_the_lm_still_works(lm, truth):

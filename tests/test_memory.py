@@ -48,9 +48,7 @@ def test_weights_and_cache_are_counted_to_the_byte(batch, max_len):
     m = model("llama-3-8b")
     plan = plan_memory(m, batch=batch, max_len=max_len)
     assert plan.weight_bytes == nbytes(m.abstract_params)
-    state = jax.eval_shape(
-        lambda: start(init_cache(m, batch, covered_slots(max_len)), np.ones(batch, bool))
-    )
+    state = jax.eval_shape(lambda: start(init_cache(m, batch, covered_slots(max_len))))
     assert plan.cache_bytes == nbytes([state.kv, state.ids])
     assert plan.total_bytes == plan.weight_bytes + plan.cache_bytes + plan.workspace_bytes
 
@@ -185,7 +183,7 @@ def one_layer():
 def test_a_batch_is_no_larger_than_it_may_be():
     lm = LM(*one_layer(), max_batch=3)
     out = lm.generate([[5, 6, 7]] * 3, max_new_tokens=2, eos_token_id=None)
-    assert lm._engine.idle_cache[0][0].shape[0] == 3
+    assert lm._engine.idle.kv[0][0].shape[0] == 3
     assert [len(tokens) for tokens in out.tokens] == [2] * 3
     with pytest.raises(ValueError, match="4 rows are more than max_batch 3"):
         lm.generate([[5]] * 4)
@@ -202,7 +200,7 @@ def test_a_cache_is_as_small_as_memory_asks_for():
     lm = LM(m, params, memory_bytes=tight - 1)
     with pytest.raises(MemoryError, match=r"generate: must fit into .* for 1 x 700 tokens"):
         lm.generate([5] * 600, max_new_tokens=100)
-    assert lm._engine.idle_cache is None
+    assert lm._engine.idle is None
 
 
 def test_the_command_line_says_what_would_fit(capsys):
@@ -235,7 +233,7 @@ def temp_bytes_of_prefill(m, batch, slots, rows, width):
         index = None if rows == batch else index
         return prefill(m, params, state, sampling, tokens, lengths, offsets, final, index)
 
-    state = jax.eval_shape(lambda: start(init_cache(m, batch, slots), np.ones(batch, bool)))
+    state = jax.eval_shape(lambda: start(init_cache(m, batch, slots)))
     row = jax.ShapeDtypeStruct((rows,), jnp.int32)
     final = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
@@ -286,7 +284,7 @@ def test_decoding_takes_less_than_is_planned(batch):
         processors = Processors().everything
         return decode_steps(m, params, state, sampling, n, max_steps=32, processors=processors)
 
-    state = jax.eval_shape(lambda: start(init_cache(m, batch, 2048), np.ones(batch, bool)))
+    state = jax.eval_shape(lambda: start(init_cache(m, batch, 2048)))
     args = m.abstract_params, state, sampling_of(batch), jax.ShapeDtypeStruct((), jnp.int32)
     temp = temp_bytes(compile_for("h100", run, *args, donate_argnums=1))
     assert temp <= workspace_bytes(m, batch, 128, 2048)

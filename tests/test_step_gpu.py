@@ -41,7 +41,7 @@ def test_decode_chunk_updates_the_cache_in_place(batch, kv_heads):
     ).implementation in ("cudnn", "mosaic_gpu")
     requests = [GenerationConfig(max_new_tokens=8)] * batch
     sampling = jax.tree.map(jnp.asarray, per_row(requests, batch))
-    state = start(init_cache(model, batch, 2048), np.ones(batch, bool))
+    state = start(init_cache(model, batch, 2048))
     program = jax.jit(functools.partial(decode_steps, model, max_steps=32), donate_argnums=1)
     compiled = program.lower(random_params(model), state, sampling, np.int32(1)).compile()
     cache = cache_bytes(model, batch, 2048)
