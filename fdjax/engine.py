@@ -83,7 +83,10 @@ class Engine:
         wanted = functools.reduce(operator.or_, (r.config.processors for r in active))
         # Once per prompt, what is not asked for costs next to nothing.
         prefill = self.program(step.prefill, processors=wanted.everything)
-        decode = self.program(step.decode_steps, processors=wanted.tier, max_steps=steps)
+        static = {"processors": wanted.tier, "max_steps": steps}
+        if any(r.config.return_reruns for r in active):
+            static["return_reruns"] = True
+        decode = self.program(step.decode_steps, **static)
         sampling = per_row(
             [row.request.config for row in rows],
             batch,
@@ -125,8 +128,8 @@ class Engine:
                 going_on = any(row.finish_reason is None for row in rows)
                 while going_on and budget > 0 and len(waiting) < 2:
                     budget -= steps
-                    state, tokens, logprobs = decode(self.params, state, every_chunk)
-                    waiting.append((tokens, logprobs, decode.compile_seconds))
+                    state, *out = decode(self.params, state, every_chunk)
+                    waiting.append((decode.compile_seconds, *out))
                 if not going_on:
                     break
                 chunk = _read(*waiting.popleft())
@@ -242,12 +245,17 @@ class ParamPacking:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def _read(tokens: jax.Array, logprobs: Logprobs | None, compile_seconds: float) -> Chunk:
-    tokens, logprobs = _numpy((tokens, logprobs))
+def _read(
+    compile_seconds: float,
+    tokens: jax.Array,
+    logprobs: Logprobs | None,
+    reruns: jax.Array | None = None,
+) -> Chunk:
+    tokens, logprobs, reruns = _numpy((tokens, logprobs, reruns))
     chosen, top = None, None
     if logprobs is not None:
         chosen, top = logprobs.chosen, (logprobs.top, logprobs.top_ids)
-    return Chunk(tokens, chosen, top, compile_seconds)
+    return Chunk(tokens, chosen, top, compile_seconds, reruns)
 
 
 def _numpy(results: Any) -> Any:
@@ -271,4 +279,4 @@ def _first_tokens(
             first[0][:] = -1
         for whole, part in zip(*map(jax.tree.leaves, (first, out)), strict=True):
             whole[rows[call.final]] = part[call.final]
-    return _read(*first, compile_seconds)
+    return _read(compile_seconds, *first)

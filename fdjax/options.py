@@ -87,6 +87,8 @@ class GenerationConfig:
       eos_token_ids: ids that end a row.
       return_logprobs: also return each token's log-probability under the raw model. True or 0: of
         the chosen token alone; n: also of the n likeliest, at most 20; False or None: none.
+      return_reruns: `stats` also says how much of decode attention left the range of the unified
+        maximum and ran again, for the whole batch where one prompt asks for it.
     """
 
     max_new_tokens: int = 128
@@ -112,6 +114,7 @@ class GenerationConfig:
     seed: int = 0
     eos_token_ids: tuple[int, ...] = ()
     return_logprobs: bool | int | None = None
+    return_reruns: bool = False
 
     def __post_init__(self):
         for name, kind in _KINDS.items():
@@ -226,6 +229,7 @@ _NOT_IN_FILES = {
     "num_return_sequences",
     "seed",
     "return_logprobs",
+    "return_reruns",
 }
 
 
@@ -343,6 +347,7 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "seed": _integer(0, 2**32, "in [0, 2**32)"),
     "eos_token_ids": _ids,
     "return_logprobs": _top,
+    "return_reruns": _flag,
 }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Generator, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fdjax.models import Model, Params
 from fdjax.rows import Chunk, Row
@@ -35,6 +36,9 @@ class Stats:
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
       chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
       compile_seconds: in which the host traced and compiled programs, or loaded compiled ones.
+      reruns: of each layer, the share of decode attention's blocks (row, KV head, split) whose
+        scores left the range of the unified maximum, so that they ran again; None unless
+        `return_reruns` was asked for and a step was done.
     """
 
     prompt_tokens: int = 0
@@ -46,6 +50,7 @@ class Stats:
     peak_gb_per_s: float | None = None
     chunk_ms_per_token: tuple[float, ...] = ()
     compile_seconds: float = 0.0
+    reruns: tuple[float, ...] | None = None
 
     @property
     def seconds(self) -> float:
@@ -178,6 +183,7 @@ class Timer:
         self._prefill = self._decode = self._compile = 0.0
         self._steps = -1
         self._chunk_ms: list[float] = []
+        self._reruns: list[np.ndarray] = []
 
     def chunk(self, chunk: Chunk) -> None:
         """Note the arrival of a chunk; the first holds the first tokens."""
@@ -189,6 +195,8 @@ class Timer:
             return
         self._decode += seconds
         steps = int((chunk.tokens >= 0).any(axis=0).sum())
+        if chunk.reruns is not None:
+            self._reruns.append(chunk.reruns)
         self._steps += steps
         if steps:
             self._chunk_ms.append(1e3 * seconds / steps)
@@ -214,6 +222,7 @@ class Timer:
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),
             compile_seconds=self._compile,
+            reruns=tuple((sum(self._reruns) / self._steps).tolist()) if self._reruns else None,
         )
 
 

@@ -35,12 +35,14 @@ class Chunk:
       logprobs: [B, n] or None.
       top: ([B, n, N] log-probabilities, [B, n, N] ids) or None.
       compile_seconds: what compiling took before its programs could start.
+      reruns: [L] of each layer, summed over the steps, or None.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray | None = None
     top: tuple[np.ndarray, np.ndarray] | None = None
     compile_seconds: float = 0.0
+    reruns: np.ndarray | None = None
 
 
 class Row:

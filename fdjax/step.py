@@ -98,7 +98,8 @@ def decode_steps(
     *,
     max_steps: int,
     processors: Processors = Processors(),
-) -> tuple[DecodeState, Array, Logprobs | None]:
+    return_reruns: bool = False,
+) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array, ...]]:
     """At most `n` decode steps in one device loop, fewer when every row finishes.
 
     The trip count is static and a step that has nothing to do is skipped by a conditional: on a
@@ -113,20 +114,23 @@ def decode_steps(
       n: traced number of steps, at most `max_steps`.
       max_steps: static width of the result.
       processors: the active processors.
+      return_reruns: static, see `decode_attention`.
 
     Returns:
       (state, tokens [B, max_steps] int32, -1 where a row chose none and less where there is none,
-      see `next_tokens`; their log-probabilities, each [B, max_steps, ...], or None).
+      see `next_tokens`; their log-probabilities, each [B, max_steps, ...], or None), and where they
+      are asked for reruns [L] fp32, of each layer, summed over the steps.
     """
     module = model.module(params)
     b = state.batch
 
     def step(i, carry):
-        state, tokens, logprobs = carry
+        state, tokens, logprobs, *reruns = carry
+        shares = [] if return_reruns else None
         # The first chosen token is in the cache one step after it was counted.
         turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
         attend = functools.partial(
-            _attend_decode, lengths=state.lengths, turns=turns, plan=model.plan
+            _attend_decode, lengths=state.lengths, turns=turns, reruns=shares, plan=model.plan
         )
         hidden, kv = module(state.tokens[:, None], state.kv, attend, model.plan)
         logits = module.logits(hidden[:, 0], model.plan)
@@ -152,7 +156,8 @@ def decode_steps(
             steps,
             state.finished | (active & _is_final(emitted, steps, sampling)),
         )
-        return DecodeState(kv, ids, progress), tokens, logprobs
+        reruns = [total + jnp.stack(shares) for total in reruns]
+        return DecodeState(kv, ids, progress), tokens, logprobs, *reruns
 
     def step_if_any(i, carry):
         work = (i < n) & ~jnp.all(carry[0].finished)
@@ -165,7 +170,8 @@ def decode_steps(
         logprobs = Logprobs(
             jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
         )
-    return lax.fori_loop(0, max_steps, step_if_any, (state, tokens, logprobs))
+    reruns = [jnp.zeros((model.config.layers,), jnp.float32)] if return_reruns else []
+    return lax.fori_loop(0, max_steps, step_if_any, (state, tokens, logprobs, *reruns))
 
 
 def _is_final(tokens, steps, sampling):
@@ -181,12 +187,13 @@ def _attend_decode(
     *,
     lengths: Array,
     turns: Callable,
+    reruns: list[Array] | None,
     plan: Plan,
 ) -> tuple[Array, LayerCache]:
-    """T new tokens of every row: RoPE, append, attention."""
+    """T new tokens of every row: RoPE, append, attention; a layer adds to `reruns`."""
     t = qkv.shape[1]
     positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    o, *kv = append_decode_attention(
+    o, k, v, *share = append_decode_attention(
         qkv,
         *kv,
         lengths,
@@ -196,9 +203,12 @@ def _attend_decode(
         soft_cap=spec.soft_cap,
         alibi=spec.alibi,
         **_maximum(spec),
+        return_reruns=reruns is not None,
         plan=plan,
     )
-    return o, tuple(kv)
+    if reruns is not None:
+        reruns += share
+    return o, (k, v)
 
 
 def _attend_prefill(

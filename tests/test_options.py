@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import random
 import warnings
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 import fdjax
 from fdjax.models import random_params
+from fdjax.pallas_kernels.attention import append_decode_attention
 from fdjax.rows import GrowingText
 from fdjax.tokenizer import MissingTokenizerError, Tokenizer
 
@@ -202,6 +204,31 @@ def test_samples_are_the_same_alone_in_a_batch_and_streamed(lm):
 
 
 # --- log-probabilities
+
+
+def test_return_reruns(lm, monkeypatch):
+    """Of each layer, the mean over the decode steps of all chunks."""
+    options = GREEDY | {"max_new_tokens": 40}
+    plain = lm.generate(TEXT, **options)
+    assert plain.stats.reruns is None
+    none_ran_again = (0.0,) * lm.config.layers
+    assert lm.generate(TEXT, return_reruns=True, **options).stats.reruns == none_ran_again
+
+    layers = itertools.count()
+
+    def counted(*args, return_reruns, **kwargs):
+        assert return_reruns
+        share = jnp.float32(next(layers) % lm.config.layers / 8)
+        return *append_decode_attention(*args, **kwargs), share
+
+    monkeypatch.setattr("fdjax.step.append_decode_attention", counted)
+    counting = type(lm)(lm.model, lm.params, lm.tokenizer)
+    result = counting.generate([TEXT, TEXT], return_reruns=[True, False], **options)
+    assert result.tokens == plain.tokens * 2
+    assert result.stats.reruns == tuple(i / 8 for i in range(lm.config.layers))
+    stream = counting.stream(TEXT, return_reruns=True, **options)
+    assert "".join(stream) == plain.texts[0]
+    assert stream.stats.reruns == result.stats.reruns
 
 
 def test_return_logprobs(lm):

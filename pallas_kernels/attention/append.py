@@ -29,9 +29,10 @@ def append_decode_attention(
     alibi: tuple[float, ...] | None = None,
     phi: Array | None = None,
     unified: bool = True,
+    return_reruns: bool = False,
     implementation: str | None = None,
     plan: Plan | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, ...]:
     """Attention of T new tokens of each row against its cache and each other.
 
     Args:
@@ -58,7 +59,7 @@ def append_decode_attention(
     turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
     one_launch = t == 1 and turns_heads and can_append(qkv.shape[3] - 2, d)
     if choice.implementation == "mosaic_gpu" and one_launch:
-        return append_decode_mosaic(
+        o, k_cache, v_cache, reruns = append_decode_mosaic(
             qkv[:, 0],
             k_cache,
             v_cache,
@@ -70,7 +71,9 @@ def append_decode_attention(
             phi=phi,
             unified=unified,
             config=decode_config(choice),
+            return_reruns=return_reruns,
         )
+        return (o, k_cache, v_cache, reruns) if return_reruns else (o, k_cache, v_cache)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
     k_cache, v_cache = (append(c, new, lengths) for c, new in ((k_cache, k), (v_cache, v)))
@@ -85,10 +88,12 @@ def append_decode_attention(
         alibi=alibi,
         phi=phi,
         unified=unified,
+        return_reruns=return_reruns,
         implementation=implementation,
         plan=plan,
     )
-    return o, k_cache, v_cache
+    o, *reruns = o if return_reruns else (o,)
+    return o, k_cache, v_cache, *reruns
 
 
 def append_prefill_attention(

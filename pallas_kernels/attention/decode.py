@@ -4,6 +4,7 @@ FlashDecoding++ (Hong et al. 2024), section 3. Memory bound: it cannot avoid rea
 of the cache once, 2 · sum(lengths) · Hkv · D · itemsize bytes.
 """
 
+import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import decode_cudnn
@@ -29,6 +30,7 @@ def decode_attention(
     phi: Array | None = None,
     unified: bool = True,
     return_lse: bool = False,
+    return_reruns: bool = False,
     implementation: str | None = None,
     plan: Plan | None = None,
 ):
@@ -52,11 +54,14 @@ def decode_attention(
       unified: False takes the maximum of the rows seen so far instead, for heads whose scores
         leave the range of any φ too often.
       return_lse: also return the logsumexp of the scores.
+      return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
+        left the range of the unified maximum, so that they ran again with their own.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
       plan: consulted when no implementation is named; without either, XLA.
 
     Returns:
-      o [B, T, H, D] in the dtype of q, or (o, lse [B, T, H] fp32).
+      o [B, T, H, D] in the dtype of q, or a tuple of it and what else is asked for: lse [B, T, H]
+      fp32, reruns [] fp32, 0 where nothing runs again.
 
     Raises:
       ValueError: shapes or dtypes disagree.
@@ -71,7 +76,7 @@ def decode_attention(
         raise ValueError(f"decode_attention: phi must be [{h}], got {list(phi.shape)}")
     choice = choose_attention("decode_attention", q, k, masking, implementation, plan)
     if choice.implementation == "mosaic_gpu":
-        o, lse = decode_mosaic(
+        o, lse, reruns = decode_mosaic(
             q,
             k,
             v,
@@ -82,8 +87,9 @@ def decode_attention(
             unified=unified,
             layer=layer,
             config=decode_config(choice),
+            return_reruns=return_reruns,
         )
-        return (o, lse) if return_lse else o
+        return _asked_for(o, return_lse and lse, return_reruns and reruns)
     if layer is not None:
         k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
     if choice.implementation == "cudnn":
@@ -99,7 +105,13 @@ def decode_attention(
             masking=masking,
             batch_invariant=plan is not None and plan.batch_invariant,
         )
-    return (o, lse) if return_lse else o
+    return _asked_for(o, return_lse and lse, return_reruns and jnp.float32(0))
+
+
+def _asked_for(o, *others):
+    """o, or a tuple with those of the others that are not False."""
+    others = [other for other in others if other is not False]
+    return (o, *others) if others else o
 
 
 def decode_config(choice: Choice) -> DecodeAttentionConfig | None:

@@ -27,12 +27,13 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and turns
         [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if any.
-      outputs: o [B,Hkv·tiles,R,D] and lse [B,Hkv·tiles,R], or parts of both for `combine`.
+      outputs: o [B,Hkv·tiles,R,D] and lse [B,Hkv·tiles,R], or parts of both for `combine`; where
+        they are counted, whether each block ran again [B,Hkv·tiles,splits] int32.
       smem: buffers and barriers by name.
       tiles: into which the G·T query rows of a KV head are cut.
       t, group, scale, masking, config: see `decode_mosaic`.
     """
-    out_g, lse_g = outputs
+    out_g, lse_g, *reruns_g = outputs
     q_s, k_s, v_s, p_s, o_s, l_s, m_s, out_s, lse_s = (
         smem[name] for name in ("q", "k", "v", "p", "o", "l", "m", "out", "lse")
     )
@@ -263,12 +264,17 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         # A row that sees no slot of this split has l = 0, and is well.
         broken = jnp.where(seen > 0, jnp.maximum(broken, out_of_range), 0.0)
 
-        @pl.when(broken.max() > 0)
+        reruns = broken.max() > 0
+
+        @pl.when(reruns)
         def _():
             plgpu.commit_smem()  # what is saved, before loads take its place
             save(*attend_synchronised())
     else:
+        reruns = jnp.bool_(False)
         save(*attend_synchronised())
+    for counted in reruns_g:
+        counted[row, tile, split] = reruns.astype(jnp.int32)
 
     def finish():
         peers = [{"split": i} for i in range(splits)] if config.cluster else [None]

@@ -113,7 +113,7 @@ def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
 
-_STATIC = ("scale", "masking", "unified", "config", "interpret")
+_STATIC = ("scale", "masking", "unified", "config", "return_reruns", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -129,9 +129,10 @@ def decode_mosaic(
     unified: bool = True,
     layer: Array | int | None = None,
     config: DecodeAttentionConfig | None = None,
+    return_reruns: bool = False,
     interpret=None,
-) -> tuple[Array, Array]:
-    """Arguments of `decode_attention`; returns o [B,T,H,D] and lse [B,T,H].
+) -> tuple[Array, Array, Array | None]:
+    """Arguments of `decode_attention`; returns o [B,T,H,D], lse [B,T,H] and reruns or None.
 
     Jitted, so that the layers of a model share one lowering.
     """
@@ -149,7 +150,7 @@ def decode_mosaic(
         q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
     q = q.reshape(b, kv_heads * tiles, -1, d)
     operands = {"q": q, "k": k, "v": v, "lengths": lengths, "layer": layer, "phi": phi}
-    o, lse = _launch(
+    o, lse, reruns = _launch(
         operands,
         t=t,
         group=group,
@@ -157,13 +158,14 @@ def decode_mosaic(
         masking=masking,
         unified=unified,
         config=config,
+        return_reruns=return_reruns,
         interpret=interpret,
     )
     o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
     lse = lse.reshape(b, kv_heads, -1)[:, :, :rows].reshape(b, kv_heads, t, group)
     if t > 1:
         o, lse = o.swapaxes(1, 2), lse.swapaxes(1, 2)
-    return o.reshape(b, t, h, d), lse.reshape(b, t, h)
+    return o.reshape(b, t, h, d), lse.reshape(b, t, h), reruns
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -180,12 +182,13 @@ def append_decode_mosaic(
     phi: Array | None = None,
     unified: bool = True,
     config: DecodeAttentionConfig | None = None,
+    return_reruns: bool = False,
     interpret=None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Array, Array, Array | None]:
     """Arguments of `append_decode_attention` for T = 1: qkv [B,Hkv,G+2,D], cos, sin [B,1,D/2].
 
     RoPE, append and attention in one launch; the caches are updated where they are. Returns
-    o [B,1,H,D] and both caches.
+    o [B,1,H,D], both caches, and reruns or None.
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
@@ -198,7 +201,7 @@ def append_decode_mosaic(
     ).reshape(b, 2, d)
     k, v = jax.new_ref(k), jax.new_ref(v)
     operands = {"qkv": qkv, "turns": turns, "k": k, "v": v, "lengths": lengths, "phi": phi}
-    o, _ = _launch(
+    o, _, reruns = _launch(
         operands,
         t=1,
         group=group,
@@ -206,14 +209,15 @@ def append_decode_mosaic(
         masking=masking,
         unified=unified,
         config=config,
+        return_reruns=return_reruns,
         interpret=interpret,
     )
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
-    return o, jax.freeze(k), jax.freeze(v)
+    return o, jax.freeze(k), jax.freeze(v), reruns
 
 
-def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
-    """o [B,Hkv·tiles,R,D] and lse [B,Hkv·tiles,R]; `operands` by name, None where there is none."""
+def _launch(operands, *, t, group, scale, masking, unified, config, return_reruns, interpret):
+    """o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R], reruns [] or None; `operands` by name, or None."""
     b, kv_heads, s, d = operands["k"].shape[-4:]
     dtype = operands["k"].dtype
     tiles, padded = query_tiles(group * t, d)
@@ -271,11 +275,13 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
             ((*grid, config.splits, d, padded), jnp.float32),
             ((*grid, config.splits, 2, padded), jnp.float32),
         )
+    if return_reruns:
+        outs += (((*grid, config.splits), jnp.int32),)
 
     def body(*refs):
         refs = iter(refs)
         inputs = {name: next(refs) for name in operands}
-        outputs = next(refs), next(refs)
+        outputs = [next(refs) for _ in outs]
         smem = {name: next(refs) for name in scratch}
         for part in itertools.chain.from_iterable(refs):
             smem |= part
@@ -291,7 +297,7 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
             config=config,
         )
 
-    out, lse = plgpu.kernel(
+    out, lse, *reruns = plgpu.kernel(
         body,
         out_type=tuple(jax.ShapeDtypeStruct(*o) for o in outs),
         kernel_name="decode_attention",
@@ -305,7 +311,7 @@ def _launch(operands, *, t, group, scale, masking, unified, config, interpret):
     )(*operands.values())
     if config.splits > 1 and not config.cluster:
         out, lse = combine(out, lse, stored, dtype, interpret)
-    return out, lse[:, :, :stored]
+    return out, lse[:, :, :stored], reruns[0].mean() if reruns else None
 
 
 def query_tiles(rows: int, d: int) -> tuple[int, int]:

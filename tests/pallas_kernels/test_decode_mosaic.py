@@ -51,7 +51,7 @@ def _operands(lengths, *, t=1, group=4, kv_heads=1, s=200, d=64, dtype=jnp.bfloa
 def _check(operands, run, *, masking=Masking(), **options):
     q, k, v, lengths = operands
     scale = q.shape[-1] ** -0.5
-    o, lse = run(q, k, v, lengths, scale=scale, masking=masking, **options)
+    o, lse, _ = run(q, k, v, lengths, scale=scale, masking=masking, **options)
     k, v = (np.where(np.isnan(np.float32(a)), 0, a) for a in (k, v))
     exact = oracle.attention(
         *(np.float64(a) for a in (q, k, v)),
@@ -103,14 +103,50 @@ def test_tiles_hold_all_query_rows():
     [pytest.param(ONE, id="one", marks=pytest.mark.slow), pytest.param(SPLIT, id="split")],
 )
 def test_scores_outside_the_safe_range(config):
+    operands = _out_of_range()
+    o = _check(operands, interpreted, config=config)
+    value = operands[2][1, 0, 70]
+    np.testing.assert_array_equal(o[1, 0], np.broadcast_to(value, o[1, 0].shape))
+
+
+def _out_of_range(**shape):
     """Scores far outside the safe range on both sides, in one split and in all."""
-    q, k, v, lengths = _operands([130, 200])
+    q, k, v, lengths = _operands([130, 200], **shape)
     q[:] = 1.0
-    k[0, 0, :130] = -16.0  # all scores -128: the maximum starts there
-    k[1, 0, :200] = 0.0
-    k[1, 0, 70] = 100.0  # one score of 800 in the second split
-    o = _check((q, k, v, lengths), interpreted, config=config)
-    np.testing.assert_array_equal(o[1, 0], np.broadcast_to(v[1, 0, 70], o[1, 0].shape))
+    k[0, :, :130] = -16.0  # all scores -128: the maximum starts there
+    k[1, :, :200] = 0.0
+    k[1, :, 70] = 100.0  # one score of 800, not in the first block of its split
+    return q, k, v, lengths
+
+
+def _check_reruns(run, config, expected):
+    count = functools.partial(run, masking=Masking(), config=config, return_reruns=True)
+    *_, reruns = count(*_out_of_range(d=128), scale=0.125)
+    assert reruns == pytest.approx(expected)
+    *_, reruns = count(*_operands([130, 200], d=128), scale=0.125)
+    assert reruns == 0
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        pytest.param(ONE, 1 / 2, marks=pytest.mark.slow),
+        (SPLIT, 1 / 6),
+        pytest.param(SYNCHRONISED, 0, marks=pytest.mark.slow),
+    ],
+    ids=["one", "split", "synchronised"],
+)
+def test_reruns_are_counted(config, expected):
+    """In blocks of (row, head, split): one of row 1 starts at a maximum of 0 and meets 800."""
+    _check_reruns(interpreted, config, expected)
+
+
+@pytest.mark.gpu
+def test_reruns_are_counted_on_a_gpu():
+    _check_reruns(decode_mosaic, ONE, 1 / 2)
+    _check_reruns(decode_mosaic, SPLIT, 1 / 6)
+    _check_reruns(decode_mosaic, dataclasses.replace(SPLIT, cluster=True), 1 / 6)
+    _check_reruns(decode_mosaic, SYNCHRONISED, 0)
 
 
 def test_without_a_unified_maximum(monkeypatch):
@@ -132,7 +168,7 @@ def test_large_values_do_not_overflow_the_unified_sum():
     q, k, v, lengths = _operands([130])
     q[:], k[0, 0, :130] = 1.0, 2.75  # p = 2^31.7, in range
     v[0, 0, :130] = 2.0**85
-    o, _ = interpreted(q, k, v, lengths, scale=0.125, masking=Masking(), config=SPLIT)
+    o, *_ = interpreted(q, k, v, lengths, scale=0.125, masking=Masking(), config=SPLIT)
     assert (np.float64(o) == 2.0**85).all()
 
 
@@ -168,13 +204,13 @@ def test_default_configs_fit_and_reach_every_slot():
                     assert config.splits * 64 < s + 64 * 8 or config.splits == 1
 
 
-def _compiled(b, t, h, kv_heads, s, d, *, config=None, masking=Masking(), dtype=jnp.bfloat16):
+def _compiled(b, t, h, kv_heads, s, d, *, masking=Masking(), dtype=jnp.bfloat16, **options):
     from ..deviceless import compile_for
 
     def spec(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    attend = functools.partial(decode_mosaic, scale=d**-0.5, masking=masking, config=config)
+    attend = functools.partial(decode_mosaic, scale=d**-0.5, masking=masking, **options)
     cache = spec(b, kv_heads, s, d)
     return compile_for("h100", attend, spec(b, t, h, d), cache, cache, spec(b, dtype=jnp.int32))
 
@@ -193,6 +229,7 @@ CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
         dict(b=2, t=1, h=16, kv_heads=8, s=1000, d=256),
         dict(b=1, t=1, h=8, kv_heads=8, s=512, d=128, dtype=jnp.float16),
         dict(b=1, t=2, h=8, kv_heads=8, s=512, d=128, config=CLUSTER),
+        dict(b=1, t=1, h=32, kv_heads=8, s=8192, d=128, return_reruns=True),
         dict(b=2, t=8, h=32, kv_heads=8, s=2048, d=128),
         dict(b=2, t=10, h=32, kv_heads=8, s=1000, d=64),
         dict(b=2, t=16, h=32, kv_heads=8, s=1000, d=64),
@@ -261,10 +298,10 @@ def test_a_thousand_reruns_have_the_same_bits(kv_heads, s):
 
     @jax.jit
     def differing(q, k, v, lengths):
-        first = attend(q, k, v, lengths)
+        first = attend(q, k, v, lengths)[:2]
 
         def count(i, total):
-            again = attend(q + 0 * i.astype(q.dtype), k, v, lengths)
+            again = attend(q + 0 * i.astype(q.dtype), k, v, lengths)[:2]
             same = [
                 jnp.all((a == b) | (jnp.isnan(a) & jnp.isnan(b)))
                 for a, b in zip(first, again, strict=True)
