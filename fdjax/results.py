@@ -195,11 +195,11 @@ class Timer:
             return
         self._decode += seconds
         steps = int((chunk.tokens >= 0).any(axis=0).sum())
-        if chunk.reruns is not None:
-            self._reruns.append(chunk.reruns)
         self._steps += steps
         if steps:
             self._chunk_ms.append(1e3 * seconds / steps)
+            if chunk.reruns is not None:
+                self._reruns.append(chunk.reruns)
 
     def stats(self, rows: Sequence[Row]) -> Stats:
         """What the call has cost until the last chunk."""
