@@ -162,7 +162,10 @@ class Engine:
         if fits and not any(a.is_deleted() for a in state.kv[0]):
             return state
         del state
-        return start(init_cache(self.model, batch, slots))
+        # What a program returns is committed to a device, as it also returns to the host. A state
+        # that is not would have every program compiled once more.
+        (device,) = self.params[0].devices()
+        return jax.device_put(start(init_cache(self.model, batch, slots)), device)
 
     def program(self, function: Callable, **static) -> Program:
         """The program of a step: one per set of processors, whatever the values.

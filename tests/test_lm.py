@@ -331,6 +331,14 @@ def test_what_a_call_leaves_behind_reaches_no_other(lm, truth):
     assert result.tokens == again.tokens == [truth[1][1]]
 
 
+def test_a_second_call_compiles_nothing(lm, truth):
+    used = fresh(lm)
+    used.generate(truth[1][0], max_new_tokens=40, **GREEDY)
+    with compiled_programs() as names:
+        used.generate(truth[1][0], max_new_tokens=40, **GREEDY)
+    assert not names
+
+
 def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
     used = fresh(lm)
     prompts = [prompt for prompt, _ in truth[:4]]
