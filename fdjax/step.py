@@ -126,13 +126,14 @@ def decode_steps(
 
     def step(i, carry):
         state, tokens, logprobs, *reruns = carry
-        shares = [] if return_reruns else None
         # The first chosen token is in the cache one step after it was counted.
         turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
         attend = functools.partial(
-            _attend_decode, lengths=state.lengths, turns=turns, reruns=shares, plan=model.plan
+            _attend_decode, lengths=state.lengths, turns=turns, plan=model.plan
         )
-        hidden, kv = module(state.tokens[:, None], state.kv, attend, model.plan)
+        layers = list(zip(state.kv, *reruns, strict=True))
+        hidden, layers = module(state.tokens[:, None], layers, attend, model.plan)
+        kv, *reruns = map(list, zip(*layers, strict=True))
         logits = module.logits(hidden[:, 0], model.plan)
         index = jnp.arange(b, dtype=jnp.int32)
         ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
@@ -156,7 +157,6 @@ def decode_steps(
             steps,
             state.finished | (active & _is_final(emitted, steps, sampling)),
         )
-        reruns = [total + jnp.stack(shares) for total in reruns]
         return DecodeState(kv, ids, progress), tokens, logprobs, *reruns
 
     def step_if_any(i, carry):
@@ -170,8 +170,10 @@ def decode_steps(
         logprobs = Logprobs(
             jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
         )
-    reruns = [jnp.zeros((model.config.layers,), jnp.float32)] if return_reruns else []
-    return lax.fori_loop(0, max_steps, step_if_any, (state, tokens, logprobs, *reruns))
+    reruns = [[jnp.float32(0)] * model.config.layers] if return_reruns else []
+    carry = state, tokens, logprobs, *reruns
+    state, tokens, logprobs, *reruns = lax.fori_loop(0, max_steps, step_if_any, carry)
+    return state, tokens, logprobs, *map(jnp.stack, reruns)
 
 
 def _is_final(tokens, steps, sampling):
@@ -182,15 +184,15 @@ def _is_final(tokens, steps, sampling):
 
 def _attend_decode(
     spec: AttentionSpec,
-    kv: LayerCache,
+    layer: tuple[LayerCache, *tuple[Array, ...]],
     qkv: Array,
     *,
     lengths: Array,
     turns: Callable,
-    reruns: list[Array] | None,
     plan: Plan,
-) -> tuple[Array, LayerCache]:
-    """T new tokens of every row: RoPE, append, attention; a layer adds to `reruns`."""
+) -> tuple[Array, tuple[LayerCache, *tuple[Array, ...]]]:
+    """T new tokens of every row: RoPE, append, attention; of a layer's cache, and its reruns."""
+    kv, *reruns = layer
     t = qkv.shape[1]
     positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     o, k, v, *share = append_decode_attention(
@@ -203,12 +205,10 @@ def _attend_decode(
         soft_cap=spec.soft_cap,
         alibi=spec.alibi,
         **_maximum(spec),
-        return_reruns=reruns is not None,
+        return_reruns=bool(reruns),
         plan=plan,
     )
-    if reruns is not None:
-        reruns += share
-    return o, (k, v)
+    return o, ((k, v), *map(jnp.add, reruns, share))
 
 
 def _attend_prefill(

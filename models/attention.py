@@ -38,7 +38,8 @@ class Attend(Protocol):
     A block hands over what its projection gave for the new tokens, qkv [B,T,Hkv,G+2,D]: the G
     queries of a KV head, its key, its value, before RoPE and after any q/k norm. With it goes its
     layer's part of the cache; it gets o [B,T,H,D] and that part updated. The owner of the cache
-    knows the positions; RoPE, append and attention are its business, fused or not.
+    knows the positions; RoPE, append and attention are its business, fused or not. A pure function:
+    blocks that are alike are traced once.
     """
 
     def __call__(self, spec: AttentionSpec, kv: Any, qkv: Array) -> tuple[Array, Any]:

@@ -191,10 +191,17 @@ class Decoder(nnx.Module):
             # Of a single row, XLA would multiply by this and the first norm's factor at once, and
             # so round otherwise than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(self.embedding_scale, x.dtype), x, plan)
+
+        def run(graph, params, x, kv, last):
+            return nnx.merge(graph, params)(x, kv, attend, plan, last)
+
+        if isinstance(x, jax.core.Tracer):
+            # Blocks that are alike share a trace and a lowering.
+            run = jax.jit(run, static_argnums=0)
         updated = []
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, layer_kv, one in zip(self.blocks, kv, wanted, strict=True):
-            x, layer_kv = block(x, layer_kv, attend, plan, one)
+            x, layer_kv = run(*nnx.split(block), x, layer_kv, one)
             updated.append(layer_kv)
         return x, updated
 

@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.decode_tiles import COLUMN, TILE
+from fdjax.pallas_kernels.conditional import when
 
 
 def load_front(inputs, smem, row, head):
@@ -67,7 +68,7 @@ def receive_token(smem, group):
 def write_token(inputs, smem, row, head, slot):
     """Begin to write the new k and v to their slot, if there is room."""
 
-    @pl.when(slot < inputs["k"].shape[-2])
+    @when(slot < inputs["k"].shape[-2])
     def _():
         for i, name in enumerate("kv"):
             plgpu.copy_smem_to_gmem(smem["new"].at[i], inputs[name].at[row, head, slot])

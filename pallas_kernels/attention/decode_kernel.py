@@ -13,6 +13,7 @@ from fdjax.pallas_kernels.attention.decode_front import (
     write_token,
 )
 from fdjax.pallas_kernels.attention.decode_tiles import COLUMN, LOG2E, LOWEST, ROW, TILE
+from fdjax.pallas_kernels.conditional import cond, when
 
 # In log2 units: a split is healthy with a denominator in this range about its m, and m is moved to
 # the maximum of the first block where that is further away.
@@ -105,7 +106,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         if "qkv" in inputs:
             rotate_rows(smem)
 
-            @pl.when(split == 0)
+            @when(split == 0)
             def _():
                 smem["score"][...] = log2_scores(receive_token(smem, group))
 
@@ -127,7 +128,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         """Slots past the length may hold NaN, which a probability of zero does not stop."""
         begin = (first + step) * bk
 
-        @pl.when(begin + bk > cached)
+        @when(begin + bk > cached)
         def _():
             slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
             for column in range(0, d, 64):
@@ -156,7 +157,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
             live = jnp.minimum(lax.div(cached - start + (bk // 4 - 1), jnp.int32(bk // 4)), 4)
             for quarters in (4, 3, 2, 1):
 
-                @pl.when(live == quarters)
+                @when(live == quarters)
                 def _(size=quarters * bk // 4):
                     for cache, loaded in zip(caches, (k_s, v_s), strict=True):
                         plgpu.copy_gmem_to_smem(
@@ -169,7 +170,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(smem["loaded"].at[stage])
             carry = step(i, k_s.at[stage], v_s.at[stage], carry)
-            pl.when(i + stages < count)(lambda: load(i + stages))
+            when(i + stages < count)(lambda: load(i + stages))
             return carry
 
         lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: load(i), None)
@@ -192,7 +193,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
             def step(i, keys, values, carry):
                 l, m = carry
                 z, seen = scores(i, keys)
-                m = lax.cond(
+                m = cond(
                     i == 0,
                     lambda: nearest(m, z, seen),
                     lambda: plgpu.layout_cast(m, ROW),
@@ -266,7 +267,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
 
         reruns = broken.max() > 0
 
-        @pl.when(reruns)
+        @when(reruns)
         def _():
             plgpu.commit_smem()  # what is saved, before loads take its place
             save(*attend_synchronised())
@@ -296,7 +297,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
     plgpu.commit_smem()
     if "qkv" in inputs:
 
-        @pl.when(split == 0)
+        @when(split == 0)
         def _():
             # Not before the last block is loaded, which the slot may be in.
             write_token(inputs, smem, row, head, cached)
@@ -312,10 +313,10 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         # One thread arrives for a warpgroup, so each arrival follows a commit, which waits for all.
         plgpu.barrier_arrive(smem["cluster"])
         plgpu.barrier_wait(smem["cluster"])
-        pl.when(split == 0)(finish)
+        when(split == 0)(finish)
 
         # A block outlives those that read its shared memory or arrive at its barrier.
-        pl.when(split > 0)(lambda: plgpu.barrier_arrive(smem["cluster"]))
+        when(split > 0)(lambda: plgpu.barrier_arrive(smem["cluster"]))
         plgpu.barrier_wait(smem["cluster"])
     elif splits == 1:
         finish()

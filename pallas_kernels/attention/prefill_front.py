@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.conditional import when
+
 _TOKENS = 64
 _PARTS = 6  # heads of a block at most: more blocks of fewer hide more latency
 
@@ -75,7 +77,7 @@ def write_chunk_mosaic(
             """do(tile, barrier, part) for the parts of this block."""
             for i in range(held):
                 args = tiles.at[i], arrived.at[i], first + i
-                pl.when(first + i < parts)(functools.partial(do, *args))
+                when(first + i < parts)(functools.partial(do, *args))
 
         def halves(tile, head):
             """Both halves of D, of a tile [2,64,D/2] and of a head's tokens [64,D] in memory."""
@@ -89,7 +91,7 @@ def write_chunk_mosaic(
             for source, to in halves(tile, target):
                 plgpu.copy_smem_to_gmem(source, to)
 
-        @pl.when(block * _TOKENS < live[row])
+        @when(block * _TOKENS < live[row])
         def _():
             each(load)
             c, s = (plgpu.load(a.at[row, tokens], layout=layout) for a in (cos, sin))
@@ -102,15 +104,15 @@ def write_chunk_mosaic(
 
             def finish(tile, barrier, part):
                 plgpu.barrier_wait(barrier)
-                pl.when(part <= group)(lambda: turn(tile))
+                when(part <= group)(lambda: turn(tile))
 
-                @pl.when(part < group)
+                @when(part < group)
                 def _():
                     store(tile, q.at[row, tokens, head * group + part])
 
                 for at, cache in ((group, k), (group + 1, v)):
                     target = cache.at[rows[row], head, slots]
-                    pl.when(part == at)(functools.partial(store, tile, target))
+                    when(part == at)(functools.partial(store, tile, target))
 
             each(finish)
             plgpu.wait_smem_to_gmem(0)

@@ -45,6 +45,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.conditional import cond, when
 
 _LOG2E = math.log2(math.e)
 _SAFE = (2.0**-60, 2.0**100)
@@ -270,11 +271,11 @@ def _prefill_kernel(
     offset = inputs["offsets"][row]
     blocks = _visible_blocks(first, length, offset, t=t, masking=masking, config=config)
 
-    @pl.when(warpgroup == _CONSUMERS)
+    @when(warpgroup == _CONSUMERS)
     def _():
         plgpu.set_max_registers(40, action="decrease")
 
-        @pl.when(blocks.steps > 0)
+        @when(blocks.steps > 0)
         def _():
             for w in range(_CONSUMERS):
                 rows = inputs["q"].at[row, pl.ds(first + w * _ROWS, _ROWS), head]
@@ -284,7 +285,7 @@ def _prefill_kernel(
         k, v = (cache.at[cache_row, kv_head] for cache in caches)
         _produce(k, v, length, blocks, scratch, config)
 
-    @pl.when(warpgroup < _CONSUMERS)
+    @when(warpgroup < _CONSUMERS)
     def _():
         plgpu.set_max_registers(232, action="increase")
         rows = pl.ds(first + warpgroup * _ROWS, _ROWS)
@@ -316,15 +317,15 @@ def _produce(k, v, length, blocks, scratch, config):
         slot = lax.rem(loaded, stages)
         rows = pl.ds(j * bk, bk)
         live = length - j * bk
-        pl.when(loaded >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
+        when(loaded >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
         plgpu.copy_gmem_to_smem(k.at[rows], k_s.at[slot], k_full.at[slot])
-        pl.when(loaded >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
+        when(loaded >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
 
-        @pl.when(live >= bk)
+        @when(live >= bk)
         def _():
             plgpu.copy_gmem_to_smem(v.at[rows], v_s.at[slot], v_full.at[slot])
 
-        @pl.when(live < bk)
+        @when(live < bk)
         def _():
             plgpu.copy_gmem_to_smem(v.at[rows], v_s.at[slot], tail_full)
             plgpu.barrier_wait(tail_full)
@@ -337,14 +338,14 @@ def _produce(k, v, length, blocks, scratch, config):
     loaded = lax.fori_loop(blocks.begin, blocks.end, load, jnp.int32(0))
     if config.unified:
         plgpu.barrier_wait(scratch["voted"])
-        loaded = lax.cond(
+        loaded = cond(
             _is_again(scratch),
             lambda: lax.fori_loop(blocks.begin, blocks.end, load, loaded),
             lambda: loaded,
         )
     for slot in range(stages):
 
-        @pl.when(slot < loaded)
+        @when(slot < loaded)
         def _(slot=slot):
             plgpu.barrier_wait(k_empty.at[slot])
             plgpu.barrier_wait(v_empty.at[slot])
@@ -469,7 +470,7 @@ def _consume(
             plgpu.wgmma(acc, q_s, k_s.at[stage].T)
             plgpu.wgmma_wait(1)  # for P·V of the block before
             pass_turn()
-            pl.when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
+            when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
             # Not where V is needed: the compiler would sink below the wait what should run beside
             # the exponentials.
             plgpu.barrier_wait(v_full.at[stage])
@@ -501,7 +502,7 @@ def _consume(
             return block(j, lax.rem(done + j - blocks.begin, config.stages), carry, masked)
 
         masked = functools.partial(step, masked=True)
-        pl.when(warpgroup == 1)(take_turn)  # half a block behind the other
+        when(warpgroup == 1)(take_turn)  # half a block behind the other
         if masking.window is not None:
             carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
         bare = functools.partial(step, masked=False)
@@ -509,8 +510,8 @@ def _consume(
         carry = lax.fori_loop(blocks.bare_end, blocks.end, masked, carry)
         plgpu.wgmma_wait(0)
         last = before(done + blocks.steps)
-        pl.when(blocks.steps > 0)(lambda: plgpu.barrier_arrive(v_empty.at[last]))
-        pl.when(warpgroup == 0)(pass_turn)
+        when(blocks.steps > 0)(lambda: plgpu.barrier_arrive(v_empty.at[last]))
+        when(warpgroup == 0)(pass_turn)
         return carry
 
     zero = full((_ROWS,), 0.0, _COLUMN)
@@ -563,7 +564,7 @@ def _consume(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_s, out.at[:, pl.ds(column, width)])
 
-    pl.when(blocks.steps > 0)(lambda: plgpu.barrier_wait(scratch["q_full"].at[warpgroup]))
+    when(blocks.steps > 0)(lambda: plgpu.barrier_wait(scratch["q_full"].at[warpgroup]))
 
     def run_online(done):
         o, l, m = attend_online(done)
@@ -582,7 +583,7 @@ def _consume(
         plgpu.barrier_arrive(scratch["voted"])
         plgpu.barrier_wait(scratch["voted"])
 
-        @pl.when(_is_again(scratch))
+        @when(_is_again(scratch))
         def _():
             plgpu.wait_smem_to_gmem(0)  # the two stores of a tile must not pass each other
             run_online(blocks.steps)

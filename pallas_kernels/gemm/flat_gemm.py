@@ -30,6 +30,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.conditional import when
 from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
 from fdjax.pallas_kernels.norm import RMSNorm
 
@@ -248,7 +249,7 @@ def _launch(operands, *, eps, gate, dtype, config):
                 plgpu.wgmma_wait(parts)
                 refill = i - 1 + stages
 
-                @pl.when((i > 0) & (refill < steps))
+                @when((i > 0) & (refill < steps))
                 def _():
                     load(refill, lax.rem(i - 1, stages), stage)
 
@@ -313,7 +314,7 @@ def _launch(operands, *, eps, gate, dtype, config):
             epilogue()
             return
 
-        @pl.when(rank > 0)
+        @when(rank > 0)
         def _send():
             send = functools.partial(
                 plgpu.async_store_smem,
@@ -327,7 +328,7 @@ def _launch(operands, *, eps, gate, dtype, config):
             if normed:
                 send(squares, smem["partial_squares"].at[rank - 1])
 
-        pl.when(rank == 0)(epilogue)
+        when(rank == 0)(epilogue)
 
     return plgpu.kernel(
         flat_gemm_kernel,
