@@ -195,7 +195,7 @@ class Decoder(nnx.Module):
         def run(graph, params, x, kv, last):
             return nnx.merge(graph, params)(x, kv, attend, plan, last)
 
-        if isinstance(x, jax.core.Tracer):
+        if isinstance(tokens, jax.core.Tracer):
             # Blocks that are alike share a trace and a lowering.
             run = jax.jit(run, static_argnums=0)
         updated = []

@@ -1,6 +1,7 @@
 """`fdjax.load` and `LM`: what a user may ask for, and what is refused."""
 
 import contextlib
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -12,7 +13,8 @@ import pytest
 import fdjax
 import fdjax.platform
 from fdjax import engine
-from fdjax.models import random_params
+from fdjax.models import describe, random_params
+from fdjax.models.decoder import Block
 from fdjax.schedule import CHUNKS
 from fdjax.tokenizer import MissingTokenizerError
 
@@ -338,6 +340,24 @@ def test_a_second_call_compiles_nothing(lm, truth):
     with compiled_programs() as names:
         used.generate(truth[1][0], max_new_tokens=40, **GREEDY)
     assert not names
+
+
+def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
+    """To trace and lower each is a third of a first call whose programs are cached."""
+    traced = []
+
+    def listening(block, *args):
+        traced.append(block)
+        return call(block, *args)
+
+    call = Block.__call__
+    monkeypatch.setattr(Block, "__call__", listening)
+    layers = dataclasses.replace(lm.model.config, attention=lm.model.config.attention[:1] * 6)
+    model = describe(layers, dtype="float32")
+    other = fdjax.LM(model, random_params(model), max_len=64)
+    other.generate([1, 2, 3], max_new_tokens=9, **GREEDY)
+    # The last block of a prompt is another, as one of its tokens is wanted.
+    assert len(traced) == 3
 
 
 def test_what_the_host_reads_lies_in_its_memory(lm, truth, monkeypatch):
