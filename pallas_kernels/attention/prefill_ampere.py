@@ -41,6 +41,7 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     bend,
     visible_blocks,
 )
+from fdjax.pallas_kernels.conditional import cond, when
 
 _SAFE = (2.0**-60, 2.0**100)
 _SWIZZLE = 128
@@ -266,7 +267,7 @@ def _prefill_kernel(
         plgpu.wait_gmem_to_smem(1)
         if masked:
             live = length - start_of(j)
-            pl.when(live < n)(lambda: _zero_dead(v_s, live))
+            when(live < n)(lambda: _zero_dead(v_s, live))
         for i in range(0, n, _K):
             values = plgpu.load(v_s.at[pl.ds(i, _K)], layout=right)
             o = plgpu.mma(o, _as_left(p[:, i : i + _K]), values)
@@ -324,7 +325,7 @@ def _prefill_kernel(
         unsafe = plgpu.load(scratch["unsafe"], layout=MATRIX.reduce(0))
         scratch["again"][0] = unsafe.max(axis=0).astype(jnp.int32)
         again = functools.partial(attend_online, mask_all=True)  # rare, and so half the code
-        o, l, top = lax.cond(scratch["again"][0] > 0, again, lambda: (o, l, top))
+        o, l, top = cond(scratch["again"][0] > 0, again, lambda: (o, l, top))
 
     seen = ~padding & (l > 0.0)
     inverse = across(jnp.where(seen, 1.0 / l, 0.0), d)
