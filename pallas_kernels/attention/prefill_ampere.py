@@ -39,6 +39,7 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     LOWEST,
     MATRIX,
     bend,
+    operands,
     visible_blocks,
 )
 from fdjax.pallas_kernels.conditional import cond, when
@@ -115,22 +116,18 @@ def prefill_ampere(
     tiles = pl.cdiv(t, config.block_q)
     q = _pad(q, 1, tiles * config.block_q)
     k, v = (_pad(cache, cache.ndim - 2, max(s, config.block_kv)) for cache in (k, v))
-    operands = dict(
-        q=q.reshape(b, tiles * config.block_q, h * d),
-        k=k,
-        v=v,
-        lengths=jnp.minimum(lengths.astype(jnp.int32), s),
-        offsets=offsets.astype(jnp.int32),
+    inputs = operands(
+        q.reshape(b, tiles * config.block_q, h * d),
+        k,
+        v,
+        jnp.minimum(lengths, s),
+        offsets,
+        masking=masking,
+        phi=phi,
+        layer=layer,
+        rows=rows,
     )
-    if layer is not None:
-        operands["layer"] = jnp.asarray(layer, jnp.int32).reshape(1)
-    if rows is not None:
-        operands["rows"] = rows.astype(jnp.int32)
-    if phi is not None:
-        operands["phi"] = phi.astype(jnp.float32)
-    if masking.alibi is not None:
-        operands["slopes"] = jnp.array(masking.alibi, jnp.float32)
-    outputs = dict(o=jax.ShapeDtypeStruct(operands["q"].shape, q.dtype))
+    outputs = dict(o=jax.ShapeDtypeStruct(inputs["q"].shape, q.dtype))
     if return_lse:
         outputs["lse"] = jax.ShapeDtypeStruct((b, h, tiles * config.block_q), jnp.float32)
 
@@ -147,7 +144,7 @@ def prefill_ampere(
     def body(*refs):
         refs = iter(refs)
         _prefill_kernel(
-            *({name: next(refs) for name in names} for names in (operands, outputs, scratch)),
+            *({name: next(refs) for name in names} for names in (inputs, outputs, scratch)),
             t=t,
             scale=scale,
             masking=masking,
@@ -166,7 +163,7 @@ def prefill_ampere(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-    )(*operands.values())
+    )(*inputs.values())
     o = out[0].reshape(b, tiles * config.block_q, h, d)[:, :t]
     return o, out[1].transpose(0, 2, 1)[:, :t] if return_lse else None
 

@@ -30,8 +30,6 @@ It cannot avoid 4·D FLOPs for each (query, key) pair that is seen.
 
 import dataclasses
 import functools
-import math
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,19 +43,23 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
 from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.prefill_tiles import (
+    COLUMN,
+    LOG2E,
+    LOWEST,
+    MATRIX,
+    bend,
+    operands,
+    visible_blocks,
+)
 from fdjax.pallas_kernels.conditional import cond, when
 
-_LOG2E = math.log2(math.e)
 _SAFE = (2.0**-60, 2.0**100)
-# Below every score, and finite: the difference of two is zero, not NaN.
-_LOWEST = -(2.0**120)
 
 _ROWS = 64  # query rows of a warpgroup: M of wgmma
 _CONSUMERS = 2  # warpgroups that compute
 _TILE = _CONSUMERS * _ROWS
 _BLOCKS = {64: (128, 4), 96: (128, 2), 128: (128, 2), 256: (64, 2)}  # slots, stages; by D
-_MATRIX = plgpu.Layout.WGMMA
-_COLUMN = plgpu.Layout.WGMMA.reduce(1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,17 +126,7 @@ def prefill_mosaic(
     if t % 8:
         q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))
     tiles = pl.cdiv(t, _TILE)
-    operands = dict(
-        q=q, k=k, v=v, lengths=lengths.astype(jnp.int32), offsets=offsets.astype(jnp.int32)
-    )
-    if layer is not None:
-        operands["layer"] = jnp.asarray(layer, jnp.int32).reshape(1)
-    if rows is not None:
-        operands["rows"] = rows.astype(jnp.int32)
-    if phi is not None:
-        operands["phi"] = phi.astype(jnp.float32)
-    if masking.alibi is not None:
-        operands["slopes"] = jnp.array(masking.alibi, jnp.float32)
+    inputs = operands(q, k, v, lengths, offsets, masking=masking, phi=phi, layer=layer, rows=rows)
     outputs = dict(o=jax.ShapeDtypeStruct(q.shape, q.dtype))
     if return_lse:
         # A store of one row is not cut off at the end of the array.
@@ -173,7 +165,7 @@ def prefill_mosaic(
     def body(*refs):
         refs = iter(refs)
         _prefill_kernel(
-            *({name: next(refs) for name in names} for names in (operands, outputs, scratch)),
+            *({name: next(refs) for name in names} for names in (inputs, outputs, scratch)),
             t=t,
             scale=scale,
             masking=masking,
@@ -195,7 +187,7 @@ def prefill_mosaic(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
         interpret=interpret,
-    )(*operands.values())
+    )(*inputs.values())
     return out[0][:, :t], out[1].transpose(0, 2, 1)[:, :t] if return_lse else None
 
 
@@ -213,39 +205,6 @@ def _check_supported(q: Array, s: int) -> None:
         raise NotImplementedError(
             f"prefill_attention: mosaic_gpu needs S to be a multiple of 8, got {s}"
         )
-
-
-class _Blocks(NamedTuple):
-    """Blocks of slots that a tile of query rows sees, as scalars."""
-
-    begin: Array
-    bare_begin: Array  # from here every row sees every slot,
-    bare_end: Array  # to here
-    end: Array
-
-    @property
-    def steps(self) -> Array:
-        return self.end - self.begin
-
-
-def _visible_blocks(first, length, offset, *, t, masking, config) -> _Blocks:
-    """Of the query rows from `first`, at positions from `offset + first`."""
-    bk = config.block_kv
-    top = offset + first
-    bottom = jnp.minimum(jnp.minimum(top + _TILE, offset + t), length)
-    seen = bottom if masking.causal else length
-    end = jnp.where(bottom > top, lax.div(seen + (bk - 1), bk), 0)
-    bare_end = lax.div(top + 1 if masking.causal else length, bk)
-    begin = bare_begin = jnp.int32(0)
-    if masking.window is not None:
-        lowest = top - (masking.window - 1)
-        begin = jnp.minimum(lax.div(jnp.maximum(lowest, 0), bk), end)
-        bare_begin = lax.div(jnp.maximum(lowest + (_TILE - 1), 0) + (bk - 1), bk)
-    bare_begin = jnp.clip(bare_begin, begin, end)
-    bare_end = jnp.clip(bare_end, bare_begin, end)
-    if not config.skip_masks:
-        bare_begin = bare_end = begin
-    return _Blocks(begin, bare_begin, bare_end, end)
 
 
 def _prefill_kernel(
@@ -269,7 +228,11 @@ def _prefill_kernel(
     first = (pl.cdiv(t, _TILE) - 1 - lax.axis_index("tile")) * _TILE
     length = jnp.minimum(inputs["lengths"][row], slots)
     offset = inputs["offsets"][row]
-    blocks = _visible_blocks(first, length, offset, t=t, masking=masking, config=config)
+    blocks = visible_blocks(
+        first, length, offset, t=t, rows=_TILE, block_kv=config.block_kv, masking=masking
+    )
+    if not config.skip_masks:
+        blocks = blocks._replace(bare_begin=blocks.begin, bare_end=blocks.begin)
 
     @when(warpgroup == _CONSUMERS)
     def _():
@@ -356,10 +319,10 @@ def _zero_dead(values, live):
     bk, d = values.shape
     width = 64 if d % 64 == 0 else 32
     for start in range(0, bk, 64):
-        slots = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=_MATRIX) + start
+        slots = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=MATRIX) + start
         for column in range(0, d, width):
             part = values.at[pl.ds(start, 64), pl.ds(column, width)]
-            x = plgpu.load(part, layout=_MATRIX)
+            x = plgpu.load(part, layout=MATRIX)
             part[...] = jnp.where(slots < live, x, jnp.zeros_like(x))
 
 
@@ -367,8 +330,8 @@ def _widened(p):
     """bf16 [64,N] in fp32, by an instruction for each element; `astype` takes two."""
 
     @plgpu.inline_mgpu(
-        arg_types=(_MATRIX,),
-        return_type=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=_MATRIX),
+        arg_types=(MATRIX,),
+        return_type=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=MATRIX),
     )
     def widen(_, p):
         word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
@@ -419,7 +382,7 @@ def _consume(
     )
     bk, d = config.block_kv, q_s.shape[-1]
     dtype = out.dtype
-    position = top + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=_COLUMN)
+    position = top + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=COLUMN)
 
     def across(x, n):
         return lax.broadcast_in_dim(x, (_ROWS, n), [0])
@@ -434,31 +397,8 @@ def _consume(
         plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
     def bent(z, j, masked, shift):
-        """Scores in units of log2, less `shift`."""
-        if masking.soft_cap is not None:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1)
-            twice = jnp.exp2(z * (2 * _LOG2E * scale / masking.soft_cap))
-            z = masking.soft_cap * _LOG2E * (1.0 - 2.0 / (twice + 1.0))
-        else:
-            z = z * (scale * _LOG2E)
-        if shift is not None:
-            z = z - shift * _LOG2E
-        if masking.alibi is None and not masked:
-            return z
-        start = j * bk
-        slot = plgpu.broadcasted_iota(jnp.int32, (_ROWS, bk), 1, layout=_MATRIX)
-        if masking.alibi is not None:
-            distance = slot - across(position - start, bk)
-            z = z + slope * _LOG2E * distance.astype(jnp.float32)
-        if masked:
-            stop = length - start
-            if masking.causal:
-                stop = across(jnp.minimum(position - start + 1, stop), bk)
-            z = jnp.where(slot < stop, z, -jnp.inf)
-            if masking.window is not None:
-                lowest = across(position - (start + masking.window - 1), bk)
-                z = jnp.where(slot >= lowest, z, -jnp.inf)
-        return z
+        bending = dict(scale=scale, masking=masking, slope=slope, shift=shift, masked=masked)
+        return bend(z, j * bk, position, length, **bending)
 
     def before(stage):
         return lax.rem(stage + config.stages - 1, config.stages)
@@ -514,8 +454,8 @@ def _consume(
         when(warpgroup == 0)(pass_turn)
         return carry
 
-    zero = full((_ROWS,), 0.0, _COLUMN)
-    nothing = full((_ROWS, 8), 0.0, _MATRIX)
+    zero = full((_ROWS,), 0.0, COLUMN)
+    nothing = full((_ROWS, 8), 0.0, MATRIX)
 
     def attend_unified(acc):
         """o and l of all blocks, with φ for a maximum."""
@@ -545,7 +485,7 @@ def _consume(
             values, l = pl.run_scoped(product, plgpu.ACC((_ROWS, d), jnp.float32))
             return o * across(shrink, d) + values, l, new
 
-        start = (full((_ROWS, d), 0.0, _MATRIX), zero, full((_ROWS,), _LOWEST, _COLUMN))
+        start = (full((_ROWS, d), 0.0, MATRIX), zero, full((_ROWS,), LOWEST, COLUMN))
         return over_blocks(block, done, start)
 
     def store(o, l, m):
@@ -568,7 +508,7 @@ def _consume(
 
     def run_online(done):
         o, l, m = attend_online(done)
-        store(o, l, m * (1 / _LOG2E))
+        store(o, l, m * (1 / LOG2E))
 
     if not config.unified:
         run_online(0)
@@ -578,7 +518,7 @@ def _consume(
         safe = (l >= _SAFE[0]) & (l <= _SAFE[1]) & finite
         unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(position < bottom, 1.0, 0.0))
         store(o, l, zero if phi is None else zero + phi)  # commits unsafe_s as well
-        unsafe = plgpu.load(unsafe_s, layout=_MATRIX.reduce(0))
+        unsafe = plgpu.load(unsafe_s, layout=MATRIX.reduce(0))
         scratch["again"][warpgroup] = unsafe.max(axis=0).astype(jnp.int32)
         plgpu.barrier_arrive(scratch["voted"])
         plgpu.barrier_wait(scratch["voted"])

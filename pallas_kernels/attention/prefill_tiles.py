@@ -1,4 +1,4 @@
-"""Which slots a tile of query rows sees, and how its scores are bent, in a kernel."""
+"""What the prefill kernels share: what they read, which slots a tile sees, how scores are bent."""
 
 import math
 from typing import NamedTuple
@@ -19,6 +19,33 @@ MATRIX = plgpu.Layout.WGMMA
 COLUMN = MATRIX.reduce(1)
 
 
+def operands(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    offsets: Array,
+    *,
+    masking: Masking,
+    phi: Array | None,
+    layer: Array | int | None,
+    rows: Array | None,
+) -> dict[str, Array]:
+    """What a kernel reads, by name; of what need not be there, what is."""
+    named = {
+        "q": q,
+        "k": k,
+        "v": v,
+        "lengths": lengths.astype(jnp.int32),
+        "offsets": offsets.astype(jnp.int32),
+        "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        "rows": None if rows is None else rows.astype(jnp.int32),
+        "phi": None if phi is None else phi.astype(jnp.float32),
+        "slopes": None if masking.alibi is None else jnp.array(masking.alibi, jnp.float32),
+    }
+    return {name: operand for name, operand in named.items() if operand is not None}
+
+
 class Blocks(NamedTuple):
     """Blocks of slots that a tile of query rows sees, as scalars."""
 
@@ -26,6 +53,11 @@ class Blocks(NamedTuple):
     bare_begin: Array  # from here every row sees every slot,
     bare_end: Array  # to here
     end: Array
+
+    @property
+    def steps(self) -> Array:
+        """How many there are."""
+        return self.end - self.begin
 
 
 def visible_blocks(
