@@ -36,10 +36,12 @@ from fdjax.schedule import chunks_for, covered_slots
 from fdjax.state import LayerCache, init_cache
 
 if TYPE_CHECKING:
-    from fdjax.lm import LM, Prompt
+    from fdjax.lm import LM
+    from fdjax.prompts import Prompt
 
 FILE = "fdjax_calibration.json"
 SCHEMA = 1
+_REMEDY = "run `fdjax calibrate` again, or remove the file"
 
 # In units of log2: what the decode kernels keep without another maximum, and the bins of the
 # histograms. The first and the last bin hold what is beyond.
@@ -215,7 +217,7 @@ def _observe_chunk(
             )
         # Where a row has ended, the cache takes padding: slots past `ends` are never seen.
         cache = tuple(
-            lax.dynamic_update_slice(old, new.transpose(0, 2, 1, 3), (0, 0, offset, 0))
+            lax.dynamic_update_slice_in_dim(old, new.transpose(0, 2, 1, 3), offset, 2)
             for old, new in zip(cache, (k, v), strict=True)
         )
         o = prefill_attention(
@@ -440,8 +442,12 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
         for layer in calibration.layers
     )
     text = json.dumps(head, indent=1)[:-2] + ',\n "layers": [\n' + lines + "\n ]\n}\n"
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(text, encoding="utf-8")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # A model with half a calibration beside it would not load.
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)
 
 
 def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | None:
@@ -450,7 +456,10 @@ def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | N
     Raises:
       CheckpointError: the file is damaged, or not of such a model.
     """
-    data = read_json(Path(path))
+    try:
+        data = read_json(Path(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_REMEDY}") from None
     if data.get("schema") != SCHEMA:
         warnings.warn(
             f"{path}: not used, the schema must be {SCHEMA}, got {data.get('schema')!r}; "
@@ -481,7 +490,7 @@ def _one_per_head(values: Any, heads: int) -> bool:
 
 
 def _damaged(path: str | Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {problem}; run `fdjax calibrate` again, or remove the file")
+    return CheckpointError(f"{path}: {problem}; {_REMEDY}")
 
 
 def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:

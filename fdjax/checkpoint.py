@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import mmap
+import os
 import re
 import struct
 import time
@@ -76,7 +77,7 @@ class StoredTensor:
         return np.memmap(self.file, dtype, mode="r", offset=self.start, shape=self.shape)
 
 
-def locate(name_or_path: str, *, weights: bool = True) -> Path:
+def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
     """The folder of a checkpoint: a local one, or a hub id downloaded to the hub's cache.
 
     "tiny" is the model that comes with the package, unless there is a folder of that name.
@@ -88,6 +89,7 @@ def locate(name_or_path: str, *, weights: bool = True) -> Path:
     Raises:
       CheckpointError: neither a folder nor something the hub gives.
     """
+    name_or_path = os.fspath(name_or_path)
     if not name_or_path:
         raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
     path = Path(name_or_path).expanduser()

@@ -180,10 +180,16 @@ def _parser() -> argparse.ArgumentParser:
     _add_model(generate)
     _add_sampling(generate, "default: the checkpoint's, else 128")
     generate.add_argument(
-        "--num-return-sequences", type=_integer(1), default=1, metavar="N", help="samples to print"
+        "--num-return-sequences",
+        type=_integer(1),
+        default=1,
+        metavar="N",
+        help="samples to print; several need a temperature",
     )
     generate.add_argument(
-        "--json", action="store_true", help="print a JSON object for each sample at the end"
+        "--json",
+        action="store_true",
+        help="print a JSON object for each sample at the end; its stats are those of the call",
     )
     generate.add_argument(
         "--logprobs",
@@ -343,8 +349,13 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
     names = []
     for option, kind, metavar, text in (
-        ("--max-new-tokens", _integer(0), "N", f"tokens to generate at most; {default_tokens}"),
-        ("--min-new-tokens", _integer(0), "N", "not to end before this many tokens"),
+        (
+            "--max-new-tokens",
+            _integer(0, 2**31 - 1),
+            "N",
+            f"tokens to generate at most; {default_tokens}",
+        ),
+        ("--min-new-tokens", _integer(0, 2**31 - 1), "N", "not to end before this many tokens"),
         ("--temperature", _real(0), "T", "above 0 samples; 0 is greedy"),
         ("--top-k", _integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
         ("--top-p", _share, "P", "sample from the likeliest that hold the mass P"),
@@ -376,7 +387,11 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
 
 def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     """The options of `_add_sampling` that were given."""
-    return {n: getattr(args, n) for n in args.options if getattr(args, n) is not None}
+    given = {n: getattr(args, n) for n in args.options if getattr(args, n) is not None}
+    least, most = given.get("min_new_tokens", 0), given.get("max_new_tokens", math.inf)
+    if least > most:
+        raise _UsageError(f"--min-new-tokens {least} is more than --max-new-tokens {most}")
+    return given
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -458,9 +473,8 @@ def _prompt(given: str | None) -> str:
 def _generate(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise _UsageError("generate: --logprobs needs --json")
-    prompt = _prompt(args.prompt)
+    prompt, options = _prompt(args.prompt), _sampling(args)
     lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
-    options = _sampling(args)
     if args.json or args.num_return_sequences > 1:
         several = {"num_return_sequences": args.num_return_sequences}
         result = lm.generate(prompt, return_logprobs=args.logprobs, **several, **options)
@@ -518,8 +532,8 @@ def _chat(args: argparse.Namespace) -> int:
     template = args.chat_template
     if template is not None and Path(template).is_file():
         template = Path(template).read_text(encoding="utf-8")
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
     options = {"max_new_tokens": _CHAT_TOKENS} | _sampling(args)
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
     talk(Conversation(lm, system=args.system, chat_template=template, **options))
     return 0
 

@@ -48,6 +48,7 @@ class Engine:
       params: the parameters as `ParamPacking` has them.
       programs: steps by name and static arguments.
       idle: the state of the last batch, or None.
+      unread: tokens of the steps that were under way as that batch ended.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Engine:
         self.params = self.packing.pack(params)
         self.programs: dict[Any, Program] = {}
         self.idle: DecodeState | None = None
+        self.unread: list[jax.Array] = []
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended; yields each chunk after they took their part of it.
@@ -97,6 +99,7 @@ class Engine:
         restarts[: len(prompts)] = [USED if prompt else UNUSED for prompt in prompts]
         budget = max(r.config.max_new_tokens for r in active) - 1
         sound = True
+        waiting: collections.deque[tuple] = collections.deque()
         try:
             first, compile_seconds = [], 0.0
             for call in prefill_calls(prompts, batch):
@@ -119,9 +122,8 @@ class Engine:
             every_chunk = jax.device_put(HostArrays.pack((sampling, np.int32(steps))))
             # Read before anything else is dispatched: compiling must not delay the first token.
             chunk = _first_tokens(first, batch, compile_seconds)
-            waiting: collections.deque[tuple] = collections.deque()
             while True:
-                sound = not (chunk.tokens == NOT_FINITE).any()
+                sound = sound and _is_finite(chunk.tokens)
                 for i, row in enumerate(rows):
                     row.take(chunk, i)
                 yield chunk
@@ -136,6 +138,7 @@ class Engine:
         finally:
             # What is not finite in a cache may outlive its row: such a cache is dropped.
             self.idle = jax.tree.unflatten(treedef, state) if sound else None
+            self.unread = [tokens for _, tokens, *_ in waiting]
 
     def _slots(self, batch: int, longest_prompt: int, total: int) -> int:
         """Cache slots per row; where memory is short, no more than `total` tokens need.
@@ -158,8 +161,9 @@ class Engine:
     def _take_state(self, batch: int, slots: int) -> DecodeState:
         """The idle state if it fits, else a new one in its place."""
         state, self.idle = self.idle, None
+        unread, self.unread = self.unread, []
         fits = state is not None and state.batch == batch and state.slots >= slots
-        if fits and not any(a.is_deleted() for a in state.kv[0]):
+        if fits and not any(a.is_deleted() for a in state.kv[0]) and all(map(_is_finite, unread)):
             return state
         del state
         # What a program returns is committed to a device, as it also returns to the host. A state
@@ -246,6 +250,11 @@ class ParamPacking:
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
+
+
+def _is_finite(tokens: np.ndarray | jax.Array) -> bool:
+    """Whether all of a chunk's tokens come from logits that are finite."""
+    return not (np.asarray(tokens) == NOT_FINITE).any()
 
 
 def _read(

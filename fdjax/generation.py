@@ -32,8 +32,15 @@ def forward(
 
     Returns:
       [B, T, V] fp32, or [B, last, V].
+
+    Raises:
+      ValueError: `ids` or `last` are not of such a shape.
     """
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError(f"forward: ids must be [B,T] and not empty, got {list(ids.shape)}")
     b, t = ids.shape
+    if last is not None and not 0 < last <= t:
+        raise ValueError(f"forward: last must be in 1..{t}, got {last}")
     if lengths is None:
         lengths = jnp.full((b,), t, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))

@@ -19,6 +19,7 @@ from fdjax.memory import check_load
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.options import SAMPLED_OPTIONS, GenerationConfig
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.prompts import Prompt, as_several, token_ids
 from fdjax.results import GenerateResult, TextStream, Timer
 from fdjax.rows import Request, Row
 from fdjax.tokenizer import Tokenizer
@@ -39,8 +40,6 @@ _NESTING = {
 }
 
 _OPTIONS = sorted(field.name for field in dataclasses.fields(GenerationConfig))
-
-Prompt = str | Sequence[int]
 
 
 class LM:
@@ -149,7 +148,7 @@ class LM:
           ValueError: as in `generate`, at the call, before anything is yielded.
           MissingTokenizerError: the checkpoint has no tokenizer.
         """
-        if not isinstance(prompt, str) and not _is_prompt_of_ids(prompt):
+        if not as_several(prompt, "stream: prompt")[1]:
             raise ValueError("stream: takes one prompt, a text or token ids")
         timer = Timer(self.model, self.params)
         requests = self._requests(prompt, config, options)
@@ -214,12 +213,12 @@ class LM:
         return score.score(self, texts, stride=stride, batch_size=batch_size)
 
     def _requests(self, prompts, config, options) -> list[Request]:
-        if isinstance(prompts, str) or _is_prompt_of_ids(prompts):
-            prompts = [prompts]
+        prompts, _ = as_several(prompts, "generate: prompts")
+        vocab_size = self.config.vocab_size
         configs = self._configs(config, options, len(prompts))
         requests = []
         for i, (prompt, row_config) in enumerate(zip(prompts, configs, strict=True)):
-            ids = self._ids(prompt, i)
+            ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
             self._check(row_config, i)
             row_config = self._within_context(row_config, ids, i)
             samples = range(row_config.num_return_sequences)
@@ -269,6 +268,8 @@ class LM:
 
     def _configs(self, config, options, count) -> list[GenerationConfig]:
         base = self.defaults if config is None else config
+        if not isinstance(base, GenerationConfig):
+            raise TypeError(f"generate: config must be a GenerationConfig, got {base!r}")
         if "eos_token_id" in options:
             eos = options.pop("eos_token_id")
             options["eos_token_ids"] = () if eos is None else eos
@@ -295,21 +296,6 @@ class LM:
         if len({row.logits_processors for row in rows}) > 1:
             raise ValueError("generate: logits_processors must be the same for all prompts")
         return rows
-
-    def _ids(self, prompt: Prompt, i: int) -> list[int]:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        if not ids:
-            raise ValueError(f"generate: prompt {i} is empty; give at least one token")
-        vocab = self.config.vocab_size
-        # By type, not one by one: 1024 ids would cost half a millisecond before the first token.
-        kinds = set(map(type, ids))
-        if not all(map(_is_id_type, kinds)) or min(ids) < 0 or max(ids) >= vocab:
-            wrong = next(t for t in ids if not _is_id_type(type(t)) or not 0 <= t < vocab)
-            wrong = wrong.item() if isinstance(wrong, np.generic) else wrong
-            raise ValueError(
-                f"generate: prompt {i} has id {wrong!r}, the vocabulary is 0..{vocab - 1}"
-            )
-        return ids if kinds == {int} else list(map(int, ids))
 
     def program_counts(self) -> dict[str, int]:
         """Compiled programs so far: of "prefill" and of "decode_steps"."""
@@ -344,17 +330,8 @@ def _depth(value: Any) -> int:
     return 1 + max(map(_depth, value), default=0)
 
 
-def _is_prompt_of_ids(prompt) -> bool:
-    """By its first: what else it may hold is looked at as it becomes a request."""
-    return _is_id_type(type(next(iter(prompt), None)))
-
-
-def _is_id_type(kind: type) -> bool:
-    return issubclass(kind, int | np.integer) and kind is not bool
-
-
 def load(
-    model: str,
+    model: str | os.PathLike[str],
     *,
     dtype: str | None = None,
     max_batch: int | None = None,
@@ -392,6 +369,8 @@ def load(
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"load: plan must be a Plan, as of Plan.for_device, got {plan!r}")
     platform.warn_of_idle_gpu()
     if compilation_cache is not False:
         platform.enable_compilation_cache()

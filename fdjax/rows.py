@@ -117,9 +117,11 @@ class Row:
         where = f"generate: prompt {self.request.prompt}:"
         if token == ALL_FORBIDDEN:
             return ValueError(f"{where} the options forbid every token at token {len(self.tokens)}")
+        causes = ["the weights are damaged", "the dtype is too narrow (try dtype='float32')"]
+        if self.request.config.logits_processors:
+            causes.insert(0, "a logits processor makes them so")
         return FloatingPointError(
-            f"{where} logits are not finite at token {len(self.tokens)}; "
-            "the weights are damaged, or the dtype is too narrow (try dtype='float32')"
+            f"{where} logits are not finite at token {len(self.tokens)}; {', or '.join(causes)}"
         )
 
 

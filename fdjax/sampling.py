@@ -209,6 +209,11 @@ def next_tokens(
         scores = edit_logits(scores, sampling, ids, lengths, steps)
     for process in processors.custom:
         scores = process(ids, lengths, scores)
+        if getattr(scores, "shape", None) != logits.shape:
+            raise ValueError(
+                f"generate: a logits processor must return scores [B,V] = {list(logits.shape)}, "
+                f"got {getattr(scores, 'shape', scores)} of {process}"
+            )
     if processors.edit or processors.custom:
         tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
         best = _at(scores, tokens)

@@ -17,12 +17,14 @@ from jax import Array, lax
 
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
+from fdjax.prompts import as_several, token_ids
 from fdjax.schedule import chunks_for, slots_for
 from fdjax.state import LayerCache, init_cache
 from fdjax.step import _attend_prefill
 
 if TYPE_CHECKING:
-    from fdjax.lm import LM, Prompt
+    from fdjax.lm import LM
+    from fdjax.prompts import Prompt
 
 # Slots of cache that the texts of a batch may take together, if there are several.
 _CACHE_SLOTS = 8192
@@ -60,15 +62,18 @@ def score(
 ) -> ScoreResult:
     """Log-probabilities of the tokens of texts; see `LM.score`."""
     limit = lm.max_len or lm.config.max_position_embeddings
-    if batch_size < 1:
+    if not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"score: batch_size must be positive, got {batch_size}")
-    if stride is not None and not 0 < stride < limit:
+    if stride is not None and not (isinstance(stride, int) and 0 < stride < limit):
         raise ValueError(
             f"score: stride must be positive and below the context of {limit}, got {stride}"
         )
-    if isinstance(texts, str) or (len(texts) and all(_is_id(t) for t in texts)):
-        texts = [texts]
-    ids = [_ids(lm, text, i) for i, text in enumerate(texts)]
+    texts, _ = as_several(texts, "score: texts")
+    vocab_size = lm.config.vocab_size
+    ids = [
+        token_ids(text, lm.tokenizer, vocab_size, f"score: text {i}")
+        for i, text in enumerate(texts)
+    ]
     windows = [w for i, text in enumerate(ids) for w in _windows(i, text, limit, stride)]
     # The longest first: what does not fit is known at once.
     windows.sort(key=lambda w: len(w.ids), reverse=True)
@@ -90,21 +95,6 @@ def _perplexity(logprobs: Sequence[float]) -> float:
     if not logprobs:
         return math.nan
     return float(np.exp(np.float64(-math.fsum(logprobs) / len(logprobs))))
-
-
-def _is_id(value) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _ids(lm: "LM", text: "Prompt", i: int) -> list[int]:
-    ids = lm.tokenizer.encode(text) if isinstance(text, str) else list(text)
-    vocab = lm.config.vocab_size
-    for t in ids:
-        if not _is_id(t) or not 0 <= t < vocab:
-            raise ValueError(f"score: text {i} has id {t!r}, the vocabulary is 0..{vocab - 1}")
-    if not ids:
-        raise ValueError(f"score: text {i} is empty; give at least one token")
-    return [int(t) for t in ids]
 
 
 @dataclasses.dataclass(frozen=True)

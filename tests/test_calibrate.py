@@ -468,7 +468,23 @@ def test_a_damaged_file_is_told(calibration, folder, damage, told):
     with pytest.raises(CheckpointError, match=re.escape(told)) as error:
         load(folder)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
+    assert str(error.value).endswith("run `fdjax calibrate` again, or remove the file")
     load(folder, calibration=False)
+
+
+def test_a_file_is_written_whole_or_not_at_all(calibration, tmp_path, monkeypatch):
+    path = tmp_path / calibrate.FILE
+    calibrate.write_calibration(calibration, path)
+    before = path.read_bytes()
+    assert [p.name for p in tmp_path.iterdir()] == [calibrate.FILE]
+
+    def interrupted(self, *args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        calibrate.write_calibration(calibration, path)
+    assert path.read_bytes() == before
 
 
 def test_a_file_of_another_schema_is_not_used(calibration, folder):

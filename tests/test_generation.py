@@ -93,7 +93,7 @@ def test_one_new_token_of_whole_rows(lm):
 @pytest.mark.parametrize(
     ("shape", "lengths", "message"),
     [
-        ((7,), None, r"ids must be \[B,P\] and not empty, got \[7\]"),
+        ((7,), None, r"ids must be \[B,.\] and not empty, got \[7\]"),
         ((0, 7), None, r"got \[0, 7\]"),
         ((2, 0), None, r"got \[2, 0\]"),
         ((2, 7), (3,), r"lengths must be \[2\], got \[3\]"),
@@ -104,6 +104,9 @@ def test_shapes_that_are_refused(lm, shape, lengths, message):
     ids = np.ones(shape, np.int32)
     with pytest.raises(ValueError, match=message):
         fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
+    if lengths is None:
+        with pytest.raises(ValueError, match=message):
+            fdjax.forward(lm.model, lm.params, ids)
 
 
 def test_forward_takes_no_notice_of_padding(lm):
@@ -139,6 +142,12 @@ def test_the_last_logits_of_forward(lm):
     whole = forward(lm.model, lm.params, ids)
     last = forward(lm.model, lm.params, ids, last=4)
     np.testing.assert_allclose(last, whole[:, -4:], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("last", [0, -1, 8])
+def test_more_last_logits_than_there_are(lm, last):
+    with pytest.raises(ValueError, match=rf"forward: last must be in 1\.\.7, got {last}"):
+        fdjax.forward(lm.model, lm.params, np.ones((2, 7), np.int32), last=last)
 
 
 # --- configuration

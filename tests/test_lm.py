@@ -126,10 +126,29 @@ def test_prompts_that_are_refused(lm, prompt, message):
         lm.generate(prompt, max_new_tokens=1)
 
 
-@pytest.mark.parametrize("prompt", [[1, 2.5], [True, False], [None], 7])
+@pytest.mark.parametrize("prompt", [[1, 2.5], [True, False], [None], ["a", None], None, 7])
 def test_what_is_no_prompt_is_refused(lm, prompt):
-    with pytest.raises((ValueError, TypeError)):
-        lm.generate(prompt)
+    for call in (lm.generate, lm.stream, lm.score):
+        with pytest.raises(ValueError, match=r"^(generate|stream|score): "):
+            call(prompt)
+
+
+def test_ids_may_be_arrays(lm, truth):
+    ids, tokens = truth[1]
+    want = [tokens[:4]]
+    for array in (np.asarray(ids, np.int16), jnp.asarray(ids)):
+        given = (array, array[None], [array], list(array))
+        for prompt in given if isinstance(array, np.ndarray) else given[:3]:
+            assert lm.generate(prompt, max_new_tokens=4, **GREEDY).tokens == want
+        assert list(lm.stream(array, max_new_tokens=4, **GREEDY))
+        assert lm.score(array).logprobs == lm.score([ids]).logprobs
+
+
+def test_64_bit_types_change_nothing(lm, truth):
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        used = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=lm.defaults)
+        result = used.generate(truth[1][0], max_new_tokens=4, **GREEDY)
+    assert result.tokens == [truth[1][1][:4]]
 
 
 def test_max_len(lm):
@@ -303,6 +322,32 @@ def test_interleaved_streams(lm, truth):
 def test_a_stream_refuses_at_the_call(lm, prompt, options):
     with pytest.raises(ValueError):
         lm.stream(prompt, **options)
+
+
+def test_what_is_no_configuration_or_plan_is_refused(lm):
+    with pytest.raises(TypeError, match="config must be a GenerationConfig"):
+        lm.generate(TEXT, {"top_k": 3})
+    with pytest.raises(TypeError, match="plan must be a Plan"):
+        load(plan="xla")
+
+
+@pytest.mark.parametrize(
+    "returns", [lambda s: s[:, :5], lambda s: jnp.concatenate([s, s], 1), lambda s: None]
+)
+def test_a_logits_processor_that_returns_something_else(lm, truth, returns):
+    def process(ids, lengths, scores):
+        return returns(scores)
+
+    with pytest.raises(ValueError, match=r"must return scores \[B,V\] = \[1, 320\], got .*process"):
+        fresh(lm).generate(truth[1][0], max_new_tokens=4, logits_processors=process, **GREEDY)
+
+
+def test_a_logits_processor_may_be_to_blame(lm, truth):
+    def spoil(ids, lengths, scores):
+        return scores * jnp.nan
+
+    with pytest.raises(FloatingPointError, match="a logits processor makes them so, or the weig"):
+        fresh(lm).generate(truth[1][0], max_new_tokens=4, logits_processors=spoil, **GREEDY)
 
 
 # --- no tokenizer
@@ -559,6 +604,24 @@ def test_weights_that_are_not_finite(long_lm):
         assert again.tokens == [tokens[:step]]
 
 
+def test_a_cache_with_values_that_are_not_finite_is_dropped(long_lm):
+    """Also where the row that has them ended before they were read, for whatever reason."""
+    prompt = [3, 1, 4, 1, 5]
+    (tokens,) = long_lm.generate(prompt, max_new_tokens=70, **CHECKED).tokens
+    first = next(i for i in range(36, 64) if tokens[i] not in prompt + tokens[:i])
+    damaged = with_damage(long_lm, tokens[first])
+
+    def enough(chosen):
+        return len(chosen) > 20
+
+    ended = damaged.generate(prompt, max_new_tokens=70, stopping_criteria=enough, **CHECKED)
+    assert ended.tokens == [tokens[:21]]
+    kept = damaged._engine.idle
+    assert kept is not None and not all(jnp.isfinite(k).all() for k, _ in kept.kv)
+    damaged.generate(prompt, max_new_tokens=2, **CHECKED)
+    assert all(jnp.isfinite(k).all() for k, _ in damaged._engine.idle.kv)
+
+
 @pytest.mark.slow
 def test_damage_is_told_by_prompt(long_lm):
     with pytest.raises(FloatingPointError, match="prompt 2: logits are not finite at token 0"):
@@ -575,6 +638,12 @@ def cache_setting():
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_load_takes_a_path(lm):
+    assert load(CASE, dtype="float32").config == lm.config
+    with pytest.raises(fdjax.CheckpointError, match="nowhere: no such folder"):
+        fdjax.load(Path("nowhere"))
 
 
 def test_load_turns_the_compilation_cache_on_only_if_unset(cache_setting, monkeypatch, tmp_path):

@@ -136,7 +136,9 @@ def test_a_text_may_fill_the_context_and_one_token_more():
         ([[1.5]], {}, "id 1.5"),
         ([[True, 2]], {}, "id True"),
         ([[1, 2]], {"batch_size": 0}, "batch_size must be positive, got 0"),
+        ([[1, 2]], {"batch_size": 1.5}, "batch_size must be positive, got 1.5"),
         ([[1, 2]], {"stride": 0}, "stride must be"),
+        ([[1, 2]], {"stride": 2.5}, "stride must be .* got 2.5"),
         ([[1, 2]], {"stride": 64}, "below the context of 64, got 64"),
     ],
 )

@@ -195,7 +195,7 @@ def append(cache: Array, new: Array, lengths: Array) -> Array:
     """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on."""
     b, t = new.shape[:2]
     if b == 1:
-        return lax.dynamic_update_slice(cache, new.transpose(0, 2, 1, 3), (0, 0, lengths[0], 0))
+        return lax.dynamic_update_slice_in_dim(cache, new.transpose(0, 2, 1, 3), lengths[0], 2)
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
 
