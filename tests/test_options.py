@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 import json
 import random
 import warnings
@@ -16,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fdjax
-from fdjax.models import random_params
+from fdjax.models import describe, random_params
 from fdjax.pallas_kernels.attention import append_decode_attention
 from fdjax.rows import GrowingText
 from fdjax.tokenizer import MissingTokenizerError, Tokenizer
@@ -25,6 +24,7 @@ FIXTURES = Path(__file__).parent / "hf_fixtures"
 CASE = FIXTURES / "llama3_gqa_tied"
 GREEDY = {"do_sample": False, "eos_token_id": None}
 TEXT = "The largest ocean"
+WIDE = 500  # a window wider than any text here
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -214,15 +214,17 @@ def test_return_reruns(lm, monkeypatch):
     none_ran_again = (0.0,) * lm.config.layers
     assert lm.generate(TEXT, return_reruns=True, **options).stats.reruns == none_ran_again
 
-    layers = itertools.count()
-
-    def counted(*args, return_reruns, **kwargs):
+    def counted(*args, return_reruns, window, **kwargs):
         assert return_reruns
-        share = jnp.float32(next(layers) % lm.config.layers / 8)
-        return *append_decode_attention(*args, **kwargs), share
+        share = jnp.float32((window - WIDE) / 8)
+        return *append_decode_attention(*args, window=window, **kwargs), share
 
     monkeypatch.setattr("fdjax.step.append_decode_attention", counted)
-    counting = type(lm)(lm.model, lm.params, lm.tokenizer)
+    # Windows that hide nothing tell the layers apart.
+    layers = enumerate(lm.config.attention)
+    attention = tuple(dataclasses.replace(spec, window=WIDE + i) for i, spec in layers)
+    model = describe(dataclasses.replace(lm.config, attention=attention), dtype="float32")
+    counting = type(lm)(model, lm.params, lm.tokenizer)
     result = counting.generate([TEXT, TEXT], return_reruns=[True, False], **options)
     assert result.tokens == plain.tokens * 2
     assert result.stats.reruns == tuple(i / 8 for i in range(lm.config.layers))
