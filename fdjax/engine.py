@@ -7,7 +7,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,14 +41,25 @@ _COMPILER_OPTIONS = {"xla_gpu_graph_min_graph_size": 1}
 _PACKED_BYTES = 2**16
 
 
+class Idle(NamedTuple):
+    """What a batch leaves behind.
+
+    Attributes:
+      state: for the next one.
+      unread: tokens of the steps that were under way as it ended.
+    """
+
+    state: DecodeState
+    unread: list[jax.Array]
+
+
 class Engine:
     """A model's compiled programs and its idle state.
 
     Attributes:
       params: the parameters as `ParamPacking` has them.
       programs: steps by name and static arguments.
-      idle: the state of the last batch, or None.
-      unread: tokens of the steps that were under way as that batch ended.
+      idle: of the last batch, or None.
     """
 
     def __init__(
@@ -66,8 +77,7 @@ class Engine:
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs: dict[Any, Program] = {}
-        self.idle: DecodeState | None = None
-        self.unread: list[jax.Array] = []
+        self.idle: Idle | None = None
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended; yields each chunk after they took their part of it.
@@ -137,8 +147,8 @@ class Engine:
                 chunk = _read(*waiting.popleft())
         finally:
             # What is not finite in a cache may outlive its row: such a cache is dropped.
-            self.idle = jax.tree.unflatten(treedef, state) if sound else None
-            self.unread = [tokens for _, tokens, *_ in waiting]
+            unread = [tokens for _, tokens, *_ in waiting]
+            self.idle = Idle(jax.tree.unflatten(treedef, state), unread) if sound else None
 
     def _slots(self, batch: int, longest_prompt: int, total: int) -> int:
         """Cache slots per row; where memory is short, no more than `total` tokens need.
@@ -160,8 +170,7 @@ class Engine:
 
     def _take_state(self, batch: int, slots: int) -> DecodeState:
         """The idle state if it fits, else a new one in its place."""
-        state, self.idle = self.idle, None
-        unread, self.unread = self.unread, []
+        (state, unread), self.idle = self.idle or (None, []), None
         fits = state is not None and state.batch == batch and state.slots >= slots
         if fits and not any(a.is_deleted() for a in state.kv[0]) and all(map(_is_finite, unread)):
             return state

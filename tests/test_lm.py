@@ -424,11 +424,11 @@ def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
     used = fresh(lm)
     prompts = [prompt for prompt, _ in truth[:4]]
     used.generate(prompts, max_new_tokens=20, **GREEDY)
-    state = used._engine.idle
+    state = used._engine.idle.state
     result = used.generate(prompts[1:], max_new_tokens=9, **GREEDY)
     assert state.ids.is_deleted()  # it was this state that went on
     assert result.tokens == [tokens[:9] for _, tokens in truth[1:4]]
-    assert used._engine.idle.steps.tolist() == [9, 9, 9, 0]
+    assert used._engine.idle.state.steps.tolist() == [9, 9, 9, 0]
 
 
 def test_a_logits_processor_sees_no_token_of_an_earlier_call(lm, truth):
@@ -616,10 +616,10 @@ def test_a_cache_with_values_that_are_not_finite_is_dropped(long_lm):
 
     ended = damaged.generate(prompt, max_new_tokens=70, stopping_criteria=enough, **CHECKED)
     assert ended.tokens == [tokens[:21]]
-    kept = damaged._engine.idle
-    assert kept is not None and not all(jnp.isfinite(k).all() for k, _ in kept.kv)
+    kept = damaged._engine.idle.state
+    assert not all(jnp.isfinite(k).all() for k, _ in kept.kv)
     damaged.generate(prompt, max_new_tokens=2, **CHECKED)
-    assert all(jnp.isfinite(k).all() for k, _ in damaged._engine.idle.kv)
+    assert all(jnp.isfinite(k).all() for k, _ in damaged._engine.idle.state.kv)
 
 
 @pytest.mark.slow

@@ -183,7 +183,7 @@ def one_layer():
 def test_a_batch_is_no_larger_than_it_may_be():
     lm = LM(*one_layer(), max_batch=3)
     out = lm.generate([[5, 6, 7]] * 3, max_new_tokens=2, eos_token_id=None)
-    assert lm._engine.idle.kv[0][0].shape[0] == 3
+    assert lm._engine.idle.state.kv[0][0].shape[0] == 3
     assert [len(tokens) for tokens in out.tokens] == [2] * 3
     with pytest.raises(ValueError, match="4 rows are more than max_batch 3"):
         lm.generate([[5]] * 4)
