@@ -62,11 +62,11 @@ def score(
 ) -> ScoreResult:
     """Log-probabilities of the tokens of texts; see `LM.score`."""
     limit = lm.max_len or lm.config.max_position_embeddings
-    if not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"score: batch_size must be positive, got {batch_size}")
-    if stride is not None and not (isinstance(stride, int) and 0 < stride < limit):
+    if not _is_integer(batch_size) or batch_size < 1:
+        raise ValueError(f"score: batch_size must be a positive integer, got {batch_size}")
+    if stride is not None and not (_is_integer(stride) and 0 < stride < limit):
         raise ValueError(
-            f"score: stride must be positive and below the context of {limit}, got {stride}"
+            f"score: stride must be a positive integer below the context of {limit}, got {stride}"
         )
     texts, _ = as_several(texts, "score: texts")
     vocab_size = lm.config.vocab_size
@@ -95,6 +95,10 @@ def _perplexity(logprobs: Sequence[float]) -> float:
     if not logprobs:
         return math.nan
     return float(np.exp(np.float64(-math.fsum(logprobs) / len(logprobs))))
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclasses.dataclass(frozen=True)

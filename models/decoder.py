@@ -196,7 +196,8 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, params)(x, kv, attend, plan, last)
 
         if isinstance(tokens, jax.core.Tracer):
-            # Blocks that are alike share a trace and a lowering.
+            # Blocks that are alike share a trace and a lowering. Outside of a trace, this function
+            # would be another one, and compiled, at every call.
             run = jax.jit(run, static_argnums=0)
         updated = []
         wanted = [None] * (len(self.blocks) - 1) + [last]

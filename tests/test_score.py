@@ -76,7 +76,7 @@ def test_perplexity_is_the_exponential_of_the_mean():
 
 def test_a_batch_is_each_text_alone():
     together = load().score(texts())
-    for batch_size in (1, 100):
+    for batch_size in (1, np.int64(100)):
         result = load().score(texts(), batch_size=batch_size)
         assert (result.tokens, result.likeliest) == (together.tokens, together.likeliest)
         for got, want in zip(result.logprobs, together.logprobs, strict=True):
@@ -135,8 +135,9 @@ def test_a_text_may_fill_the_context_and_one_token_more():
         ([[-1, 2]], {}, "text 0 has id -1"),
         ([[1.5]], {}, "id 1.5"),
         ([[True, 2]], {}, "id True"),
-        ([[1, 2]], {"batch_size": 0}, "batch_size must be positive, got 0"),
-        ([[1, 2]], {"batch_size": 1.5}, "batch_size must be positive, got 1.5"),
+        ([[1, 2]], {"batch_size": 0}, "batch_size must be a positive integer, got 0"),
+        ([[1, 2]], {"batch_size": 1.5}, "batch_size must be a positive integer, got 1.5"),
+        ([[1, 2]], {"batch_size": True}, "batch_size must be a positive integer, got True"),
         ([[1, 2]], {"stride": 0}, "stride must be"),
         ([[1, 2]], {"stride": 2.5}, "stride must be .* got 2.5"),
         ([[1, 2]], {"stride": 64}, "below the context of 64, got 64"),
