@@ -15,15 +15,22 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # A test must see the compiler at work, not what an earlier run left on disk.
 jax.config.update("jax_enable_compilation_cache", False)
 
+HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
+
 # Without a GPU the CUDA plugin of the `deviceless` extra finds no cuDNN, and JAX then drops it
 # unless another platform was asked for by name.
-if jax.config.jax_platforms is None and not list(Path("/dev").glob("nvidia[0-9]*")):
+if jax.config.jax_platforms is None and not HAS_GPU:
     jax.config.update("jax_platforms", "cpu")
 
 # The first call of a jitted function compiles, so no deadline holds.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """A process for a core, as most of the time compiles on one; a GPU's memory is not shared."""
+    return 0 if HAS_GPU else min(os.cpu_count() or 1, 4)
 
 
 @pytest.fixture(scope="module")
