@@ -5,7 +5,7 @@ beginning of the text included, so the tokenizer adds none. Special tokens that 
 message's content count as such, as they do in transformers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fdjax.chat_template import Message
@@ -63,7 +63,12 @@ def chat_ids(lm: "LM", messages: Sequence[Message], **template_options: Any) -> 
 
 def _split(lm: "LM", config: GenerationConfig | None, options: dict) -> tuple[dict, dict]:
     """(what the template is told, what `generate` is told)."""
-    template = dict(options.get("chat_template_kwargs") or {})
+    template = options.get("chat_template_kwargs") or {}
+    if not isinstance(template, Mapping) or "messages" in template:
+        raise ValueError(
+            f"chat: chat_template_kwargs must be a dict, and not of messages, got {template!r}"
+        )
+    template = dict(template)
     template |= {name: options[name] for name in _TEMPLATE_OPTIONS if name in options}
     told = {*_TEMPLATE_OPTIONS, "chat_template_kwargs"}
     options = {name: value for name, value in options.items() if name not in told}

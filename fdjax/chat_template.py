@@ -120,10 +120,11 @@ class ChatTemplate:
                 **{**self.special_tokens, **_plain("template variables", variables)},
             )
         except jinja2.TemplateSyntaxError as error:
-            kind = ValueError if source == chat_template else CheckpointError
-            raise kind(
-                f"{self.source}: chat template is not valid Jinja "
-                f"(line {error.lineno}: {error.message})"
+            where = f"line {error.lineno}: {error.message}"
+            if source == chat_template:
+                raise ValueError(f"chat: chat_template is not valid Jinja ({where})") from None
+            raise CheckpointError(
+                f"{self.source}: chat template is not valid Jinja ({where})"
             ) from None
         except (jinja2.TemplateError, ArithmeticError, LookupError) as error:
             raise ValueError(f"chat: the template refuses these messages: {_line(error)}") from None

@@ -219,7 +219,8 @@ class Engine:
         """Compiled programs so far: of "prefill" and of "decode_steps"."""
         counts = {"prefill": 0, "decode_steps": 0}
         for (name, *_), program in self.programs.items():
-            counts[name] += program.compilations
+            if name in counts:
+                counts[name] += program.compilations
         return counts
 
 

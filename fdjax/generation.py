@@ -34,8 +34,9 @@ def forward(
       [B, T, V] fp32, or [B, last, V].
 
     Raises:
-      ValueError: `ids` or `last` are not of such a shape.
+      ValueError: `ids`, `lengths` or `last` are not of such a shape.
     """
+    ids = jnp.asarray(ids)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(f"forward: ids must be [B,T] and not empty, got {list(ids.shape)}")
     b, t = ids.shape
@@ -43,6 +44,7 @@ def forward(
         raise ValueError(f"forward: last must be in 1..{t}, got {last}")
     if lengths is None:
         lengths = jnp.full((b,), t, jnp.int32)
+    lengths = _checked_lengths("forward", lengths, b)
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
 
     def attend(spec, kv, qkv):
@@ -97,13 +99,13 @@ def generate(
             raise ValueError(f"generate: {name} must be empty in a jitted function")
     if config.num_return_sequences != 1:
         raise ValueError("generate: num_return_sequences must be 1: repeat the prompts")
+    ids = jnp.asarray(ids)
     if ids.ndim != 2 or 0 in ids.shape:
         raise ValueError(f"generate: ids must be [B,P] and not empty, got {list(ids.shape)}")
     b, p = ids.shape
     if lengths is None:
         lengths = jnp.full((b,), p, jnp.int32)
-    if lengths.shape != (b,):
-        raise ValueError(f"generate: lengths must be [{b}], got {list(lengths.shape)}")
+    lengths = _checked_lengths("generate", lengths, b)
     if config.max_new_tokens == 0:
         return jnp.zeros((b, 0), jnp.int32)
     slots = -(-(p + config.max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -123,3 +125,10 @@ def generate(
         model, params, state, sampling, jnp.int32(n), max_steps=n, processors=processors
     )
     return jnp.concatenate([first[:, None], rest], axis=1)
+
+
+def _checked_lengths(function: str, lengths: Array, batch: int) -> Array:
+    lengths = jnp.asarray(lengths)
+    if lengths.shape != (batch,):
+        raise ValueError(f"{function}: lengths must be [{batch}], got {list(lengths.shape)}")
+    return lengths

@@ -405,7 +405,7 @@ def load(
 @contextlib.contextmanager
 def _progress_bar(show, name):
     if show is None:
-        show = sys.stderr.isatty()
+        show = sys.stderr is not None and sys.stderr.isatty()
     if not show:
         yield lambda done, total: None
         return

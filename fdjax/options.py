@@ -212,6 +212,10 @@ class GenerationConfig:
                 warnings.warn(
                     f"{source}: {name} {value!r} is not supported and has no effect", stacklevel=3
                 )
+        # A minimum above what fdjax generates by default asks for more, not for an error.
+        least = known.get("min_new_tokens")
+        if "max_new_tokens" not in known and isinstance(least, int):
+            known["max_new_tokens"] = max(cls.max_new_tokens, least)
         try:
             return cls(**known, eos_token_ids=eos)
         except ValueError as error:
@@ -233,8 +237,14 @@ _NOT_IN_FILES = {
 }
 
 
+def _plain(value):
+    """A scalar of NumPy as Python's."""
+    return value.item() if isinstance(value, np.generic) else value
+
+
 def _number(kind, within: str, accepts):
     def check(name, value):
+        value = _plain(value)
         if isinstance(value, bool) or not isinstance(value, kind) or not accepts(value):
             what = "an integer" if kind is int else "a number"
             raise ValueError(f"generate: {name} must be {what} {within}, got {value!r}")
@@ -252,6 +262,7 @@ def _real(within: str, accepts):
 
 
 def _flag(name, value):
+    value = _plain(value)
     if not isinstance(value, bool):
         raise ValueError(f"generate: {name} must be True or False, got {value!r}")
     return value
@@ -327,12 +338,13 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": _any_tokens,
     "min_new_tokens": _any_tokens,
     "do_sample": _flag,
-    "temperature": _real(">= 0, finite", lambda t: t >= 0),
+    # Beyond, scores are all alike in fp32, and what is forbidden too: -inf / 1e39 is not a number.
+    "temperature": _real("in [0, 1e30]", lambda t: 0 <= t <= 1e30),
     "top_k": _any_tokens,
     "top_p": _share,
     "min_p": _real("in [0, 1]", lambda p: 0 <= p <= 1),
     "typical_p": _share,
-    "repetition_penalty": _real("> 0, finite", lambda r: r > 0),
+    "repetition_penalty": _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30),
     "presence_penalty": _penalty,
     "frequency_penalty": _penalty,
     "no_repeat_ngram_size": _integer(0, MAX_NGRAM + 1, f"in [0, {MAX_NGRAM}]"),

@@ -1,6 +1,6 @@
 """Prompts and texts as they are given: a text, token ids, or several of either."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from fdjax.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
+
+_NOT_SEQUENCES = bytes | bytearray | memoryview | Mapping | Set
 
 
 def as_several(given: Any, what: str) -> tuple[list[Any], bool]:
@@ -58,10 +60,10 @@ def token_ids(prompt: Any, tokenizer: "Tokenizer", vocab_size: int, what: str) -
 def _listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, jax.Array):
         given = np.asarray(given)
-    try:
+    # Iterable, but of bytes, of keys, or in no order.
+    if isinstance(given, Iterable) and not isinstance(given, _NOT_SEQUENCES):
         return list(given)
-    except TypeError:
-        raise ValueError(f"{what} must be text or token ids, got {given!r}") from None
+    raise ValueError(f"{what} must be text or token ids, got {given!r}")
 
 
 def _is_id_type(kind: type) -> bool:

@@ -1,7 +1,9 @@
 """What `LM.generate` and `LM.stream` return."""
 
+import atexit
 import dataclasses
 import time
+import weakref
 from collections.abc import Generator, Iterator, Sequence
 
 import jax
@@ -154,6 +156,7 @@ class TextStream(Iterator[str]):
         self._pieces = pieces
         self._row = row
         self._timer = timer
+        _open.add(self)
 
     def __next__(self) -> str:
         return next(self._pieces)
@@ -171,6 +174,16 @@ class TextStream(Iterator[str]):
     def stats(self) -> Stats:
         """What it cost so far."""
         return self._timer.stats([self._row])
+
+
+_open: weakref.WeakSet[TextStream] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_streams() -> None:
+    """While there still are modules to end them with."""
+    for stream in list(_open):
+        stream.close()
 
 
 class Timer:

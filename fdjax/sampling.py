@@ -24,6 +24,9 @@ ALL_FORBIDDEN = -3
 # Alternatives whose log-probabilities can be asked for.
 MAX_TOP_LOGPROBS = 20
 
+# Draws for each key by itself, whatever JAX is told to take for other keys.
+_GENERATOR = "threefry2x32"
+
 _REALS = (
     "temperature",
     "top_p",
@@ -234,7 +237,8 @@ def _sample(scores, sampling, steps, processors):
         scores = _truncate(scores, sampling)
 
     def draw(seed, index, step, scores):
-        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), index), step)
+        key = jax.random.key(seed, impl=_GENERATOR)
+        key = jax.random.fold_in(jax.random.fold_in(key, index), step)
         return jax.random.categorical(key, scores)
 
     tokens = jax.vmap(draw)(sampling.seed, sampling.sample_index, steps, scores)
@@ -281,8 +285,9 @@ def _keep_first(scores, distance, weights, limit):
       scores: [B, V].
       distance: [B, V] fp32, at least 0; the least comes first, equals share their fate.
       weights: [B, V] fp32, at least 0.
-      limit: [B] fp32, above 0.
+      limit: [B] fp32; what comes first is kept however small it is.
     """
+    limit = jnp.maximum(limit, jnp.finfo(jnp.float32).tiny)
     # Floats from 0 to infinity are ordered as the integers of the same bits, 31 of them.
     keys = lax.bitcast_convert_type(jnp.abs(distance), jnp.int32)
     last = jnp.zeros((scores.shape[0],), jnp.int32)

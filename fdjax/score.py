@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
+from fdjax.program import Program
 from fdjax.prompts import as_several, token_ids
 from fdjax.schedule import chunks_for, slots_for
 from fdjax.state import LayerCache, init_cache
@@ -139,11 +140,11 @@ def _score_batch(
     for row, window in zip(ids, windows, strict=False):
         row[: len(window.ids)] = window.ids
     cache = init_cache(lm.model, len(lengths), slots)
+    program = _program(lm)
     chunks = []
     offset = 0
     for width in widths:
-        cache, *chunk = _score_chunk(
-            lm.model,
+        cache, *chunk = program(
             lm.params,
             cache,
             ids[:, offset : offset + width],
@@ -167,7 +168,21 @@ def _score_batch(
     return scored
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _program(lm: "LM") -> Program:
+    """`_score_chunk` of a model; kept where its other programs are, and as long."""
+    key, programs = ("score",), lm._engine.programs
+    if key not in programs:
+
+        def run(params, kv, *operands):
+            return _score_chunk(lm.model, params, kv, *operands)
+
+        def describe(params, kv, tokens, *operands):
+            return "scores of {} x {} tokens".format(*tokens.shape)
+
+        programs[key] = Program(run, describe, donate_argnums=1)
+    return programs[key]
+
+
 def _score_chunk(
     model: Model,
     params: Params,

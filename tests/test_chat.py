@@ -296,6 +296,17 @@ def test_options_go_to_the_template_or_to_generate(lm, told):
     assert set(options) <= {"max_new_tokens", "temperature", "eos_token_id"}
 
 
+@pytest.mark.parametrize("kwargs", [3, {"messages": []}])
+def test_what_is_no_variable_of_a_template_is_refused(lm, kwargs):
+    with pytest.raises(ValueError, match="chat_template_kwargs must be a dict"):
+        lm.chat(HI, chat_template_kwargs=kwargs)
+
+
+def test_a_template_that_is_given_is_blamed_itself(lm):
+    with pytest.raises(ValueError, match=r"^chat: chat_template is not valid Jinja \(line 1"):
+        lm.chat(HI, chat_template="{% if %}")
+
+
 def test_conversations_make_a_batch(lm, told):
     other = [{"role": "user", "content": "What is 7 + 5?"}]
     lm.chat([QUESTION, other])

@@ -104,9 +104,15 @@ def test_shapes_that_are_refused(lm, shape, lengths, message):
     ids = np.ones(shape, np.int32)
     with pytest.raises(ValueError, match=message):
         fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
-    if lengths is None:
-        with pytest.raises(ValueError, match=message):
-            fdjax.forward(lm.model, lm.params, ids)
+    with pytest.raises(ValueError, match=message.replace("generate", "forward")):
+        fdjax.forward(lm.model, lm.params, ids, lengths)
+
+
+def test_lists_are_arrays(lm):
+    ids = [[5, 6, 7], [8, 9, 10]]
+    logits = fdjax.forward(lm.model, lm.params, ids, [3, 2])
+    want = fdjax.forward(lm.model, lm.params, np.array(ids, np.int32), np.array([3, 2], np.int32))
+    np.testing.assert_array_equal(logits, want)
 
 
 def test_forward_takes_no_notice_of_padding(lm):
@@ -165,6 +171,8 @@ def test_more_last_logits_than_there_are(lm, last):
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("temperature", "1"),
+        ("temperature", 2e30),
+        ("repetition_penalty", 1e-38),
         ("top_k", -1),
         ("top_k", 1.5),
         ("top_p", 0.0),
@@ -177,6 +185,17 @@ def test_more_last_logits_than_there_are(lm, last):
 def test_values_that_are_refused(field, value):
     with pytest.raises(ValueError, match=f"generate: {field} must be"):
         GenerationConfig(**{field: value})
+
+
+def test_scalars_of_numpy_are_numbers():
+    given = GenerationConfig(
+        do_sample=np.True_,
+        temperature=np.float32(0.5),
+        max_new_tokens=np.int64(3),
+        logit_bias={np.int64(5): np.float32(2)},
+    )
+    plain = GenerationConfig(do_sample=True, temperature=0.5, max_new_tokens=3, logit_bias={5: 2.0})
+    assert given == plain and type(given.max_new_tokens) is int
 
 
 def test_values_at_the_edges():
@@ -215,6 +234,8 @@ def test_defaults_of_a_checkpoint():
     files = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 50, "max_length": 4096}
     found = GenerationConfig.from_files(files, {}, "generation_config.json")
     assert found == GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=50)
+    found = GenerationConfig.from_files({"min_new_tokens": 200}, {}, "generation_config.json")
+    assert (found.min_new_tokens, found.max_new_tokens) == (200, 200)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 import contextlib
 import dataclasses
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -126,7 +128,11 @@ def test_prompts_that_are_refused(lm, prompt, message):
         lm.generate(prompt, max_new_tokens=1)
 
 
-@pytest.mark.parametrize("prompt", [[1, 2.5], [True, False], [None], ["a", None], None, 7])
+@pytest.mark.parametrize(
+    "prompt",
+    [[1, 2.5], [True, False], [None], ["a", None], None, 7, b"abc", {"a": 1}, {1, 2}, [b"abc"]],
+    ids=repr,
+)
 def test_what_is_no_prompt_is_refused(lm, prompt):
     for call in (lm.generate, lm.stream, lm.score):
         with pytest.raises(ValueError, match=r"^(generate|stream|score): "):
@@ -297,6 +303,21 @@ def test_leaving_a_stream_early(lm, truth):
         next(stream)
         stream.close()
     assert lm.generate(truth[1][0], max_new_tokens=9, **GREEDY).tokens == [truth[1][1][:9]]
+
+
+def test_a_stream_that_is_left_open_ends_with_the_process():
+    code = (
+        "import fdjax; lm = fdjax.load('tiny', compilation_cache=False); "
+        "stream = lm.stream('What is 7 + 5?', max_new_tokens=9); print(repr(next(stream)))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout and "Exception" not in done.stderr
+
+
+def test_loading_needs_no_standard_error(monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert fdjax.load("tiny", compilation_cache=False).tokenizer is not None
 
 
 def test_interleaved_streams(lm, truth):

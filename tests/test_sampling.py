@@ -221,6 +221,17 @@ def test_top_p_leaves_the_smallest_set_with_that_mass(p):
     assert support(FLAT, top_p=p) == set(np.flatnonzero(np.isfinite(top_p(FLAT, p))).tolist())
 
 
+@pytest.mark.parametrize("option", ["top_p", "typical_p"])
+def test_a_share_too_small_for_fp32_leaves_the_first(option):
+    assert support(FLAT[:5], **{option: 1e-40}) == support(FLAT[:5], **{option: 1e-30})
+
+
+@pytest.mark.parametrize("values", [{}, {"top_k": 3}])
+def test_the_greatest_temperature_forbids_as_any(values):
+    kept = support(FLAT[:5], temperature=1e30, **values)
+    assert kept == support(FLAT[:5], temperature=100.0, **values) != set(range(V))
+
+
 def test_top_p_acts_on_what_top_k_leaves():
     # Of the two likeliest, renormalised, the first holds a little over half.
     assert support(FLAT, top_k=2, top_p=0.5) == {V - 1}
@@ -408,6 +419,16 @@ def test_a_seed_draws_what_it_drew_in_other_processes_and_versions_of_jax():
     steps = np.array([0, 0, 0, 3, 0, 1], np.int32)
     drawn = [choose(logits, values, steps + i, SAMPLE)[0].tolist() for i in range(3)]
     assert drawn == [[15, 10, 19, 6, 41, 5], [49, 36, 5, 14, 26, 39], [44, 3, 30, 3, 45, 6]]
+
+
+def test_draws_do_not_follow_the_generator_that_jax_is_told_to_use():
+    logits = random_logits(4, vocabulary=1000, spread=0.1)
+    draw = functools.partial(jax.jit(lambda *args: next_tokens(*args, SAMPLE)), logits)
+    operands = sampling(4, seed=[1, 2, 3, 4]), NO_IDS[:4], NO_LENGTHS[:4], NO_LENGTHS[:4]
+    tokens, _ = draw(*operands)
+    with jax.default_prng_impl("rbg"):
+        again, _ = draw(*operands)
+    np.testing.assert_array_equal(tokens, again)
 
 
 def test_a_row_draws_the_same_alone_and_in_any_batch():

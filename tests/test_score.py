@@ -1,8 +1,10 @@
 """`LM.score`: log-probabilities of transformers, windows over long texts, few logits at once."""
 
 import functools
+import gc
 import math
 import re
+import weakref
 from pathlib import Path
 
 import jax
@@ -134,6 +136,7 @@ def test_a_text_may_fill_the_context_and_one_token_more():
         ([[1], [320]], {}, r"text 1 has id 320, the vocabulary is 0\.\.319"),
         ([[-1, 2]], {}, "text 0 has id -1"),
         ([[1.5]], {}, "id 1.5"),
+        (b"abc", {}, "texts must be text or token ids, got b'abc'"),
         ([[True, 2]], {}, "id True"),
         ([[1, 2]], {"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         ([[1, 2]], {"batch_size": 1.5}, "batch_size must be a positive integer, got 1.5"),
@@ -146,6 +149,15 @@ def test_a_text_may_fill_the_context_and_one_token_more():
 def test_what_cannot_be_scored(given, options, told):
     with pytest.raises(ValueError, match=told):
         load(max_len=64).score(given, **options)
+
+
+def test_programs_go_with_the_model():
+    lm = load.__wrapped__()
+    lm.score([[1, 2, 3]])
+    program = weakref.ref(lm._engine.programs[("score",)])
+    del lm
+    gc.collect()
+    assert program() is None
 
 
 def test_weights_that_are_not_finite_are_told():
@@ -173,7 +185,8 @@ def test_logits_exist_for_some_rows_at_a_time():
     ids = jax.ShapeDtypeStruct((batch, chunk), jnp.int32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     cache = jax.eval_shape(lambda: init_cache(model, batch, chunk))
-    lowered = score._score_chunk.lower(model, model.abstract_params, cache, ids, ids, row, row, row)
+    chunk_scores = jax.jit(score._score_chunk, static_argnums=0)
+    lowered = chunk_scores.lower(model, model.abstract_params, cache, ids, ids, row, row, row)
     shapes = {m for m in re.findall(r"tensor<((?:\d+x)+)f32>", lowered.as_text())}
     sizes = [math.prod(map(int, shape.split("x")[:-1])) for shape in shapes if f"{vocab}x" in shape]
     assert 1 < max(sizes) <= 512 * vocab < batch * chunk * vocab
