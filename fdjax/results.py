@@ -1,6 +1,7 @@
 """What `LM.generate` and `LM.stream` return."""
 
 import atexit
+import contextlib
 import dataclasses
 import time
 import weakref
@@ -183,7 +184,8 @@ _open: weakref.WeakSet[TextStream] = weakref.WeakSet()
 def _close_streams() -> None:
     """While there still are modules to end them with."""
     for stream in list(_open):
-        stream.close()
+        with contextlib.suppress(ValueError):  # a thread of its own is in it
+            stream.close()
 
 
 class Timer:

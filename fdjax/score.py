@@ -170,11 +170,11 @@ def _score_batch(
 
 def _program(lm: "LM") -> Program:
     """`_score_chunk` of a model; kept where its other programs are, and as long."""
-    key, programs = ("score",), lm._engine.programs
+    key, model, programs = ("score",), lm.model, lm._engine.programs
     if key not in programs:
 
         def run(params, kv, *operands):
-            return _score_chunk(lm.model, params, kv, *operands)
+            return _score_chunk(model, params, kv, *operands)
 
         def describe(params, kv, tokens, *operands):
             return "scores of {} x {} tokens".format(*tokens.shape)

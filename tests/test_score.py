@@ -154,8 +154,9 @@ def test_what_cannot_be_scored(given, options, told):
 def test_programs_go_with_the_model():
     lm = load.__wrapped__()
     lm.score([[1, 2, 3]])
-    program = weakref.ref(lm._engine.programs[("score",)])
+    model, program = weakref.ref(lm), weakref.ref(lm._engine.programs[("score",)])
     del lm
+    assert model() is None  # with its weights, at once
     gc.collect()
     assert program() is None
 
