@@ -66,7 +66,7 @@ def _split(lm: "LM", config: GenerationConfig | None, options: dict) -> tuple[di
     template = options.get("chat_template_kwargs") or {}
     if not isinstance(template, Mapping) or "messages" in template:
         raise ValueError(
-            f"chat: chat_template_kwargs must be a dict, and not of messages, got {template!r}"
+            f"chat: chat_template_kwargs must be a dict without 'messages', got {template!r}"
         )
     template = dict(template)
     template |= {name: options[name] for name in _TEMPLATE_OPTIONS if name in options}

@@ -356,7 +356,7 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
             f"tokens to generate at most; {default_tokens}",
         ),
         ("--min-new-tokens", _integer(0, 2**31 - 1), "N", "not to end before this many tokens"),
-        ("--temperature", _real(0), "T", "above 0 samples; 0 is greedy"),
+        ("--temperature", _real(0, 1e30), "T", "above 0 samples; 0 is greedy"),
         ("--top-k", _integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
         ("--top-p", _share, "P", "sample from the likeliest that hold the mass P"),
         (
@@ -421,9 +421,7 @@ def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
 
 
-def _real(least: float, most: float | None = None) -> Callable[[str], float]:
-    if most is None:
-        return _number(float, lambda x: least <= x < math.inf, f"finite number, at least {least}")
+def _real(least: float, most: float) -> Callable[[str], float]:
     return _number(float, lambda x: least <= x <= most, f"number from {least} to {most}")
 
 

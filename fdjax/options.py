@@ -338,7 +338,7 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "max_new_tokens": _any_tokens,
     "min_new_tokens": _any_tokens,
     "do_sample": _flag,
-    # Beyond, scores are all alike in fp32, and what is forbidden too: -inf / 1e39 is not a number.
+    # Beyond, fp32 keeps neither the order of scores nor, at its end, what is forbidden.
     "temperature": _real("in [0, 1e30]", lambda t: 0 <= t <= 1e30),
     "top_k": _any_tokens,
     "top_p": _share,

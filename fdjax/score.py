@@ -177,7 +177,8 @@ def _program(lm: "LM") -> Program:
             return _score_chunk(model, params, kv, *operands)
 
         def describe(params, kv, tokens, *operands):
-            return "scores of {} x {} tokens".format(*tokens.shape)
+            rows, _, slots, _ = kv[0][0].shape
+            return f"scores of {rows} x {tokens.shape[1]} tokens, cache of {rows} x {slots}"
 
         programs[key] = Program(run, describe, donate_argnums=1)
     return programs[key]

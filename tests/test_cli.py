@@ -468,6 +468,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
         "--max-new-tokens abc",
         "--max-new-tokens 1.5",
         "--temperature -1",
+        "--temperature 1e31",
         "--temperature nan",
         "--temperature inf",
         "--temperature hot",
