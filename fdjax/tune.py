@@ -9,6 +9,7 @@ then on. `measure_matmul` makes the rows, `table_of` the file that `plan.read_ta
 import concurrent.futures
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,9 +33,10 @@ from fdjax.pallas_kernels.plan import (
     shipped_table_path,
 )
 
-ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-# (block_n, block_k, stages, split); in sweeps over all, the fastest was always one of these.
+# (block_n, block_k, stages, split); in sweeps over all, the fastest was always one of these for up to
+# 64 rows.
 CANDIDATES = tuple(
     FlatGemmConfig(*c)
     for c in (
@@ -42,6 +44,16 @@ CANDIDATES = tuple(
         *((64, 128, 2, 1), (64, 128, 4, 2), (64, 64, 8, 2)),
         *((128, 64, 3, 1), (128, 64, 4, 1), (128, 64, 6, 1), (128, 128, 2, 1), (128, 128, 3, 1)),
         *((192, 64, 4, 1), (256, 64, 3, 1), (256, 64, 4, 1)),
+    )
+)
+
+# (block_n, block_k, stages, split, block_m) for more than 64 rows.
+TALL_CANDIDATES = tuple(
+    FlatGemmConfig(*c)
+    for c in (
+        *((64, 64, 4, 1, 64), (64, 64, 6, 1, 64), (128, 64, 3, 1, 64), (128, 64, 4, 1, 64)),
+        *((64, 64, 4, 1, 128), (64, 64, 6, 1, 128), (64, 64, 6, 2, 128), (64, 128, 3, 1, 128)),
+        *((128, 64, 4, 1, 128), (128, 64, 6, 1, 128), (128, 64, 4, 2, 64), (128, 64, 4, 2, 128)),
     )
 )
 
@@ -112,14 +124,15 @@ def linear_shapes(config: DecoderConfig) -> dict[str, LinearShape]:
     return shapes
 
 
-def candidates(shape: LinearShape) -> list[FlatGemmConfig]:
+def candidates(shape: LinearShape, m: int) -> list[FlatGemmConfig]:
     """Tilings of a shape with enough blocks to stream, but not more than can run at once."""
-    return [config for config in CANDIDATES if _runs_at_once(shape, config)]
+    tilings = CANDIDATES if m <= 64 else TALL_CANDIDATES
+    return [config for config in tilings if _runs_at_once(shape, m, config)]
 
 
-def _runs_at_once(shape: LinearShape, config: FlatGemmConfig) -> bool:
+def _runs_at_once(shape: LinearShape, m: int, config: FlatGemmConfig) -> bool:
     parts = 2 if shape.gate else 1
-    blocks = -(-shape.n // (parts * config.block_n)) * config.split
+    blocks = -(-shape.n // (parts * config.block_n)) * config.split * -(-m // config.block_m)
     ring_bytes = 2 * parts * config.block_n * config.block_k * config.stages
     return blocks >= 48 and ring_bytes * -(-blocks // 132) <= 200 * 1024
 
@@ -226,7 +239,7 @@ def measure_matmul(
     *,
     dtype: str = "bfloat16",
     runs: int = 10,
-    configs: Callable[[LinearShape], Sequence[FlatGemmConfig]] = candidates,
+    configs: Callable[[LinearShape, int], Sequence[FlatGemmConfig]] = candidates,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
     """Times XLA and every candidate on the first device.
@@ -236,7 +249,7 @@ def measure_matmul(
       rows: values of M.
       dtype: of the operands.
       runs: timed calls of each, twice.
-      configs: the tilings tried for a layer.
+      configs: the tilings tried for a layer at M rows.
       report: takes a line for every row, and for every candidate that was wrong.
 
     Yields:
@@ -253,15 +266,19 @@ def measure_matmul(
         def kernel(operands, config, keys=keys, result=result):
             return matmul_flat_gemm(**operands, **keys, dtype=result, config=config)
 
-        variants = {None: xla} | {c: functools.partial(kernel, config=c) for c in configs(shape)}
-        for m, measured in time_linear(shape, rows, variants, dtype=dtype, runs=runs):
-            for config, of in measured.items():
-                if of.problem:
-                    report(f"{shape} M={m} {config}: {of.problem}")
-            times = {c: of.timing.median_us for c, of in measured.items() if of.timing}
-            entry = _entry(shape.key(m, jnp.dtype(dtype).itemsize), times)
-            report(f"{shape} M={m}: {entry['implementation']} {entry['microseconds']}")
-            yield entry
+        def tilings(m, shape=shape):
+            return tuple(configs(shape, m))
+
+        for tried, some in itertools.groupby(rows, tilings):
+            variants = {None: xla} | {c: functools.partial(kernel, config=c) for c in tried}
+            for m, measured in time_linear(shape, list(some), variants, dtype=dtype, runs=runs):
+                for config, of in measured.items():
+                    if of.problem:
+                        report(f"{shape} M={m} {config}: {of.problem}")
+                times = {c: of.timing.median_us for c, of in measured.items() if of.timing}
+                entry = _entry(shape.key(m, jnp.dtype(dtype).itemsize), times)
+                report(f"{shape} M={m}: {entry['implementation']} {entry['microseconds']}")
+                yield entry
 
 
 def _entry(key: dict[str, int], times: Mapping[FlatGemmConfig | None, float]) -> dict[str, Any]:

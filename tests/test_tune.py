@@ -75,7 +75,7 @@ def fake(monkeypatch):
 
 
 def _measure(shapes, rows, configs=(GOOD, FAST, WRONG, TOO_LARGE), **keys):
-    return list(measure_matmul(shapes, rows, runs=3, configs=lambda shape: configs, **keys))
+    return list(measure_matmul(shapes, rows, runs=3, configs=lambda shape, m: configs, **keys))
 
 
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
@@ -127,7 +127,7 @@ def test_a_layer_is_measured_once_for_each_m(fake):
 
 def test_xla_is_timed_on_this_device():
     """Nothing made up, but no kernel either."""
-    (entry,) = measure_matmul([LAYERS[3]], [2], runs=2, configs=lambda shape: [])
+    (entry,) = measure_matmul([LAYERS[3]], [2], runs=2, configs=lambda shape, m: [])
     assert entry["microseconds"]["xla"] > 0
 
 
@@ -211,16 +211,17 @@ def test_a_decoder_looks_up_what_was_measured_for_it(monkeypatch):
     ],
     ids=str,
 )
-def test_candidates_fill_the_device_once(shape):
-    configs = tune.candidates(shape)
+@pytest.mark.parametrize("m", [1, 64, 128])
+def test_candidates_fill_the_device_once(shape, m):
+    configs = tune.candidates(shape, m)
     assert len(configs) > 1
     for config in configs:
         columns = shape.n // 2 if shape.gate else shape.n
-        assert columns / config.block_n * config.split >= 48
+        assert columns / config.block_n * config.split * -(-m // config.block_m) >= 48
 
 
 def test_weights_beyond_the_device_have_no_candidate():
-    assert tune.candidates(LinearShape(4096, 128256, norm=True)) == []
+    assert tune.candidates(LinearShape(4096, 128256, norm=True), 1) == []
 
 
 def _entry(shape, m, implementation, xla_us, kernel_us):
@@ -343,9 +344,9 @@ class TestCommandLine:
         plan = Plan.for_kind("a GPU of this test", (9, 0))
         monkeypatch.setattr(platform, "default_backend", lambda: "gpu")
         monkeypatch.setattr(Plan, "for_device", lambda **keys: plan)
-        monkeypatch.setattr(tune, "candidates", lambda shape: [FAST])
+        monkeypatch.setattr(tune, "candidates", lambda shape, m: [FAST])
         measured = functools.partial(
-            measure_matmul, rows=(1, 8), runs=3, configs=lambda shape: [FAST]
+            measure_matmul, rows=(1, 8), runs=3, configs=lambda shape, m: [FAST]
         )
         monkeypatch.setattr(tune, "measure_matmul", measured)
 

@@ -1,6 +1,6 @@
 """Flat GEMM on Hopper's tensor cores: epilogue(norm(x) @ w) for a few rows x, in one launch.
 
-FlashDecoding++ (Hong et al. 2024), section 4. With M = 1-64 rows the product is bound by its
+FlashDecoding++ (Hong et al. 2024), section 4. With M = 1-128 rows the product is bound by its
 weight: K·N·itemsize bytes (twice that with a gate) are read once, x and y are M·(K + N)·itemsize
 and stay in L2. At 3 TB/s and about 0.8 us of latency 2.5 MB must be under way at all times, 20 kB
 for each of 132 SMs; the rest of the time over bytes/bandwidth is the ramp at both ends, about 2 us.
@@ -36,8 +36,8 @@ from fdjax.pallas_kernels.norm import RMSNorm
 
 _LAYOUT = plgpu.Layout.WGMMA
 _SMS = 132
-_SMEM_BYTES = 226 * 1024  # what a block may take, less its barriers
-_MAX_BLOCK_M = 64
+_SMEM_BYTES = 227 * 1024 - 256  # what a block may take, less its barriers
+_MAX_GROUPS = 8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +49,14 @@ class FlatGemmConfig:
       block_k: rows of a weight tile, a multiple of 64 up to 256.
       stages: weight tiles in the ring; fewer where K or shared memory has no room for them.
       split: blocks that share K, at most 8.
+      block_m: rows of a block at most, 64 or 128; no tile has more than M needs.
     """
 
     block_n: int = 64
     block_k: int = 128
     stages: int = 4
     split: int = 1
+    block_m: int = 64
 
     def __post_init__(self):
         if self.block_n < 64 or self.block_n % 64 or self.block_n > 256:
@@ -65,6 +67,8 @@ class FlatGemmConfig:
             raise ValueError(f"flat_gemm: stages must be at least 2, got {self.stages}")
         if not 1 <= self.split <= 8:
             raise ValueError(f"flat_gemm: split must be in 1..8, got {self.split}")
+        if self.block_m not in (64, 128):
+            raise ValueError(f"flat_gemm: block_m must be 64 or 128, got {self.block_m}")
 
     @classmethod
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "FlatGemmConfig":
@@ -150,7 +154,7 @@ def _groups(m: int) -> int | None:
     """
     if m % 8 == 0:
         return 1
-    return next((g for g in range(-(-m // 8), _MAX_BLOCK_M // 8 + 1) if m % g == 0), None)
+    return next((g for g in range(-(-m // 8), _MAX_GROUPS + 1) if m % g == 0), None)
 
 
 # A function of its own under jit, so that layers of the same shape share one lowering.
@@ -164,7 +168,7 @@ def _launch(operands, *, eps, gate, dtype, config):
     groups, m, k = operands["x"].shape
     n = operands["w"].shape[-1]
     in_dtype = operands["x"].dtype
-    tile_m = min(-(-m // 8) * 8, _MAX_BLOCK_M)
+    tile_m = min(-(-m // 8) * 8, config.block_m)
     block_m = groups * tile_m
     block_n, block_k, split = config.block_n, config.block_k, config.split
     parts = 2 if gate else 1
@@ -186,7 +190,9 @@ def _launch(operands, *, eps, gate, dtype, config):
     stage = {"w": ((parts, block_k, block_n), in_dtype), "x": ((block_m, block_k), in_dtype)}
     if normed:
         stage["scale"] = ((block_k,), operands["scale"].dtype)
-    stages = min(config.stages, steps, (_SMEM_BYTES - _bytes(buffers)) // _bytes(stage))
+    # The sum of squares crosses the warps of a block through 8 bytes for each row.
+    room = _SMEM_BYTES - 8 * block_m - _bytes(buffers)
+    stages = min(config.stages, steps, room // _bytes(stage))
     if stages < min(2, steps):
         raise NotImplementedError(f"matmul: no room in shared memory for {config} at M = {m}")
     buffers |= {name: ((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
