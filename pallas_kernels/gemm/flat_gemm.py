@@ -15,8 +15,9 @@ second launch, no atomics, the same bits in every run.
 
 The norm is y = r · ((x · scale) @ w) with r = 1 / sqrt(mean(x²) + eps). Each block scales the tiles
 of x on their way to the tensor core and sums their squares beside; r multiplies the accumulator.
-x · scale is rounded where XLA rounds x · r · scale, so the errors are alike. The epilogue is fp32
-and rounds once.
+x · scale is rounded where XLA rounds x · r · scale, so the errors are alike. More than 64 rows would
+be scaled for longer than they are multiplied, by every block: XLA normalises them first. The epilogue
+is fp32 and rounds once.
 """
 
 import dataclasses
@@ -32,12 +33,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.conditional import when
 from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
-from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 
 _LAYOUT = plgpu.Layout.WGMMA
 _SMS = 132
 _SMEM_BYTES = 227 * 1024 - 256  # what a block may take, less its barriers
 _MAX_GROUPS = 8
+_MAX_SCALED_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +99,7 @@ def matmul_flat_gemm(
     dtype: Any,
     config: FlatGemmConfig | None = None,
 ) -> Array:
-    """`matmul` of x [M,K], as one Mosaic GPU kernel.
+    """`matmul` of x [M,K], as one Mosaic GPU kernel, after a norm of more than 64 rows.
 
     Args:
       x: [M,K] bfloat16 or float16.
@@ -124,6 +126,8 @@ def matmul_flat_gemm(
         )
     if m == 0:
         return jnp.zeros((m, n), dtype)
+    if norm is not None and m > _MAX_SCALED_ROWS:
+        x, norm = rms_norm(x, norm.scale, eps=norm.eps), None
     groups = _groups(m)
     if groups is None:
         groups, padding = 1, ((0, -m % 8), (0, 0))

@@ -26,6 +26,7 @@ except ImportError:  # it moves between versions; there is no public name
 
 EPS = 1e-5
 SMALL = FlatGemmConfig(block_n=64, block_k=64, stages=3)
+TALL = FlatGemmConfig(block_n=64, block_k=64, stages=2, block_m=128)
 
 
 def _operands(m, k, n, *, norm=False, bias=False, gate=None, residual=False, dtype=jnp.bfloat16):
@@ -76,7 +77,9 @@ ALL = dict(norm=True, bias=True, gate="silu", residual=True)
         (dict(m=3, k=64, n=64, bias=True), SMALL),  # fewer steps than stages
         (dict(m=8, k=192, n=192), FlatGemmConfig(128, 128, 2)),  # partial blocks of K and of N
         (dict(m=5, k=448, n=64, **ALL), SMALL),
-        (dict(m=72, k=192, n=64, norm=True), SMALL),  # two blocks of rows
+        (dict(m=72, k=192, n=64), SMALL),  # two blocks of rows
+        (dict(m=100, k=192, n=64, **ALL), TALL),  # one block of rows
+        (dict(m=136, k=64, n=64, residual=True), TALL),
         (dict(m=12, k=128, n=64, **ALL), SMALL),  # two groups of rows
         (dict(m=9, k=64, n=64, residual=True), SMALL),  # three, as two would not be equal
         (dict(m=11, k=128, n=64, residual=True), SMALL),  # rows that must be padded
@@ -110,6 +113,7 @@ def test_interpreted_fp32_result():
         (dict(block_k=32), "block_k must be 64, 128, 192 or 256, got 32"),
         (dict(stages=1), "stages must be at least 2, got 1"),
         (dict(split=9), "split must be in 1..8, got 9"),
+        (dict(block_m=32), "block_m must be 64 or 128, got 32"),
     ],
 )
 def test_configs_that_cannot_be(change, message):
@@ -126,7 +130,7 @@ def test_configs_that_cannot_be(change, message):
         (
             *(64, 4096, 256, FlatGemmConfig(256, 256, 4)),
             "no room in shared memory for FlatGemmConfig(block_n=256, block_k=256, stages=4, "
-            "split=1) at M = 64",
+            "split=1, block_m=64) at M = 64",
         ),
     ],
 )
