@@ -142,19 +142,35 @@ def test_what_it_cannot_do(m, k, n, config, message):
     assert str(error.value) == f"matmul: {message}"
 
 
+def _run(operands, config) -> np.ndarray:
+    run = jax.jit(
+        lambda o, gate: matmul_flat_gemm(**o, gate=gate, dtype=jnp.bfloat16, config=config),
+        static_argnums=1,
+    )
+    arrays = {name: operand for name, operand in operands.items() if name != "gate"}
+    return jax.device_get(run(arrays, operands["gate"]))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [2, 3, 4, 8])
 @pytest.mark.parametrize("fused", [{}, ALL], ids=["plain", "fused"])
 def test_clusters(split, fused):
     """Right, and equal to what one block computes but for the order of a few sums."""
     operands = _operands(16, 1984, 192, **fused)
-    run = jax.jit(
-        lambda o, gate, config: matmul_flat_gemm(**o, gate=gate, dtype=jnp.bfloat16, config=config),
-        static_argnums=(1, 2),
-    )
-    arrays = {name: operand for name, operand in operands.items() if name != "gate"}
-    y = jax.device_get(run(arrays, operands["gate"], dataclasses.replace(SMALL, split=split)))
-    _check(y, operands)
+    _check(_run(operands, dataclasses.replace(SMALL, split=split)), operands)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [65, 100, 128, 200])
+@pytest.mark.parametrize(
+    "config", [TALL, FlatGemmConfig(128, 64, 4, 2, 128), FlatGemmConfig(64, 64, 6, 2)], ids=str
+)
+@pytest.mark.parametrize("fused", [{}, ALL, dict(residual=True)], ids=["plain", "fused", "sum"])
+def test_tall(m, config, fused):
+    operands = _operands(m, 1984, 192, **fused)
+    if fused is ALL and config.block_m * config.block_n * config.split > 128 * 128:
+        pytest.skip("no room for two accumulators of 128 by 128")
+    _check(_run(operands, config), operands)
 
 
 @pytest.mark.gpu
