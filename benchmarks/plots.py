@@ -211,11 +211,12 @@ def throughput(results: Results) -> Figure | None:
     lines: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
     for (model, batch, prompt), times in results.milliseconds("decode step").items():
         for name, t in times.items():
-            by_name = lines.setdefault((model, prompt), {})
-            by_name.setdefault(name, {})[batch] = 1e3 * batch / t
+            if not name.startswith("without"):
+                by_name = lines.setdefault((model, prompt), {})
+                by_name.setdefault(name, {})[batch] = 1e3 * batch / t
     for panel, by_name in lines.items():
         lines[panel] = {name: rates for name, rates in by_name.items() if len(rates) > 1}
-    lines = {panel: by_name for panel, by_name in sorted(lines.items()) if by_name}
+    lines = {panel: by_name for panel, by_name in sorted(lines.items()) if len(by_name) > 1}
     if not lines:
         return None
     figure, panels = _panels(len(lines), (3.6, 3))
@@ -225,8 +226,10 @@ def throughput(results: Results) -> Figure | None:
             rates = [by_batch[b] for b in batches]
             axes.plot(batches, rates, marker="o", color=COLOURS.get(name), label=name)
         axes.set_xscale("log", base=2)
-        batches = sorted({b for by_batch in by_name.values() for b in by_batch})
-        axes.set_xticks(batches, [str(b) for b in batches])
+        batches = {b for by_batch in by_name.values() for b in by_batch}
+        ticks = sorted(b for b in batches if b.bit_count() == 1)
+        axes.set_xticks(ticks, [str(b) for b in ticks])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
         axes.set(title=f"{model}, P = {prompt}", xlabel="batch", ylabel="tokens/s")
         axes.legend(fontsize=7)
