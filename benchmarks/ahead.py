@@ -26,7 +26,7 @@ import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from fdjax.bench.model import one_pass, one_pass_program
-from fdjax.engine import Engine
+from fdjax.engine import Engine, Programs
 from fdjax.lm import LM
 from fdjax.models import Model, Params
 from fdjax.program import Program
@@ -165,6 +165,7 @@ class _AheadEngine(Engine):
     def __init__(self, lm: LM, ahead: Compiler | Executables, plan: str):
         old = lm._engine
         super().__init__(lm.model, lm.params, old.max_len, old.max_batch, old.memory_bytes)
+        self.programs = Programs()
         self.ahead = ahead
         self.plan = plan
         self.wrapped: dict[str, Any] = {}

@@ -6,6 +6,7 @@ import functools
 import math
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -53,12 +54,20 @@ class Idle(NamedTuple):
     unread: list[jax.Array]
 
 
+class Programs(dict[Any, Program]):
+    """Programs by name and static arguments."""
+
+
+# Of each model, while an engine has them. They hold the model, but no weights.
+_shared: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionary()
+
+
 class Engine:
     """A model's compiled programs and its idle state.
 
     Attributes:
       params: the parameters as `ParamPacking` has them.
-      programs: steps by name and static arguments.
+      programs: those of the model, whatever its weights.
       idle: of the last batch, or None.
     """
 
@@ -76,7 +85,7 @@ class Engine:
         self.memory_bytes = memory_bytes
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
-        self.programs: dict[Any, Program] = {}
+        self.programs = _shared.setdefault((model, self.packing), Programs())
         self.idle: Idle | None = None
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
@@ -216,7 +225,7 @@ class Engine:
         return self.programs[key]
 
     def program_counts(self) -> dict[str, int]:
-        """Compiled programs so far: of "prefill" and of "decode_steps"."""
+        """Programs compiled so far: of "prefill" and of "decode_steps"."""
         counts = {"prefill": 0, "decode_steps": 0}
         for (name, *_), program in self.programs.items():
             if name in counts:

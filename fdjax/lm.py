@@ -5,6 +5,7 @@ import dataclasses
 import os
 import sys
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -40,6 +41,9 @@ _NESTING = {
 }
 
 _OPTIONS = sorted(field.name for field in dataclasses.fields(GenerationConfig))
+
+# Models in use, by configuration, dtype and plan.
+_loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
 
 
 class LM:
@@ -298,7 +302,7 @@ class LM:
         return rows
 
     def program_counts(self) -> dict[str, int]:
-        """Compiled programs so far: of "prefill" and of "decode_steps"."""
+        """Programs compiled so far for this model: of "prefill" and of "decode_steps"."""
         return self._engine.program_counts()
 
 
@@ -380,6 +384,9 @@ def load(
     if calibration:
         config = calibrated(config, folder)
     description = describe(config, dtype=dtype, plan=plan)
+    # A checkpoint that is loaded anew is the same model, and its programs are not compiled anew.
+    alike = description.config, description.dtype, description.plan
+    description = _loaded.setdefault(alike, description)
     max_len, memory_bytes = check_load(
         description,
         max_batch=max_batch,

@@ -38,11 +38,9 @@ def load(path=CASE, **options):
 
 
 def fresh(lm, **options):
-    """Another LM of the same weights. Compiled programs are shared, to save time, and only they."""
+    """Another LM of the same weights. Compiled programs are shared, and only they."""
     options = {"tokenizer": lm.tokenizer, "defaults": lm.defaults, "max_len": lm.max_len} | options
-    other = fdjax.LM(lm.model, options.pop("params", lm.params), **options)
-    other._engine.programs = lm._engine.programs
-    return other
+    return fdjax.LM(lm.model, options.pop("params", lm.params), **options)
 
 
 @pytest.fixture(scope="module")
@@ -583,7 +581,7 @@ def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
     lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
     if order != "drawn":
         lengths.sort(reverse=order == "descending")
-    lm = fdjax.LM(long_lm.model, long_lm.params)
+    lm = fdjax.LM(dataclasses.replace(long_lm.model), long_lm.params)  # without its programs
     with compiled_programs() as names:
         for length in lengths:
             lm.generate([7] * length, max_new_tokens=2, **CHECKED)
@@ -659,6 +657,16 @@ def cache_setting():
     jax.config.update("jax_compilation_cache_dir", None)
     yield
     jax.config.update("jax_compilation_cache_dir", before)
+
+
+def test_a_checkpoint_loaded_anew_is_not_compiled_anew(lm):
+    options = {"max_new_tokens": 3, "do_sample": False}
+    tokens = lm.generate([5, 6, 7], **options).tokens
+    again = load(dtype="float32")
+    result = again.generate([5, 6, 7], **options)
+    assert result.tokens == tokens
+    assert result.stats.compile_seconds == 0
+    assert load(dtype="bfloat16").program_counts() == {"prefill": 0, "decode_steps": 0}
 
 
 def test_load_takes_a_path(lm):

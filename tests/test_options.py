@@ -516,7 +516,6 @@ def test_defaults_of_generation_config_are_honoured_and_overridden(lm):
     files = {"repetition_penalty": 1.5, "suppress_tokens": [93], "stop_strings": ["zz"]}
     defaults = fdjax.GenerationConfig.from_files(files, {}, "generation_config.json")
     other = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=defaults)
-    other._engine.programs = lm._engine.programs
     (run,) = (r for r in runs() if r["options"] == {"repetition_penalty": 1.5} and r["prompt"] == 2)
     given = other.generate(prompts()[2], max_new_tokens=24, suppress_tokens=[])
     assert given.tokens == [run["tokens"]]

@@ -1,5 +1,6 @@
 """`LM.score`: log-probabilities of transformers, windows over long texts, few logits at once."""
 
+import dataclasses
 import functools
 import gc
 import math
@@ -153,6 +154,7 @@ def test_what_cannot_be_scored(given, options, told):
 
 def test_programs_go_with_the_model():
     lm = load.__wrapped__()
+    lm = fdjax.LM(dataclasses.replace(lm.model), lm.params)  # no other one's programs
     lm.score([[1, 2, 3]])
     model, program = weakref.ref(lm), weakref.ref(lm._engine.programs[("score",)])
     del lm
