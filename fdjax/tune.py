@@ -35,8 +35,8 @@ from fdjax.pallas_kernels.plan import (
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-# (block_n, block_k, stages, split); in sweeps over all, the fastest was always one of these for up to
-# 64 rows.
+# (block_n, block_k, stages, split) for up to 64 rows; in sweeps over all, the fastest was always
+# one of these.
 CANDIDATES = tuple(
     FlatGemmConfig(*c)
     for c in (

@@ -1,7 +1,7 @@
 """Linear layer: residual + act(norm(x) @ w + bias), or act(norm(x) @ w_gate) * (norm(x) @ w_up).
 
 FlashDecoding++ (Hong et al. 2024), sections 4 and 5: in the decode phase M is the number of rows in
-flight (1-64) and the product is bound by the weight, K·N·itemsize bytes. No implementation runs
+flight (1-128) and the product is bound by the weight, K·N·itemsize bytes. No implementation runs
 faster than those bytes over the memory bandwidth; norm, bias, activation and residual are fused so
 that nothing else is read or written but x and y.
 """

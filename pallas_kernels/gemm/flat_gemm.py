@@ -15,9 +15,9 @@ second launch, no atomics, the same bits in every run.
 
 The norm is y = r · ((x · scale) @ w) with r = 1 / sqrt(mean(x²) + eps). Each block scales the tiles
 of x on their way to the tensor core and sums their squares beside; r multiplies the accumulator.
-x · scale is rounded where XLA rounds x · r · scale, so the errors are alike. More than 64 rows would
-be scaled for longer than they are multiplied, by every block: XLA normalises them first. The epilogue
-is fp32 and rounds once.
+x · scale is rounded where XLA rounds x · r · scale, so the errors are alike. More than 64 rows
+would be scaled for longer than they are multiplied, by every block: XLA normalises them first. The
+epilogue is fp32 and rounds once.
 """
 
 import dataclasses
