@@ -18,6 +18,7 @@ import importlib.util
 import json
 import logging
 import math
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -442,8 +443,11 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
         for layer in calibration.layers
     )
     text = json.dumps(head, indent=1)[:-2] + ',\n "layers": [\n' + lines + "\n ]\n}\n"
-    path = Path(path)
+    path = Path(path).resolve()  # a link stays one
     path.parent.mkdir(parents=True, exist_ok=True)
+    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
+        path.write_text(text, encoding="utf-8")  # into a device, a pipe, or all that may be written
+        return
     # A model with half a calibration beside it would not load.
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, encoding="utf-8")

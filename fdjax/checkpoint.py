@@ -95,10 +95,10 @@ def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pat
     path = Path(name_or_path).expanduser()
     if path.is_dir():
         return path
-    if path.exists():
-        raise CheckpointError(f"{name_or_path}: a checkpoint is a folder, this is a file")
     if name_or_path == EMBEDDED:
         return Path(str(importlib.resources.files("fdjax.models.tiny")))
+    if path.exists():
+        raise CheckpointError(f"{name_or_path}: a checkpoint is a folder, this is a file")
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
         raise CheckpointError(f"{name_or_path}: no such folder, and not a hub id like 'owner/name'")
     import huggingface_hub
@@ -348,7 +348,8 @@ def load_params(
       progress: called with (bytes read, bytes in all).
 
     Raises:
-      CheckpointError: see `stored_tensors` and `check_tensors`.
+      CheckpointError: see `stored_tensors` and `check_tensors`, or the head of a tied model is
+        another than its embedding.
 
     Warns:
       UserWarning: a tensor has values that are not finite, or a matrix only zeros.
@@ -357,6 +358,9 @@ def load_params(
     stored = stored_tensors(folder)
     weights = weight_map(model.config)
     check_tensors(stored, weights, ignored_tensors(model.config))
+    if model.config.tie_embeddings:
+        ((embedding, _),) = weights["embed",].sources
+        _check_tied(stored, embedding)
     views = {name: stored[name].view() for weight in weights.values() for name, _ in weight.sources}
     total = sum(view.nbytes for view in views.values())
     done = 0
@@ -382,6 +386,40 @@ def load_params(
         progress(done, total)
     logger.info("%s: %.2f GB read in %.1f s", folder, total / 1e9, time.perf_counter() - began)
     return params
+
+
+def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
+    head, embed = stored.get("lm_head.weight"), stored[embedding]
+    if head is None or 0 in head.shape:
+        return
+    same = (head.shape, head.dtype) == (embed.shape, embed.dtype)
+    if same:
+        # As integers, as NaN is not NaN; some rows at a time, as the map is read where it lies.
+        ours, theirs = (t.view().reshape(embed.shape[0], -1).view(np.uint8) for t in (head, embed))
+        rows = max(1, 2**24 // ours.shape[1])
+        starts = range(0, len(ours), rows)
+        same = all(np.array_equal(ours[i : i + rows], theirs[i : i + rows]) for i in starts)
+    if not same:
+        raise CheckpointError(
+            f"{head.file.name}: tensor {head.name!r} is another than {embed.name!r}, but "
+            "config.json ties them; set 'tie_word_embeddings' to false there, or remove the tensor"
+        )
+
+
+def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
+    """The dtype of a checkpoint's matrices where its config.json names none.
+
+    None where that does, where they are not alike, and where there are none.
+
+    Raises:
+      CheckpointError: see `stored_tensors`.
+    """
+    named = any(config.get(key) is not None for key in ("dtype", "torch_dtype"))
+    if named or not any((folder / name).exists() for name in (_SINGLE, _INDEX)):
+        return None
+    dtypes = {tensor.dtype for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1}
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    return names.get(dtypes.pop()) if len(dtypes) == 1 else None
 
 
 def fingerprint(folder: Path) -> str:

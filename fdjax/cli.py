@@ -558,7 +558,7 @@ def _plan(args: argparse.Namespace):
 
 def _describe(args: argparse.Namespace):
     """(model, folder or None) from a folder, a hub id, or a config.json alone."""
-    from fdjax.checkpoint import locate, read_json
+    from fdjax.checkpoint import locate, read_json, unnamed_dtype
     from fdjax.models import describe, parse_config
     from fdjax.platform import default_backend
 
@@ -570,8 +570,10 @@ def _describe(args: argparse.Namespace):
     elif not path.exists():
         raise FileNotFoundError(f"{args.model}: no such file")
     default_backend()
-    config = parse_config(read_json(path), str(path))
-    return describe(config, dtype=args.dtype, plan=_plan(args)), folder
+    data = read_json(path)
+    config = parse_config(data, str(path))
+    dtype = args.dtype or (unnamed_dtype(folder, data) if folder else None)
+    return describe(config, dtype=dtype, plan=_plan(args)), folder
 
 
 def _info(args: argparse.Namespace) -> int:

@@ -154,6 +154,9 @@ class Engine:
                 if not going_on:
                     break
                 chunk = _read(*waiting.popleft())
+        except Exception:
+            _refuse_trace()
+            raise
         finally:
             # What is not finite in a cache may outlive its row: such a cache is dropped.
             unread = [tokens for _, tokens, *_ in waiting]
@@ -186,6 +189,7 @@ class Engine:
         del state
         # What a program returns is committed to a device, as it also returns to the host. A state
         # that is not would have every program compiled once more.
+        _refuse_trace()
         (device,) = self.params[0].devices()
         return jax.device_put(start(init_cache(self.model, batch, slots)), device)
 
@@ -269,6 +273,13 @@ class ParamPacking:
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
+
+
+def _refuse_trace() -> None:
+    if isinstance(jnp.zeros(()), jax.core.Tracer):
+        raise RuntimeError(
+            "generate: cannot be called in a function that JAX traces; fdjax.generate can"
+        ) from None
 
 
 def _is_finite(tokens: np.ndarray | jax.Array) -> bool:

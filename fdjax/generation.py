@@ -83,8 +83,9 @@ def generate(
     Args:
       model, params: the model.
       ids: [B, P] int32 prompts, padded at the end.
-      config: the same for all rows; row i draws with seed `config.seed + i`. What ends a row on
-        the host (`stop_strings`, `stopping_criteria`) and `num_return_sequences` must be off.
+      config: the same for all rows; row i draws with seed `config.seed + i`, i without one. What
+        ends a row on the host (`stop_strings`, `stopping_criteria`) and `num_return_sequences`
+        must be off.
       lengths: [B] int32 tokens of each prompt, at least 1; default P.
 
     Returns:
@@ -109,7 +110,7 @@ def generate(
     if config.max_new_tokens == 0:
         return jnp.zeros((b, 0), jnp.int32)
     slots = -(-(p + config.max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
-    rows = [dataclasses.replace(config, seed=(config.seed + i) % 2**32) for i in range(b)]
+    rows = [dataclasses.replace(config, seed=((config.seed or 0) + i) % 2**32) for i in range(b)]
     state = start(init_cache(model, b, slots))
     state, sampling = jax.tree.map(jnp.asarray, (state, per_row(rows, b)))
     processors = dataclasses.replace(config.processors, logprobs=False)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fdjax import chat, platform, score
 from fdjax.calibrate import calibrated
-from fdjax.checkpoint import load_params, locate, read_json
+from fdjax.checkpoint import load_params, locate, read_json, unnamed_dtype
 from fdjax.engine import Engine
 from fdjax.memory import check_load
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
@@ -79,12 +80,26 @@ class LM:
                 stacklevel=3,
             )
         self.model = model
-        self.params = params
         self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
         self.defaults = defaults
         self.max_len = max_len
         self.max_batch = max_batch
-        self._engine = Engine(model, params, max_len, max_batch, memory_bytes)
+        self._memory_bytes = memory_bytes
+        self.params = params
+
+    @property
+    def params(self) -> Params:
+        """The weights. Others of the same shapes may be assigned; nothing is compiled anew."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params = jax.tree.map(
+            lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), params
+        )
+        self._engine = Engine(
+            self.model, self._params, self.max_len, self.max_batch, self._memory_bytes
+        )
 
     @property
     def config(self) -> DecoderConfig:
@@ -288,9 +303,8 @@ class LM:
             named |= values.keys() & {"seed", *SAMPLED_OPTIONS}
             if not values.keys().isdisjoint(SAMPLED_OPTIONS):
                 values.setdefault("do_sample", True)
-            if config is None and values.get("do_sample", base.do_sample):
-                values.setdefault("seed", fresh[i])
-            rows.append(dataclasses.replace(base, **values))
+            row = dataclasses.replace(base, **values)
+            rows.append(row if row.seed is not None else dataclasses.replace(row, seed=fresh[i]))
         if named and rows and not any(row.do_sample for row in rows):
             names = ", ".join(sorted(named))
             warnings.warn(
@@ -383,11 +397,11 @@ def load(
     config = parse_config(data, str(folder / "config.json"))
     if calibration:
         config = calibrated(config, folder)
-    description = describe(config, dtype=dtype, plan=plan)
+    description = describe(config, dtype=dtype or unnamed_dtype(folder, data), plan=plan)
     # A checkpoint that is loaded anew is the same model, and its programs are not compiled anew.
     alike = description.config, description.dtype, description.plan
     description = _loaded.setdefault(alike, description)
-    max_len, memory_bytes = check_load(
+    longest, memory_bytes = check_load(
         description,
         max_batch=max_batch,
         max_len=max_len,
@@ -403,7 +417,8 @@ def load(
         params,
         tokenizer,
         defaults=defaults,
-        max_len=max_len,
+        # Where memory does not limit the context, nobody does.
+        max_len=longest if max_len or longest != config.max_position_embeddings else None,
         max_batch=max_batch,
         memory_bytes=memory_bytes,
     )

@@ -6,6 +6,7 @@ compiler's own numbers in `tests/test_memory.py` and against an H100 in `benchma
 """
 
 import dataclasses
+import numbers
 import os
 
 import jax
@@ -122,13 +123,17 @@ def check_load(
       MemoryError: the weights, or what is asked for beside them, do not fit.
     """
     for name, value in (("max_batch", max_batch), ("max_len", max_len)):
-        if value is not None and not isinstance(value, int):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
             raise ValueError(f"load: {name} must be an integer, got {value!r}")
-        if value is not None and value < 1:
+        if value < 1:
             raise ValueError(f"load: {name} must be positive, got {value}")
     share = gpu_memory_utilization
-    if share is not None and not 0 < share <= 1:
-        raise ValueError(f"load: gpu_memory_utilization must be above 0 and at most 1, got {share}")
+    if share is not None and not (isinstance(share, numbers.Real) and 0 < share <= 1):
+        raise ValueError(
+            f"load: gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
+        )
     memory_bytes = free_memory_bytes()
     if share is not None and memory_bytes is not None:
         memory_bytes = int(share * memory_bytes)

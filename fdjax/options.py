@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,7 @@ class GenerationConfig:
       do_sample: draw from the distribution instead of taking its maximum.
       temperature: divides the logits; 0 means greedy.
       top_k: draw from the k likeliest tokens; 0 is off.
-      top_p: draw from the likeliest tokens that together hold this mass; 1 is off.
+      top_p: draw from the likeliest tokens that together hold this mass, at least one; 1 is off.
       min_p: draw from the tokens at least this likely, relative to the likeliest; 0 is off.
       typical_p: draw from the tokens whose information is nearest to the entropy and that together
         hold this mass (Meister et al. 2022); 1 is off.
@@ -80,10 +80,11 @@ class GenerationConfig:
         called on the host with every token.
       logits_processors: jittable functions (ids [B,S], lengths [B], scores [B,V]) → scores [B,V],
         the same for the whole batch. They act after all penalties and before the temperature. Each
-        set of them is a program of its own, so pass the same functions again, not new lambdas.
+        set of them is a program of its own, so pass the same functions again, not new lambdas. What
+        an object held when it was first called is part of the program.
       num_return_sequences: samples of each prompt, side by side in the result.
-      seed: of the draws; rows with the same prompt, seed and place among the samples of their
-        prompt draw the same tokens, whatever else is in the batch.
+      seed: of the draws; None is another one in every call. Rows with the same prompt, seed and
+        place among the samples of their prompt draw the same tokens, whatever else is in the batch.
       eos_token_ids: ids that end a row.
       return_logprobs: also return each token's log-probability under the raw model. True or 0: of
         the chosen token alone; n: also of the n likeliest, at most 20; False or None: none.
@@ -111,7 +112,7 @@ class GenerationConfig:
     stopping_criteria: tuple[StoppingCriterion, ...] = ()
     logits_processors: tuple[LogitsProcessor, ...] = ()
     num_return_sequences: int = 1
-    seed: int = 0
+    seed: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     return_logprobs: bool | int | None = None
     return_reruns: bool = False
@@ -310,6 +311,16 @@ def _functions(name, value):
     return tuple(functions)
 
 
+def _jitted_functions(name, value):
+    functions = _functions(name, value)
+    for function in functions:
+        if not isinstance(function, Hashable):
+            raise ValueError(
+                f"generate: {name} must be hashable, as programs are kept by them; got {function!r}"
+            )
+    return functions
+
+
 def _top(name, value):
     if value is None or value is False:
         return None
@@ -331,6 +342,10 @@ def _is_id(value) -> bool:
     )
 
 
+def _seed(name, value):
+    return None if value is None else _integer(0, 2**32, "in [0, 2**32)")(name, value)
+
+
 _any_tokens = _integer(0, 2**31, "in [0, 2**31)")
 _share = _real("in (0, 1]", lambda p: 0 < p <= 1)
 _penalty = _real("in [-2, 2]", lambda x: -2 <= x <= 2)
@@ -341,7 +356,7 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     # Beyond, fp32 keeps neither the order of scores nor, at its end, what is forbidden.
     "temperature": _real("in [0, 1e30]", lambda t: 0 <= t <= 1e30),
     "top_k": _any_tokens,
-    "top_p": _share,
+    "top_p": _real("in [0, 1]", lambda p: 0 <= p <= 1),
     "min_p": _real("in [0, 1]", lambda p: 0 <= p <= 1),
     "typical_p": _share,
     "repetition_penalty": _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30),
@@ -354,9 +369,9 @@ _KINDS: dict[str, Callable[[str, Any], Any]] = {
     "logit_bias": _biases,
     "stop_strings": _strings,
     "stopping_criteria": _functions,
-    "logits_processors": _functions,
+    "logits_processors": _jitted_functions,
     "num_return_sequences": _integer(1, 2**31, "in [1, 2**31)"),
-    "seed": _integer(0, 2**32, "in [0, 2**32)"),
+    "seed": _seed,
     "eos_token_ids": _ids,
     "return_logprobs": _top,
     "return_reruns": _flag,
@@ -386,7 +401,8 @@ def per_row(
         return [getattr(c, name) for c in of]
 
     columns = {name: column(name) for name in ("max_new_tokens", *_EDITS)}
-    columns |= {name: column(name, drawn) for name in ("seed", *SAMPLED_OPTIONS)}
+    columns |= {name: column(name, drawn) for name in SAMPLED_OPTIONS}
+    columns["seed"] = [c.seed or 0 for c in drawn]
     columns["temperature"] = [c.temperature if c.sampled else 0.0 for c in rows]
     columns["sample_index"] = [*indices, *[0] * (batch - len(indices))]
     columns["top_logprobs"] = [c.return_logprobs or 0 for c in rows]

@@ -217,6 +217,7 @@ def next_tokens(
                 f"generate: a logits processor must return scores [B,V] = {list(logits.shape)}, "
                 f"got {getattr(scores, 'shape', scores)} of {process}"
             )
+        scores = jnp.asarray(scores, jnp.float32)
     if processors.edit or processors.custom:
         tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
         best = _at(scores, tokens)

@@ -120,8 +120,10 @@ class Plan:
           ValueError: `implementation` is not one, or see `read_table`.
           NotImplementedError: no op has it, or not on this device.
         """
-        if implementation == "cudnn" and compute_capability is None:
-            raise NotImplementedError(f"plan: cudnn needs an NVIDIA GPU, got {device_kind!r}")
+        if implementation in ("cudnn", "mosaic_gpu") and compute_capability is None:
+            raise NotImplementedError(
+                f"plan: {implementation} needs an NVIDIA GPU, got {device_kind!r}"
+            )
         named = ()
         if implementation is not None:
             named = tuple((op, implementation) for op in _ops_with(implementation))

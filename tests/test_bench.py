@@ -222,8 +222,13 @@ def test_run_cases_and_record_round_trip(tmp_path):
     assert record.read(tmp_path / "log") == result
 
 
+ONLY_ROWS = '{"schema": 1, "rows": [{"case": "a"}]}'
+
+
 @pytest.mark.parametrize(
-    "text", ["", "no", "[]", "{}", '{"schema": 0}', '{"schema": "1"}'], ids=repr
+    "text",
+    ["", "no", "[]", "{}", '{"schema": 0}', '{"schema": "1"}', '{"schema": 1}', ONLY_ROWS],
+    ids=repr,
 )
 def test_foreign_records_are_refused_in_one_line(tmp_path, text, capsys):
     (tmp_path / "r.json").write_text(text)

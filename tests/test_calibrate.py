@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import json
 import math
+import os
 import re
 import shutil
 import statistics
@@ -470,6 +471,19 @@ def test_a_damaged_file_is_told(calibration, folder, damage, told):
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
     assert str(error.value).endswith("run `fdjax calibrate` again, or remove the file")
     load(folder, calibration=False)
+
+
+def test_what_is_no_plain_file_stays_what_it_is(calibration, tmp_path):
+    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
+    link.symlink_to(tmp_path / "real.json")
+    calibrate.write_calibration(calibration, link)
+    assert link.is_symlink()
+    text = (tmp_path / "real.json").read_text()
+    os.mkfifo(pipe)
+    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
+        calibrate.write_calibration(calibration, pipe)
+        assert reader.read() == text
+    assert pipe.is_fifo()
 
 
 def test_a_file_is_written_whole_or_not_at_all(calibration, tmp_path, monkeypatch):

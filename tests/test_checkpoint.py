@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import fdjax
 from fdjax.checkpoint import load_params, locate, read_json, stored_tensors
 from fdjax.models import CheckpointError, describe, export_tensors, parse_config, weight_map
 from fdjax.tokenizer import MissingTokenizerError, Tokenizer
@@ -285,11 +286,39 @@ def test_a_tied_model_has_no_head_whether_or_not_the_file_has_one(tmp_path, with
     tensors = make_single(tmp_path, tie_word_embeddings=True)
     assert "lm_head.weight" not in tensors
     if with_head:
-        extra = {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}
+        extra = {"lm_head.weight": tensors["model.embed_tokens.weight"]}
         write(tmp_path / SINGLE, tensors | extra)
     params = load(tmp_path)
     assert "head" not in params
     assert_same_bits(leaf(params, "embed"), tensors["model.embed_tokens.weight"], "embed")
+
+
+@pytest.mark.parametrize("how", ["value", "shape", "dtype"])
+def test_a_head_of_its_own_is_not_dropped_for_a_config_that_ties_it(tmp_path, how):
+    tensors = make_single(tmp_path, tie_word_embeddings=True)
+    head = tensors["model.embed_tokens.weight"].copy()
+    if how == "value":
+        head[-1, -1] += 1
+    head = {"shape": head[:-1], "dtype": head.astype(np.float16)}.get(how, head)
+    write(tmp_path / SINGLE, tensors | {"lm_head.weight": head})
+    refusal(tmp_path, "tensor 'lm_head.weight' is another than", "'tie_word_embeddings' to false")
+
+
+@pytest.mark.parametrize("named", [{}, {"torch_dtype": None}, {"dtype": "float32"}])
+def test_the_dtype_is_that_of_the_tensors_where_none_is_named(tmp_path, named):
+    make_single(tmp_path, DTYPES["BF16"])
+    config = {k: v for k, v in TINY.items() if k != "torch_dtype"} | named
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"compilation_cache": False, "progress": False}
+    expected = "float32" if named.get("dtype") else "bfloat16"
+    assert fdjax.load(tmp_path, **options).model.dtype == expected
+    assert fdjax.load(tmp_path, dtype="float16", **options).model.dtype == "float16"
+
+
+def test_a_file_of_its_name_does_not_hide_the_embedded_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("tiny").touch()
+    assert (locate("tiny") / "config.json").exists()
 
 
 def test_precomputed_frequencies_are_no_matter(tmp_path):

@@ -175,7 +175,7 @@ def test_more_last_logits_than_there_are(lm, last):
         ("repetition_penalty", 1e-38),
         ("top_k", -1),
         ("top_k", 1.5),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_p", float("nan")),
         ("seed", -1),

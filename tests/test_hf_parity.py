@@ -5,6 +5,7 @@ import json
 import shutil
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import jax
 import numpy as np
@@ -71,7 +72,7 @@ def slow_unless_fast(cases, fast=FAST):
 def load(case, dtype="float32", compiled="quick", implementation=None):
     """One LM, and so one set of programs, for each way to compile them."""
     plan = implementation and Plan.for_device(implementation=implementation)
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), mock.patch("fdjax.lm._loaded", {}):
         # Dynamic scaling is for sequences longer than the model's context.
         warnings.filterwarnings("ignore", "max_len 264 exceeds the model's", UserWarning)
         return fdjax.load(

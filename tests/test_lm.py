@@ -14,7 +14,7 @@ import pytest
 
 import fdjax
 import fdjax.platform
-from fdjax import engine
+from fdjax import engine, memory
 from fdjax.models import describe, random_params
 from fdjax.models.decoder import Block
 from fdjax.schedule import CHUNKS
@@ -667,6 +667,43 @@ def test_a_checkpoint_loaded_anew_is_not_compiled_anew(lm):
     assert result.tokens == tokens
     assert result.stats.compile_seconds == 0
     assert load(dtype="bfloat16").program_counts() == {"prefill": 0, "decode_steps": 0}
+
+
+def test_other_weights_may_be_assigned(lm):
+    other = fresh(lm)
+    before = other.generate([5, 6, 7], max_new_tokens=8, **CHECKED)
+    score = other.score([5, 6, 7]).perplexity
+    other.params = {**lm.params, "embed": -np.asarray(lm.params["embed"])}
+    after = other.generate([5, 6, 7], max_new_tokens=8, **CHECKED)
+    assert after.logprobs != before.logprobs and other.score([5, 6, 7]).perplexity != score
+    assert after.stats.compile_seconds == 0
+    other.params = lm.params
+    assert other.generate([5, 6, 7], max_new_tokens=8, **CHECKED).logprobs == before.logprobs
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_call_in_a_traced_function_is_refused_and_leaves_nothing_behind(lm, idle):
+    other = fresh(lm)
+    want = lm.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens
+    if idle:
+        other.generate([5, 6, 7], max_new_tokens=3, **CHECKED)
+
+    @jax.jit
+    def traced(x):
+        return x + other.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens[0][0]
+
+    with pytest.raises(RuntimeError, match=r"fdjax\.generate can"):
+        traced(1)
+    assert other.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens == want
+
+
+def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 10**9)
+    lm = load(gpu_memory_utilization=0.5)
+    limit = lm.config.max_position_embeddings
+    result = lm.generate([7] * (limit - 3), max_new_tokens=128, **CHECKED)
+    assert len(result.tokens[0]) == 3
+    assert load(gpu_memory_utilization=0.5, max_len=64).max_len == 64
 
 
 def test_load_takes_a_path(lm):

@@ -144,6 +144,25 @@ def test_a_seed_for_some_leaves_the_others_their_own(lm):
     assert one != other
 
 
+def test_without_a_seed_each_row_of_each_call_draws_its_own(lm):
+    config = fdjax.GenerationConfig(do_sample=True, temperature=1.5, max_new_tokens=14)
+    options = {"eos_token_id": None}
+    runs = [lm.generate([prompts()[1]] * 2, config, **options).tokens for _ in range(2)]
+    assert len({tuple(tokens) for run in runs for tokens in run}) == 4
+    seeded = dataclasses.replace(config, seed=3)
+    one, other = lm.generate([prompts()[1]] * 2, seeded, **options).tokens
+    assert one == other
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_processor_may_return_another_dtype(lm, dtype):
+    def processor(ids, lengths, scores):
+        return scores.astype(dtype)
+
+    with jax.enable_x64(dtype == "float64"), jax.numpy_dtype_promotion("standard"):
+        lm.generate(prompts()[1], seed=1, logits_processors=processor, **SAMPLED)
+
+
 def test_samples_of_a_prompt_come_side_by_side(lm):
     several = lm.generate(prompts()[1:3], num_return_sequences=[1, 3], seed=[7, 8], **SAMPLED)
     assert len(several.tokens) == len(several.texts) == len(several.finish_reasons) == 4
@@ -265,6 +284,14 @@ def test_logprobs_are_of_the_raw_model(lm):
 
 
 # --- one's own processors and criteria
+
+
+@dataclasses.dataclass
+class Scaled:
+    by: float
+
+    def __call__(self, ids, lengths, scores):
+        return scores * self.by
 
 
 def only_even(ids, lengths, scores):
@@ -494,6 +521,7 @@ def test_what_was_chosen_is_not_warned_of(lm):
         ({"do_sample": 1}, "do_sample must be True or False"),
         ({"stopping_criteria": 3}, "stopping_criteria must be a sequence"),
         ({"logits_processors": [3]}, "logits_processors must be functions"),
+        ({"logits_processors": [Scaled(2.0)]}, "logits_processors must be hashable"),
         ({"suppress_tokens": list(range(320))}, "options forbid every token at token 0"),
     ],
     ids=str,

@@ -227,5 +227,8 @@ def read(path: str | Path) -> Record:
         raise ValueError(f"record: last line of {path} must be JSON, got {error}") from None
     schema = fields.get("schema") if isinstance(fields, dict) else None
     if schema != SCHEMA:
-        raise ValueError(f"record: schema of {path} must be {SCHEMA}, got {schema}")
-    return Record(**fields | {"rows": [Row(**row) for row in fields["rows"]]})
+        raise ValueError(f"record: schema of {path} must be {SCHEMA}, got {schema!r}")
+    try:
+        return Record(**fields | {"rows": [Row(**row) for row in fields["rows"]]})
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"record: {path} is no record of schema {SCHEMA}, {error!r}") from None

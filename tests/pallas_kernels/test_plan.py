@@ -485,3 +485,9 @@ def test_fp32_operands_are_never_multiplied_in_less(dtype):
     products = text.count("stablehlo.dot_general")
     assert products >= 3
     assert text.count("precision = [HIGHEST, HIGHEST]") == (products if dtype == "float32" else 0)
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "mosaic_gpu"])
+def test_kernels_need_a_gpu(implementation):
+    with pytest.raises(NotImplementedError, match=f"plan: {implementation} needs an NVIDIA GPU"):
+        Plan.for_kind("cpu", implementation=implementation)
