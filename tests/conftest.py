@@ -56,17 +56,29 @@ def full_compiles() -> Iterator[None]:
 def little_to_carry_along() -> Iterator[None]:
     """Keep what one module leaves behind from burdening the next.
 
-    Compiled programs are dropped before the kernel's limit of memory mappings kills the process:
-    every program holds some, and Linux allows 65530 of them. Whatever else outlives a module is
-    frozen, or the garbage collector would look through all of it again and again.
+    A compilation cache that the command line turned on goes off again. Compiled programs are
+    dropped before the kernel's limit of memory mappings kills the process: every program holds
+    some, and Linux allows 65530 of them. Whatever else outlives a module is frozen, or the garbage
+    collector would look through all of it again and again.
     """
+    cache = jax.config.jax_compilation_cache_dir
     yield
+    jax.config.update("jax_compilation_cache_dir", cache)
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
         gc.unfreeze()
         jax.clear_caches()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def cache_setting() -> Iterator[None]:
+    """No compilation cache, whatever JAX is configured to."""
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", None)
+    yield
+    jax.config.update("jax_compilation_cache_dir", before)
 
 
 @pytest.fixture

@@ -208,7 +208,7 @@ def test_the_bounds_are_those_of_the_package(machine):
     assert found("jax").status == "ok"
 
 
-def test_the_cache_folder(machine, monkeypatch, tmp_path):
+def test_the_cache_folder(machine, cache_setting, monkeypatch, tmp_path):
     machine()
     cache = tmp_path / "fdjax" / "xla"
     assert found("compilation cache").text == f"{cache}, 0.0 MB"

@@ -650,15 +650,6 @@ def test_damage_is_told_by_prompt(long_lm):
 # --- what `load` does to the process
 
 
-@pytest.fixture
-def cache_setting():
-    """Whatever JAX is configured to, first nothing."""
-    before = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    yield
-    jax.config.update("jax_compilation_cache_dir", before)
-
-
 def test_a_checkpoint_loaded_anew_is_not_compiled_anew(lm):
     options = {"max_new_tokens": 3, "do_sample": False}
     tokens = lm.generate([5, 6, 7], **options).tokens
