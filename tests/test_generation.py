@@ -187,6 +187,12 @@ def test_values_that_are_refused(field, value):
         GenerationConfig(**{field: value})
 
 
+@pytest.mark.parametrize("values", [{"top_p": 0.0}, {"top_p": 1.0}, {"min_p": 0.0}, {"seed": None}])
+def test_values_at_the_edge_are_taken(values):
+    (name,) = values
+    assert getattr(GenerationConfig(**values), name) == values[name]
+
+
 def test_scalars_of_numpy_are_numbers():
     given = GenerationConfig(
         do_sample=np.True_,

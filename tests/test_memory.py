@@ -135,6 +135,8 @@ def test_too_much_is_refused_with_the_numbers(small_device, never_loaded, free, 
         ({"gpu_memory_utilization": 0.0}, "must be above 0 and at most 1, got 0.0"),
         ({"gpu_memory_utilization": 90}, "must be above 0 and at most 1, got 90"),
         ({"gpu_memory_utilization": float("nan")}, "got nan"),
+        ({"gpu_memory_utilization": "0.5"}, "must be above 0 and at most 1, got '0.5'"),
+        ({"max_batch": True}, "max_batch must be an integer, got True"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(never_loaded, options, told):

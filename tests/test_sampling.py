@@ -298,6 +298,7 @@ def test_logits_of_minus_infinity_are_never_drawn(processors):
         {"temperature": 0.0, "top_k": 5, "top_p": 0.9},
         {"top_k": 1},
         {"top_p": 1e-7},
+        {"top_p": 0.0},
         {"top_k": 1, "top_p": 0.5, "temperature": 3.0},
         {"temperature": 1e-4},
         # Divided by these, a logit overflows.
