@@ -26,13 +26,17 @@ from pathlib import Path
 from benchmarks import peers
 from fdjax.bench.record import Record, Row, emit, environment, read, write
 
+_LINEAR = ("matmul", "linear_chain")
+
 # Implementations named beyond the measured choice, by op. Those without one kind of kernel run XLA,
 # those without an idea the same kernels.
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
-    "xla": dict.fromkeys(("matmul", "decode_attention", "prefill_attention"), "xla"),
-    "cudnn": {"matmul": "xla", "decode_attention": "cudnn", "prefill_attention": "cudnn"},
-    "without flat GEMM": {"matmul": "xla"},
+    "xla": dict.fromkeys((*_LINEAR, "decode_attention", "prefill_attention"), "xla"),
+    "cudnn": dict.fromkeys(_LINEAR, "xla")
+    | {"decode_attention": "cudnn", "prefill_attention": "cudnn"},
+    "without flat GEMM": dict.fromkeys(_LINEAR, "xla"),
+    "without chain": {"linear_chain": "xla"},
     "without unified maximum": {},
     "without fusion": {},
 }

@@ -12,6 +12,7 @@ import functools
 import itertools
 import json
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,17 +24,28 @@ from fdjax.bench.check import verify
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing, l2_bytes, measure
 from fdjax.models import DecoderConfig, Model
-from fdjax.pallas_kernels.gemm import FlatGemmConfig, matmul
+from fdjax.pallas_kernels.gemm import (
+    FlatGemmConfig,
+    chain_counters,
+    chain_key,
+    linear_chain,
+    matmul,
+)
 from fdjax.pallas_kernels.gemm.flat_gemm import matmul_flat_gemm
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
     TABLE_SCHEMA,
+    Plan,
+    as_entry,
     read_table,
     shipped_table_path,
 )
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+# Of `linear_chain`; its kernel takes no more.
+CHAIN_ROWS = (1, 2, 4, 8, 16, 32)
 
 # (block_n, block_k, stages, split) for up to 64 rows; in sweeps over all, the fastest was always
 # one of these.
@@ -201,9 +213,13 @@ def time_linear(
 def _weights(shape: LinearShape, dtype: str) -> list[jax.Array]:
     """So many weights that the next one is never in L2."""
     axes = (shape.k, 2, shape.n // 2) if shape.gate else (shape.k, shape.n)
-    nbytes = shape.k * shape.n * jnp.dtype(dtype).itemsize
-    count = 3 * l2_bytes(jax.devices()[0]) // nbytes + 1
+    count = _cold_count(shape.k * shape.n * jnp.dtype(dtype).itemsize)
     return [_normal(i, axes, dtype) * jnp.asarray(shape.k**-0.5, dtype) for i in range(count)]
+
+
+def _cold_count(nbytes: int) -> int:
+    """How many weights of so many bytes it takes for the next one never to be in L2."""
+    return 3 * l2_bytes(jax.devices()[0]) // nbytes + 1
 
 
 def _operands(shape: LinearShape, m: int, w: jax.Array, seed: int) -> dict[str, Any]:
@@ -281,6 +297,92 @@ def measure_matmul(
                 yield entry
 
 
+def measure_chain(
+    config: DecoderConfig,
+    rows: Sequence[int] = CHAIN_ROWS,
+    *,
+    plan: Plan | None = None,
+    dtype: str = "bfloat16",
+    runs: int = 10,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict[str, Any]]:
+    """Times the linear layers between two attentions of a decoder, one by one and as one kernel.
+
+    Args:
+      config: the decoder.
+      rows: values of M.
+      plan: of the single layers, default that of the first device.
+      dtype: of the operands.
+      runs: timed calls of each, twice in turn.
+      report: takes a line for every row.
+
+    Yields:
+      An entry of the table for each M, "xla" standing for one layer after the other. None where the
+      decoder has biases or norms that a chain has no place for, or sizes its kernel does not take.
+    """
+    c, plan = config, plan or Plan.for_device()
+    if c.post_norms or c.qkv_bias or c.out_bias or c.mlp_bias:
+        return
+    heads, n = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
+    weights = list(_chain_weights(heads, c.width, c.mlp_width, n, dtype))
+
+    def run(implementation, o, x, weights):
+        return linear_chain(
+            *(o, x, chain_counters(1), 0),
+            **weights,
+            gate="silu",
+            implementation=implementation,
+            plan=plan,
+        )
+
+    for m in rows:
+        sets = [
+            (_normal(i, (m, heads), dtype), _normal(i, (m, c.width), dtype), w)
+            for i, w in enumerate(weights)
+        ]
+        one_by_one, chained = (
+            _compile(functools.partial(run, name), sets[0]) for name in ("xla", "mosaic_gpu")
+        )
+        if chained is None:
+            return
+        results = zip(chained(*sets[0]), one_by_one(*sets[0]), strict=True)
+        problems = [p for got, want in results if (p := verify(got, want, _TOLERANCE)[1])]
+        functions = {"xla": one_by_one} | ({} if problems else {"mosaic_gpu": chained})
+        passes = [
+            {name: measure(of, sets, runs=runs) for name, of in functions.items()} for _ in "12"
+        ]
+        times = {name: Timing.merge([p[name] for p in passes]).median_us for name in functions}
+        wins = times["xla"] >= _LEAST_GAIN * times.get("mosaic_gpu", math.inf)
+        entry = {
+            "op": "linear_chain",
+            "shape": chain_key(m, heads, c.width, c.mlp_width, n, jnp.dtype(dtype).itemsize),
+            "implementation": "mosaic_gpu" if wins else "xla",
+            "config": None,
+            "microseconds": {name: round(us, 2) for name, us in times.items()},
+        }
+        told = [f"linear_chain M={m}: {entry['implementation']} {entry['microseconds']}", *problems]
+        report(", ".join(told))
+        yield entry
+
+
+def _chain_weights(k: int, width: int, hidden: int, n: int, dtype: str) -> Iterator[dict[str, Any]]:
+    """Operands of `linear_chain`, so many that the next ones are never in L2."""
+    shapes = {
+        "out": (k, width),
+        "gate_up": (width, 2, hidden),
+        "down": (hidden, width),
+        "following": (width, n),
+    }
+    nbytes = sum(map(math.prod, shapes.values())) * jnp.dtype(dtype).itemsize
+    for i in range(_cold_count(nbytes)):
+        weights = {
+            name: _normal(i, shape, dtype) * jnp.asarray(shape[0] ** -0.5, dtype)
+            for name, shape in shapes.items()
+        }
+        norm = RMSNorm(_normal(i, (width,), dtype), 1e-5)
+        yield weights | {"mlp_norm": norm, "next_norm": norm}
+
+
 def _entry(key: dict[str, int], times: Mapping[FlatGemmConfig | None, float]) -> dict[str, Any]:
     """An entry of the table from microseconds: None is XLA's."""
     xla_us = times[None]
@@ -329,7 +431,11 @@ def tune(
             f"tune: the kernels multiply bfloat16 or float16, got {model.dtype}"
         )
     shapes = linear_shapes(model.config).values()
-    return table_of(measure_matmul(shapes, dtype=model.dtype, report=report), commit)
+    entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
+    found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
+    plan = dataclasses.replace(model.plan, table=found)
+    entries += measure_chain(model.config, plan=plan, dtype=model.dtype, report=report)
+    return table_of(entries, commit)
 
 
 def table_of(entries: Iterable[Mapping[str, Any]], commit: str | None = None) -> dict[str, Any]:

@@ -6,6 +6,7 @@ a static graph and plain parameters, and `Model.module` puts both together again
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,7 @@ from jax import Array, lax
 
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import DecoderConfig
-from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
@@ -75,12 +76,10 @@ class Attention(nnx.Module):
         self.q_norm = Norm(config.head_dim, config, dtype) if config.qk_norm else None
         self.k_norm = Norm(config.head_dim, config, dtype) if config.qk_norm else None
 
-    def __call__(
-        self, x: Array, norm: RMSNorm, kv: Any, attend: Attend, plan: Plan
-    ) -> tuple[Array, Any]:
-        """x [B,T,E] → heads of norm(x), [B,T,H·D], for `out`; and the layer's cache updated."""
-        b, t, _ = x.shape
-        qkv = self.qkv(x, norm=norm, plan=plan).reshape(b, t, *self.heads)
+    def __call__(self, qkv: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
+        """Results of `qkv` [B,T,...] → heads [B,T,H·D] for `out`; and the layer's cache updated."""
+        b, t, _ = qkv.shape
+        qkv = qkv.reshape(b, t, *self.heads)
         if self.q_norm is not None:
             q, k, v = jnp.split(qkv, (-2, -1), axis=3)
             qkv = jnp.concatenate([self.q_norm(q, plan), self.k_norm(k, plan), v], axis=3)
@@ -140,13 +139,62 @@ class Block(nnx.Module):
 
         Args: see `Decoder`.
         """
-        o, kv = self.attention(x, self.attention_norm.operand(), kv, attend, plan)
+        qkv = self.attention.qkv(x, norm=self.attention_norm.operand(), plan=plan)
+        return self.from_qkv(x, qkv, kv, attend, plan, last)
+
+    def from_qkv(
+        self, x: Array, qkv: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
+    ) -> tuple[Array, Any]:
+        """`__call__` after the first product, of which `qkv` [B,T,N] is the result."""
+        o, kv = self.attention(qkv, kv, attend, plan)
         if last is not None:
             x, o = (jnp.take_along_axis(a, last[:, None, None], axis=1) for a in (x, o))
             # Once per prompt, kernels for three products save less than it takes to lower them.
             plan = plan.with_xla("matmul")
         x = _add(x, self.attention.out, o, self.attention_post_norm, plan)
         return self.mlp(x, self.mlp_norm.operand(), self.mlp_post_norm, plan), kv
+
+    def to_next_qkv(
+        self,
+        x: Array,
+        qkv: Array,
+        kv: Any,
+        attend: Attend,
+        plan: Plan,
+        following: "Block",
+        counters: Any,
+        index: Array,
+    ) -> tuple[Array, Array, Any]:
+        """`from_qkv` of one token for each row, and the first product of the following block.
+
+        Args: see `Decoder` and `linear_chain`.
+
+        Returns:
+          (x [B,1,E], qkv of the following block [B,1,N], the layer's cache updated).
+        """
+        o, kv = self.attention(qkv, kv, attend, plan)
+        weight = following.attention.qkv.weight[...]
+        x, qkv = linear_chain(
+            *(o[:, 0], x[:, 0], counters, index),
+            out=self.attention.out.weight[...],
+            mlp_norm=self.mlp_norm.operand(),
+            gate_up=self.mlp.gate_up.weight[...],
+            down=self.mlp.down.weight[...],
+            next_norm=following.attention_norm.operand(),
+            following=weight.reshape(len(weight), -1),
+            gate=self.mlp.activation,
+            plan=plan,
+        )
+        return x[:, None], qkv[:, None], kv
+
+    def chains(self, rows: int, plan: Plan) -> bool:
+        """Whether the plan has a kernel for all that is between two attentions of such blocks."""
+        linears = (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)
+        if self.attention_post_norm or any(linear.bias is not None for linear in linears):
+            return False
+        qkv, out, _, down = (linear.weight for linear in linears)
+        key = chain_key(rows, *out.shape, len(down), qkv.size // len(qkv), qkv.dtype.itemsize)
+        return plan.choose("linear_chain", **key).implementation != "xla"
 
 
 class Decoder(nnx.Module):
@@ -192,19 +240,41 @@ class Decoder(nnx.Module):
             # so round otherwise than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(self.embedding_scale, x.dtype), x, plan)
 
+        if tokens.shape[1] == 1 and last is None and self.blocks[0].chains(len(tokens), plan):
+            return self._chained(x, kv, attend, plan)
+
         def run(graph, params, x, kv, last):
             return nnx.merge(graph, params)(x, kv, attend, plan, last)
 
-        if isinstance(tokens, jax.core.Tracer):
-            # Blocks that are alike share a trace and a lowering. Outside of a trace, this function
-            # would be another one, and compiled, at every call.
-            run = jax.jit(run, static_argnums=0)
+        run = _shared(run, x)
         updated = []
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for block, layer_kv, one in zip(self.blocks, kv, wanted, strict=True):
             x, layer_kv = run(*nnx.split(block), x, layer_kv, one)
             updated.append(layer_kv)
         return x, updated
+
+    def _chained(
+        self, x: Array, kv: list[Any], attend: Attend, plan: Plan
+    ) -> tuple[Array, list[Any]]:
+        """The blocks, in launches from attention to attention; x [B,1,E]."""
+
+        def run(graph, params, *args):
+            block, following = nnx.merge(graph, params)
+            x, qkv, kv, counters, index = args
+            return block.to_next_qkv(x, qkv, kv, attend, plan, following, counters, index)
+
+        run = _shared(run, x)
+        first, end = self.blocks[0], self.blocks[-1]
+        qkv = first.attention.qkv(x, norm=first.attention_norm.operand(), plan=plan)
+        counters = chain_counters(len(self.blocks) - 1)
+        updated = []
+        for i, pair in enumerate(itertools.pairwise(self.blocks)):
+            graph, params = nnx.split(nnx.List(pair))
+            x, qkv, layer_kv = run(graph, params, x, qkv, kv[i], counters, jnp.int32(i))
+            updated.append(layer_kv)
+        x, layer_kv = end.from_qkv(x, qkv, kv[-1], attend, plan)
+        return x, [*updated, layer_kv]
 
     def logits(self, hidden: Array, plan: Plan) -> Array:
         """hidden [..., E] → fp32 logits [..., V]."""
@@ -217,6 +287,14 @@ class Decoder(nnx.Module):
         if self.logit_soft_cap is not None:
             logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
         return logits
+
+
+def _shared(run: Callable, x: Array) -> Callable:
+    """run(graph, ...), traced and lowered once for all blocks that are alike.
+
+    Outside of a trace of x, it would be another function, and compiled, at every call.
+    """
+    return jax.jit(run, static_argnums=0) if isinstance(x, jax.core.Tracer) else run
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

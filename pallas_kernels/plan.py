@@ -22,7 +22,7 @@ TABLE_SCHEMA = 1
 
 # A measurement at one value of these says nothing about another: other code runs, or none at all,
 # or blocks that filled the device leave a part of it idle.
-_EXACT_KEYS = ("d", "itemsize", "masks", "gate", "fused", "k", "n")
+_EXACT_KEYS = ("d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden")
 
 # Of the "mosaic_gpu" kernels that take a measured configuration. A change of the kernel that would
 # change what measures best is a new revision, which refuses the tables of the old one.
@@ -206,7 +206,7 @@ def check_implementation(op: str, implementation: str) -> None:
 def _ops_with(implementation: str) -> tuple[str, ...]:
     check_implementation("plan", implementation)
     return {
-        "xla": ("matmul", "decode_attention", "prefill_attention"),
+        "xla": ("matmul", "linear_chain", "decode_attention", "prefill_attention"),
         "cudnn": ("decode_attention", "prefill_attention"),
         "mosaic_gpu": ("matmul", "decode_attention", "prefill_attention"),
     }[implementation]
@@ -262,7 +262,7 @@ def read_table(path: str | Path, *, log_level: int = logging.WARNING) -> tuple[E
         raise ValueError(f"{where}: schema must be {TABLE_SCHEMA}, got {schema!r}")
     try:
         measured_with = data.get("provenance", {}).get("versions", {}).get("jax")
-        entries = tuple(_entry(row, data.get("revisions", {}), where) for row in data["entries"])
+        entries = tuple(as_entry(row, data.get("revisions", {}), where) for row in data["entries"])
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: entries must be those of schema {schema}, {error!r}") from None
     if measured_with not in (None, version("jax")):
@@ -272,7 +272,8 @@ def read_table(path: str | Path, *, log_level: int = logging.WARNING) -> tuple[E
     return entries
 
 
-def _entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entry:
+def as_entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entry:
+    """An entry of a table from its row in the file; `where` begins errors, see `read_table`."""
     op, config = row["op"], row.get("config")
     check_implementation(f"{where}: {op}", row["implementation"])
     if config is not None and revisions.get(op) != KERNEL_REVISIONS.get(op):

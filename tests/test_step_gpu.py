@@ -1,5 +1,6 @@
 """The decode chunk on a real GPU: in place, with the implementations the plan picks there."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,7 +11,9 @@ import pytest
 from deviceless import alias_bytes, large_copies
 from fdjax.models import describe, parse_config, random_params
 from fdjax.options import GenerationConfig, per_row
-from fdjax.state import cache_bytes, init_cache, start
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.sampling import Processors
+from fdjax.state import DecodeState, cache_bytes, init_cache, pack_progress, start
 from fdjax.step import decode_steps
 
 CONFIG = {
@@ -48,3 +51,37 @@ def test_decode_chunk_updates_the_cache_in_place(batch, kv_heads):
     assert alias_bytes(compiled) >= cache
     assert alias_bytes(compiled) < cache * 1.001
     assert not large_copies(compiled, cache // (2 * model.config.layers))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 4, 32])
+def test_layers_in_a_chain_decode_as_one_by_one(batch):
+    config = parse_config(CONFIG | {"num_key_value_heads": 8, "num_hidden_layers": 3})
+    slots = 256
+    rng = np.random.default_rng(0)
+    caches = rng.standard_normal((3, 2, batch, 8, slots, 128), np.float32)
+    lengths = jnp.asarray(rng.integers(1, slots - 8, batch), jnp.int32)
+    tokens = jnp.asarray(rng.integers(0, 32000, batch), jnp.int32)
+    requests = [GenerationConfig(max_new_tokens=8)] * batch
+    sampling = jax.tree.map(jnp.asarray, per_row(requests, batch))
+    results = []
+    for implementation in ("xla", "mosaic_gpu"):
+        named = (("linear_chain", implementation),)
+        plan = dataclasses.replace(Plan.for_device(), named=named)
+        model = describe(config, dtype="bfloat16", plan=plan)
+        state = DecodeState(
+            [(jnp.asarray(k, "bfloat16"), jnp.asarray(v, "bfloat16")) for k, v in caches],
+            jnp.zeros((batch, slots), jnp.int32),
+            pack_progress(lengths, tokens, jnp.ones_like(tokens), jnp.zeros_like(tokens)),
+        )
+        processors = Processors(logprobs=True)
+        decode = functools.partial(decode_steps, model, max_steps=4, processors=processors)
+        args = random_params(model), state, sampling, np.int32(2)
+        lowered = jax.jit(decode, donate_argnums=1).lower(*args)
+        assert ("chain_kernel" in lowered.as_text()) == (implementation == "mosaic_gpu")
+        _, chosen, logprobs = lowered.compile()(*args)
+        results.append(jax.device_get((chosen, logprobs.top)))
+    for tokens, _ in results:
+        assert (tokens[:, :2] >= 0).all() and (tokens[:, 2:] == -1).all()
+    (_, top), (_, chained_top) = results
+    assert np.abs(top[:, 0] - chained_top[:, 0]).max() < 0.05

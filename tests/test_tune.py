@@ -14,9 +14,17 @@ from fdjax.bench.record import Row
 from fdjax.bench.timing import Timing
 from fdjax.cli import main
 from fdjax.models import describe, parse_config
-from fdjax.pallas_kernels.gemm import FlatGemmConfig, matmul
+from fdjax.pallas_kernels.gemm import FlatGemmConfig, linear_chain, matmul
 from fdjax.pallas_kernels.plan import Choice, Plan, read_table, shipped_table_path
-from fdjax.tune import LinearShape, explain, linear_shapes, measure_matmul, table_of, write_table
+from fdjax.tune import (
+    LinearShape,
+    explain,
+    linear_shapes,
+    measure_chain,
+    measure_matmul,
+    table_of,
+    write_table,
+)
 
 H100 = "NVIDIA H100 80GB HBM3"
 GOOD, FAST, WRONG, TOO_LARGE = (FlatGemmConfig(64, 64, stages) for stages in (2, 3, 4, 5))
@@ -48,12 +56,21 @@ def _timing(us: float) -> Timing:
 def fake(monkeypatch):
     """The kernel computes through XLA; times are those of `us`, by configuration, None for XLA."""
     us = {None: 20.0, GOOD: 15.0, FAST: 10.0, WRONG: 1.0, TOO_LARGE: 1.0}
+    us |= {"xla": 80.0, "mosaic_gpu": 70.0, "chain is off by": 0.0}
 
     def kernel(*, config, dtype, **operands):
         if config == TOO_LARGE:
             raise NotImplementedError("matmul: no room")
         y = matmul(**operands, preferred_element_type=dtype)
         return y + jnp.asarray(config == WRONG, dtype)
+
+    def chain(o, x, counters, index, *, implementation, **operands):
+        if implementation == "mosaic_gpu" and us["mosaic_gpu"] is None:
+            raise NotImplementedError("linear_chain: sizes")
+        x, y = linear_chain(
+            o, x, counters, index, **operands | {"implementation": "xla", "plan": None}
+        )
+        return x, y + jnp.asarray(us["chain is off by"] * (implementation != "xla"), y.dtype)
 
     def compile_(fn, args):
         try:
@@ -64,11 +81,15 @@ def fake(monkeypatch):
 
     def measure(fn, args_sets, *, runs):
         assert runs == 3
-        assert len({id(args[0]["w"]) for args in args_sets}) == len(args_sets) > 1
+        weights = [args[0]["w"] if len(args) == 1 else args[2]["gate_up"] for args in args_sets]
+        assert len(set(map(id, weights))) == len(args_sets) > 1
+        if len(args_sets[0]) > 1:
+            return _timing(us[fn.args[0]])
         config = fn.keywords["config"] if isinstance(fn, functools.partial) else None
         return _timing(us[config])
 
     monkeypatch.setattr(tune, "matmul_flat_gemm", kernel)
+    monkeypatch.setattr(tune, "linear_chain", chain)
     monkeypatch.setattr(tune, "_compile", compile_)
     monkeypatch.setattr(tune, "measure", measure)
     return us
@@ -99,6 +120,44 @@ def test_the_fastest_that_is_right_is_chosen(fake, layer):
     assert len(said) == 2
     assert said[0].startswith(f"{layer} M=3 {WRONG}: error ")
     assert said[1] == f"{layer} M=3: mosaic_gpu {{'xla': 20.0, 'mosaic_gpu': 10.0}}"
+
+
+CHAIN = {"m": 2, "k": 128, "width": 128, "hidden": 192, "n": 256, "itemsize": 2}
+
+
+@pytest.mark.parametrize(
+    ("us", "implementation"),
+    [
+        ({}, "mosaic_gpu"),
+        ({"xla": 70.5}, "xla"),
+        ({"chain is off by": 10.0}, "xla"),
+    ],
+    ids=str,
+)
+def test_a_chain_is_chosen_where_it_is_faster_and_right(fake, us, implementation):
+    fake |= us
+    said = []
+    (entry,) = measure_chain(parse_config(LLAMA), [2], runs=3, report=said.append)
+    times = {"xla": us.get("xla", 80.0)} | ({} if "chain is off by" in us else {"mosaic_gpu": 70.0})
+    assert entry == {
+        "op": "linear_chain",
+        "shape": CHAIN,
+        "implementation": implementation,
+        "config": None,
+        "microseconds": times,
+    }
+    assert said[0].startswith(f"linear_chain M=2: {implementation} {times}")
+    assert ("error" in said[0]) == ("chain is off by" in us)
+
+
+@pytest.mark.parametrize("config", [LLAMA | {"attention_bias": True}, LLAMA | {"mlp_bias": True}])
+def test_chains_have_no_place_for_biases(fake, config):
+    assert not list(measure_chain(parse_config(config), [2], runs=3))
+
+
+def test_no_chain_is_measured_that_cannot_run(fake):
+    fake["mosaic_gpu"] = None
+    assert not list(measure_chain(parse_config(LLAMA), [2], runs=3))
 
 
 @pytest.mark.parametrize(("xla_us", "implementation"), [(10.05, "xla"), (10.2, "mosaic_gpu")])
@@ -349,14 +408,16 @@ class TestCommandLine:
             measure_matmul, rows=(1, 8), runs=3, configs=lambda shape, m: [FAST]
         )
         monkeypatch.setattr(tune, "measure_matmul", measured)
+        chained = functools.partial(measure_chain, rows=(1, 8), runs=3)
+        monkeypatch.setattr(tune, "measure_chain", chained)
 
     @pytest.mark.parametrize("how", [["config.json"], ["--config", "config.json"]], ids=str)
     def test_measures_and_writes(self, run, on_a_gpu, how, tmp_path):
         code, out, err = run("tune", *how, "--output", "sub/table.json")
         assert code == 0, err
         assert "gate_up [128,2,192] norm gate: mosaic_gpu from M1 = 1 to M2 = 8, else xla" in out
-        assert err.count("fdjax: ") == 10
-        assert len(read_table(tmp_path / "sub/table.json")) == 10
+        assert err.count("fdjax: ") == 12
+        assert len(read_table(tmp_path / "sub/table.json")) == 12
         code, again, err = run("tune", *how, "--explain", "--table", "sub/table.json")
         assert (code, again, err) == (0, out, "")
 

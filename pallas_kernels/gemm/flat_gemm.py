@@ -22,7 +22,6 @@ epilogue is fp32 and rounds once.
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -32,10 +31,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.conditional import when
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.gemm.tiles import (
+    KERNEL_ACTIVATIONS,
+    LAYOUT,
+    load,
+    matrix,
+    shared_bytes,
+)
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 
-_LAYOUT = plgpu.Layout.WGMMA
 _SMS = 132
 _SMEM_BYTES = 227 * 1024 - 256  # what a block may take, less its barriers
 _MAX_GROUPS = 8
@@ -195,12 +199,15 @@ def _launch(operands, *, eps, gate, dtype, config):
     if normed:
         stage["scale"] = ((block_k,), operands["scale"].dtype)
     # The sum of squares crosses the warps of a block through 8 bytes for each row.
-    room = _SMEM_BYTES - 8 * block_m - _bytes(buffers)
-    stages = min(config.stages, steps, room // _bytes(stage))
+    room = _SMEM_BYTES - 8 * block_m - shared_bytes(buffers)
+    stages = min(config.stages, steps, room // shared_bytes(stage))
     if stages < min(2, steps):
         raise NotImplementedError(f"matmul: no room in shared memory for {config} at M = {m}")
     buffers |= {name: ((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
-    scratch = {name: _smem(name, *buffer) for name, buffer in buffers.items()}
+    scratch = {
+        name: (plgpu.SMEM if name in ("scale", "bias") else matrix)(*buffer)
+        for name, buffer in buffers.items()
+    }
     scratch["arrived"] = plgpu.Barrier(num_arrivals=parts + groups + normed, num_barriers=stages)
     if late:
         scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
@@ -218,7 +225,7 @@ def _launch(operands, *, eps, gate, dtype, config):
         rank = lax.axis_index("k")
         layer = (gmem["layer"][0],) if "layer" in gmem else ()
 
-        def load(step, slot, names):
+        def fetch(step, slot, names):
             """Copy a tile of each operand into its ring; what lies beyond K, M or N is zero."""
             ks = pl.ds((rank * steps + step) * block_k, block_k)
             arrived = smem["arrived"].at[slot]
@@ -237,8 +244,8 @@ def _launch(operands, *, eps, gate, dtype, config):
         def scale_x(slot, scaled, squares):
             for start in range(0, block_k, 64):
                 ks = pl.ds(start, 64)
-                x = _load(smem["x"].at[slot, :, ks].T, _LAYOUT)  # [64, block_m]
-                scale = _load(smem["scale"].at[slot, ks], _LAYOUT.reduce(1))  # [64]
+                x = load(smem["x"].at[slot, :, ks].T)  # [64, block_m]
+                scale = load(smem["scale"].at[slot, ks], LAYOUT.reduce(1))  # [64]
                 squares += x * x
                 x *= lax.broadcast_in_dim(scale, x.shape, [0])
                 scaled.at[:, ks].T[...] = x.astype(in_dtype)
@@ -261,19 +268,19 @@ def _launch(operands, *, eps, gate, dtype, config):
 
                 @when((i > 0) & (refill < steps))
                 def _():
-                    load(refill, lax.rem(i - 1, stages), stage)
+                    fetch(refill, lax.rem(i - 1, stages), stage)
 
                 return squares
 
             squares = None
             if normed:
-                squares = plgpu.layout_cast(jnp.zeros((64, block_m), jnp.float32), _LAYOUT)
+                squares = plgpu.layout_cast(jnp.zeros((64, block_m), jnp.float32), LAYOUT)
             squares = lax.fori_loop(0, steps, step, squares)
             return [accumulator[...] for accumulator in accumulators], squares
 
         for name in ("w", *(name for name in stage if name != "w")):
             for slot in range(stages):
-                load(slot, slot, (name,))
+                fetch(slot, slot, (name,))
         if "residual" in gmem:
             for group, tile in enumerate(tiles):
                 source, target = (
@@ -296,9 +303,9 @@ def _launch(operands, *, eps, gate, dtype, config):
                 plgpu.barrier_wait(smem["partial_arrived"])
                 for peer in range(split - 1):
                     for part in range(parts):
-                        total[part] += _load(smem["partial"].at[peer, part], _LAYOUT)
+                        total[part] += load(smem["partial"].at[peer, part])
                     if normed:
-                        sum_of_squares += _load(smem["partial_squares"].at[peer], _LAYOUT)
+                        sum_of_squares += load(smem["partial_squares"].at[peer])
             if normed:
                 r = lax.rsqrt(jnp.sum(sum_of_squares, axis=0) / k + eps)  # [block_m]
                 total = [t * lax.broadcast_in_dim(r, t.shape, [1]) for t in total]
@@ -306,11 +313,11 @@ def _launch(operands, *, eps, gate, dtype, config):
                 plgpu.barrier_wait(smem["late_arrived"])
             if "bias" in gmem:
                 for part in range(parts):
-                    b = _load(smem["bias"].at[part], _LAYOUT.reduce(1))  # [block_n]
+                    b = load(smem["bias"].at[part], LAYOUT.reduce(1))  # [block_n]
                     total[part] += lax.broadcast_in_dim(b, total[part].shape, [0])
-            y = _ACTIVATIONS[gate](total[0]) * total[1] if gate else total[0]
+            y = KERNEL_ACTIVATIONS[gate](total[0]) * total[1] if gate else total[0]
             if "residual" in gmem:
-                y += _load(smem["residual"].T, _LAYOUT)
+                y += load(smem["residual"].T)
             y = y.astype(dtype)
             if dtype.itemsize == 4:
                 y = plgpu.layout_cast(y, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -350,38 +357,3 @@ def _launch(operands, *, eps, gate, dtype, config):
         # All layouts are given here: to infer them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
-
-
-def _smem(name: str, shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory; matrices in tiles of 8 rows with the widest swizzle that divides a row."""
-    if name in ("scale", "bias"):
-        return plgpu.SMEM(shape, dtype)
-    itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
-
-
-def _bytes(buffers: dict[str, tuple[tuple[int, ...], Any]]) -> int:
-    """Shared memory that buffers take, each from a multiple of 1024 bytes on."""
-    sizes = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in buffers.values())
-    return sum(-(-size // 1024) * 1024 for size in sizes)
-
-
-def _load(ref, layout) -> Array:
-    """Shared memory to registers, in fp32."""
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
-
-
-def _gelu(x: Array) -> Array:
-    """x Φ(x) by Abramowitz and Stegun 7.1.26 (|error of Φ| < 8e-8): Mosaic has no erf."""
-    z = jnp.abs(x) * 0.5**0.5
-    t = 1 / (1 + 0.3275911 * z)
-    polynomial = 0.0
-    for a in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
-        polynomial = (polynomial + a) * t
-    tail = 0.5 * polynomial * jnp.exp(-z * z)  # Φ(-|x|)
-    return x * jnp.where(x < 0, tail, 1 - tail)
-
-
-_ACTIVATIONS = {**ACTIVATIONS, "gelu": _gelu}

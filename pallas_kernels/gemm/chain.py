@@ -1,0 +1,120 @@
+"""The linear layers between two attentions: output projection, gated MLP, Q, K and V of the next.
+
+In the decode phase they are bound by their weights, as each of them is by itself (see `matmul`).
+Together they can be one launch, in which memory goes on while one product waits for another.
+"""
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+
+from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.gemm.chain_mosaic import chain_mosaic
+from fdjax.pallas_kernels.gemm.linear import matmul
+from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import Plan, resolve
+
+
+def linear_chain(
+    o: Array,
+    x: Array,
+    counters: Any,
+    index: Array | int,
+    *,
+    out: Array,
+    mlp_norm: RMSNorm,
+    gate_up: Array,
+    down: Array,
+    next_norm: RMSNorm,
+    following: Array,
+    gate: str,
+    implementation: str | None = None,
+    plan: Plan | None = None,
+) -> tuple[Array, Array]:
+    """From the heads of one attention to Q, K and V of the next.
+
+    x = x + o @ out, then x = x + (gate(n @ gate_up[:, 0]) * (n @ gate_up[:, 1])) @ down with
+    n = mlp_norm(x), and y = next_norm(x) @ following. Roundings are those of `matmul`.
+
+    Args:
+      o: [M, K], the heads.
+      x: [M, E], what is added to them.
+      counters: of `chain_counters`, one for all chains of a step.
+      index: row of them that is this chain's, traced or static; a row serves once.
+      out: [K, E].
+      mlp_norm, next_norm: norms of x, scale [E].
+      gate_up: [E, 2, F], gate, then up.
+      down: [F, E].
+      following: [E, N].
+      gate: activation name.
+      implementation: "xla", which is one `matmul` after the other, each as the plan has it, or
+        "mosaic_gpu", one kernel for 132 multiprocessors; it never falls back.
+      plan: consulted when no implementation is named; without either, XLA.
+
+    Returns:
+      (x [M, E], y [M, N]).
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or an unknown activation.
+      NotImplementedError: the named implementation cannot do this.
+
+    Costs (K·E + 3·E·F + E·N)·itemsize bytes of weight and 2·M FLOPs for each of them.
+    """
+    _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate)
+    key = chain_key(len(x), *out.shape, len(down), following.shape[1], x.dtype.itemsize)
+    choice = resolve(plan, implementation, "linear_chain", **key)
+    match choice.implementation:
+        case "mosaic_gpu":
+            return chain_mosaic(
+                *(o, x, counters, index),
+                out=out,
+                mlp_norm=mlp_norm,
+                gate_up=gate_up,
+                down=down,
+                next_norm=next_norm,
+                following=following,
+                gate=gate,
+            )
+        case "xla":
+            x = matmul(o, out, residual=x, plan=plan)
+            hidden = matmul(x, gate_up, norm=mlp_norm, gate=gate, plan=plan)
+            x = matmul(hidden, down, residual=x, plan=plan)
+            return x, matmul(x, following, norm=next_norm, plan=plan)
+        case _:
+            raise NotImplementedError(f"linear_chain: no {choice.implementation!r} implementation")
+
+
+def chain_key(m: int, k: int, width: int, hidden: int, n: int, itemsize: int) -> dict[str, int]:
+    """The shape by which `Plan.choose` knows `linear_chain`: M, K, E, F, N there."""
+    return {"m": m, "k": k, "width": width, "hidden": hidden, "n": n, "itemsize": itemsize}
+
+
+def _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate) -> None:
+    if gate not in ACTIVATIONS:
+        raise ValueError(
+            f"linear_chain: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}"
+        )
+    if x.ndim != 2 or o.ndim != 2:
+        raise ValueError(
+            f"linear_chain: o and x must be [M,K] and [M,E], got {list(o.shape)}, {list(x.shape)}"
+        )
+    (m, width), k = x.shape, o.shape[1]
+    hidden, n = gate_up.shape[-1], following.shape[-1]
+    for name, got, want in (
+        ("o", o, (m, k)),
+        ("out", out, (k, width)),
+        ("mlp_norm.scale", mlp_norm.scale, (width,)),
+        ("gate_up", gate_up, (width, 2, hidden)),
+        ("down", down, (hidden, width)),
+        ("next_norm.scale", next_norm.scale, (width,)),
+        ("following", following, (width, n)),
+    ):
+        if got.shape != want:
+            raise ValueError(
+                f"linear_chain: {name} must be {list(want)} beside x {list(x.shape)}, "
+                f"got {list(got.shape)}"
+            )
+    dtypes = {str(jnp.dtype(a.dtype)) for a in (o, x, out, gate_up, down, following)}
+    if len(dtypes) > 1:
+        raise ValueError(f"linear_chain: o, x and weights must be of one dtype, got {dtypes}")

@@ -1,0 +1,118 @@
+"""Linear layer: residual + act(norm(x) @ w + bias), or act(norm(x) @ w_gate) * (norm(x) @ w_up).
+
+FlashDecoding++ (Hong et al. 2024), sections 4 and 5: in the decode phase M is the number of rows in
+flight (1-128) and the product is bound by the weight, K·N·itemsize bytes. No implementation runs
+faster than those bytes over the memory bandwidth; norm, bias, activation and residual are fused so
+that nothing else is read or written but x and y.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.xla import matmul_row_tiles, matmul_xla
+from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import Plan, resolve
+
+
+def matmul(
+    x: Array,
+    w: Array,
+    *,
+    layer: Array | int | None = None,
+    norm: RMSNorm | None = None,
+    bias: Array | None = None,
+    gate: str | None = None,
+    residual: Array | None = None,
+    preferred_element_type=None,
+    implementation: str | None = None,
+    plan: Plan | None = None,
+) -> Array:
+    """Linear layer with its neighbours fused.
+
+    Accumulates in fp32; fp32 operands are multiplied in full fp32 precision (never TF32). "xla"
+    rounds the product to the result's dtype once before bias, gate and residual.
+
+    Args:
+      x: [..., K]; the leading axes together are M.
+      w: [K, N], or [K, 2, N] (gate, then up) with `gate`; with `layer` a stack of those, [L, ...].
+      layer: index into stacked weights, traced or static.
+      norm: RMSNorm applied to the rows of x first.
+      bias: [N], or [2, N] with `gate`; added to the product.
+      gate: activation name; the result is act(gate) * up.
+      residual: [..., N], added last.
+      preferred_element_type: dtype of the result, default that of x.
+      implementation: "xla" | "mosaic_gpu"; it never falls back.
+      plan: consulted when no implementation is named; without either, XLA.
+
+    Returns:
+      [..., N].
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or an unknown activation.
+      NotImplementedError: the named implementation cannot do this.
+
+    Costs K·N·itemsize bytes of weight (2·K·N·itemsize with `gate`) and 2·M·K·N FLOPs (4·M·K·N).
+    """
+    k, n = _check(x, w, layer, norm, bias, gate, residual)
+    dtype = jnp.dtype(preferred_element_type or x.dtype)
+    rows = x.reshape(-1, k)
+    if residual is not None:
+        residual = residual.reshape(-1, n)
+    choice = resolve(
+        plan,
+        implementation,
+        "matmul",
+        m=rows.shape[0],
+        k=k,
+        n=n * (2 if gate else 1),
+        itemsize=x.dtype.itemsize,
+        gate=int(gate is not None),
+        fused=int(any(operand is not None for operand in (norm, bias, gate, residual))),
+    )
+    fused = {"norm": norm, "bias": bias, "gate": gate, "residual": residual, "dtype": dtype}
+    match choice.implementation:
+        case "mosaic_gpu":
+            config = choice.config and FlatGemmConfig(**dict(choice.config))
+            y = matmul_flat_gemm(rows, w, layer=layer, config=config, **fused)
+        case "xla":
+            if layer is not None:
+                w = lax.dynamic_index_in_dim(w, layer, keepdims=False)
+            invariant = plan is not None and plan.batch_invariant
+            y = (matmul_row_tiles if invariant else matmul_xla)(rows, w, **fused)
+        case _:
+            raise NotImplementedError(f"matmul: no {choice.implementation!r} implementation")
+    return y.reshape(*x.shape[:-1], n)
+
+
+def _check(x, w, layer, norm, bias, gate, residual) -> tuple[int, int]:
+    """Validate shapes; returns (K, N)."""
+    if gate is not None and gate not in ACTIVATIONS:
+        raise ValueError(f"matmul: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}")
+    axes = ("L," if layer is not None else "") + ("K,2,N" if gate else "K,N")
+    if x.ndim < 1:
+        raise ValueError("matmul: x must be [...,K], got a scalar")
+    if w.ndim != axes.count(",") + 1:
+        raise ValueError(f"matmul: w must be [{axes}], got {list(w.shape)}")
+    shape = w.shape[1:] if layer is not None else w.shape
+    k, n = shape[0], shape[-1]
+    if x.shape[-1] != k:
+        raise ValueError(f"matmul: x {list(x.shape)} and w {list(w.shape)} disagree on K")
+    if gate is not None and shape[1] != 2:
+        raise ValueError(f"matmul: with gate, w must be [K,2,N], got {list(w.shape)}")
+    if x.dtype != w.dtype:
+        raise ValueError(f"matmul: x is {x.dtype} but w is {w.dtype}")
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"matmul: x and w must be floating point, got {x.dtype}")
+    if isinstance(layer, int) and not 0 <= layer < w.shape[0]:
+        raise ValueError(f"matmul: layer must be in 0..{w.shape[0] - 1}, got {layer}")
+    if norm is not None and norm.scale.shape != (k,):
+        raise ValueError(f"matmul: norm.scale must be [{k}], got {list(norm.scale.shape)}")
+    if bias is not None and bias.shape != shape[1:]:
+        raise ValueError(f"matmul: bias must be {list(shape[1:])}, got {list(bias.shape)}")
+    if residual is not None and residual.shape != (*x.shape[:-1], n):
+        raise ValueError(
+            f"matmul: residual must be {[*x.shape[:-1], n]}, got {list(residual.shape)}"
+        )
+    return k, n

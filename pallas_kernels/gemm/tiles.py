@@ -1,0 +1,45 @@
+"""What kernels of linear layers share: memory, layouts, activations."""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+
+LAYOUT = plgpu.Layout.WGMMA
+
+
+def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory in tiles of 8 rows with the widest swizzle that divides a row."""
+    itemsize = jnp.dtype(dtype).itemsize
+    swizzle = next(s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0)
+    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
+    return plgpu.SMEM(shape, dtype, transforms=transforms)
+
+
+def shared_bytes(buffers: dict[str, tuple[tuple[int, ...], Any]]) -> int:
+    """Shared memory that buffers take, each from a multiple of 1024 bytes on."""
+    sizes = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in buffers.values())
+    return sum(-(-size // 1024) * 1024 for size in sizes)
+
+
+def load(ref, layout=LAYOUT) -> Array:
+    """Shared memory to registers, in fp32."""
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def _gelu(x: Array) -> Array:
+    """x Φ(x) by Abramowitz and Stegun 7.1.26 (|error of Φ| < 8e-8): Mosaic has no erf."""
+    z = jnp.abs(x) * 0.5**0.5
+    t = 1 / (1 + 0.3275911 * z)
+    polynomial = 0.0
+    for a in (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592):
+        polynomial = (polynomial + a) * t
+    tail = 0.5 * polynomial * jnp.exp(-z * z)  # Φ(-|x|)
+    return x * jnp.where(x < 0, tail, 1 - tail)
+
+
+KERNEL_ACTIVATIONS = {**ACTIVATIONS, "gelu": _gelu}
