@@ -15,7 +15,7 @@ from fdjax.memory import (
     plan_memory,
     weight_bytes,
 )
-from fdjax.models import Model
+from fdjax.models import Model, chain_shape
 from fdjax.pallas_kernels.plan import Choice
 from fdjax.tune import linear_shapes
 
@@ -130,6 +130,9 @@ def _choices(model: Model, batch: int, slots: int):
     for name, shape in linear_shapes(c).items():
         choice = model.plan.choose("matmul", **shape.key(batch, itemsize))
         yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]", choice)
+    if shape := chain_shape(c, batch, itemsize):
+        choice = model.plan.choose("linear_chain", **shape)
+        yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
     if c.tie_embeddings:
         yield row("matmul", f"head M={batch} [{c.width},{c.vocab_size}]", Choice("xla"))
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):

@@ -23,11 +23,10 @@ import jax.numpy as jnp
 from fdjax.bench.check import verify
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing, l2_bytes, measure
-from fdjax.models import DecoderConfig, Model
+from fdjax.models import DecoderConfig, Model, chain_shape
 from fdjax.pallas_kernels.gemm import (
     FlatGemmConfig,
     chain_counters,
-    chain_key,
     linear_chain,
     matmul,
 )
@@ -320,11 +319,12 @@ def measure_chain(
       An entry of the table for each M, "xla" standing for one layer after the other. None where the
       decoder has biases or norms that a chain has no place for, or sizes its kernel does not take.
     """
-    c, plan = config, plan or Plan.for_device()
-    if c.post_norms or c.qkv_bias or c.out_bias or c.mlp_bias:
+    plan = plan or Plan.for_device()
+    itemsize = jnp.dtype(dtype).itemsize
+    if (shape := chain_shape(config, 1, itemsize)) is None:
         return
-    heads, n = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
-    weights = list(_chain_weights(heads, c.width, c.mlp_width, n, dtype))
+    k, width, hidden, n = (shape[name] for name in ("k", "width", "hidden", "n"))
+    weights = list(_chain_weights(k, width, hidden, n, dtype))
 
     def run(implementation, o, x, weights):
         return linear_chain(
@@ -337,7 +337,7 @@ def measure_chain(
 
     for m in rows:
         sets = [
-            (_normal(i, (m, heads), dtype), _normal(i, (m, c.width), dtype), w)
+            (_normal(i, (m, k), dtype), _normal(i, (m, width), dtype), w)
             for i, w in enumerate(weights)
         ]
         one_by_one, chained = (
@@ -355,7 +355,7 @@ def measure_chain(
         wins = times["xla"] >= _LEAST_GAIN * times.get("mosaic_gpu", math.inf)
         entry = {
             "op": "linear_chain",
-            "shape": chain_key(m, heads, c.width, c.mlp_width, n, jnp.dtype(dtype).itemsize),
+            "shape": shape | {"m": m},
             "implementation": "mosaic_gpu" if wins else "xla",
             "config": None,
             "microseconds": {name: round(us, 2) for name, us in times.items()},

@@ -11,7 +11,7 @@ from typing import Any
 from fdjax.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
-from fdjax.models.decoder import Decoder, Model, Params, describe, random_params
+from fdjax.models.decoder import Decoder, Model, Params, chain_shape, describe, random_params
 from fdjax.models.weights import WeightMap, export_tensors
 
 FAMILIES = {
@@ -33,6 +33,7 @@ __all__ = [
     "DecoderConfig",
     "Model",
     "Params",
+    "chain_shape",
     "describe",
     "export_tensors",
     "ignored_tensors",

@@ -187,14 +187,17 @@ class Block(nnx.Module):
         )
         return x[:, None], qkv[:, None], kv
 
-    def chains(self, rows: int, plan: Plan) -> bool:
-        """Whether the plan has a kernel for all that is between two attentions of such blocks."""
-        linears = (self.attention.qkv, self.attention.out, self.mlp.gate_up, self.mlp.down)
-        if self.attention_post_norm or any(linear.bias is not None for linear in linears):
-            return False
-        qkv, out, _, down = (linear.weight for linear in linears)
-        key = chain_key(rows, *out.shape, len(down), qkv.size // len(qkv), qkv.dtype.itemsize)
-        return plan.choose("linear_chain", **key).implementation != "xla"
+
+def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, int] | None:
+    """The shape by which a plan knows the `linear_chain` of a decoder's step.
+
+    None where biases or further norms stand between its products.
+    """
+    c = config
+    if c.post_norms or c.qkv_bias or c.out_bias or c.mlp_bias:
+        return None
+    heads, n = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
+    return chain_key(rows, heads, c.width, c.mlp_width, n, itemsize)
 
 
 class Decoder(nnx.Module):
@@ -203,9 +206,8 @@ class Decoder(nnx.Module):
     def __init__(self, config: DecoderConfig, dtype):
         self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
         self.blocks = nnx.List([Block(config, spec, dtype) for spec in config.attention])
-        self.embedding_scale = config.embedding_scale
+        self.config = config
         self.norm = Norm(config.width, config, dtype)
-        self.logit_soft_cap = config.logit_soft_cap
         self.head = (
             None
             if config.tie_embeddings
@@ -235,12 +237,12 @@ class Decoder(nnx.Module):
           ([B, T, E], or [B, 1, E] of `last`; the caches updated).
         """
         x = jnp.take(self.embed[...], tokens, axis=0)
-        if self.embedding_scale != 1:
+        if (scale := self.config.embedding_scale) != 1:
             # Of a single row, XLA would multiply by this and the first norm's factor at once, and
             # so round otherwise than in a batch.
-            x = _by_row(lambda x: x * jnp.asarray(self.embedding_scale, x.dtype), x, plan)
+            x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
 
-        if tokens.shape[1] == 1 and last is None and self.blocks[0].chains(len(tokens), plan):
+        if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
         def run(graph, params, x, kv, last):
@@ -253,6 +255,11 @@ class Decoder(nnx.Module):
             x, layer_kv = run(*nnx.split(block), x, layer_kv, one)
             updated.append(layer_kv)
         return x, updated
+
+    def _chains(self, x: Array, plan: Plan) -> bool:
+        """Whether one kernel runs all that is between two attentions; x [B,1,E]."""
+        shape = chain_shape(self.config, len(x), x.dtype.itemsize)
+        return shape is not None and plan.choose("linear_chain", **shape).implementation != "xla"
 
     def _chained(
         self, x: Array, kv: list[Any], attend: Attend, plan: Plan
@@ -284,8 +291,8 @@ class Decoder(nnx.Module):
             logits = matmul(hidden, self.embed[...].T, implementation="xla", **fused)
         else:
             logits = self.head(hidden, **fused)
-        if self.logit_soft_cap is not None:
-            logits = self.logit_soft_cap * jnp.tanh(logits / self.logit_soft_cap)
+        if (cap := self.config.logit_soft_cap) is not None:
+            logits = cap * jnp.tanh(logits / cap)
         return logits
 
 

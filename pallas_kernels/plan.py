@@ -28,6 +28,9 @@ _EXACT_KEYS = ("d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hi
 # change what measures best is a new revision, which refuses the tables of the old one.
 KERNEL_REVISIONS = {"matmul": 1}
 
+# The blocks of that kernel wait for each other, so each needs one of these.
+CHAIN_MULTIPROCESSORS = 132
+
 logger = logging.getLogger("fdjax")
 
 
@@ -101,9 +104,12 @@ class Plan:
         if device.platform == "gpu":
             major, _, minor = device.compute_capability.partition(".")
             capability = (int(major), int(minor or 0))
-        return cls.for_kind(
+        plan = cls.for_kind(
             device.device_kind, capability, implementation=implementation, table=table
         )
+        if getattr(device, "core_count", None) not in (None, CHAIN_MULTIPROCESSORS):
+            return plan.with_xla("linear_chain")
+        return plan
 
     @classmethod
     def for_kind(

@@ -10,7 +10,9 @@ import pytest
 
 import fdjax
 from fdjax import CheckpointError, GenerationConfig
-from fdjax.models import describe, parse_config
+from fdjax.models import Decoder, chain_shape, describe, parse_config
+from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.state import init_cache, start
 
 CASE = Path(__file__).parent / "hf_fixtures" / "llama3_gqa_tied"
 PROMPTS = (1, 2, 3)  # of 7, 23 and 60 tokens, with their greedy runs by transformers
@@ -250,3 +252,65 @@ def test_defaults_of_a_checkpoint():
 def test_a_damaged_generation_config_is_named(generation):
     with pytest.raises(CheckpointError, match=r"^generation_config\.json: "):
         GenerationConfig.from_files(generation, {}, "generation_config.json")
+
+
+class TestChains:
+    """The same blocks, cut at attention instead of between layers."""
+
+    @pytest.mark.parametrize("case", ["llama3_gqa_tied", "qwen3"])
+    def test_decode_as_layer_after_layer(self, case, monkeypatch):
+        lm = fdjax.load(str(CASE.parent / case), dtype="float32", compilation_cache=False)
+        ids, lengths = padded()
+        config = GenerationConfig(max_new_tokens=8)
+        decode = functools.partial(fdjax.generate, lm.model, lm.params, ids, config, lengths)
+        tokens = jax.jit(decode)()
+        made = []
+
+        def chains(decoder, x, plan):
+            made.append(x.shape)
+            return True
+
+        monkeypatch.setattr(Decoder, "_chains", chains)
+        np.testing.assert_array_equal(jax.jit(lambda: decode())(), tokens)
+        assert {shape[:2] for shape in made} == {(3, 1)}
+
+    def test_run_where_the_plan_has_a_kernel(self):
+        config = parse_config(SMALL)
+        shape = chain_shape(config, 4, 2)
+        assert shape == dict(m=4, k=64, width=64, hidden=192, n=128, itemsize=2)
+        entry = Entry("linear_chain", tuple(sorted(shape.items())), Choice("mosaic_gpu"))
+        tokens = jax.ShapeDtypeStruct((4, 1), jnp.int32)
+        for table, kernel in (((), False), ((entry,), True)):
+            model = describe(config, dtype="bfloat16", plan=Plan(table=table))
+            state = jax.eval_shape(lambda m=model: start(init_cache(m, 4, 128)))
+
+            def step(params, state, tokens, model=model):
+                attend = lambda spec, kv, qkv: (qkv[:, :, :, :-2].reshape(4, 1, -1), kv)  # noqa: E731
+                return model.module(params)(tokens, state.kv, attend, model.plan)[0]
+
+            traced = jax.jit(step).trace(model.abstract_params, state, tokens)
+            assert ("chain_kernel" in str(traced.jaxpr)) == kernel
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            {"attention_bias": True},
+            {"mlp_bias": True},
+            {"model_type": "qwen2"},
+            {"model_type": "gemma2", "head_dim": 16, "hidden_activation": "gelu_pytorch_tanh"},
+        ],
+        ids=str,
+    )
+    def test_are_not_for_blocks_with_more_in_between(self, change):
+        assert chain_shape(parse_config(SMALL | change), 1, 2) is None
+
+
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "vocab_size": 320,
+    "num_hidden_layers": 3,
+}

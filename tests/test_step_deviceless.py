@@ -27,7 +27,10 @@ STEPS = 32
 
 
 # Every op that has a kernel runs it, as measured tables choose it.
-KERNELS = dataclasses.replace(H100, named=(("matmul", "mosaic_gpu"),))
+KERNELS, CHAINED = (
+    dataclasses.replace(H100, named=(("matmul", "mosaic_gpu"), ("linear_chain", chain)))
+    for chain in ("xla", "mosaic_gpu")
+)
 
 
 @functools.cache
@@ -91,7 +94,7 @@ def check_in_place(compiled, tied, batch, *, masked_values, temp_limit_bytes):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("plan", [H100, KERNELS], ids=["xla", "kernels"])
+@pytest.mark.parametrize("plan", [H100, KERNELS, CHAINED], ids=["xla", "kernels", "chained"])
 def test_decode_steps(plan, tied, batch):
     m = model(tied, plan)
 
@@ -102,22 +105,25 @@ def test_decode_steps(plan, tied, batch):
     args = m.abstract_params, abstract_state(tied, batch), abstract_sampling(batch), n
     compiled = compile_for("h100", run, *args, donate_argnums=1)
     check_in_place(compiled, tied, batch, masked_values=False, temp_limit_bytes=batch * 2**21)
-    if plan is KERNELS:
-        # Norm, QKV; RoPE, append, attention; output; norm, gate, up, activation; down.
+    # Norm, QKV; RoPE, append, attention; output; norm, gate, up, activation; down. In a chain, all
+    # but attention is one kernel from a layer to the next.
+    layers = m.config.layers
+    kernels = {KERNELS: 5 * layers, CHAINED: 1 + layers + (layers - 1) + 3}.get(plan)
+    if kernels:
         calls = re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())
-        assert len(calls) == 5 * m.config.layers + (not tied)
-        assert not between_layers(compiled, m.config.layers)
+        assert len(calls) == kernels + (not tied)
+        assert not between_layers(compiled, kernels)
 
 
-def between_layers(compiled, layers):
-    """Names of what runs between the first and the last kernel of the layers besides them."""
+def between_layers(compiled, count):
+    """Names of what runs between the first and the last of the layers' kernels besides them."""
     step = next(
         computation
         for computation in _parse(compiled).values()
-        if sum("mosaic_gpu" in i.text for i in computation.instructions.values()) >= 5 * layers
+        if sum("mosaic_gpu" in i.text for i in computation.instructions.values()) >= count
     )
     names = list(step.instructions)
-    kernels = [n for n in names if "mosaic_gpu" in step.instructions[n].text][: 5 * layers]
+    kernels = [n for n in names if "mosaic_gpu" in step.instructions[n].text][:count]
     inner = names[names.index(kernels[0]) : names.index(kernels[-1])]
     free = ("bitcast", "get-tuple-element", "parameter", "constant", "tuple")
     return [

@@ -17,7 +17,10 @@ What it rests on, measured on an H100 (benchmarks/LOG.md, 2026-11-22):
   of its columns beside, which become a factor of the accumulators.
 * The counters of finished tiles are zeroed once for all layers of a step.
 
-As the blocks wait for each other, all of them must run at once: 132, one to a multiprocessor.
+As the blocks wait for each other, all of them must run at once: 132, one to a multiprocessor. A
+plan asks the device whether it has as many. Two processes that share a GPU through MPS, which runs
+their kernels side by side, could wait for each other's blocks forever; name "xla" for
+`linear_chain` there.
 """
 
 import dataclasses
@@ -40,10 +43,11 @@ from fdjax.pallas_kernels.gemm.tiles import (
     shared_bytes,
 )
 from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import CHAIN_MULTIPROCESSORS
 
 MAX_ROWS = 32
-SMS = 132
-_CLUSTERS = SMS // 2
+_SMS = CHAIN_MULTIPROCESSORS
+_CLUSTERS = _SMS // 2
 _BRICK = 64  # rows and columns of weight, and columns of x, that are copied and multiplied at once
 _TILE_BRICKS = 4  # of a slot in the ring of weights, 32 kB
 _IN_FLIGHT = 2
@@ -228,7 +232,7 @@ def _launch(operands, *, gate, eps):
             if stage.split > 1:
                 first, stride, k_rank = cluster, _CLUSTERS, rank
             else:
-                first, stride, k_rank = cluster * 2 + rank, SMS, rank * 0
+                first, stride, k_rank = cluster * 2 + rank, _SMS, rank * 0
             return first, stride, lax.div(stage.tiles - first + stride - 1, stride), k_rank
 
         def bricks(start, count):

@@ -85,7 +85,7 @@ def _shipped() -> list[tuple[dict, FlatGemmConfig]]:
     entries = itertools.chain.from_iterable(tables)
     most = {}
     for entry in sorted(entries, key=lambda e: dict(e.shape)["m"]):
-        if entry.choice.implementation == "mosaic_gpu":
+        if (entry.op, entry.choice.implementation) == ("matmul", "mosaic_gpu"):
             m, k, n, gate, fused = (dict(entry.shape)[x] for x in ("m", "k", "n", "gate", "fused"))
             norm = fused and (gate or n > k)
             kinds = {
