@@ -101,6 +101,14 @@ class LM:
             self.model, self._params, self.max_len, self.max_batch, self._memory_bytes
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Programs and caches are neither copied nor pickled.
+        return {name: value for name, value in vars(self).items() if name != "_engine"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, model=_in_use(state["model"]))
+        self.params = self._params
+
     @property
     def config(self) -> DecoderConfig:
         """The architecture."""
@@ -398,9 +406,7 @@ def load(
     if calibration:
         config = calibrated(config, folder)
     description = describe(config, dtype=dtype or unnamed_dtype(folder, data), plan=plan)
-    # A checkpoint that is loaded anew is the same model, and its programs are not compiled anew.
-    alike = description.config, description.dtype, description.plan
-    description = _loaded.setdefault(alike, description)
+    description = _in_use(description)
     longest, memory_bytes = check_load(
         description,
         max_batch=max_batch,
@@ -422,6 +428,11 @@ def load(
         max_batch=max_batch,
         memory_bytes=memory_bytes,
     )
+
+
+def _in_use(model: Model) -> Model:
+    """The equal model that is in use, if there is one: its programs are not compiled anew."""
+    return _loaded.setdefault((model.config, model.dtype, model.plan), model)
 
 
 @contextlib.contextmanager

@@ -1,8 +1,10 @@
 """`fdjax.load` and `LM`: what a user may ask for, and what is refused."""
 
 import contextlib
+import copy
 import dataclasses
 import itertools
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -658,6 +660,19 @@ def test_a_checkpoint_loaded_anew_is_not_compiled_anew(lm):
     assert result.tokens == tokens
     assert result.stats.compile_seconds == 0
     assert load(dtype="bfloat16").program_counts() == {"prefill": 0, "decode_steps": 0}
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda lm: pickle.loads(pickle.dumps(lm))]
+)
+def test_copies_generate_without_compiling(lm, truth, copied):
+    result = lm.generate(truth[0][0], max_new_tokens=3, **GREEDY)
+    other = copied(lm)
+    assert other.model is lm.model
+    again = other.generate(truth[0][0], max_new_tokens=3, **GREEDY)
+    assert again.tokens == result.tokens
+    assert again.stats.compile_seconds == 0
+    assert pickle.loads(pickle.dumps(result)) == result
 
 
 def test_other_weights_may_be_assigned(lm):
