@@ -38,7 +38,7 @@ PLANS: dict[str, dict[str, str]] = {
     "without flat GEMM": dict.fromkeys(_LINEAR, "xla"),
     "without chain": {"linear_chain": "xla"},
     "without unified maximum": {},
-    "without fusion": {},
+    "without fusion": {"linear_chain": "xla"},
 }
 BREAKDOWN = ("fdjax", *(name for name in PLANS if name.startswith("without")))
 GRID = tuple((b, p) for b in (1, 2, 4, 8, 16, 32, 64) for p in (128, 1024, 4096, 16384))
