@@ -37,6 +37,7 @@ from fdjax.pallas_kernels.plan import (
     TABLE_SCHEMA,
     Plan,
     as_entry,
+    can_chain,
     read_table,
     shipped_table_path,
 )
@@ -317,11 +318,12 @@ def measure_chain(
 
     Yields:
       An entry of the table for each M, "xla" standing for one layer after the other. None where the
-      decoder has biases or norms that a chain has no place for, or sizes its kernel does not take.
+      decoder has biases or norms that a chain has no place for, or its kernel runs neither on the
+      device nor with such sizes.
     """
     plan = plan or Plan.for_device()
     itemsize = jnp.dtype(dtype).itemsize
-    if (shape := chain_shape(config, 1, itemsize)) is None:
+    if (shape := chain_shape(config, 1, itemsize)) is None or not can_chain(jax.devices()[0]):
         return
     k, width, hidden, n = (shape[name] for name in ("k", "width", "hidden", "n"))
     weights = list(_chain_weights(k, width, hidden, n, dtype))

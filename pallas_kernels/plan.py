@@ -107,9 +107,7 @@ class Plan:
         plan = cls.for_kind(
             device.device_kind, capability, implementation=implementation, table=table
         )
-        if getattr(device, "core_count", None) not in (None, CHAIN_MULTIPROCESSORS):
-            return plan.with_xla("linear_chain")
-        return plan
+        return plan if can_chain(device) else plan.with_xla("linear_chain")
 
     @classmethod
     def for_kind(
@@ -192,6 +190,11 @@ def resolve(plan: Plan | None, implementation: str | None, op: str, **shape: int
     if plan is None:
         return Choice("xla")
     return plan.choose(op, **shape)
+
+
+def can_chain(device) -> bool:
+    """Whether a GPU may run the kernel of `linear_chain`; on another it would never end."""
+    return getattr(device, "core_count", None) in (None, CHAIN_MULTIPROCESSORS)
 
 
 def on_ampere(plan: Plan | None) -> bool:

@@ -155,8 +155,12 @@ def test_chains_have_no_place_for_biases(fake, config):
     assert not list(measure_chain(parse_config(config), [2], runs=3))
 
 
-def test_no_chain_is_measured_that_cannot_run(fake):
+def test_no_chain_is_measured_that_cannot_run(fake, monkeypatch):
     fake["mosaic_gpu"] = None
+    assert not list(measure_chain(parse_config(LLAMA), [2], runs=3))
+    fake["mosaic_gpu"] = 70.0
+    assert list(measure_chain(parse_config(LLAMA), [2], runs=3))
+    monkeypatch.setattr(tune, "can_chain", lambda device: False)
     assert not list(measure_chain(parse_config(LLAMA), [2], runs=3))
 
 

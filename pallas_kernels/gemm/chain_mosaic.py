@@ -52,7 +52,7 @@ _BRICK = 64  # rows and columns of weight, and columns of x, that are copied and
 _TILE_BRICKS = 4  # of a slot in the ring of weights, 32 kB
 _IN_FLIGHT = 2
 _X_SLOTS = 12
-_SMEM_BYTES = 224 * 1024
+_SMEM_BYTES = 223 * 1024  # what a block may take, less its barriers and what sums take
 _COUNTER_STRIDE = 32  # int32, so that no two layers share a line
 
 
@@ -150,6 +150,12 @@ def chain_mosaic(
         raise NotImplementedError(
             f"linear_chain: 'mosaic_gpu' needs sizes that are multiples of {_BRICK}, got {sizes}"
         )
+    # TMA fills up a single tile of 8 sums of squares, not the last of several.
+    if x.shape[1] // _BRICK > 8 and x.shape[1] % (8 * _BRICK):
+        raise NotImplementedError(
+            f"linear_chain: 'mosaic_gpu' needs a width of up to {8 * _BRICK} or a multiple of it, "
+            f"got {x.shape[1]}"
+        )
     if mlp_norm.eps != next_norm.eps:
         raise NotImplementedError("linear_chain: 'mosaic_gpu' needs norms with one eps")
     if m > 8 and m % 8:  # TMA fills up a single tile of rows, not the last of several.
@@ -203,6 +209,10 @@ def _launch(operands, *, gate, eps):
     }
     slot_bytes = _TILE_BRICKS * _BRICK * _BRICK * dtype.itemsize
     slots = (_SMEM_BYTES - shared_bytes(buffers)) // slot_bytes
+    if slots < _IN_FLIGHT:
+        raise NotImplementedError(
+            f"linear_chain: no room in shared memory for {m} rows of width {width}"
+        )
     buffers["w"] = ((slots, _TILE_BRICKS * _BRICK, _BRICK), dtype)
     scratch = {name: matrix(*buffer) for name, buffer in buffers.items()}
     scratch |= {
@@ -310,6 +320,7 @@ def _launch(operands, *, gate, eps):
                 for i in range(rounds):
                     source = gmem["x"].at[rows, bricks(cluster + i * _CLUSTERS, 1)]
                     plgpu.copy_gmem_to_smem(source, smem["kept"].at[i], smem["kept_arrived"])
+
             if stage.squares:
                 for i in range(square_tiles):
                     source = gmem[stage.squares].at[bricks(rank * 0 + i, 1), rows]

@@ -15,7 +15,7 @@ from jax import lax
 
 from fdjax.pallas_kernels.gemm import chain_counters, linear_chain, matmul
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.plan import Plan, can_chain
 
 from . import oracle
 
@@ -23,6 +23,8 @@ EPS = 1e-5
 LLAMA2_7B = dict(k=4096, width=4096, hidden=11008, n=12288)
 LLAMA3_8B = dict(k=4096, width=4096, hidden=14336, n=6144)
 UNEVEN = dict(k=320, width=192, hidden=448, n=576)
+WIDE = dict(k=64, width=8704, hidden=64, n=64)
+TOO_WIDE = dict(k=64, width=40960, hidden=64, n=64)
 TWO_ROUNDS = dict(k=5120, width=5120, hidden=1024, n=8512)
 
 
@@ -132,6 +134,8 @@ def test_refuses_mixed_dtypes():
         (2, UNEVEN, "float32", "takes 16-bit floats, got float32"),
         (33, UNEVEN, "bfloat16", r"takes 1..32 rows, got 33"),
         (2, UNEVEN | {"hidden": 440}, "bfloat16", "multiples of 64"),
+        (2, UNEVEN | {"width": 576}, "bfloat16", "up to 512 or a multiple of it, got 576"),
+        (2, UNEVEN | {"width": 3200}, "bfloat16", "up to 512 or a multiple of it, got 3200"),
     ],
 )
 def test_kernel_refuses_what_it_cannot_do(m, shape, dtype, message):
@@ -148,7 +152,11 @@ def test_there_is_no_cudnn_for_it():
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
     ("m", "shape"),
-    [*((m, LLAMA2_7B) for m in (1, 8, 16, 32)), (32, LLAMA3_8B), (12, UNEVEN), (32, TWO_ROUNDS)],
+    [
+        *((m, LLAMA2_7B) for m in (1, 8, 16, 32)),
+        *((32, shape) for shape in (LLAMA3_8B, TWO_ROUNDS, WIDE)),
+        (12, UNEVEN),
+    ],
     ids=str,
 )
 def test_compiles_without_spills(m, shape, monkeypatch, capfd):
@@ -160,6 +168,12 @@ def test_compiles_without_spills(m, shape, monkeypatch, capfd):
     told = "".join(capfd.readouterr())
     assert "chain_kernel" in told
     assert "0 bytes spill stores, 0 bytes spill loads" in told
+
+
+def test_kernel_refuses_what_shared_memory_has_no_room_for():
+    operands = jax.eval_shape(lambda: _operands(32, **TOO_WIDE))
+    with pytest.raises(NotImplementedError, match="no room in shared memory for 32 rows of width"):
+        jax.eval_shape(functools.partial(_run, implementation="mosaic_gpu"), *operands)
 
 
 def _steps(arrays, layers, n, **options):
@@ -197,7 +211,14 @@ def test_layers_share_a_lowering_and_counters_stay_in_place():
     assert not re.search(r"= s32\[4,32\]\S* copy\(", text)
 
 
+@pytest.fixture
+def multiprocessors():
+    if not can_chain(jax.devices()[0]):
+        pytest.skip("the kernel would wait forever")
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("multiprocessors")
 @pytest.mark.parametrize(
     ("m", "shape", "dtype"),
     [
@@ -225,6 +246,7 @@ def test_kernel_is_as_exact_as_xla(m, shape, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("multiprocessors")
 def test_many_launches_give_the_same_bits():
     arrays, weights = _operands(32, **LLAMA2_7B)
     arrays["y"] = jnp.tile(arrays["o"], (1, 3))

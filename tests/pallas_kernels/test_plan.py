@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -491,3 +492,18 @@ def test_fp32_operands_are_never_multiplied_in_less(dtype):
 def test_kernels_need_a_gpu(implementation):
     with pytest.raises(NotImplementedError, match=f"plan: {implementation} needs an NVIDIA GPU"):
         Plan.for_kind("cpu", implementation=implementation)
+
+
+@pytest.mark.parametrize("cores", [None, 132, 114, 16])
+def test_kernels_that_wait_for_each_other_are_for_devices_with_room(cores):
+    """On a part of an H100, as by MIG, some blocks of the chain would never begin."""
+    device = SimpleNamespace(platform="gpu", device_kind=H100, compute_capability="9.0")
+    if cores is not None:
+        device.core_count = cores
+    plan = Plan.for_device(device)
+    shape = dict(m=1, k=4096, width=4096, hidden=11008, n=12288, itemsize=2)
+    runs = "mosaic_gpu" if cores in (None, 132) else "xla"
+    assert plan.choose("linear_chain", **shape).implementation == runs
+    assert plan.choose("linear_chain", **shape | {"hidden": 11000}).implementation == "xla"
+    forced = Plan.for_device(device, implementation="xla")
+    assert forced.choose("linear_chain", **shape).implementation == "xla"
