@@ -231,11 +231,12 @@ class LM:
           stride: a text longer than the context is seen through a window of that size, which moves
             on by so many tokens; every token is scored once, with what its first window holds
             before it. Default: such a text is an error.
-          batch_size: texts that run together at most.
+          batch_size: texts that run together at most; no more than `max_batch`, or than fit.
 
         Raises:
           ValueError: a text is empty, too long or has ids outside the vocabulary.
           FloatingPointError: logits are not finite; the message names the text.
+          MemoryError: the cache that a text needs does not fit beside the weights.
         """
         return score.score(self, texts, stride=stride, batch_size=batch_size)
 

@@ -13,7 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from fdjax.models import AttentionSpec, Model
-from fdjax.schedule import call_tokens, chunks_for, covered_slots, rows_of_call
+from fdjax.schedule import (
+    call_tokens,
+    chunks_for,
+    covered_slots,
+    most_rows_of_call,
+    rows_of_call,
+)
 from fdjax.state import SLOT_MULTIPLE, cache_bytes
 
 # cuBLAS takes this once a program has a product of its own.
@@ -87,12 +93,14 @@ def plan_memory(
       slots: cache slots of a row; default what prompts of `max_len` tokens need.
 
     Raises:
-      ValueError: a number is not positive.
+      ValueError: a number is not a positive integer.
     """
     prompt_tokens = max_len if prompt_tokens is None else prompt_tokens
-    for name, value in (("batch", batch), ("max_len", max_len), ("prompt_tokens", prompt_tokens)):
-        if value < 1:
-            raise ValueError(f"memory: {name} must be positive, got {value}")
+    numbers_of = {"batch": batch, "max_len": max_len, "prompt_tokens": prompt_tokens}
+    numbers_of |= {} if slots is None else {"slots": slots}
+    for name, value in numbers_of.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+            raise ValueError(f"memory: {name} must be a positive integer, got {value!r}")
     slots = covered_slots(max_len) if slots is None else slots
     return MemoryPlan(
         batch=batch,
@@ -101,6 +109,18 @@ def plan_memory(
         cache_bytes=cache_bytes(model, batch, slots) + 4 * batch * slots,
         workspace_bytes=workspace_bytes(model, batch, prompt_tokens, slots),
     )
+
+
+def plan_up_to(model: Model, *, batch: int, max_len: int) -> MemoryPlan:
+    """The memory that any number of rows up to `batch` takes, of `max_len` tokens each.
+
+    As `plan_memory`, but for the workspace: a call takes all of a few rows, and half of many.
+    """
+    plan = plan_memory(model, batch=batch, max_len=max_len)
+    at_once = min(batch, most_rows_of_call(max_len))
+    fewer = plan_memory(model, batch=at_once, max_len=max_len)
+    most = max(plan.workspace_bytes, fewer.workspace_bytes)
+    return dataclasses.replace(plan, workspace_bytes=most)
 
 
 def check_load(
@@ -140,15 +160,15 @@ def check_load(
         if max_len is None:
             longest = longest_context(model, batch=max_batch or 1, memory_bytes=memory_bytes)
             max_len = min(max(longest, 1), model.config.max_position_embeddings)
-    plan_memory(model, batch=max_batch or 1, max_len=max_len or 1).check("load", memory_bytes)
+    plan_up_to(model, batch=max_batch or 1, max_len=max_len or 1).check("load", memory_bytes)
     return max_len, memory_bytes
 
 
 def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
-    """Rows of `max_len` tokens that fit into `memory_bytes`; 0 if not one does."""
+    """Rows of `max_len` tokens that fit into `memory_bytes`, as fewer do; 0 if not one does."""
 
     def fits(batch: int) -> bool:
-        return plan_memory(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
+        return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
 
     return _largest(fits, memory_bytes // cache_bytes(model, 1, covered_slots(max_len)))
 
@@ -161,7 +181,7 @@ def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
 
     def fits(multiples: int) -> bool:
         max_len = multiples * SLOT_MULTIPLE
-        return plan_memory(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
+        return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
 
     return SLOT_MULTIPLE * _largest(fits, memory_bytes // cache_bytes(model, batch, SLOT_MULTIPLE))
 

@@ -55,7 +55,9 @@ class GenerationConfig:
     may be given in any form and are kept as tuples.
 
     Attributes:
-      max_new_tokens: tokens to generate at most.
+      max_new_tokens: tokens to generate at most; fewer where the context ends. Of a model with
+        LongRoPE it decides, together with the prompt's tokens, which factors are used, from the
+        first token on.
       min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
       do_sample: draw from the distribution instead of taking its maximum.
       temperature: divides the logits; 0 means greedy.

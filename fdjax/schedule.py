@@ -57,6 +57,11 @@ def rows_of_call(width: int, batch: int) -> int:
     return rows
 
 
+def most_rows_of_call(length: int) -> int:
+    """Rows that a call with the widest chunks of prompts of `length` tokens takes at most."""
+    return max(1, _CALL_TOKENS // max(chunks_for(length)))
+
+
 def call_tokens(length: int, batch: int) -> int:
     """Tokens of the largest call for prompts of up to `length` tokens, padding included."""
     widest = max(chunks_for(length))

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fdjax.memory import plan_memory
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.program import Program
@@ -82,7 +83,8 @@ def score(
     while windows:
         longest = max(1, len(windows[0].ids) - 1)
         slots = slots_for(longest, longest, lm.max_len)
-        count = max(1, min(batch_size, _CACHE_SLOTS // slots))
+        count = max(1, min(batch_size, _CACHE_SLOTS // slots, lm.max_batch or batch_size))
+        count = _fitting(lm, min(count, len(windows)), longest, slots)
         scored += _score_batch(lm, windows[:count], slots)
         windows = windows[count:]
     result = ScoreResult(ids, [[] for _ in ids], [[] for _ in ids])
@@ -90,6 +92,22 @@ def score(
         result.logprobs[window.text] += logprobs[window.known :].tolist()
         result.likeliest[window.text] += likeliest[window.known :].tolist()
     return result
+
+
+def _fitting(lm: "LM", count: int, longest: int, slots: int) -> int:
+    """So many of `count` texts as there is memory for, in cache rows that are a power of two."""
+    limit = lm._engine.memory_bytes
+    if limit is None:
+        return count
+    need = functools.partial(plan_memory, lm.model, max_len=longest, slots=slots)
+    while count > 1 and need(batch=_cache_rows(count)).total_bytes > limit:
+        count = _cache_rows(count) // 2
+    need(batch=count).check("score", limit)
+    return count
+
+
+def _cache_rows(texts: int) -> int:
+    return 2 ** math.ceil(math.log2(texts))
 
 
 def _perplexity(logprobs: Sequence[float]) -> float:
@@ -134,7 +152,7 @@ def _score_batch(
     """Each window with the log-probabilities of its tokens but the first, and their `likeliest`."""
     # What follows the last token is not asked.
     lengths = np.array([len(w.ids) - 1 for w in windows], np.int32)
-    lengths = np.pad(lengths, (0, 2 ** math.ceil(math.log2(len(windows))) - len(windows)))
+    lengths = np.pad(lengths, (0, _cache_rows(len(windows)) - len(windows)))
     widths = chunks_for(max(1, int(lengths.max())))
     ids = np.zeros((len(lengths), sum(widths) + 1), np.int32)
     for row, window in zip(ids, windows, strict=False):

@@ -17,8 +17,12 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+OPS = ("matmul", "linear_chain", "decode_attention", "prefill_attention")
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
 TABLE_SCHEMA = 1
+
+# Kernels that run where a table has them, and are not forced with the others of their name.
+_BY_TABLE = {"mosaic_gpu": ("linear_chain",)}
 
 # A measurement at one value of these says nothing about another: other code runs, or none at all,
 # or blocks that filled the device leave a part of it idle.
@@ -215,7 +219,7 @@ def check_implementation(op: str, implementation: str) -> None:
 def _ops_with(implementation: str) -> tuple[str, ...]:
     check_implementation("plan", implementation)
     return {
-        "xla": ("matmul", "linear_chain", "decode_attention", "prefill_attention"),
+        "xla": OPS,
         "cudnn": ("decode_attention", "prefill_attention"),
         "mosaic_gpu": ("matmul", "decode_attention", "prefill_attention"),
     }[implementation]
@@ -264,7 +268,7 @@ def read_table(path: str | Path, *, log_level: int = logging.WARNING) -> tuple[E
     where = f"dataflow table {path}"
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where}: must be JSON, {error}") from None
     schema = data.get("schema") if isinstance(data, dict) else None
     if schema != TABLE_SCHEMA:
@@ -283,8 +287,16 @@ def read_table(path: str | Path, *, log_level: int = logging.WARNING) -> tuple[E
 
 def as_entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entry:
     """An entry of a table from its row in the file; `where` begins errors, see `read_table`."""
-    op, config = row["op"], row.get("config")
+    op, shape, config = row["op"], row["shape"], row.get("config")
+    if op not in OPS:
+        raise ValueError(f"{where}: op must be one of {', '.join(OPS)}, got {op!r}")
     check_implementation(f"{where}: {op}", row["implementation"])
+    if op not in _ops_with(row["implementation"]) + _BY_TABLE.get(row["implementation"], ()):
+        raise ValueError(f"{where}: there is no {row['implementation']!r} of {op}")
+    for kind, mapping in (("shape", shape), ("config", config or {})):
+        wrong = [f"{k!r}: {v!r}" for k, v in mapping.items() if type(v) is not int]
+        if wrong:
+            raise ValueError(f"{where}: a {kind} must hold integers, got {', '.join(wrong)}")
     if config is not None and revisions.get(op) != KERNEL_REVISIONS.get(op):
         raise ValueError(
             f"{where}: the revision of {op} must be {KERNEL_REVISIONS.get(op)}, "
@@ -292,7 +304,7 @@ def as_entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entr
         )
     return Entry(
         op=op,
-        shape=_sorted_items(row["shape"]),
+        shape=_sorted_items(shape),
         choice=Choice(
             row["implementation"],
             config=None if config is None else _sorted_items(config),

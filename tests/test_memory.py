@@ -17,7 +17,14 @@ from fdjax import lm as lm_module
 from fdjax import memory
 from fdjax.cli import main
 from fdjax.lm import LM
-from fdjax.memory import check_load, largest_batch, longest_context, plan_memory, workspace_bytes
+from fdjax.memory import (
+    check_load,
+    largest_batch,
+    longest_context,
+    plan_memory,
+    plan_up_to,
+    workspace_bytes,
+)
 from fdjax.models import describe, parse_config, random_params
 from fdjax.options import GenerationConfig, per_row
 from fdjax.pallas_kernels.plan import Plan
@@ -64,7 +71,7 @@ def test_largest_and_longest_fit_and_one_more_does_not(name, batch, max_len, mem
     m = model(name)
 
     def fits(batch, max_len):
-        return plan_memory(m, batch=batch, max_len=max_len).total_bytes <= memory_bytes
+        return plan_up_to(m, batch=batch, max_len=max_len).total_bytes <= memory_bytes
 
     most = largest_batch(m, max_len=max_len, memory_bytes=memory_bytes)
     assert most == 0 or fits(most, max_len)
@@ -72,6 +79,28 @@ def test_largest_and_longest_fit_and_one_more_does_not(name, batch, max_len, mem
     longest = longest_context(m, batch=batch, memory_bytes=memory_bytes)
     assert longest == 0 or fits(batch, longest)
     assert not fits(batch, longest + 128)
+
+
+@given(
+    batch=st.integers(1, 70),
+    fewer=st.integers(1, 70),
+    max_len=st.sampled_from([64, 320, 700, 3000]),
+)
+@settings(max_examples=60)
+def test_what_is_planned_for_rows_is_enough_for_fewer(batch, fewer, max_len):
+    """A call takes all of 8 rows of 700 tokens, and 4 of 9."""
+    m = model("llama-3.2-1b")
+    need = plan_memory(m, batch=min(batch, fewer), max_len=max_len).total_bytes
+    assert plan_up_to(m, batch=batch, max_len=max_len).total_bytes >= need
+
+
+def test_a_model_loaded_for_rows_runs_fewer(small_device):
+    m = model("llama-3.2-1b")
+    small_device(plan_memory(m, batch=9, max_len=700).total_bytes)
+    with pytest.raises(MemoryError, match="load: must fit into"):
+        check_load(m, max_batch=9, max_len=700)
+    small_device(plan_memory(m, batch=8, max_len=700).total_bytes + 2**26)
+    check_load(m, max_batch=9, max_len=700)
 
 
 @given(lengths=st.lists(st.integers(1, 5000), min_size=1, max_size=40), spare=st.integers(0, 9))
@@ -83,10 +112,12 @@ def test_no_call_is_larger_than_foreseen(lengths, spare):
     assert largest <= max(call_tokens(n, batch) for n in range(1, max(lengths) + 1, 64))
 
 
-@pytest.mark.parametrize("name", ["batch", "max_len", "prompt_tokens"])
-def test_what_is_not_positive_is_named(name):
-    with pytest.raises(ValueError, match=f"memory: {name} must be positive, got 0"):
-        plan_memory(model("llama-2-7b"), **{"max_len": 1, name: 0})
+@pytest.mark.parametrize("name", ["batch", "max_len", "prompt_tokens", "slots"])
+@pytest.mark.parametrize("value", [0, -5, 1.5, True, "2"])
+def test_what_is_not_positive_is_named(name, value):
+    told = f"memory: {name} must be a positive integer, got {value!r}"
+    with pytest.raises(ValueError, match=told):
+        plan_memory(model("llama-2-7b"), **{"max_len": 1, "prompt_tokens": 1, name: value})
 
 
 # load

@@ -15,6 +15,7 @@ import pytest
 
 import fdjax
 from fdjax import score
+from fdjax.memory import plan_memory
 from fdjax.models import describe, parse_config
 from fdjax.state import init_cache
 
@@ -150,6 +151,31 @@ def test_a_text_may_fill_the_context_and_one_token_more():
 def test_what_cannot_be_scored(given, options, told):
     with pytest.raises(ValueError, match=told):
         load(max_len=64).score(given, **options)
+
+
+def test_the_limits_of_the_model_hold(monkeypatch):
+    made = []
+    monkeypatch.setattr(
+        score, "init_cache", lambda *shape: made.append(shape[1:]) or init_cache(*shape)
+    )
+    free, narrow = load().score(texts()), load(max_batch=2)
+    limited = narrow.score(texts())
+    rows, slots = zip(*made, strict=True)
+    assert rows == (8, 2, 2, 1)
+    for got, want in zip(limited.logprobs, free.logprobs, strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    longest = max(map(len, texts())) - 1
+    one, four = (
+        plan_memory(narrow.model, batch=b, max_len=longest, slots=slots[0]).total_bytes
+        for b in (1, 4)
+    )
+    monkeypatch.setattr(narrow, "max_batch", None)
+    monkeypatch.setattr(narrow._engine, "memory_bytes", four)
+    narrow.score(texts())
+    assert [b for b, _ in made[4:]] == [4, 1]
+    monkeypatch.setattr(narrow._engine, "memory_bytes", one - 1)
+    with pytest.raises(MemoryError, match="score: must fit into"):
+        narrow.score(texts())
 
 
 def test_programs_go_with_the_model():

@@ -91,13 +91,18 @@ def chain_key(m: int, k: int, width: int, hidden: int, n: int, itemsize: int) ->
 
 
 def _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate) -> None:
-    if gate not in ACTIVATIONS:
+    if not isinstance(gate, str) or gate not in ACTIVATIONS:
         raise ValueError(
             f"linear_chain: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}"
         )
     if x.ndim != 2 or o.ndim != 2:
         raise ValueError(
             f"linear_chain: o and x must be [M,K] and [M,E], got {list(o.shape)}, {list(x.shape)}"
+        )
+    if gate_up.ndim != 3 or following.ndim != 2:
+        raise ValueError(
+            "linear_chain: gate_up and following must be [E,2,F] and [E,N], "
+            f"got {list(gate_up.shape)}, {list(following.shape)}"
         )
     (m, width), k = x.shape, o.shape[1]
     hidden, n = gate_up.shape[-1], following.shape[-1]
@@ -116,5 +121,8 @@ def _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate) -> No
                 f"got {list(got.shape)}"
             )
     dtypes = {str(jnp.dtype(a.dtype)) for a in (o, x, out, gate_up, down, following)}
-    if len(dtypes) > 1:
-        raise ValueError(f"linear_chain: o, x and weights must be of one dtype, got {dtypes}")
+    if len(dtypes) > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            "linear_chain: o, x and weights must be of one floating-point dtype, "
+            f"got {', '.join(sorted(dtypes))}"
+        )

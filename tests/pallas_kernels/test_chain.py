@@ -104,7 +104,9 @@ def test_xla_is_one_matmul_after_the_other():
         ({"o": (2, 3, 320)}, r"o and x must be \[M,K\] and \[M,E\]"),
         ({"o": (3, 320)}, r"o must be \[2, 320\] beside x \[2, 192\], got \[3, 320\]"),
         ({"out": (320, 128)}, r"out must be \[320, 192\]"),
-        ({"gate_up": (192, 448)}, r"gate_up must be \[192, 2, 448\]"),
+        ({"gate_up": (192, 448)}, r"gate_up and following must be \[E,2,F\] and \[E,N\]"),
+        ({"gate_up": (192, 3, 448)}, r"gate_up must be \[192, 2, 448\]"),
+        ({"gate": ["silu"]}, "gate must be one of"),
         ({"down": (192, 448)}, r"down must be \[448, 192\]"),
         ({"following": (320, 576)}, r"following must be \[192, 576\]"),
         ({"implementation": "triton"}, "implementation must be one of"),
@@ -124,7 +126,9 @@ def test_refuses_what_does_not_fit(change, message):
 def test_refuses_mixed_dtypes():
     arrays, weights = _operands(2, **UNEVEN)
     weights["down"] = weights["down"].astype("float32")
-    with pytest.raises(ValueError, match="must be of one dtype"):
+    with pytest.raises(
+        ValueError, match="must be of one floating-point dtype, got bfloat16, float32"
+    ):
         _run(arrays, weights)
 
 

@@ -14,7 +14,7 @@ from fdjax.pallas_kernels import plan as plan_module
 from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import Choice, Entry, Plan, read_table, resolve
+from fdjax.pallas_kernels.plan import KERNEL_REVISIONS, Choice, Entry, Plan, read_table, resolve
 
 H100 = "NVIDIA H100 80GB HBM3"
 DECODE = dict(b=8, t=1, h=32, hkv=8, s=2048, d=128, itemsize=2, masks=0)
@@ -123,7 +123,7 @@ def test_exact_then_nearest_then_heuristic(tmp_path, op):
     entries = [
         (op, shape | dict(s=size), measured),
         (op, shape | dict(s=4 * size), "xla"),
-        ("another_op", shape, "xla"),
+        ("matmul", GEMM, "xla"),
     ]
     plan = _h100(table=read_table(_write(tmp_path / "table.json", entries)))
 
@@ -239,6 +239,27 @@ def test_a_file_that_is_no_table(tmp_path, text, problem):
     with pytest.raises(ValueError) as error:
         read_table(path)
     assert str(error.value) == f"dataflow table {path}: {problem}"
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"op": "frobnicate"}, "op must be one of matmul, linear_chain, .* got 'frobnicate'"),
+        ({"op": ["matmul"]}, "op must be one of"),
+        ({"implementation": "cudnn"}, "there is no 'cudnn' of matmul"),
+        ({"op": "linear_chain", "implementation": "cudnn"}, "there is no 'cudnn' of linear_chain"),
+        ({"shape": GEMM | {"m": "1"}}, "a shape must hold integers, got 'm': '1'"),
+        ({"shape": GEMM | {"m": None, "k": 2.0}}, ".* got 'm': None, 'k': 2.0"),
+        ({"config": {"stages": True}}, "a config must hold integers, got 'stages': True"),
+    ],
+    ids=str,
+)
+def test_a_table_with_an_entry_that_means_nothing(tmp_path, change, told):
+    entry = dict(op="matmul", shape=GEMM, implementation="mosaic_gpu") | change
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(dict(schema=1, revisions=KERNEL_REVISIONS, entries=[entry])))
+    with pytest.raises(ValueError, match=f"dataflow table .*table.json: {told}"):
+        read_table(path)
 
 
 def test_a_table_with_an_unknown_implementation(tmp_path):
