@@ -64,7 +64,7 @@ def test_layers_in_a_chain_decode_as_one_by_one(batch):
     caches = rng.standard_normal((3, 2, batch, 8, slots, 128), np.float32)
     lengths = jnp.asarray(rng.integers(1, slots - 8, batch), jnp.int32)
     tokens = jnp.asarray(rng.integers(0, 32000, batch), jnp.int32)
-    requests = [GenerationConfig(max_new_tokens=8)] * batch
+    requests = [GenerationConfig(max_new_tokens=8, return_logprobs=20)] * batch
     sampling = jax.tree.map(jnp.asarray, per_row(requests, batch))
     results = []
     for implementation in ("xla", "mosaic_gpu"):
@@ -86,4 +86,6 @@ def test_layers_in_a_chain_decode_as_one_by_one(batch):
     for tokens, _ in results:
         assert (tokens[:, :2] >= 0).all() and (tokens[:, 2:] == -1).all()
     (_, top), (_, chained_top) = results
-    assert np.abs(top[:, 0] - chained_top[:, 0]).max() < 0.1
+    # Of random weights, the likeliest tokens are nearly as likely, so which is chosen says nothing.
+    assert (top[:, 0] < 0).all()
+    assert np.abs(top[:, 0] - chained_top[:, 0]).max() < 0.05
