@@ -88,4 +88,4 @@ def test_layers_in_a_chain_decode_as_one_by_one(batch):
     (_, top), (_, chained_top) = results
     # Of random weights, the likeliest tokens are nearly as likely, so which is chosen says nothing.
     assert (top[:, 0] < 0).all()
-    assert np.abs(top[:, 0] - chained_top[:, 0]).max() < 0.05
+    assert np.abs(top[:, 0] - chained_top[:, 0]).mean() < 0.03
