@@ -689,8 +689,10 @@ def _tune(args: argparse.Namespace) -> int:
     if args.table and not args.explain:
         raise _UsageError("tune: --table is what --explain explains")
     if args.explain:
+        # What is explained may be of another device, and runs nothing here.
+        explained, args.table = args.table, None
         model, _ = _describe(args)
-        table = tune.table_in_use(model.plan.device_kind, args.table)
+        table = tune.table_in_use(model.plan.device_kind, explained)
     else:
         if default_backend() != "gpu":
             raise _UsageError("tune: needs an NVIDIA GPU, JAX sees none")

@@ -126,11 +126,17 @@ class Plan:
 
         Raises:
           ValueError: `implementation` is not one, or see `read_table`.
-          NotImplementedError: no op has it, or not on this device.
+          NotImplementedError: no op has it, or not on this device; or the table's kernels need
+            another.
         """
         if implementation in ("cudnn", "mosaic_gpu") and compute_capability is None:
             raise NotImplementedError(
                 f"plan: {implementation} needs an NVIDIA GPU, got {device_kind!r}"
+            )
+        own = read_table(table, device_kind=device_kind) if table else ()
+        if compute_capability is None and any(e.choice.implementation != "xla" for e in own):
+            raise NotImplementedError(
+                f"plan: the kernels in {table} need an NVIDIA GPU, got {device_kind!r}"
             )
         named = ()
         if implementation is not None:
@@ -140,7 +146,7 @@ class Plan:
             compute_capability=compute_capability,
             batch_invariant=compute_capability is None,
             named=named,
-            table=(read_table(table) if table else ()) + _shipped_table(device_kind),
+            table=own + _shipped_table(device_kind),
         )
 
     def with_xla(self, op: str) -> "Plan":
@@ -254,12 +260,16 @@ def _shipped_table(device_kind: str) -> tuple[Entry, ...]:
     return read_table(path, log_level=logging.INFO) if path.exists() else ()
 
 
-def read_table(path: str | Path, *, log_level: int = logging.WARNING) -> tuple[Entry, ...]:
+def read_table(
+    path: str | Path, *, device_kind: str | None = None, log_level: int = logging.WARNING
+) -> tuple[Entry, ...]:
     """Read a measured dataflow table.
 
     Args:
       path: of the file.
-      log_level: at which it is said that the table was measured with another JAX.
+      device_kind: the device it is for, where that is known.
+      log_level: at which it is said that the table was measured with another JAX or on another
+        device.
 
     Raises:
       ValueError: the file is no such table, has another schema, is of another revision of a kernel
@@ -274,10 +284,14 @@ def read_table(path: str | Path, *, log_level: int = logging.WARNING) -> tuple[E
     if schema != TABLE_SCHEMA:
         raise ValueError(f"{where}: schema must be {TABLE_SCHEMA}, got {schema!r}")
     try:
-        measured_with = data.get("provenance", {}).get("versions", {}).get("jax")
+        provenance = data.get("provenance", {})
+        measured_with = provenance.get("versions", {}).get("jax")
+        measured_on = provenance.get("device_kind")
         entries = tuple(as_entry(row, data.get("revisions", {}), where) for row in data["entries"])
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"{where}: entries must be those of schema {schema}, {error!r}") from None
+    if device_kind is not None and measured_on not in (None, device_kind):
+        logger.log(log_level, "%s: measured on %s, not %s", where, measured_on, device_kind)
     if measured_with not in (None, version("jax")):
         logger.log(
             log_level, "%s: measured with JAX %s, not %s", where, measured_with, version("jax")

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import re
 from types import SimpleNamespace
 
 import jax
@@ -291,6 +292,27 @@ def test_a_table_of_another_jax_is_used_with_a_warning(tmp_path, caplog, jax_ver
     assert [record.levelname for record in caplog.records] == ["WARNING"] * said
     text = f"dataflow table {path}: measured with JAX 0.1, not {jax.__version__}"
     assert all(record.getMessage() == text for record in caplog.records)
+
+
+@pytest.mark.parametrize(("measured_on", "said"), [("NVIDIA Other", 1), (H100, 0), (None, 0)])
+def test_a_table_of_another_device_is_used_with_a_warning(tmp_path, caplog, measured_on, said):
+    entry = dict(op="matmul", shape=GEMM | {"n": 64}, implementation="mosaic_gpu")
+    path = tmp_path / "table.json"
+    provenance = dict(device_kind=measured_on)
+    path.write_text(json.dumps(dict(schema=1, provenance=provenance, entries=[entry])))
+    plan = Plan.for_kind(H100, (9, 0), table=path)
+    assert plan.choose("matmul", **GEMM | {"n": 64}).source == "table"
+    text = f"dataflow table {path}: measured on NVIDIA Other, not {H100}"
+    warned = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert warned == [text] * said
+
+
+def test_a_table_of_kernels_is_not_for_a_cpu(tmp_path):
+    kernels = _write(tmp_path / "kernels.json", [("matmul", GEMM, "mosaic_gpu")])
+    told = f"plan: the kernels in {re.escape(str(kernels))} need an NVIDIA GPU, got 'cpu'"
+    with pytest.raises(NotImplementedError, match=told):
+        Plan.for_kind("cpu", table=kernels)
+    assert Plan.for_kind("cpu", table=_write(tmp_path / "xla.json", [("matmul", GEMM, "xla")]))
 
 
 def test_a_given_table_comes_before_the_shipped_one(tmp_path, monkeypatch):
