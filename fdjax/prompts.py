@@ -60,8 +60,9 @@ def token_ids(prompt: Any, tokenizer: "Tokenizer", vocab_size: int, what: str) -
 def _listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, jax.Array):
         given = np.asarray(given)
-    # Iterable, but of bytes, of keys, or in no order.
-    if isinstance(given, Iterable) and not isinstance(given, _NOT_SEQUENCES):
+    # Iterable, but of bytes, of keys, in no order, or in name only.
+    scalar = isinstance(given, np.ndarray) and given.ndim == 0
+    if isinstance(given, Iterable) and not isinstance(given, _NOT_SEQUENCES) and not scalar:
         return list(given)
     raise ValueError(f"{what} must be text or token ids, got {given!r}")
 
