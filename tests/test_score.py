@@ -139,7 +139,7 @@ def test_a_text_may_fill_the_context_and_one_token_more():
         ([[-1, 2]], {}, "text 0 has id -1"),
         ([[1.5]], {}, "id 1.5"),
         (b"abc", {}, "texts must be text or token ids, got b'abc'"),
-        (np.array(5), {}, r"texts must be text or token ids, got array(5)"),
+        (np.array(5), {}, r"texts must be text or token ids, got array\(5\)"),
         ([[True, 2]], {}, "id True"),
         ([[1, 2]], {"batch_size": 0}, "batch_size must be a positive integer, got 0"),
         ([[1, 2]], {"batch_size": 1.5}, "batch_size must be a positive integer, got 1.5"),
