@@ -66,6 +66,11 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
     first = jnp.minimum(start_block + split * chunk, end_block)
     count = jnp.minimum(chunk, end_block - first)
 
+    def block_start(step):
+        """The last block ends where the cache does: it begins with slots of the block before."""
+        last = jnp.maximum(lax.div(cached + 7, jnp.int32(8)) * 8 - bk, 0)
+        return jnp.minimum((first + step) * bk, last)
+
     def query_rows():
         """[block, R] which of the G·T query rows of the head a column is."""
         return plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE) + first_query
@@ -82,15 +87,14 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
 
     def visible(step):
         """[block, R] whether a slot is seen by a query row, and its distance to it."""
-        slots = (
-            plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + (first + step) * bk
-        )
+        slots = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + block_start(step)
         query = n - 1
         if t > 1:
             rows = query_rows()
             query = n - t + lax.div(rows, jnp.full_like(rows, group))
         distance = slots - query
         seen = distance <= 0 if cached is n else distance < 0
+        seen = seen & (slots >= (first + step) * bk)
         if masking.window is not None:
             seen = seen & (distance > -masking.window)
         return seen, distance
@@ -126,7 +130,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
 
     def zero_dead_values(step, values):
         """Slots past the length may hold NaN, which a probability of zero does not stop."""
-        begin = (first + step) * bk
+        begin = block_start(step)
 
         @when(begin + bk > cached)
         def _():
@@ -152,19 +156,13 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         stages = config.stages
 
         def load(i):
-            stage, start = lax.rem(i, jnp.int32(stages)), (first + i) * bk
-            # As much of the last block as is filled, in quarters.
-            live = jnp.minimum(lax.div(cached - start + (bk // 4 - 1), jnp.int32(bk // 4)), 4)
-            for quarters in (4, 3, 2, 1):
-
-                @when(live == quarters)
-                def _(size=quarters * bk // 4):
-                    for cache, loaded in zip(caches, (k_s, v_s), strict=True):
-                        plgpu.copy_gmem_to_smem(
-                            cache.at[pl.ds(start, size)],
-                            loaded.at[stage, pl.ds(0, size)],
-                            smem["loaded"].at[stage],
-                        )
+            stage, size = lax.rem(i, jnp.int32(stages)), min(bk, caches[0].shape[0])
+            for cache, loaded in zip(caches, (k_s, v_s), strict=True):
+                plgpu.copy_gmem_to_smem(
+                    cache.at[pl.ds(block_start(i), size)],
+                    loaded.at[stage, pl.ds(0, size)],
+                    smem["loaded"].at[stage],
+                )
 
         def body(i, carry):
             stage = lax.rem(i, jnp.int32(stages))
