@@ -217,6 +217,7 @@ def _launch(operands, *, gate, eps):
     scratch = {name: matrix(*buffer) for name, buffer in buffers.items()}
     scratch |= {
         "square_row": plgpu.SMEM((padded,), jnp.float32),
+        "factors": plgpu.SMEM((padded,), jnp.float32),
         "w_arrived": plgpu.Barrier(num_arrivals=most_copies, num_barriers=slots),
         "w_used": plgpu.Barrier(num_barriers=slots),
         "x_arrived": plgpu.Barrier(num_barriers=_X_SLOTS),
@@ -340,6 +341,7 @@ def _launch(operands, *, gate, eps):
             tile = first + i * stride
             w_used, x_used = used
             count = stage.parts * stage.wide
+            middle = stage.steps // 2
 
             def accumulate(*accumulators):  # [64, padded] each
                 def release(step):
@@ -349,6 +351,8 @@ def _launch(operands, *, gate, eps):
                         plgpu.barrier_arrive(smem["x_used"].at[at])
 
                 def product(step, _):
+                    if stage.squares:
+                        when((i == 0) & (step == middle))(functools.partial(prepare, stage))
                     slot = lax.rem(w_used + step, slots)
                     at = [
                         lax.rem(x_used + step * stage.deep + k, _X_SLOTS) for k in range(stage.deep)
@@ -396,19 +400,23 @@ def _launch(operands, *, gate, eps):
                 when(owner == rank)(lambda: finish(stage, i, tile, mine, products, scale))
             return w_used + stage.steps, x_used + stage.steps * stage.deep
 
+        def prepare(stage):
+            """Sums of squares to what the norm multiplies by, while weights are on their way."""
+            plgpu.barrier_wait(smem[f"{stage.squares}_arrived"])
+            squares = [load(smem["squares"].at[at]) for at in range(square_tiles)]
+            mean = sum(jnp.sum(part, axis=0) for part in squares) / (stage.k * _BRICK)
+            smem["factors"][...] = lax.rsqrt(mean + eps)
+            plgpu.commit_smem()
+
         def finish(stage, i, tile, mine, products, scale):
             """Sums to results."""
             total = list(products)
-            first = i < stage.split  # of this block's tiles that it finishes
             if stage.split > 1:
                 plgpu.barrier_wait(smem["partial_arrived"])
                 total[0] += load(smem["partial"])
             if stage.squares:
-                when(first)(lambda: plgpu.barrier_wait(smem[f"{stage.squares}_arrived"]))
-                squares = [load(smem["squares"].at[at]) for at in range(square_tiles)]
-                mean = sum(jnp.sum(part, axis=0) for part in squares) / (stage.k * _BRICK)
-                r = lax.rsqrt(mean + eps)  # [padded]
-                total = [t * lax.broadcast_in_dim(r, t.shape, [1]) for t in total]
+                factors = plgpu.load(smem["factors"], layout=LAYOUT.reduce(0), optimized=False)
+                total = [t * lax.broadcast_in_dim(factors, t.shape, [1]) for t in total]
             if stage.gate:
                 act = KERNEL_ACTIVATIONS[stage.gate]
                 total = [act(total[c]) * total[stage.wide + c] for c in range(stage.wide)]
@@ -416,11 +424,11 @@ def _launch(operands, *, gate, eps):
                 name, _, squares_name = stage.scaled
                 kept = smem["kept"].at[i]
                 if stage.y is None:
-                    when(first)(lambda: plgpu.barrier_wait(smem["kept_arrived"]))
+                    # Of this block's tiles, the first that it finishes.
+                    when(i < stage.split)(lambda: plgpu.barrier_wait(smem["kept_arrived"]))
                 rounded = (total[0] + load(kept.T)).astype(dtype)
                 kept.T[...] = rounded
                 x = rounded.astype(jnp.float32)
-                smem["square_row"][...] = jnp.sum(x * x, axis=0)
                 total = [x * lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, [0])]
                 stores = [(smem["y"].at[0], gmem[name], tile)]
                 if stage.y:
@@ -434,6 +442,8 @@ def _launch(operands, *, gate, eps):
             for source, target, column in stores:
                 plgpu.copy_smem_to_gmem(source, target.at[rows, bricks(column, 1)])
             if stage.scaled:
+                smem["square_row"][...] = jnp.sum(x * x, axis=0)
+                plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(smem["square_row"], gmem[squares_name].at[tile])
             plgpu.wait_smem_to_gmem(0)
             if stage is not stages[-1]:
