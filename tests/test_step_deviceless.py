@@ -10,7 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from deviceless import _parse, _reachable, alias_bytes, compile_for, large_copies, temp_bytes
+from deviceless import (
+    _parse,
+    _reachable,
+    alias_bytes,
+    compile_for,
+    large_copies,
+    temp_bytes,
+    while_bodies,
+)
 from fdjax.models import describe, parse_config
 from fdjax.options import GenerationConfig, per_row
 from fdjax.pallas_kernels.plan import Plan
@@ -59,17 +67,21 @@ def nbytes(tree):
 
 
 def unlikely_buffers(compiled):
-    """Names of the instructions that run only where the predicate of a `lax.cond` is false.
+    """Names of the instructions in branches that are hardly taken.
 
-    Here that is the end of the loop, where nothing is left to do, and values that are not finite.
+    A step of the decode loop is the false branch, in front of it, the true one, nothing is left to
+    do. Elsewhere the false branch is for values that are not finite.
     """
     module = _parse(compiled)
-    branches = [
-        (instruction.called("false_computation") or instruction.called("branch_computations"))[0]
-        for computation in module.values()
-        for instruction in computation.instructions.values()
-        if instruction.opcode == "conditional"
-    ]
+    loops = [body.name for body in while_bodies(compiled)]
+    branches = []
+    for computation in module.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "conditional":
+                false, true = instruction.called("branch_computations") or (
+                    instruction.called(f"{truth}_computation")[0] for truth in ("false", "true")
+                )
+                branches.append(true if computation.name in loops else false)
     return {name for c in _reachable(module, branches) for name in module[c].instructions}
 
 
