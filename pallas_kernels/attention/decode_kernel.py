@@ -66,10 +66,15 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
     first = jnp.minimum(start_block + split * chunk, end_block)
     count = jnp.minimum(chunk, end_block - first)
 
+    # The largest tile leaves no register to tell slots that are read twice.
+    ends_with_cache = bk * padded < 128 * 32
+
     def block_start(step):
         """The last block ends where the cache does: it begins with slots of the block before."""
-        last = jnp.maximum(lax.div(cached + 7, jnp.int32(8)) * 8 - bk, 0)
-        return jnp.minimum((first + step) * bk, last)
+        start = (first + step) * bk
+        if not ends_with_cache:
+            return start
+        return jnp.minimum(start, jnp.maximum(lax.div(cached + 7, jnp.int32(8)) * 8 - bk, 0))
 
     def query_rows():
         """[block, R] which of the G·T query rows of the head a column is."""
@@ -94,7 +99,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
             query = n - t + lax.div(rows, jnp.full_like(rows, group))
         distance = slots - query
         seen = distance <= 0 if cached is n else distance < 0
-        seen = seen & (slots >= (first + step) * bk)
+        if ends_with_cache:
+            seen = seen & (slots >= (first + step) * bk)
         if masking.window is not None:
             seen = seen & (distance > -masking.window)
         return seen, distance

@@ -90,6 +90,13 @@ def test_interpreted_with_every_mask(t):
     _check(operands, interpreted, config=SPLIT, masking=masking, phi=phi)
 
 
+@pytest.mark.parametrize("group", [1, 2])
+def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
+    """With 16 query rows it begins with slots of the block before, with 32 it is padded."""
+    config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
+    _check(_operands([20, 130, 257, 264], t=16, group=group, s=264), interpreted, config=config)
+
+
 def test_tiles_hold_all_query_rows():
     for d in (64, 128, 256):
         for rows in range(1, 257):
