@@ -1,8 +1,7 @@
-"""Host cost of a dispatch of the decode chunk: `python -m benchmarks.dispatch`.
+"""Host cost of a dispatch of the decode chunk: `python -m benchmarks.dispatch [CONFIG]`.
 
-A 32-layer model of tiny layers, one step that is skipped: what is left is what the host pays for
-handing over parameters and state, and one launch. The clock stops when the call returns; the device
-is idle before it.
+One step that is skipped: what is left is what the host pays for handing over parameters and state,
+and one launch. The clock stops when the call returns; the device is idle before it.
 """
 
 import argparse
@@ -50,11 +49,13 @@ def time_calls(call, runs: int) -> Timing:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", nargs="?", help="a config.json; default: 32 tiny layers")
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--output")
     parser.add_argument("--commit")
     args = parser.parse_args()
-    model = describe(parse_config(CONFIG), dtype="bfloat16")
+    config = json.loads(Path(args.config).read_text()) if args.config else CONFIG
+    model = describe(parse_config(config), dtype="bfloat16")
     engine = Engine(model, random_params(model))
     none = np.int32(0)
     sampling = per_row([GenerationConfig(max_new_tokens=9)], 1)
@@ -77,7 +78,7 @@ def main() -> int:
         print(f"{name:28} median {timing.median_us:.0f} us, min {timing.min_us:.0f} us")
     record = {
         "environment": environment(args.commit),
-        "config": CONFIG,
+        "config": config,
         "arrays": {"parameters": len(engine.params), "state": len(leaves)},
         "rows": {name: dataclasses.asdict(t) | {"samples_us": None} for name, t in rows.items()},
     }

@@ -16,6 +16,7 @@ import numpy as np
 
 from fdjax import step
 from fdjax.host_arrays import HostArrays
+from fdjax.lowered import kept
 from fdjax.memory import plan_memory
 from fdjax.models import Model, Params
 from fdjax.options import per_row
@@ -202,8 +203,9 @@ class Engine:
         Parameters and state go in and out as flat lists: nested containers of a 32-layer model cost
         0.15 ms of host time a call.
         """
-        key = function.__name__, *static.items()
-        if key not in self.programs:
+        name = function.__name__, *static.items()
+        (device,) = self.params[0].devices()
+        if (key := (*name, device)) not in self.programs:
             model, packing = self.model, self.packing
             state_def = jax.tree.structure(abstract_state(model))
 
@@ -224,7 +226,10 @@ class Engine:
                 return f"{what}, cache of {state.batch} x {state.slots}"
 
             self.programs[key] = Program(
-                run, describe, donate_argnums=1, compiler_options=_COMPILER_OPTIONS
+                run if static["processors"].custom else kept(run, (name, model, packing), device),
+                describe,
+                donate_argnums=1,
+                compiler_options=_COMPILER_OPTIONS,
             )
         return self.programs[key]
 
