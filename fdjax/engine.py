@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import operator
+import os
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -35,9 +36,18 @@ from fdjax.state import (
     start,
 )
 
-# By default XLA makes no CUDA graph of fewer than 5 operations, and the body of the decode loop is
-# few: the condition of a step and the step. Outside a graph, the host reads that condition.
-_COMPILER_OPTIONS = {"xla_gpu_graph_min_graph_size": 1}
+# Of XLA: a chunk of decode steps is one CUDA graph, its loop included. Outside a graph, the host
+# reads the condition of each step.
+_COMPILER_OPTIONS = {
+    # A list that replaces XLA's own, of all these but loops.
+    "xla_gpu_enable_command_buffer": (
+        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
+    ),
+    # By default 5 operations; there are fewer outside of the loop.
+    "xla_gpu_graph_min_graph_size": 1,
+    # The small kernels before and after the layers do not wait for each other.
+    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+}
 
 # Parameters up to this size travel together with those of the same shape.
 _PACKED_BYTES = 2**16
@@ -229,7 +239,7 @@ class Engine:
                 run if static["processors"].custom else kept(run, (name, model, packing), device),
                 describe,
                 donate_argnums=1,
-                compiler_options=_COMPILER_OPTIONS,
+                compiler_options=compiler_options(),
             )
         return self.programs[key]
 
@@ -278,6 +288,12 @@ class ParamPacking:
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
+
+
+def compiler_options() -> dict[str, Any]:
+    """Of programs, but for those that the environment variable `XLA_FLAGS` sets."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    return {name: value for name, value in _COMPILER_OPTIONS.items() if name not in flags}
 
 
 def _refuse_trace() -> None:

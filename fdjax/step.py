@@ -102,10 +102,9 @@ def decode_steps(
 ) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array, ...]]:
     """At most `n` decode steps in one device loop, fewer when every row finishes.
 
-    The trip count is static and a step that has nothing to do is skipped by a conditional: on a
-    GPU both stay on the device, so the call returns at once and the next one queues behind it. A
-    `while` that looks at the rows would be read by the host at every step. A skipped step takes
-    0.14 ms on an H100, so `max_steps` should not be much larger than `n`.
+    The loop looks at the rows before each step. Where XLA captures it in a CUDA graph, as the
+    engine asks it to, that stays on the device: the call returns at once and the next one queues
+    behind it. Elsewhere on a GPU the host reads each condition.
 
     Args:
       model, params: the model.
@@ -123,8 +122,9 @@ def decode_steps(
     """
     module = model.module(params)
     b = state.batch
+    begun, n = state.steps, jnp.minimum(n, max_steps)
 
-    def step(i, carry):
+    def step(carry):
         state, tokens, logprobs, *reruns = carry
         # The first chosen token is in the cache one step after it was counted.
         turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
@@ -142,13 +142,11 @@ def decode_steps(
         )
         active = ~state.finished
         emitted = jnp.where(active, chosen, -1)
-        tokens = lax.dynamic_update_index_in_dim(tokens, emitted, i, 1)
+        column = jnp.where(active, state.steps - begun, max_steps)
+        place = functools.partial(_place, index, column)
+        tokens = place(tokens, chosen)
         if logprobs is not None:
-            logprobs = jax.tree.map(
-                lambda all_steps, one: lax.dynamic_update_index_in_dim(all_steps, one, i, 1),
-                logprobs,
-                chosen_logprobs,
-            )
+            logprobs = jax.tree.map(place, logprobs, chosen_logprobs)
         advance = active.astype(jnp.int32)
         steps = state.steps + advance
         progress = pack_progress(
@@ -159,10 +157,10 @@ def decode_steps(
         )
         return DecodeState(kv, ids, progress), tokens, logprobs, *reruns
 
-    def step_if_any(i, carry):
-        # The branch of what is false comes first in a CUDA graph, and begins 7 us earlier.
-        idle = (i >= n) | jnp.all(carry[0].finished)
-        return lax.cond(idle, lambda carry: carry, functools.partial(step, i), carry)
+    def goes_on(carry):
+        state = carry[0]
+        # As one reduction, one kernel.
+        return ~jnp.all(state.finished | (state.steps - begun >= n))
 
     tokens = jnp.full((b, max_steps), -1, jnp.int32)
     logprobs = None
@@ -173,8 +171,13 @@ def decode_steps(
         )
     reruns = [[jnp.float32(0)] * model.config.layers] if return_reruns else []
     carry = state, tokens, logprobs, *reruns
-    state, tokens, logprobs, *reruns = lax.fori_loop(0, max_steps, step_if_any, carry)
+    state, tokens, logprobs, *reruns = lax.while_loop(goes_on, step, carry)
     return state, tokens, logprobs, *map(jnp.stack, reruns)
+
+
+def _place(rows, columns, array, values):
+    """An array with values[i] at [rows[i], columns[i]]; what would be outside is left out."""
+    return array.at[rows, columns].set(values, mode="drop", unique_indices=True)
 
 
 def _is_final(tokens, steps, sampling):

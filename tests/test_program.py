@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax.engine import compiler_options
 from fdjax.program import Program
 from fdjax.results import Timer
 from fdjax.rows import Chunk
@@ -153,3 +154,11 @@ def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):
     assert stats.seconds == 16
     assert stats.ms_per_token == 500
     assert stats.chunk_ms_per_token == (500, 500)
+
+
+def test_what_the_environment_says_of_cuda_graphs_holds(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    options = compiler_options()
+    assert "WHILE" in options["xla_gpu_enable_command_buffer"]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
+    assert compiler_options().keys() == options.keys() - {"xla_gpu_enable_command_buffer"}

@@ -17,11 +17,12 @@ from deviceless import (
     compile_for,
     large_copies,
     temp_bytes,
-    while_bodies,
 )
+from fdjax.engine import compiler_options
 from fdjax.models import describe, parse_config
 from fdjax.options import GenerationConfig, per_row
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.sampling import Processors
 from fdjax.state import init_cache, start
 from fdjax.step import decode_steps, prefill
 
@@ -67,22 +68,45 @@ def nbytes(tree):
 
 
 def unlikely_buffers(compiled):
-    """Names of the instructions in branches that are hardly taken.
-
-    A step of the decode loop is the false branch, in front of it, the true one, nothing is left to
-    do. Elsewhere the false branch is for values that are not finite.
-    """
+    """Names of the instructions in branches that are hardly taken: those of what is not finite."""
     module = _parse(compiled)
-    loops = [body.name for body in while_bodies(compiled)]
     branches = []
     for computation in module.values():
         for instruction in computation.instructions.values():
             if instruction.opcode == "conditional":
-                false, true = instruction.called("branch_computations") or (
+                false, _ = instruction.called("branch_computations") or (
                     instruction.called(f"{truth}_computation")[0] for truth in ("false", "true")
                 )
-                branches.append(true if computation.name in loops else false)
+                branches.append(false)
     return {name for c in _reachable(module, branches) for name in module[c].instructions}
+
+
+def captured(folder):
+    """The operations of what was compiled last, as XLA runs them: of CUDA graphs the nodes."""
+    (thunks,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
+    return thunks.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("everything", [False, True], ids=["greedy", "all-processors"])
+@pytest.mark.parametrize("plan", [H100, KERNELS, CHAINED], ids=["xla", "kernels", "chained"])
+def test_a_chunk_of_steps_is_one_cuda_graph(plan, everything, tmp_path):
+    m = model(False, plan)
+    processors = Processors().everything if everything else Processors()
+
+    def run(params, state, sampling, n):
+        return decode_steps(m, params, state, sampling, n, max_steps=STEPS, processors=processors)
+
+    args = m.abstract_params, abstract_state(False, 8), abstract_sampling(8)
+    compile_for(
+        "h100",
+        run,
+        *args,
+        jax.ShapeDtypeStruct((), jnp.int32),
+        donate_argnums=1,
+        compiler_options=compiler_options() | {"xla_dump_to": str(tmp_path)},
+    )
+    outermost = [line for line in captured(tmp_path) if re.match(r"\d+:", line)]
+    assert len(outermost) == 1 and "kCommandBuffer" in outermost[0], "\n".join(outermost)
 
 
 def check_in_place(compiled, tied, batch, *, masked_values, temp_limit_bytes):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 from deviceless import alias_bytes, large_copies
+from fdjax.engine import Engine
+from fdjax.host_arrays import HostArrays
 from fdjax.models import describe, parse_config, random_params
 from fdjax.options import GenerationConfig, per_row
 from fdjax.pallas_kernels.plan import Plan, can_chain
@@ -89,3 +92,24 @@ def test_layers_in_a_chain_decode_as_one_by_one(batch):
     # Of random weights, the likeliest tokens are nearly as likely, so which is chosen says nothing.
     assert (top[:, 0] < 0).all()
     assert np.abs(top[:, 0] - chained_top[:, 0]).mean() < 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("everything", [False, True], ids=["greedy", "all-processors"])
+@pytest.mark.parametrize("implementation", [None, "cudnn", "xla"])
+def test_a_chunk_is_queued_and_not_waited_for(implementation, everything):
+    plan = Plan.for_device(implementation=implementation)
+    model = describe(parse_config(CONFIG), dtype="bfloat16", plan=plan)
+    engine = Engine(model, random_params(model))
+    processors = Processors().everything if everything else Processors()
+    program = engine.program(decode_steps, processors=processors, max_steps=32)
+    sampling = per_row([GenerationConfig(max_new_tokens=10**6)], 1)
+    host = jax.device_put(HostArrays.pack((sampling, np.int32(32))))
+    state, shares = jax.tree.leaves(start(init_cache(model, 1, 2048))), []
+    for _ in range(5):
+        begin = time.perf_counter()
+        state, tokens, *_ = program(engine.params, state, host)
+        returned = time.perf_counter()
+        assert (np.asarray(jax.block_until_ready(tokens)) >= 0).all()
+        shares.append((returned - begin) / (time.perf_counter() - begin))
+    assert np.median(shares) < 0.5, shares
