@@ -43,6 +43,7 @@ def kept(function: Callable, description: Any, device: jax.Device) -> Callable:
       device: where the arrays are.
     """
 
+    @functools.wraps(function)
     def program(*args):
         leaves, treedef = jax.tree.flatten(args)
         avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]

@@ -205,8 +205,8 @@ def next_tokens(
     Returns:
       (tokens [B] int32 or `NOT_FINITE` or `ALL_FORBIDDEN`, their `Logprobs` or None).
     """
-    tokens = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-    finite = jnp.isfinite(_at(logits, tokens))
+    best, tokens = _best(logits)
+    finite = jnp.isfinite(best)
     scores = logits
     if processors.edit:
         scores = edit_logits(scores, sampling, ids, lengths, steps)
@@ -219,8 +219,7 @@ def next_tokens(
             )
         scores = jnp.asarray(scores, jnp.float32)
     if processors.edit or processors.custom:
-        tokens = jnp.argmax(scores, axis=-1).astype(jnp.int32)
-        best = _at(scores, tokens)
+        best, tokens = _best(scores)
         finite &= best < jnp.inf
         tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, tokens)
     if processors.sample:
@@ -228,6 +227,20 @@ def next_tokens(
         tokens = jnp.where((sampling.temperature > 0) & (tokens >= 0), drawn, tokens)
     tokens = jnp.where(finite, tokens, NOT_FINITE)
     return tokens, _logprobs(logits, tokens, sampling) if processors.logprobs else None
+
+
+def _best(scores):
+    """The largest score of each row, NaN where there is one, and the first token that has it."""
+
+    def larger(a, b):
+        first = (a[0] > b[0]) | jnp.isnan(a[0]) & ~jnp.isnan(b[0])
+        same = (a[0] == b[0]) | jnp.isnan(a[0]) & jnp.isnan(b[0])
+        first = first | same & (a[1] < b[1])
+        return tuple(jnp.where(first, x, y) for x, y in zip(a, b, strict=True))
+
+    tokens = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    nothing = scores.dtype.type(-jnp.inf), jnp.int32(0)
+    return lax.reduce((scores, tokens), nothing, larger, (scores.ndim - 1,))
 
 
 def _sample(scores, sampling, steps, processors):

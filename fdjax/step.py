@@ -3,6 +3,7 @@
 Both are pure functions of `(params, state, ...)`; `fdjax.lm` jits them with the state donated.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -143,17 +144,19 @@ def decode_steps(
         active = ~state.finished
         emitted = jnp.where(active, chosen, -1)
         column = jnp.where(active, state.steps - begun, max_steps)
-        place = functools.partial(_place, index, column)
+        place = functools.partial(_place, column)
         tokens = place(tokens, chosen)
         if logprobs is not None:
             logprobs = jax.tree.map(place, logprobs, chosen_logprobs)
-        advance = active.astype(jnp.int32)
+        # As `active`, but of the token: so one kernel behind the layers makes all that is below.
+        advance = (emitted != -1).astype(jnp.int32)
         steps = state.steps + advance
-        progress = pack_progress(
+        finished = state.finished | (active & _is_final(emitted, steps, sampling))
+        progress = (
             state.lengths + advance,
             jnp.where(emitted >= 0, emitted, state.tokens),
             steps,
-            state.finished | (active & _is_final(emitted, steps, sampling)),
+            finished.astype(jnp.int32),
         )
         return DecodeState(kv, ids, progress), tokens, logprobs, *reruns
 
@@ -170,20 +173,28 @@ def decode_steps(
             jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
         )
     reruns = [[jnp.float32(0)] * model.config.layers] if return_reruns else []
+    # In the loop an array for each: of one for all, every step would make a copy.
+    state = dataclasses.replace(state, progress=tuple(state.progress))
     carry = state, tokens, logprobs, *reruns
     state, tokens, logprobs, *reruns = lax.while_loop(goes_on, step, carry)
+    state = dataclasses.replace(state, progress=jnp.stack(state.progress))
     return state, tokens, logprobs, *map(jnp.stack, reruns)
 
 
-def _place(rows, columns, array, values):
-    """An array with values[i] at [rows[i], columns[i]]; what would be outside is left out."""
-    return array.at[rows, columns].set(values, mode="drop", unique_indices=True)
+def _place(columns, array, values):
+    """An array [B, N, ...] with values [B, ...] in a column [B] of each row, if there is one."""
+    # Few columns: on a GPU a select is one kernel, and a scatter into one row several.
+    there = jax.nn.one_hot(columns, array.shape[1], dtype=bool)
+    there = there.reshape(there.shape + (1,) * (array.ndim - 2))
+    return jnp.where(there, values[:, None], array)
 
 
 def _is_final(tokens, steps, sampling):
     """[B] whether these tokens, number `steps` of their rows, are the last ones."""
-    stopped = jnp.any(tokens[:, None] == sampling.stop_tokens, axis=-1) & (tokens >= 0)
-    return stopped | (tokens < -1) | (steps >= sampling.max_new_tokens)
+    final = (tokens < -1) | (steps >= sampling.max_new_tokens)
+    for stop in sampling.stop_tokens.T:  # one by one: a reduction would be a kernel of its own
+        final |= (tokens == stop) & (tokens >= 0)
+    return final
 
 
 def _attend_decode(
