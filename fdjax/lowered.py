@@ -3,15 +3,17 @@
 JAX's compilation cache does not save them, as it finds a program by what lowering makes of it.
 Here one is found by what it was traced from: this package, the model and its plan, the arguments'
 shapes, JAX's version and settings, the device. What is found is compiled as what was traced, and so
-is found by JAX's cache in turn.
+is found by JAX's cache in turn. Who puts a function of his own into this package has it traced.
 """
 
 import functools
 import hashlib
 import logging
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -30,6 +32,12 @@ _CHECKS = tuple(map(export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
 
 _PACKAGES = (".", "models", "pallas_kernels")  # beside this file; the latter two may be links
 _DIGEST_BYTES = 32
+
+# Whose functions and classes are in modules of this package, as it is.
+_KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
+    *("fdjax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"),
+    *("jinja2", "tokenizers", "safetensors", "huggingface_hub", "tqdm"),
+}
 
 
 def kept(function: Callable, description: Any, device: jax.Device) -> Callable:
@@ -79,6 +87,9 @@ def _path(device: jax.Device, description: str) -> Path | None:
     folder = jax.config.jax_compilation_cache_dir
     if folder is None or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
+    if foreign := next(_foreign(), None):
+        logger.info("programs are not kept, as %s is not of this package", foreign)
+        return None
     settings = {name: value for name, value in jax.config.values.items() if "_dir" not in name}
     origin = (
         jax.__version__,
@@ -90,6 +101,21 @@ def _path(device: jax.Device, description: str) -> Path | None:
         description,
     )
     return Path(folder) / "fdjax" / hashlib.sha256(repr(origin).encode()).hexdigest()
+
+
+def _foreign() -> Iterator[str]:
+    """Names of what others have put into modules and classes of this package while it runs."""
+    modules = [(n, m) for n, m in sys.modules.items() if n.partition(".")[0] == "fdjax"]
+    for name, module in modules:
+        for attribute, value in list(vars(module).items()):
+            if attribute.startswith("__"):
+                continue
+            members = vars(value) if isinstance(value, type) else value
+            for thing in (value, *(members.values() if isinstance(members, Mapping) else ())):
+                origin = "__name__" if isinstance(thing, ModuleType) else "__module__"
+                owner = getattr(thing, origin, None)
+                if isinstance(owner, str) and owner.partition(".")[0] not in _KNOWN:
+                    yield f"{name}.{attribute}"
 
 
 @functools.cache

@@ -1,5 +1,7 @@
 """Programs kept on disk as JAX lowered them."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ import pytest
 import fdjax
 from fdjax import lowered, step
 from fdjax.lowered import kept
+from fdjax.models.decoder import Decoder
 
 
 @pytest.fixture
@@ -54,7 +57,8 @@ def test_whatever_changes_the_program_changes_its_name(folder, monkeypatch):
     run(Doubled(), n=4)
     with jax.default_matmul_precision("highest"):
         run(Doubled())
-    monkeypatch.setattr(lowered, "_source_digest", lambda: "another")
+    other_source = types.FunctionType((lambda: "another").__code__, vars(lowered))
+    monkeypatch.setattr(lowered, "_source_digest", other_source)
     run(Doubled())
     monkeypatch.setattr(jax, "__version__", "another")
     run(Doubled())
@@ -104,19 +108,42 @@ def test_a_callback_is_no_obstacle(folder):
     assert not folder.exists()
 
 
-def test_generate_needs_no_trace_of_what_it_has_traced_before(folder, monkeypatch):
-    options = {"compilation_cache": None, "progress": False}
-    before = fdjax.load("tiny", **options).generate("Hi", max_new_tokens=4, return_logprobs=True)
+def generated():
+    lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+    return lm.generate("Hi", max_new_tokens=4, return_logprobs=True)
 
-    def traced(*_, **__):
+
+def test_generate_needs_no_trace_of_what_it_has_traced_before(folder, monkeypatch):
+    before = generated()
+    assert len(list(folder.iterdir())) == 2
+
+    def reduce(*_):
         raise AssertionError("traced")
 
-    for name in ("prefill", "decode_steps"):
-        replacement = lambda *args, **static: traced()  # noqa: E731
-        replacement.__name__ = name
-        monkeypatch.setattr(step, name, replacement)
-    after = fdjax.load("tiny", **options).generate("Hi", max_new_tokens=4, return_logprobs=True)
+    monkeypatch.setattr(jax.lax, "reduce", reduce)  # of any program that chooses a token
+    after = generated()
     assert after.tokens == before.tokens and after.logprobs == before.logprobs
+    jax.config.update("jax_enable_compilation_cache", False)
+    with pytest.raises(AssertionError, match="traced"):
+        generated()
+
+
+@pytest.mark.parametrize("owner, name", [(step, "next_tokens"), (Decoder, "logits")])
+def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, owner, name):
+    generated()
+    function, calls = getattr(owner, name), []
+
+    def counted(*args, **options):
+        calls.append(name)
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, counted)
+    generated()
+    assert len(calls) == 2 and len(list(folder.iterdir())) == 2
+
+
+def test_nothing_is_of_others_as_it_is():
+    assert not list(lowered._foreign())
 
 
 def test_processors_of_ones_own_are_not_kept(folder):
