@@ -66,7 +66,7 @@ class Idle(NamedTuple):
 
 
 class Programs(dict[Any, Program]):
-    """Programs by name and static arguments."""
+    """Programs by name, static arguments and device."""
 
 
 # Of each model, while an engine has them. They hold the model, but no weights.

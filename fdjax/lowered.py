@@ -90,6 +90,9 @@ def _path(device: jax.Device, description: str) -> Path | None:
     if foreign := next(_foreign(), None):
         logger.info("programs are not kept, as %s is not of this package", foreign)
         return None
+    if _source_digest() != _SOURCE:
+        logger.info("programs are not kept, as this package has changed since it was loaded")
+        return None
     settings = {name: value for name, value in jax.config.values.items() if "_dir" not in name}
     origin = (
         jax.__version__,
@@ -97,7 +100,7 @@ def _path(device: jax.Device, description: str) -> Path | None:
         device.client.platform_version,
         device.device_kind,
         sorted(settings.items(), key=lambda setting: setting[0]),
-        _source_digest(),
+        _SOURCE,
         description,
     )
     return Path(folder) / "fdjax" / hashlib.sha256(repr(origin).encode()).hexdigest()
@@ -118,7 +121,6 @@ def _foreign() -> Iterator[str]:
                     yield f"{name}.{attribute}"
 
 
-@functools.cache
 def _source_digest() -> str:
     """Of all of this package's modules."""
     root = Path(__file__).parent
@@ -126,6 +128,9 @@ def _source_digest() -> str:
     for path in sorted(path for name in _PACKAGES for path in (root / name).rglob("*.py")):
         digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+_SOURCE = _source_digest()
 
 
 def _read(path: Path) -> export.Exported | None:

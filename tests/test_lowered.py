@@ -51,14 +51,28 @@ def test_a_program_on_disk_is_not_traced(folder):
     assert len(list(folder.iterdir())) == 1
 
 
+def another_source(monkeypatch):
+    """Has the package another source on disk."""
+    digest = types.FunctionType((lambda: "another").__code__, vars(lowered))
+    monkeypatch.setattr(lowered, "_source_digest", digest)
+
+
+def test_of_a_package_that_has_changed_since_it_was_loaded_nothing_is_kept(folder, monkeypatch):
+    run(Doubled())
+    another_source(monkeypatch)
+    function = Doubled()
+    run(function)
+    assert function.traces == 1 and len(list(folder.iterdir())) == 1
+
+
 def test_whatever_changes_the_program_changes_its_name(folder, monkeypatch):
     run(Doubled())
     run(Doubled(), description="another")
     run(Doubled(), n=4)
     with jax.default_matmul_precision("highest"):
         run(Doubled())
-    other_source = types.FunctionType((lambda: "another").__code__, vars(lowered))
-    monkeypatch.setattr(lowered, "_source_digest", other_source)
+    another_source(monkeypatch)
+    monkeypatch.setattr(lowered, "_SOURCE", "another")
     run(Doubled())
     monkeypatch.setattr(jax, "__version__", "another")
     run(Doubled())
