@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fdjax.generation import GenerationConfig, per_row
-from fdjax.sampling import Processors, Sampling, next_tokens
+from fdjax.sampling import NOT_FINITE, Processors, Sampling, next_tokens
 
 V = 23
 ROWS = 4000
@@ -519,3 +519,24 @@ def test_requests_become_rows_and_unused_rows_are_greedy():
     logits = random_logits(4)
     got = tokens_of(logits, rows, processors=Processors(sample=True, truncate=True))
     assert got[1:].tolist() == logits.argmax(-1)[1:].tolist()
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("processors", [Processors(), SAMPLE, ALL], ids=["greedy", "sample", "all"])
+def test_one_logit_that_is_not_finite_is_told_wherever_it_is(bad, processors):
+    size = 1000
+    logits = random_logits(size + 1, size)
+    logits[np.arange(size), np.arange(size)] = bad
+    values = sampling(size + 1, temperature=0.0)
+    tokens, _ = choose(logits, values, np.zeros(size + 1, np.int32), processors)
+    assert (np.asarray(tokens[:size]) == NOT_FINITE).all()
+    assert tokens[size] == logits[size].argmax()
+
+
+def test_of_equal_logits_the_first_is_chosen():
+    logits = np.zeros((3, 1000), np.float32)
+    logits[1, [37, 38, 999]] = 1
+    logits[2, [998, 999]] = 1
+    values = sampling(3, temperature=0.0)
+    tokens, _ = choose(logits, values, np.zeros(3, np.int32), Processors())
+    assert tokens.tolist() == [0, 37, 998]

@@ -61,6 +61,12 @@ def test_takes_as_many_steps_as_asked(n):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), after, one_by_one))
 
 
+def test_takes_no_more_steps_than_the_result_has_room_for():
+    state, sampling = two_rows(32, 32)
+    after, tokens, _ = programs()[2](state, sampling, np.int32(MAX_STEPS + 3))
+    assert (tokens >= 0).all() and (after.steps == 1 + MAX_STEPS).all()
+
+
 def test_a_finished_row_waits_for_the_others():
     state, sampling = two_rows(2, 32)
     after, tokens, _ = programs()[2](state, sampling, np.int32(3))

@@ -60,7 +60,7 @@ def test_decode_chunk_updates_the_cache_in_place(batch, kv_heads):
 @pytest.mark.parametrize("batch", [1, 4, 32])
 def test_layers_in_a_chain_decode_as_one_by_one(batch):
     if not can_chain(jax.devices()[0]):
-        pytest.skip("the kernel would wait forever")
+        pytest.skip("the blocks of the chain would not all run at once here, and wait forever")
     config = parse_config(CONFIG | {"num_key_value_heads": 8, "num_hidden_layers": 3})
     slots = 256
     rng = np.random.default_rng(0)

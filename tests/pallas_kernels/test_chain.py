@@ -218,7 +218,7 @@ def test_layers_share_a_lowering_and_counters_stay_in_place():
 @pytest.fixture
 def multiprocessors():
     if not can_chain(jax.devices()[0]):
-        pytest.skip("the kernel would wait forever")
+        pytest.skip("the blocks of the chain would not all run at once here, and wait forever")
 
 
 @pytest.mark.gpu
