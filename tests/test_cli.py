@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit codes, and no traceback for a user's mistake."""
 
+import copy
 import io
 import json
 import os
@@ -642,7 +643,7 @@ def test_no_such_model_is_one_line(run, name):
 )
 def test_what_a_user_can_cure_is_explained(run, lm, loaded, monkeypatch, error, told):
     def fail(*args, **kwargs):
-        raise error
+        raise copy.copy(error)  # itself it would hold the frames, and so the model, for good
 
     monkeypatch.setattr(lm, "generate", fail)
     code, out, err = run("generate", "--json", "hi")

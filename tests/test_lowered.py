@@ -1,6 +1,7 @@
 """Programs kept on disk as JAX lowered them."""
 
 import types
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -123,7 +124,8 @@ def test_a_callback_is_no_obstacle(folder):
 
 
 def generated():
-    lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+    with mock.patch("fdjax.lm._loaded", {}):  # no other model's programs
+        lm = fdjax.load("tiny", compilation_cache=None, progress=False)
     return lm.generate("Hi", max_new_tokens=4, return_logprobs=True)
 
 
