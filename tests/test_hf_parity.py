@@ -181,7 +181,7 @@ def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", sorted(FAST_GREEDY | {"qwen3_d128_bf16"}))
 def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):
     assert_batch_is_each_alone(case, (1, 3, 0, 2, 4), "full")
 

@@ -312,7 +312,7 @@ def test_a_stream_that_is_left_open_ends_with_the_process():
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert done.stdout and "Exception" not in done.stderr
+    assert done.stdout and "Exception ignored" not in done.stderr
 
 
 def test_loading_needs_no_standard_error(monkeypatch):

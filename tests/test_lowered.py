@@ -13,6 +13,8 @@ from fdjax import lowered, step
 from fdjax.lowered import kept
 from fdjax.models.decoder import Decoder
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @pytest.fixture
 def folder(tmp_path):
