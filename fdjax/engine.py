@@ -38,14 +38,15 @@ from fdjax.state import (
 
 # Of XLA: a chunk of decode steps is one CUDA graph, its loop included. Outside a graph, the host
 # reads the condition of each step.
-_COMPILER_OPTIONS = {
+_DECODE_OPTIONS = {
     # A list that replaces XLA's own, of all these but loops.
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     ),
     # By default 5 operations; there are fewer outside of the loop.
     "xla_gpu_graph_min_graph_size": 1,
-    # The small kernels before and after the layers do not wait for each other.
+    # The small kernels before and after the layers do not wait for each other, nor do they share
+    # memory: large ones, those of a prefill call, would need a quarter more of it.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
@@ -166,6 +167,7 @@ class Engine:
                     break
                 chunk = _read(*waiting.popleft())
         except Exception:
+            sound = False  # what is left may be tracers
             _refuse_trace()
             raise
         finally:
@@ -239,7 +241,7 @@ class Engine:
                 run if static["processors"].custom else kept(run, (name, model, packing), device),
                 describe,
                 donate_argnums=1,
-                compiler_options=compiler_options(),
+                compiler_options=compiler_options(function),
             )
         return self.programs[key]
 
@@ -290,10 +292,11 @@ class ParamPacking:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def compiler_options() -> dict[str, Any]:
-    """Of programs, but for those that the environment variable `XLA_FLAGS` sets."""
+def compiler_options(function: Callable) -> dict[str, Any]:
+    """Of the program of a step, but for those that the environment variable `XLA_FLAGS` sets."""
+    options = _DECODE_OPTIONS if function is step.decode_steps else {}
     flags = os.environ.get("XLA_FLAGS", "")
-    return {name: value for name, value in _COMPILER_OPTIONS.items() if name not in flags}
+    return {name: value for name, value in options.items() if name not in flags}
 
 
 def _refuse_trace() -> None:

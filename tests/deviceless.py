@@ -287,9 +287,11 @@ def _written(
         kernel = module[instruction.called("calls")[0]]
         root = kernel.root
         outputs = root.operands if root.opcode == "tuple" else (root.name,)
-        kinds = [_kind_in_kernel(kernel, output) for output in outputs]
-        if len(kinds) == 1:  # a reduction over several operands has several results
-            kinds *= len(output_bytes)
+        kinds = [
+            _kind_in_kernel(kernel, output)
+            for output in outputs
+            for _ in kernel.instructions[output].output_bytes  # several of a reduction over several
+        ]
     elif opcode == "custom-call":
         aliases = re.search(r" output_to_operand_aliasing=\{(.*?)\)\}", instruction.attributes)
         aliased = re.findall(r"\{(\d*)\}: \(", aliases[1]) if aliases else []

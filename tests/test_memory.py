@@ -16,6 +16,7 @@ import fdjax
 from fdjax import lm as lm_module
 from fdjax import memory
 from fdjax.cli import main
+from fdjax.engine import compiler_options
 from fdjax.lm import LM
 from fdjax.memory import (
     check_load,
@@ -271,7 +272,8 @@ def temp_bytes_of_prefill(m, batch, slots, rows, width):
     final = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
     args = m.abstract_params, state, sampling_of(batch), tokens, row, row, final, row
-    return temp_bytes(compile_for("h100", run, *args, donate_argnums=1))
+    options = compiler_options(prefill)
+    return temp_bytes(compile_for("h100", run, *args, donate_argnums=1, compiler_options=options))
 
 
 @pytest.mark.deviceless
@@ -319,8 +321,9 @@ def test_decoding_takes_less_than_is_planned(batch):
 
     state = jax.eval_shape(lambda: start(init_cache(m, batch, 2048)))
     args = m.abstract_params, state, sampling_of(batch), jax.ShapeDtypeStruct((), jnp.int32)
-    temp = temp_bytes(compile_for("h100", run, *args, donate_argnums=1))
-    assert temp <= workspace_bytes(m, batch, 128, 2048)
+    options = compiler_options(decode_steps)
+    compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
+    assert temp_bytes(compiled) <= workspace_bytes(m, batch, 128, 2048)
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax import step
 from fdjax.engine import compiler_options
 from fdjax.program import Program
 from fdjax.results import Timer
@@ -158,7 +159,7 @@ def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):
 
 def test_what_the_environment_says_of_cuda_graphs_holds(monkeypatch):
     monkeypatch.delenv("XLA_FLAGS", raising=False)
-    options = compiler_options()
-    assert "WHILE" in options["xla_gpu_enable_command_buffer"]
-    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=")
-    assert compiler_options().keys() == options.keys() - {"xla_gpu_enable_command_buffer"}
+    name, options = "xla_gpu_enable_command_buffer", compiler_options(step.decode_steps)
+    assert "WHILE" in options[name]
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=")
+    assert compiler_options(step.decode_steps).keys() == options.keys() - {name}

@@ -81,35 +81,13 @@ def unlikely_buffers(compiled):
     return {name for c in _reachable(module, branches) for name in module[c].instructions}
 
 
-def captured(folder):
-    """The operations of what was compiled last, as XLA runs them: of CUDA graphs the nodes."""
+def outermost_thunks(folder):
+    """What XLA runs of the program compiled last; the nodes of a CUDA graph are within one."""
     (thunks,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
-    return thunks.read_text(encoding="utf-8").splitlines()
+    return re.findall(r"^\d+:.*", thunks.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-@pytest.mark.parametrize("everything", [False, True], ids=["greedy", "all-processors"])
-@pytest.mark.parametrize("plan", [H100, KERNELS, CHAINED], ids=["xla", "kernels", "chained"])
-def test_a_chunk_of_steps_is_one_cuda_graph(plan, everything, tmp_path):
-    m = model(False, plan)
-    processors = Processors().everything if everything else Processors()
-
-    def run(params, state, sampling, n):
-        return decode_steps(m, params, state, sampling, n, max_steps=STEPS, processors=processors)
-
-    args = m.abstract_params, abstract_state(False, 8), abstract_sampling(8)
-    compile_for(
-        "h100",
-        run,
-        *args,
-        jax.ShapeDtypeStruct((), jnp.int32),
-        donate_argnums=1,
-        compiler_options=compiler_options() | {"xla_dump_to": str(tmp_path)},
-    )
-    outermost = [line for line in captured(tmp_path) if re.match(r"\d+:", line)]
-    assert len(outermost) == 1 and "kCommandBuffer" in outermost[0], "\n".join(outermost)
-
-
-def check_in_place(compiled, tied, batch, *, masked_values, temp_limit_bytes):
+def check_in_place(compiled, tied, batch, *, masked_values):
     """All of the state is updated where it is, and no layer's keys or values are moved.
 
     But for `masked_values`: XLA's attention over a prompt zeroes the values of slots that hold
@@ -125,30 +103,45 @@ def check_in_place(compiled, tied, batch, *, masked_values, temp_limit_bytes):
         assert len(masked) <= model(tied).config.layers
         copies = [c for c in copies if c not in masked]
     assert not copies, "\n".join(map(str, copies))
-    assert temp_bytes(compiled) <= temp_limit_bytes
+
+
+def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
+    """A chunk of decode steps, as users get it: one CUDA graph, and all of the state in place."""
+    m = model(tied, plan)
+
+    def run(params, state, sampling, n):
+        return decode_steps(m, params, state, sampling, n, max_steps=STEPS, processors=processors)
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    args = m.abstract_params, abstract_state(tied, batch), abstract_sampling(batch), n
+    options = compiler_options(decode_steps) | {"xla_dump_to": str(folder)}
+    compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
+    check_in_place(compiled, tied, batch, masked_values=False)
+    (chunk,) = outermost_thunks(folder)
+    assert "kCommandBuffer" in chunk
+    return compiled
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize("plan", [H100, KERNELS, CHAINED], ids=["xla", "kernels", "chained"])
-def test_decode_steps(plan, tied, batch):
-    m = model(tied, plan)
-
-    def run(params, state, sampling, n):
-        return decode_steps(m, params, state, sampling, n, max_steps=STEPS)
-
-    n = jax.ShapeDtypeStruct((), jnp.int32)
-    args = m.abstract_params, abstract_state(tied, batch), abstract_sampling(batch), n
-    compiled = compile_for("h100", run, *args, donate_argnums=1)
-    check_in_place(compiled, tied, batch, masked_values=False, temp_limit_bytes=batch * 2**21)
+def test_decode_steps(plan, tied, batch, tmp_path):
+    compiled = compiled_chunk(plan, tied, batch, tmp_path)
+    assert temp_bytes(compiled) <= batch * 2**21
     # Norm, QKV; RoPE, append, attention; output; norm, gate, up, activation; down. In a chain, all
     # but attention is one kernel from a layer to the next.
-    layers = m.config.layers
+    layers = model(tied).config.layers
     kernels = {KERNELS: 5 * layers, CHAINED: 1 + layers + (layers - 1) + 3}.get(plan)
     if kernels:
         calls = re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())
         assert len(calls) == kernels + (not tied)
         assert not between_layers(compiled, kernels)
+
+
+def test_decode_steps_with_every_processor(tmp_path):
+    compiled = compiled_chunk(CHAINED, False, 8, tmp_path, Processors().everything)
+    logits = 4 * 8 * model(False).config.vocab_size
+    assert temp_bytes(compiled) <= 9 * logits
 
 
 def between_layers(compiled, count):
@@ -189,7 +182,9 @@ def test_prefill(tied, batch):
         row,
         final,
         donate_argnums=1,
+        compiler_options=compiler_options(prefill),
     )
+    check_in_place(compiled, tied, batch, masked_values=True)
     # Scores in fp32 are the largest of what is computed.
     scores = 4 * batch * m.config.heads * CHUNK * SLOTS
-    check_in_place(compiled, tied, batch, masked_values=True, temp_limit_bytes=3 * scores)
+    assert temp_bytes(compiled) <= 3 * scores
