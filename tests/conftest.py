@@ -3,12 +3,18 @@
 import functools
 import gc
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import hypothesis
 import jax
 import pytest
+
+# In the checkout and not in the wheel, which is what may be tested.
+with mock.patch.object(sys, "path", [str(Path(__file__).parents[1]), *sys.path]):
+    import benchmarks  # noqa: F401
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

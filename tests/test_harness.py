@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import pickle
-import sys
 import weakref
 from pathlib import Path
 
@@ -12,16 +11,12 @@ import numpy as np
 import pytest
 
 import fdjax
+from benchmarks import accuracy, ahead, end_to_end, kernels, memory, peers, unfused
 from fdjax.bench import record as records
 from fdjax.bench.record import Record, Row
 from fdjax.bench.timing import Timing
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
-try:
-    from benchmarks import accuracy, ahead, end_to_end, kernels, memory, peers, unfused
-finally:
-    sys.path.remove(str(ROOT))
 
 CONFIG = {
     "model_type": "llama",

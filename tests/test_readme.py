@@ -3,12 +3,12 @@
 import dataclasses
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 
 import fdjax
+from benchmarks.table import updated
 from fdjax import platform
 from fdjax.bench import record as records
 from fdjax.bench.__main__ import main as bench_main
@@ -133,11 +133,6 @@ def test_the_changelog_knows_this_version():
 
 def test_the_measurements_are_those_of_the_records():
     """`python -m benchmarks.table --write` brings them up to date."""
-    sys.path.insert(0, str(ROOT))
-    try:
-        from benchmarks.table import updated
-    finally:
-        sys.path.remove(str(ROOT))
     readme = (ROOT / "README.md").read_text()
     assert "decode step" in readme
     assert updated(readme) == readme
