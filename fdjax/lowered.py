@@ -3,17 +3,19 @@
 JAX's compilation cache does not save them, as it finds a program by what lowering makes of it.
 Here one is found by what it was traced from: this package, the model and its plan, the arguments'
 shapes, JAX's version and settings, the device. What is found is compiled as what was traced, and so
-is found by JAX's cache in turn. Who puts a function of his own into this package has it traced.
+is found by JAX's cache in turn. Who puts a function of his own into this package, or makes a model
+of classes of his own, has it traced.
 """
 
+import dataclasses
 import functools
 import hashlib
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import jax
@@ -43,7 +45,8 @@ _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
 def kept(function: Callable, description: Any, device: jax.Device) -> Callable:
     """A function for `jax.jit` that is traced itself only where its program is not on disk.
 
-    Programs are kept where JAX's compilation cache is, unless that is off or not a local folder.
+    Programs are kept where JAX's compilation cache is, unless that is off, limited in size or not a
+    local folder.
 
     Args:
       function: positional pytrees of arrays → lists, tuples and `Logprobs` of arrays.
@@ -55,7 +58,7 @@ def kept(function: Callable, description: Any, device: jax.Device) -> Callable:
     def program(*args):
         leaves, treedef = jax.tree.flatten(args)
         avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
-        path = _path(device, repr((description, treedef, avals)))
+        path = _path(device, description, repr((treedef, avals)))
         exported = path and _read(path)
         if path and not exported:
 
@@ -82,16 +85,21 @@ def _export(
         return None
 
 
-def _path(device: jax.Device, description: str) -> Path | None:
+def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
     """Where the program is that is described so; None if programs are not kept."""
     folder = jax.config.jax_compilation_cache_dir
-    if folder is None or "://" in folder or not jax.config.jax_enable_compilation_cache:
+    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
-    if foreign := next(_foreign(), None):
-        logger.info("programs are not kept, as %s is not of this package", foreign)
+    if jax.config.jax_compilation_cache_max_size != -1:  # which JAX keeps to, and we would not
         return None
-    if _source_digest() != _SOURCE:
-        logger.info("programs are not kept, as this package has changed since it was loaded")
+    if not jax.sharding.get_abstract_mesh().empty:  # a program would be that mesh's
+        return None
+    foreign = _foreign([*_modules(), description])
+    if foreign is not None:
+        logger.info("programs are not kept, as %r is not of this package", foreign)
+        return None
+    if _SOURCE is None or _source_digest() != _SOURCE:
+        logger.info("programs are not kept, as this package is not on disk as it was loaded")
         return None
     settings = {name: value for name, value in jax.config.values.items() if "_dir" not in name}
     origin = (
@@ -102,32 +110,83 @@ def _path(device: jax.Device, description: str) -> Path | None:
         sorted(settings.items(), key=lambda setting: setting[0]),
         _SOURCE,
         description,
+        shapes,
     )
     return Path(folder) / "fdjax" / hashlib.sha256(repr(origin).encode()).hexdigest()
 
 
-def _foreign() -> Iterator[str]:
-    """Names of what others have put into modules and classes of this package while it runs."""
-    modules = [(n, m) for n, m in sys.modules.items() if n.partition(".")[0] == "fdjax"]
-    for name, module in modules:
-        for attribute, value in list(vars(module).items()):
-            if attribute.startswith("__"):
-                continue
-            members = vars(value) if isinstance(value, type) else value
-            for thing in (value, *(members.values() if isinstance(members, Mapping) else ())):
-                origin = "__name__" if isinstance(thing, ModuleType) else "__module__"
-                owner = getattr(thing, origin, None)
-                if isinstance(owner, str) and owner.partition(".")[0] not in _KNOWN:
-                    yield f"{name}.{attribute}"
+def _modules() -> list[ModuleType]:
+    """Those of this package that are loaded."""
+    return [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "fdjax"]
 
 
-def _source_digest() -> str:
-    """Of all of this package's modules."""
+def _foreign(roots: Iterable[Any]) -> Any:
+    """The first thing in these that is neither of this package nor of those it builds on, or None.
+
+    It changes a program, and no digest is of it: what others have put into modules and classes of
+    this package while it runs, a model of one's own classes.
+    """
+    seen: dict[int, Any] = {}
+    todo = list(roots)
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if _origin(thing).partition(".")[0] not in _KNOWN:
+            return thing
+        todo += _parts(thing)
+    return None
+
+
+def _origin(thing: Any) -> str:
+    """The name of the module whose code a thing runs."""
+    match thing:
+        case ModuleType():
+            return thing.__name__
+        case FunctionType():  # its `__module__` is another's after `functools.wraps`
+            name = thing.__globals__.get("__name__", "")
+            return "collections" if name.startswith("namedtuple_") else name
+        case type():
+            return thing.__module__
+    return type(thing).__module__
+
+
+def _parts(thing: Any) -> list[Any]:
+    """What a thing is made of, as far as it is this package's or holds what may not be."""
+    match thing:
+        case ModuleType() | type():
+            if _origin(thing).partition(".")[0] != "fdjax":
+                return []
+            names = dict(vars(thing))
+            hidden = isinstance(thing, ModuleType)
+            return [names[name] for name in names if not (hidden and name.startswith("__"))]
+        case dict():
+            return list(thing.values())
+        case list() | tuple() | set() | frozenset():
+            return list(thing)
+    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+    names = (*(field.name for field in fields), *_HOLDERS)
+    return [part for name in names if (part := getattr(thing, name, None)) is not None]
+
+
+# Attributes by which decorators, methods, properties and partial functions hold others.
+_HOLDERS = ("__wrapped__", "__func__", "func", "fget")
+
+
+def _source_digest() -> str | None:
+    """Of all of this package's modules; None where they cannot be read as files."""
     root = Path(__file__).parent
-    digest = hashlib.sha256()
-    for path in sorted(path for name in _PACKAGES for path in (root / name).rglob("*.py")):
-        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
-    return digest.hexdigest()
+    digest, found = hashlib.sha256(), False
+    try:
+        for path in sorted(path for name in _PACKAGES for path in (root / name).rglob("*.py")):
+            if path.name.startswith("."):  # an editor's
+                continue
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+            found = True
+    except OSError:
+        return None
+    return digest.hexdigest() if found else None
 
 
 _SOURCE = _source_digest()
@@ -153,7 +212,10 @@ def _write(path: Path, exported: export.Exported) -> None:
     part = path.with_suffix(f".{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_bytes(hashlib.sha256(program).digest() + program)
-        part.replace(path)
+        try:
+            part.write_bytes(hashlib.sha256(program).digest() + program)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
         logger.info("%s cannot be written: %s", path, error)

@@ -1,5 +1,8 @@
 """Programs kept on disk as JAX lowered them."""
 
+import dataclasses
+import functools
+import pathlib
 import types
 from unittest import mock
 
@@ -7,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import fdjax
 from fdjax import lowered, step
 from fdjax.lowered import kept
-from fdjax.models.decoder import Decoder
+from fdjax.models.decoder import Decoder, Model
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -52,6 +56,10 @@ def test_a_program_on_disk_is_not_traced(folder):
     assert (first.traces, again.traces) == (1, 0)
     jax.tree.map(np.testing.assert_array_equal, result, expected)
     assert len(list(folder.iterdir())) == 1
+
+
+def path(description="doubled"):
+    return lowered._path(jax.devices()[0], description, "no arrays")
 
 
 def another_source(monkeypatch):
@@ -95,19 +103,54 @@ def test_a_damaged_program_is_traced_anew(folder, damage):
     assert function.traces == 0
 
 
-def test_without_a_compilation_cache_nothing_is_kept(folder):
-    jax.config.update("jax_compilation_cache_dir", None)
-    function = Doubled()
-    run(function)
-    run(function)
-    assert function.traces == 2
-    assert not folder.exists()
-
-
-def test_in_a_folder_that_is_not_local_nothing_is_kept(folder, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("jax_compilation_cache_dir", None),
+        ("jax_compilation_cache_dir", ""),
+        ("jax_compilation_cache_dir", "gs://bucket/programs"),
+        ("jax_compilation_cache_max_size", 10**6),
+    ],
+)
+def test_where_there_is_no_such_cache_nothing_is_kept(folder, monkeypatch, name, value):
     monkeypatch.chdir(folder.parent)
-    jax.config.update("jax_compilation_cache_dir", "gs://bucket/programs")
-    assert lowered._path(jax.devices()[0], "") is None
+    assert path()
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    assert path() is None
+    jax.config.update(name, before)
+
+
+def test_in_a_mesh_nothing_is_kept(folder):
+    with jax.set_mesh(jax.make_mesh((1,), ("x",))):
+        assert path() is None
+    assert path()
+
+
+def test_a_source_that_cannot_be_read_has_no_digest(tmp_path, monkeypatch):
+    digest = types.FunctionType(
+        lowered._source_digest.__code__, vars(lowered) | {"__file__": str(tmp_path / "lowered.py")}
+    )
+    assert digest() is None  # as in a zip
+    (tmp_path / "lowered.py").write_text("")
+    assert digest() is not None
+    before = digest()
+    (tmp_path / ".#lowered.py").symlink_to("of an editor")
+    assert digest() == before
+    (tmp_path / "gone.py").symlink_to("gone")
+    assert digest() is None
+    monkeypatch.setattr(lowered, "_SOURCE", None)
+    assert path() is None
+
+
+def test_what_cannot_be_written_to_the_end_leaves_nothing(folder, monkeypatch):
+    def replace(self, target):
+        assert self.stat().st_size > 100
+        raise OSError("no space left")
+
+    monkeypatch.setattr(pathlib.Path, "replace", replace)
+    run(Doubled())
+    assert list(folder.iterdir()) == []
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(folder):
@@ -151,6 +194,7 @@ def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, o
     generated()
     function, calls = getattr(owner, name), []
 
+    @functools.wraps(function)
     def counted(*args, **options):
         calls.append(name)
         return function(*args, **options)
@@ -160,8 +204,63 @@ def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, o
     assert len(calls) == 2 and len(list(folder.iterdir())) == 2
 
 
-def test_nothing_is_of_others_as_it_is():
-    assert not list(lowered._foreign())
+def mine(*args):
+    """A function of one's own."""
+
+
+@pytest.mark.parametrize(
+    "thing",
+    [
+        mine,
+        functools.wraps(step.prefill)(mine),
+        functools.partial(mine),
+        functools.cache(mine),
+        property(mine),
+        staticmethod(mine),
+        classmethod(mine),
+        jax.jit(mine),
+        [mine],
+        {"mine": mine},
+        mock.Mock(),
+        Doubled(),
+        Doubled().__call__,
+    ],
+    ids=lambda thing: type(thing).__name__,
+)
+def test_what_is_of_others_is_found(folder, monkeypatch, thing):
+    monkeypatch.setattr(Decoder, "logits", thing)
+    assert path() is None
+    monkeypatch.undo()
+    monkeypatch.setattr(step, "another", thing, raising=False)
+    assert path() is None
+
+
+def test_nothing_is_of_others_as_it_is(folder):
+    lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+    assert lowered._foreign([*lowered._modules(), lm.model]) is None
+    assert path(lm.model)
+
+
+def test_a_model_of_ones_own_classes_is_traced(folder):
+    class Negated(Decoder):
+        def logits(self, *args):
+            return -super().logits(*args)
+
+    class Described(Model):
+        pass
+
+    lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+    model = lm.model
+    graph, state = nnx.split(nnx.eval_shape(lambda: Negated(model.config, jnp.dtype(model.dtype))))
+    negated = Model(model.config, model.dtype, model.plan, graph, state)
+    described = Described(*(getattr(model, field.name) for field in dataclasses.fields(model)))
+    assert repr(negated) == repr(model)
+    assert path(("decode", negated)) is path(("decode", described)) is None
+    assert path(("decode", model))
+    assert (
+        fdjax.LM(negated, lm.params).generate([1, 2, 3], max_new_tokens=1).tokens
+        != lm.generate([1, 2, 3], max_new_tokens=1).tokens
+    )
 
 
 def test_processors_of_ones_own_are_not_kept(folder):
