@@ -51,14 +51,17 @@ def chat_ids(lm: "LM", messages: Sequence[Message], **template_options: Any) -> 
         go on with the last message instead of opening another.
 
     Raises:
-      ValueError: there is no template, or it refuses these messages.
+      ValueError: there is no template, or it refuses these messages or makes nothing of them.
       MissingTokenizerError: the checkpoint has no tokenizer.
     """
     opens = not template_options.get("continue_final_message")
     text = lm.tokenizer.chat_template.render(
         messages, **{"add_generation_prompt": opens} | template_options
     )
-    return lm.tokenizer.encode(text, add_special_tokens=False)
+    ids = lm.tokenizer.encode(text, add_special_tokens=False)
+    if not ids:
+        raise ValueError("chat: the chat template makes nothing of these messages")
+    return ids
 
 
 def _split(lm: "LM", config: GenerationConfig | None, options: dict) -> tuple[dict, dict]:

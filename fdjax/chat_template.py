@@ -18,7 +18,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from fdjax.checkpoint import read_json
+from fdjax.checkpoint import is_there, read_json
 from fdjax.models import CheckpointError
 
 Message = Mapping[str, Any]
@@ -57,7 +57,7 @@ class ChatTemplate:
         legacy = folder / "chat_template.json"
         single = folder / "chat_template.jinja"
         files = {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
-        files |= {"default": single} if single.exists() else {}
+        files |= {"default": single} if is_there(single) else {}
         source, templates = single, {name: _read_text(path) for name, path in files.items()}
         if not templates:
             source, templates = config, _named(data.get("chat_template"), config)

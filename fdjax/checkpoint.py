@@ -92,7 +92,7 @@ def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pat
     name_or_path = os.fspath(name_or_path)
     if not name_or_path:
         raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
-    path = Path(name_or_path).expanduser()
+    path = user_path(name_or_path)
     if path.is_dir():
         return path
     if name_or_path == EMBEDDED:
@@ -116,13 +116,36 @@ def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pat
         ) from None
 
 
+def user_path(name: str) -> Path:
+    """A path as a user gives it, which may begin with ~.
+
+    Raises:
+      CheckpointError: there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{name}: no such user") from None
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file is there.
+
+    Raises:
+      CheckpointError: it is a link to one that is not, as in a hub's cache that was cleaned up.
+    """
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path}: a broken link; download the checkpoint again")
+    return path.exists()
+
+
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """A JSON object; {} for a missing file that is not required.
 
     Raises:
       CheckpointError: missing, unreadable, or not an object.
     """
-    if not path.exists():
+    if not is_there(path):
         if required:
             hint = "is this a checkpoint folder?"
             if (path.parent / "adapter_config.json").exists():
@@ -158,14 +181,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     Raises:
       CheckpointError: no weights, a missing shard, a damaged or truncated file.
     """
-    if (folder / _SINGLE).exists():
+    if is_there(folder / _SINGLE):
         if shards := sorted(folder.glob("model-*.safetensors")):
             warnings.warn(
                 f"{folder}: {_SINGLE} is read, and {shards[0].name} is not; remove one of them",
                 stacklevel=2,
             )
         return _read_header(folder / _SINGLE)
-    if (folder / _INDEX).exists():
+    if is_there(folder / _INDEX):
         return _read_shards(folder)
     others = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))
     if others:
@@ -173,7 +196,14 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
             f"{others[0].name}: pickled weights are not supported; convert them with transformers: "
             "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
         )
-    raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}")
+    hint = "is this a checkpoint folder?"
+    if (folder / "adapter_model.safetensors").exists():
+        hint = "this is an adapter: merge it into its base model first"
+    elif parts := sorted(folder.glob("*.safetensors")):
+        hint = f"{parts[0].name} alone says nothing of the rest; download the index too"
+    elif any(folder.glob("*.gguf")):
+        hint = "GGUF files are not supported; take the checkpoint that they were made from"
+    raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; {hint}")
 
 
 def _read_shards(folder: Path) -> dict[str, StoredTensor]:
@@ -432,6 +462,8 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        if tensor.dtype not in _DTYPES:  # of no use to a model
+            continue
         values = tensor.view().reshape(-1)
         middle = values.size // 2
         digest.update(values[max(0, middle - _SAMPLE) : middle + _SAMPLE].tobytes())
@@ -440,8 +472,9 @@ def fingerprint(folder: Path) -> str:
 
 @jax.jit
 def _largest(tensor: Array) -> Array:
-    """Maximum of |tensor|, NaN if any value is: one pass without a copy."""
-    return jnp.max(jnp.abs(tensor)).astype(jnp.float32)
+    """Maximum of |tensor|, infinite if any value is not finite: one pass without a copy."""
+    # A reduction may drop a NaN; infinity it keeps.
+    return jnp.max(jnp.where(jnp.isnan(tensor), jnp.inf, jnp.abs(tensor))).astype(jnp.float32)
 
 
 def _warn_of_damage(tensor: StoredTensor, largest: float) -> None:

@@ -558,11 +558,11 @@ def _plan(args: argparse.Namespace):
 
 def _describe(args: argparse.Namespace):
     """(model, folder or None) from a folder, a hub id, or a config.json alone."""
-    from fdjax.checkpoint import locate, read_json, unnamed_dtype
+    from fdjax.checkpoint import locate, read_json, unnamed_dtype, user_path
     from fdjax.models import describe, parse_config
     from fdjax.platform import default_backend
 
-    path = Path(args.model).expanduser()
+    path = user_path(args.model)
     folder = None
     if path.suffix != ".json" or path.is_dir():
         folder = locate(args.model, weights=False)

@@ -129,7 +129,7 @@ class Engine:
         restarts = np.full(batch, UNUSED, np.int32)
         restarts[: len(prompts)] = [USED if prompt else UNUSED for prompt in prompts]
         budget = max(r.config.max_new_tokens for r in active) - 1
-        sound = True
+        sound = False  # what is not finite in a cache may outlive its row: such a cache is dropped
         waiting: collections.deque[tuple] = collections.deque()
         try:
             first, compile_seconds = [], 0.0
@@ -153,6 +153,7 @@ class Engine:
             every_chunk = jax.device_put(HostArrays.pack((sampling, np.int32(steps))))
             # Read before anything else is dispatched: compiling must not delay the first token.
             chunk = _first_tokens(first, batch, compile_seconds)
+            sound = True
             while True:
                 sound = sound and _is_finite(chunk.tokens)
                 for i, row in enumerate(rows):
@@ -171,7 +172,6 @@ class Engine:
             _refuse_trace()
             raise
         finally:
-            # What is not finite in a cache may outlive its row: such a cache is dropped.
             unread = [tokens for _, tokens, *_ in waiting]
             self.idle = Idle(jax.tree.unflatten(treedef, state), unread) if sound else None
 

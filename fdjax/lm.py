@@ -15,7 +15,7 @@ import numpy as np
 
 from fdjax import chat, platform, score
 from fdjax.calibrate import calibrated
-from fdjax.checkpoint import load_params, locate, read_json, unnamed_dtype
+from fdjax.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
 from fdjax.engine import Engine
 from fdjax.memory import check_load
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
@@ -89,8 +89,11 @@ class LM:
 
     @property
     def params(self) -> Params:
-        """The weights. Others of the same shapes may be assigned; nothing is compiled anew."""
-        return self._params
+        """The weights. Others of the same shapes may be assigned; nothing is compiled anew.
+
+        Assigned as a whole: the containers are copies.
+        """
+        return jax.tree.map(lambda leaf: leaf, self._params)
 
     @params.setter
     def params(self, params: Params) -> None:
@@ -149,7 +152,7 @@ class LM:
         Warns:
           UserWarning: an option has no effect, as nothing is sampled.
         """
-        timer = Timer(self.model, self.params)
+        timer = Timer(self.model, self._params)
         rows = [Row(r, self.tokenizer) for r in self._requests(prompts, config, options)]
         with contextlib.closing(self._engine.run(rows, _STEPS)) as chunks:
             for chunk in chunks:
@@ -177,7 +180,7 @@ class LM:
         """
         if not as_several(prompt, "stream: prompt")[1]:
             raise ValueError("stream: takes one prompt, a text or token ids")
-        timer = Timer(self.model, self.params)
+        timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options)
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
@@ -244,11 +247,12 @@ class LM:
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
         configs = self._configs(config, options, len(prompts))
+        asked = config is not None or options.get("max_new_tokens") is not None
         requests = []
         for i, (prompt, row_config) in enumerate(zip(prompts, configs, strict=True)):
             ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
             self._check(row_config, i)
-            row_config = self._within_context(row_config, ids, i)
+            row_config = self._within_context(row_config, ids, i, asked)
             samples = range(row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if self.max_batch is not None and len(requests) > self.max_batch:
@@ -259,12 +263,8 @@ class LM:
 
     def _check(self, config: GenerationConfig, i: int) -> None:
         """Whether this model can do what is asked."""
-        vocab = self.config.vocab_size
-        for name, ids in config.named_ids.items():
-            if ids and max(ids) >= vocab:
-                raise ValueError(
-                    f"generate: {name} has id {max(ids)}, the vocabulary is 0..{vocab - 1}"
-                )
+        if wrong := config.id_outside(self.config.vocab_size):
+            raise ValueError(f"generate: {wrong}")
         if config.stop_strings:
             self.tokenizer.decode([])
         if config.num_return_sequences > 1 and not config.sampled:
@@ -273,17 +273,23 @@ class LM:
                 f"{config.num_return_sequences} for prompt {i}"
             )
 
-    def _within_context(self, config: GenerationConfig, ids: list[int], i: int) -> GenerationConfig:
-        """The configuration with as many new tokens as there is room for."""
-        total = len(ids) + config.max_new_tokens
-        if self.max_len is not None and total > self.max_len:
+    def _within_context(
+        self, config: GenerationConfig, ids: list[int], i: int, asked: bool
+    ) -> GenerationConfig:
+        """The configuration with as many new tokens as there is room for.
+
+        Args:
+          config, ids: of prompt `i`.
+          asked: whether the caller gave the number of new tokens.
+        """
+        limit = self.max_len or self.config.max_position_embeddings
+        if len(ids) + config.max_new_tokens <= limit:
+            return config
+        if self.max_len is not None and (asked or len(ids) >= limit):
             raise ValueError(
                 f"generate: prompt {i} has {len(ids)} tokens and may grow by "
-                f"{config.max_new_tokens}, more than max_len {self.max_len}"
+                f"{config.max_new_tokens}, more than max_len {self.max_len}; lower max_new_tokens"
             )
-        limit = self.config.max_position_embeddings
-        if self.max_len is not None or total <= limit:
-            return config
         if len(ids) >= limit:
             raise ValueError(
                 f"generate: prompt {i} has {len(ids)} tokens, the model's context is "
@@ -312,6 +318,9 @@ class LM:
             named |= values.keys() & {"seed", *SAMPLED_OPTIONS}
             if not values.keys().isdisjoint(SAMPLED_OPTIONS):
                 values.setdefault("do_sample", True)
+            if config is None and isinstance(most := values.get("max_new_tokens"), int):
+                # A checkpoint's minimum gives way to what is asked for.
+                values.setdefault("min_new_tokens", min(base.min_new_tokens, max(most, 0)))
             row = dataclasses.replace(base, **values)
             rows.append(row if row.seed is not None else dataclasses.replace(row, seed=fresh[i]))
         if named and rows and not any(row.do_sample for row in rows):
@@ -376,7 +385,7 @@ def load(
       dtype: "bfloat16" | "float16" | "float32"; default that of the checkpoint.
       max_batch: rows that may run at once. Default: as many as fit.
       max_len: slots of cache per row. Default: sized by need, in a few steps, up to the model's
-        max_position_embeddings.
+        max_position_embeddings. A number of new tokens that the caller does not give is cut to it.
       gpu_memory_utilization: the share of the memory that JAX may still allocate that this model
         takes at most, weights, cache and workspace together; without `max_len`, that becomes the
         longest context that fits for `max_batch` rows (default 1). Default: all of it, by need.
@@ -416,6 +425,8 @@ def load(
     )
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))
+    if wrong := defaults.id_outside(config.vocab_size):
+        raise CheckpointError(f"{folder}: {wrong}")
     tokenizer = Tokenizer(folder)
     with _progress_bar(progress, folder.name) as update:
         params = load_params(folder, description, progress=update)

@@ -165,6 +165,13 @@ class GenerationConfig:
             "logit_bias": {i for i, _ in self.logit_bias},
         }
 
+    def id_outside(self, vocab_size: int) -> str | None:
+        """What of `named_ids` is in no vocabulary of that size, in words."""
+        for name, ids in self.named_ids.items():
+            if ids and max(ids) >= vocab_size:
+                return f"{name} has id {max(ids)}, the vocabulary is 0..{vocab_size - 1}"
+        return None
+
     @property
     def biases(self) -> list[tuple[int, float, int]]:
         """(id, what is added to its logit, the step from which on it is not)."""
@@ -211,7 +218,7 @@ class GenerationConfig:
         known = {n: generation[n] for n in names if generation.get(n) is not None}
         for name, neutral in _NOT_HONOURED.items():
             value = generation.get(name)
-            if value is not None and value not in neutral:
+            if value not in (None, [], {}, *neutral):
                 warnings.warn(
                     f"{source}: {name} {value!r} is not supported and has no effect", stacklevel=3
                 )

@@ -53,7 +53,8 @@ def token_ids(prompt: Any, tokenizer: "Tokenizer", vocab_size: int, what: str) -
     if not all(map(_is_id_type, kinds)) or min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(t for t in ids if not _is_id_type(type(t)) or not 0 <= t < vocab_size)
         wrong = wrong.item() if isinstance(wrong, np.generic) else wrong
-        raise ValueError(f"{what} has id {wrong!r}, the vocabulary is 0..{vocab_size - 1}")
+        hint = "; tokenizer.json has more tokens than the model" * isinstance(prompt, str)
+        raise ValueError(f"{what} has id {wrong!r}, the vocabulary is 0..{vocab_size - 1}{hint}")
     return ids if kinds == {int} else list(map(int, ids))
 
 

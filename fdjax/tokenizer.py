@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fdjax.chat_template import ChatTemplate
-from fdjax.checkpoint import refuse_pointer
+from fdjax.checkpoint import is_there, refuse_pointer
 from fdjax.models import CheckpointError
 
 
@@ -19,7 +19,7 @@ class Tokenizer:
     def __init__(self, folder: Path | None = None):
         self.folder = folder
         self._tokenizer = None
-        if folder is not None and (path := folder / "tokenizer.json").exists():
+        if folder is not None and is_there(path := folder / "tokenizer.json"):
             import tokenizers
 
             try:

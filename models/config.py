@@ -118,6 +118,8 @@ class ConfigReader:
             value = float(value)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise CheckpointError(f"{self.source}: {key!r} must be {kind.__name__}, got {value!r}")
+        if kind is int and abs(value) >= 2**31:
+            raise CheckpointError(f"{self.source}: {key!r} must be below 2**31, got {value}")
         if kind is float and not math.isfinite(value):
             raise CheckpointError(f"{self.source}: {key!r} must be finite, got {value}")
         return value

@@ -6,6 +6,7 @@ same.
 """
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from fdjax.models.config import CheckpointError, ConfigReader
@@ -191,7 +192,7 @@ def _longrope(reader: ConfigReader, section: ConfigReader) -> LongRope:
 
 def _numbers(section: ConfigReader, key: str) -> tuple[float, ...]:
     values = section.get(key, list)
-    if not all(type(v) in (int, float) and math.isfinite(v) and v > 0 for v in values):
+    if not all(type(v) in (int, float) and 0 < v <= sys.float_info.max for v in values):
         raise CheckpointError(f"{section.source}: {key!r} must be positive numbers")
     return tuple(map(float, values))
 

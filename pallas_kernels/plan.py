@@ -104,6 +104,8 @@ class Plan:
             import jax
 
             device = jax.local_devices()[0]
+        if isinstance(device, str):
+            raise TypeError(f"for_device: takes a jax.Device, got {device!r}; see for_kind")
         capability = None
         if device.platform == "gpu":
             major, _, minor = device.compute_capability.partition(".")

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -523,6 +524,12 @@ def test_a_fingerprint_tells_weights_apart(folder):
     content[8 + header + (start + end) // 2] ^= 1
     path.write_bytes(content)
     assert fingerprint(folder) != want
+
+
+def test_a_fingerprint_may_be_of_tensors_that_no_model_has(tmp_path):
+    tensors = {"weight": np.ones(8, np.float32), "inv_freq": np.ones(2, np.int64)}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    assert fingerprint(tmp_path)
 
 
 # The command

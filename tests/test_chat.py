@@ -302,6 +302,12 @@ def test_what_is_no_variable_of_a_template_is_refused(lm, kwargs):
         lm.chat(HI, chat_template_kwargs=kwargs)
 
 
+@pytest.mark.parametrize("method", ["chat", "stream_chat"])
+def test_a_template_that_makes_nothing_is_blamed(lm, method):
+    with pytest.raises(ValueError, match="the chat template makes nothing of these messages"):
+        getattr(lm, method)(HI, chat_template="{{ '' }}")
+
+
 def test_a_template_that_is_given_is_blamed_itself(lm):
     with pytest.raises(ValueError, match=r"^chat: chat_template is not valid Jinja \(line 1"):
         lm.chat(HI, chat_template="{% if %}")

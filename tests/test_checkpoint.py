@@ -11,11 +11,13 @@ from pathlib import Path
 
 import huggingface_hub
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 import fdjax
+from fdjax import checkpoint
 from fdjax.checkpoint import load_params, locate, read_json, stored_tensors
 from fdjax.models import CheckpointError, describe, export_tensors, parse_config, weight_map
 from fdjax.tokenizer import MissingTokenizerError, Tokenizer
@@ -673,6 +675,8 @@ def test_a_folder_is_itself(tmp_path, monkeypatch):
     assert locate(str(tmp_path)) == tmp_path
     monkeypatch.setenv("HOME", str(tmp_path.parent))
     assert locate(f"~/{tmp_path.name}") == tmp_path
+    with pytest.raises(CheckpointError, match="~no-such-user/x: no such user"):
+        locate("~no-such-user/x")
 
 
 @pytest.mark.parametrize("name", ["nowhere", "/no/such/folder", "a/b/c", "", "owner/na me"])
@@ -792,6 +796,17 @@ def write_big(folder: Path, c: dict, shards: int, offset: int) -> int:
         total += position
     write_index(folder, where)
     return total
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", [0, 10240, 20479])
+def test_one_value_that_is_not_finite_is_seen(dtype, value, where):
+    tensor = np.full(20480, 0.01, np.float32)
+    tensor[where] = value
+    assert not np.isfinite(checkpoint._largest(jnp.asarray(tensor, dtype)))
+    tensor[where] = -3
+    assert checkpoint._largest(jnp.asarray(tensor, dtype)) == 3
 
 
 @pytest.mark.slow

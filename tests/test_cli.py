@@ -834,7 +834,7 @@ def test_bench_of_a_config_alone_takes_random_weights(run, folder, benched):
 
 
 def test_bench_finds_what_cannot_be_before_it_measures(run, loaded, folder, tmp_path):
-    edit(folder / "config.json", intermediate_size=64 * 10**12)
+    edit(folder / "config.json", intermediate_size=2**30)
     for argv, told in (
         (["--batch", str(10**12)], "out of memory"),
         (["--output", str(tmp_path)], "directory"),

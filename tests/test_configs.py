@@ -374,7 +374,7 @@ INTEGERS = (
 NOT_FINITE = (float("nan"), float("inf"), 10**400)
 
 
-@pytest.mark.parametrize("value", ["64", True, 0, -4, 4.0, float("nan"), [4], {}], ids=repr)
+@pytest.mark.parametrize("value", ["64", True, 0, -4, 4.0, float("nan"), [4], {}, 2**31], ids=repr)
 @pytest.mark.parametrize("field", INTEGERS)
 def test_integers_must_be_positive_integers(field, value):
     message = refusal(config(**{field: value}))
@@ -475,6 +475,10 @@ def test_a_missing_llama3_rope_field_is_named(field):
         (
             {"rope_scaling": {"type": "longrope", **LONGROPE, "short_factor": SHORT[1:]}},
             ["rope_scaling", "must have 8 values each, got 7 and 8"],
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", **LONGROPE, "long_factor": [*LONG[1:], 10**400]}},
+            ["rope_scaling", "'long_factor'", "positive"],
         ),
         (
             {"rope_scaling": {"type": "longrope", **LONGROPE, "long_factor": [*LONG[1:], -1]}},

@@ -105,6 +105,20 @@ def file(name, content):
     return lambda folder: (folder / name).write_bytes(data)
 
 
+def gone(name):
+    """A link to what is not there, as in a hub's cache that was cleaned up."""
+
+    def spoil(folder):
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(folder / "gone")
+
+    return spoil
+
+
+def renamed(name, other):
+    return lambda folder: (folder / name).rename(folder / other)
+
+
 def weights(change):
     """Rewrite model.safetensors; `change` edits the dict of tensors."""
 
@@ -265,7 +279,10 @@ ERRORS = {
     "top_k -1": (generation(top_k=-1), "generation_config.json: .*top_k"),
     "end 'x'": (generation(eos_token_id="x"), "generation_config.json: .*eos_token_id"),
     "end -1": (generation(eos_token_id=[2, -1]), "generation_config.json: .*eos_token_id"),
+    "ban of no token": (generation(suppress_tokens=[12]), r"suppress_tokens has id 12, .* 0\.\.11"),
+    "defaults gone": (gone(GENERATION), "generation_config.json: a broken link"),
     # tokenizer.json
+    "tokenizer gone": (gone(TOKENIZER), "tokenizer.json: a broken link"),
     "empty tokenizer": (file(TOKENIZER, ""), "tokenizer.json: not a tokenizer"),
     "tokenizer {}": (file(TOKENIZER, "{}"), "tokenizer.json: not a tokenizer"),
     "tokenizer pointer": (file(TOKENIZER, LFS), "tokenizer.json: a pointer of Git LFS"),
@@ -275,6 +292,11 @@ ERRORS = {
     ),
     # model.safetensors as a file
     "no weights": (lambda f: (f / SINGLE).unlink(), "no model.safetensors and no"),
+    "weights gone": (gone(SINGLE), "model.safetensors: a broken link"),
+    "index gone": (both(lambda f: (f / SINGLE).unlink(), gone(INDEX)), "index.json: a broken link"),
+    "no index": (both(shards(), lambda f: (f / INDEX).unlink()), "model-00001-of-.* alone says"),
+    "weights of an adapter": (renamed(SINGLE, "adapter_model.safetensors"), "an adapter: merge it"),
+    "GGUF": (renamed(SINGLE, "model.gguf"), "GGUF files are not supported"),
     "zero bytes": (file(SINGLE, b""), "model.safetensors: truncated"),
     "cut in the header": (raw(lambda b: b[:100]), "model.safetensors: truncated"),
     "cut in the data": (raw(lambda b: b[:-1]), "model.safetensors: truncated, tensor"),
@@ -286,7 +308,7 @@ ERRORS = {
     "garbage header": (header(lambda e: b"{'not': json}"), "header is not that of a safetensors"),
     "empty header": (header(lambda e: b"{}"), "bytes follow the last tensor"),
     "pickle": (
-        lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"),
+        renamed(SINGLE, "pytorch_model.bin"),
         "pytorch_model.bin: pickled weights are not supported",
     ),
     # tensors
@@ -446,5 +468,7 @@ def test_a_tokenizer_with_more_ids_than_the_model(folder):
     tokenizer.save(str(folder / TOKENIZER))
     lm = load(folder)
     for method in (lm.generate, lm.score):
-        with pytest.raises(ValueError, match=r"has id 12, the vocabulary is 0\.\.11"):
+        with pytest.raises(ValueError, match=r"has id 12, the vocabulary is 0\.\.11; tokenizer"):
             method("a new b")
+        with pytest.raises(ValueError, match=r"has id 12, the vocabulary is 0\.\.11$"):
+            method([3, 12])

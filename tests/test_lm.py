@@ -166,6 +166,38 @@ def test_max_len(lm):
     with pytest.raises(ValueError, match="prompt 1 has 90 tokens and may grow by 11"):
         small.generate([[1], [5] * 90], max_new_tokens=11)
     assert small._engine.idle is None  # nothing was allocated for it
+    with pytest.raises(ValueError, match=r"prompt 0 has 100 tokens .* lower max_new_tokens"):
+        small.generate([5] * 100)
+
+
+def test_without_a_number_of_new_tokens_max_len_is_filled(lm):
+    small = fresh(lm, max_len=100)
+    assert len(small.generate([5] * 90, eos_token_id=None).tokens[0]) == 10
+    config = fdjax.GenerationConfig()
+    with pytest.raises(ValueError, match="may grow by 128"):
+        small.generate([5] * 90, config)
+
+
+def test_containers_of_weights_are_copies(lm):
+    other = fresh(lm)
+    before = other.generate([5, 6, 7], max_new_tokens=4, **CHECKED).logprobs
+    other.params["embed"] = jnp.zeros_like(lm.params["embed"])
+    assert other.generate([5, 6, 7], max_new_tokens=4, **CHECKED).logprobs == before
+    assert other.score([5, 6, 7]).perplexity == lm.score([5, 6, 7]).perplexity
+
+
+def test_what_an_interrupt_leaves_is_not_used_again(lm, monkeypatch):
+    other = fresh(lm)
+    other.generate([5, 6, 7], max_new_tokens=4, **CHECKED)
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("fdjax.engine._first_tokens", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            other.generate([5, 6, 7], max_new_tokens=4, **CHECKED)
+    assert other._engine.idle is None
 
 
 def test_generation_ends_at_the_context(lm, truth):

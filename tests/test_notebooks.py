@@ -55,4 +55,7 @@ def test_a_notebook_runs(path, monkeypatch, tmp_path):
             exec(code, names)
         # A cell prints if it did when it was kept.
         assert (printed.tell() > before) == bool(cell["outputs"]), code
+        if "plan_memory(" in "".join(cell["source"]):  # the same everywhere
+            kept = "".join(line for output in cell["outputs"] for line in output["text"])
+            assert printed.getvalue()[before:] == kept
     assert [part for part in PRINTED[path.stem] if part not in printed.getvalue()] == []

@@ -554,6 +554,19 @@ def test_defaults_of_generation_config_are_honoured_and_overridden(lm):
     assert plain.tokens == lm.generate(prompts()[2], max_new_tokens=24, **GREEDY).tokens
 
 
+@pytest.mark.parametrize("nothing", [None, [], {}])
+def test_a_field_that_asks_for_nothing_is_not_told(nothing):
+    fdjax.GenerationConfig.from_files({"sequence_bias": nothing}, {}, "here")
+
+
+def test_a_minimum_of_the_checkpoint_gives_way(lm):
+    defaults = fdjax.GenerationConfig(max_new_tokens=64, min_new_tokens=20)
+    other = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=defaults)
+    assert len(other.generate(prompts()[2], max_new_tokens=8, **GREEDY).tokens[0]) == 8
+    with pytest.raises(ValueError, match="min_new_tokens must be between 0 and"):
+        other.generate(prompts()[2], max_new_tokens=8, min_new_tokens=20)
+
+
 def test_without_generation_config_an_old_config_has_the_defaults():
     old = {"repetition_penalty": 1.3, "top_k": 7, "eos_token_id": 2, "hidden_size": 64}
     from_files = fdjax.GenerationConfig.from_files

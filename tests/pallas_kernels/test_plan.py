@@ -422,6 +422,9 @@ def test_the_plan_of_a_device():
     assert plan.compute_capability is None
     assert plan.batch_invariant
 
+    with pytest.raises(TypeError, match=r"takes a jax\.Device, .* see for_kind"):
+        Plan.for_device(H100)
+
     class Gpu:
         platform, device_kind, compute_capability = "gpu", H100, "9.0"
 
