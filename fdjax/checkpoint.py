@@ -472,9 +472,11 @@ def fingerprint(folder: Path) -> str:
 
 @jax.jit
 def _largest(tensor: Array) -> Array:
-    """Maximum of |tensor|, infinite if any value is not finite: one pass without a copy."""
-    # A reduction may drop a NaN; infinity it keeps.
-    return jnp.max(jnp.where(jnp.isnan(tensor), jnp.inf, jnp.abs(tensor))).astype(jnp.float32)
+    """Maximum of |tensor|, not finite if any value is not: one pass without a copy."""
+    largest = jnp.max(jnp.abs(tensor)).astype(jnp.float32)
+    if tensor.dtype != jnp.float32:
+        return largest
+    return largest + jnp.sum(0 * tensor)  # on a CPU, a maximum in float32 may drop a NaN
 
 
 def _warn_of_damage(tensor: StoredTensor, largest: float) -> None:

@@ -133,34 +133,37 @@ def _foreign(roots: Iterable[Any]) -> Any:
         if id(thing) in seen:
             continue
         seen[id(thing)] = thing
-        if _origin(thing).partition(".")[0] not in _KNOWN:
+        if _package(thing) not in _KNOWN:
             return thing
         todo += _parts(thing)
     return None
 
 
-def _origin(thing: Any) -> str:
-    """The name of the module whose code a thing runs."""
+def _package(thing: Any) -> str:
+    """The name of the package whose code a thing runs."""
     match thing:
         case ModuleType():
-            return thing.__name__
+            module = thing.__name__
         case FunctionType():  # its `__module__` is another's after `functools.wraps`
-            name = thing.__globals__.get("__name__", "")
-            return "collections" if name.startswith("namedtuple_") else name
+            module = thing.__globals__.get("__name__", "")
         case type():
-            return thing.__module__
-    return type(thing).__module__
+            module = thing.__module__
+        case _:
+            module = type(thing).__module__
+    # A named tuple's methods have a module of their own.
+    return "collections" if module.startswith("namedtuple_") else module.partition(".")[0]
 
 
 def _parts(thing: Any) -> list[Any]:
     """What a thing is made of, as far as it is this package's or holds what may not be."""
     match thing:
+        case ModuleType() if _package(thing) == "fdjax":
+            # Not the builtins, to which interpreters add theirs.
+            return [part for name, part in list(vars(thing).items()) if not name.startswith("__")]
+        case type() if _package(thing) == "fdjax":
+            return list(vars(thing).values())
         case ModuleType() | type():
-            if _origin(thing).partition(".")[0] != "fdjax":
-                return []
-            names = dict(vars(thing))
-            hidden = isinstance(thing, ModuleType)
-            return [names[name] for name in names if not (hidden and name.startswith("__"))]
+            return []
         case dict():
             return list(thing.values())
         case list() | tuple() | set() | frozenset():

@@ -809,6 +809,12 @@ def test_one_value_that_is_not_finite_is_seen(dtype, value, where):
     assert checkpoint._largest(jnp.asarray(tensor, dtype)) == 3
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_looking_for_damage_takes_no_memory(dtype):
+    compiled = checkpoint._largest.lower(jax.ShapeDtypeStruct((512, 512), dtype)).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 1024
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize(
