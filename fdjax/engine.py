@@ -168,7 +168,6 @@ class Engine:
                     break
                 chunk = _read(*waiting.popleft())
         except Exception:
-            sound = False  # what is left may be tracers
             _refuse_trace()
             raise
         finally:
