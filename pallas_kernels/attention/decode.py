@@ -87,6 +87,7 @@ def decode_attention(
             unified=unified,
             layer=layer,
             config=decode_config(choice),
+            return_lse=return_lse,
             return_reruns=return_reruns,
         )
         return _asked_for(o, return_lse and lse, return_reruns and reruns)

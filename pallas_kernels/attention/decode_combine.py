@@ -26,11 +26,12 @@ def merge(os, ls, ms):
 
 
 def write_result(o, l, m, out_s, lse_s):
-    """Write o/l and the logsumexp. o [D, R], l and m [R]."""
+    """Write o/l, and the logsumexp where it has a place. o [D, R], l and m [R]."""
     inverse = jnp.where(l > 0, 1.0 / l, 0.0)
     out = (o * lax.broadcast_in_dim(inverse, o.shape, [1])).astype(out_s.dtype)
     out_s.T[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
-    lse_s[...] = jnp.where(l > 0, m / LOG2E + jnp.log(l), -jnp.inf)
+    if lse_s is not None:
+        lse_s[...] = jnp.where(l > 0, m / LOG2E + jnp.log(l), -jnp.inf)
 
 
 def combine(o, lm, rows, dtype, interpret):

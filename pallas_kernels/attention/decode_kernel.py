@@ -28,26 +28,21 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and turns
         [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if any.
-      outputs: o [B,Hkv·tiles,R,D] and lse [B,Hkv·tiles,R], or parts of both for `combine`; where
-        they are counted, whether each block ran again [B,Hkv·tiles,splits] int32.
+      outputs: by name, o [B,Hkv·tiles,R,D], or parts of it and lm [B,Hkv·tiles,splits,2,R] for
+        `combine`; where asked for, lse [B,Hkv·tiles,R], and reruns [B,Hkv·tiles,splits] int32,
+        whether each block ran again.
       smem: buffers and barriers by name.
       tiles: into which the G·T query rows of a KV head are cut.
       t, group, scale, masking, config: see `decode_mosaic`.
     """
-    out_g, lse_g, *reruns_g = outputs
-    q_s, k_s, v_s, p_s, o_s, l_s, m_s, out_s, lse_s = (
-        smem[name] for name in ("q", "k", "v", "p", "o", "l", "m", "out", "lse")
-    )
-    (d, padded), bk, splits = o_s.shape, config.block_kv, config.splits
+    q_s, k_s, v_s, p_s = (smem[name] for name in ("q", "k", "v", "p"))
+    partial = [smem[name] for name in ("o", "l", "m")]
+    (d, padded), bk, splits = partial[0].shape, config.block_kv, config.splits
     row, tile, split = (lax.axis_index(axis) for axis in ("row", "tile", "split"))
     zero = row * 0
     head = lax.div(tile, jnp.int32(tiles))
     first_query = lax.rem(tile, jnp.int32(tiles)) * padded
-    n = inputs["lengths"][row]
-    # Slots that are read: a new token takes part by itself.
-    cached = n
     if "qkv" in inputs:
-        n = n + 1
         load_front(inputs, smem, row, head)
     else:
         # Rows past G·T are outside of q: TMA fills them with zeros, and drops them from the result.
@@ -59,22 +54,47 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         caches = [c.at[index] for c in caches]
     caches = [c.at[row, head] for c in caches]
 
-    lowest = 0 if masking.window is None else jnp.maximum(n - t + 1 - masking.window, 0)
-    start_block = lax.div(lowest, jnp.int32(bk))
+    def load(start, stage):
+        size = min(bk, caches[0].shape[0])
+        for cache, loaded in zip(caches, (k_s, v_s), strict=True):
+            source, to = cache.at[pl.ds(start, size)], loaded.at[stage, pl.ds(0, size)]
+            plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
+
+    # Without a window splits take blocks in turn. So the first one does not depend on the length of
+    # the row, and is on its way while that is read.
+    in_turn = masking.window is None
+    if in_turn:
+        load(split * bk, zero)
+    n = inputs["lengths"][row]
+    # Slots that are read: a new token takes part by itself.
+    cached = n
+    if "qkv" in inputs:
+        n = n + 1
     end_block = lax.div(cached + (bk - 1), jnp.int32(bk))
-    chunk = lax.div(end_block - start_block + (splits - 1), jnp.int32(splits))
-    first = jnp.minimum(start_block + split * chunk, end_block)
-    count = jnp.minimum(chunk, end_block - first)
+    if in_turn:
+        first, stride = split, splits
+        # One that is past the length has been asked for: nothing of it is seen.
+        count = jnp.maximum(lax.div(end_block - split + (splits - 1), jnp.int32(splits)), 1)
+    else:
+        start_block = lax.div(jnp.maximum(n - t + 1 - masking.window, 0), jnp.int32(bk))
+        chunk = lax.div(end_block - start_block + (splits - 1), jnp.int32(splits))
+        first, stride = jnp.minimum(start_block + split * chunk, end_block), 1
+        count = jnp.minimum(chunk, end_block - first)
 
     # The largest tile leaves no register to tell slots that are read twice.
     ends_with_cache = bk * padded < 128 * 32
 
     def block_start(step):
-        """The last block ends where the cache does: it begins with slots of the block before."""
-        start = (first + step) * bk
+        """The last block ends where the cache does: it begins with slots of the block before.
+
+        A first one that was asked for before the length was known does not.
+        """
+        start = (first + step * stride) * bk
         if not ends_with_cache:
             return start
-        return jnp.minimum(start, jnp.maximum(lax.div(cached + 7, jnp.int32(8)) * 8 - bk, 0))
+        end = jnp.maximum(lax.div(cached + 7, jnp.int32(8)) * 8 - bk, 0)
+        moved = jnp.minimum(start, end)
+        return jnp.where(step == 0, start, moved) if in_turn else moved
 
     def query_rows():
         """[block, R] which of the G·T query rows of the head a column is."""
@@ -100,7 +120,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         distance = slots - query
         seen = distance <= 0 if cached is n else distance < 0
         if ends_with_cache:
-            seen = seen & (slots >= (first + step) * bk)
+            seen = seen & (slots >= (first + step * stride) * bk)
         if masking.window is not None:
             seen = seen & (distance > -masking.window)
         return seen, distance
@@ -161,23 +181,18 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         """
         stages = config.stages
 
-        def load(i):
-            stage, size = lax.rem(i, jnp.int32(stages)), min(bk, caches[0].shape[0])
-            for cache, loaded in zip(caches, (k_s, v_s), strict=True):
-                plgpu.copy_gmem_to_smem(
-                    cache.at[pl.ds(block_start(i), size)],
-                    loaded.at[stage, pl.ds(0, size)],
-                    smem["loaded"].at[stage],
-                )
+        def load_block(i):
+            load(block_start(i), lax.rem(i, jnp.int32(stages)))
 
         def body(i, carry):
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(smem["loaded"].at[stage])
             carry = step(i, k_s.at[stage], v_s.at[stage], carry)
-            when(i + stages < count)(lambda: load(i + stages))
+            when(i + stages < count)(lambda: load_block(i + stages))
             return carry
 
-        lax.fori_loop(0, jnp.minimum(count, stages), lambda i, _: load(i), None)
+        begun = 1 if first_pass and in_turn else 0
+        lax.fori_loop(begun, jnp.minimum(count, stages), lambda i, _: load_block(i), None)
         if first_pass:
             receive_queries()
         return lax.fori_loop(0, count, body, carry)
@@ -246,20 +261,15 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         o, l, m = pipeline(step, (o, blank, m), first_pass=not config.unified)
         return o, l.sum(axis=0), m
 
-    def save(o, l, m):
-        o_s[...] = o
-        l_s[...] = l
-        m_s[...] = m
-
     if config.unified:
         o, l, m = attend_unified()
-        save(o, l, m)
         rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (padded,), 0), ROW) + first_query
         last = n - t + lax.div(rows, jnp.full_like(rows, group))
-        seen = jnp.minimum((first + count) * bk, jnp.minimum(last + 1, cached))
-        if masking.window is None:
+        seen = jnp.minimum(last + 1, cached)
+        if in_turn:
             seen = seen - first * bk
         else:
+            seen = jnp.minimum((first + count) * bk, seen)
             seen = seen - jnp.maximum(first * bk, last - masking.window + 1)
         seen = jnp.where(rows < group * t, seen, 0)
         out_of_range = jnp.where(
@@ -268,53 +278,49 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         broken = jnp.where(jnp.abs(o) < _LARGEST, 0.0, 1.0).max(axis=0)
         # A row that sees no slot of this split has l = 0, and is well.
         broken = jnp.where(seen > 0, jnp.maximum(broken, out_of_range), 0.0)
-
         reruns = broken.max() > 0
-
-        @when(reruns)
-        def _():
-            plgpu.commit_smem()  # what is saved, before loads take its place
-            save(*attend_synchronised())
+        part = cond(reruns, attend_synchronised, lambda: (o, l, m))
     else:
         reruns = jnp.bool_(False)
-        save(*attend_synchronised())
-    for counted in reruns_g:
-        counted[row, tile, split] = reruns.astype(jnp.int32)
+        part = attend_synchronised()
+    if "reruns" in outputs:
+        outputs["reruns"][row, tile, split] = reruns.astype(jnp.int32)
+
+    def with_token(*parts):
+        """Parts (o, l, m) as one, with the new token as one more of one slot at distance 0."""
+        if "qkv" in inputs:
+            value = plgpu.load(smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
+            value = lax.broadcast_in_dim(value, (d, padded), [0])
+            score = plgpu.load(smem["score"], layout=ROW)
+            parts += ((value, jnp.ones_like(score), score),)
+        return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
+
+    def load_part(peer):
+        o, l, m = (plgpu.cluster_ref(ref, {"split": peer}) for ref in partial)
+        return plgpu.load(o, layout=TILE), *(plgpu.load(ref, layout=ROW) for ref in (l, m))
+
+    def save(part):
+        for ref, values in zip(partial, part, strict=True):
+            ref[...] = values
 
     def finish():
-        peers = [{"split": i} for i in range(splits)] if config.cluster else [None]
-        os, ls, ms = (
-            [ref if peer is None else plgpu.cluster_ref(ref, peer) for peer in peers]
-            for ref in (o_s, l_s, m_s)
-        )
-        os = [plgpu.load(ref, layout=TILE) for ref in os]
-        ls, ms = ([plgpu.load(ref, layout=ROW) for ref in refs] for refs in (ls, ms))
-        o, l, m = merge(os, ls, ms)
-        write_result(o, l, m, out_s, lse_s)
+        others = map(load_part, range(1, splits if config.cluster else 1))
+        write_result(*with_token(part, *others), smem["out"], smem.get("lse"))
         plgpu.commit_smem()
         if config.cluster:
             plgpu.barrier_arrive(smem["cluster"])
-        plgpu.copy_smem_to_gmem(out_s, out_g.at[row, tile, pl.ds(zero, padded)])
-        plgpu.copy_smem_to_gmem(lse_s, lse_g.at[row, tile])
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-    plgpu.commit_smem()
-    if "qkv" in inputs:
-
-        @when(split == 0)
-        def _():
+        if "qkv" in inputs:
             # Not before the last block is loaded, which the slot may be in.
             write_token(inputs, smem, row, head, cached)
-            # The new token as one more split, of one slot at distance 0.
-            value = plgpu.load(smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
-            value = lax.broadcast_in_dim(value, (d, padded), [0])
-            o = plgpu.load(o_s, layout=TILE)
-            l, m, z = (plgpu.load(ref, layout=ROW) for ref in (l_s, m_s, smem["score"]))
-            save(*merge([o, value], [l, jnp.ones_like(l)], [m, z]))
-            plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[row, tile, pl.ds(zero, padded)])
+        if "lse" in outputs:
+            plgpu.copy_smem_to_gmem(smem["lse"], outputs["lse"].at[row, tile])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     if config.cluster:
+        when(split > 0)(lambda: save(part))
         # One thread arrives for a warpgroup, so each arrival follows a commit, which waits for all.
+        plgpu.commit_smem()
         plgpu.barrier_arrive(smem["cluster"])
         plgpu.barrier_wait(smem["cluster"])
         when(split == 0)(finish)
@@ -325,7 +331,12 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
     elif splits == 1:
         finish()
     else:
-        plgpu.copy_smem_to_gmem(o_s, out_g.at[row, tile, split])
-        plgpu.copy_smem_to_gmem(l_s, lse_g.at[row, tile, split, 0])
-        plgpu.copy_smem_to_gmem(m_s, lse_g.at[row, tile, split, 1])
+        save(cond(split == 0, lambda: with_token(part), lambda: part))
+        plgpu.commit_smem()
+        if "qkv" in inputs:
+            when(split == 0)(lambda: write_token(inputs, smem, row, head, cached))
+        o_s, l_s, m_s = partial
+        plgpu.copy_smem_to_gmem(o_s, outputs["o"].at[row, tile, split])
+        plgpu.copy_smem_to_gmem(l_s, outputs["lm"].at[row, tile, split, 0])
+        plgpu.copy_smem_to_gmem(m_s, outputs["lm"].at[row, tile, split, 1])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -113,7 +113,7 @@ def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
 
-_STATIC = ("scale", "masking", "unified", "config", "return_reruns", "interpret")
+_STATIC = ("scale", "masking", "unified", "config", "return_lse", "return_reruns", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
@@ -129,10 +129,11 @@ def decode_mosaic(
     unified: bool = True,
     layer: Array | int | None = None,
     config: DecodeAttentionConfig | None = None,
+    return_lse: bool = True,
     return_reruns: bool = False,
     interpret=None,
-) -> tuple[Array, Array, Array | None]:
-    """Arguments of `decode_attention`; returns o [B,T,H,D], lse [B,T,H] and reruns or None.
+) -> tuple[Array, Array | None, Array | None]:
+    """Arguments of `decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
     Jitted, so that the layers of a model share one lowering.
     """
@@ -158,17 +159,19 @@ def decode_mosaic(
         masking=masking,
         unified=unified,
         config=config,
+        return_lse=return_lse,
         return_reruns=return_reruns,
         interpret=interpret,
     )
     o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
-    lse = lse.reshape(b, kv_heads, -1)[:, :, :rows].reshape(b, kv_heads, t, group)
-    if t > 1:
-        o, lse = o.swapaxes(1, 2), lse.swapaxes(1, 2)
-    return o.reshape(b, t, h, d), lse.reshape(b, t, h), reruns
+    o = o.swapaxes(1, 2).reshape(b, t, h, d)
+    if return_lse:
+        lse = lse.reshape(b, kv_heads, -1)[:, :, :rows].reshape(b, kv_heads, t, group)
+        lse = lse.swapaxes(1, 2).reshape(b, t, h)
+    return o, lse, reruns
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=tuple(name for name in _STATIC if name != "return_lse"))
 def append_decode_mosaic(
     qkv: Array,
     k: Array,
@@ -209,6 +212,7 @@ def append_decode_mosaic(
         masking=masking,
         unified=unified,
         config=config,
+        return_lse=False,
         return_reruns=return_reruns,
         interpret=interpret,
     )
@@ -216,8 +220,13 @@ def append_decode_mosaic(
     return o, jax.freeze(k), jax.freeze(v), reruns
 
 
-def _launch(operands, *, t, group, scale, masking, unified, config, return_reruns, interpret):
-    """o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R], reruns [] or None; `operands` by name, or None."""
+def _launch(
+    operands, *, t, group, scale, masking, unified, config, return_lse, return_reruns, interpret
+):
+    """o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R], reruns []; what is not asked for is None.
+
+    `operands` by name, or None.
+    """
     b, kv_heads, s, d = operands["k"].shape[-4:]
     dtype = operands["k"].dtype
     tiles, padded = query_tiles(group * t, d)
@@ -244,8 +253,9 @@ def _launch(operands, *, t, group, scale, masking, unified, config, return_rerun
         "l": plgpu.SMEM((padded,), jnp.float32),
         "m": plgpu.SMEM((padded,), jnp.float32),
         "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
-        "lse": plgpu.SMEM((padded,), jnp.float32),
     }
+    if return_lse:
+        result["lse"] = plgpu.SMEM((padded,), jnp.float32)
     # What is not needed at once shares memory, so that three blocks of the grid with 64 slots and
     # two stages share a multiprocessor.
     unions = [({"k": loaded, "v": loaded}, result)]
@@ -268,20 +278,23 @@ def _launch(operands, *, t, group, scale, masking, unified, config, return_rerun
         scratch["cluster"] = plgpu.ClusterBarrier(collective_axes=("split",))
 
     grid = b, kv_heads * tiles
-    if config.splits == 1 or config.cluster:
-        outs = ((*grid, stored, d), dtype), ((*grid, padded), jnp.float32)
+    one_launch = config.splits == 1 or config.cluster
+    if one_launch:
+        outs = {"o": ((*grid, stored, d), dtype)}
+        if return_lse:
+            outs["lse"] = (*grid, padded), jnp.float32
     else:
-        outs = (
-            ((*grid, config.splits, d, padded), jnp.float32),
-            ((*grid, config.splits, 2, padded), jnp.float32),
-        )
+        outs = {
+            "o": ((*grid, config.splits, d, padded), jnp.float32),
+            "lm": ((*grid, config.splits, 2, padded), jnp.float32),
+        }
     if return_reruns:
-        outs += (((*grid, config.splits), jnp.int32),)
+        outs["reruns"] = (*grid, config.splits), jnp.int32
 
     def body(*refs):
         refs = iter(refs)
         inputs = {name: next(refs) for name in operands}
-        outputs = [next(refs) for _ in outs]
+        outputs = {name: next(refs) for name in outs}
         smem = {name: next(refs) for name in scratch}
         for part in itertools.chain.from_iterable(refs):
             smem |= part
@@ -297,9 +310,9 @@ def _launch(operands, *, t, group, scale, masking, unified, config, return_rerun
             config=config,
         )
 
-    out, lse, *reruns = plgpu.kernel(
+    results = plgpu.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct(*o) for o in outs),
+        out_type=tuple(jax.ShapeDtypeStruct(*o) for o in outs.values()),
         kernel_name="decode_attention",
         scratch_types=(*scratch.values(), *(plgpu.RefUnion(*parts) for parts in unions)),
         # All layouts are given here: to infer them would take longer than the rest of the lowering.
@@ -309,9 +322,13 @@ def _launch(operands, *, t, group, scale, masking, unified, config, return_rerun
         interpret=interpret,
         **_grid(grid, config),
     )(*operands.values())
-    if config.splits > 1 and not config.cluster:
-        out, lse = combine(out, lse, stored, dtype, interpret)
-    return out, lse[:, :, :stored], reruns[0].mean() if reruns else None
+    results = dict(zip(outs, results, strict=True))
+    o, lse = results["o"], results.get("lse")
+    if not one_launch:
+        o, lse = combine(o, results["lm"], stored, dtype, interpret)
+    if lse is not None:
+        lse = lse[:, :, :stored]
+    return o, lse, results["reruns"].mean() if return_reruns else None
 
 
 def query_tiles(rows: int, d: int) -> tuple[int, int]:

@@ -30,6 +30,8 @@ try:
 except AttributeError:  # JAX 0.11.2
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as InterpretParams
 
+# A slot that is not in the first block of its split, of one or of three.
+OUTLIER = 195
 INTERPRET = InterpretParams(detect_races=True)
 ONE = DecodeAttentionConfig(splits=1)
 SPLIT = DecodeAttentionConfig(splits=3, stages=2)
@@ -97,6 +99,12 @@ def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
     _check(_operands([20, 130, 257, 264], t=16, group=group, s=264), interpreted, config=config)
 
 
+@pytest.mark.parametrize("masking", [Masking(), Masking(window=30)], ids=["whole", "window"])
+def test_interpreted_where_a_split_begins_past_the_cache(masking):
+    config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
+    _check(_operands([0, 5, 72], s=72), interpreted, config=config, masking=masking)
+
+
 def test_tiles_hold_all_query_rows():
     for d in (64, 128, 256):
         for rows in range(1, 257):
@@ -112,7 +120,7 @@ def test_tiles_hold_all_query_rows():
 def test_scores_outside_the_safe_range(config):
     operands = _out_of_range()
     o = _check(operands, interpreted, config=config)
-    value = operands[2][1, 0, 70]
+    value = operands[2][1, 0, OUTLIER]
     np.testing.assert_array_equal(o[1, 0], np.broadcast_to(value, o[1, 0].shape))
 
 
@@ -122,7 +130,7 @@ def _out_of_range(**shape):
     q[:] = 1.0
     k[0, :, :130] = -16.0  # all scores -128: the maximum starts there
     k[1, :, :200] = 0.0
-    k[1, :, 70] = 100.0  # one score of 800, not in the first block of its split
+    k[1, :, OUTLIER] = 100.0  # a score of 800
     return q, k, v, lengths
 
 
@@ -285,6 +293,13 @@ def test_cluster_equals_two_launches(t, splits, scale):
     expected = _on_gpu(operands, two)
     got = _on_gpu(operands, dataclasses.replace(two, cluster=True))
     np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("cluster", [False, True])
+def test_splits_that_begin_past_the_cache(cluster):
+    config = DecodeAttentionConfig(splits=4, block_kv=128, stages=2, cluster=cluster)
+    _on_gpu(_operands([0, 5, 72, 136, 200], s=200, d=128, kv_heads=3), config)
 
 
 @pytest.mark.gpu
