@@ -30,7 +30,7 @@ _EXACT_KEYS = ("d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hi
 
 # Of the "mosaic_gpu" kernels that take a measured configuration. A change of the kernel that would
 # change what measures best is a new revision, which refuses the tables of the old one.
-KERNEL_REVISIONS = {"matmul": 1}
+KERNEL_REVISIONS = {"matmul": 1, "linear_chain": 1, "decode_attention": 1}
 
 # The blocks of that kernel wait for each other, so each needs one of these.
 CHAIN_MULTIPROCESSORS = 132

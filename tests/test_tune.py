@@ -27,6 +27,7 @@ from fdjax.tune import (
 )
 
 H100 = "NVIDIA H100 80GB HBM3"
+CHAINS = tune.CHAIN_CANDIDATES
 GOOD, FAST, WRONG, TOO_LARGE = (FlatGemmConfig(64, 64, stages) for stages in (2, 3, 4, 5))
 PLAIN = LinearShape(128, 256)
 LAYERS = [
@@ -56,7 +57,7 @@ def _timing(us: float) -> Timing:
 def fake(monkeypatch):
     """The kernel computes through XLA; times are those of `us`, by configuration, None for XLA."""
     us = {None: 20.0, GOOD: 15.0, FAST: 10.0, WRONG: 1.0, TOO_LARGE: 1.0}
-    us |= {"xla": 80.0, "mosaic_gpu": 70.0, "chain is off by": 0.0}
+    us |= {"xla": 80.0, CHAINS[0]: 75.0, CHAINS[1]: 70.0, "off": {}}
 
     def kernel(*, config, dtype, **operands):
         if config == TOO_LARGE:
@@ -64,13 +65,14 @@ def fake(monkeypatch):
         y = matmul(**operands, preferred_element_type=dtype)
         return y + jnp.asarray(config == WRONG, dtype)
 
-    def chain(o, x, counters, index, *, implementation, **operands):
-        if implementation == "mosaic_gpu" and us["mosaic_gpu"] is None:
+    def chain(*args, config, **operands):
+        if us[config] is None:
             raise NotImplementedError("linear_chain: sizes")
-        x, y = linear_chain(
-            o, x, counters, index, **operands | {"implementation": "xla", "plan": None}
-        )
-        return x, y + jnp.asarray(us["chain is off by"] * (implementation != "xla"), y.dtype)
+        x, y = linear_chain(*args, **operands)
+        return x, y + jnp.asarray(us["off"].get(config, 0), y.dtype)
+
+    def one_by_one(*args, plan, **operands):
+        return linear_chain(*args, **operands)
 
     def compile_(fn, args):
         try:
@@ -84,12 +86,13 @@ def fake(monkeypatch):
         weights = [args[0]["w"] if len(args) == 1 else args[2]["gate_up"] for args in args_sets]
         assert len(set(map(id, weights))) == len(args_sets) > 1
         if len(args_sets[0]) > 1:
-            return _timing(us[fn.args[0]])
+            return _timing(us[fn.args[0] or "xla"])
         config = fn.keywords["config"] if isinstance(fn, functools.partial) else None
         return _timing(us[config])
 
     monkeypatch.setattr(tune, "matmul_flat_gemm", kernel)
-    monkeypatch.setattr(tune, "linear_chain", chain)
+    monkeypatch.setattr(tune, "chain_mosaic", chain)
+    monkeypatch.setattr(tune, "linear_chain", one_by_one)
     monkeypatch.setattr(tune, "_compile", compile_)
     monkeypatch.setattr(tune, "measure", measure)
     return us
@@ -126,28 +129,35 @@ CHAIN = {"m": 2, "k": 128, "width": 128, "hidden": 192, "n": 256, "itemsize": 2}
 
 
 @pytest.mark.parametrize(
-    ("us", "implementation"),
+    ("us", "best"),
     [
-        ({}, "mosaic_gpu"),
-        ({"xla": 70.5}, "xla"),
-        ({"chain is off by": 10.0}, "xla"),
+        ({}, CHAINS[1]),
+        ({CHAINS[0]: 60.0}, CHAINS[0]),
+        ({"xla": 70.5}, None),
+        ({"off": {CHAINS[1]: 10.0}}, CHAINS[0]),
+        ({"off": dict.fromkeys(CHAINS, 10.0)}, None),
     ],
     ids=str,
 )
-def test_a_chain_is_chosen_where_it_is_faster_and_right(fake, us, implementation):
+def test_the_fastest_chain_that_is_right_is_chosen(fake, us, best):
     fake |= us
     said = []
     (entry,) = measure_chain(parse_config(LLAMA), [2], runs=3, report=said.append)
-    times = {"xla": us.get("xla", 80.0)} | ({} if "chain is off by" in us else {"mosaic_gpu": 70.0})
+    implementation = "mosaic_gpu" if best else "xla"
+    right = [fake[config] for config in CHAINS if config not in fake["off"]]
+    times = {"xla": fake["xla"], "mosaic_gpu": min(right, default=None)}
     assert entry == {
         "op": "linear_chain",
         "shape": CHAIN,
         "implementation": implementation,
-        "config": None,
+        "config": best and dataclasses.asdict(best),
         "microseconds": times,
     }
-    assert said[0].startswith(f"linear_chain M=2: {implementation} {times}")
-    assert ("error" in said[0]) == ("chain is off by" in us)
+    *wrong, last = said
+    assert last == f"linear_chain M=2: {implementation} {times}"
+    assert [line.split(": error ")[0] for line in wrong] == [
+        f"linear_chain M=2 {config}" for config in fake["off"]
+    ]
 
 
 @pytest.mark.parametrize("config", [LLAMA | {"attention_bias": True}, LLAMA | {"mlp_bias": True}])
@@ -156,9 +166,9 @@ def test_chains_have_no_place_for_biases(fake, config):
 
 
 def test_no_chain_is_measured_that_cannot_run(fake, monkeypatch):
-    fake["mosaic_gpu"] = None
+    fake[CHAINS[0]] = None
     assert not list(measure_chain(parse_config(LLAMA), [2], runs=3))
-    fake["mosaic_gpu"] = 70.0
+    fake[CHAINS[0]] = 75.0
     assert list(measure_chain(parse_config(LLAMA), [2], runs=3))
     monkeypatch.setattr(tune, "can_chain", lambda device: False)
     assert not list(measure_chain(parse_config(LLAMA), [2], runs=3))

@@ -2,7 +2,7 @@
 
 from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
 from fdjax.pallas_kernels.gemm.chain import chain_key, linear_chain
-from fdjax.pallas_kernels.gemm.chain_mosaic import chain_counters
+from fdjax.pallas_kernels.gemm.chain_mosaic import LinearChainConfig, chain_counters
 from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.gemm.reference import matmul_reference
@@ -10,6 +10,7 @@ from fdjax.pallas_kernels.gemm.reference import matmul_reference
 __all__ = [
     "ACTIVATIONS",
     "FlatGemmConfig",
+    "LinearChainConfig",
     "chain_counters",
     "chain_key",
     "linear_chain",

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
-from fdjax.pallas_kernels.gemm.chain_mosaic import chain_mosaic
+from fdjax.pallas_kernels.gemm.chain_mosaic import LinearChainConfig, chain_mosaic
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Plan, resolve
@@ -75,6 +75,7 @@ def linear_chain(
                 next_norm=next_norm,
                 following=following,
                 gate=gate,
+                config=LinearChainConfig(**dict(choice.config)) if choice.config else None,
             )
         case "xla":
             x = matmul(o, out, residual=x, plan=plan)

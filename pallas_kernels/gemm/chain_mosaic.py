@@ -10,9 +10,10 @@ What it rests on, measured on an H100 (benchmarks/LOG.md, 2026-11-22):
 
 * All columns of a product are under way at once, in rows of memory that are as wide as can be:
   the tiles of `_stages`. Two blocks of a cluster share K where N makes too few of them.
-* Two tiles of 32 kB in flight for a block; with more, memory is read in worse order.
+* Few tiles of 32 kB in flight for a block; with more, memory is read in worse order.
 * An answer of the memory system queues behind what is in flight. So a block asks for weights of
-  the next product when it has told the others that its part of this one is done, not before.
+  the next product, all but the first two at most, when it has told the others that its part of
+  this one is done, not before.
 * No product scales its input by a norm: the one before writes x · scale, and the sums of squares
   of its columns beside, which become a factor of the accumulators.
 * The counters of finished tiles are zeroed once for all layers of a step.
@@ -50,10 +51,30 @@ _SMS = CHAIN_MULTIPROCESSORS
 _CLUSTERS = _SMS // 2
 _BRICK = 64  # rows and columns of weight, and columns of x, that are copied and multiplied at once
 _TILE_BRICKS = 4  # of a slot in the ring of weights, 32 kB
-_IN_FLIGHT = 2
 _X_SLOTS = 12
 _SMEM_BYTES = 223 * 1024  # what a block may take, less its barriers and what sums take
 _COUNTER_STRIDE = 32  # int32, so that no two layers share a line
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearChainConfig:
+    """How many tiles of weights, of 32 kB each, are on their way to a block.
+
+    By default what measured best on an H100. The faster the memory, the more it takes.
+
+    Attributes:
+      shared: in products where two blocks share K, so that nearly all blocks have a part.
+      alone: in the others, where 96 or fewer do.
+      ahead: of the next product, while the block still works on its part of one.
+    """
+
+    shared: int = 2
+    alone: int = 2
+    ahead: int = 0
+
+    def __post_init__(self):
+        if self.shared < 1 or self.alone < 1 or self.ahead < 0:
+            raise ValueError(f"linear_chain: must have tiles in flight, got {self}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +155,7 @@ def chain_mosaic(
     next_norm: RMSNorm,
     following: Array,
     gate: str,
+    config: LinearChainConfig | None = None,
 ) -> tuple[Array, Array]:
     """`linear_chain` of o [M,H·D] and x [M,E].
 
@@ -172,13 +194,14 @@ def chain_mosaic(
         "index": jnp.asarray(index, jnp.int32).reshape(1),
         "counters": counters,
     }
-    x, y = _launch(operands, gate=gate, eps=mlp_norm.eps)
+    config = config or LinearChainConfig()
+    x, y = _launch(operands, gate=gate, eps=mlp_norm.eps, config=config)
     return x[:m], y[:m]
 
 
 # A function of its own under jit, so that layers share one lowering.
-@functools.partial(jax.jit, static_argnames=("gate", "eps"))
-def _launch(operands, *, gate, eps):
+@functools.partial(jax.jit, static_argnames=("gate", "eps", "config"))
+def _launch(operands, *, gate, eps, config):
     m, width = operands["x"].shape
     dtype = operands["x"].dtype
     padded = -(-m // 8) * 8
@@ -209,7 +232,7 @@ def _launch(operands, *, gate, eps):
     }
     slot_bytes = _TILE_BRICKS * _BRICK * _BRICK * dtype.itemsize
     slots = (_SMEM_BYTES - shared_bytes(buffers)) // slot_bytes
-    if slots < _IN_FLIGHT:
+    if slots < 2:
         raise NotImplementedError(
             f"linear_chain: no room in shared memory for {m} rows of width {width}"
         )
@@ -250,45 +273,52 @@ def _launch(operands, *, gate, eps):
             return pl.ds(start * _BRICK, count * _BRICK)
 
         def bring_weights():
-            loaded = jnp.int32(0)
+            # Tiles that were asked for, and how many of them have been waited for.
+            tiles = jnp.int32(0), jnp.int32(0)
             for before, stage in zip((None, *stages), stages, strict=False):
-                first, stride, mine, k_rank = share(stage)
-                if before is not None:
+                count = share(stage)[2] * stage.steps
+                bring = functools.partial(bring_tile, before, stage)
+                tiles = lax.fori_loop(0, count, bring, tiles)
+                await_told(before, count <= config.ahead)
 
-                    @when(share(before)[2] > 0)
-                    def _():
-                        plgpu.barrier_wait(smem["told"])
+        def await_told(before, now):
+            if before is not None:
+                told = now & (share(before)[2] > 0)
+                when(told)(lambda: plgpu.barrier_wait(smem["told"]))
 
-                def bring(i, loaded, stage=stage, first=first, stride=stride, k_rank=k_rank):
-                    tile, step = first + lax.div(i, stage.steps) * stride, lax.rem(i, stage.steps)
-                    slot = lax.rem(loaded, slots)
-                    arrived = smem["w_arrived"].at[slot]
+        def bring_tile(before, stage, i, tiles):
+            """The block's i-th tile of weights."""
+            loaded, seen = tiles
+            first, stride, _, k_rank = share(stage)
+            tile, step = first + lax.div(i, stage.steps) * stride, lax.rem(i, stage.steps)
+            slot = lax.rem(loaded, slots)
+            arrived = smem["w_arrived"].at[slot]
+            await_told(before, i == config.ahead)
 
-                    @when(loaded >= slots)
-                    def _():
-                        plgpu.barrier_wait(smem["w_used"].at[slot])
+            @when(loaded >= slots)
+            def _():
+                plgpu.barrier_wait(smem["w_used"].at[slot])
 
-                    @when(loaded >= _IN_FLIGHT)
-                    def _():
-                        previous = lax.rem(loaded - _IN_FLIGHT, slots)
-                        plgpu.barrier_wait(smem["w_arrived"].at[previous])
+            def await_tile(_, seen):
+                plgpu.barrier_wait(smem["w_arrived"].at[lax.rem(seen, slots)])
+                return seen + 1
 
-                    ks = bricks((k_rank * stage.steps + step) * stage.deep, stage.deep)
-                    copies = [(p, c) for p in range(stage.parts) for c in range(stage.wide)]
-                    for at, (part, column) in enumerate(copies):
-                        columns = bricks(tile * stage.wide + column, 1)
-                        plgpu.copy_gmem_to_smem(
-                            gmem[stage.weight].at[
-                                (ks, part, columns) if stage.gate else (ks, columns)
-                            ],
-                            smem["w"].at[slot, bricks(at * stage.deep, stage.deep)],
-                            arrived,
-                        )
-                    for _ in range(len(copies), most_copies):
-                        plgpu.barrier_arrive(arrived)
-                    return loaded + 1
+            in_flight = min(config.shared if stage.split > 1 else config.alone, slots)
+            too_many = jnp.maximum(loaded - seen - (in_flight - 1), 0)
+            seen = lax.fori_loop(0, too_many, await_tile, seen)
 
-                loaded = lax.fori_loop(0, mine * stage.steps, bring, loaded)
+            ks = bricks((k_rank * stage.steps + step) * stage.deep, stage.deep)
+            copies = [(p, c) for p in range(stage.parts) for c in range(stage.wide)]
+            for at, (part, column) in enumerate(copies):
+                columns = bricks(tile * stage.wide + column, 1)
+                plgpu.copy_gmem_to_smem(
+                    gmem[stage.weight].at[(ks, part, columns) if stage.gate else (ks, columns)],
+                    smem["w"].at[slot, bricks(at * stage.deep, stage.deep)],
+                    arrived,
+                )
+            for _ in range(len(copies), most_copies):
+                plgpu.barrier_arrive(arrived)
+            return loaded + 1, seen
 
         def bring_x():
             loaded, written = jnp.int32(0), 0

@@ -4,6 +4,7 @@ The kernel is made of clusters that wait for each other, which is beyond the int
 computes is tested on a GPU only; that it compiles, without spills and in place, is tested here.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -13,9 +14,15 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fdjax.pallas_kernels.gemm import chain_counters, linear_chain, matmul
+from fdjax.pallas_kernels.gemm import (
+    LinearChainConfig,
+    chain,
+    chain_counters,
+    linear_chain,
+    matmul,
+)
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import Plan, can_chain
+from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
 
 from . import oracle
 
@@ -47,6 +54,13 @@ def _operands(m, k, width, hidden, n, dtype="bfloat16", scale_dtype=None):
         "following": normal(width, n, scale=width**-0.5),
     }
     return arrays, weights
+
+
+def _planned(config, m, k, width, hidden, n):
+    """A plan that runs the kernel so."""
+    shape = dict(m=m, k=k, width=width, hidden=hidden, n=n, itemsize=2)
+    choice = Choice("mosaic_gpu", tuple(dataclasses.asdict(config).items()))
+    return Plan(table=(Entry("linear_chain", tuple(sorted(shape.items())), choice),))
 
 
 def _run(arrays, weights, **options):
@@ -148,6 +162,26 @@ def test_kernel_refuses_what_it_cannot_do(m, shape, dtype, message):
         _run(arrays, weights, implementation="mosaic_gpu")
 
 
+def test_a_plan_says_how_much_is_in_flight(monkeypatch):
+    got = []
+
+    def kernel(o, x, *args, config, following, **weights):
+        got.append(config)
+        return x, x @ following
+
+    monkeypatch.setattr(chain, "chain_mosaic", kernel)
+    config = LinearChainConfig(shared=3, alone=4, ahead=5)
+    _run(*_operands(2, **UNEVEN), plan=_planned(config, 2, **UNEVEN))
+    _run(*_operands(2, **UNEVEN), implementation="mosaic_gpu")
+    assert got == [config, None]
+
+
+@pytest.mark.parametrize("config", [dict(shared=0), dict(alone=0), dict(ahead=-1)], ids=str)
+def test_impossible_configs_raise(config):
+    with pytest.raises(ValueError, match=r"^linear_chain: .*got LinearChainConfig\("):
+        LinearChainConfig(**config)
+
+
 def test_there_is_no_cudnn_for_it():
     with pytest.raises(NotImplementedError, match="no 'cudnn' implementation"):
         _run(*_operands(2, **UNEVEN), implementation="cudnn")
@@ -168,7 +202,8 @@ def test_compiles_without_spills(m, shape, monkeypatch, capfd):
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     operands = jax.eval_shape(lambda: _operands(m, **shape))
-    compile_for("h100", functools.partial(_run, implementation="mosaic_gpu"), *operands)
+    plan = _planned(LinearChainConfig(alone=3, ahead=2), m, **shape)
+    compile_for("h100", functools.partial(_run, plan=plan), *operands)
     told = "".join(capfd.readouterr())
     assert "chain_kernel" in told
     assert "0 bytes spill stores, 0 bytes spill loads" in told
@@ -247,6 +282,24 @@ def test_kernel_is_as_exact_as_xla(m, shape, dtype):
         assert not np.asarray(counts)[[0, 2]].any()
         tiles = 2 * shape["width"] // 64 + -(-shape["hidden"] // 128)
         assert np.asarray(counts)[1, 0] == tiles
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("multiprocessors")
+@pytest.mark.parametrize(
+    ("m", "shape"), [(1, LLAMA2_7B), (32, LLAMA2_7B), (9, UNEVEN), (5, TWO_ROUNDS)], ids=str
+)
+def test_what_is_in_flight_changes_no_bit(m, shape):
+    """Few, as measured, more than there is room for, more than there is of a product."""
+    arrays, weights = _operands(m, **shape)
+    run = jax.jit(_run, static_argnames=("implementation", "plan"))
+    want = jax.device_get(run(arrays, weights, implementation="mosaic_gpu"))
+    for numbers in ((1, 1, 0), (1, 3, 1), (2, 3, 2), (3, 2, 7), (9, 9, 1000)):
+        plan = _planned(LinearChainConfig(*numbers), m, **shape)
+        for _ in range(20):
+            got = jax.device_get(run(arrays, weights, plan=plan))
+            for g, w in zip(got, want, strict=True):
+                np.testing.assert_array_equal(g, w, err_msg=str(numbers))
 
 
 @pytest.mark.gpu
