@@ -26,7 +26,7 @@ _BY_TABLE = {"mosaic_gpu": ("linear_chain",)}
 
 # A measurement at one value of these says nothing about another: other code runs, or none at all,
 # or blocks that filled the device leave a part of it idle.
-_EXACT_KEYS = ("d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden")
+_EXACT_KEYS = ("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden")
 
 # Of the "mosaic_gpu" kernels that take a measured configuration. A change of the kernel that would
 # change what measures best is a new revision, which refuses the tables of the old one.
@@ -246,6 +246,9 @@ def _distance(measured: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int
             return math.inf
         # Rows are padded to those of the next measurement; one of fewer may have no room for them.
         if key == "m" and x < y:
+            return math.inf
+        # Kernels take caches of a multiple of 8 slots.
+        if key == "s" and (x % 8 == 0) != (y % 8 == 0):
             return math.inf
         far = max(far, abs(math.log(x / y)))
     return far

@@ -13,7 +13,9 @@ import pytest
 
 from fdjax.pallas_kernels import plan as plan_module
 from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
-from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.attention.decode import decode_config
+from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig
+from fdjax.pallas_kernels.gemm import FlatGemmConfig, LinearChainConfig, matmul
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import KERNEL_REVISIONS, Choice, Entry, Plan, read_table, resolve
 
@@ -133,7 +135,7 @@ def test_exact_then_nearest_then_heuristic(tmp_path, op):
 
     assert choose(size) == Choice(measured, source="table")
     assert choose(4 * size) == Choice("xla", source="table")
-    assert choose(size + 1) == Choice(measured, source="nearest")
+    assert choose(size + 8) == Choice(measured, source="nearest")
     assert choose(3 * size) == Choice("xla", source="nearest")
     assert choose(7 * size) == Choice("xla", source="nearest")
     assert choose(16 * size) == Choice(guess, source="heuristic")
@@ -179,11 +181,15 @@ def test_a_named_implementation_overrides_the_table(tmp_path):
     [
         *(dict(itemsize=4), dict(d=64), dict(d=120), dict(d=256), dict(masks=1), dict(t=2)),
         dict(b=8, t=2, d=64, itemsize=4),
+        *(dict(s=2047), dict(hkv=16, h=64)),
     ],
     ids=str,
 )
 def test_what_cannot_run_here_is_not_near(tmp_path, change):
-    """A measurement for bf16, D = 128, T = 1 must not send to cuDNN what it cannot do."""
+    """A measurement for bf16, D = 128, T = 1 must not send to cuDNN what it cannot do.
+
+    Nor a cache of odd length to a kernel, and so many KV heads are other blocks of the device.
+    """
     table = read_table(_write(tmp_path / "table.json", [("decode_attention", DECODE, "cudnn")]))
     plan = _h100(table=table)
     near = plan.choose("decode_attention", **DECODE | dict(b=9, s=2048))
@@ -553,3 +559,29 @@ def test_kernels_that_wait_for_each_other_are_for_devices_with_room(cores):
     assert plan.choose("linear_chain", **shape | {"hidden": 11000}).implementation == "xla"
     forced = Plan.for_device(device, implementation="xla")
     assert forced.choose("linear_chain", **shape).implementation == "xla"
+
+
+@pytest.mark.parametrize("device_kind", [H100, "NVIDIA H200"])
+def test_what_shipped_tables_configure_can_be_built(device_kind):
+    """Each configuration is one of its kernel, for shapes that the kernel takes."""
+    configs = {
+        "matmul": FlatGemmConfig,
+        "linear_chain": LinearChainConfig,
+        "decode_attention": DecodeAttentionConfig,
+    }
+    entries = Plan.for_kind(device_kind, (9, 0)).table
+    configured = [entry for entry in entries if entry.choice.config]
+    assert len(configured) > 100
+    for entry in configured:
+        configs[entry.op](**dict(entry.choice.config))
+
+
+def test_longer_caches_on_an_h200_run_as_measured():
+    """In blocks of 64 slots, four in flight, where an H100 takes two of 128."""
+    plan = Plan.for_kind("NVIDIA H200", (9, 0))
+    for s in (8320, 16384):
+        choice = plan.choose("decode_attention", **DECODE | dict(b=1, s=s))
+        config = decode_config(choice)
+        assert (config.splits, config.block_kv, config.stages) == (8, 64, 4)
+    other = plan.choose("decode_attention", **DECODE | dict(b=1, s=8320, hkv=16))
+    assert (other.implementation, decode_config(other)) == ("mosaic_gpu", None)
