@@ -98,7 +98,7 @@ class LM:
     @params.setter
     def params(self, params: Params) -> None:
         self._params = jax.tree.map(
-            lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), params
+            lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
         )
         self._engine = Engine(
             self.model, self._params, self.max_len, self.max_batch, self._memory_bytes

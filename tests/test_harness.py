@@ -258,6 +258,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path):
     params = compiler.params(description)
     assert not any(any(a.strides) for a in jax.tree.leaves(params))
     lm = fdjax.LM(description, params)
+    assert not any(any(a.strides) for a in jax.tree.leaves(lm.params))
     compiler.adopt(lm, "xla")
     assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
     assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
