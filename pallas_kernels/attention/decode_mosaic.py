@@ -113,10 +113,10 @@ def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
 
-_STATIC = ("scale", "masking", "unified", "config", "return_lse", "return_reruns", "interpret")
+_STATIC = ("scale", "masking", "unified", "config", "return_reruns", "interpret")
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
 def decode_mosaic(
     q: Array,
     k: Array,
@@ -171,7 +171,7 @@ def decode_mosaic(
     return o, lse, reruns
 
 
-@functools.partial(jax.jit, static_argnames=tuple(name for name in _STATIC if name != "return_lse"))
+@functools.partial(jax.jit, static_argnames=_STATIC)
 def append_decode_mosaic(
     qkv: Array,
     k: Array,
