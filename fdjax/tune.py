@@ -313,6 +313,8 @@ def measure_chain(
 ) -> Iterator[dict[str, Any]]:
     """Times the linear layers between two attentions of a decoder, one by one and as one kernel.
 
+    The kernel in every configuration of `CHAIN_CANDIDATES`.
+
     Args:
       config: the decoder.
       rows: values of M.

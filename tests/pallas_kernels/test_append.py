@@ -19,6 +19,7 @@ from fdjax.pallas_kernels.attention.decode_mosaic import (
     append_decode_mosaic,
 )
 from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import Rope, rotate, rotation
 
 from .test_decode_mosaic import INTERPRET
@@ -188,6 +189,33 @@ def test_the_largest_groups_compile_without_spills(d, batch, monkeypatch, capfd)
     spills = re.findall(r"(\d+) bytes spill stores", capfd.readouterr().out)
     assert spills, "ptxas said nothing"
     assert set(spills) == {"0"}
+
+
+H200 = Plan.for_kind("NVIDIA H200", (9, 0))
+
+
+def _doubled():
+    """Shapes with configurations of their own, but twice the query heads, which is near to them."""
+    shapes = [dict(e.shape) for e in H200.table if e.op == "decode_attention"]
+    return [shape | {"h": 2 * shape["h"]} for shape in shapes]
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("shape", _doubled(), ids=str)
+def test_shipped_configurations_have_room_for_larger_groups(shape, monkeypatch, capfd):
+    from ..deviceless import compile_for
+
+    choice = H200.choose("decode_attention", **shape)
+    assert (choice.implementation, choice.source) == ("mosaic_gpu", "nearest")
+    b, kv_heads, d = shape["b"], shape["hkv"], shape["d"]
+    spec = jax.ShapeDtypeStruct
+    cache = spec((b, kv_heads, shape["s"], d), jnp.bfloat16)
+    qkv = spec((b, 1, kv_heads, shape["h"] // kv_heads + 2, d), jnp.bfloat16)
+    turns = (spec((b, 1, d // 2), jnp.float32),) * 2
+    run = functools.partial(_run, implementation=None, plan=H200)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compile_for("h100", run, qkv, cache, cache, spec((b,), jnp.int32), turns)
+    assert set(re.findall(r"(\d+) bytes spill stores", capfd.readouterr().out)) == {"0"}
 
 
 @pytest.mark.deviceless
