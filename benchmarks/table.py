@@ -4,64 +4,109 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from fdjax.bench import record as records
 
 ROOT = Path(__file__).parent.parent
 _BEGIN, _END = "<!-- measurements -->", "<!-- /measurements -->"
 
+# What others are called in records, and in the table.
+_PEERS = {
+    "cudnn": "XLA + cuDNN",
+    "xla": "XLA",
+    "hf static, compiled": "transformers, compiled",
+    "hf eager": "transformers, eager",
+}
+
+
+class Point(NamedTuple):
+    """Where a line of the table comes from."""
+
+    device: str
+    model: str
+    batch: int
+    prompt: int
+
+
+class Measured(NamedTuple):
+    """What a record has of a point, by implementation; rows of `fdjax.bench.record`."""
+
+    date: str
+    link: str
+    first: dict[str, records.Row]
+    step: dict[str, records.Row]
+
 
 def measurements() -> str:
-    """Markdown of the end-to-end records under `results/`: of each batch and prompt the latest."""
-    head = (
-        "Device",
-        "Model",
-        "Plan",
-        "Batch, prompt",
-        "First token",
-        "Decode step",
-        "Bandwidth",
-        "",
-    )
-    latest: dict[tuple[str, ...], tuple[str, str]] = {}
+    """Markdown of the end-to-end records under `results/`: ours at its latest, and the latest run
+    that had ours and another side by side.
+    """
+    runs: dict[Point, list[Measured]] = {}
     for path in sorted((ROOT / "benchmarks/results").glob("*/*.json")):
         try:
             record = records.read(path)
         except ValueError:  # a record of something else
             continue
-        # Else it is of kernels, or of so many points that a figure shows them.
-        if "family" in record.config and not path.stem.startswith(("grid", "breakdown")):
-            link = f"[record](benchmarks/results/{path.parent.name}/{path.name})"
-            date = record.environment["date"]
-            for cells in _lines(record):
-                what = cells[:4]
-                if what not in latest or date > latest[what][0]:
-                    latest[what] = date, f"| {' | '.join((*cells, link))} |"
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    return "\n".join([*lines, *(line for _, line in latest.values())])
+        # Plans that leave something out are what a figure shows.
+        if "family" in record.config and not path.stem.startswith("breakdown"):
+            link = f"benchmarks/results/{path.parent.name}/{path.name}"
+            for point, measured in _points(record, link):
+                runs.setdefault(point, []).append(measured)
+    head = "Device", "Model", "Batch × prompt", "First token", "Decode step", "Of the ceiling"
+    lines = [(*head, *_PEERS.values()), ["---"] * (len(head) + len(_PEERS))]
+    for point, measured in sorted(runs.items()):
+        measured.sort(key=lambda m: m.date)
+        # Of the many points of a grid, a figure shows those that have no record of their own.
+        own = [m for m in measured if "/grid" not in m.link]
+        if own:
+            lines.append([*_ours(point, own[-1]), *(_peer(name, measured) for name in _PEERS)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _lines(record: records.Record) -> Iterator[tuple[str, ...]]:
+def _points(record: records.Record, link: str) -> Iterator[tuple[Point, Measured]]:
+    """What a record has, of the points where it has the plan that `load` chooses."""
     config = record.config
-    model = f"{config['family']}, {config['parameters'] / 1e9:.2f}e9 weights, {config['dtype']}"
-    rows = {
-        (row.implementation, *row.case.rsplit(maxsplit=2)): row for row in record.rows if row.timing
-    }
-    for (plan, what, batch, prompt), step in rows.items():
-        first = rows.get((plan, "first token", batch, prompt))
-        if what != "decode step" or first is None:
-            continue
-        if plan == "fdjax":
-            plan = dict(config["plan"]["named"]).get("decode_attention", "default")
-        yield (
-            record.environment["device_kind"],
-            model,
-            plan,
-            f"{batch[1:]} × {prompt[1:]}",
-            f"{first.timing['median_us'] / 1e3:.1f} ms",
-            f"{step.timing['median_us'] / 1e3:.2f} ms",
-            f"{step.gb_per_s:.0f} GB/s, {step.fraction_of_ceiling:.0%} of the ceiling",
-        )
+    if config["plan"]["named"]:
+        return
+    model = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B, {config['dtype']}"
+    points: dict[tuple[int, int], Measured] = {}
+    for row in record.rows:
+        what, batch, prompt = row.case.rsplit(maxsplit=2)
+        if row.timing:
+            key = int(batch[1:]), int(prompt[1:])
+            new = Measured(record.environment["date"], link, {}, {})
+            measured = points.setdefault(key, new)
+            rows = {"first token": measured.first, "decode step": measured.step}[what]
+            rows[row.implementation] = row
+    for key, measured in points.items():
+        if "fdjax" in measured.first.keys() & measured.step.keys():
+            yield Point(record.environment["device_kind"], model, *key), measured
+
+
+def _ours(point: Point, measured: Measured) -> tuple[str, ...]:
+    step = measured.step["fdjax"]
+    return (
+        point.device,
+        point.model,
+        f"{point.batch} × {point.prompt}",
+        f"{_ms(measured.first['fdjax']):.1f} ms",
+        f"[{_ms(step):.2f} ms]({measured.link})",
+        f"{step.fraction_of_ceiling:.0%}",
+    )
+
+
+def _peer(name: str, measured: list[Measured]) -> str:
+    """Its decode step and first token in multiples of ours, where one run has both."""
+    for run in reversed(measured):
+        if name in run.step.keys() & run.first.keys():
+            step, first = (_ms(rows[name]) / _ms(rows["fdjax"]) for rows in (run.step, run.first))
+            return f"[{step:.2f}; {first:.2f}]({run.link})"
+    return ""
+
+
+def _ms(row: records.Row) -> float:
+    return row.timing["median_us"] / 1e3
 
 
 def updated(readme: str) -> str:
