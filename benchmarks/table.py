@@ -39,8 +39,9 @@ class Measured(NamedTuple):
 
 
 def measurements() -> str:
-    """Markdown of the end-to-end records under `results/`: ours at its latest, and the latest run
-    that had ours and another side by side.
+    """Markdown of the end-to-end records under `results/`.
+
+    Of each point ours at its latest; of others the latest run that had them beside ours.
     """
     runs: dict[Point, list[Measured]] = {}
     for path in sorted((ROOT / "benchmarks/results").glob("*/*.json")):
@@ -56,11 +57,10 @@ def measurements() -> str:
     head = "Device", "Model", "Batch × prompt", "First token", "Decode step", "Of the ceiling"
     lines = [(*head, *_PEERS.values()), ["---"] * (len(head) + len(_PEERS))]
     for point, measured in sorted(runs.items()):
-        measured.sort(key=lambda m: m.date)
         # Of the many points of a grid, a figure shows those that have no record of their own.
-        own = [m for m in measured if "/grid" not in m.link]
-        if own:
-            lines.append([*_ours(point, own[-1]), *(_peer(name, measured) for name in _PEERS)])
+        measured.sort(key=lambda m: ("/grid" not in m.link, m.date))
+        if "/grid" not in measured[-1].link:
+            lines.append([*_ours(point, measured[-1]), *(_peer(name, measured) for name in _PEERS)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -88,7 +88,7 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
     if heads >= 160:
         return DecodeAttentionConfig(splits=1, stages=stages(2, 64))
     if heads > 64:
-        return DecodeAttentionConfig(splits=1, stages=stages(6, 64))
+        return DecodeAttentionConfig(splits=1, stages=stages(4 if d == 128 else 6, 64))
     splits = min(_MAX_CLUSTER, 2 ** math.floor(math.log2(max(64 // heads, 2))), -(-s // 64))
     if splits <= 2 and s <= 256:
         return DecodeAttentionConfig(splits=1, stages=stages(2, 64), unified=False)
@@ -100,7 +100,7 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
         )
     # Few steps: a running maximum costs less than looking after a constant one.
     few = s // splits <= 8 * 64
-    wanted = 3 if few else 4 if d == 128 else 6
+    wanted = 3 if few or d == 128 else 6
     return DecodeAttentionConfig(
         splits, stages=stages(wanted, 64), cluster=splits > 1, unified=not few
     )

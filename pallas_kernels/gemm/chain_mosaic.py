@@ -60,7 +60,7 @@ _COUNTER_STRIDE = 32  # int32, so that no two layers share a line
 class LinearChainConfig:
     """How many tiles of weights, of 32 kB each, are on their way to a block.
 
-    By default what measured best on an H100. The faster the memory, the more it takes.
+    The default is enough for all but the last percent; tables know better (benchmarks/LOG.md).
 
     Attributes:
       shared: in products where two blocks share K, so that nearly all blocks have a part.

@@ -294,7 +294,7 @@ def test_what_is_in_flight_changes_no_bit(m, shape):
     arrays, weights = _operands(m, **shape)
     run = jax.jit(_run, static_argnames=("implementation", "plan"))
     want = jax.device_get(run(arrays, weights, implementation="mosaic_gpu"))
-    for numbers in ((1, 1, 0), (1, 3, 1), (2, 3, 2), (3, 2, 7), (9, 9, 1000)):
+    for numbers in ((1, 1, 0), (1, 3, 1), (2, 2, 2), (2, 3, 2), (3, 2, 7), (9, 9, 1000)):
         plan = _planned(LinearChainConfig(*numbers), m, **shape)
         for _ in range(20):
             got = jax.device_get(run(arrays, weights, plan=plan))
