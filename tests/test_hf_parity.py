@@ -41,10 +41,10 @@ FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 # A rotary embedding of each row's own.
 FAST_BATCH = {"phi3_longrope"}
 # Every family, and a rotary embedding that depends on the length.
-FAST_GREEDY = {"llama3_gqa_tied", "llama_dynamic", "mistral_window", "qwen2_mixed", "qwen3"}
+FAST_GREEDY = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAST_GREEDY |= {"gemma2", "gemma3", "phi3_longrope"}
 # And what else a rotary embedding or a checkpoint can be.
-FAST_LOGITS = FAST | FAST_GREEDY | {"llama2_mha", "llama_yarn", "llama_d128_bf16"}
+FAST_LOGITS = FAST | FAST_GREEDY | {"llama2_mha", "llama_yarn", "llama_d128_bf16", "llama_dynamic"}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -154,7 +154,7 @@ def test_without_a_seed_each_row_of_each_call_draws_its_own(lm):
     assert one == other
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float64", marks=pytest.mark.slow)])
 def test_a_processor_may_return_another_dtype(lm, dtype):
     def processor(ids, lengths, scores):
         return scores.astype(dtype)
