@@ -15,6 +15,7 @@ from benchmarks import accuracy, ahead, end_to_end, kernels, memory, peers, unfu
 from fdjax.bench import record as records
 from fdjax.bench.record import Record, Row
 from fdjax.bench.timing import Timing
+from fdjax.pallas_kernels.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -168,6 +169,24 @@ def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
         assert [row.error for row in rows] == [pytest.approx(error)] * 2
         assert [row.ok for row in rows] == [error == 0] * 2
         assert len(calls) == 3 and "return_logprobs" not in calls[0]
+
+
+def test_one_pass_is_padded_for_the_kernels():
+    """A named plan never falls back, and its prefill kernel takes no odd length."""
+    from fdjax.bench.model import one_pass, one_pass_program
+
+    model = fdjax.describe(fdjax.parse_config(CONFIG), dtype="float32")
+    lm = fdjax.LM(model, fdjax.models.random_params(model))
+    ids = jax.numpy.arange(11)[None]
+    want = fdjax.forward(lm.model, lm.params, ids, last=3)
+    np.testing.assert_allclose(one_pass(lm, ids, 3), want, rtol=1e-5, atol=1e-5)
+
+    plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="mosaic_gpu")
+    wide = fdjax.parse_config(CONFIG | {"hidden_size": 256})
+    model = fdjax.describe(wide, dtype="bfloat16", plan=plan)
+    shape = jax.ShapeDtypeStruct((1, 255), "int32")
+    out = one_pass_program.eval_shape(model, model.abstract_params, shape, last=128)
+    assert out.shape == (1, 128, 128)
 
 
 def test_plans_share_the_weights_and_leave_nothing(config, quick_ceiling, monkeypatch):
