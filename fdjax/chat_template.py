@@ -176,16 +176,20 @@ def _read_text(path: Path) -> str:
 
 def _named(value: Any, source: Path) -> dict[str, str]:
     """Templates by name from a text, a list of {"name", "template"}, or a dict of them."""
-    if isinstance(value, list) and all(isinstance(v, dict) for v in value):
-        value = {v.get("name"): v.get("template") for v in value}
-    elif isinstance(value, str):
-        value = {"default": value}
-    value = {} if value is None else value
-    if not isinstance(value, dict) or not all(
-        isinstance(part, str) for item in value.items() for part in item
-    ):
+    match value:
+        case None:
+            named = []
+        case str():
+            named = [("default", value)]
+        case dict():
+            named = list(value.items())
+        case list() if all(isinstance(v, dict) for v in value):
+            named = [(v.get("name"), v.get("template")) for v in value]
+        case _:
+            named = [(None, value)]
+    if not all(isinstance(part, str) for pair in named for part in pair):
         raise CheckpointError(f"{source}: 'chat_template' must be a text or a list of named texts")
-    return value
+    return dict(named)
 
 
 def _special_tokens(data: Mapping[str, Any]) -> dict[str, str]:

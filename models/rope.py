@@ -44,7 +44,7 @@ def read_rope(
         float,
     )
     partial = _agreed([(r, "partial_rotary_factor") for r in (reader, *sections)], 1.0, float)
-    dim = int(head_dim * partial)
+    dim = int(head_dim * min(partial, 1.0))
     if partial > 1 or dim < 2 or dim % 2:
         raise CheckpointError(
             f"{reader.source}: 'head_dim' times 'partial_rotary_factor' must be even, at least 2 "

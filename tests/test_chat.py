@@ -201,7 +201,7 @@ def test_a_template_that_fails_is_one_line(source):
 @pytest.mark.parametrize(
     "template",
     [5, True, ["text"], [{"name": "default"}], [{"template": "x"}], [{"name": 1, "template": "x"}]]
-    + [{"default": 3}],
+    + [[{"name": ["x"], "template": "y"}], {"default": 3}],
     ids=repr,
 )
 def test_a_template_of_another_type(tmp_path, template):

@@ -526,6 +526,7 @@ def test_a_missing_llama3_rope_field_is_named(field):
         ({"hidden_size": 2}, ["head_dim", "hidden_size", "num_attention_heads", "2 and 4"]),
         ({"head_dim": 15}, ["head_dim", "even", "15"]),
         ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "head_dim", "1.5"]),
+        ({"partial_rotary_factor": 1e308}, ["partial_rotary_factor", "head_dim", "1e+308"]),
         (
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
             ["rope_scaling", "low_freq_factor", "high_freq_factor"],
