@@ -234,7 +234,7 @@ def _cache() -> Finding:
             f"{above} cannot be written: every start compiles anew",
             "set XDG_CACHE_HOME to a folder of yours",
         )
-    size = sum(p.stat().st_size for p in folder.glob("*") if p.is_file())
+    size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     return Finding("compilation cache", "ok", f"{folder}, {size / 1e6:.1f} MB")
 
 

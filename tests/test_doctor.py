@@ -214,7 +214,9 @@ def test_the_cache_folder(machine, cache_setting, monkeypatch, tmp_path):
     assert found("compilation cache").text == f"{cache}, 0.0 MB"
     cache.mkdir(parents=True)
     (cache / "program").write_bytes(bytes(2_500_000))
-    assert found("compilation cache").text == f"{cache}, 2.5 MB"
+    (cache / "fdjax").mkdir()
+    (cache / "fdjax" / "as lowered").write_bytes(bytes(1_000_000))
+    assert found("compilation cache").text == f"{cache}, 3.5 MB"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "program"))
     assert found("compilation cache").status == "problem"
     monkeypatch.delenv("XDG_CACHE_HOME")
