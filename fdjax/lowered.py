@@ -7,12 +7,15 @@ is found by JAX's cache in turn. Who puts a function of his own into this packag
 of classes of his own, has it traced.
 """
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import logging
 import os
+import re
 import sys
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -34,6 +37,7 @@ _CHECKS = tuple(map(export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
 
 _PACKAGES = (".", "models", "pallas_kernels")  # beside this file; the latter two may be links
 _DIGEST_BYTES = 32
+_UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of another version, mostly
 
 # Whose functions and classes are in modules of this package, as it is.
 _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
@@ -207,6 +211,8 @@ def _read(path: Path) -> export.Exported | None:
     if hashlib.sha256(program).digest() != digest:
         logger.info("%s is damaged", path)
         return None
+    with contextlib.suppress(OSError):  # of another user
+        os.utime(path)
     return export.deserialize(bytearray(program))
 
 
@@ -220,5 +226,14 @@ def _write(path: Path, exported: export.Exported) -> None:
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)
+        _remove_unused(path.parent)
     except OSError as error:
         logger.info("%s cannot be written: %s", path, error)
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.iterdir():
+        if re.fullmatch(r"[0-9a-f]{64}(\.\d+)?", path.name):
+            with contextlib.suppress(OSError):  # gone already, or of another user
+                if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
+                    path.unlink()

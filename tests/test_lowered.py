@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import pathlib
 import types
 from unittest import mock
@@ -151,6 +152,23 @@ def test_what_cannot_be_written_to_the_end_leaves_nothing(folder, monkeypatch):
     monkeypatch.setattr(pathlib.Path, "replace", replace)
     run(Doubled())
     assert list(folder.iterdir()) == []
+
+
+def test_what_nothing_has_read_for_long_goes(folder):
+    """But not what was read since, nor a file that is not of this package."""
+    names = {}
+    for description in ("read", "unread"):
+        run(Doubled(), description)
+        (names[description],) = {p.name for p in folder.iterdir()} - set(names.values())
+    (folder / "notes").touch()
+    (folder / f"{names['read']}.123").touch()  # of a process that was killed
+    for file in folder.iterdir():
+        os.utime(file, (0, 0))
+    run(Doubled(), "read")
+    assert len(list(folder.iterdir())) == 4
+    run(Doubled(), "another")
+    left = {p.name for p in folder.iterdir()}
+    assert len(left) == 3 and {"notes", names["read"]} < left
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(folder):
