@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fdjax.files import write_whole
+
 SCHEMA = 1
 _PACKAGES = (
     *("fdjax", "jax", "jaxlib", "flax", "numpy", "jax-cuda13-plugin", "jax-cuda12-plugin"),
@@ -210,8 +212,7 @@ def emit(record: Record, path: str | Path | None = None) -> None:
 
 def write(record: Record, path: str | Path) -> None:
     """Writes the record as JSON, making the folders above it."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(record.json() + "\n")
+    write_whole(path, record.json() + "\n")
 
 
 def read(path: str | Path) -> Record:
