@@ -225,7 +225,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     info.add_argument(
         "--context",
-        type=_integer(1),
+        type=_integer(1, 2**31 - 1),
         metavar="N",
         help="tokens of each row; default: the model's context",
     )
@@ -358,7 +358,7 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
         ("--min-new-tokens", _integer(0, 2**31 - 1), "N", "not to end before this many tokens"),
         ("--temperature", _real(0, 1e30), "T", "above 0 samples; 0 is greedy"),
         ("--top-k", _integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
-        ("--top-p", _share, "P", "sample from the likeliest that hold the mass P"),
+        ("--top-p", _real(0, 1), "P", "sample from the likeliest that hold the mass P"),
         (
             "--min-p",
             _real(0, 1),
@@ -366,7 +366,7 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
             "sample from those at least P times as likely as the likeliest",
         ),
         ("--typical-p", _share, "P", "sample from the most typical that hold the mass P"),
-        ("--repetition-penalty", _real(0.01, 100), "X", "above 1 avoids what was there before"),
+        ("--repetition-penalty", _real(1e-30, 1e30), "X", "above 1 avoids what was there before"),
         ("--presence-penalty", _real(-2, 2), "X", "above 0 avoids what is in the answer"),
         ("--frequency-penalty", _real(-2, 2), "X", "the same, times how often it is in there"),
         ("--no-repeat-ngram-size", _integer(0, 32), "N", "no N tokens in a row come twice"),
@@ -392,6 +392,12 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     if least > most:
         raise _UsageError(f"--min-new-tokens {least} is more than --max-new-tokens {most}")
     return given
+
+
+def _with_room(options: dict[str, Any], default: int) -> dict[str, Any]:
+    """The options: a minimum above the default maximum asks for more, not for an error."""
+    least = options.get("min_new_tokens", 0)
+    return ({"max_new_tokens": least} if least > default else {}) | options
 
 
 def _add_dtype(parser: argparse.ArgumentParser) -> None:
@@ -473,6 +479,7 @@ def _generate(args: argparse.Namespace) -> int:
         raise _UsageError("generate: --logprobs needs --json")
     prompt, options = _prompt(args.prompt), _sampling(args)
     lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
+    options = _with_room(options, lm.defaults.max_new_tokens)
     if args.json or args.num_return_sequences > 1:
         several = {"num_return_sequences": args.num_return_sequences}
         result = lm.generate(prompt, return_logprobs=args.logprobs, **several, **options)
@@ -529,8 +536,8 @@ def _chat(args: argparse.Namespace) -> int:
 
     template = args.chat_template
     if template is not None and Path(template).is_file():
-        template = Path(template).read_text(encoding="utf-8")
-    options = {"max_new_tokens": _CHAT_TOKENS} | _sampling(args)
+        template = _read_text(Path(template))
+    options = {"max_new_tokens": _CHAT_TOKENS} | _with_room(_sampling(args), _CHAT_TOKENS)
     lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
     talk(Conversation(lm, system=args.system, chat_template=template, **options))
     return 0

@@ -28,13 +28,13 @@ import fdjax
 from fdjax import platform
 from fdjax.bench import record as records
 from fdjax.checkpoint import locate
-from fdjax.cli import main
+from fdjax.cli import _parser, main
 from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
 from fdjax.program import Program
 
 QUESTION = "What is the largest ocean?"
 ANSWER = "The largest ocean is the Pacific Ocean."
-COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate")
+COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate", "tune")
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -194,6 +194,53 @@ def test_options_reach_the_model(run, lm, loaded, monkeypatch):
     assert seen == [("hi", given), ("hi", {})]
 
 
+@pytest.mark.parametrize(
+    ("option", "values"),
+    [
+        ("--max-new-tokens", (-1, 0, 2**31 - 1, 2**31)),
+        ("--temperature", (-0.1, 0, 1e30, 1.1e30)),
+        ("--top-k", (-1, 0, 2**31 - 1, 2**31)),
+        ("--top-p", (-0.1, 0, 1, 1.1)),
+        ("--min-p", (-0.1, 0, 1, 1.1)),
+        ("--typical-p", (-0.1, 0, 1e-9, 1, 1.1)),
+        ("--repetition-penalty", (0, 1e-31, 1e-30, 1e30, 1.1e30)),
+        ("--presence-penalty", (-2.1, -2, 2, 2.1)),
+        ("--frequency-penalty", (-2.1, -2, 2, 2.1)),
+        ("--no-repeat-ngram-size", (-1, 0, 32, 33)),
+        ("--seed", (-1, 0, 2**32 - 1, 2**32)),
+    ],
+)
+def test_what_the_api_takes_is_no_misuse(option, values):
+    def taken(function, error):
+        try:
+            function()
+        except error:
+            return False
+        return True
+
+    name = option.removeprefix("--").replace("-", "_")
+    for value in values:
+        argv = ["generate", f"{option}={value}", "hi"]
+        assert taken(lambda argv=argv: _parser().parse_args(argv), SystemExit) == taken(
+            lambda value=value: fdjax.GenerationConfig(**{name: value}), ValueError
+        ), value
+
+
+def test_a_minimum_raises_the_default_maximum(run, lm, loaded, asked, monkeypatch):
+    seen = []
+    monkeypatch.setattr(lm, "stream", lambda _, **options: seen.append(options) or iter(["text"]))
+    default = lm.defaults.max_new_tokens
+    for least in (default, default + 1):
+        assert run("generate", "--min-new-tokens", str(least), "hi")[0] == 0
+    assert seen == [
+        {"min_new_tokens": default},
+        {"min_new_tokens": default + 1, "max_new_tokens": default + 1},
+    ]
+    for least in (1024, 1025):
+        assert run("chat", "--min-new-tokens", str(least), stdin=b"hi")[0] == 0
+    assert [options["max_new_tokens"] for _, options in asked] == [1024, 1025]
+
+
 @pytest.mark.slow
 def test_a_seed_makes_samples_reproducible(run, loaded):
     command = "generate --json --max-new-tokens 6 --temperature 1.5 --top-k 20 --top-p 0.9".split()
@@ -300,6 +347,13 @@ def test_chat_options_reach_the_model(run, asked, tmp_path):
         {"max_new_tokens": 1024, "chat_template": "default"},
         {"max_new_tokens": 1024},
     ]
+
+
+def test_a_template_that_is_not_utf8_is_named(run, loaded, tmp_path):
+    (tmp_path / "mine.jinja").write_bytes(b"{{ messages }}\xff")
+    code, out, err = run("chat", "--chat-template", "mine.jinja", stdin=b"hi")
+    assert (code, out, loaded) == (1, "", [])
+    assert err == "fdjax: error: mine.jinja: must be UTF-8, not so at 14\n"
 
 
 def test_what_no_longer_fits_is_forgotten_in_pairs(run, asked):
@@ -475,7 +529,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
         "--temperature hot",
         "--top-k -1",
         "--top-k 4294967296",
-        "--top-p 0",
+        "--top-p -1",
         "--top-p 2",
         "--top-p nan",
         "--seed -1",
@@ -526,6 +580,7 @@ def test_a_wrong_option_is_found_before_anything_is_loaded(run, loaded, options)
         (["doctor", "--batch", "1"], None),
         (["info", ""], None),
         (["info", "--batch", "0"], None),
+        (["info", "--context", "1000000000000"], None),
         (["bench", "--batch", "0"], None),
         (["bench", "--new-tokens", "1"], None),
         (["bench", "--runs", "0"], None),
