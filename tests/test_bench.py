@@ -377,13 +377,17 @@ def test_compare_flags_what_moved_beyond_tolerance_and_spread():
 def test_compare_of_rows_that_do_not_match():
     old, new = _record(a=[1.0], b=[1.0], d=[1.0]), _record(b=[1.0], c=[1.0], d=[1.0])
     statuses, failed = _statuses(old, new)
-    assert statuses == {"a": "missing", "b": "same", "c": "new", "d": "same"} and not failed
+    assert statuses == {"a": "missing", "b": "same", "c": "new", "d": "same"} and failed
+    assert _statuses(old, new, allow_missing=True) == (statuses, False)
+    assert not _statuses(_record(b=[1.0], d=[1.0]), new)[1]
+    statuses, failed = _statuses(old, _record())  # of a run that was cut off
+    assert set(statuses.values()) == {"missing"} and failed
     new.rows[0].bytes = 2
-    statuses, failed = _statuses(old, new)
+    statuses, failed = _statuses(old, new, allow_missing=True)
     assert statuses["b"] == "incomparable" and failed
     new = _record(b=[1.0])
     new.rows[0] = record.Row("case", "b", False, reason="error")
-    statuses, failed = _statuses(old, new)
+    statuses, failed = _statuses(old, new, allow_missing=True)
     assert statuses["b"] == "broken" and failed
 
 
@@ -395,12 +399,14 @@ def test_compare_refuses_another_device_unless_told():
 
 
 def test_command_line(tmp_path, capsys):
-    for name, samples in (("old", [1.0]), ("new", [1.1])):
-        record.write(_record(a=samples), tmp_path / name)
-    old, new = str(tmp_path / "old"), str(tmp_path / "new")
+    for name, rows in (("old", {"a": [1.0]}), ("new", {"a": [1.1]}), ("cut off", {})):
+        record.write(_record(**rows), tmp_path / name)
+    old, new, cut_off = (str(tmp_path / name) for name in ("old", "new", "cut off"))
     assert cli.main(["compare", old, new]) == 1
     assert "regression" in capsys.readouterr().out
     assert cli.main(["compare", old, new, "--tolerance", "0.2"]) == 0
+    assert cli.main(["compare", old, cut_off]) == 1
+    assert cli.main(["compare", old, cut_off, "--allow-missing"]) == 0
     assert cli.main(["ceiling", "--bytes", "65536", "--matmul-size", "0"]) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["schema"] == record.SCHEMA
 

@@ -11,11 +11,14 @@ from fdjax.bench.compare import compare
 def add_commands(parser: argparse.ArgumentParser) -> None:
     """Adds the sub-commands; each sets `run`, a function of the parsed arguments."""
     commands = parser.add_subparsers(required=True)
-    command = commands.add_parser("compare", help="flag what got slower; exits 1 if anything did")
+    command = commands.add_parser(
+        "compare", help="exits 1 if anything got slower, broke or is gone"
+    )
     command.add_argument("old")
     command.add_argument("new")
     command.add_argument("--tolerance", type=float, default=0.05, help="relative, default 0.05")
     command.add_argument("--allow-device", action="store_true", help="compare different devices")
+    command.add_argument("--allow-missing", action="store_true", help="the new may have fewer rows")
     command.set_defaults(run=_compare)
     command = commands.add_parser("ceiling", help="measure bandwidth and matrix-multiply rate")
     command.add_argument("--bytes", type=int, default=2**30, help="bytes that a kernel reads")
@@ -28,7 +31,13 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
 def _compare(args: argparse.Namespace) -> int:
     try:
         old, new = records.read(args.old), records.read(args.new)
-        comparison = compare(old, new, args.tolerance, allow_device=args.allow_device)
+        comparison = compare(
+            old,
+            new,
+            args.tolerance,
+            allow_device=args.allow_device,
+            allow_missing=args.allow_missing,
+        )
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -48,7 +57,7 @@ def _ceiling(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 1 for a regression, 2 for an error."""
+    """Runs the command line and returns the exit code: 1 for what failed, 2 for an error."""
     parser = argparse.ArgumentParser(prog="python -m fdjax.bench")
     add_commands(parser)
     args = parser.parse_args(argv)

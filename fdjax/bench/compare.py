@@ -4,7 +4,7 @@ import dataclasses
 
 from fdjax.bench.record import Record, Row
 
-_FAILURES = ("regression", "broken", "incomparable")
+_FAILURES = ("regression", "broken", "incomparable", "missing")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +26,13 @@ class Comparison:
 
     changes: list[Change]
     notes: list[str]
+    allow_missing: bool = False
 
     @property
     def failed(self) -> bool:
         """Whether a row regressed, broke, or can no longer be compared."""
-        return any(change.status in _FAILURES for change in self.changes)
+        statuses = {change.status for change in self.changes}
+        return not statuses.isdisjoint(_FAILURES[:-1] if self.allow_missing else _FAILURES)
 
     def table(self) -> str:
         """Returns the comparison as text."""
@@ -43,20 +45,27 @@ class Comparison:
 
 
 def compare(
-    old: Record, new: Record, tolerance: float = 0.05, *, allow_device: bool = False
+    old: Record,
+    new: Record,
+    tolerance: float = 0.05,
+    *,
+    allow_device: bool = False,
+    allow_missing: bool = False,
 ) -> Comparison:
     """Matches the rows of two records by case and implementation and judges the median times.
 
     Nothing is normalised. A time counts as changed if it moved by more than `tolerance` and by
     more than the larger spread of the two; beyond the tolerance but not the spread it is
     `"within spread"`. Rows with another clock, byte or FLOP count or L2 state are
-    `"incomparable"`; a row that was right and is not any more is `"broken"`.
+    `"incomparable"`; a row that was right and is not any more is `"broken"`, one that is not there
+    any more is `"missing"`: a run that was cut off is no proof of anything.
 
     Args:
         old: the earlier record.
         new: the one to judge.
         tolerance: relative change of the median that is let pass.
         allow_device: compare records of different devices or device counts.
+        allow_missing: rows of `old` that `new` has not are no failure.
 
     Raises:
         ValueError: the devices differ.
@@ -80,7 +89,7 @@ def compare(
         Change(*key, *_judge(rows[0].get(key), rows[1].get(key), tolerance))
         for key in dict.fromkeys([*rows[0], *rows[1]])
     ]
-    return Comparison(changes, notes)
+    return Comparison(changes, notes, allow_missing)
 
 
 def _judge(old: Row | None, new: Row | None, tolerance: float) -> tuple:
