@@ -321,6 +321,14 @@ def test_doubtful_numbers_carry_notes():
     assert row.fraction_of_ceiling == pytest.approx(1000 / 900)
     assert row.notes == ["warm L2", "uncounted copies of 1000000 bytes", "above the ceiling"]
     assert result.ceiling["after"]["trusted"] is False
+    for read, options, trusted in (
+        (880.0, {}, True),
+        (870.0, {}, False),
+        (870.0, {"tolerance": 0.04}, True),
+        (880.0, {"tolerance": 0.01}, False),
+    ):
+        result.finish({**before, "read_gb_per_s": read}, **options)
+        assert result.ceiling["after"]["trusted"] is trusted
 
 
 def test_the_ceiling_that_binds_is_the_one_reported():

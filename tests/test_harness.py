@@ -241,13 +241,22 @@ def test_a_summary_is_of_the_best_peer(tmp_path, capsys):
         end_to_end.parse_args([])
 
 
+@pytest.mark.parametrize("trusted", [True, None])  # None where nothing is known of the device
 @pytest.mark.parametrize(("after", "moved"), [(1e3, False), (992, False), (1011, True)])
-def test_a_ceiling_that_moved_is_flagged(after, moved):
-    ceilings = dict(CEILING, trusted=True), dict(CEILING, trusted=True, read_gb_per_s=after)
-    assert end_to_end.flag_moved(*ceilings) is moved
-    assert ceilings[1]["trusted"] is not moved
-    ceilings[1]["trusted"] = None  # nothing is known of such a device
-    assert not end_to_end.flag_moved(*ceilings)
+def test_a_ceiling_that_moved_is_flagged(config, monkeypatch, capsys, after, moved, trusted):
+    from fdjax.bench import ceiling, model
+
+    reads = iter((1e3, after))
+    row = row_of("decode step B1 P8", "fdjax", [1e3])
+
+    def measure_ceiling(*args, **options):
+        return dict(CEILING, trusted=trusted, read_gb_per_s=next(reads))
+
+    monkeypatch.setattr(ceiling, "measure_ceiling", measure_ceiling)
+    monkeypatch.setattr(model, "model_rows", lambda *a, **k: ([row], {}))
+    moved = moved and trusted is not None
+    assert end_to_end.main([str(config), "--points", "1x8", "--plans", "fdjax"]) == int(moved)
+    assert ("NOT TRUSTED: moved: 1000 to 1011 GB/s" in capsys.readouterr().out) == moved
 
 
 def test_what_was_loaded_is_not_called_compiling():

@@ -75,16 +75,18 @@ class Record:
         """A finished copy, without a closing ceiling: what a run that is cut off leaves."""
         return copy.deepcopy(self).finish()
 
-    def finish(self, after: dict[str, Any] | None = None) -> "Record":
+    def finish(self, after: dict[str, Any] | None = None, *, tolerance: float = 0.03) -> "Record":
         """Stores the closing ceiling and fills the rates, fractions and notes of all rows.
 
-        The better of the two ceilings is the one that counts.
+        The better of the two ceilings is the one that counts. Where the read bandwidth moved by
+        more than `tolerance`, relative, the closing one is not trusted.
         """
         before = self.ceiling.get("before")
         self.ceiling["after"] = after
         reads = [c["read_gb_per_s"] for c in (before, after) if c]
         peak_flops = before and before["matmul_tflop_per_s"]
-        if len(reads) == 2 and after["trusted"] is not None and min(reads) < 0.97 * max(reads):
+        moved = len(reads) == 2 and min(reads) < (1 - tolerance) * max(reads)
+        if moved and after["trusted"] is not None:
             after |= {"trusted": False, "reason": f"moved: {reads[0]:.0f} to {reads[1]:.0f} GB/s"}
         for row in self.rows:
             if not row.timing:
