@@ -148,7 +148,7 @@ def differences(
         yield Difference(i, at, *tokens, gap_ulps=float((first - second) / ulp))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompts", type=int, default=PROMPTS, help="the first so many")
     parser.add_argument(
@@ -161,7 +161,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reference", action="store_true", help="make the reference and stop")
     parser.add_argument("--output", help="write the record to this file as well")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     if args.reference:
         ids = prompts()
         write_reference(REFERENCE, ids, transformers_tokens(ids))

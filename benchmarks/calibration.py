@@ -10,6 +10,7 @@ import itertools
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,13 +43,17 @@ def leaving(maxima: np.ndarray, phi: np.ndarray | float, safe_log2: float) -> np
     return 1 - (maxima * inside).sum(axis=-1) / maxima.sum(axis=-1)
 
 
-def main() -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=32, help="of 512 tokens, of each text")
     parser.add_argument("--output")
     parser.add_argument("--plot")
     parser.add_argument("--commit")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     lm = fdjax.load("tiny", calibration=False)
     world = World()
     trained = list(itertools.islice(world.documents(seed=1), 60 * args.rows))

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import jax
@@ -47,13 +48,17 @@ def time_calls(call, runs: int) -> Timing:
     return Timing.from_samples([samples[5:]], "host")
 
 
-def main() -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", help="a config.json; default: 32 tiny layers")
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--output")
     parser.add_argument("--commit")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     config = json.loads(Path(args.config).read_text()) if args.config else CONFIG
     model = describe(parse_config(config), dtype="bfloat16")
     engine = Engine(model, random_params(model))

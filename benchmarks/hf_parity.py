@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -114,13 +115,17 @@ def compare(layers: int, dtype: str, prompt_tokens: int, new_tokens: int) -> dic
     }
 
 
-def main() -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--output")
     parser.add_argument("--commit")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     # torch and JAX share the card.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     from fdjax.bench.record import environment

@@ -10,13 +10,17 @@ from pathlib import Path
 SCRIPTS = ("matmul", "decode_attention", "prefill_attention")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
     parser.add_argument("--only", default="", help="the cases whose name contains this")
     parser.add_argument("--output", type=Path, help="folder for the records")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     failed = []
     for script in args.scripts:
         name = f"benchmarks.{script}"

@@ -121,8 +121,7 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Measures, prints the summary, and the record as the last line."""
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="layers whose name contains this")
     parser.add_argument("--table", help="a table of `fdjax tune`, before the shipped one")
@@ -131,7 +130,12 @@ def main() -> int:
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
     parser.add_argument("--output", help="write the record to this file as well")
     parser.add_argument("--of", nargs="+", metavar="RECORD", help="only sum up earlier records")
-    args = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints the summary, and the record as the last line."""
+    args = parse_args(argv)
     if args.of:
         print(summary([row for path in args.of for row in read(path).rows]))
         return 0

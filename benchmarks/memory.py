@@ -147,7 +147,7 @@ def table(record: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, help="a config.json")
     parser.add_argument(
@@ -162,7 +162,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--no-temporaries", action="store_true", help="peaks alone")
     parser.add_argument("--output", help="write the record to this file as well")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     model = describe(parse_config(json.loads(args.config.read_text())), dtype=args.dtype)
     memory_bytes = free_memory_bytes()
     points = sorted(args.points, key=lambda p: _total(model, p))

@@ -409,12 +409,16 @@ def _where(model: str, batch: int, prompt: int) -> str:
     return f"{model} B{batch} P{prompt}"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of records")
     parser.add_argument("--output", type=Path, help="folder; default: figures/ beside the records")
     parser.add_argument("--only", choices=FIGURES, nargs="+", default=list(FIGURES))
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     results = Results(args.results)
     folder = args.output or args.results / "figures"
     folder.mkdir(parents=True, exist_ok=True)
