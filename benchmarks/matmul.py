@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"measuring {name}", file=sys.stderr, flush=True)
                 record.rows += measure_layer(name, shape, rows, plan, args.runs, args.passes)
                 if args.output:  # a run that is cut off keeps what it has
-                    write(record, args.output)
+                    write(record.so_far(), args.output)
     record.finish(measure_ceiling(matmul_size=0, kernels=[before["read_kernel"]]))
     print(summary(record.rows))
     emit(record, args.output)

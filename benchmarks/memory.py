@@ -53,7 +53,7 @@ def peaks(
             batch=batch,
             max_len=total,
             prompt_tokens=prompt,
-            slots=max(covered_slots(prompt), covered_slots(total)),
+            slots=covered_slots(total),
         )
         row: dict[str, Any] = {
             "batch": batch,

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import fdjax
-from benchmarks import accuracy, ahead, end_to_end, kernels, memory, peers, unfused
+from benchmarks import accuracy, ahead, end_to_end, kernels, matmul, memory, peers, unfused
 from fdjax.bench import record as records
 from fdjax.bench.record import Record, Row
 from fdjax.bench.timing import Timing
@@ -531,15 +531,27 @@ def test_kernels_run_in_processes_of_their_own(monkeypatch, tmp_path, capsys):
             self.returncode = int("matmul" in command[2])
 
     monkeypatch.setattr(kernels.subprocess, "run", Done)
-    monkeypatch.setattr(kernels, "SCRIPTS", ("matmul", "decode_attention", "none_such"))
     argv = ["--only", "B1", "--output", str(tmp_path), "--commit", "c"]
-    assert kernels.main([*argv, "--scripts", "matmul", "decode_attention", "none_such"]) == 1
+    assert kernels.main([*argv, "--scripts", "matmul", "decode_attention"]) == 1
     assert ran == [
         [f"benchmarks.{n}", "--only", "B1", "--output", str(tmp_path / f"{n}.json"), *argv[-2:]]
         for n in ("matmul", "decode_attention")
     ]
-    err = capsys.readouterr().err
-    assert "none_such: no such benchmark yet" in err and "failed: matmul" in err
+    assert "failed: matmul" in capsys.readouterr().err
+
+
+def test_products_that_are_cut_off_keep_what_they_have(monkeypatch, tmp_path):
+    def measure_layer(name, *args):
+        if name == "7B out":
+            raise KeyboardInterrupt
+        return [row_of(f"{name} M=1", "xla", [10.0], bytes=10**6)]
+
+    monkeypatch.setattr(matmul, "measure_layer", measure_layer)
+    monkeypatch.setattr(matmul, "measure_ceiling", lambda **k: dict(CEILING))
+    with pytest.raises(KeyboardInterrupt):
+        matmul.main(["--output", str(tmp_path / "r.json")])
+    (row,) = records.read(tmp_path / "r.json").rows
+    assert (row.case, row.gb_per_s) == ("7B qkv M=1", pytest.approx(100))
 
 
 # Figures
