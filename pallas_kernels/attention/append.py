@@ -192,10 +192,14 @@ def split_qkv(qkv: Array) -> tuple[Array, Array, Array]:
 
 
 def append(cache: Array, new: Array, lengths: Array) -> Array:
-    """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on."""
+    """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on, if they exist."""
     b, t = new.shape[:2]
-    if b == 1:
-        return lax.dynamic_update_slice_in_dim(cache, new.transpose(0, 2, 1, 3), lengths[0], 2)
+    if b == t == 1:
+        # A slice that sticks out is moved back, onto live slots: there it must change nothing.
+        slot = lengths[0]
+        old = lax.dynamic_slice_in_dim(cache, slot, 1, axis=2)
+        new = jnp.where(slot < cache.shape[2], new.transpose(0, 2, 1, 3), old)
+        return lax.dynamic_update_slice_in_dim(cache, new, slot, axis=2)
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
 

@@ -14,6 +14,7 @@ from fdjax.pallas_kernels.attention import (
     attention_reference,
     split_qkv,
 )
+from fdjax.pallas_kernels.attention.append import append
 from fdjax.pallas_kernels.attention.decode_mosaic import (
     DecodeAttentionConfig,
     append_decode_mosaic,
@@ -121,12 +122,16 @@ def test_without_rope(implementation):
 
 
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
-def test_a_full_row_keeps_its_cache(implementation):
+@pytest.mark.parametrize(
+    ("lengths", "t"), [([200, 100], 1), ([200], 1), ([199], 1), ([198], 3), ([192], 16)], ids=str
+)
+def test_a_full_row_keeps_its_cache(implementation, lengths, t):
     """A finished row may be full; what it computes is not looked at."""
-    operands = _operands([200, 100])
+    operands = _operands(lengths, t=t)
     _, *caches = jax.jit(functools.partial(_run, implementation=implementation))(*operands)
-    for got, before in zip(caches, operands[1:3], strict=True):
-        np.testing.assert_array_equal(np.float32(got[0]), np.float32(before[0]))
+    _, want = _expected(*operands, Masking())
+    for got, expected in zip(caches, want, strict=True):
+        np.testing.assert_array_equal(np.float32(got), np.float32(expected))
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -175,6 +180,20 @@ def test_the_caches_stay_where_they_are(group):
     nbytes = specs[1].size * 2
     assert alias_bytes(compiled) == 2 * nbytes
     assert not large_copies(compiled, nbytes // 2)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("t", [1, 3])
+def test_the_cache_of_one_row_stays_where_it_is(t):
+    from ..deviceless import alias_bytes, compile_for, large_copies
+
+    spec = jax.ShapeDtypeStruct
+    cache = spec((1, 32, 4096, 128), jnp.bfloat16)
+    new = spec((1, t, 32, 128), jnp.bfloat16)
+    compiled = compile_for("h100", append, cache, new, spec((1,), jnp.int32), donate_argnums=0)
+    nbytes = cache.size * 2
+    assert alias_bytes(compiled) == nbytes
+    assert not large_copies(compiled, nbytes // 32)
 
 
 @pytest.mark.deviceless
