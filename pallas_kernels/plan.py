@@ -278,7 +278,8 @@ def read_table(
 
     Raises:
       ValueError: the file is no such table, has another schema, is of another revision of a kernel
-        that it configures, or names an unknown implementation.
+        that it configures, names an unknown implementation, or holds a configuration that its
+        kernel cannot have.
     """
     where = f"dataflow table {path}"
     try:
@@ -316,11 +317,8 @@ def as_entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entr
         wrong = [f"{k!r}: {v!r}" for k, v in mapping.items() if type(v) is not int]
         if wrong:
             raise ValueError(f"{where}: a {kind} must hold integers, got {', '.join(wrong)}")
-    if config is not None and revisions.get(op) != KERNEL_REVISIONS.get(op):
-        raise ValueError(
-            f"{where}: the revision of {op} must be {KERNEL_REVISIONS.get(op)}, "
-            f"got {revisions.get(op)}"
-        )
+    if config is not None:
+        _check_config(row, revisions, where)
     return Entry(
         op=op,
         shape=_sorted_items(shape),
@@ -330,6 +328,35 @@ def as_entry(row: dict[str, Any], revisions: dict[str, int], where: str) -> Entr
             source="table",
         ),
     )
+
+
+def _check_config(row: dict[str, Any], revisions: dict[str, int], where: str) -> None:
+    """Raise ValueError for the configuration of a row that its kernel cannot have."""
+    op, implementation, config = row["op"], row["implementation"], row["config"]
+    if implementation != "mosaic_gpu" or op not in KERNEL_REVISIONS:
+        raise ValueError(f"{where}: {implementation!r} of {op} takes no config, got {config}")
+    if revisions.get(op) != KERNEL_REVISIONS[op]:
+        raise ValueError(
+            f"{where}: the revision of {op} must be {KERNEL_REVISIONS[op]}, got {revisions.get(op)}"
+        )
+    try:
+        _config_types()[op](**config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: a config must be one of {op}, got {config} for {row['shape']}, {error}"
+        ) from None
+
+
+def _config_types() -> dict[str, type]:
+    """Configurations of the kernels in `KERNEL_REVISIONS`; their modules import this one."""
+    from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig
+    from fdjax.pallas_kernels.gemm import FlatGemmConfig, LinearChainConfig
+
+    return {
+        "matmul": FlatGemmConfig,
+        "linear_chain": LinearChainConfig,
+        "decode_attention": DecodeAttentionConfig,
+    }
 
 
 def _sorted_items(mapping: Mapping[str, int]) -> tuple[tuple[str, int], ...]:

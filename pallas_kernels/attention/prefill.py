@@ -9,8 +9,8 @@ from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import prefill_cudnn
 from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
-from fdjax.pallas_kernels.attention.prefill_ampere import PrefillAmpereConfig, prefill_ampere
-from fdjax.pallas_kernels.attention.prefill_mosaic import PrefillAttentionConfig, prefill_mosaic
+from fdjax.pallas_kernels.attention.prefill_ampere import prefill_ampere
+from fdjax.pallas_kernels.attention.prefill_mosaic import prefill_mosaic
 from fdjax.pallas_kernels.attention.xla import attention_xla
 from fdjax.pallas_kernels.plan import Plan, on_ampere
 
@@ -81,10 +81,7 @@ def prefill_attention(
         raise ValueError(f"prefill_attention: phi must be [{h}], got {list(phi.shape)}")
     choice = choose_attention("prefill_attention", q, k, masking, implementation, plan)
     if choice.implementation == "mosaic_gpu":
-        if on_ampere(plan):
-            kernel, config_type = prefill_ampere, PrefillAmpereConfig
-        else:
-            kernel, config_type = prefill_mosaic, PrefillAttentionConfig
+        kernel = prefill_ampere if on_ampere(plan) else prefill_mosaic
         o, lse = kernel(
             q,
             k,
@@ -98,7 +95,6 @@ def prefill_attention(
             layer=layer,
             rows=rows,
             return_lse=return_lse,
-            config=config_type(**dict(choice.config)) if choice.config else None,
         )
         return (o, lse) if return_lse else o
     if layer is not None:

@@ -14,8 +14,7 @@ import pytest
 from fdjax.pallas_kernels import plan as plan_module
 from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
 from fdjax.pallas_kernels.attention.decode import decode_config
-from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig
-from fdjax.pallas_kernels.gemm import FlatGemmConfig, LinearChainConfig, matmul
+from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import KERNEL_REVISIONS, Choice, Entry, Plan, read_table, resolve
 
@@ -258,6 +257,30 @@ def test_a_file_that_is_no_table(tmp_path, text, problem):
         ({"shape": GEMM | {"m": "1"}}, "a shape must hold integers, got 'm': '1'"),
         ({"shape": GEMM | {"m": None, "k": 2.0}}, ".* got 'm': None, 'k': 2.0"),
         ({"config": {"stages": True}}, "a config must hold integers, got 'stages': True"),
+        (
+            {"config": {"blok_n": 64}},
+            "a config must be one of matmul, got {'blok_n': 64} for .* unexpected .* 'blok_n'",
+        ),
+        (
+            {"config": {"block_n": 65}},
+            "a config must be one of matmul, got {'block_n': 65} for .*, flat_gemm: block_n",
+        ),
+        (
+            {"op": "linear_chain", "config": {"shared": 0}},
+            "a config must be one of linear_chain, got {'shared': 0} for .*, linear_chain: must",
+        ),
+        (
+            {"op": "decode_attention", "shape": DECODE, "config": {"stages": 2}},
+            "a config must be one of decode_attention, got .* for .* missing .* 'splits'",
+        ),
+        (
+            {"op": "prefill_attention", "shape": PREFILL, "config": {"stages": 2}},
+            "'mosaic_gpu' of prefill_attention takes no config, got {'stages': 2}",
+        ),
+        (
+            {"implementation": "xla", "config": {"block_n": 64}},
+            "'xla' of matmul takes no config, got {'block_n': 64}",
+        ),
     ],
     ids=str,
 )
@@ -335,7 +358,8 @@ def test_a_given_table_comes_before_the_shipped_one(tmp_path, monkeypatch):
 def test_shipped_tables_can_be_read():
     folder = plan_module.Path(plan_module.__file__).parent / "tables"
     for path in folder.glob("*.json"):
-        assert read_table(path), path
+        entries = read_table(path)
+        assert any(entry.choice.config for entry in entries), path
 
 
 def test_what_is_not_measured_is_logged(caplog):
@@ -559,21 +583,6 @@ def test_kernels_that_wait_for_each_other_are_for_devices_with_room(cores):
     assert plan.choose("linear_chain", **shape | {"hidden": 11000}).implementation == "xla"
     forced = Plan.for_device(device, implementation="xla")
     assert forced.choose("linear_chain", **shape).implementation == "xla"
-
-
-@pytest.mark.parametrize("device_kind", [H100, "NVIDIA H200"])
-def test_what_shipped_tables_configure_can_be_built(device_kind):
-    """Each configuration is one of its kernel, for shapes that the kernel takes."""
-    configs = {
-        "matmul": FlatGemmConfig,
-        "linear_chain": LinearChainConfig,
-        "decode_attention": DecodeAttentionConfig,
-    }
-    entries = Plan.for_kind(device_kind, (9, 0)).table
-    configured = [entry for entry in entries if entry.choice.config]
-    assert len(configured) > 100
-    for entry in configured:
-        configs[entry.op](**dict(entry.choice.config))
 
 
 def test_longer_caches_on_an_h200_run_as_measured():
