@@ -54,10 +54,10 @@ def append_decode_attention(
     masking = Masking(window=window, soft_cap=soft_cap, alibi=alibi)
     op = "append_decode_attention"
     q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking)
-    t, d = q.shape[1], q.shape[3]
+    b, t, _, d = q.shape
     choice = choose_attention("decode_attention", q, k_cache, masking, implementation, plan)
     turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
-    one_launch = t == 1 and turns_heads and can_append(qkv.shape[3] - 2, d)
+    one_launch = b > 0 and t == 1 and turns_heads and can_append(qkv.shape[3] - 2, d)
     if choice.implementation == "mosaic_gpu" and one_launch:
         o, k_cache, v_cache, reruns = append_decode_mosaic(
             qkv[:, 0],
@@ -139,7 +139,7 @@ def append_prefill_attention(
     choice = choose_attention("prefill_attention", q, k_cache, masking, implementation, plan)
     index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
     on_hopper = choice.implementation == "mosaic_gpu" and not on_ampere(plan)
-    if on_hopper and can_write_chunk(qkv, k_cache, rotation):
+    if len(qkv) and on_hopper and can_write_chunk(qkv, k_cache, rotation):
         live = lengths - offsets
         q, k_cache, v_cache = write_chunk_mosaic(
             qkv, k_cache, v_cache, index, offsets, live, *rotation
@@ -187,8 +187,9 @@ def _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, rows=None):
 
 def split_qkv(qkv: Array) -> tuple[Array, Array, Array]:
     """qkv [B,T,Hkv,G+2,D] as q [B,T,H,D], k and v [B,T,Hkv,D]."""
-    b, t, _, _, d = qkv.shape
-    return qkv[..., :-2, :].reshape(b, t, -1, d), qkv[..., -2, :], qkv[..., -1, :]
+    b, t, kv_heads, parts, d = qkv.shape
+    q = qkv[..., :-2, :].reshape(b, t, kv_heads * (parts - 2), d)
+    return q, qkv[..., -2, :], qkv[..., -1, :]
 
 
 def append(cache: Array, new: Array, lengths: Array) -> Array:

@@ -69,12 +69,15 @@ def decode_attention(
     """
     masking = Masking(window=window, soft_cap=soft_cap, alibi=alibi)
     check_attention("decode_attention", q, k, v, lengths, layer, scale, masking)
-    t, h = q.shape[1:3]
+    b, t, h, _ = q.shape
     if t > MAX_QUERY_TOKENS:
         raise ValueError(f"decode_attention: T must be at most {MAX_QUERY_TOKENS}, got {t}")
     if phi is not None and phi.shape != (h,):
         raise ValueError(f"decode_attention: phi must be [{h}], got {list(phi.shape)}")
     choice = choose_attention("decode_attention", q, k, masking, implementation, plan)
+    if not b:
+        lse = jnp.zeros(q.shape[:3], jnp.float32)
+        return _asked_for(q, return_lse and lse, return_reruns and jnp.float32(0))
     if choice.implementation == "mosaic_gpu":
         o, lse, reruns = decode_mosaic(
             q,

@@ -61,7 +61,7 @@ def check_attention(
             f"{op}: k and v must both be {axes}, got {list(k.shape)} and {list(v.shape)}"
         )
     b, t, h, d = q.shape
-    kb, kv_heads, _, kd = k.shape[stacked:]
+    kb, kv_heads, s, kd = k.shape[stacked:]
     if rows is not None and rows.shape != (b,):
         raise ValueError(f"{op}: rows must be [{b}], got {list(rows.shape)}")
     if (b, d) != (kb if rows is None else b, kd):
@@ -76,8 +76,9 @@ def check_attention(
         raise ValueError(f"{op}: lengths must be signed integers, got {lengths.dtype}")
     if isinstance(layer, int) and not 0 <= layer < k.shape[0]:
         raise ValueError(f"{op}: layer must be in 0..{k.shape[0] - 1}, got {layer}")
-    if t < 1:
-        raise ValueError(f"{op}: T must be at least 1, got {t}")
+    for axis, size in (("T", t), ("H", h), ("S", s)):
+        if size < 1:
+            raise ValueError(f"{op}: {axis} must be at least 1, got {size}")
     if not scale > 0:
         raise ValueError(f"{op}: scale must be positive, got {scale}")
     if masking.window is not None and masking.window < 1:

@@ -80,6 +80,8 @@ def prefill_attention(
     if phi is not None and phi.shape != (h,):
         raise ValueError(f"prefill_attention: phi must be [{h}], got {list(phi.shape)}")
     choice = choose_attention("prefill_attention", q, k, masking, implementation, plan)
+    if not b:
+        return (q, jnp.zeros(q.shape[:3], jnp.float32)) if return_lse else q
     if choice.implementation == "mosaic_gpu":
         kernel = prefill_ampere if on_ampere(plan) else prefill_mosaic
         o, lse = kernel(

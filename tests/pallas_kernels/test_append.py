@@ -20,7 +20,7 @@ from fdjax.pallas_kernels.attention.decode_mosaic import (
     append_decode_mosaic,
 )
 from fdjax.pallas_kernels.attention.masks import Masking
-from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.plan import IMPLEMENTATIONS, Plan
 from fdjax.pallas_kernels.rope import Rope, rotate, rotation
 
 from .test_decode_mosaic import INTERPRET
@@ -132,6 +132,15 @@ def test_a_full_row_keeps_its_cache(implementation, lengths, t):
     _, want = _expected(*operands, Masking())
     for got, expected in zip(caches, want, strict=True):
         np.testing.assert_array_equal(np.float32(got), np.float32(expected))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("t", [1, 3])
+def test_no_rows(implementation, t):
+    operands = _operands([], t=t)
+    o, *caches = jax.jit(functools.partial(_run, implementation=implementation))(*operands)
+    assert (o.shape, o.dtype) == ((0, t, 8, 64), jnp.bfloat16)
+    assert [cache.shape for cache in caches] == [operands[1].shape] * 2
 
 
 @pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])

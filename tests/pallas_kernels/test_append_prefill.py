@@ -13,6 +13,7 @@ from fdjax.pallas_kernels.attention import (
 )
 from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.prefill_front import write_chunk_mosaic
+from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
 from fdjax.pallas_kernels.rope import Rope
 
 from .test_append import GPU, reference, rotated, turns_of
@@ -30,8 +31,8 @@ def _operands(
     """qkv, caches, lengths, offsets, rotation, rows; NaN in the slots that are not filled."""
     rng = np.random.default_rng(0)
     r = len(live)
-    rows = np.arange(r) if rows is None else np.array(rows)
-    b = batch or r
+    rows = np.arange(r) if rows is None else np.array(rows, int)
+    b = r if batch is None else batch
     qkv, *caches = (
         rng.normal(size=shape).astype(jnp.bfloat16)
         for shape in ((r, t, kv_heads, group + 2, d), *((b, kv_heads, s, d),) * 2)
@@ -107,6 +108,16 @@ def test_masks_and_all_rows(implementation):
     operands = _operands([100, 64], [130, 0])
     out = _run(*operands, implementation=implementation, whole=True, masks=masks)
     _check(operands, *out, Masking(**dict(masks)))
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("batch", [0, 2])
+def test_no_rows(implementation, batch):
+    operands = _operands([], [], [], batch=batch)
+    o, *caches = _run(*operands, implementation=implementation)
+    assert (o.shape, o.dtype) == ((0, 128, 4, 64), jnp.bfloat16)
+    for after, before in zip(caches, operands[1:3], strict=True):
+        np.testing.assert_array_equal(np.float32(after), np.float32(before))
 
 
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)

@@ -24,7 +24,7 @@ from fdjax.pallas_kernels.attention import (
     xla,
 )
 from fdjax.pallas_kernels.attention.masks import Masking
-from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.plan import IMPLEMENTATIONS, Plan
 
 from . import oracle
 from .implementations import ATTENTION, BATCH_INVARIANT, PLATFORMS, across
@@ -680,6 +680,8 @@ UNFIT = [
     (dict(lengths=jnp.ones((3,), jnp.int32)), "lengths must be [2], got [3]"),
     (dict(lengths=jnp.ones((2, 1), jnp.int32)), "lengths must be [2], got [2, 1]"),
     (dict(q=jnp.ones((2, 0, 4, 16))), "T must be at least 1, got 0"),
+    (dict(q=jnp.ones((2, 3, 0, 16))), "H must be at least 1, got 0"),
+    (dict(k=jnp.ones((2, 2, 0, 16)), v=jnp.ones((2, 2, 0, 16))), "S must be at least 1, got 0"),
     (dict(scale=0.0), "scale must be positive, got 0.0"),
     (dict(scale=-1.0), "scale must be positive, got -1.0"),
     (dict(scale=float("nan")), "scale must be positive, got nan"),
@@ -702,6 +704,27 @@ def test_operands_that_do_not_fit(op, keys, message):
     with pytest.raises(ValueError) as error:
         _call(op, keys)
     assert str(error.value) == f"{op.__name__}: {message}"
+
+
+@pytest.mark.parametrize("keys", [*({"implementation": i} for i in IMPLEMENTATIONS), {}], ids=str)
+@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("op", [decode_attention, prefill_attention])
+def test_no_rows(op, t, keys):
+    keys = keys or {"plan": INVARIANT}
+    cache = jnp.ones((0, 2, 8, 64), jnp.bfloat16)
+    q = jnp.ones((0, t, 4, 64), jnp.bfloat16)
+    empty = dict(q=q, k=cache, v=cache, lengths=jnp.ones(0, jnp.int32))
+    o, lse = _call(op, empty | keys | {"return_lse": True})
+    assert (o.shape, o.dtype) == (q.shape, q.dtype)
+    assert (lse.shape, lse.dtype) == (q.shape[:3], jnp.float32)
+    assert _call(op, empty | keys).shape == q.shape
+
+
+def test_no_row_runs_again():
+    """There is no share of no blocks."""
+    empty = {name: FITTING[name][:0] for name in ("q", "k", "v", "lengths")}
+    _, reruns = _call(decode_attention, empty | {"return_reruns": True})
+    assert (reruns.shape, reruns.dtype, float(reruns)) == ((), jnp.float32, 0.0)
 
 
 def test_too_many_query_tokens_for_decode():
