@@ -134,7 +134,8 @@ def _choices(model: Model, batch: int, slots: int):
         choice = model.plan.choose("linear_chain", **shape)
         yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
     if c.tie_embeddings:
-        yield row("matmul", f"head M={batch} [{c.width},{c.vocab_size}]", Choice("xla"))
+        tied = Choice("xla", source="only")  # no kernel reads a transposed weight
+        yield row("matmul", f"head M={batch} [{c.width},{c.vocab_size}]", tied)
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
         for masks in sorted({int(is_masked(spec)) for spec in c.attention}):
             choice = model.plan.choose(

@@ -45,12 +45,13 @@ class Choice:
     Attributes:
       implementation: one of `IMPLEMENTATIONS`.
       config: kernel configuration as sorted (field, value) pairs, or None for the default.
-      source: "named" | "table" | "nearest" | "heuristic", for `fdjax info`.
+      source: "named" | "table" | "nearest" | "heuristic", or "only" where there is no other, for
+        `fdjax info`.
     """
 
     implementation: str
     config: tuple[tuple[str, int], ...] | None = None
-    source: str = "named"
+    source: str = dataclasses.field(kw_only=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Plan:
       named: implementations forced by name, as ((op, implementation), ...). These never fall back:
         an op that cannot run as named raises `NotImplementedError`.
       table: measured entries.
+      only_xla: ops for which there is nothing else here, unless they are named.
     """
 
     device_kind: str = "cpu"
@@ -81,6 +83,7 @@ class Plan:
     batch_invariant: bool = False
     named: tuple[tuple[str, str], ...] = ()
     table: tuple[Entry, ...] = ()
+    only_xla: tuple[str, ...] = ()
 
     def __post_init__(self):
         for op, implementation in self.named:
@@ -153,14 +156,16 @@ class Plan:
 
     def with_xla(self, op: str) -> "Plan":
         """This plan, with XLA for an op unless that is named already."""
-        return dataclasses.replace(self, named=(*self.named, (op, "xla")))
+        return dataclasses.replace(self, only_xla=(*self.only_xla, op))
 
     @functools.lru_cache(maxsize=4096)  # noqa: B019 - plans are few and live as long as the program
     def choose(self, op: str, **shape: int) -> Choice:
         """The choice for `op` at `shape` (the op's own keys, such as m, k, n)."""
         for name, implementation in self.named:
             if name == op:
-                return Choice(implementation)
+                return Choice(implementation, source="named")
+        if op in self.only_xla:
+            return Choice("xla", source="only")
         key = tuple(sorted(shape.items()))
         entries = [e for e in self.table if e.op == op]
         for entry in entries:
@@ -198,9 +203,9 @@ def resolve(plan: Plan | None, implementation: str | None, op: str, **shape: int
     """The choice an op makes: its `implementation` argument, else its plan, else "xla"."""
     if implementation is not None:
         check_implementation(op, implementation)
-        return Choice(implementation)
+        return Choice(implementation, source="named")
     if plan is None:
-        return Choice("xla")
+        return Choice("xla", source="only")
     return plan.choose(op, **shape)
 
 

@@ -280,7 +280,9 @@ class TestChains:
         config = parse_config(SMALL)
         shape = chain_shape(config, 4, 2)
         assert shape == dict(m=4, k=64, width=64, hidden=192, n=128, itemsize=2)
-        entry = Entry("linear_chain", tuple(sorted(shape.items())), Choice("mosaic_gpu"))
+        entry = Entry(
+            "linear_chain", tuple(sorted(shape.items())), Choice("mosaic_gpu", source="table")
+        )
         tokens = jax.ShapeDtypeStruct((4, 1), jnp.int32)
         for table, kernel in (((), False), ((entry,), True)):
             model = describe(config, dtype="bfloat16", plan=Plan(table=table))

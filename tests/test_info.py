@@ -131,7 +131,13 @@ def test_choices_are_those_of_the_plan_at_the_models_shapes():
 def test_choices_name_what_was_forced():
     plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="xla")
     facts = model_info(model("llama-3.2-1b", plan=plan))
-    assert {c[2:] for c in facts.choices} == {("xla", "named")}
+    assert {c[2:] for c in facts.choices if "head" not in c[1]} == {("xla", "named")}
+
+
+def test_nobody_chose_where_there_is_no_choice():
+    facts = model_info(model("llama-3.2-1b", plan=H100))
+    (head,) = (c for c in facts.choices if "head" in c[1])
+    assert head[2:] == ("xla", "only")
 
 
 def test_the_context_is_the_default_for_slots():

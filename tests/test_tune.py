@@ -232,11 +232,13 @@ def test_a_table_is_read_as_it_was_measured(fake, tmp_path):
     config = tuple(sorted(dataclasses.asdict(FAST).items()))
     for shape in LAYERS[:4]:
         measured = plan.choose("matmul", **shape.key(8, 2))
-        assert measured == Choice("mosaic_gpu", config, "table")
-        assert plan.choose("matmul", **shape.key(5, 2)) == Choice("mosaic_gpu", config, "nearest")
+        assert measured == Choice("mosaic_gpu", config, source="table")
+        assert plan.choose("matmul", **shape.key(5, 2)) == Choice(
+            "mosaic_gpu", config, source="nearest"
+        )
         assert plan.choose("matmul", **shape.key(5, 4)).source == "heuristic"
-    assert plan.choose("matmul", **LAYERS[3].key(16, 2)) == Choice("xla", None, "table")
-    assert plan.choose("matmul", **LAYERS[3].key(9, 2)) == Choice("xla", None, "nearest")
+    assert plan.choose("matmul", **LAYERS[3].key(16, 2)) == Choice("xla", source="table")
+    assert plan.choose("matmul", **LAYERS[3].key(9, 2)) == Choice("xla", source="nearest")
 
 
 def test_the_layers_of_a_decoder_as_it_calls_them():
@@ -261,7 +263,7 @@ def test_a_decoder_looks_up_what_was_measured_for_it(monkeypatch):
     def choose(self, op, **shape):
         if op == "matmul":
             asked.add(tuple(sorted(shape.items())))
-        return Choice("xla")
+        return Choice("xla", source="heuristic")
 
     model = describe(parse_config(LLAMA), plan=Plan())
     monkeypatch.setattr(Plan, "choose", choose)

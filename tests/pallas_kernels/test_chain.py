@@ -59,7 +59,7 @@ def _operands(m, k, width, hidden, n, dtype="bfloat16", scale_dtype=None):
 def _planned(config, m, k, width, hidden, n):
     """A plan that runs the kernel so."""
     shape = dict(m=m, k=k, width=width, hidden=hidden, n=n, itemsize=2)
-    choice = Choice("mosaic_gpu", tuple(dataclasses.asdict(config).items()))
+    choice = Choice("mosaic_gpu", tuple(dataclasses.asdict(config).items()), source="table")
     return Plan(table=(Entry("linear_chain", tuple(sorted(shape.items())), choice),))
 
 

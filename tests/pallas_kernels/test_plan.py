@@ -363,7 +363,7 @@ def test_shipped_tables_can_be_read():
 
 
 def test_what_is_not_measured_is_logged(caplog):
-    table = (Entry("matmul", tuple(sorted(GEMM.items())), Choice("xla")),)
+    table = (Entry("matmul", tuple(sorted(GEMM.items())), Choice("xla", source="table")),)
     plan = Plan("a GPU of this test", (9, 0), table=table)
     with caplog.at_level(logging.DEBUG, logger="fdjax"):
         plan.choose("matmul", **GEMM)
@@ -391,10 +391,12 @@ def test_unknown_implementations():
 
 def test_one_implementation_for_all_ops_that_have_it():
     xla = Plan.for_kind(H100, (9, 0), implementation="xla")
-    assert {op: xla.choose(op, **OPS[op]) for op in OPS} == {op: Choice("xla") for op in OPS}
+    named = Choice("xla", source="named")
+    assert {op: xla.choose(op, **OPS[op]) for op in OPS} == dict.fromkeys(OPS, named)
     cudnn = Plan.for_kind(H100, (9, 0), implementation="cudnn")
-    assert cudnn.choose("decode_attention", **DECODE) == Choice("cudnn")
-    assert cudnn.choose("prefill_attention", **PREFILL | dict(itemsize=4)) == Choice("cudnn")
+    named = Choice("cudnn", source="named")
+    assert cudnn.choose("decode_attention", **DECODE) == named
+    assert cudnn.choose("prefill_attention", **PREFILL | dict(itemsize=4)) == named
     assert cudnn.choose("matmul", **GEMM | dict(m=512)).implementation == "xla"
 
 
@@ -417,7 +419,7 @@ def test_matmul_asks_for_what_is_fused_with_it(tmp_path, keys, runs):
     data = dict(schema=1, revisions=plan_module.KERNEL_REVISIONS, entries=[entry])
     path = tmp_path / "table.json"
     path.write_text(json.dumps(data))
-    asked = Choice("mosaic_gpu", tuple(sorted(config.items())), "nearest")
+    asked = Choice("mosaic_gpu", tuple(sorted(config.items())), source="nearest")
     plan = _h100(table=read_table(path))
     assert plan.choose("matmul", **shape | dict(m=5)) == asked
 
@@ -440,9 +442,9 @@ def test_matmul_asks_for_what_is_fused_with_it(tmp_path, keys, runs):
 
 def test_resolve_prefers_the_argument():
     plan = Plan(named=(("matmul", "cudnn"),))
-    assert resolve(plan, "xla", "matmul", **GEMM).implementation == "xla"
-    assert resolve(plan, None, "matmul", **GEMM).implementation == "cudnn"
-    assert resolve(None, None, "matmul", **GEMM).implementation == "xla"
+    assert resolve(plan, "xla", "matmul", **GEMM) == Choice("xla", source="named")
+    assert resolve(plan, None, "matmul", **GEMM) == Choice("cudnn", source="named")
+    assert resolve(None, None, "matmul", **GEMM) == Choice("xla", source="only")
 
 
 def test_the_plan_of_a_device():
@@ -578,8 +580,9 @@ def test_kernels_that_wait_for_each_other_are_for_devices_with_room(cores):
         device.core_count = cores
     plan = Plan.for_device(device)
     shape = dict(m=1, k=4096, width=4096, hidden=11008, n=12288, itemsize=2)
-    runs = "mosaic_gpu" if cores in (None, 132) else "xla"
-    assert plan.choose("linear_chain", **shape).implementation == runs
+    runs = ("mosaic_gpu", "table") if cores in (None, 132) else ("xla", "only")
+    choice = plan.choose("linear_chain", **shape)
+    assert (choice.implementation, choice.source) == runs
     assert plan.choose("linear_chain", **shape | {"hidden": 11000}).implementation == "xla"
     forced = Plan.for_device(device, implementation="xla")
     assert forced.choose("linear_chain", **shape).implementation == "xla"
