@@ -5,9 +5,7 @@ from jax import lax
 
 from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
 from fdjax.pallas_kernels.norm import rms_norm
-
-# Rows per product in batch-invariant mode: one in the decode phase, a tile of a prefill chunk.
-_PREFILL_ROW_TILE = 128
+from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 
 def matmul_xla(x, w, *, norm, bias, gate, residual, dtype):
@@ -44,35 +42,9 @@ def _is_rounded_by_term(x, w) -> bool:
 
 
 def matmul_row_tiles(x, w, *, norm, bias, gate, residual, dtype):
-    """`matmul_xla` over tiles of fixed height: a row's bits do not depend on its batch.
+    """`matmul_xla` over tiles of fixed height: a row's bits do not depend on its batch."""
 
-    XLA picks another blocking of K for another M, so the rows of one large product and of several
-    small ones differ in the last bit.
-    """
-    m = x.shape[0]
-    tile = 1 if m < _PREFILL_ROW_TILE else _PREFILL_ROW_TILE
-    tiles = max(1, -(-m // tile))
-    operands = [x] if residual is None else [x, residual]
-    operands = [
-        jnp.pad(a, ((0, tiles * tile - m), (0, 0))).reshape(tiles, tile, a.shape[1])
-        for a in operands
-    ]
+    def product(x, residual=None):
+        return matmul_xla(x, w, norm=norm, bias=bias, gate=gate, residual=residual, dtype=dtype)
 
-    def product(i, y):
-        rows = [lax.dynamic_index_in_dim(a, i, keepdims=False) for a in operands]
-        part = matmul_xla(
-            rows[0],
-            w,
-            norm=norm,
-            bias=bias,
-            gate=gate,
-            residual=rows[1] if rows[1:] else None,
-            dtype=dtype,
-        )
-        return lax.dynamic_update_index_in_dim(y, part, i, 0)
-
-    # A single tile takes the loop too, at a count the compiler does not know: unrolled, it would be
-    # fused with its neighbours and rounded otherwise.
-    count = lax.optimization_barrier(jnp.int32(tiles))
-    y = lax.fori_loop(0, count, product, jnp.zeros((tiles, tile, w.shape[-1]), dtype))
-    return y.reshape(tiles * tile, -1)[:m]
+    return in_row_tiles(product, x) if residual is None else in_row_tiles(product, x, residual)
