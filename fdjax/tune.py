@@ -34,6 +34,7 @@ from fdjax.pallas_kernels.gemm import (
 )
 from fdjax.pallas_kernels.gemm.chain_mosaic import chain_mosaic
 from fdjax.pallas_kernels.gemm.flat_gemm import matmul_flat_gemm
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
@@ -156,7 +157,7 @@ def _runs_at_once(shape: LinearShape, m: int, config: FlatGemmConfig) -> bool:
     parts = 2 if shape.gate else 1
     blocks = -(-shape.n // (parts * config.block_n)) * config.split * -(-m // config.block_m)
     ring_bytes = 2 * parts * config.block_n * config.block_k * config.stages
-    return blocks >= 48 and ring_bytes * -(-blocks // 132) <= 200 * 1024
+    return blocks >= 48 and ring_bytes * -(-blocks // MULTIPROCESSORS) <= 200 * 1024
 
 
 @dataclasses.dataclass(frozen=True)

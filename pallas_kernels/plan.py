@@ -17,6 +17,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+
 OPS = ("matmul", "linear_chain", "decode_attention", "prefill_attention")
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
 TABLE_SCHEMA = 1
@@ -31,9 +33,6 @@ _EXACT_KEYS = ("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "widt
 # Of the "mosaic_gpu" kernels that take a measured configuration. A change of the kernel that would
 # change what measures best is a new revision, which refuses the tables of the old one.
 KERNEL_REVISIONS = {"matmul": 1, "linear_chain": 1, "decode_attention": 1}
-
-# The blocks of that kernel wait for each other, so each needs one of these.
-CHAIN_MULTIPROCESSORS = 132
 
 logger = logging.getLogger("fdjax")
 
@@ -210,8 +209,11 @@ def resolve(plan: Plan | None, implementation: str | None, op: str, **shape: int
 
 
 def can_chain(device) -> bool:
-    """Whether a GPU may run the kernel of `linear_chain`; on another it would never end."""
-    return getattr(device, "core_count", None) in (None, CHAIN_MULTIPROCESSORS)
+    """Whether a GPU may run the kernel of `linear_chain`; on another it would never end.
+
+    Its blocks wait for each other, so each needs a multiprocessor.
+    """
+    return getattr(device, "core_count", None) in (None, MULTIPROCESSORS)
 
 
 def on_ampere(plan: Plan | None) -> bool:

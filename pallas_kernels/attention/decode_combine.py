@@ -8,7 +8,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.attention.decode_tiles import LOG2E, LOWEST, ROW, TILE, TILES
+from fdjax.pallas_kernels.attention.decode_tiles import ROW, TILE, TILES
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 
 _PIPELINE_BYTES = 128 * 1024
 

@@ -12,7 +12,8 @@ from fdjax.pallas_kernels.attention.decode_front import (
     rotate_rows,
     write_token,
 )
-from fdjax.pallas_kernels.attention.decode_tiles import COLUMN, LOG2E, LOWEST, ROW, TILE
+from fdjax.pallas_kernels.attention.decode_tiles import COLUMN, ROW, TILE
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.conditional import cond, when
 
 # In log2 units: a split is healthy with a denominator in this range about its m, and m is moved to

@@ -1,12 +1,6 @@
 """Layouts of the decode attention kernels: tiles of slots by query rows, and of D by query rows."""
 
-import math
-
 from jax.experimental.pallas import mosaic_gpu as plgpu
-
-LOG2E = math.log2(math.e)
-# Below every score, and finite: the difference of two is zero, not NaN.
-LOWEST = -(2.0**120)
 
 # In registers: a tile [64·n, R], a value for each of its columns [R], for each of its rows [64·n].
 TILE = plgpu.Layout.WGMMA

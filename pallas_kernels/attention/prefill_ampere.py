@@ -35,16 +35,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
-    LOG2E,
-    LOWEST,
     MATRIX,
+    SAFE,
     bend,
     operands,
     visible_blocks,
 )
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.conditional import cond, when
 
-_SAFE = (2.0**-60, 2.0**100)
 _SWIZZLE = 128
 _K = 16  # slots of an mma
 
@@ -317,7 +316,7 @@ def _prefill_kernel(
         o, l = attend_unified()
         top = nothing[1] if phi is None else nothing[1] + phi
         finite = (o * 0.0).sum(axis=1) == 0.0  # 0 · x is 0 for every finite x
-        safe = (l >= _SAFE[0]) & (l <= _SAFE[1]) & finite
+        safe = (l >= SAFE[0]) & (l <= SAFE[1]) & finite
         scratch["unsafe"][...] = jnp.where(safe, 0.0, jnp.where(padding, 0.0, 1.0))
         unsafe = plgpu.load(scratch["unsafe"], layout=MATRIX.reduce(0))
         scratch["again"][0] = unsafe.max(axis=0).astype(jnp.int32)

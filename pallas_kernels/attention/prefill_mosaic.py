@@ -45,16 +45,14 @@ from jaxlib.mlir.dialects import arith, vector
 from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
-    LOG2E,
-    LOWEST,
     MATRIX,
+    SAFE,
     bend,
     operands,
     visible_blocks,
 )
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.conditional import cond, when
-
-_SAFE = (2.0**-60, 2.0**100)
 
 _ROWS = 64  # query rows of a warpgroup: M of wgmma
 _CONSUMERS = 2  # warpgroups that compute
@@ -515,7 +513,7 @@ def _consume(
     else:
         o, l = pl.run_scoped(attend_unified, plgpu.ACC((_ROWS, d), jnp.float32))
         finite = (o * 0.0).sum(axis=1) == 0.0  # 0 · x is 0 for every finite x
-        safe = (l >= _SAFE[0]) & (l <= _SAFE[1]) & finite
+        safe = (l >= SAFE[0]) & (l <= SAFE[1]) & finite
         unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(position < bottom, 1.0, 0.0))
         store(o, l, zero if phi is None else zero + phi)  # commits unsafe_s as well
         unsafe = plgpu.load(unsafe_s, layout=MATRIX.reduce(0))

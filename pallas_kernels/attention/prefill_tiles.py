@@ -1,6 +1,5 @@
-"""What the prefill kernels share: what they read, which slots a tile sees, how scores are bent."""
+"""What prefill kernels share: what they read, slots that a tile sees, bent scores, safe sums."""
 
-import math
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -8,10 +7,10 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.scores import LOG2E
 
-LOG2E = math.log2(math.e)
-# Below every score, and finite: the difference of two is zero, not NaN.
-LOWEST = -(2.0**120)
+# The least and the largest l of a row that is right with a constant maximum; see `prefill_mosaic`.
+SAFE = (2.0**-60, 2.0**100)
 
 # In registers: a tile [64·n, 8·m], as wgmma leaves it, and mma of four warps one above another; a
 # value for each of its rows.

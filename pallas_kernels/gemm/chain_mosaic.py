@@ -43,12 +43,11 @@ from fdjax.pallas_kernels.gemm.tiles import (
     matrix,
     shared_bytes,
 )
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import CHAIN_MULTIPROCESSORS
 
 MAX_ROWS = 32
-_SMS = CHAIN_MULTIPROCESSORS
-_CLUSTERS = _SMS // 2
+_CLUSTERS = MULTIPROCESSORS // 2
 _BRICK = 64  # rows and columns of weight, and columns of x, that are copied and multiplied at once
 _TILE_BRICKS = 4  # of a slot in the ring of weights, 32 kB
 _X_SLOTS = 12
@@ -266,7 +265,7 @@ def _launch(operands, *, gate, eps, config):
             if stage.split > 1:
                 first, stride, k_rank = cluster, _CLUSTERS, rank
             else:
-                first, stride, k_rank = cluster * 2 + rank, _SMS, rank * 0
+                first, stride, k_rank = cluster * 2 + rank, MULTIPROCESSORS, rank * 0
             return first, stride, lax.div(stage.tiles - first + stride - 1, stride), k_rank
 
         def bricks(start, count):

@@ -38,9 +38,9 @@ from fdjax.pallas_kernels.gemm.tiles import (
     matrix,
     shared_bytes,
 )
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 
-_SMS = 132
 _SMEM_BYTES = 227 * 1024 - 256  # what a block may take, less its barriers
 _MAX_GROUPS = 8
 _MAX_SCALED_ROWS = 64
@@ -80,14 +80,14 @@ class FlatGemmConfig:
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "FlatGemmConfig":
         """A good tiling of an unmeasured shape: one wave of as many blocks as there are SMs."""
         widest = 128 if gate or m > 32 else 256
-        block_n = next((b for b in range(64, widest, 64) if -(-n // b) <= _SMS), widest)
+        block_n = next((b for b in range(64, widest, 64) if -(-n // b) <= MULTIPROCESSORS), widest)
         columns = block_n * (2 if gate else 1)
         blocks = -(-n // block_n)
         return cls(
             block_n=block_n,
             block_k=128 if columns <= 128 else 64,
             stages=4 if columns == 64 else 3,
-            split=2 if blocks <= _SMS // 2 and k >= 2048 else 1,
+            split=2 if blocks <= MULTIPROCESSORS // 2 and k >= 2048 else 1,
         )
 
 
