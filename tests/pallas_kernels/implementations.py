@@ -87,11 +87,8 @@ def _flat_gemm_cannot(case) -> bool:
 
 
 def _mosaic_cannot(case) -> bool:
-    if case.op == "prefill":
-        tile = case.d not in (64, 96, 128, 256)
-    else:
-        tile = case.d not in (64, 128, 256) or case.group * case.t > 64
-    return tile or case.s % 8 != 0 or case.dtype == "float32"
+    dims = (64, 96, 128, 256) if case.op == "prefill" else (64, 128, 256)
+    return case.d not in dims or case.s % 8 != 0 or case.dtype == "float32"
 
 
 MATMUL = [

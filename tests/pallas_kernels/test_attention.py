@@ -197,7 +197,7 @@ MASKED = [
 NOT_CAUSAL = [Prefill(causal=False), Prefill(causal=False, dtype="bfloat16")]
 DECODE = [
     *(Decode(d=d, group=g, dtype="bfloat16") for d, g in ((96, 1), (256, 1), (80, 4), (128, 8))),
-    *(Decode(t=t, dtype="bfloat16") for t in (4, 16)),
+    *(Decode(t=t, group=g, dtype="bfloat16") for t, g in ((4, 4), (16, 4), (16, 8))),
     *(Decode(t=t, d=d, group=g) for t, d, g in ((1, 128, 8), (4, 80, 1), (2, 256, 4))),
     *(Decode(t=t, d=d, dtype="float16") for t, d in ((1, 96), (3, 64))),
     *(Decode(t=3, window=window) for window in (1, 1000)),

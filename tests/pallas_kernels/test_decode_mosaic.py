@@ -92,6 +92,11 @@ def test_interpreted_with_every_mask(t):
     _check(operands, interpreted, config=SPLIT, masking=masking, phi=phi)
 
 
+def test_interpreted_with_many_query_rows():
+    """128 of a KV head, as four tiles."""
+    _check(_operands([17, 130], t=16, group=8), interpreted, config=ONE)
+
+
 @pytest.mark.parametrize("group", [1, 2])
 def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
     """With 16 query rows it begins with slots of the block before, with 32 it is padded."""
