@@ -256,7 +256,7 @@ def rotation(
             if lengths is None or lengths.shape != positions.shape[:1]:
                 given = None if lengths is None else list(lengths.shape)
                 raise ValueError(
-                    f"apply_rope: {type(rope.scaling).__name__} needs {name} "
+                    f"rotation: {type(rope.scaling).__name__} needs {name} "
                     f"[{positions.shape[0]}], got {given}"
                 )
         lengths = rope.scaling.lengths(positions, prompt, limit)

@@ -239,10 +239,10 @@ def test_descriptions_that_mean_nothing(make, message):
 @pytest.mark.parametrize("name", ["dynamic", "longrope"])
 def test_lengths_must_be_given_where_they_matter(name):
     x, positions = jnp.ones((2, 1, 1, 64)), jnp.zeros((2, 1), jnp.int32)
-    with pytest.raises(ValueError, match=r"^apply_rope: \w+ needs prompt \[2\], got None$"):
+    with pytest.raises(ValueError, match=r"^rotation: \w+ needs prompt \[2\], got None$"):
         apply_rope(x, positions, ROPES[name])
     one = jnp.ones(1, jnp.int32)
-    with pytest.raises(ValueError, match=r"^apply_rope: \w+ needs limit \[2\], got \[1\]$"):
+    with pytest.raises(ValueError, match=r"^rotation: \w+ needs limit \[2\], got \[1\]$"):
         apply_rope(x, positions, ROPES[name], prompt=jnp.ones(2, jnp.int32), limit=one)
 
 
