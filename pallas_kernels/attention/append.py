@@ -42,10 +42,11 @@ def append_decode_attention(
       lengths: [B] int32 slots filled before; token t goes to slot lengths[b] + t, or nowhere if
         there is no such slot.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
-      scale, window, soft_cap, alibi, phi, unified, implementation, plan: see `decode_attention`.
+      scale, window, soft_cap, alibi, phi, unified, return_reruns, implementation, plan: see
+        `decode_attention`.
 
     Returns:
-      (o [B, T, H, D], k_cache, v_cache).
+      (o [B, T, H, D], k_cache, v_cache), and reruns [] fp32 where they are asked for.
 
     Raises:
       ValueError: shapes or dtypes disagree.
