@@ -30,6 +30,7 @@ import numpy as np
 from jax import Array, lax
 
 from fdjax.checkpoint import fingerprint, read_json
+from fdjax.memory import MemoryPlan, plan_memory
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
@@ -101,6 +102,7 @@ def gather(
     Raises:
       ValueError: there is no text, an id is outside the vocabulary, or `context` is out of range.
       FloatingPointError: scores are not finite.
+      MemoryError: the cache that a piece needs does not fit beside the weights.
     """
     limit = lm.max_len or lm.config.max_position_embeddings
     context = min(limit, _CONTEXT) if context is None else context
@@ -111,8 +113,10 @@ def gather(
         raise ValueError("calibrate: there is no text")
     # The longest first: pieces of similar length share calls.
     pieces.sort(key=len, reverse=True)
-    slots = covered_slots(len(pieces[0]))
+    longest = len(pieces[0])
+    slots = covered_slots(longest)
     rows = min(len(pieces), max(1, _CACHE_SLOTS // slots))
+    rows = lm._engine.fitting_rows("calibrate", rows, functools.partial(_plan, lm.model, longest))
     layers, heads = lm.config.layers, lm.config.heads
     total = Statistics(
         np.zeros((layers, heads, BINS), np.int64),
@@ -136,6 +140,14 @@ def gather(
             "are damaged, or the dtype is too narrow (try dtype='float32')"
         )
     return total
+
+
+def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
+    """As of a prompt; and scores as they are, masked and in bins, and the counts of two chunks."""
+    plan = plan_memory(model, batch=rows, max_len=longest)
+    counts = 2 * 4 * model.config.layers * model.config.heads * BINS
+    workspace_bytes = plan.workspace_bytes + 3 * _SCORES_BYTES + 2 * counts
+    return dataclasses.replace(plan, workspace_bytes=workspace_bytes)
 
 
 def _pieces(lm: "LM", text: "Prompt", i: int, context: int) -> list[list[int]]:

@@ -18,7 +18,7 @@ import numpy as np
 from fdjax import step
 from fdjax.host_arrays import HostArrays
 from fdjax.lowered import kept
-from fdjax.memory import plan_memory
+from fdjax.memory import MemoryPlan, plan_memory
 from fdjax.models import Model, Params
 from fdjax.options import per_row
 from fdjax.program import Program
@@ -173,6 +173,27 @@ class Engine:
         finally:
             unread = [tokens for _, tokens, *_ in waiting]
             self.idle = Idle(jax.tree.unflatten(treedef, state), unread) if sound else None
+
+    def fitting_rows(self, op: str, rows: int, plan: Callable[[int], MemoryPlan]) -> int:
+        """So many of `rows` rows as there is memory for: all of them, or a power of two.
+
+        The idle state is dropped, as it is in nobody else's plan.
+
+        Args:
+          op: for the error.
+          rows: at most.
+          plan: what so many rows take.
+
+        Raises:
+          MemoryError: one row does not fit.
+        """
+        self.idle = None
+        if self.memory_bytes is None:
+            return rows
+        while rows > 1 and plan(rows).total_bytes > self.memory_bytes:
+            rows = 2 ** (math.ceil(math.log2(rows)) - 1)
+        plan(rows).check(op, self.memory_bytes)
+        return rows
 
     def _slots(self, batch: int, longest_prompt: int, total: int) -> int:
         """Cache slots per row; where memory is short, no more than `total` tokens need.

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fdjax.memory import plan_memory
+from fdjax.memory import MemoryPlan, plan_memory
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.program import Program
@@ -84,7 +84,8 @@ def score(
         longest = max(1, len(windows[0].ids) - 1)
         slots = slots_for(longest, longest, lm.max_len)
         count = max(1, min(batch_size, _CACHE_SLOTS // slots, lm.max_batch or batch_size))
-        count = _fitting(lm, min(count, len(windows)), longest, slots)
+        plan = functools.partial(_plan, lm.model, longest, slots)
+        count = lm._engine.fitting_rows("score", min(count, len(windows)), plan)
         scored += _score_batch(lm, windows[:count], slots)
         windows = windows[count:]
     result = ScoreResult(ids, [[] for _ in ids], [[] for _ in ids])
@@ -94,16 +95,8 @@ def score(
     return result
 
 
-def _fitting(lm: "LM", count: int, longest: int, slots: int) -> int:
-    """So many of `count` texts as there is memory for, in cache rows that are a power of two."""
-    limit = lm._engine.memory_bytes
-    if limit is None:
-        return count
-    need = functools.partial(plan_memory, lm.model, max_len=longest, slots=slots)
-    while count > 1 and need(batch=_cache_rows(count)).total_bytes > limit:
-        count = _cache_rows(count) // 2
-    need(batch=count).check("score", limit)
-    return count
+def _plan(model: Model, longest: int, slots: int, texts: int) -> MemoryPlan:
+    return plan_memory(model, batch=_cache_rows(texts), max_len=longest, slots=slots)
 
 
 def _cache_rows(texts: int) -> int:

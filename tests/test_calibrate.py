@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 import statistics
+import weakref
 from pathlib import Path
 
 import jax
@@ -233,6 +234,26 @@ def test_scores_that_are_not_finite_are_told():
     damaged = fdjax.LM(lm.model, params)
     with pytest.raises(FloatingPointError, match="scores of layer 0 are not finite"):
         calibrate.gather(damaged, [[1, 5, 7]])
+
+
+def test_the_limits_of_memory_hold(monkeypatch):
+    lm, made = random_lm(), []
+    lm.generate([[5, 6, 7]] * 4, max_new_tokens=2)
+    idle = weakref.ref(lm._engine.idle.state.kv[0][0])
+    monkeypatch.setattr(
+        calibrate, "init_cache", lambda *s: made.append((s[1], idle())) or init_cache(*s)
+    )
+    texts = [token_ids(100, seed) for seed in range(5)]
+    free = calibrate.gather(lm, texts)
+    assert made == [(5, None)]
+    one, two = (calibrate._plan(lm.model, 100, rows).total_bytes for rows in (1, 2))
+    monkeypatch.setattr(lm._engine, "memory_bytes", two)
+    limited = calibrate.gather(lm, texts)
+    np.testing.assert_array_equal(limited.scores.sum(axis=-1), free.scores.sum(axis=-1))
+    assert made[1:] == [(2, None)] * 3
+    monkeypatch.setattr(lm._engine, "memory_bytes", one - 1)
+    with pytest.raises(MemoryError, match="calibrate: must fit into"):
+        calibrate.gather(lm, texts)
 
 
 def test_scores_are_never_all_there():

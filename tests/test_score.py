@@ -179,6 +179,22 @@ def test_the_limits_of_the_model_hold(monkeypatch):
         narrow.score(texts())
 
 
+def test_what_an_answer_leaves_is_dropped_before_another_cache_is_made(monkeypatch):
+    lm = load.__wrapped__()
+    lm.generate([[1, 2, 3]] * 4, max_new_tokens=2)
+    idle = weakref.ref(lm._engine.idle.state.kv[0][0])
+    left = []
+    monkeypatch.setattr(
+        score, "init_cache", lambda *shape: left.append(idle()) or init_cache(*shape)
+    )
+    with pytest.raises(ValueError, match="text 0 is empty"):
+        lm.score([[]])
+    assert idle() is not None
+    lm.score([[1, 2, 3]])
+    assert left == [None]
+    assert len(lm.generate([1, 2, 3], max_new_tokens=2, eos_token_id=None).tokens[0]) == 2
+
+
 def test_programs_go_with_the_model():
     lm = load.__wrapped__()
     lm = fdjax.LM(dataclasses.replace(lm.model), lm.params)  # no other one's programs
