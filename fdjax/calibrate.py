@@ -1,9 +1,20 @@
 """Calibration of the unified maximum φ: what the inputs of the softmax are, head by head.
 
-FlashDecoding++ (Hong et al. 2024), section 3 and Fig. 5. Decode kernels subtract a constant φ where
-a softmax subtracts the maximum of its row, which is exact as long as that maximum lies within the
+FlashDecoding++ (Hong et al. 2024), section 3 and Fig. 5. Kernels subtract a constant φ where a
+softmax subtracts the maximum of its row, which is exact as long as that maximum lies within the
 safe range φ ± 32 in units of log2, ± 22.18 in natural ones. A row, one query token of one head,
-whose largest score lies outside *leaves the range*; kernels stay exact and lose time.
+whose largest score lies outside *leaves the range*.
+
+That is narrower than what kernels bear, so it counts rows that cost them little or nothing. They
+are exact anyhow, and lose time where they run again:
+
+- prefill, where the sum of a row, relative to φ, is not within 2^-60 and 2^100;
+- decode, where that of a split of a row is not within 2^±64 relative to m. m is φ, or the maximum
+  of the split's first block where that is further than 32 from φ: a row that lies elsewhere as a
+  whole costs one reduction.
+
+A row inside seldom costs a decode kernel a rerun: where the first block of a split lies below the
+range, and a later score of it some 64 above that block. `stats.reruns` tells what did run again.
 
 `gather` runs texts through a model and counts, on the device and without keeping a score, the
 scores and the maxima of the rows. `choose` takes the φ of each head with which the fewest rows
@@ -45,8 +56,8 @@ FILE = "fdjax_calibration.json"
 SCHEMA = 1
 _REMEDY = "run `fdjax calibrate` again, or remove the file"
 
-# In units of log2: what the decode kernels keep without another maximum, and the bins of the
-# histograms. The first and the last bin hold what is beyond.
+# In units of log2: how far from φ the maximum of a split's first block may be for decode kernels to
+# keep φ, and the bins of the histograms. The first and the last bin hold what is beyond.
 SAFE_LOG2 = 32.0
 BIN_LOG2 = 0.25
 BINS = 8192

@@ -27,7 +27,13 @@ from fdjax.calibrate import BIN_LOG2, BINS, Calibration, Statistics, bin_edges, 
 from fdjax.checkpoint import fingerprint, locate
 from fdjax.cli import main
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, describe, random_params
-from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.attention import (
+    decode_kernel,
+    prefill_ampere,
+    prefill_attention,
+    prefill_mosaic,
+    split_qkv,
+)
 from fdjax.pallas_kernels.rope import Rope, apply_rope
 from fdjax.state import init_cache
 
@@ -329,6 +335,18 @@ def test_the_decision_is_made_layer_by_layer():
     calibration = Calibration.of(both, "", {})
     assert [layer.applies for layer in calibration.layers] == [True, False]
     assert "applies in 1 of 2 layers" in str(calibration)
+
+
+def test_no_kernel_bears_less_than_the_safe_range():
+    assert decode_kernel._NEAR_LOG2 == calibrate.SAFE_LOG2
+    most_slots = 2**24
+    for lowest, highest in (
+        (2.0**-decode_kernel._SAFE_LOG2, 2.0**decode_kernel._SAFE_LOG2),
+        prefill_ampere._SAFE,
+        prefill_mosaic._SAFE,
+    ):
+        assert lowest <= 2.0**-calibrate.SAFE_LOG2
+        assert most_slots * 2.0**calibrate.SAFE_LOG2 <= highest
 
 
 @given(st.data())
