@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -354,10 +354,18 @@ def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:
 def _is_per_prompt(name: str, value: Any) -> bool:
     if not isinstance(value, list | tuple):
         return False
+    if name == "logit_bias":
+        return bool(value) and all(v is None or _is_bias(v) for v in value)
     nesting = _NESTING.get(name)
     if nesting is None:
         return isinstance(value, list)
     return _depth(value) > nesting or any(v is None for v in value)
+
+
+def _is_bias(value: Any) -> bool:
+    """Whether it is all of a bias, {id: bias} or pairs, and not one pair."""
+    pairs = isinstance(value, list | tuple) and all(isinstance(v, list | tuple) for v in value)
+    return pairs or isinstance(value, Mapping)
 
 
 def _depth(value: Any) -> int:

@@ -265,6 +265,27 @@ def test_a_list_is_one_value_per_prompt(lm, truth):
     assert [len(row) for row in result.logprobs] == [8, 5, 0]
 
 
+def test_pairs_are_one_bias_for_all_prompts_or_one_for_each(lm, truth):
+    prompt, (first, *_) = truth[1]
+
+    def firsts(bias, count=2):
+        result = lm.generate([prompt] * count, max_new_tokens=1, logit_bias=bias, **GREEDY)
+        return [tokens[0] for tokens in result.tokens]
+
+    to_5 = [(5, 100.0), (first, -100.0)]
+    for bias in (to_5, tuple(to_5), dict(to_5), [to_5, to_5]):
+        assert firsts(bias) == [5, 5]
+    for bias in ([to_5, None], [to_5, []], [dict(to_5), {}], (tuple(to_5), None)):
+        assert firsts(bias) == [5, first]
+    assert firsts([]) == [first, first]
+    for bias in ([(5, 100.0)], [[5, 100.0]]):
+        assert firsts(bias, count=1) == [5]
+    with pytest.raises(ValueError, match=r"logit_bias must have one value per prompt \(2\), got 1"):
+        firsts([{5: 1.0}])
+    with pytest.raises(ValueError, match="logit_bias"):
+        firsts([5, 1.0])
+
+
 def test_a_list_of_another_length_is_refused(lm):
     with pytest.raises(
         ValueError, match=r"temperature must have one value per prompt \(2\), got 3"
