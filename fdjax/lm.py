@@ -133,7 +133,8 @@ class LM:
           config: defaults to the checkpoint's generation_config.json.
           **options: fields of `GenerationConfig`, over `config`. A list gives one value per prompt;
             for options that are sequences themselves, a list of sequences does. None is as if not
-            given. Naming a temperature, top_k, top_p, min_p or typical_p turns sampling on unless
+            given, but for `eos_token_id`, another name of `eos_token_ids`: of it None is no end.
+            Naming a temperature, top_k, top_p, min_p or typical_p turns sampling on unless
             `do_sample` says otherwise. Without a seed, each call draws its own.
 
         Returns:
@@ -144,7 +145,7 @@ class LM:
           ValueError: a prompt is empty, too long for the cache or has ids outside the vocabulary;
             an option is out of range; the options forbid every token; there are more rows than
             `max_batch`.
-          TypeError: there is no such option.
+          TypeError: there is no such option, or `eos_token_id` and `eos_token_ids` are both named.
           MissingTokenizerError: text or a stop string is given and there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
           MemoryError: the cache that the rows need does not fit beside the weights.
@@ -305,6 +306,8 @@ class LM:
         if not isinstance(base, GenerationConfig):
             raise TypeError(f"generate: config must be a GenerationConfig, got {base!r}")
         if "eos_token_id" in options:
+            if "eos_token_ids" in options:
+                raise TypeError("generate: eos_token_id and eos_token_ids are one option, got both")
             eos = options.pop("eos_token_id")
             options["eos_token_ids"] = () if eos is None else eos
         for name in options:

@@ -36,6 +36,7 @@ class Stats:
       prefill_seconds: from the call to the first token of the last row, less compiling.
       decode_seconds: from there to the last token, less compiling.
       decode_bytes: bytes the decode steps had to read: weights each step, live cache slots.
+      decode_steps: each is one token of every row that has not ended; the first tokens have none.
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
       chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
       compile_seconds: in which the host traced and compiled programs, or loaded compiled ones.

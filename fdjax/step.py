@@ -1,6 +1,6 @@
 """The two device programs everything is a loop over: a chunk of prompts, a chunk of decode steps.
 
-Both are pure functions of `(params, state, ...)`; `fdjax.lm` jits them with the state donated.
+Both are pure functions of `(params, state, ...)`; `fdjax.engine` jits them with the state donated.
 """
 
 import dataclasses

@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import itertools
 import pickle
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ import fdjax.platform
 from fdjax import engine, memory
 from fdjax.models import describe, random_params
 from fdjax.models.decoder import Block
+from fdjax.results import Stats
 from fdjax.schedule import CHUNKS
 from fdjax.tokenizer import MissingTokenizerError
 
@@ -222,6 +224,21 @@ def test_eos_ends_a_row(lm, truth):
     assert (last.tokens, last.finish_reasons) == ([tokens[:7]], ["stop"])
     result = lm.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=stop)
     assert (result.tokens, result.finish_reasons) == ([tokens[:6]], ["length"])
+
+
+def test_ends_have_two_names_and_one_value(lm, truth):
+    prompt, tokens = truth[3]
+    options = dict(max_new_tokens=7, do_sample=False)
+    config = fdjax.GenerationConfig(eos_token_ids=tokens[0], **options)
+    assert lm.generate(prompt, config, eos_token_ids=None).tokens == [tokens[:1]]
+    assert lm.generate(prompt, config, eos_token_id=None).tokens == [tokens[:7]]
+    with pytest.raises(TypeError, match="eos_token_id and eos_token_ids are one option, got both"):
+        lm.generate(prompt, eos_token_id=None, eos_token_ids=tokens[0])
+
+
+def test_every_number_of_the_statistics_is_documented():
+    documented = re.findall(r"^ +(\w+): ", Stats.__doc__, re.MULTILINE)
+    assert documented == [field.name for field in dataclasses.fields(Stats)]
 
 
 def test_a_row_may_end_with_its_first_token(lm, truth):
