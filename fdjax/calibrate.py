@@ -45,6 +45,7 @@ from fdjax.memory import MemoryPlan, plan_memory
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
+from fdjax.prompts import as_several
 from fdjax.schedule import chunks_for, covered_slots
 from fdjax.state import LayerCache, init_cache
 
@@ -95,7 +96,7 @@ class Statistics(NamedTuple):
 
 def gather(
     lm: "LM",
-    texts: "Sequence[Prompt]",
+    texts: "Prompt | Sequence[Prompt]",
     *,
     context: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -104,14 +105,15 @@ def gather(
 
     Args:
       lm: the model.
-      texts: texts or sequences of token ids. One longer than `context` is cut into pieces, each
-        with the special tokens that begin a text.
+      texts: a text, a sequence of token ids, or a sequence of either. One longer than `context` is
+        cut into pieces, each with the special tokens that begin a text.
       context: tokens of a piece at most; default the model's context, up to 4096. The longer it
         is, the more like long prompts the rows are.
       progress: called with (tokens done, tokens in all).
 
     Raises:
-      ValueError: there is no text, an id is outside the vocabulary, or `context` is out of range.
+      ValueError: there is no text, it is neither text nor ids, an id is outside the vocabulary, or
+        `context` is out of range.
       FloatingPointError: scores are not finite.
       MemoryError: the cache that a piece needs does not fit beside the weights.
     """
@@ -119,6 +121,7 @@ def gather(
     context = min(limit, _CONTEXT) if context is None else context
     if not 1 < context <= limit:
         raise ValueError(f"calibrate: context must be from 2 to {limit}, got {context}")
+    texts, _ = as_several(texts, "calibrate: texts")
     pieces = [piece for i, text in enumerate(texts) for piece in _pieces(lm, text, i, context)]
     if not pieces:
         raise ValueError("calibrate: there is no text")

@@ -219,10 +219,19 @@ def test_a_long_text_is_cut_into_pieces_that_begin_as_a_text_does(tiny):
     assert calibrate._pieces(tiny, ids, 0, 50) == [ids[i : i + 50] for i in range(0, len(ids), 50)]
 
 
+def test_one_text_is_one(tiny):
+    counted = [calibrate.gather(tiny, texts) for texts in ("An owl.", ["An owl."])]
+    counted.append(calibrate.gather(tiny, tiny.tokenizer.encode("An owl.")))
+    for got in counted[1:]:
+        for a, b in zip(counted[0], got, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize(
     ("texts", "options", "told"),
     [
         ([], {}, "there is no text"),
+        (b"abc", {}, "texts must be text or token ids, got b'abc'"),
         ([[]], {}, "there is no text"),
         ([[1, 64]], {}, r"text 0 has id 64, the vocabulary is 0\.\.63"),
         ([[1, 2]], {"context": 1}, "context must be from 2 to 512, got 1"),
