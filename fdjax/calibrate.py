@@ -476,8 +476,11 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
         return
     # A model with half a calibration beside it would not load.
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | None:

@@ -541,13 +541,15 @@ def test_a_file_is_written_whole_or_not_at_all(calibration, tmp_path, monkeypatc
     before = path.read_bytes()
     assert [p.name for p in tmp_path.iterdir()] == [calibrate.FILE]
 
-    def interrupted(self, *args, **kwargs):
+    def interrupted(self, text, **kwargs):
+        self.write_bytes(text[:9].encode())
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Path, "write_text", interrupted)
     with pytest.raises(KeyboardInterrupt):
         calibrate.write_calibration(calibration, path)
     assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == [calibrate.FILE]
 
 
 def test_a_file_of_another_schema_is_not_used(calibration, folder):
