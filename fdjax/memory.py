@@ -15,10 +15,10 @@ import jax.numpy as jnp
 from fdjax.models import AttentionSpec, Model
 from fdjax.schedule import (
     call_tokens,
-    chunks_for,
     covered_slots,
     most_rows_of_call,
     rows_of_call,
+    widest_chunk,
 )
 from fdjax.state import SLOT_MULTIPLE, cache_bytes
 
@@ -216,7 +216,7 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     c, plan = model.config, model.plan
     itemsize = jnp.dtype(model.dtype).itemsize
     tokens = call_tokens(max_len, batch)
-    rows = rows_of_call(max(chunks_for(max_len)), batch)
+    rows = rows_of_call(widest_chunk(max_len), batch)
     mlp = tokens * 3 * (c.width + c.mlp_width) * itemsize
     # The residual stream; Q, K and V; rotated Q or the result.
     heads = 2 * (c.heads + c.kv_heads) * c.head_dim

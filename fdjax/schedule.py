@@ -32,25 +32,44 @@ class PrefillCall:
     prompts: np.ndarray
 
 
-@functools.cache
 def chunks_for(length: int) -> tuple[int, ...]:
     """The cheapest sequence of chunk widths that covers a prompt of `length` tokens."""
-    if length <= 0:
-        return ()
-    if length > 2 * CHUNKS[-1]:
-        widest = -(-length // CHUNKS[-1]) - 2
-        return CHUNKS[-1:] * widest + chunks_for(length - widest * CHUNKS[-1])
-    options = [(c, *chunks_for(length - c)) for c in reversed(CHUNKS)]
-    return min(options, key=lambda o: sum(o) + _CALL_OVERHEAD_TOKENS * len(o))
+    widest, rest = _widest_and_rest(length)
+    return CHUNKS[-1:] * widest + rest
+
+
+def widest_chunk(length: int) -> int:
+    """The first of `chunks_for`."""
+    widest, rest = _widest_and_rest(length)
+    return CHUNKS[-1] if widest else rest[0]
 
 
 def covered_slots(length: int) -> int:
     """Cache slots that prefilling `length` tokens needs, padding included."""
-    return sum(chunks_for(length))
+    widest, rest = _widest_and_rest(length)
+    return CHUNKS[-1] * widest + sum(rest)
+
+
+def _widest_and_rest(length: int) -> tuple[int, tuple[int, ...]]:
+    """The cheapest chunks: so many of the widest, and then these."""
+    widest = max(0, -(-length // CHUNKS[-1]) - 2)
+    return widest, _cheapest(-(-length // CHUNKS[0]) - widest * (CHUNKS[-1] // CHUNKS[0]))
+
+
+@functools.cache
+def _cheapest(units: int) -> tuple[int, ...]:
+    """The cheapest chunks for so many of the narrowest, of up to twice the widest."""
+    if units <= 0:
+        return ()
+    options = [(c, *_cheapest(units - c // CHUNKS[0])) for c in reversed(CHUNKS)]
+    return min(options, key=lambda o: sum(o) + _CALL_OVERHEAD_TOKENS * len(o))
 
 
 def rows_of_call(width: int, batch: int) -> int:
-    """Rows of a state of `batch` rows that a call with chunks of `width` takes."""
+    """Rows of a state of `batch` rows that a call with chunks of `width` takes.
+
+    All of them, or half, a quarter and so on, rounded down: a few numbers, whatever the prompts.
+    """
     rows = batch
     while rows > 1 and rows * width > _CALL_TOKENS:
         rows //= 2
@@ -59,19 +78,19 @@ def rows_of_call(width: int, batch: int) -> int:
 
 def most_rows_of_call(length: int) -> int:
     """Rows that a call with the widest chunks of prompts of `length` tokens takes at most."""
-    return max(1, _CALL_TOKENS // max(chunks_for(length)))
+    return max(1, _CALL_TOKENS // widest_chunk(length))
 
 
 def call_tokens(length: int, batch: int) -> int:
     """Tokens of the largest call for prompts of up to `length` tokens, padding included."""
-    widest = max(chunks_for(length))
+    widest = widest_chunk(length)
     return max(rows_of_call(width, batch) * width for width in CHUNKS if width <= widest)
 
 
 def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillCall]:
     """Calls that process `prompts` into rows 0, 1, … of a state of `batch` rows.
 
-    Rows of similar length share calls; a call has a power of two of rows, or all of them.
+    Rows of similar length share calls, of as many rows as `rows_of_call` says.
     """
     order = sorted(
         (i for i in range(len(prompts)) if len(prompts[i])), key=lambda i: len(prompts[i])

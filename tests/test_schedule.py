@@ -1,13 +1,23 @@
 """Prompts cut into calls: every token once, few shapes, little waste, nothing past the cache."""
 
 import collections
+import tracemalloc
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdjax.schedule import CHUNKS, chunks_for, covered_slots, prefill_calls, slots_for
+from fdjax import schedule
+from fdjax.schedule import (
+    CHUNKS,
+    chunks_for,
+    covered_slots,
+    prefill_calls,
+    rows_of_call,
+    slots_for,
+    widest_chunk,
+)
 from fdjax.state import SLOT_MULTIPLE
 
 NARROW, WIDE = min(CHUNKS), max(CHUNKS)
@@ -52,6 +62,18 @@ def test_the_cost_of_chunks_is_the_least_there_is():
 def test_a_very_long_prompt_is_no_deep_recursion():
     chunks = chunks_for(10_000_001)
     assert 0 <= sum(chunks) - 10_000_001 < 512
+
+
+def test_sums_of_chunks_need_no_chunks():
+    for length in range(1, LONGEST, 7):
+        chunks = chunks_for(length)
+        assert (covered_slots(length), widest_chunk(length)) == (sum(chunks), max(chunks))
+    tracemalloc.start()
+    assert covered_slots(10**12) == slots_for(1, 1, 10**12) == 10**12
+    assert widest_chunk(10**12) == WIDE
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    assert schedule._cheapest.cache_info().currsize <= 3 * WIDE // NARROW
 
 
 def test_a_longer_prompt_never_covers_fewer_slots():
@@ -197,6 +219,11 @@ def test_programs_are_few_whatever_the_prompts(batch):
     assert len(shapes) <= (3 if batch == 1 else 9)
     for whole, count, _ in shapes:
         assert count == batch if whole else count in {2**i for i in range(9)}
+
+
+def test_a_call_has_all_rows_or_a_half_of_them_and_so_on():
+    assert [rows_of_call(WIDE, batch) for batch in (1, 8, 12, 20, 64)] == [1, 8, 6, 5, 8]
+    assert {len(call.tokens) for call in prefill_calls([[7] * 2000] * 12, 12)} == {6}
 
 
 def test_prompts_of_one_length_share_calls():
