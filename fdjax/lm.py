@@ -92,14 +92,19 @@ class LM:
         """The weights. Others of the same shapes may be assigned; nothing is compiled anew.
 
         Assigned as a whole: the containers are copies.
+
+        Raises:
+          ValueError: those assigned are not of this model; the first that is not is named.
         """
         return jax.tree.map(lambda leaf: leaf, self._params)
 
     @params.setter
     def params(self, params: Params) -> None:
-        self._params = jax.tree.map(
+        params = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
         )
+        _check_params(params, self.model.abstract_params)
+        self._params = params
         self._engine = Engine(
             self.model, self._params, self.max_len, self.max_batch, self._memory_bytes
         )
@@ -339,6 +344,25 @@ class LM:
     def program_counts(self) -> dict[str, int]:
         """Programs compiled so far for this model: of "prefill" and of "decode_steps"."""
         return self._engine.program_counts()
+
+
+def _check_params(params: Params, wanted: Params) -> None:
+    """Raise ValueError where parameters are not of the structure, shapes and dtypes wanted."""
+    given, want = (
+        {
+            jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{[*leaf.shape]}"
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        }
+        for tree in (params, wanted)
+    )
+    for name in {**want, **given}:
+        if given.get(name) != want.get(name):
+            raise ValueError(
+                f"params: {name} must be {want.get(name, 'absent')}, "
+                f"got {given.get(name, 'nothing')}"
+            )
+    if jax.tree.structure(params) != jax.tree.structure(wanted):
+        raise ValueError("params: must be nested dicts, as those of `LM.params`")
 
 
 def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:

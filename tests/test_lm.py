@@ -17,6 +17,7 @@ import pytest
 
 import fdjax
 import fdjax.platform
+from benchmarks.ahead import stand_ins
 from fdjax import engine, memory
 from fdjax.models import describe, random_params
 from fdjax.models.decoder import Block
@@ -186,6 +187,27 @@ def test_containers_of_weights_are_copies(lm):
     other.params["embed"] = jnp.zeros_like(lm.params["embed"])
     assert other.generate([5, 6, 7], max_new_tokens=4, **CHECKED).logprobs == before
     assert other.score([5, 6, 7]).perplexity == lm.score([5, 6, 7]).perplexity
+
+
+def test_weights_of_another_model_are_refused(lm):
+    other, params = fresh(lm), lm.params
+    want = re.escape("embed must be float32[320, 64], got ")
+    embed = params.pop("embed")
+    for wrong, told in (
+        (params, want + "nothing"),
+        ({**params, "embed": embed[:5]}, want + re.escape("float32[5, 64]")),
+        ({**params, "embed": np.asarray(embed, np.float16)}, want + re.escape("float16[320, 64]")),
+        ({**params, "embed": embed, "head": embed}, r"head must be absent, got float32\["),
+        ({**params, "embed": embed, "blocks": [*params["blocks"].values()]}, "nested dicts"),
+        ([], "must be .*, got nothing"),
+    ):
+        with pytest.raises(ValueError, match=f"^params: .*{told}"):
+            other.params = wrong
+        with pytest.raises(ValueError, match=told):
+            fresh(lm, params=wrong)
+    assert other.params.keys() == lm.params.keys()
+    other.params = stand_ins(lm.params)
+    other.params = jax.tree.map(np.asarray, lm.params)
 
 
 def test_what_an_interrupt_leaves_is_not_used_again(lm, monkeypatch):
