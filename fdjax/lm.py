@@ -192,14 +192,18 @@ class LM:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
         row = Row(requests[0], self.tokenizer, streamed=True)
+        timer.pause()
         return TextStream(self._pieces(row, timer), row, timer)
 
     def _pieces(self, row: Row, timer: Timer) -> Iterator[str]:
+        timer.resume()
         with contextlib.closing(self._engine.run([row], _STREAM_STEPS)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
                 if piece := row.new_text():
+                    timer.pause()
                     yield piece
+                    timer.resume()
 
     def chat(self, messages, config: GenerationConfig | None = None, **options) -> GenerateResult:
         """Answer a conversation, or each of a list of them, through the checkpoint's chat template.

@@ -30,6 +30,11 @@ PEAK_GB_PER_S = {
 class Stats:
     """What a call cost. Compiling, which only the first call of a shape does, is told apart.
 
+    Of a stream, seconds are those in which its reader waited: the clock stands from the call until
+    the first piece is asked for, and while the reader holds a piece. Meanwhile the device may do
+    the steps of one chunk more, so that of a reader who takes longer than those, times per step and
+    rates are better than the device's.
+
     Attributes:
       prompt_tokens: tokens of all prompts.
       decode_tokens: tokens generated, all rows.
@@ -195,11 +200,19 @@ class Timer:
     def __init__(self, model: Model, params: Params):
         self._model = model
         self._params = params
-        self._last = time.perf_counter()
+        self._last = self._paused = time.perf_counter()
         self._prefill = self._decode = self._compile = 0.0
         self._steps = -1
         self._chunk_ms: list[float] = []
         self._reruns: list[np.ndarray] = []
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Let the clock run on, after `pause`."""
+        self._last += time.perf_counter() - self._paused
 
     def chunk(self, chunk: Chunk) -> None:
         """Note the arrival of a chunk; the first holds the first tokens."""

@@ -8,6 +8,7 @@ import pickle
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -387,6 +388,26 @@ def test_a_stream_is_generate(lm):
     assert "".join(pieces) == result.text
     assert len(pieces) > 5
     assert list(lm.stream(TEXT, max_new_tokens=0, **GREEDY)) == []
+
+
+def test_a_streams_statistics_leave_out_the_time_of_its_reader(lm, monkeypatch):
+    clock = types.SimpleNamespace(now=0.0)
+    clock.perf_counter = lambda: clock.now
+    monkeypatch.setattr("fdjax.results.time", clock)
+    stream = lm.stream(TEXT, max_new_tokens=30, **GREEDY)
+    note, chunks = stream._timer.chunk, []
+
+    def slow(chunk):
+        chunks.append(chunk)
+        clock.now += 0.25
+        note(chunk)
+
+    monkeypatch.setattr(stream._timer, "chunk", slow)
+    clock.now += 1000
+    for _ in stream:
+        clock.now += 100
+    assert len(chunks) > 5
+    assert stream.stats.seconds == pytest.approx(0.25 * len(chunks))
 
 
 def test_leaving_a_stream_early(lm, truth):
