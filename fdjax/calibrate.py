@@ -26,10 +26,8 @@ asks it of all scores; a range of scores that fits is one of maxima that fits.
 import dataclasses
 import functools
 import importlib.util
-import json
 import logging
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -41,6 +39,7 @@ import numpy as np
 from jax import Array, lax
 
 from fdjax.checkpoint import fingerprint, read_json
+from fdjax.files import json_by_line, write_whole
 from fdjax.memory import MemoryPlan, plan_memory
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
@@ -463,24 +462,12 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
         "safe_range": [-SAFE_LOG2 / _LOG2E, SAFE_LOG2 / _LOG2E],
         "rate_limit": RATE_LIMIT,
     }
-    lines = ",\n".join(
-        "  "
-        + json.dumps({"applies": layer.applies, "rate": layer.rate} | dataclasses.asdict(layer))
+    layers = (
+        {"applies": layer.applies, "rate": layer.rate} | dataclasses.asdict(layer)
         for layer in calibration.layers
     )
-    text = json.dumps(head, indent=1)[:-2] + ',\n "layers": [\n' + lines + "\n ]\n}\n"
-    path = Path(path).resolve()  # a link stays one
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.exists() and not (path.is_file() and os.access(path.parent, os.W_OK)):
-        path.write_text(text, encoding="utf-8")  # into a device, a pipe, or all that may be written
-        return
     # A model with half a calibration beside it would not load.
-    partial = path.with_name(f"{path.name}.partial")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+    write_whole(path, json_by_line(head, "layers", layers))
 
 
 def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | None:

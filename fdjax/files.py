@@ -1,7 +1,10 @@
 """Files that are written whole or not at all."""
 
+import json
 import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def write_whole(path: str | Path, text: str) -> None:
@@ -18,3 +21,9 @@ def write_whole(path: str | Path, text: str) -> None:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def json_by_line(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> str:
+    """JSON of an object: what `head` holds, and under `name` a list, an item to a line."""
+    lines = ",\n".join("  " + json.dumps(item) for item in items)
+    return f'{json.dumps(head, indent=1)[:-2]},\n "{name}": [\n{lines}\n ]\n}}\n'

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from fdjax.bench.check import verify
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing, l2_bytes, measure
-from fdjax.files import write_whole
+from fdjax.files import json_by_line, write_whole
 from fdjax.models import DecoderConfig, Model, chain_shape
 from fdjax.pallas_kernels.gemm import (
     FlatGemmConfig,
@@ -456,9 +456,7 @@ def table_of(entries: Iterable[Mapping[str, Any]], commit: str | None = None) ->
 def write_table(table: Mapping[str, Any], path: str | Path) -> None:
     """Write a table as JSON, an entry to a line."""
     head = {key: value for key, value in table.items() if key != "entries"}
-    lines = ",\n".join("  " + json.dumps(entry) for entry in table["entries"])
-    text = json.dumps(head, indent=1)[:-2] + ',\n "entries": [\n' + lines + "\n ]\n}\n"
-    write_whole(path, text)
+    write_whole(path, json_by_line(head, "entries", table["entries"]))
 
 
 def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, Any]:

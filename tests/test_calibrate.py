@@ -6,7 +6,6 @@ import functools
 import importlib.util
 import json
 import math
-import os
 import re
 import shutil
 import statistics
@@ -29,9 +28,8 @@ from fdjax.cli import main
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, describe, random_params
 from fdjax.pallas_kernels.attention import (
     decode_kernel,
-    prefill_ampere,
     prefill_attention,
-    prefill_mosaic,
+    prefill_tiles,
     split_qkv,
 )
 from fdjax.pallas_kernels.rope import Rope, apply_rope
@@ -351,8 +349,7 @@ def test_no_kernel_bears_less_than_the_safe_range():
     most_slots = 2**24
     for lowest, highest in (
         (2.0**-decode_kernel._SAFE_LOG2, 2.0**decode_kernel._SAFE_LOG2),
-        prefill_ampere._SAFE,
-        prefill_mosaic._SAFE,
+        prefill_tiles.SAFE,
     ):
         assert lowest <= 2.0**-calibrate.SAFE_LOG2
         assert most_slots * 2.0**calibrate.SAFE_LOG2 <= highest
@@ -520,19 +517,6 @@ def test_a_damaged_file_is_told(calibration, folder, damage, told):
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
     assert str(error.value).endswith("run `fdjax calibrate` again, or remove the file")
     load(folder, calibration=False)
-
-
-def test_what_is_no_plain_file_stays_what_it_is(calibration, tmp_path):
-    link, pipe = tmp_path / "link.json", tmp_path / "pipe"
-    link.symlink_to(tmp_path / "real.json")
-    calibrate.write_calibration(calibration, link)
-    assert link.is_symlink()
-    text = (tmp_path / "real.json").read_text()
-    os.mkfifo(pipe)
-    with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)) as reader:
-        calibrate.write_calibration(calibration, pipe)
-        assert reader.read() == text
-    assert pipe.is_fifo()
 
 
 def test_a_file_is_written_whole_or_not_at_all(calibration, tmp_path, monkeypatch):

@@ -704,6 +704,7 @@ def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
     assert 0 < names.count("jit(run)") <= 4 + 3
 
 
+@pytest.mark.slow
 def test_the_cache_can_be_filled(long_lm):
     prompt = np.random.default_rng(2).integers(0, 256, 2049).tolist()
     result = long_lm.generate(prompt, max_new_tokens=2176 - 2049, **CHECKED)

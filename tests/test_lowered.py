@@ -207,7 +207,10 @@ def test_generate_needs_no_trace_of_what_it_has_traced_before(folder, monkeypatc
         generated()
 
 
-@pytest.mark.parametrize("owner, name", [(step, "next_tokens"), (Decoder, "logits")])
+@pytest.mark.parametrize(
+    "owner, name",
+    [(step, "next_tokens"), pytest.param(Decoder, "logits", marks=pytest.mark.slow)],
+)
 def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, owner, name):
     generated()
     function, calls = getattr(owner, name), []

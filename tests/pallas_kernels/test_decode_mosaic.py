@@ -84,7 +84,9 @@ def test_interpreted_without_races(config):
     _check(_operands([0, 1, 65, 200]), interpreted, config=config)
 
 
-@pytest.mark.parametrize("t", [3, pytest.param(10, id="two tiles of query rows")])
+@pytest.mark.parametrize(
+    "t", [pytest.param(3, marks=pytest.mark.slow), pytest.param(10, id="two tiles of query rows")]
+)
 def test_interpreted_with_every_mask(t):
     masking = Masking(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
     phi = jnp.arange(4, dtype=jnp.float32)
@@ -97,14 +99,20 @@ def test_interpreted_with_many_query_rows():
     _check(_operands([17, 130], t=16, group=8), interpreted, config=ONE)
 
 
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
     """With 16 query rows it begins with slots of the block before, with 32 it is padded."""
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
     _check(_operands([20, 130, 257, 264], t=16, group=group, s=264), interpreted, config=config)
 
 
-@pytest.mark.parametrize("masking", [Masking(), Masking(window=30)], ids=["whole", "window"])
+@pytest.mark.parametrize(
+    "masking",
+    [
+        pytest.param(Masking(), id="whole"),
+        pytest.param(Masking(window=30), id="window", marks=pytest.mark.slow),
+    ],
+)
 def test_interpreted_where_a_split_begins_past_the_cache(masking):
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
     _check(_operands([0, 5, 72], s=72), interpreted, config=config, masking=masking)
