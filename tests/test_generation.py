@@ -14,6 +14,8 @@ from fdjax.models import Decoder, chain_shape, describe, parse_config
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.state import init_cache, start
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 CASE = Path(__file__).parent / "hf_fixtures" / "llama3_gqa_tied"
 PROMPTS = (1, 2, 3)  # of 7, 23 and 60 tokens, with their greedy runs by transformers
 

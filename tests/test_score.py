@@ -19,6 +19,8 @@ from fdjax.memory import plan_memory
 from fdjax.models import describe, parse_config
 from fdjax.state import init_cache
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FIXTURES = Path(__file__).parent / "hf_fixtures"
 FAST = "llama3_gqa_tied"
 CASES = [

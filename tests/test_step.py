@@ -12,6 +12,8 @@ from fdjax.options import GenerationConfig, per_row
 from fdjax.state import init_cache, start
 from fdjax.step import decode_steps, prefill
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 MAX_STEPS = 4
 PROMPT = 3
 
