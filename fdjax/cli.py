@@ -6,16 +6,25 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import fdjax
 from fdjax import interrupts
+from fdjax.arguments import (
+    Parser,
+    UsageError,
+    byte_count,
+    integer,
+    model_name,
+    real,
+    share,
+    some_text,
+)
 
 _EXAMPLES = """examples:
   fdjax generate "What is the largest ocean?"
@@ -38,20 +47,6 @@ _CHAT_TOKENS = 1024
 _CALIBRATION_TOKENS = 1000
 
 
-class _UsageError(ValueError):
-    """The command line asks for what cannot be meant."""
-
-
-class _Parser(argparse.ArgumentParser):
-    """Errors take one line, and options are written out: an abbreviation may become ambiguous."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, allow_abbrev=False, **kwargs)
-
-    def error(self, message):
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
     try:
@@ -65,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         return 0  # The reader has seen enough.
-    except _UsageError as error:
+    except UsageError as error:
         return _fail(error, 2)
     except (ValueError, NotImplementedError, OSError, FloatingPointError) as error:
         return _fail(error)
@@ -162,7 +157,7 @@ def _show_warning(message, category, filename, lineno, file=None, line=None):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="fdjax",
         description="LLM inference on NVIDIA GPUs from JAX.",
         epilog=_EXAMPLES,
@@ -181,7 +176,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_sampling(generate, "default: the checkpoint's, else 128")
     generate.add_argument(
         "--num-return-sequences",
-        type=_integer(1),
+        type=integer(1),
         default=1,
         metavar="N",
         help="samples to print; several need a temperature",
@@ -193,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     generate.add_argument(
         "--logprobs",
-        type=_integer(0, 20),
+        type=integer(0, 20),
         metavar="N",
         help="with --json: the log-probabilities of the tokens, and of the N likeliest",
     )
@@ -219,19 +214,19 @@ def _parser() -> argparse.ArgumentParser:
         help="size of a model, what fits, which kernels run",
         description="Say how large a model is, what fits on the device and which kernels run.",
     )
-    info.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL_OR_CONFIG)
+    info.add_argument("model", nargs="?", default="tiny", type=model_name, help=_MODEL_OR_CONFIG)
     info.add_argument(
-        "--batch", type=_integer(1), metavar="B", default=1, help="rows at once; default: 1"
+        "--batch", type=integer(1), metavar="B", default=1, help="rows at once; default: 1"
     )
     info.add_argument(
         "--context",
-        type=_integer(1, 2**31 - 1),
+        type=integer(1, 2**31 - 1),
         metavar="N",
         help="tokens of each row; default: the model's context",
     )
     info.add_argument(
         "--memory",
-        type=_bytes,
+        type=byte_count,
         metavar="SIZE",
         help="what would fit into this, such as 80GB; default: the memory JAX may use here",
     )
@@ -256,7 +251,7 @@ def _parser() -> argparse.ArgumentParser:
         "alone gives random weights. The last line printed is the JSON record; "
         "`python -m fdjax.bench compare OLD NEW` holds two against each other.",
     )
-    bench.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL_OR_CONFIG)
+    bench.add_argument("model", nargs="?", default="tiny", type=model_name, help=_MODEL_OR_CONFIG)
     default = "default: %(default)s"
     for option, least, value, text in (
         ("--batch", 1, 1, "prompts at once"),
@@ -265,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
         ("--runs", 1, 5, "timed calls"),
     ):
         bench.add_argument(
-            option, type=_integer(least), metavar="N", default=value, help=f"{text}; {default}"
+            option, type=integer(least), metavar="N", default=value, help=f"{text}; {default}"
         )
     _add_dtype(bench)
     bench.add_argument(
@@ -285,7 +280,7 @@ def _parser() -> argparse.ArgumentParser:
         "attention subtracts in place of a maximum (FlashDecoding++, section 3). It changes the "
         "speed, never a result.",
     )
-    calibrate.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL)
+    calibrate.add_argument("model", nargs="?", default="tiny", type=model_name, help=_MODEL)
     calibrate.add_argument(
         "--text",
         action="append",
@@ -296,7 +291,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     calibrate.add_argument(
         "--context",
-        type=_integer(2),
+        type=integer(2),
         metavar="N",
         help="longest piece of a text in tokens; default: the model's context, up to 4096",
     )
@@ -321,8 +316,10 @@ def _parser() -> argparse.ArgumentParser:
         "Takes a GPU for minutes.",
     )
     source = tune.add_mutually_exclusive_group()
-    source.add_argument("model", nargs="?", default="tiny", type=_name, help=_MODEL_OR_CONFIG)
-    source.add_argument("--config", type=_name, metavar="FILE", help="the same by a config.json")
+    source.add_argument("model", nargs="?", default="tiny", type=model_name, help=_MODEL_OR_CONFIG)
+    source.add_argument(
+        "--config", type=model_name, metavar="FILE", help="the same by a config.json"
+    )
     _add_dtype(tune)
     what = tune.add_mutually_exclusive_group()
     what.add_argument(
@@ -340,7 +337,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--model", default="tiny", type=_name, help=_MODEL)
+    parser.add_argument("--model", default="tiny", type=model_name, help=_MODEL)
     _add_dtype(parser)
     _add_table(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
@@ -351,33 +348,33 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
     for option, kind, metavar, text in (
         (
             "--max-new-tokens",
-            _integer(0, 2**31 - 1),
+            integer(0, 2**31 - 1),
             "N",
             f"tokens to generate at most; {default_tokens}",
         ),
-        ("--min-new-tokens", _integer(0, 2**31 - 1), "N", "not to end before this many tokens"),
-        ("--temperature", _real(0, 1e30), "T", "above 0 samples; 0 is greedy"),
-        ("--top-k", _integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
-        ("--top-p", _real(0, 1), "P", "sample from the likeliest that hold the mass P"),
+        ("--min-new-tokens", integer(0, 2**31 - 1), "N", "not to end before this many tokens"),
+        ("--temperature", real(0, 1e30), "T", "above 0 samples; 0 is greedy"),
+        ("--top-k", integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
+        ("--top-p", real(0, 1), "P", "sample from the likeliest that hold the mass P"),
         (
             "--min-p",
-            _real(0, 1),
+            real(0, 1),
             "P",
             "sample from those at least P times as likely as the likeliest",
         ),
-        ("--typical-p", _share, "P", "sample from the most typical that hold the mass P"),
-        ("--repetition-penalty", _real(1e-30, 1e30), "X", "above 1 avoids what was there before"),
-        ("--presence-penalty", _real(-2, 2), "X", "above 0 avoids what is in the answer"),
-        ("--frequency-penalty", _real(-2, 2), "X", "the same, times how often it is in there"),
-        ("--no-repeat-ngram-size", _integer(0, 32), "N", "no N tokens in a row come twice"),
-        ("--seed", _integer(0, 2**32 - 1), "N", "makes samples reproducible"),
+        ("--typical-p", share, "P", "sample from the most typical that hold the mass P"),
+        ("--repetition-penalty", real(1e-30, 1e30), "X", "above 1 avoids what was there before"),
+        ("--presence-penalty", real(-2, 2), "X", "above 0 avoids what is in the answer"),
+        ("--frequency-penalty", real(-2, 2), "X", "the same, times how often it is in there"),
+        ("--no-repeat-ngram-size", integer(0, 32), "N", "no N tokens in a row come twice"),
+        ("--seed", integer(0, 2**32 - 1), "N", "makes samples reproducible"),
     ):
         parser.add_argument(option, type=kind, metavar=metavar, help=text)
         names.append(option.removeprefix("--").replace("-", "_"))
     parser.add_argument(
         "--stop",
         action="append",
-        type=_text,
+        type=some_text,
         metavar="TEXT",
         dest="stop_strings",
         help="end before this text; may be given several times",
@@ -390,7 +387,7 @@ def _sampling(args: argparse.Namespace) -> dict[str, Any]:
     given = {n: getattr(args, n) for n in args.options if getattr(args, n) is not None}
     least, most = given.get("min_new_tokens", 0), given.get("max_new_tokens", math.inf)
     if least > most:
-        raise _UsageError(f"--min-new-tokens {least} is more than --max-new-tokens {most}")
+        raise UsageError(f"--min-new-tokens {least} is more than --max-new-tokens {most}")
     return given
 
 
@@ -410,73 +407,25 @@ def _add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` m
     parser.add_argument("--table", type=Path, metavar="FILE", help=text)
 
 
-def _name(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("must name a model, got nothing")
-    return text
-
-
-def _text(text: str) -> str:
-    if not text:
-        raise argparse.ArgumentTypeError("must be a text, got nothing")
-    return text
-
-
-def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    within = f"at least {least}" if most is None else f"from {least} to {most}"
-    return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
-
-
-def _real(least: float, most: float) -> Callable[[str], float]:
-    return _number(float, lambda x: least <= x <= most, f"number from {least} to {most}")
-
-
-def _bytes(text: str) -> int:
-    units = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
-    found = re.fullmatch(r"(\d+(?:\.\d*)?) ?([KMGTiB]*)", text.strip(), re.IGNORECASE)
-    size = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
-    if size < 1:
-        raise argparse.ArgumentTypeError(f"must be a size such as 80GB or 512MiB, got {text!r}")
-    return size
-
-
-def _share(text: str) -> float:
-    return _number(float, lambda x: 0 < x <= 1, "number above 0 and at most 1")(text)
-
-
-def _number(kind: type, accepts: Callable[..., bool], what: str) -> Callable[[str], float]:
-    def parse(text: str):
-        try:
-            value = kind(text)
-        except ValueError:
-            value = None
-        if value is None or not accepts(value):
-            article = "an" if what[0] in "aeiou" else "a"
-            raise argparse.ArgumentTypeError(f"must be {article} {what}, got {text!r}")
-        return value
-
-    return parse
-
-
 def _prompt(given: str | None) -> str:
     """The prompt: the argument, or what is piped in without its last line break."""
     if given is None:
         if sys.stdin is None or sys.stdin.isatty():
-            raise _UsageError("generate: give a prompt, or pipe one in")
+            raise UsageError("generate: give a prompt, or pipe one in")
         data = sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
     try:
         # In an argument, surrogates stand for bytes that Python could not decode.
         text = (data if given is None else given.encode("utf-8", "surrogateescape")).decode("utf-8")
     except UnicodeError as error:
-        raise _UsageError(f"generate: prompt must be UTF-8, not so at {error.start}") from None
+        raise UsageError(f"generate: prompt must be UTF-8, not so at {error.start}") from None
     if not text.strip():
-        raise _UsageError("generate: the prompt is empty")
+        raise UsageError("generate: the prompt is empty")
     return text
 
 
 def _generate(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
-        raise _UsageError("generate: --logprobs needs --json")
+        raise UsageError("generate: --logprobs needs --json")
     prompt, options = _prompt(args.prompt), _sampling(args)
     lm = fdjax.load(args.model, dtype=args.dtype, plan=_plan(args))
     options = _with_room(options, lm.defaults.max_new_tokens)
@@ -602,7 +551,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     # Whatever is wrong is found before the minutes that measuring takes.
     if args.implementation not in (None, "xla") and default_backend() != "gpu":
-        raise _UsageError(
+        raise UsageError(
             f"bench: --implementation {args.implementation} needs an NVIDIA GPU, JAX sees none"
         )
     if args.output:
@@ -611,7 +560,7 @@ def _bench(args: argparse.Namespace) -> int:
     model, folder = _describe(args)
     tokens = args.prompt_tokens + args.new_tokens
     if tokens > model.config.max_position_embeddings:
-        raise _UsageError(
+        raise UsageError(
             f"bench: --prompt-tokens and --new-tokens make {tokens}, "
             f"the model's context is {model.config.max_position_embeddings}"
         )
@@ -694,7 +643,7 @@ def _tune(args: argparse.Namespace) -> int:
 
     args.model = args.config or args.model
     if args.table and not args.explain:
-        raise _UsageError("tune: --table is what --explain explains")
+        raise UsageError("tune: --table is what --explain explains")
     if args.explain:
         # What is explained may be of another device, and runs nothing here.
         explained, args.table = args.table, None
@@ -702,7 +651,7 @@ def _tune(args: argparse.Namespace) -> int:
         table = tune.table_in_use(model.plan.device_kind, explained)
     else:
         if default_backend() != "gpu":
-            raise _UsageError("tune: needs an NVIDIA GPU, JAX sees none")
+            raise UsageError("tune: needs an NVIDIA GPU, JAX sees none")
         if args.output:
             _check_writable(args.output)
         enable_compilation_cache()

@@ -691,11 +691,11 @@ def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["drawn", "ascending", "descending"])
+@pytest.mark.parametrize("order", ["drawn", "ascending"])
 def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
     lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
-    if order != "drawn":
-        lengths.sort(reverse=order == "descending")
+    if order == "ascending":
+        lengths.sort()
     lm = fdjax.LM(dataclasses.replace(long_lm.model), long_lm.params)  # without its programs
     with compiled_programs() as names:
         for length in lengths:

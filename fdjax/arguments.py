@@ -1,0 +1,74 @@
+"""Types of the command line's options, and the one line in which its misuse is told."""
+
+import argparse
+import re
+from collections.abc import Callable
+
+
+class UsageError(ValueError):
+    """The command line asks for what cannot be meant."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Errors take one line, and options are written out: an abbreviation may become ambiguous."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, allow_abbrev=False, **kwargs)
+
+    def error(self, message):
+        """Exit with 2."""
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def model_name(text: str) -> str:
+    """A folder, file or hub id."""
+    if not text:
+        raise argparse.ArgumentTypeError("must name a model, got nothing")
+    return text
+
+
+def some_text(text: str) -> str:
+    """A text that is not empty."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a text, got nothing")
+    return text
+
+
+def integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """An integer in least..most."""
+    within = f"at least {least}" if most is None else f"from {least} to {most}"
+    return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
+
+
+def real(least: float, most: float) -> Callable[[str], float]:
+    """A number in least..most."""
+    return _number(float, lambda x: least <= x <= most, f"number from {least} to {most}")
+
+
+def share(text: str) -> float:
+    """A number above 0 and at most 1."""
+    return _number(float, lambda x: 0 < x <= 1, "number above 0 and at most 1")(text)
+
+
+def byte_count(text: str) -> int:
+    """Bytes, such as 80GB."""
+    units = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
+    found = re.fullmatch(r"(\d+(?:\.\d*)?) ?([KMGTiB]*)", text.strip(), re.IGNORECASE)
+    nbytes = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
+    if nbytes < 1:
+        raise argparse.ArgumentTypeError(f"must be a size such as 80GB or 512MiB, got {text!r}")
+    return nbytes
+
+
+def _number(kind: type, accepts: Callable[..., bool], what: str) -> Callable[[str], float]:
+    def parse(text: str):
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not accepts(value):
+            article = "an" if what[0] in "aeiou" else "a"
+            raise argparse.ArgumentTypeError(f"must be {article} {what}, got {text!r}")
+        return value
+
+    return parse
