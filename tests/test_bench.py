@@ -355,6 +355,13 @@ def test_environment_outside_a_checkout(monkeypatch):
     assert found["device_count"] == jax.device_count()
 
 
+def test_a_command_names_no_folder_of_the_machine(monkeypatch):
+    argv = ["/a/bin/fdjax", "bench", "configs/a.json", "--output", "/a/b c/o.json", "--plot=/p/q/"]
+    monkeypatch.setattr(sys, "argv", [*argv, "--points", "1x8"])
+    told = "fdjax bench configs/a.json --output o.json --plot=q/ --points 1x8"
+    assert record.environment("c")["command"] == told
+
+
 # --- compare
 
 

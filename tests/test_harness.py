@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import pickle
+import re
 import weakref
 from pathlib import Path
 
@@ -552,6 +553,13 @@ def test_products_that_are_cut_off_keep_what_they_have(monkeypatch, tmp_path):
         matmul.main(["--output", str(tmp_path / "r.json")])
     (row,) = records.read(tmp_path / "r.json").rows
     assert (row.case, row.gb_per_s) == ("7B qkv M=1", pytest.approx(100))
+
+
+def test_records_name_no_folder_of_a_machine():
+    files = [*ROOT.glob("benchmarks/results/**/*.json"), *ROOT.glob("pallas_kernels/tables/*.json")]
+    assert len(files) > 20
+    for path in files:
+        assert not re.search(r"[\s\"'=]/\w+/", path.read_text(encoding="utf-8")), path
 
 
 # Figures

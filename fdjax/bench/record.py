@@ -6,6 +6,7 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -199,7 +200,10 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "versions": versions,
         "commit": commit,
         "dirty": dirty,
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # Of absolute paths the last name: folders above it are of one machine.
+        "command": shlex.join(
+            [Path(sys.argv[0]).name, *(re.sub("(^|=)/(.*/)?(?=.)", r"\1", a) for a in sys.argv[1:])]
+        ),
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
