@@ -200,6 +200,27 @@ def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, in
     return chain_key(rows, heads, c.width, c.mlp_width, n, itemsize)
 
 
+def layers_shape(
+    config: DecoderConfig, rows: int, slots: int, itemsize: int
+) -> dict[str, int] | None:
+    """The shape by which a plan knows the `decode_layers` of a decoder's step.
+
+    None where its kernel does not have what a layer is made of.
+    """
+    c = config
+    chain = chain_shape(c, rows, itemsize)
+    first = c.attention[0]
+    # Its maximum is the running one, whatever calibration found.
+    plain = first.rope and all(
+        dataclasses.replace(spec, phi=None, unified=True)
+        == AttentionSpec(scale=first.scale, rope=first.rope)
+        for spec in c.attention
+    )
+    if chain is None or not plain or c.qk_norm or c.norm_offset:
+        return None
+    return chain | {"hkv": c.kv_heads, "d": c.head_dim, "s": slots}
+
+
 class Decoder(nnx.Module):
     """Embedding, blocks, final norm, head."""
 
@@ -329,6 +350,17 @@ class Model:
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters, as a tree of `jax.ShapeDtypeStruct`."""
         return nnx.to_pure_dict(self._abstract)
+
+    def one_launch(self, rows: int, slots: int) -> bool:
+        """Whether one kernel runs all layers of a decode step of so many rows.
+
+        It reads weights and caches that are stacked over the layers.
+        """
+        itemsize = jnp.dtype(self.dtype).itemsize
+        shape = layers_shape(self.config, rows, slots, itemsize)
+        if shape is None:
+            return False
+        return self.plan.choose("decode_layers", **shape).implementation != "xla"
 
     @property
     def parameter_count(self) -> int:

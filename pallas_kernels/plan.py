@@ -19,12 +19,12 @@ from typing import Any
 
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 
-OPS = ("matmul", "linear_chain", "decode_attention", "prefill_attention")
+OPS = ("matmul", "linear_chain", "decode_layers", "decode_attention", "prefill_attention")
 IMPLEMENTATIONS = ("xla", "cudnn", "mosaic_gpu")
 TABLE_SCHEMA = 1
 
 # Kernels that run where a table has them, and are not forced with the others of their name.
-_BY_TABLE = {"mosaic_gpu": ("linear_chain",)}
+_BY_TABLE = {"mosaic_gpu": ("linear_chain", "decode_layers")}
 
 # A measurement at one value of these says nothing about another: other code runs, or none at all,
 # or blocks that filled the device leave a part of it idle.
@@ -32,7 +32,7 @@ _EXACT_KEYS = ("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "widt
 
 # Of the "mosaic_gpu" kernels that take a measured configuration. A change of the kernel that would
 # change what measures best is a new revision, which refuses the tables of the old one.
-KERNEL_REVISIONS = {"matmul": 1, "linear_chain": 1, "decode_attention": 1}
+KERNEL_REVISIONS = {"matmul": 1, "linear_chain": 1, "decode_layers": 1, "decode_attention": 1}
 
 logger = logging.getLogger("fdjax")
 
@@ -115,7 +115,9 @@ class Plan:
         plan = cls.for_kind(
             device.device_kind, capability, implementation=implementation, table=table
         )
-        return plan if can_chain(device) else plan.with_xla("linear_chain")
+        if can_chain(device):
+            return plan
+        return plan.with_xla("linear_chain").with_xla("decode_layers")
 
     @classmethod
     def for_kind(
@@ -209,9 +211,9 @@ def resolve(plan: Plan | None, implementation: str | None, op: str, **shape: int
 
 
 def can_chain(device) -> bool:
-    """Whether a GPU may run the kernel of `linear_chain`; on another it would never end.
+    """Whether a GPU may run `linear_chain` and `decode_layers`; on another they would never end.
 
-    Its blocks wait for each other, so each needs a multiprocessor.
+    Their blocks wait for each other, so each needs a multiprocessor.
     """
     return getattr(device, "core_count", None) in (None, MULTIPROCESSORS)
 
