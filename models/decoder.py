@@ -18,8 +18,10 @@ from jax import Array, lax
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
+from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 Params = dict[str, Any]
@@ -257,12 +259,7 @@ class Decoder(nnx.Module):
         Returns:
           ([B, T, E], or [B, 1, E] of `last`; the caches updated).
         """
-        x = jnp.take(self.embed[...], tokens, axis=0)
-        if (scale := self.config.embedding_scale) != 1:
-            # Of a single row, XLA would multiply by this and the first norm's factor at once, and
-            # so round otherwise than in a batch.
-            x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
-
+        x = self._embedded(tokens, plan)
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
@@ -276,6 +273,49 @@ class Decoder(nnx.Module):
             x, layer_kv = run(*nnx.split(block), x, layer_kv, one)
             updated.append(layer_kv)
         return x, updated
+
+    def _embedded(self, tokens: Array, plan: Plan) -> Array:
+        """tokens [B,T] → [B,T,E]."""
+        x = jnp.take(self.embed[...], tokens, axis=0)
+        if (scale := self.config.embedding_scale) != 1:
+            # Of a single row, XLA would multiply by this and the first norm's factor at once, and
+            # so round otherwise than in a batch.
+            x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
+        return x
+
+    def in_one_launch(
+        self,
+        tokens: Array,
+        kv: tuple[Array, Array],
+        weights: LayerWeights,
+        lengths: Array,
+        turns: Callable[[Rope], tuple[Array, Array]],
+        plan: Plan,
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """One token of each row, where `Model.one_launch` says that one kernel runs all layers.
+
+        Args:
+          tokens: [B] int32.
+          kv: caches, [L,B,Hkv,S,D] each.
+          weights: those of the layers; the blocks' own are not read.
+          lengths: [B] int32 slots filled before.
+          turns: (cos, sin) [B,1,D/2] of a rotary embedding at the tokens' positions.
+          plan: which implementations run.
+
+        Returns:
+          (hidden states before the final norm [B,1,E], the caches updated).
+        """
+        x = self._embedded(tokens[:, None], plan)[:, 0]
+        first = self.config.attention[0]
+        rotation = turns(first.rope)
+        x, *kv = decode_layers(
+            *(x, *kv, lengths, rotation, weights),
+            eps=self.config.norm_eps,
+            gate=self.config.activation,
+            scale=first.scale,
+            plan=plan,
+        )
+        return x[:, None], tuple(kv)
 
     def _chains(self, x: Array, plan: Plan) -> bool:
         """Whether one kernel runs all that is between two attentions; x [B,1,E]."""

@@ -1,0 +1,162 @@
+"""All layers of a decode step: attention, output projection, gated MLP, one after the other.
+
+Memory bound: it cannot avoid reading every weight and the live part of the cache once. One launch
+for all of them keeps memory busy where one waits for another, and spares the host what each launch
+and each array costs it.
+"""
+
+import math
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from fdjax.pallas_kernels.attention.append import append_decode_attention
+from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.gemm.linear import matmul
+from fdjax.pallas_kernels.layers.layers_mosaic import DecodeLayersConfig, layers_mosaic
+from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import Plan, resolve
+
+
+class LayerWeights(NamedTuple):
+    """Weights of all layers, each kind in one array.
+
+    Attributes:
+      attention_norm, mlp_norm: [L, E] scales of the RMS norms.
+      qkv: [L, E, Hkv, G+2, D], of each KV head its G queries, its key and its value.
+      out: [L, H·D, E].
+      gate_up: [L, E, 2, F], gate, then up.
+      down: [L, F, E].
+    """
+
+    attention_norm: Array
+    qkv: Array
+    out: Array
+    mlp_norm: Array
+    gate_up: Array
+    down: Array
+
+
+def decode_layers(
+    x: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    rotation: tuple[Array, Array],
+    weights: LayerWeights,
+    *,
+    eps: float,
+    gate: str,
+    scale: float,
+    implementation: str | None = None,
+    plan: Plan | None = None,
+) -> tuple[Array, Array, Array]:
+    """One new token of each row through all layers.
+
+    In each, x = x + attention(norm(x) @ qkv) @ out, then x = x + mlp(norm(x)) @ down. Roundings are
+    those of `matmul` and `append_decode_attention`.
+
+    Args:
+      x: [B, E], the embedded tokens.
+      k, v: [L, B, Hkv, S, D], caches; updated in place where they are donated or in a loop.
+      lengths: [B] int32 slots filled before; the token goes to the next one, if there is one.
+      rotation: (cos, sin) of `rope.rotation` at the tokens' positions, [B, 1, D/2] fp32 each.
+      weights: of all layers.
+      eps: of the norms.
+      gate: activation of the MLP, by name.
+      scale: multiplies q·k, usually D ** -0.5.
+      implementation: "xla", which is one operation after the other and copies what it takes of
+        stacked arrays, or "mosaic_gpu", one kernel for 132 multiprocessors; it never falls back.
+      plan: consulted when no implementation is named; without either, XLA.
+
+    Returns:
+      (x [B, E] after the last layer, k, v).
+
+    Raises:
+      ValueError: shapes or dtypes disagree, or an unknown activation.
+      NotImplementedError: the named implementation cannot do this.
+
+    Costs the bytes of all weights but the embedding's and the head's, and
+    2·L·sum(lengths)·Hkv·D·itemsize of the cache.
+    """
+    _check(x, k, v, lengths, rotation, weights, gate)
+    key = layers_key(len(x), weights, k.shape)
+    choice = resolve(plan, implementation, "decode_layers", **key, itemsize=x.dtype.itemsize)
+    match choice.implementation:
+        case "mosaic_gpu":
+            return layers_mosaic(
+                *(x, k, v, lengths, *rotation),
+                **weights._asdict(),
+                eps=eps,
+                gate=gate,
+                scale=scale,
+                config=DecodeLayersConfig(**dict(choice.config)) if choice.config else None,
+            )
+        case "xla":
+            return _one_by_one(x, k, v, lengths, rotation, weights, eps, gate, scale)
+        case _:
+            raise NotImplementedError(f"decode_layers: no {choice.implementation!r} implementation")
+
+
+def layers_key(rows: int, weights: LayerWeights, cache: tuple[int, ...]) -> dict[str, int]:
+    """The shape by which `Plan.choose` knows `decode_layers`, but for the itemsize."""
+    _, heads, width = weights.out.shape
+    _, _, kv_heads, slots, d = cache
+    n = math.prod(weights.qkv.shape[2:])
+    products = {"m": rows, "k": heads, "width": width, "hidden": weights.down.shape[1], "n": n}
+    return products | {"hkv": kv_heads, "d": d, "s": slots}
+
+
+def _one_by_one(x, k, v, lengths, rotation, weights, eps, gate, scale):
+    """`decode_layers` by XLA."""
+    for layer, w in enumerate(map(LayerWeights._make, zip(*weights, strict=True))):
+        qkv = matmul(x, w.qkv.reshape(len(w.qkv), -1), norm=RMSNorm(w.attention_norm, eps))
+        qkv = qkv.reshape(len(x), 1, *w.qkv.shape[1:])
+        o, *kv = append_decode_attention(
+            qkv, k[layer], v[layer], lengths, rotation=rotation, scale=scale
+        )
+        k, v = (cache.at[layer].set(new) for cache, new in zip((k, v), kv, strict=True))
+        x = matmul(o.reshape(len(x), -1), w.out, residual=x)
+        hidden = matmul(x, w.gate_up, norm=RMSNorm(w.mlp_norm, eps), gate=gate)
+        x = matmul(hidden, w.down, residual=x)
+    return x, k, v
+
+
+def _check(x, k, v, lengths, rotation, weights, gate) -> None:
+    if not isinstance(gate, str) or gate not in ACTIVATIONS:
+        raise ValueError(
+            f"decode_layers: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}"
+        )
+    if x.ndim != 2 or k.ndim != 5 or weights.qkv.ndim != 5 or weights.down.ndim != 3:
+        raise ValueError(
+            "decode_layers: x, k, qkv and down must be [B,E], [L,B,Hkv,S,D], [L,E,Hkv,G+2,D] and "
+            f"[L,F,E], got {[list(a.shape) for a in (x, k, weights.qkv, weights.down)]}"
+        )
+    (b, width), (layers, _, kv_heads, slots, d) = x.shape, k.shape
+    parts, hidden = weights.qkv.shape[3], weights.down.shape[1]
+    for name, got, want in (
+        ("k", k, (layers, b, kv_heads, slots, d)),
+        ("v", v, k.shape),
+        ("lengths", lengths, (b,)),
+        ("cos", rotation[0], (b, 1, d // 2)),
+        ("sin", rotation[1], (b, 1, d // 2)),
+        ("attention_norm", weights.attention_norm, (layers, width)),
+        ("qkv", weights.qkv, (layers, width, kv_heads, parts, d)),
+        ("out", weights.out, (layers, kv_heads * (parts - 2) * d, width)),
+        ("mlp_norm", weights.mlp_norm, (layers, width)),
+        ("gate_up", weights.gate_up, (layers, width, 2, hidden)),
+        ("down", weights.down, (layers, hidden, width)),
+    ):
+        if got.shape != want:
+            raise ValueError(
+                f"decode_layers: {name} must be {list(want)} beside x {list(x.shape)} and k "
+                f"{list(k.shape)}, got {list(got.shape)}"
+            )
+    products = (weights.qkv, weights.out, weights.gate_up, weights.down)
+    dtypes = {str(jnp.dtype(a.dtype)) for a in (x, k, v, *products)}
+    if len(dtypes) > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(
+            "decode_layers: x, caches and weights must be of one floating-point dtype, "
+            f"got {', '.join(sorted(dtypes))}"
+        )
