@@ -197,7 +197,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
         "squares": ((square_tiles, _BRICK, padded), jnp.float32),
         "x": ((_X_SLOTS, *brick), dtype),
         "q": ((2, _PARTS, _BRICK), dtype),
-        "p": ((_PARTS, _BRICK), dtype),
+        "p": ((2, _PARTS, _BRICK), dtype),
         "o": ((2, _PARTS, _BRICK), dtype),
         "part": ((4, _BRICK, _PARTS), jnp.float32),
     }
@@ -259,8 +259,8 @@ def _launch(operands, *, parts, gate, eps, scale, config):
         def halves(ref, index, at):
             """The columns of a brick in an array [M,Hkv,_,D], of rows `index`."""
             count = ref.shape[2]
-            head, part, half = lax.div(at, 2 * count), lax.rem(lax.div(at, 2), count), lax.rem(at, 2)
-            return ref.at[index, head, part, bricks(half, 1)]
+            head, part = lax.div(at, 2 * count), lax.rem(lax.div(at, 2), count)
+            return ref.at[index, head, part, bricks(lax.rem(at, 2), 1)]
 
         # Weights, keys and values.
 
@@ -455,46 +455,62 @@ def _launch(operands, *, parts, gate, eps, scale, config):
             owner = lax.rem(i, 2)
             receive(row, x_used)
 
-            def step(j, carry):
+            def step(first, count, j, carry):
+                """Some tiles at once: less waiting for one thing after the other."""
                 *o, l, m = carry
-                slot = lax.rem(w_used + j, slots)
-                tile = [smem["w"].at[slot, bricks(b, 1)] for b in range(4)]
-                block = rank + 2 * j
-                plgpu.barrier_wait(smem["w_arrived"].at[slot])
-                when(block >= blocks - 1)(lambda: add_token(tile, filled - block * _BRICK))
-
-                def product(acc):
-                    for half in range(2):
-                        plgpu.wgmma(acc, tile[half], smem["q"].at[half].T)
-                    return acc[...]
-
-                z = pl.run_scoped(product, plgpu.ACC((_BRICK, _PARTS), jnp.float32))
-                z = z * (scale * LOG2E)
-                at = plgpu.broadcasted_iota(jnp.int32, z.shape, 0, layout=LAYOUT) + block * _BRICK
-                seen = at <= filled
-                m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
-                p = jnp.where(seen, jnp.exp2(z - down(m_new)), 0.0).astype(dtype)
-                put(smem["p"], p)
-                plgpu.commit_smem()
-                rescale = down(jnp.exp2(m - m_new))
-                l = l * rescale + p.astype(jnp.float32)
+                at = [first + j * count + i for i in range(count)]
+                places = [lax.rem(w_used + i, slots) for i in at]
+                tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in places]
+                for i, slot, tile in zip(at, places, tiles, strict=True):
+                    block = rank + 2 * i
+                    plgpu.barrier_wait(smem["w_arrived"].at[slot])
+                    inside = filled - block * _BRICK
+                    when(block >= blocks - 1)(functools.partial(add_token, tile, inside))
 
                 def products(*accs):
-                    for half, acc in enumerate(accs):
-                        plgpu.wgmma(acc, tile[2 + half].T, smem["p"].T)
+                    for tile, acc in zip(tiles, accs, strict=True):
+                        for half in range(2):
+                            plgpu.wgmma(acc, tile[half], smem["q"].at[half].T)
+                    plgpu.wgmma_wait(0)
+                    return [acc[...] * (scale * LOG2E) for acc in accs]
+
+                accumulator = plgpu.ACC((_BRICK, _PARTS), jnp.float32)
+                scores = pl.run_scoped(products, *[accumulator] * count)
+                inside = plgpu.broadcasted_iota(jnp.int32, blank.shape, 0, layout=LAYOUT)
+                seen = [inside + (rank + 2 * i) * _BRICK <= filled for i in at]
+                tops = [jnp.where(s, z, LOWEST) for s, z in zip(seen, scores, strict=True)]
+                m_new = jnp.maximum(m, functools.reduce(jnp.maximum, tops).max(axis=0))
+                rescale = down(jnp.exp2(m - m_new))
+                l = l * rescale
+                for i, (s, z) in enumerate(zip(seen, scores, strict=True)):
+                    p = jnp.where(s, jnp.exp2(z - down(m_new)), 0.0).astype(dtype)
+                    put(smem["p"].at[i], p)
+                    l = l + p.astype(jnp.float32)
+                plgpu.commit_smem()
+
+                def weighted(*accs):
+                    for i, tile in enumerate(tiles):
+                        for half, acc in enumerate(accs):
+                            plgpu.wgmma(acc, tile[2 + half].T, smem["p"].at[i].T)
                     plgpu.wgmma_wait(0)
                     return [acc[...] for acc in accs]
 
-                accs = [plgpu.ACC((_BRICK, _PARTS), jnp.float32)] * 2
-                new = pl.run_scoped(products, *accs)
-                plgpu.barrier_arrive(smem["w_used"].at[slot])
+                new = pl.run_scoped(weighted, *[accumulator] * 2)
+                for slot in places:
+                    plgpu.barrier_arrive(smem["w_used"].at[slot])
                 return *(a * rescale + b for a, b in zip(o, new, strict=True)), l, m_new
 
             blank = plgpu.layout_cast(jnp.zeros((_BRICK, _PARTS), jnp.float32), LAYOUT)
             lowest = plgpu.layout_cast(jnp.full((_PARTS,), LOWEST, jnp.float32), LAYOUT.reduce(0))
-            *o, l, m = lax.fori_loop(0, mine, step, (blank, blank, blank, lowest))
-            mine_is_last = lax.rem(blocks - 1, 2) == rank
-            when(mine_is_last & (filled < cache_slots))(lambda: write_token(layer, row, head, filled))
+            pairs = lax.div(mine, 2)
+            carry = blank, blank, blank, lowest
+            carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
+            one = functools.partial(step, 2 * pairs, 1)
+            *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
+
+            @when((lax.rem(blocks - 1, 2) == rank) & (filled < cache_slots))
+            def _():
+                write_token(layer, row, head, filled)
 
             @when(owner != rank)
             def _():
