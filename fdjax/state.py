@@ -12,6 +12,10 @@ from fdjax.models import Model
 # One layer's cache: keys and values, each [B, Hkv, S, D].
 LayerCache = tuple[Array, Array]
 
+# One layer of a `StackedCache`: all of that, and which layer it is, [] int32; traced, so that
+# layers that are alike share what is lowered.
+StackedLayer = tuple[Array, Array, Array]
+
 # What `restart` makes of a row.
 KEPT, USED, UNUSED = 0, 1, 2
 
@@ -21,17 +25,39 @@ SLOT_MULTIPLE = 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class StackedCache:
+    """The cache of all layers, for programs that run them in one launch.
+
+    Attributes:
+      k, v: [L, B, Hkv, S, D].
+    """
+
+    k: Array
+    v: Array
+
+    def layer(self, index: Array) -> StackedLayer:
+        """One layer of it."""
+        return self.k, self.v, index
+
+    def updated(self, layer: StackedLayer) -> "StackedCache":
+        """The cache with that layer as it is now."""
+        return StackedCache(*layer[:2])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class DecodeState:
     """A batch in flight.
 
     Attributes:
-      kv: one `LayerCache` per layer; slots at and past `lengths` hold nothing of meaning.
+      kv: one `LayerCache` per layer, or all in one; slots at and past `lengths` hold nothing of
+        meaning.
       ids: [B, S] int32 the token in each slot.
       progress: [4, B] int32, of which the properties `lengths`, `tokens`, `steps` and `finished`
         are the rows; in one array because each that is donated costs the host microseconds a call.
     """
 
-    kv: list[LayerCache]
+    kv: list[LayerCache] | StackedCache
     ids: Array
     progress: Array
 
@@ -71,16 +97,22 @@ def pack_progress(lengths: Array, tokens: Array, steps: Array, finished: Array) 
     return jnp.stack([lengths, tokens, steps, finished.astype(jnp.int32)])
 
 
-def init_cache(model: Model, batch: int, slots: int) -> list[LayerCache]:
-    """An empty cache of `slots` tokens per row for every layer."""
+def init_cache(
+    model: Model, batch: int, slots: int, stacked: bool = False
+) -> list[LayerCache] | StackedCache:
+    """An empty cache of `slots` tokens per row for every layer, `stacked` in one or apart."""
     c = model.config
     shape = (batch, c.kv_heads, slots, c.head_dim)
+    if stacked:
+        shape = (c.layers, *shape)
+        return StackedCache(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype))
     return [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(c.layers)]
 
 
-def abstract_state(model: Model) -> DecodeState:
+def abstract_state(model: Model, stacked: bool = False) -> DecodeState:
     """The structure of a state, with nothing in it."""
-    return DecodeState(kv=[(0, 0)] * model.config.layers, ids=0, progress=0)
+    kv = StackedCache(0, 0) if stacked else [(0, 0)] * model.config.layers
+    return DecodeState(kv=kv, ids=0, progress=0)
 
 
 def cache_bytes(model: Model, batch: int, slots: int) -> int:
@@ -89,7 +121,7 @@ def cache_bytes(model: Model, batch: int, slots: int) -> int:
     return batch * slots * model.config.kv_bytes_per_token(itemsize)
 
 
-def start(kv: list[LayerCache]) -> DecodeState:
+def start(kv: list[LayerCache] | StackedCache) -> DecodeState:
     """A batch whose prompts are not yet processed.
 
     What is not cache is on the host still: it travels with the first call, which costs a tenth of
@@ -98,7 +130,7 @@ def start(kv: list[LayerCache]) -> DecodeState:
     Args:
       kv: caches, of any content.
     """
-    batch, _, slots, _ = kv[0][0].shape
+    batch, _, slots, _ = jax.tree.leaves(kv)[0].shape[-4:]
     return DecodeState(kv, np.zeros((batch, slots), np.int32), np.zeros((4, batch), np.int32))
 
 

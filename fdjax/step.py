@@ -17,7 +17,7 @@ from fdjax.pallas_kernels.attention import append_decode_attention, append_prefi
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.sampling import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
-from fdjax.state import DecodeState, LayerCache, pack_progress, restart
+from fdjax.state import DecodeState, LayerCache, StackedLayer, pack_progress, restart
 
 
 def prefill(
@@ -228,7 +228,7 @@ def _attend_decode(
 
 def _attend_prefill(
     spec: AttentionSpec,
-    kv: LayerCache,
+    kv: LayerCache | StackedLayer,
     qkv: Array,
     *,
     ends: Array,
@@ -236,16 +236,19 @@ def _attend_prefill(
     rows: Array | None,
     turns: Callable,
     plan: Plan,
-) -> tuple[Array, LayerCache]:
+) -> tuple[Array, LayerCache | StackedLayer]:
     """A chunk of some rows' prompts: RoPE, write, attention."""
     t = qkv.shape[1]
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    o, *kv = append_prefill_attention(
+    k, v, *index = kv
+    o, k, v = append_prefill_attention(
         qkv,
-        *kv,
+        k,
+        v,
         ends,
         offsets,
         rotation=spec.rope and turns(positions, spec.rope),
+        layer=index[0] if index else None,
         rows=rows,
         scale=spec.scale,
         window=spec.window,
@@ -254,7 +257,7 @@ def _attend_prefill(
         **_maximum(spec),
         plan=plan,
     )
-    return o, tuple(kv)
+    return o, (k, v, *index)
 
 
 def _maximum(spec: AttentionSpec) -> dict[str, Any]:

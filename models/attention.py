@@ -1,7 +1,7 @@
 """What a decoder block says about its attention, and what it asks of whoever owns the cache."""
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from jax import Array
 
@@ -44,4 +44,16 @@ class Attend(Protocol):
 
     def __call__(self, spec: AttentionSpec, kv: Any, qkv: Array) -> tuple[Array, Any]:
         """One layer's attention."""
+        ...
+
+
+class Stack(Protocol):
+    """The caches of all layers in one pytree, which goes through the layers whole."""
+
+    def layer(self, index: Array) -> Any:
+        """What `Attend` takes and returns as the part of the layer `index`, [] int32."""
+        ...
+
+    def updated(self, layer: Any) -> Self:
+        """The caches with a layer as `Attend` returned it."""
         ...

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from fdjax.models.attention import Attend, AttentionSpec
+from fdjax.models.attention import Attend, AttentionSpec, Stack
 from fdjax.models.config import DecoderConfig
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
@@ -240,17 +240,17 @@ class Decoder(nnx.Module):
     def __call__(
         self,
         tokens: Array,
-        kv: list[Any],
+        kv: list[Any] | Stack,
         attend: Attend,
         plan: Plan,
         *,
         last: Array | None = None,
-    ) -> tuple[Array, list[Any]]:
+    ) -> tuple[Array, list[Any] | Stack]:
         """Hidden states before the final norm.
 
         Args:
           tokens: [B, T] int32.
-          kv: one cache per layer, whatever `attend` makes of it.
+          kv: one cache per layer, or one for all, whatever `attend` makes of it.
           attend: attention against that cache.
           plan: which implementations run.
           last: [B] int32, of each row the one token whose state is wanted; default all. The others
@@ -267,8 +267,13 @@ class Decoder(nnx.Module):
             return nnx.merge(graph, params)(x, kv, attend, plan, last)
 
         run = _shared(run, x)
-        updated = []
         wanted = [None] * (len(self.blocks) - 1) + [last]
+        if not isinstance(kv, list):
+            for i, (block, one) in enumerate(zip(self.blocks, wanted, strict=True)):
+                x, layer_kv = run(*nnx.split(block), x, kv.layer(jnp.int32(i)), one)
+                kv = kv.updated(layer_kv)
+            return x, kv
+        updated = []
         for block, layer_kv, one in zip(self.blocks, kv, wanted, strict=True):
             x, layer_kv = run(*nnx.split(block), x, layer_kv, one)
             updated.append(layer_kv)

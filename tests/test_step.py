@@ -1,6 +1,8 @@
 """The decode chunk: how many steps it takes, and of which rows."""
 
+import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ import pytest
 
 from fdjax.models import describe, parse_config, random_params
 from fdjax.options import GenerationConfig, per_row
-from fdjax.state import init_cache, start
+from fdjax.state import abstract_state, cache_bytes, init_cache, start
 from fdjax.step import decode_steps, prefill
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -19,7 +21,7 @@ PROMPT = 3
 
 
 @functools.cache
-def programs():
+def programs(layers=2):
     config = parse_config(
         {
             "model_type": "llama",
@@ -27,7 +29,7 @@ def programs():
             "intermediate_size": 64,
             "num_attention_heads": 2,
             "vocab_size": 64,
-            "num_hidden_layers": 2,
+            "num_hidden_layers": layers,
         }
     )
     model = describe(config, dtype="float32")
@@ -35,6 +37,10 @@ def programs():
     first = jax.jit(functools.partial(prefill, model, params))
     steps = jax.jit(functools.partial(decode_steps, model, params, max_steps=MAX_STEPS))
     return model, first, steps
+
+
+def nbytes(tree):
+    return sum(a.nbytes for a in jax.tree.leaves(tree))
 
 
 def two_rows(*limits):
@@ -47,6 +53,41 @@ def two_rows(*limits):
     full = jnp.full(2, PROMPT, jnp.int32)
     state, _, _ = first(state, sampling, tokens, full, 0 * full, jnp.ones(2, bool))
     return state, sampling
+
+
+def test_prefill_of_a_stacked_cache_is_that_of_its_layers():
+    model, first, _ = programs()
+    rng = np.random.default_rng(0)
+    sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()] * 3, 3))
+    rows, on = np.array([2, 0], np.int32), np.ones(2, bool)
+    calls = [  # tokens, offsets, final, rows to restart
+        ([7, 3], [0, 0], ~on, [2, 1, 1]),
+        ([5, 8], [7, 3], np.array([False, True]), [0, 0, 0]),
+        ([8, 0], [12, 0], on, [0, 0, 0]),
+        ([2, 6], [0, 11], on, [0, 0, 1]),
+    ]
+    apart, stacked = (start(init_cache(model, 3, 64, stacked=s)) for s in (False, True))
+    assert stacked.kv.k.shape == stacked.kv.v.shape == (2, 3, 2, 64, 16)
+    assert jax.tree.structure(stacked) == jax.tree.structure(abstract_state(model, stacked=True))
+    assert nbytes(stacked.kv) == nbytes(apart.kv) == cache_bytes(model, 3, 64)
+    for lengths, offsets, final, restarts in calls:
+        tokens = rng.integers(0, 64, (2, 8)).astype(np.int32)
+        args = sampling, tokens, np.int32(lengths), np.int32(offsets), final, rows, None
+        apart, *want = first(apart, *args, np.int32(restarts))
+        stacked, *got = first(stacked, *args, np.int32(restarts))
+        layers = zip(stacked.kv.k, stacked.kv.v, strict=True)
+        of_layers = dataclasses.replace(stacked, kv=list(layers))
+        assert jax.tree.all(jax.tree.map(np.array_equal, (of_layers, got), (apart, want)))
+
+
+def test_layers_of_a_stacked_cache_share_a_lowering():
+    model, first, _ = programs(layers=4)
+    sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()], 1))
+    row = np.zeros(1, np.int32)
+    args = sampling, row[:, None], row + 1, row, row == 0
+    text = first.lower(start(init_cache(model, 1, 64, stacked=True)), *args).as_text()
+    # The last block alone is another: all but one of its tokens end there.
+    assert len(re.findall(r"func private @run\w*\(", text)) == 2
 
 
 @pytest.mark.parametrize("n", range(MAX_STEPS + 1))

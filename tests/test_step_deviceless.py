@@ -15,6 +15,7 @@ from deviceless import (
     _reachable,
     alias_bytes,
     compile_for,
+    kernel_names,
     large_copies,
     temp_bytes,
 )
@@ -51,9 +52,9 @@ def model(tied, plan=H100):
 
 
 @functools.cache
-def abstract_state(tied, batch):
+def abstract_state(tied, batch, stacked=False):
     def make():
-        return start(init_cache(model(tied), batch, SLOTS))
+        return start(init_cache(model(tied), batch, SLOTS, stacked))
 
     return jax.eval_shape(make)
 
@@ -87,16 +88,17 @@ def outermost_thunks(folder):
     return re.findall(r"^\d+:.*", thunks.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def check_in_place(compiled, tied, batch, *, masked_values):
+def check_in_place(compiled, tied, batch, *, masked_values, stacked=False):
     """All of the state is updated where it is, and no layer's keys or values are moved.
 
     But for `masked_values`: XLA's attention over a prompt zeroes the values of slots that hold
     nothing, in a buffer of its own, once a layer. That is its price, and not the engine's.
     """
-    state = abstract_state(tied, batch)
+    state = abstract_state(tied, batch, stacked)
     assert alias_bytes(compiled) == nbytes(state)
     unlikely = unlikely_buffers(compiled)
-    copies = large_copies(compiled, state.kv[0][0].size * state.kv[0][0].dtype.itemsize // 2)
+    of_a_layer = nbytes(state.kv) // model(tied).config.layers
+    copies = large_copies(compiled, of_a_layer // 4)
     copies = [c for c in copies if c.name not in unlikely]
     if masked_values:
         masked = [c for c in copies if c.kind == "select" and "_where" in c.op_name]
@@ -160,10 +162,9 @@ def between_layers(compiled, count):
     ]
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("batch", [1, 8])
-def test_prefill(tied, batch):
-    m = model(tied)
+def compiled_prefill(plan, tied, batch, stacked=False):
+    """A prefill call as users get it."""
+    m = model(tied, plan)
 
     def run(params, state, sampling, tokens, lengths, offsets, final):
         return prefill(m, params, state, sampling, tokens, lengths, offsets, final)
@@ -171,11 +172,11 @@ def test_prefill(tied, batch):
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
     final = jax.ShapeDtypeStruct((batch,), jnp.bool_)
-    compiled = compile_for(
+    return compile_for(
         "h100",
         run,
         m.abstract_params,
-        abstract_state(tied, batch),
+        abstract_state(tied, batch, stacked),
         abstract_sampling(batch),
         tokens,
         row,
@@ -184,7 +185,24 @@ def test_prefill(tied, batch):
         donate_argnums=1,
         compiler_options=compiler_options(prefill),
     )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_prefill(tied, batch):
+    compiled = compiled_prefill(H100, tied, batch)
     check_in_place(compiled, tied, batch, masked_values=True)
     # Scores in fp32 are the largest of what is computed.
-    scores = 4 * batch * m.config.heads * CHUNK * SLOTS
+    scores = 4 * batch * model(tied).config.heads * CHUNK * SLOTS
     assert temp_bytes(compiled) <= 3 * scores
+
+
+def test_prefill_of_a_stacked_cache():
+    plan = dataclasses.replace(H100, named=(("prefill_attention", "mosaic_gpu"),))
+    compiled = compiled_prefill(plan, False, 8, stacked=True)
+    check_in_place(compiled, False, 8, masked_values=False, stacked=True)
+    assert kernel_names(compiled).count("write_chunk") == model(False).config.layers
+    # Kernels read and write the stack itself, not a layer sliced out of it.
+    stack = abstract_state(False, 8, stacked=True).kv.k
+    layer = ",".join(map(str, stack.shape[1:]))
+    assert not re.findall(rf"\[(?:1,)?{layer}\]", compiled.as_text())

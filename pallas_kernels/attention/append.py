@@ -106,6 +106,7 @@ def append_prefill_attention(
     *,
     scale: float,
     rotation: tuple[Array, Array] | None = None,
+    layer: Array | int | None = None,
     rows: Array | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -119,12 +120,13 @@ def append_prefill_attention(
 
     Args:
       qkv: [R, T, Hkv, G+2, D]: the G queries of each KV head, its key and its value, before RoPE.
-      k_cache, v_cache: [B, Hkv, S, D]; updated in place where they are donated or in a loop.
-        Slots past a row's length may lose what they held, up to slot offsets[r] + T, unless the
-        row has no live token in this chunk.
+      k_cache, v_cache: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in
+        place where they are donated or in a loop. Slots past a row's length may lose what they
+        held, up to slot offsets[r] + T, unless the row has no live token in this chunk.
       lengths: [R] int32 live slots per row, the chunk included; tokens past them are padding.
       offsets: [R] int32 slot of the first token; offsets + T <= S.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
+      layer: index into stacked caches.
       rows: [R] int32 distinct rows of the caches; default all of them in order (R = B).
       scale, window, soft_cap, alibi, phi, unified, implementation, plan: see `prefill_attention`.
 
@@ -136,23 +138,23 @@ def append_prefill_attention(
       NotImplementedError: the named implementation cannot do this.
     """
     op, masking = "append_prefill_attention", Masking(True, window, soft_cap, alibi)
-    q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, rows)
+    q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, layer, rows)
     choice = choose_attention("prefill_attention", q, k_cache, masking, implementation, plan)
     index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
     on_hopper = choice.implementation == "mosaic_gpu" and not on_ampere(plan)
     if len(qkv) and on_hopper and can_write_chunk(qkv, k_cache, rotation):
         live = lengths - offsets
         q, k_cache, v_cache = write_chunk_mosaic(
-            qkv, k_cache, v_cache, index, offsets, live, *rotation
+            qkv, k_cache, v_cache, index, offsets, live, *rotation, layer=layer
         )
     else:
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         slots = offsets[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
         # Padding goes to a slot that does not exist, and is dropped.
-        slots = jnp.where(slots < lengths[:, None], slots, k_cache.shape[2])
+        slots = jnp.where(slots < lengths[:, None], slots, k_cache.shape[-2])
         k_cache, v_cache = (
-            _write(cache, new, index, slots) for cache, new in ((k_cache, k), (v_cache, v))
+            _write(cache, new, index, slots, layer) for cache, new in ((k_cache, k), (v_cache, v))
         )
     o = prefill_attention(
         q,
@@ -161,6 +163,7 @@ def append_prefill_attention(
         lengths,
         offsets,
         scale=scale,
+        layer=layer,
         rows=rows,
         window=window,
         soft_cap=soft_cap,
@@ -173,15 +176,15 @@ def append_prefill_attention(
     return o, k_cache, v_cache
 
 
-def _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, rows=None):
+def _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, layer=None, rows=None):
     """q, k and v of operands that fit together."""
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
     q, k, v = split_qkv(qkv)
-    check_attention(op, q, k_cache, v_cache, lengths, None, scale, masking, rows)
-    if k_cache.shape[1] != qkv.shape[2]:
+    check_attention(op, q, k_cache, v_cache, lengths, layer, scale, masking, rows)
+    if k_cache.shape[-3] != qkv.shape[2]:
         raise ValueError(
-            f"{op}: qkv must have the {k_cache.shape[1]} KV heads of the cache, got {qkv.shape[2]}"
+            f"{op}: qkv must have the {k_cache.shape[-3]} KV heads of the cache, got {qkv.shape[2]}"
         )
     return q, k, v
 
@@ -206,11 +209,15 @@ def append(cache: Array, new: Array, lengths: Array) -> Array:
     return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
 
 
-def _write(cache: Array, new: Array, rows: Array, slots: Array) -> Array:
+def _write(
+    cache: Array, new: Array, rows: Array, slots: Array, layer: Array | int | None = None
+) -> Array:
     """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T], if they exist.
 
+    With `layer`, the cache is a stack [L,B,Hkv,S,D].
     Every axis but D is indexed: a window over the heads would have XLA transpose the whole cache.
     """
-    heads = jnp.arange(cache.shape[1], dtype=jnp.int32)
-    at = cache.at[rows[:, None, None], heads[None, :, None], slots[:, None, :]]
+    heads = jnp.arange(cache.shape[-3], dtype=jnp.int32)
+    index = rows[:, None, None], heads[None, :, None], slots[:, None, :]
+    at = cache.at[index if layer is None else (layer, *index)]
     return at.set(new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True)

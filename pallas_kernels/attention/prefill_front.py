@@ -25,7 +25,7 @@ def can_write_chunk(qkv: Array, k_cache: Array, rotation: tuple[Array, Array] | 
     """Whether `write_chunk_mosaic` takes these arguments of `append_prefill_attention`."""
     t, d = qkv.shape[1], qkv.shape[-1]
     turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
-    return turns_heads and d in (64, 128) and t % _TOKENS == 0 and k_cache.shape[2] % 8 == 0
+    return turns_heads and d in (64, 128) and t % _TOKENS == 0 and k_cache.shape[-2] % 8 == 0
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -39,6 +39,7 @@ def write_chunk_mosaic(
     cos: Array,
     sin: Array,
     *,
+    layer: Array | int | None = None,
     interpret=None,
 ) -> tuple[Array, Array, Array]:
     """RoPE of a chunk of tokens, and their keys and values to where they belong in the cache.
@@ -47,12 +48,14 @@ def write_chunk_mosaic(
 
     Args:
       qkv: [R, T, Hkv, G+2, D], T a multiple of 64, D of 64 or 128.
-      k, v: caches [B, Hkv, S, D], updated where they are.
+      k, v: caches [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated where they
+        are.
       rows: [R] int32 rows of the cache.
       offsets: [R] int32 the slot of the first token; offsets + T <= S.
       live: [R] int32 tokens that are no padding. Of the others nothing reaches the cache but
         for the slots up to the next multiple of 64 tokens, which hold nothing of meaning.
       cos, sin: [R, T, D/2] fp32.
+      layer: index into stacked caches.
 
     Returns:
       (q [R, T, H, D], of padding anything; k; v).
@@ -64,7 +67,12 @@ def write_chunk_mosaic(
     held = min(parts, _PARTS)
     groups = -(-parts // held)
 
-    def body(qkv, k, v, rows, offsets, live, cos, sin, q, tiles, arrived):
+    layers = [] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)]
+
+    def body(qkv, k, v, rows, offsets, live, cos, sin, *refs):
+        *layers, q, tiles, arrived = refs
+        if layers:
+            k, v = (cache.at[layers[0][0]] for cache in (k, v))
         row, block, index = (lax.axis_index(name) for name in ("row", "tokens", "head"))
         # Static where there is one group, so that the conditions below are, too.
         head, first = index, 0
@@ -131,5 +139,5 @@ def write_chunk_mosaic(
         # All layouts are given here: to infer them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin)
+    )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin, *layers)
     return q, jax.freeze(k), jax.freeze(v)

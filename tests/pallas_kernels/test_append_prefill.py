@@ -71,7 +71,9 @@ def _check(operands, o, k_cache, v_cache, masking=Masking()):
 
 
 @functools.partial(jax.jit, static_argnames=("implementation", "whole", "masks"))
-def _run(qkv, k, v, lengths, offsets, turns, rows, *, implementation, whole=False, masks=()):
+def _run(
+    qkv, k, v, lengths, offsets, turns, rows, layer=None, *, implementation, whole=False, masks=()
+):
     return append_prefill_attention(
         qkv,
         k,
@@ -79,6 +81,7 @@ def _run(qkv, k, v, lengths, offsets, turns, rows, *, implementation, whole=Fals
         lengths,
         offsets,
         rotation=turns,
+        layer=layer,
         rows=None if whole else rows,
         scale=qkv.shape[-1] ** -0.5,
         implementation=implementation,
@@ -110,6 +113,34 @@ def test_masks_and_all_rows(implementation):
     _check(operands, *out, Masking(**dict(masks)))
 
 
+LAYERS = 3
+
+
+def _in_stacks(layer, *caches):
+    """Each cache as one layer of a stack, the others all NaN."""
+    stacks = [np.full((LAYERS, *c.shape), np.nan, jnp.bfloat16) for c in caches]
+    for stack, cache in zip(stacks, caches, strict=True):
+        stack[layer] = cache
+    return stacks
+
+
+def _check_stacked(run, operands, layer):
+    """run(*operands, layer) gives, bit for bit, what it gives of the layer's own caches."""
+    want, *wanted_caches = run(*operands, None)
+    qkv, k, v, *rest = operands
+    got, *stacks = run(qkv, *_in_stacks(layer, k, v), *rest, np.int32(layer))
+    for a, b in zip((got, *stacks), (want, *_in_stacks(layer, *wanted_caches)), strict=True):
+        np.testing.assert_array_equal(np.float32(a), np.float32(b))
+
+
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+@pytest.mark.parametrize("shape", SHAPES[1:], ids=str)
+def test_a_layer_of_a_stack(implementation, shape, layer):
+    run = functools.partial(_run, implementation=implementation)
+    _check_stacked(run, _operands(**shape), layer)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("batch", [0, 2])
 def test_no_rows(implementation, batch):
@@ -133,6 +164,17 @@ def test_interpreted_without_races(shape):
         np.testing.assert_allclose(np.float32(q)[i, : max(live, 0)], want, atol=0.02, rtol=0.01)
 
 
+@pytest.mark.parametrize("layer", [0, LAYERS - 1])
+def test_interpreted_in_a_stack(layer):
+    def run(qkv, k, v, lengths, offsets, turns, rows, layer):
+        live = lengths - offsets
+        return write_chunk_mosaic(
+            qkv, k, v, rows, offsets, live, *turns, layer=layer, interpret=INTERPRET
+        )
+
+    _check_stacked(run, _operands([65, 128], [64, 3], rows=[2, 0], batch=3), layer)
+
+
 def test_rows_that_do_not_fit_raise():
     qkv, cache = jnp.zeros((1, 8, 2, 3, 64)), jnp.zeros((4, 2, 8, 64))
     zeros = jnp.zeros((1,), jnp.int32)
@@ -142,15 +184,20 @@ def test_rows_that_do_not_fit_raise():
 
 
 @pytest.mark.deviceless
+@pytest.mark.parametrize("stacked", [False, True])
 @pytest.mark.parametrize("group", [1, 4])
-def test_the_caches_stay_where_they_are(group):
+def test_the_caches_stay_where_they_are(group, stacked):
     from ..deviceless import alias_bytes, compile_for, large_copies
 
     def make():
-        return _operands([64, 1], [0, 5], rows=[3, 1], batch=4, d=128, kv_heads=8, group=group)
+        operands = _operands([64, 1], [0, 5], rows=[3, 1], batch=4, d=128, kv_heads=8, group=group)
+        if not stacked:
+            return operands
+        qkv, k, v, *rest = operands
+        return qkv, *_in_stacks(1, k, v), *rest, np.int32(1)
 
     run = functools.partial(_run, implementation="mosaic_gpu")
     compiled = compile_for("h100", run, *jax.eval_shape(make), donate_argnums=(1, 2))
     nbytes = 4 * 8 * 256 * 128 * 2
-    assert alias_bytes(compiled) == 2 * nbytes
+    assert alias_bytes(compiled) == 2 * nbytes * (LAYERS if stacked else 1)
     assert not large_copies(compiled, nbytes // 8)
