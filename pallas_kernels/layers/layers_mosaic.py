@@ -157,7 +157,8 @@ def _stages(
     deep = _TILE_BRICKS // wide
     return [
         _Stage("qkv", "next_x", width, following, wide, deep, 1, None, "next_squares", "y"),
-        _Stage("kv", "y", 0, units, 1, 1, 2),
+        # Heads that two blocks share are quicker through; whole ones have less to do for each.
+        _Stage("kv", "y", 0, units, 1, 1, 2 if units <= _CLUSTERS else 1),
         _Stage("out", "o", heads, width, 1, 4, 2, scaled=("mlp_x", "mlp_scale", "mlp_squares")),
         _Stage("gate_up", "mlp_x", width, hidden, 2, 1, 1, gate, "mlp_squares", "hidden"),
         _Stage(
@@ -245,16 +246,17 @@ def _launch(operands, *, parts, gate, eps, scale, config):
         def bricks(start, count):
             return pl.ds(start * _BRICK, count * _BRICK)
 
-        def head_of(i):
-            """Row and KV head of this cluster's i-th, and slots filled."""
-            unit = cluster + i * _CLUSTERS
-            row, head = lax.div(unit, kv_heads), lax.rem(unit, kv_heads)
-            return row, head, gmem["lengths"][row]
+        def head_of(stage, i):
+            """Row and KV head of this block's i-th."""
+            first, stride, _, _ = share(stage)
+            unit = jnp.minimum(first + i * stride, stage.tiles - 1)
+            return lax.div(unit, kv_heads), lax.rem(unit, kv_heads)
 
-        def blocks_of(filled):
+        def tiles_of(stage, filled):
             """Tiles of slots, the new token's included, and those of this block: one at least."""
-            blocks = lax.div(filled, _BRICK) + 1
-            return blocks, jnp.maximum(lax.div(blocks - rank + 1, 2), 1)
+            tiles = lax.div(filled, _BRICK) + 1
+            mine = lax.div(tiles - share(stage)[3] + stage.split - 1, stage.split)
+            return tiles, jnp.maximum(mine, 1)
 
         def halves(ref, index, at):
             """The columns of a brick in an array [M,Hkv,_,D], of rows `index`."""
@@ -326,14 +328,14 @@ def _launch(operands, *, parts, gate, eps, scale, config):
 
         def bring_cache(layer, stage, waits, tiles):
             def bring_head(i, carry):
-                row, head, filled = head_of(i)
+                row, head = head_of(stage, i)
 
                 def bring(j, carry):
                     count, tiles = carry
                     await_told(waits & (count == config.ahead))
                     slot, tiles = reserve(tiles, config.cache)
                     arrived = smem["w_arrived"].at[slot]
-                    at = bricks(rank + 2 * j, 1)
+                    at = bricks(share(stage)[3] + stage.split * j, 1)
                     for b in range(4):
                         cache = gmem["kv"[b // 2]]
                         plgpu.copy_gmem_to_smem(
@@ -345,7 +347,8 @@ def _launch(operands, *, parts, gate, eps, scale, config):
                         plgpu.barrier_arrive(arrived)
                     return count + 1, tiles
 
-                return lax.fori_loop(0, blocks_of(filled)[1], bring, carry)
+                mine = tiles_of(stage, gmem["lengths"][row])[1]
+                return lax.fori_loop(0, mine, bring, carry)
 
             return lax.fori_loop(0, share(stage)[2], bring_head, (jnp.int32(0), tiles))
 
@@ -384,7 +387,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
 
         def bring_heads(layer, stage, loaded):
             def bring(i, loaded):
-                row, head, _ = head_of(i)
+                row, head = head_of(stage, i)
                 for half in range(2):
                     # Parts that there are not are filled up with zeros.
                     source = gmem["y"].at[row, head, pl.ds(zero, _PARTS), bricks(half, 1)]
@@ -429,9 +432,8 @@ def _launch(operands, *, parts, gate, eps, scale, config):
         def compute():
             def compute_layer(layer, used):
                 for stage in stages:
-                    run = attend if stage.weight == "kv" else multiply
-                    run = functools.partial(run, layer, stage)
-                    used = lax.fori_loop(0, share(stage)[2], run, used)
+                    run = attend if stage.weight == "kv" else multiply_all
+                    used = run(layer, stage, used)
                 return used
 
             # Tiles of the ring, bricks of x.
@@ -447,13 +449,46 @@ def _launch(operands, *, parts, gate, eps, scale, config):
         def put(ref, values):
             ref.T[...] = values.astype(dtype)
 
-        def attend(layer, stage, i, used):
+        def attend(layer, stage, used):
+            """This block's KV heads."""
+            mine = share(stage)[2]
+
+            def store_is_under_way(i):
+                """Whether this block's result of its i-th is not yet known to have arrived."""
+                return (i >= 0) & ((stage.split == 1) | (lax.rem(i, stage.split) == rank))
+
+            def arrive(i):
+                @when(store_is_under_way(i))
+                def _():
+                    plgpu.wait_smem_to_gmem(0)
+                    _signal(gmem["counters"].at[layer])
+
+            def fetch(i):
+                """What of the i-th comes from memory: it is asked for early."""
+                row, _ = head_of(stage, i)
+                turns = (
+                    plgpu.load(gmem[name].at[row], layout=LAYOUT.reduce(1), optimized=False)
+                    for name in ("cos", "sin")
+                )
+                return gmem["lengths"][row], *turns
+
+            def one(i, carry):
+                used, (filled, cos, sin) = carry
+                receive(cos, sin, used[1])
+                following = fetch(i + 1)
+                attend_head(layer, stage, i, filled, used[0], functools.partial(arrive, i - 1))
+                w_used, x_used = used
+                return (w_used + tiles_of(stage, filled)[1], x_used + 2), following
+
+            used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
+            arrive(mine - 1)
+            return used
+
+        def attend_head(layer, stage, i, filled, w_used, arrive_before):
             """A KV head of a row: this block's tiles of slots."""
-            w_used, x_used = used
-            row, head, filled = head_of(i)
-            blocks, mine = blocks_of(filled)
-            owner = lax.rem(i, 2)
-            receive(row, x_used)
+            row, head = head_of(stage, i)
+            tiles_in_all, mine = tiles_of(stage, filled)
+            k_rank = share(stage)[3]
 
             def step(first, count, j, carry):
                 """Some tiles at once: less waiting for one thing after the other."""
@@ -462,10 +497,10 @@ def _launch(operands, *, parts, gate, eps, scale, config):
                 places = [lax.rem(w_used + i, slots) for i in at]
                 tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in places]
                 for i, slot, tile in zip(at, places, tiles, strict=True):
-                    block = rank + 2 * i
+                    which = k_rank + stage.split * i
                     plgpu.barrier_wait(smem["w_arrived"].at[slot])
-                    inside = filled - block * _BRICK
-                    when(block >= blocks - 1)(functools.partial(add_token, tile, inside))
+                    inside = filled - which * _BRICK
+                    when(which >= tiles_in_all - 1)(functools.partial(add_token, tile, inside))
 
                 def products(*accs):
                     for tile, acc in zip(tiles, accs, strict=True):
@@ -477,7 +512,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
                 accumulator = plgpu.ACC((_BRICK, _PARTS), jnp.float32)
                 scores = pl.run_scoped(products, *[accumulator] * count)
                 inside = plgpu.broadcasted_iota(jnp.int32, blank.shape, 0, layout=LAYOUT)
-                seen = [inside + (rank + 2 * i) * _BRICK <= filled for i in at]
+                seen = [inside + (k_rank + stage.split * i) * _BRICK <= filled for i in at]
                 tops = [jnp.where(s, z, LOWEST) for s, z in zip(seen, scores, strict=True)]
                 m_new = jnp.maximum(m, functools.reduce(jnp.maximum, tops).max(axis=0))
                 rescale = down(jnp.exp2(m - m_new))
@@ -508,9 +543,19 @@ def _launch(operands, *, parts, gate, eps, scale, config):
             one = functools.partial(step, 2 * pairs, 1)
             *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
 
-            @when((lax.rem(blocks - 1, 2) == rank) & (filled < cache_slots))
-            def _():
-                write_token(layer, row, head, filled)
+            arrive_before()
+            last_is_mine = lax.rem(tiles_in_all - 1, stage.split) == k_rank
+            when(last_is_mine & (filled < cache_slots))(
+                lambda: write_token(layer, row, head, filled)
+            )
+            if stage.split == 1:
+                store(stage, i, row, head, o, l.sum(axis=0))
+            else:
+                merge(stage, i, row, head, o, l, m)
+
+        def merge(stage, i, row, head, o, l, m):
+            """The parts of two blocks, each with its own maximum."""
+            owner = lax.rem(i, 2)
 
             @when(owner != rank)
             def _():
@@ -531,27 +576,23 @@ def _launch(operands, *, parts, gate, eps, scale, config):
                 *o_other, l_other, m_other = (load(smem["part"].at[at]) for at in range(4))
                 top = jnp.maximum(down(m), m_other)
                 weight, weight_other = jnp.exp2(down(m) - top), jnp.exp2(m_other - top)
+                merged = [a * weight + b * weight_other for a, b in zip(o, o_other, strict=True)]
                 total = (l * weight + l_other * weight_other).sum(axis=0)
-                inverse = down(1.0 / total)
-                for half in range(2):
-                    merged = o[half] * weight + o_other[half] * weight_other
-                    put(smem["o"].at[half], merged * inverse)
-                plgpu.commit_smem()
-                for half in range(2):
-                    target = gmem["o"].at[row, head, pl.ds(zero, _PARTS), bricks(half, 1)]
-                    plgpu.copy_smem_to_gmem(smem["o"].at[half], target)
-                plgpu.wait_smem_to_gmem(0)
-                _signal(gmem["counters"].at[layer])
-                done(i, stage)
+                store(stage, i, row, head, merged, total)
 
-            return w_used + mine, x_used + 2
+        def store(stage, i, row, head, o, l):
+            """Begin to store the result of a KV head."""
+            inverse = down(1.0 / l)
+            for half in range(2):
+                put(smem["o"].at[half], o[half] * inverse)
+            plgpu.commit_smem()
+            for half in range(2):
+                target = gmem["o"].at[row, head, pl.ds(zero, _PARTS), bricks(half, 1)]
+                plgpu.copy_smem_to_gmem(smem["o"].at[half], target)
+            done(i, stage)
 
-        def receive(row, x_used):
+        def receive(cos, sin, x_used):
             """Queries and the new token, with RoPE."""
-            cos, sin = (
-                plgpu.load(gmem[name].at[row], layout=LAYOUT.reduce(1), optimized=False)
-                for name in ("cos", "sin")
-            )
             cos, sin = (lax.broadcast_in_dim(a, (_BRICK, _PARTS), [0]) for a in (cos, sin))
             halves = []
             for half in range(2):
@@ -586,7 +627,11 @@ def _launch(operands, *, parts, gate, eps, scale, config):
             for b in range(4):
                 target = gmem["kv"[b // 2]].at[layer, row, head, slot, bricks(b % 2, 1)]
                 plgpu.copy_smem_to_gmem(smem["new"].at[b], target)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        def multiply_all(layer, stage, used):
+            run = functools.partial(multiply, layer, stage)
+            return lax.fori_loop(0, share(stage)[2], run, used)
 
         def multiply(layer, stage, i, used):
             """The block's i-th tile of columns."""
@@ -718,7 +763,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
             done(i, stage)
 
         for index, (run, registers) in enumerate(
-            ((compute, 232), (bring_x, 104), (bring_weights, 56))
+            ((compute, 240), (bring_x, 96), (bring_weights, 152))
         ):
 
             @when(lax.axis_index("warpgroup") == index)
