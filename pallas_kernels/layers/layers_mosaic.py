@@ -482,6 +482,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
 
             used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
             arrive(mine - 1)
+            when(mine > 0)(lambda: plgpu.barrier_arrive(smem["told"]))
             return used
 
         def attend_head(layer, stage, i, filled, w_used, arrive_before):
@@ -549,11 +550,11 @@ def _launch(operands, *, parts, gate, eps, scale, config):
                 lambda: write_token(layer, row, head, filled)
             )
             if stage.split == 1:
-                store(stage, i, row, head, o, l.sum(axis=0))
+                store(row, head, o, l.sum(axis=0))
             else:
-                merge(stage, i, row, head, o, l, m)
+                merge(i, row, head, o, l, m)
 
-        def merge(stage, i, row, head, o, l, m):
+        def merge(i, row, head, o, l, m):
             """The parts of two blocks, each with its own maximum."""
             owner = lax.rem(i, 2)
 
@@ -568,7 +569,6 @@ def _launch(operands, *, parts, gate, eps, scale, config):
                         cluster_dim="rank",
                         optimized=False,
                     )
-                done(i, stage)
 
             @when(owner == rank)
             def _():
@@ -578,9 +578,9 @@ def _launch(operands, *, parts, gate, eps, scale, config):
                 weight, weight_other = jnp.exp2(down(m) - top), jnp.exp2(m_other - top)
                 merged = [a * weight + b * weight_other for a, b in zip(o, o_other, strict=True)]
                 total = (l * weight + l_other * weight_other).sum(axis=0)
-                store(stage, i, row, head, merged, total)
+                store(row, head, merged, total)
 
-        def store(stage, i, row, head, o, l):
+        def store(row, head, o, l):
             """Begin to store the result of a KV head."""
             inverse = down(1.0 / l)
             for half in range(2):
@@ -589,7 +589,6 @@ def _launch(operands, *, parts, gate, eps, scale, config):
             for half in range(2):
                 target = gmem["o"].at[row, head, pl.ds(zero, _PARTS), bricks(half, 1)]
                 plgpu.copy_smem_to_gmem(smem["o"].at[half], target)
-            done(i, stage)
 
         def receive(cos, sin, x_used):
             """Queries and the new token, with RoPE."""
@@ -763,7 +762,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
             done(i, stage)
 
         for index, (run, registers) in enumerate(
-            ((compute, 240), (bring_x, 96), (bring_weights, 152))
+            ((compute, 240), (bring_x, 104), (bring_weights, 80))
         ):
 
             @when(lax.axis_index("warpgroup") == index)
