@@ -35,6 +35,7 @@ from fdjax.state import (
     init_cache,
     start,
 )
+from fdjax.views import layer_slices, stack_layers
 
 # Of XLA: a chunk of decode steps is one CUDA graph, its loop included. Outside a graph, the host
 # reads the condition of each step.
@@ -59,10 +60,12 @@ class Idle(NamedTuple):
 
     Attributes:
       state: for the next one.
+      stacked: whether its cache is stacked over the layers.
       unread: tokens of the steps that were under way as it ended.
     """
 
     state: DecodeState
+    stacked: bool
     unread: list[jax.Array]
 
 
@@ -79,6 +82,7 @@ class Engine:
 
     Attributes:
       params: the parameters as `ParamPacking` has them.
+      stacked_params: those with the layers stacked, for decode steps of one launch; or None.
       programs: those of the model, whatever its weights.
       idle: of the last batch, or None.
     """
@@ -91,10 +95,23 @@ class Engine:
         max_batch: int | None = None,
         memory_bytes: int | None = None,
     ):
+        """Nothing is compiled yet.
+
+        Args:
+          model: the model.
+          params: its parameters, whose containers get what `stack_layers` makes of them.
+          max_len, max_batch, memory_bytes: see `LM`.
+        """
         self.model = model
         self.max_len = max_len
         self.max_batch = max_batch
         self.memory_bytes = memory_bytes
+        self.stacked_packing = self.stacked_params = None
+        stacked = stack_layers(model, params, memory_bytes=memory_bytes)
+        if stacked is not None:
+            whole = params | {"blocks": stacked}
+            self.stacked_packing = ParamPacking.of(whole)
+            self.stacked_params = self.stacked_packing.pack(whole)
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
@@ -114,18 +131,20 @@ class Engine:
         total = max(len(r.ids) + r.config.max_new_tokens for r in active)
         slots = self._slots(batch, max(map(len, prompts)), total)
         wanted = functools.reduce(operator.or_, (r.config.processors for r in active))
-        # Once per prompt, what is not asked for costs next to nothing.
-        prefill = self.program(step.prefill, processors=wanted.everything)
         static = {"processors": wanted.tier, "max_steps": steps}
         if any(r.config.return_reruns for r in active):
             static["return_reruns"] = True
-        decode = self.program(step.decode_steps, **static)
+        stacked = "return_reruns" not in static and self._stacks(batch, slots)
+        # Once per prompt, what is not asked for costs next to nothing.
+        prefill = self.program(step.prefill, stacked=stacked, processors=wanted.everything)
+        decode = self.program(step.decode_steps, stacked=stacked, **static)
+        params = self.stacked_params if stacked else self.params
         sampling = per_row(
             [row.request.config for row in rows],
             batch,
             sample_indices=[row.request.sample for row in rows],
         )
-        state, treedef = jax.tree.flatten(self._take_state(batch, slots))
+        state, treedef = jax.tree.flatten(self._take_state(batch, slots, stacked))
         restarts = np.full(batch, UNUSED, np.int32)
         restarts[: len(prompts)] = [USED if prompt else UNUSED for prompt in prompts]
         budget = max(r.config.max_new_tokens for r in active) - 1
@@ -162,7 +181,7 @@ class Engine:
                 going_on = any(row.finish_reason is None for row in rows)
                 while going_on and budget > 0 and len(waiting) < 2:
                     budget -= steps
-                    state, *out = decode(self.params, state, every_chunk)
+                    state, *out = decode(params, state, every_chunk)
                     waiting.append((decode.compile_seconds, *out))
                 if not going_on:
                     break
@@ -172,7 +191,8 @@ class Engine:
             raise
         finally:
             unread = [tokens for _, tokens, *_ in waiting]
-            self.idle = Idle(jax.tree.unflatten(treedef, state), unread) if sound else None
+            state = jax.tree.unflatten(treedef, state)
+            self.idle = Idle(state, stacked, unread) if sound else None
 
     def fitting_rows(self, op: str, rows: int, plan: Callable[[int], MemoryPlan]) -> int:
         """So many of `rows` rows as there is memory for: all of them, or a power of two.
@@ -213,20 +233,27 @@ class Engine:
             plan(slots=slots).check("generate", self.memory_bytes)
         return slots
 
-    def _take_state(self, batch: int, slots: int) -> DecodeState:
+    def _stacks(self, batch: int, slots: int) -> bool:
+        """Whether decode steps of a batch run in one launch, over weights and cache stacked."""
+        return self.stacked_params is not None and self.model.one_launch(batch, slots)
+
+    def _take_state(self, batch: int, slots: int, stacked: bool) -> DecodeState:
         """The idle state if it fits, else a new one in its place."""
-        (state, unread), self.idle = self.idle or (None, []), None
+        (state, layout, unread), self.idle = self.idle or (None, False, []), None
         fits = state is not None and state.batch == batch and state.slots >= slots
-        if fits and not any(a.is_deleted() for a in state.kv[0]) and all(map(_is_finite, unread)):
+        fits = fits and layout == stacked and (not stacked or self._stacks(batch, state.slots))
+        fits = fits and not any(a.is_deleted() for a in jax.tree.leaves(state.kv)[:2])
+        if fits and all(map(_is_finite, unread)):
             return state
         del state
         # What a program returns is committed to a device, as it also returns to the host. A state
         # that is not would have every program compiled once more.
         _refuse_trace()
         (device,) = self.params[0].devices()
-        return jax.device_put(start(init_cache(self.model, batch, slots)), device)
+        cache = init_cache(self.model, batch, slots, **_layout(stacked))
+        return jax.device_put(start(cache), device)
 
-    def program(self, function: Callable, **static) -> Program:
+    def program(self, function: Callable, *, stacked: bool = False, **static) -> Program:
         """The program of a step: one per set of processors, whatever the values.
 
         It takes the step's parameters, its state, and its other arguments as `HostArrays`; results
@@ -234,17 +261,27 @@ class Engine:
 
         Parameters and state go in and out as flat lists: nested containers of a 32-layer model cost
         0.15 ms of host time a call.
+
+        Args:
+          function: `step.prefill` or `step.decode_steps`.
+          stacked: the cache is stacked over the layers, and so are the parameters of decode steps.
+          **static: keywords of the function.
         """
-        name = function.__name__, *static.items()
+        name = function.__name__, *_layout(stacked).items(), *static.items()
         (device,) = self.params[0].devices()
         if (key := (*name, device)) not in self.programs:
-            model, packing = self.model, self.packing
-            state_def = jax.tree.structure(abstract_state(model))
+            one_launch = stacked and function is step.decode_steps
+            model, packing = self.model, self.stacked_packing if one_launch else self.packing
+            state_def = jax.tree.structure(abstract_state(model, **_layout(stacked)))
 
             def run(params, state, host):
                 state = jax.tree.unflatten(state_def, state)
                 params, args = packing.unpack(params), host.unpack()
-                state, *out = function(model, params, state, *args, **static)
+                keywords = static
+                if one_launch:
+                    keywords = static | {"layers": params["blocks"]}
+                    params = params | {"blocks": layer_slices(params["blocks"])}
+                state, *out = function(model, params, state, *args, **keywords)
                 # Where the program itself copies what the host reads, a prompt's first token is
                 # there 0.6 ms earlier than by a copy of its own.
                 return jax.tree.leaves(state), *jax.device_put(out, jax.memory.Space.Host)
@@ -310,6 +347,11 @@ class ParamPacking:
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
+
+
+def _layout(stacked: bool) -> dict[str, bool]:
+    """What is said of a cache that is stacked, and of no other."""
+    return {"stacked": True} if stacked else {}
 
 
 def compiler_options(function: Callable) -> dict[str, Any]:

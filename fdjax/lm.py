@@ -25,6 +25,7 @@ from fdjax.prompts import Prompt, as_several, token_ids
 from fdjax.results import GenerateResult, TextStream, Timer
 from fdjax.rows import Request, Row
 from fdjax.tokenizer import Tokenizer
+from fdjax.views import stack_layers
 
 # Decode steps per dispatch; a stream shows its text at the end of each.
 _STEPS = 32
@@ -104,10 +105,8 @@ class LM:
             lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
         )
         _check_params(params, self.model.abstract_params)
-        self._params = params
-        self._engine = Engine(
-            self.model, self._params, self.max_len, self.max_batch, self._memory_bytes
-        )
+        engine = Engine(self.model, params, self.max_len, self.max_batch, self._memory_bytes)
+        self._params, self._engine = params, engine
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs and caches are neither copied nor pickled.
@@ -469,6 +468,8 @@ def load(
     tokenizer = Tokenizer(folder)
     with _progress_bar(progress, folder.name) as update:
         params = load_params(folder, description, progress=update)
+    # Here, as nobody else holds them yet, and held until the engine has them.
+    _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
     return LM(
         description,
         params,

@@ -100,6 +100,7 @@ def decode_steps(
     max_steps: int,
     processors: Processors = Processors(),
     return_reruns: bool = False,
+    layers: dict[str, Array] | None = None,
 ) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array, ...]]:
     """At most `n` decode steps in one device loop, fewer when every row finishes.
 
@@ -115,12 +116,16 @@ def decode_steps(
       max_steps: static width of the result.
       processors: the active processors.
       return_reruns: static, see `decode_attention`.
+      layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", for one
+        launch; the state's cache is stacked too. Default: layer by layer, of `params`.
 
     Returns:
       (state, tokens [B, max_steps] int32, -1 where a row chose none and less where there is none,
       see `next_tokens`; their log-probabilities, each [B, max_steps, ...], or None), and where they
       are asked for reruns [L] fp32, of each layer, summed over the steps.
     """
+    if layers is not None:
+        raise NotImplementedError("decode_steps: there is no launch for all layers")
     module = model.module(params)
     b = state.batch
     begun, n = state.steps, jnp.minimum(n, max_steps)

@@ -408,6 +408,12 @@ class Model:
         return self.plan.choose("decode_layers", **shape).implementation != "xla"
 
     @property
+    def one_launch_possible(self) -> bool:
+        """Whether `one_launch` is true of some batch: one that the plan's table has, or any."""
+        shapes = [dict(e.shape) for e in self.plan.table if e.op == "decode_layers"]
+        return any(self.one_launch(s.get("m", 1), s.get("s", 128)) for s in [{}, *shapes])
+
+    @property
     def parameter_count(self) -> int:
         """Number of weights; tied embeddings count once."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
