@@ -1,0 +1,363 @@
+"""Weights that lie in one array for all layers: who holds them, and which programs take them."""
+
+import copy
+import dataclasses
+import functools
+import gc
+import logging
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax import engine, step, views
+from fdjax import lm as lm_module
+from fdjax.models import random_params
+from fdjax.models.decoder import layers_shape
+from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.views import layer_slices, layer_views, stack_layers
+
+CASE = Path(__file__).parent / "hf_fixtures" / "llama3_gqa_tied"
+LARGEST = "mlp.gate_up.weight"
+GREEDY = {"do_sample": False, "eos_token_id": None}
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def load(plan, **options):
+    return fdjax.load(
+        str(CASE), dtype="float32", plan=plan, compilation_cache=False, progress=False, **options
+    )
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A model of which every layer is run by itself."""
+    return load(Plan(batch_invariant=True))
+
+
+@pytest.fixture(scope="module")
+def plan(plain):
+    """A plan that runs the layers of up to two rows, in no more than 1024 slots, in one launch."""
+    shape = layers_shape(plain.config, 2, 512, 4)
+    choice = Choice("mosaic_gpu", source="table")
+    table = (Entry("decode_layers", tuple(sorted(shape.items())), choice),)
+    return Plan(batch_invariant=True, table=table)
+
+
+@pytest.fixture
+def model(plain, plan):
+    """Of nobody else's programs."""
+    return dataclasses.replace(plain.model, plan=plan)
+
+
+def address(array):
+    return array.unsafe_buffer_pointer()
+
+
+def weights(params, kind):
+    """Those of each layer."""
+    return [
+        functools.reduce(lambda tree, key: tree[key], kind.split("."), block)
+        for block in params["blocks"].values()
+    ]
+
+
+def alive(references):
+    gc.collect()
+    return sum(reference() is not None for reference in references)
+
+
+def is_free(array):
+    """Whether nothing but this array holds its memory."""
+    jax.block_until_ready(jax.jit(lambda a: a + 1, donate_argnums=0)(array))
+    return array.is_deleted()
+
+
+# --- views
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "int8", "bool"])
+def test_views_lie_where_the_array_lies(dtype):
+    stacked = (jnp.arange(3 * 4 * 128).reshape(3, 4, 128) % 7).astype(dtype)
+    layers = layer_views(stacked)
+    assert [address(a) - address(stacked) for a in layers] == [
+        i * stacked.nbytes // 3 for i in range(3)
+    ]
+    for layer, want in zip(layers, stacked, strict=True):
+        assert (layer.shape, layer.dtype) == (want.shape, want.dtype)
+        assert layer.devices() == stacked.devices()
+        np.testing.assert_array_equal(layer, want)
+    np.testing.assert_array_equal(jax.jit(jnp.array_equal)(layers[2], stacked[2]), True)
+
+
+def test_memory_is_held_as_long_as_a_view_is():
+    stacked = jnp.ones((3, 4, 128))
+    layers = layer_views(stacked)
+    del layers[0]
+    layers[0].delete()
+    assert not is_free(stacked)
+    reference = weakref.ref(stacked)
+    stacked.delete()
+    del stacked
+    assert not alive([reference])
+    other = [jnp.zeros((3, 4, 128)) for _ in range(50)]
+    np.testing.assert_array_equal(layers[1], 1)
+    del other
+
+    stacked = jnp.ones((3, 4, 128))
+    layers = layer_views(stacked)
+    del layers
+    gc.collect()
+    assert is_free(stacked)
+
+
+def test_what_is_not_taken_is_let_go(monkeypatch):
+    stacked = jnp.ones((3, 4, 128))
+    capsule = views._Layer(stacked, 1).__dlpack__()
+    assert not is_free(stacked)
+    del capsule
+
+    def refuse(layer, **_):
+        layer.__dlpack__()
+        raise jax.errors.JaxRuntimeError("no view")
+
+    monkeypatch.setattr(jax.dlpack, "from_dlpack", refuse)
+    with pytest.raises(ValueError, match="layer_views: no view"):
+        layer_views(stacked)
+    assert is_free(stacked)
+
+
+@pytest.mark.parametrize(
+    ("made", "told"),
+    [
+        (lambda: jnp.zeros(()), r"on one device, got float32\[\] on 1"),
+        (lambda: jnp.zeros((2, 33)), r"a multiple of 128 bytes, got float32\[2, 33\]"),
+        (lambda: jnp.zeros((2, 256), "int4"), "S4 has no DLPack equivalent"),
+        (lambda: [a := jnp.zeros((2, 64)), a.delete()][0], "must not be deleted"),
+    ],
+    ids=["no layers", "unaligned", "dtype", "deleted"],
+)
+def test_of_some_arrays_there_are_no_views(made, told):
+    with pytest.raises(ValueError, match=f"^layer_views: .*{told}"):
+        layer_views(made())
+
+
+def test_views_may_outlive_everything():
+    code = """if True:
+        import threading, jax.numpy as jnp
+        from fdjax.views import layer_views
+        held = layer_views(jnp.ones((8, 4, 128)))
+        thread = threading.Thread(target=held.clear)
+        thread.start()
+        thread.join()
+        held += layer_views(jnp.ones((8, 4, 128)))
+        held.append(held)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# --- stacking
+
+
+def test_layers_are_stacked_where_the_plan_has_them(plain, model):
+    params = random_params(model)
+    want = jax.tree.map(np.asarray, params)
+    assert stack_layers(plain.model, params) is None
+    stacked = stack_layers(model, params)
+    assert stacked.keys() == {
+        *("attention_norm.scale", "attention.qkv.weight", "attention.out.weight"),
+        *("mlp_norm.scale", "mlp.gate_up.weight", "mlp.down.weight"),
+    }
+    for kind, array in stacked.items():
+        assert [address(a) for a in weights(params, kind)] == [
+            address(array) + i * array.nbytes // len(array) for i in range(len(array))
+        ]
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+    jax.tree.map(np.testing.assert_array_equal, want["blocks"], layer_slices(stacked))
+
+
+def test_weights_of_a_kind_go_before_the_next_is_stacked(model, monkeypatch):
+    params = random_params(model)
+    references = {
+        kind: [weakref.ref(a) for a in weights(params, kind)]
+        for kind in ("attention.qkv.weight", LARGEST, "mlp.down.weight")
+    }
+    order, stack = [], views._stack
+
+    def checked(layers, kind):
+        order.append(kind)
+        for name, those in references.items():
+            assert alive(those) == (0 if name in order[:-1] else len(layers))
+        return stack(layers, kind)
+
+    monkeypatch.setattr(views, "_stack", checked)
+    stack_layers(model, params, owned=True)
+    assert references.keys() < set(order)
+
+
+def test_loading_leaves_no_second_copy(plan, monkeypatch):
+    references, load_params = [], lm_module.load_params
+    # Room for the largest kind, one after another.
+    monkeypatch.setattr(views, "free_memory_bytes", lambda device: 2 * 64 * 2 * 160 * 4)
+
+    def watched(*args, **options):
+        params = load_params(*args, **options)
+        references.extend(map(weakref.ref, jax.tree.leaves(params["blocks"])))
+        return params
+
+    monkeypatch.setattr(lm_module, "load_params", watched)
+    stacks = []
+    stack = views._stack
+    monkeypatch.setattr(views, "_stack", lambda *args: stacks.append(args[1]) or stack(*args))
+    lm = load(plan)
+    assert references and not alive(references)
+    assert stacks.count(LARGEST) == 1
+    lm.params = lm.params
+    copied = copy.copy(lm)
+    other = fdjax.LM(lm.model, lm.params)
+    assert stacks.count(LARGEST) == 1
+    for one in (copied, other):
+        assert address(weights(one.params, LARGEST)[0]) == address(weights(lm.params, LARGEST)[0])
+
+
+def test_other_weights_are_stacked_anew(model):
+    lm = fdjax.LM(model, random_params(model))
+    first = weights(lm.params, LARGEST)
+    before = weakref.ref(views._stack_of(first))
+    given = random_params(model, 1)
+    want = jax.tree.map(np.asarray, given)
+    own = jax.tree.leaves(given)
+    lm.params = given
+    assert all(a is b for a, b in zip(jax.tree.leaves(given), own, strict=True))
+    assert views._stack_of(weights(given, LARGEST)) is None
+    assert views._stack_of(weights(lm.params, LARGEST)) is not None
+    jax.tree.map(np.testing.assert_array_equal, lm.params, want)
+    assert not alive([before])
+    np.testing.assert_array_equal(first[1], weights(random_params(model), LARGEST)[1])
+
+    # The same layer twice is not the array.
+    lm.params = lm.params | {"blocks": dict.fromkeys((0, 1), lm.params["blocks"][0])}
+    assert views._stack_of(weights(lm.params, LARGEST)) is not None
+    jax.tree.map(np.testing.assert_array_equal, lm.params["blocks"][1], want["blocks"][0])
+
+
+@pytest.mark.parametrize("owned", [False, True])
+def test_what_does_not_fit_is_not_stacked(model, monkeypatch, caplog, owned):
+    caplog.set_level(logging.INFO, "fdjax")
+    views._tell_once.cache_clear()
+    params = random_params(model)
+    leaves = jax.tree.leaves(params)
+    sizes = [array.nbytes for array in jax.tree.leaves(params["blocks"])]
+    largest = sum(a.nbytes for a in weights(params, LARGEST))
+    need = largest if owned else sum(sizes)
+    total = need + sum(leaf.nbytes for leaf in leaves)
+    for free, memory_bytes in ((need - 1, None), (need, total - 1)):
+        monkeypatch.setattr(views, "free_memory_bytes", lambda device, free=free: free)
+        assert stack_layers(model, params, owned=owned, memory_bytes=memory_bytes) is None
+    assert all(a is b for a, b in zip(jax.tree.leaves(params), leaves, strict=True))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("layers are not stacked: no room for ")
+    assert stack_layers(model, params, owned=owned, memory_bytes=total) is not None
+
+
+def test_without_memory_a_model_is_loaded_as_it_is(plain, plan, monkeypatch):
+    monkeypatch.setattr(views, "free_memory_bytes", lambda device: 0)
+    lm = load(plan)
+    assert lm._engine.stacked_params is None
+    assert not lm._engine._stacks(1, 512)
+    jax.tree.map(np.testing.assert_array_equal, lm.params, plain.params)
+
+
+# --- programs
+
+
+def test_packed_and_unpacked_parameters_are_the_same(model):
+    params = random_params(model)
+    want = jax.tree.map(np.asarray, params)
+    made = engine.Engine(model, params)
+    unpacked = made.stacked_packing.unpack(made.stacked_params)
+    slices = layer_slices(unpacked["blocks"])
+    jax.tree.map(np.testing.assert_array_equal, unpacked | {"blocks": slices}, want)
+    jax.tree.map(np.testing.assert_array_equal, made.packing.unpack(made.params), want)
+    assert len(made.stacked_params) <= 9
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Has steps of one launch run layer by layer.
+
+    Returns:
+      (weights of each program of them, (batch, slots, stacked) of each cache).
+    """
+    traced, caches = [], []
+    decode_steps = step.decode_steps
+    init_cache, abstract_state = engine.init_cache, engine.abstract_state
+
+    def cache(model, batch, slots, stacked=False):
+        caches.append((batch, slots, stacked))
+        return init_cache(model, batch, slots)
+
+    @functools.wraps(decode_steps)
+    def steps(model, params, *args, layers=None, **static):
+        if layers is not None:
+            traced.append(layers)
+            jax.tree.map(lambda a, b: None, params, model.abstract_params)  # the same structure
+            count = model.config.layers
+            assert {len(a) for a in layers.values()} == {count}
+            blocks = jax.tree.map(lambda a: 0 * a, params["blocks"])
+            for i in range(count):
+                for kind, array in layers.items():
+                    *path, name = kind.split(".")
+                    functools.reduce(dict.get, path, blocks[i])[name] = array[i]
+            params = params | {"blocks": blocks}
+        return decode_steps(model, params, *args, **static)
+
+    monkeypatch.setattr(step, "decode_steps", steps)
+    monkeypatch.setattr(engine, "init_cache", cache)
+    monkeypatch.setattr(
+        engine, "abstract_state", lambda model, stacked=False: abstract_state(model)
+    )
+    return traced, caches
+
+
+def test_a_batch_runs_in_the_layout_that_the_plan_has_for_it(plain, model, launches):
+    lm = fdjax.LM(model, plain.params)
+    want = plain.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens[0]
+    traced, caches = launches
+    caches.clear()
+    for rows, slots, stacked, options in (
+        (1, 512, True, {}),
+        (2, 512, True, {}),
+        (3, 512, False, {}),  # more rows than any measured
+        (1, 512, True, {}),
+        (1, 512, False, {"return_reruns": True}),
+        (1, 512, True, {}),  # not in a cache of the other layout
+        (1, 2048, False, {}),
+        (1, 512, True, {}),
+        (1, 256, True, {}),  # in a cache that there is
+    ):
+        lm._engine._slots = lambda *_, slots=slots: slots
+        result = lm.generate([[5, 6, 7]] * rows, max_new_tokens=5, **GREEDY, **options)
+        assert result.tokens == [want] * rows
+        assert lm._engine.idle.stacked == stacked
+    assert caches == [
+        *((1, 512, True), (2, 512, True), (4, 512, False), (1, 512, True), (1, 512, False)),
+        *((1, 512, True), (1, 2048, False), (1, 512, True)),
+    ]
+    assert [layers[LARGEST].shape for layers in traced] == [(2, 64, 2, 160)] * 2
+    assert lm.program_counts() == {"prefill": 5, "decode_steps": 5}
+
+
+def test_one_launch_takes_no_idle_state_of_more_slots_than_it_can(model, launches):
+    made = engine.Engine(model, random_params(model))
+    for slots, fits in ((1024, True), (2048, False)):
+        state = made._take_state(1, slots, True)
+        made.idle = engine.Idle(state, True, [])
+        assert (made._take_state(1, 512, True) is state) == fits
