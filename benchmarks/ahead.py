@@ -238,7 +238,7 @@ class _LoadedProgram:
 class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
-    def _take_state(self, batch: int, slots: int) -> DecodeState:
+    def _take_state(self, batch: int, slots: int, stacked: bool) -> DecodeState:
         return start(stand_ins(jax.eval_shape(lambda: init_cache(self.model, batch, slots))))
 
 

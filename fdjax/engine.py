@@ -106,6 +106,7 @@ class Engine:
         self.max_len = max_len
         self.max_batch = max_batch
         self.memory_bytes = memory_bytes
+        self._one_launch = functools.cache(model.one_launch)  # looks at every layer
         self.stacked_packing = self.stacked_params = None
         stacked = stack_layers(model, params, memory_bytes=memory_bytes)
         if stacked is not None:
@@ -235,7 +236,7 @@ class Engine:
 
     def _stacks(self, batch: int, slots: int) -> bool:
         """Whether decode steps of a batch run in one launch, over weights and cache stacked."""
-        return self.stacked_params is not None and self.model.one_launch(batch, slots)
+        return self.stacked_params is not None and self._one_launch(batch, slots)
 
     def _take_state(self, batch: int, slots: int, stacked: bool) -> DecodeState:
         """The idle state if it fits, else a new one in its place."""

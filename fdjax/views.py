@@ -60,9 +60,9 @@ class _Layer:
     def __dlpack_device__(self) -> tuple[Any, int]:
         return self.stacked.__dlpack_device__()
 
-    def __dlpack__(self, *, stream: Any = None, **_) -> Any:
-        # Asked for no version, JAX gives the one that all of its versions take.
-        capsule = self.stacked.__dlpack__(stream=stream)
+    def __dlpack__(self, **_) -> Any:
+        # Asked for no version, JAX gives what all of its versions take.
+        capsule = self.stacked.__dlpack__()
         tensor = _capsule_pointer(capsule, b"dltensor").contents
         tensor.data += self.index * (self.stacked.nbytes // len(self.stacked))
         tensor.ndim -= 1
@@ -98,11 +98,15 @@ def layer_views(stacked: jax.Array) -> list[jax.Array]:
             f"layer_views: layers must be of a multiple of {_ALIGNMENT} bytes, got "
             f"{stacked.dtype}{[*stacked.shape]}"
         )
-    stacked.block_until_ready()
+    stacked.block_until_ready()  # as no stream is told to wait for it
+    layers = [_Layer(stacked, i) for i in range(len(stacked))]
     try:
-        return [jax.dlpack.from_dlpack(_Layer(stacked, i), copy=False) for i in range(len(stacked))]
+        views = [jax.dlpack.from_dlpack(layer, copy=False) for layer in layers]
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"layer_views: {error}") from None
+    if any(view.devices() != stacked.devices() for view in views):
+        raise ValueError(f"layer_views: JAX has views on its first CPU, not on {stacked.device}")
+    return views
 
 
 def stack_layers(

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import logging
+import os
 import subprocess
 import sys
 import weakref
@@ -149,18 +150,39 @@ def test_of_some_arrays_there_are_no_views(made, told):
         layer_views(made())
 
 
+def in_a_process(code, **environment):
+    code = f"import jax\nimport jax.numpy as jnp\nfrom fdjax.views import layer_views\n{code}"
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", **environment}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert run.returncode == 0, run.stderr.decode()
+
+
 def test_views_may_outlive_everything():
-    code = """if True:
-        import threading, jax.numpy as jnp
-        from fdjax.views import layer_views
-        held = layer_views(jnp.ones((8, 4, 128)))
-        thread = threading.Thread(target=held.clear)
-        thread.start()
-        thread.join()
-        held += layer_views(jnp.ones((8, 4, 128)))
-        held.append(held)
-    """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    in_a_process("""
+import threading
+held = layer_views(jnp.ones((8, 4, 128)))
+thread = threading.Thread(target=held.clear)
+thread.start()
+thread.join()
+held += layer_views(jnp.ones((8, 4, 128)))
+held.append(held)
+""")
+
+
+def test_views_are_on_the_device_of_the_array():
+    in_a_process(
+        """
+one, other = jax.devices()
+several = jax.sharding.NamedSharding(jax.make_mesh((2,), "x"), jax.P("x"))
+for where, told in ((one, ""), (other, "not on "), (several, "on one device, got ")):
+    try:
+        layers = layer_views(jax.device_put(jnp.ones((2, 4, 128)), where))
+        assert not told and all(layer.devices() == {one} for layer in layers)
+    except ValueError as error:
+        assert told and told in str(error), error
+""",
+        XLA_FLAGS="--xla_force_host_platform_device_count=2",
+    )
 
 
 # --- stacking
@@ -244,8 +266,9 @@ def test_other_weights_are_stacked_anew(model):
 
     # The same layer twice is not the array.
     lm.params = lm.params | {"blocks": dict.fromkeys((0, 1), lm.params["blocks"][0])}
-    assert views._stack_of(weights(lm.params, LARGEST)) is not None
-    jax.tree.map(np.testing.assert_array_equal, lm.params["blocks"][1], want["blocks"][0])
+    one, other = weights(lm.params, LARGEST)
+    assert address(one) != address(other)
+    np.testing.assert_array_equal(one, other)
 
 
 @pytest.mark.parametrize("owned", [False, True])
