@@ -138,14 +138,20 @@ def stack_layers(
     needed = (max if owned else sum)(sizes or [0])
     (device,) = leaves[0].devices()
     rooms = [free_memory_bytes(device), memory_bytes and memory_bytes - weight_bytes(model)]
+    told = f"layers are not stacked: no room for {gigabytes(needed)} beside the weights"
     if any(room is not None and needed > room for room in rooms):
-        _tell_once(f"layers are not stacked: no room for {gigabytes(needed)} beside the weights")
+        _tell_once(told)
         return None
     del leaves
     blocks.clear()
     try:
         for kind in missing:
             stacked[kind] = _stack(layers, kind)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        _tell_once(told)  # there is room, but not in one piece
+        return None
     finally:
         blocks.update({i: _nested(layer) for i, layer in enumerate(layers)})
     return stacked

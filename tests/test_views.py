@@ -314,6 +314,25 @@ def test_what_does_not_fit_is_not_stacked(model, monkeypatch, caplog, owned):
     assert stack_layers(model, params, owned=owned, memory_bytes=total) is not None
 
 
+@pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: other"])
+def test_weights_are_whole_where_stacking_ends_early(model, monkeypatch, error):
+    params, stack = random_params(model), views._stack
+    want = jax.tree.map(np.asarray, params)
+
+    def fail(layers, kind):
+        if kind == LARGEST:
+            raise jax.errors.JaxRuntimeError(error)
+        return stack(layers, kind)
+
+    monkeypatch.setattr(views, "_stack", fail)
+    if error.startswith("INTERNAL"):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=error):
+            stack_layers(model, params)
+    else:
+        assert stack_layers(model, params) is None
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+
+
 def test_without_memory_a_model_is_loaded_as_it_is(plain, plan, monkeypatch):
     monkeypatch.setattr(views, "free_memory_bytes", lambda device: 0)
     lm = load(plan)
