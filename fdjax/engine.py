@@ -251,8 +251,7 @@ class Engine:
         # that is not would have every program compiled once more.
         _refuse_trace()
         (device,) = self.params[0].devices()
-        cache = init_cache(self.model, batch, slots, **_layout(stacked))
-        return jax.device_put(start(cache), device)
+        return jax.device_put(start(init_cache(self.model, batch, slots, stacked)), device)
 
     def program(self, function: Callable, *, stacked: bool = False, **static) -> Program:
         """The program of a step: one per set of processors, whatever the values.
@@ -268,12 +267,12 @@ class Engine:
           stacked: the cache is stacked over the layers, and so are the parameters of decode steps.
           **static: keywords of the function.
         """
-        name = function.__name__, *_layout(stacked).items(), *static.items()
+        name = function.__name__, *([("stacked", True)] * stacked), *static.items()
         (device,) = self.params[0].devices()
         if (key := (*name, device)) not in self.programs:
             one_launch = stacked and function is step.decode_steps
             model, packing = self.model, self.stacked_packing if one_launch else self.packing
-            state_def = jax.tree.structure(abstract_state(model, **_layout(stacked)))
+            state_def = jax.tree.structure(abstract_state(model, stacked))
 
             def run(params, state, host):
                 state = jax.tree.unflatten(state_def, state)
@@ -348,11 +347,6 @@ class ParamPacking:
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
-
-
-def _layout(stacked: bool) -> dict[str, bool]:
-    """What is said of a cache that is stacked, and of no other."""
-    return {"stacked": True} if stacked else {}
 
 
 def compiler_options(function: Callable) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fdjax.pallas_kernels.attention import append_decode_attention, append_prefi
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.sampling import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
-from fdjax.state import DecodeState, LayerCache, StackedLayer, pack_progress, restart
+from fdjax.state import DecodeState, LayerCache, StackedCache, StackedLayer, pack_progress, restart
 
 
 def prefill(
@@ -124,8 +124,6 @@ def decode_steps(
       see `next_tokens`; their log-probabilities, each [B, max_steps, ...], or None), and where they
       are asked for reruns [L] fp32, of each layer, summed over the steps.
     """
-    if layers is not None:
-        raise NotImplementedError("decode_steps: there is no launch for all layers")
     module = model.module(params)
     b = state.batch
     begun, n = state.steps, jnp.minimum(n, max_steps)
@@ -134,12 +132,10 @@ def decode_steps(
         state, tokens, logprobs, *reruns = carry
         # The first chosen token is in the cache one step after it was counted.
         turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
-        attend = functools.partial(
-            _attend_decode, lengths=state.lengths, turns=turns, plan=model.plan
-        )
-        layers = list(zip(state.kv, *reruns, strict=True))
-        hidden, layers = module(state.tokens[:, None], layers, attend, model.plan)
-        kv, *reruns = map(list, zip(*layers, strict=True))
+        if layers is None:
+            hidden, kv, *reruns = _one_by_one(module, state, reruns, turns, model.plan)
+        else:
+            hidden, kv = _in_one_launch(module, layers, state, turns, model.plan)
         logits = module.logits(hidden[:, 0], model.plan)
         index = jnp.arange(b, dtype=jnp.int32)
         ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
@@ -184,6 +180,22 @@ def decode_steps(
     state, tokens, logprobs, *reruns = lax.while_loop(goes_on, step, carry)
     state = dataclasses.replace(state, progress=jnp.stack(state.progress))
     return state, tokens, logprobs, *map(jnp.stack, reruns)
+
+
+def _one_by_one(module, state, reruns, turns, plan):
+    """A token of every row through layer after layer: (hidden [B,1,E], caches, reruns if any)."""
+    attend = functools.partial(_attend_decode, lengths=state.lengths, turns=turns, plan=plan)
+    layers = list(zip(state.kv, *reruns, strict=True))
+    hidden, layers = module(state.tokens[:, None], layers, attend, plan)
+    return hidden, *map(list, zip(*layers, strict=True))
+
+
+def _in_one_launch(module, layers, state, turns, plan):
+    """The same over weights and a cache that are stacked: (hidden [B,1,E], cache)."""
+    turns = functools.partial(turns, state.lengths[:, None])
+    kv = state.kv.k, state.kv.v
+    hidden, kv = module.in_one_launch(state.tokens, kv, layers, state.lengths, turns, plan)
+    return hidden, StackedCache(*kv)
 
 
 def _place(columns, array, values):

@@ -223,6 +223,18 @@ def layers_shape(
     return chain | {"hkv": c.kv_heads, "d": c.head_dim, "s": slots}
 
 
+def layer_weights(stacked: dict[str, Array]) -> LayerWeights:
+    """Operands of `decode_layers` by the names that a block's parameters have."""
+    return LayerWeights(
+        attention_norm=stacked["attention_norm.scale"],
+        qkv=stacked["attention.qkv.weight"],
+        out=stacked["attention.out.weight"],
+        mlp_norm=stacked["mlp_norm.scale"],
+        gate_up=stacked["mlp.gate_up.weight"],
+        down=stacked["mlp.down.weight"],
+    )
+
+
 class Decoder(nnx.Module):
     """Embedding, blocks, final norm, head."""
 
@@ -292,7 +304,7 @@ class Decoder(nnx.Module):
         self,
         tokens: Array,
         kv: tuple[Array, Array],
-        weights: LayerWeights,
+        stacked: dict[str, Array],
         lengths: Array,
         turns: Callable[[Rope], tuple[Array, Array]],
         plan: Plan,
@@ -302,7 +314,7 @@ class Decoder(nnx.Module):
         Args:
           tokens: [B] int32.
           kv: caches, [L,B,Hkv,S,D] each.
-          weights: those of the layers; the blocks' own are not read.
+          stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
           lengths: [B] int32 slots filled before.
           turns: (cos, sin) [B,1,D/2] of a rotary embedding at the tokens' positions.
           plan: which implementations run.
@@ -312,9 +324,8 @@ class Decoder(nnx.Module):
         """
         x = self._embedded(tokens[:, None], plan)[:, 0]
         first = self.config.attention[0]
-        rotation = turns(first.rope)
         x, *kv = decode_layers(
-            *(x, *kv, lengths, rotation, weights),
+            *(x, *kv, lengths, turns(first.rope), layer_weights(stacked)),
             eps=self.config.norm_eps,
             gate=self.config.activation,
             scale=first.scale,
