@@ -5,14 +5,14 @@ Both are pure functions of `(params, state, ...)`; `fdjax.engine` jits them with
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.models import AttentionSpec, Model, Params
+from fdjax.models import AttentionSpec, Decoder, Model, Params
 from fdjax.pallas_kernels.attention import append_decode_attention, append_prefill_attention
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotation
@@ -130,12 +130,9 @@ def decode_steps(
 
     def step(carry):
         state, tokens, logprobs, *reruns = carry
-        # The first chosen token is in the cache one step after it was counted.
-        turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
-        if layers is None:
-            hidden, kv, *reruns = _one_by_one(module, state, reruns, turns, model.plan)
-        else:
-            hidden, kv = _in_one_launch(module, layers, state, turns, model.plan)
+        hidden, kv, *reruns = run_layers(
+            module, state, sampling, model.plan, layers=layers, reruns=reruns
+        )
         logits = module.logits(hidden[:, 0], model.plan)
         index = jnp.arange(b, dtype=jnp.int32)
         ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
@@ -182,20 +179,37 @@ def decode_steps(
     return state, tokens, logprobs, *map(jnp.stack, reruns)
 
 
-def _one_by_one(module, state, reruns, turns, plan):
-    """A token of every row through layer after layer: (hidden [B,1,E], caches, reruns if any)."""
+def run_layers(
+    module: Decoder,
+    state: DecodeState,
+    sampling: Sampling,
+    plan: Plan,
+    *,
+    layers: dict[str, Array] | None = None,
+    reruns: Sequence[list[Array]] = (),
+) -> tuple[Array, Any, *tuple[list[Array], ...]]:
+    """The last chosen token of every row through all layers.
+
+    Args:
+      module: the decoder.
+      state, sampling, layers: see `decode_steps`.
+      plan: which implementations run.
+      reruns: none, or one list [L], to which those of this step are added.
+
+    Returns:
+      (hidden states [B, 1, E], the cache, and reruns if any).
+    """
+    # The first chosen token is in the cache one step after it was counted.
+    turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
+    if layers is not None:
+        turns = functools.partial(turns, state.lengths[:, None])
+        kv = state.kv.k, state.kv.v
+        hidden, kv = module.in_one_launch(state.tokens, kv, layers, state.lengths, turns, plan)
+        return hidden, StackedCache(*kv)
     attend = functools.partial(_attend_decode, lengths=state.lengths, turns=turns, plan=plan)
-    layers = list(zip(state.kv, *reruns, strict=True))
-    hidden, layers = module(state.tokens[:, None], layers, attend, plan)
-    return hidden, *map(list, zip(*layers, strict=True))
-
-
-def _in_one_launch(module, layers, state, turns, plan):
-    """The same over weights and a cache that are stacked: (hidden [B,1,E], cache)."""
-    turns = functools.partial(turns, state.lengths[:, None])
-    kv = state.kv.k, state.kv.v
-    hidden, kv = module.in_one_launch(state.tokens, kv, layers, state.lengths, turns, plan)
-    return hidden, StackedCache(*kv)
+    caches = list(zip(state.kv, *reruns, strict=True))
+    hidden, caches = module(state.tokens[:, None], caches, attend, plan)
+    return hidden, *map(list, zip(*caches, strict=True))
 
 
 def _place(columns, array, values):

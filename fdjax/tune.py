@@ -24,7 +24,7 @@ from fdjax.bench.check import verify
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing, l2_bytes, measure
 from fdjax.files import json_by_line, write_whole
-from fdjax.models import DecoderConfig, Model, chain_shape
+from fdjax.models import DecoderConfig, Model, chain_shape, describe
 from fdjax.pallas_kernels.gemm import (
     FlatGemmConfig,
     LinearChainConfig,
@@ -45,6 +45,8 @@ from fdjax.pallas_kernels.plan import (
     read_table,
     shipped_table_path,
 )
+from fdjax.table_entry import table_entry
+from fdjax.tune_layers import measure_layers
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
@@ -82,9 +84,6 @@ TALL_CANDIDATES = tuple(
 
 # Errors of single products in half precision; what is asked is only whether they are right at all.
 _TOLERANCE = 2e-2
-
-# A kernel that gains less than the measurement can tell has not earned its place.
-_LEAST_GAIN = 1.01
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,7 +302,7 @@ def measure_matmul(
                     if of.problem:
                         report(f"{shape} M={m} {config}: {of.problem}")
                 times = {c: of.timing.median_us for c, of in measured.items() if of.timing}
-                entry = _entry("matmul", shape.key(m, jnp.dtype(dtype).itemsize), times)
+                entry = table_entry("matmul", shape.key(m, jnp.dtype(dtype).itemsize), times)
                 report(f"{shape} M={m}: {entry['implementation']} {entry['microseconds']}")
                 yield entry
 
@@ -365,7 +364,7 @@ def measure_chain(
                 del functions[config]
         passes = [{of: measure(fn, sets, runs=runs) for of, fn in functions.items()} for _ in "12"]
         times = {of: Timing.merge([p[of] for p in passes]).median_us for of in functions}
-        entry = _entry("linear_chain", shape | {"m": m}, times)
+        entry = table_entry("linear_chain", shape | {"m": m}, times)
         report(f"linear_chain M={m}: {entry['implementation']} {entry['microseconds']}")
         yield entry
 
@@ -386,24 +385,6 @@ def _chain_weights(k: int, width: int, hidden: int, n: int, dtype: str) -> Itera
         }
         norm = RMSNorm(_normal(i, (width,), dtype), 1e-5)
         yield weights | {"mlp_norm": norm, "next_norm": norm}
-
-
-def _entry(op: str, key: dict[str, int], times: Mapping[Any, float]) -> dict[str, Any]:
-    """An entry of the table from microseconds of configurations: None is XLA's."""
-    xla_us = times[None]
-    config = min((c for c in times if c is not None), key=times.get, default=None)
-    best_us = None if config is None else times[config]
-    wins = best_us is not None and xla_us >= _LEAST_GAIN * best_us
-    return {
-        "op": op,
-        "shape": key,
-        "implementation": "mosaic_gpu" if wins else "xla",
-        "config": dataclasses.asdict(config) if wins else None,
-        "microseconds": {
-            "xla": round(xla_us, 2),
-            "mosaic_gpu": None if best_us is None else round(best_us, 2),
-        },
-    }
 
 
 def tune(
@@ -440,6 +421,11 @@ def tune(
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     plan = dataclasses.replace(model.plan, table=found)
     entries += measure_chain(model.config, plan=plan, dtype=model.dtype, report=report)
+    found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
+    planned = describe(
+        model.config, dtype=model.dtype, plan=dataclasses.replace(model.plan, table=found)
+    )
+    entries += measure_layers(planned, report=report)
     return table_of(entries, commit)
 
 

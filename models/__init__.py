@@ -11,7 +11,15 @@ from typing import Any
 from fdjax.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
 from fdjax.models.attention import Attend, AttentionSpec
 from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
-from fdjax.models.decoder import Decoder, Model, Params, chain_shape, describe, random_params
+from fdjax.models.decoder import (
+    Decoder,
+    Model,
+    Params,
+    chain_shape,
+    describe,
+    layers_shape,
+    random_params,
+)
 from fdjax.models.weights import WeightMap, export_tensors
 
 FAMILIES = {
@@ -37,6 +45,7 @@ __all__ = [
     "describe",
     "export_tensors",
     "ignored_tensors",
+    "layers_shape",
     "parse_config",
     "random_params",
     "weight_map",

@@ -212,8 +212,9 @@ def layers_shape(
     c = config
     chain = chain_shape(c, rows, itemsize)
     first = c.attention[0]
+    whole = first.rope is not None and first.rope.dim == c.head_dim
     # Its maximum is the running one, whatever calibration found.
-    plain = first.rope and all(
+    plain = whole and all(
         dataclasses.replace(spec, phi=None, unified=True)
         == AttentionSpec(scale=first.scale, rope=first.rope)
         for spec in c.attention

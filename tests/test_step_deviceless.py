@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax.traverse_util import flatten_dict
 
 from deviceless import (
     _parse,
@@ -26,6 +27,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling import Processors
 from fdjax.state import init_cache, start
 from fdjax.step import decode_steps, prefill
+from fdjax.views import layer_slices
 
 pytestmark = pytest.mark.deviceless
 
@@ -41,6 +43,7 @@ KERNELS, CHAINED = (
     dataclasses.replace(H100, named=(("matmul", "mosaic_gpu"), ("linear_chain", chain)))
     for chain in ("xla", "mosaic_gpu")
 )
+ONE_LAUNCH = dataclasses.replace(KERNELS, named=(*KERNELS.named, ("decode_layers", "mosaic_gpu")))
 
 
 @functools.cache
@@ -110,15 +113,33 @@ def check_in_place(compiled, tied, batch, *, masked_values, stacked=False):
 def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
     """A chunk of decode steps, as users get it: one CUDA graph, and all of the state in place."""
     m = model(tied, plan)
+    stacked = m.one_launch(batch, SLOTS)
+    params = m.abstract_params
+    if stacked:
+        layers = [flatten_dict(layer, sep=".") for layer in params["blocks"].values()]
+        kinds = {
+            kind: jax.ShapeDtypeStruct((len(layers), *leaf.shape), leaf.dtype)
+            for kind, leaf in layers[0].items()
+        }
+        params = params | {"blocks": kinds}
 
     def run(params, state, sampling, n):
-        return decode_steps(m, params, state, sampling, n, max_steps=STEPS, processors=processors)
+        layers = None
+        if stacked:
+            layers = params["blocks"]
+            params = params | {"blocks": layer_slices(layers)}
+        return decode_steps(
+            *(m, params, state, sampling, n),
+            max_steps=STEPS,
+            processors=processors,
+            layers=layers,
+        )
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
-    args = m.abstract_params, abstract_state(tied, batch), abstract_sampling(batch), n
+    args = params, abstract_state(tied, batch, stacked), abstract_sampling(batch), n
     options = compiler_options(decode_steps) | {"xla_dump_to": str(folder)}
     compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
-    check_in_place(compiled, tied, batch, masked_values=False)
+    check_in_place(compiled, tied, batch, masked_values=False, stacked=stacked)
     (chunk,) = outermost_thunks(folder)
     assert "kCommandBuffer" in chunk
     return compiled
@@ -126,14 +147,22 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("batch", [1, 8])
-@pytest.mark.parametrize("plan", [H100, KERNELS, CHAINED], ids=["xla", "kernels", "chained"])
+@pytest.mark.parametrize(
+    "plan",
+    [H100, KERNELS, CHAINED, ONE_LAUNCH],
+    ids=["xla", "kernels", "chained", "one launch"],
+)
 def test_decode_steps(plan, tied, batch, tmp_path):
     compiled = compiled_chunk(plan, tied, batch, tmp_path)
     assert temp_bytes(compiled) <= batch * 2**21
     # Norm, QKV; RoPE, append, attention; output; norm, gate, up, activation; down. In a chain, all
     # but attention is one kernel from a layer to the next.
     layers = model(tied).config.layers
-    kernels = {KERNELS: 5 * layers, CHAINED: 1 + layers + (layers - 1) + 3}.get(plan)
+    kernels = {
+        KERNELS: 5 * layers,
+        CHAINED: 1 + layers + (layers - 1) + 3,
+        ONE_LAUNCH: 1,
+    }.get(plan)
     if kernels:
         calls = re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())
         assert len(calls) == kernels + (not tied)

@@ -101,7 +101,7 @@ def layers_mosaic(
     _check_supported(m, width, out.shape[1], down.shape[1], d, parts, cache_slots, dtype)
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     x32 = x.astype(jnp.float32)
-    next_x = (x32 * attention_norm[0].astype(jnp.float32)).astype(dtype)
+    next_x = (x32 * attention_norm[:1].astype(jnp.float32)).astype(dtype)
     squares = (x32 * x32).reshape(len(x), width // _BRICK, _BRICK).sum(axis=2).T
     k, v = jax.new_ref(k), jax.new_ref(v)
     operands = {
