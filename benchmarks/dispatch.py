@@ -35,6 +35,7 @@ CONFIG = {
     "vocab_size": 512,
     "num_hidden_layers": 32,
 }
+SLOTS = 128
 
 
 def time_calls(call, runs: int) -> Timing:
@@ -65,14 +66,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     none = np.int32(0)
     sampling = per_row([GenerationConfig(max_new_tokens=9)], 1)
     host = jax.device_put(HostArrays.pack((sampling, none)))
-    state = start(init_cache(model, 1, 128))
+    stacked = engine.stacks(1, SLOTS)
+    params = engine.stacked_params if stacked else engine.params
+    state = start(init_cache(model, 1, SLOTS, stacked))
     leaves = jax.tree.leaves(state)
-    decode = engine.program(decode_steps, processors=Processors(), max_steps=1)
+    decode = engine.program(decode_steps, stacked=stacked, processors=Processors(), max_steps=1)
     nothing, one = jax.jit(lambda n: n + 1), jnp.int32(1)
 
     def chunk():
         nonlocal leaves
-        leaves, *out = decode(engine.params, leaves, host)
+        leaves, *out = decode(params, leaves, host)
         return out
 
     rows = {
@@ -84,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = {
         "environment": environment(args.commit),
         "config": config,
-        "arrays": {"parameters": len(engine.params), "state": len(leaves)},
+        "arrays": {"parameters": len(params), "state": len(leaves)},
         "rows": {name: dataclasses.asdict(t) | {"samples_us": None} for name, t in rows.items()},
     }
     if args.output:

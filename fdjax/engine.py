@@ -135,7 +135,7 @@ class Engine:
         static = {"processors": wanted.tier, "max_steps": steps}
         if any(r.config.return_reruns for r in active):
             static["return_reruns"] = True
-        stacked = "return_reruns" not in static and self._stacks(batch, slots)
+        stacked = "return_reruns" not in static and self.stacks(batch, slots)
         # Once per prompt, what is not asked for costs next to nothing.
         prefill = self.program(step.prefill, stacked=stacked, processors=wanted.everything)
         decode = self.program(step.decode_steps, stacked=stacked, **static)
@@ -234,7 +234,7 @@ class Engine:
             plan(slots=slots).check("generate", self.memory_bytes)
         return slots
 
-    def _stacks(self, batch: int, slots: int) -> bool:
+    def stacks(self, batch: int, slots: int) -> bool:
         """Whether decode steps of a batch run in one launch, over weights and cache stacked."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
@@ -242,7 +242,7 @@ class Engine:
         """The idle state if it fits, else a new one in its place."""
         (state, layout, unread), self.idle = self.idle or (None, False, []), None
         fits = state is not None and state.batch == batch and state.slots >= slots
-        fits = fits and layout == stacked and (not stacked or self._stacks(batch, state.slots))
+        fits = fits and layout == stacked and (not stacked or self.stacks(batch, state.slots))
         fits = fits and not any(a.is_deleted() for a in jax.tree.leaves(state.kv)[:2])
         if fits and all(map(_is_finite, unread)):
             return state
