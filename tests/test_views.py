@@ -337,7 +337,7 @@ def test_without_memory_a_model_is_loaded_as_it_is(plain, plan, monkeypatch):
     monkeypatch.setattr(views, "free_memory_bytes", lambda device: 0)
     lm = load(plan)
     assert lm._engine.stacked_params is None
-    assert not lm._engine._stacks(1, 512)
+    assert not lm._engine.stacks(1, 512)
     jax.tree.map(np.testing.assert_array_equal, lm.params, plain.params)
 
 
