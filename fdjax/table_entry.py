@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-# A kernel that gains less than the measurement can tell has not earned its place.
-_LEAST_GAIN = 1.01
+# A kernel that gains less than the measurement can tell has not earned its place, but for that
+# which spares the host nine tenths of what a dispatch costs.
+_LEAST_GAIN = {"matmul": 1.01, "linear_chain": 1.01, "decode_layers": 1.0}
 
 
 def table_entry(op: str, key: dict[str, int], times: Mapping[Any, float]) -> dict[str, Any]:
@@ -13,7 +14,7 @@ def table_entry(op: str, key: dict[str, int], times: Mapping[Any, float]) -> dic
     xla_us = times[None]
     config = min((c for c in times if c is not None), key=times.get, default=None)
     best_us = None if config is None else times[config]
-    wins = best_us is not None and xla_us >= _LEAST_GAIN * best_us
+    wins = best_us is not None and xla_us >= _LEAST_GAIN[op] * best_us
     return {
         "op": op,
         "shape": key,
