@@ -26,6 +26,9 @@ TABLE_SCHEMA = 1
 # Kernels that run where a table has them, and are not forced with the others of their name.
 _BY_TABLE = {"mosaic_gpu": ("linear_chain", "decode_layers")}
 
+# What a kernel runs instead of others: where one of them is named, it does not run in their place.
+_PARTS = {"decode_layers": ("matmul", "linear_chain", "decode_attention")}
+
 # A measurement at one value of these says nothing about another: other code runs, or none at all,
 # or blocks that filled the device leave a part of it idle.
 _EXACT_KEYS = ("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden")
@@ -165,7 +168,7 @@ class Plan:
         for name, implementation in self.named:
             if name == op:
                 return Choice(implementation, source="named")
-        if op in self.only_xla:
+        if op in self.only_xla or not self._has_parts(op):
             return Choice("xla", source="only")
         key = tuple(sorted(shape.items()))
         entries = [e for e in self.table if e.op == op]
@@ -180,6 +183,12 @@ class Plan:
         choice = self._heuristic(op, shape)
         logger.debug("%s %s: no measurement, %s", op, dict(key), choice.implementation)
         return choice
+
+    def _has_parts(self, op: str) -> bool:
+        """Whether nothing of what a kernel stands for is named to be of another kind."""
+        parts = _PARTS.get(op, ())
+        wanted = [*self.named, *((part, "xla") for part in self.only_xla)]
+        return all(name not in parts or choice == "mosaic_gpu" for name, choice in wanted)
 
     def _heuristic(self, op: str, shape: Mapping[str, int]) -> Choice:
         on_gpu = self.compute_capability is not None and self.compute_capability >= (8, 0)

@@ -12,6 +12,7 @@ import pytest
 from deviceless import alias_bytes, large_copies
 from fdjax.engine import Engine
 from fdjax.host_arrays import HostArrays
+from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 from fdjax.options import GenerationConfig, per_row
 from fdjax.pallas_kernels.plan import Plan, can_chain
@@ -92,6 +93,51 @@ def test_layers_in_a_chain_decode_as_one_by_one(batch):
     # Of random weights, the likeliest tokens are nearly as likely, so which is chosen says nothing.
     assert (top[:, 0] < 0).all()
     assert np.abs(top[:, 0] - chained_top[:, 0]).mean() < 0.03
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 3, 8])
+def test_layers_in_one_launch_decode_as_one_by_one(batch):
+    """From prompts to the second token, which is the first that the launch has a part in."""
+    if not can_chain(jax.devices()[0]):
+        pytest.skip("the blocks of the launch would not all run at once here, and wait forever")
+    config = parse_config(CONFIG | {"num_key_value_heads": 8, "num_hidden_layers": 3})
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 32000, 40 + 97 * i).tolist() for i in range(batch)]
+    params, results = None, []
+    for implementation in ("xla", "mosaic_gpu"):
+        plan = dataclasses.replace(Plan.for_device(), named=(("decode_layers", implementation),))
+        model = describe(config, dtype="bfloat16", plan=plan)
+        params = params or random_params(model)
+        lm = LM(model, params)
+        assert lm._engine.stacks(batch, 1024) == (implementation == "mosaic_gpu")
+        got = lm.generate(prompts, max_new_tokens=2, return_logprobs=20)
+        top = [[[*likeliest.values()] for likeliest in row] for row in got.top_logprobs]
+        results.append(np.array(top))
+    one_by_one, at_once = results
+    # The same kernels, of the same prompts, on a cache that lies elsewhere.
+    np.testing.assert_array_equal(one_by_one[:, 0], at_once[:, 0])
+    assert (one_by_one[:, 1] < 0).all()
+    assert 0 < np.abs(one_by_one[:, 1] - at_once[:, 1]).mean() < 0.03
+
+
+@pytest.mark.gpu
+def test_a_dispatch_costs_the_host_little_in_one_launch():
+    """Of a whole chunk of 32 layers, with nothing to do."""
+    plan = dataclasses.replace(Plan.for_device(), named=(("decode_layers", "mosaic_gpu"),))
+    config = parse_config(CONFIG | {"hidden_size": 1024, "num_hidden_layers": 32, "head_dim": 128})
+    model = describe(config, dtype="bfloat16", plan=plan)
+    engine = Engine(model, random_params(model))
+    program = engine.program(decode_steps, stacked=True, processors=Processors(), max_steps=32)
+    sampling = per_row([GenerationConfig(max_new_tokens=9)], 1)
+    host = jax.device_put(HostArrays.pack((sampling, np.int32(0))))
+    state, times = jax.tree.leaves(start(init_cache(model, 1, 256, True))), []
+    for _ in range(50):
+        begin = time.perf_counter()
+        state, *out = program(engine.stacked_params, state, host)
+        times.append(time.perf_counter() - begin)
+        jax.block_until_ready(out)
+    assert np.median(times[10:]) < 200e-6, sorted(times)
 
 
 @pytest.mark.gpu

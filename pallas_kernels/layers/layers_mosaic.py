@@ -762,7 +762,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
             done(i, stage)
 
         for index, (run, registers) in enumerate(
-            ((compute, 240), (bring_x, 104), (bring_weights, 80))
+            ((compute, 240), (bring_x, 128), (bring_weights, 120))
         ):
 
             @when(lax.axis_index("warpgroup") == index)
