@@ -369,10 +369,12 @@ def _config_types() -> dict[str, type]:
     """Configurations of the kernels in `KERNEL_REVISIONS`; their modules import this one."""
     from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig
     from fdjax.pallas_kernels.gemm import FlatGemmConfig, LinearChainConfig
+    from fdjax.pallas_kernels.layers import DecodeLayersConfig
 
     return {
         "matmul": FlatGemmConfig,
         "linear_chain": LinearChainConfig,
+        "decode_layers": DecodeLayersConfig,
         "decode_attention": DecodeAttentionConfig,
     }
 
