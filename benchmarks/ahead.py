@@ -31,6 +31,7 @@ from fdjax.lm import LM
 from fdjax.models import Model, Params
 from fdjax.program import Program
 from fdjax.state import DecodeState, init_cache, start
+from fdjax.views import stacked_shapes
 
 ROOT = Path(__file__).parent.parent
 
@@ -239,7 +240,12 @@ class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
     def _take_state(self, batch: int, slots: int, stacked: bool) -> DecodeState:
-        return start(stand_ins(jax.eval_shape(lambda: init_cache(self.model, batch, slots))))
+        cache = jax.eval_shape(lambda: init_cache(self.model, batch, slots, stacked))
+        return start(stand_ins(cache))
+
+    def _stack(self, params: Params) -> dict[str, Any] | None:
+        # As if there were memory for it: where there is none, other programs run, compiled there.
+        return stand_ins(stacked_shapes(params)) if self.model.one_launch_possible else None
 
 
 class _LoadingEngine(_AheadEngine):

@@ -26,7 +26,8 @@ from pathlib import Path
 from benchmarks import peers
 from fdjax.bench.record import Record, Row, emit, environment, read, write
 
-_LINEAR = ("matmul", "linear_chain")
+# Kernels that multiply by weights.
+_LINEAR = ("matmul", "linear_chain", "decode_layers")
 
 # Implementations named beyond the measured choice, by op. Those without one kind of kernel run XLA,
 # those without an idea the same kernels.
@@ -36,9 +37,10 @@ PLANS: dict[str, dict[str, str]] = {
     "cudnn": dict.fromkeys(_LINEAR, "xla")
     | {"decode_attention": "cudnn", "prefill_attention": "cudnn"},
     "without flat GEMM": dict.fromkeys(_LINEAR, "xla"),
-    "without chain": {"linear_chain": "xla"},
+    "without launch": {"decode_layers": "xla"},
+    "without chain": dict.fromkeys(("linear_chain", "decode_layers"), "xla"),
     "without unified maximum": {},
-    "without fusion": {"linear_chain": "xla"},
+    "without fusion": dict.fromkeys(("linear_chain", "decode_layers"), "xla"),
 }
 BREAKDOWN = ("fdjax", *(name for name in PLANS if name.startswith("without")))
 GRID = tuple((b, p) for b in (1, 2, 4, 8, 16, 32, 64) for p in (128, 1024, 4096, 16384))
@@ -397,6 +399,7 @@ def measure(
     from fdjax.bench.ceiling import measure_ceiling
     from fdjax.memory import free_memory_bytes, weight_bytes
     from fdjax.models import random_params
+    from fdjax.views import stack_layers
 
     model = read_model(args)
     ceiling_bytes = 2**24 if model.plan.compute_capability is None else 2**30
@@ -438,6 +441,8 @@ def measure(
         memory_bytes = free_memory_bytes()
         if memory_bytes is not None:
             memory_bytes += weight_bytes(model)
+        # As in loading, so that the plans share this as well: each would have a copy of its own.
+        _stacked = stack_layers(model, params, owned=True, memory_bytes=memory_bytes)
         take(
             fdjax_rows(
                 model,

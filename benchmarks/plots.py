@@ -36,6 +36,7 @@ COLOURS = {
     "cudnn": "tab:olive",
     "synchronised": "tab:cyan",
     "without flat GEMM": "tab:cyan",
+    "without launch": "tab:gray",
     "without chain": "tab:brown",
     "without unified maximum": "tab:purple",
     "without fusion": "tab:pink",

@@ -108,7 +108,7 @@ class Engine:
         self.memory_bytes = memory_bytes
         self._one_launch = functools.cache(model.one_launch)  # looks at every layer
         self.stacked_packing = self.stacked_params = None
-        stacked = stack_layers(model, params, memory_bytes=memory_bytes)
+        stacked = self._stack(params)
         if stacked is not None:
             whole = params | {"blocks": stacked}
             self.stacked_packing = ParamPacking.of(whole)
@@ -233,6 +233,9 @@ class Engine:
             slots = min(slots, least)
             plan(slots=slots).check("generate", self.memory_bytes)
         return slots
+
+    def _stack(self, params: Params) -> dict[str, jax.Array] | None:
+        return stack_layers(self.model, params, memory_bytes=self.memory_bytes)
 
     def stacks(self, batch: int, slots: int) -> bool:
         """Whether decode steps of a batch run in one launch, over weights and cache stacked."""

@@ -15,7 +15,7 @@ from fdjax.memory import (
     plan_memory,
     weight_bytes,
 )
-from fdjax.models import Model, chain_shape
+from fdjax.models import Model, chain_shape, layers_shape
 from fdjax.pallas_kernels.plan import Choice
 from fdjax.tune import linear_shapes
 
@@ -34,7 +34,8 @@ class ModelInfo:
       largest_batch: rows of that length that fit, None if the memory is unknown.
       longest_context: tokens that fit into each of so many rows, None if the memory is unknown.
       max_position_embeddings: the model's context.
-      choices: (op, shape, implementation, source) of the decode step and of prefill.
+      choices: (op, shape, implementation, source) of the decode step and of prefill. Where one
+        launch runs all layers of a decode step, those that it stands for are left out.
     """
 
     family: str
@@ -127,16 +128,24 @@ def _choices(model: Model, batch: int, slots: int):
     def row(op: str, label: str, choice: Choice):
         return op, label, choice.implementation, choice.source
 
+    one_launch = model.one_launch(batch, slots)
+    if shape := layers_shape(c, batch, slots, itemsize):
+        choice = model.plan.choose("decode_layers", **shape)
+        yield row("decode_layers", f"M={batch} S={slots} all layers of a decode step", choice)
     for name, shape in linear_shapes(c).items():
+        if one_launch and name != "head":
+            continue
         choice = model.plan.choose("matmul", **shape.key(batch, itemsize))
         yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]", choice)
-    if shape := chain_shape(c, batch, itemsize):
+    if not one_launch and (shape := chain_shape(c, batch, itemsize)):
         choice = model.plan.choose("linear_chain", **shape)
         yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
     if c.tie_embeddings:
         tied = Choice("xla", source="only")  # no kernel reads a transposed weight
         yield row("matmul", f"head M={batch} [{c.width},{c.vocab_size}]", tied)
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
+        if one_launch and op == "decode_attention":
+            continue
         for masks in sorted({int(is_masked(spec)) for spec in c.attention}):
             choice = model.plan.choose(
                 op,

@@ -157,6 +157,13 @@ def stack_layers(
     return stacked
 
 
+def stacked_shapes(params: Params) -> dict[str, jax.ShapeDtypeStruct]:
+    """What `stack_layers` makes of parameters, as shapes and dtypes."""
+    blocks = params["blocks"]
+    first = traverse_util.flatten_dict(blocks[0], sep=".")
+    return {k: jax.ShapeDtypeStruct((len(blocks), *a.shape), a.dtype) for k, a in first.items()}
+
+
 def layer_slices(stacked: dict[str, jax.Array]) -> Params:
     """The parameters of the layers, inside a trace, where those not used cost nothing."""
     layers = len(next(iter(stacked.values())))

@@ -118,7 +118,8 @@ def test_choices_are_those_of_the_plan_at_the_models_shapes():
         "down M=8 [14336,4096]",
         "head M=8 [4096,128256]",
     ]
-    chain, decode, prefill = (c for c in facts.choices if c[0] != "matmul")
+    layers, chain, decode, prefill = (c for c in facts.choices if c[0] != "matmul")
+    assert layers == ("decode_layers", "M=8 S=4096 all layers of a decode step", "xla", "heuristic")
     assert chain == ("linear_chain", "M=8 out, gate_up, down, next qkv", "mosaic_gpu", "table")
     assert decode[:2] == ("decode_attention", "B=8 T=1 H=32 Hkv=8 S=4096 D=128")
     assert prefill[0] == "prefill_attention"
@@ -143,3 +144,30 @@ def test_nobody_chose_where_there_is_no_choice():
 def test_the_context_is_the_default_for_slots():
     facts = model_info(model("llama-3.2-1b"))
     assert all("S=131072" in shape for op, shape, _, _ in facts.choices if "attention" in op)
+
+
+@pytest.mark.parametrize(("batch", "slots"), [(8, 1024), (5, 512), (8, 16384), (16, 1024)])
+def test_one_launch_is_told_in_place_of_what_it_runs(batch, slots):
+    plan = Plan.for_kind("NVIDIA H200", (9, 0))
+    described = model("llama-3-8b", plan=plan)
+    facts = model_info(described, batch=batch, slots=slots)
+    (layers, *_), others = facts.choices, [c[:2] for c in facts.choices[1:]]
+    assert layers[:2] == ("decode_layers", f"M={batch} S={slots} all layers of a decode step")
+    launched = described.one_launch(batch, slots)
+    assert launched == (batch <= 8 and slots <= 1024)
+    assert (layers[2] == "mosaic_gpu") == launched
+    assert layers[3] == ("table" if slots == 1024 and launched else layers[3])
+    head = ("matmul", f"head M={batch} [4096,128256]")
+    if launched:
+        prefill = "prefill_attention", f"B={batch} T=512 H=32 Hkv=8 S={slots} D=128"
+        assert others == [head, prefill]
+    else:
+        assert {op for op, _ in others} >= {"linear_chain", "decode_attention"}
+        assert [op for op, _ in others].count("matmul") == 5
+    line = next(line for line in str(facts).splitlines() if line.startswith("decode_layers"))
+    assert all(word in line for word in layers)
+
+
+def test_no_launch_is_told_of_what_it_cannot_run():
+    facts = model_info(model("gemma-2-9b", plan=Plan.for_kind("NVIDIA H200", (9, 0))))
+    assert "decode_layers" not in {op for op, *_ in facts.choices}

@@ -9,7 +9,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from flax.traverse_util import flatten_dict
 
 from deviceless import (
     _parse,
@@ -27,7 +26,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling import Processors
 from fdjax.state import init_cache, start
 from fdjax.step import decode_steps, prefill
-from fdjax.views import layer_slices
+from fdjax.views import layer_slices, stacked_shapes
 
 pytestmark = pytest.mark.deviceless
 
@@ -116,12 +115,7 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
     stacked = m.one_launch(batch, SLOTS)
     params = m.abstract_params
     if stacked:
-        layers = [flatten_dict(layer, sep=".") for layer in params["blocks"].values()]
-        kinds = {
-            kind: jax.ShapeDtypeStruct((len(layers), *leaf.shape), leaf.dtype)
-            for kind, leaf in layers[0].items()
-        }
-        params = params | {"blocks": kinds}
+        params = params | {"blocks": stacked_shapes(params)}
 
     def run(params, state, sampling, n):
         layers = None

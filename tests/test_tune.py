@@ -13,9 +13,11 @@ from fdjax import platform, tune
 from fdjax.bench.record import Row
 from fdjax.bench.timing import Timing
 from fdjax.cli import main
-from fdjax.models import describe, parse_config
+from fdjax.models import describe, layers_shape, parse_config
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, linear_chain, matmul
+from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Plan, read_table, shipped_table_path
+from fdjax.table_entry import table_entry
 from fdjax.tune import (
     LinearShape,
     explain,
@@ -416,6 +418,15 @@ class TestCommandLine:
 
     @pytest.fixture
     def on_a_gpu(self, monkeypatch, fake):
+        def layers(model, *, report):
+            chosen = model.plan.choose("linear_chain", **CHAIN | {"m": 8})
+            assert chosen == Choice(
+                "mosaic_gpu", tuple(sorted(dataclasses.asdict(CHAINS[1]).items())), source="table"
+            )
+            report("decode_layers")
+            shape = layers_shape(model.config, 8, 256, 2)
+            yield table_entry("decode_layers", shape, {None: 2.0, DecodeLayersConfig(): 1.0})
+
         plan = Plan.for_kind("a GPU of this test", (9, 0))
         monkeypatch.setattr(platform, "default_backend", lambda: "gpu")
         monkeypatch.setattr(Plan, "for_device", lambda **keys: plan)
@@ -426,14 +437,16 @@ class TestCommandLine:
         monkeypatch.setattr(tune, "measure_matmul", measured)
         chained = functools.partial(measure_chain, rows=(1, 8), runs=3)
         monkeypatch.setattr(tune, "measure_chain", chained)
+        monkeypatch.setattr(tune, "measure_layers", layers)
 
     @pytest.mark.parametrize("how", [["config.json"], ["--config", "config.json"]], ids=str)
     def test_measures_and_writes(self, run, on_a_gpu, how, tmp_path):
         code, out, err = run("tune", *how, "--output", "sub/table.json")
         assert code == 0, err
         assert "gate_up [128,2,192] norm gate: mosaic_gpu from M1 = 1 to M2 = 8, else xla" in out
-        assert err.count("fdjax: ") == 12
-        assert len(read_table(tmp_path / "sub/table.json")) == 12
+        assert err.count("fdjax: ") == 13
+        ops = [entry.op for entry in read_table(tmp_path / "sub/table.json")]
+        assert ops == ["matmul"] * 10 + ["linear_chain"] * 2 + ["decode_layers"]
         code, again, err = run("tune", *how, "--explain", "--table", "sub/table.json")
         assert (code, again, err) == (0, out, "")
 

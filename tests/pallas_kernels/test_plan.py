@@ -254,6 +254,7 @@ def test_a_file_that_is_no_table(tmp_path, text, problem):
         ({"op": ["matmul"]}, "op must be one of"),
         ({"implementation": "cudnn"}, "there is no 'cudnn' of matmul"),
         ({"op": "linear_chain", "implementation": "cudnn"}, "there is no 'cudnn' of linear_chain"),
+        ({"op": "decode_layers", "implementation": "cudnn"}, "there is no .* of decode_layers"),
         ({"shape": GEMM | {"m": "1"}}, "a shape must hold integers, got 'm': '1'"),
         ({"shape": GEMM | {"m": None, "k": 2.0}}, ".* got 'm': None, 'k': 2.0"),
         ({"config": {"stages": True}}, "a config must hold integers, got 'stages': True"),
@@ -268,6 +269,14 @@ def test_a_file_that_is_no_table(tmp_path, text, problem):
         (
             {"op": "linear_chain", "config": {"shared": 0}},
             "a config must be one of linear_chain, got {'shared': 0} for .*, linear_chain: must",
+        ),
+        (
+            {"op": "decode_layers", "config": {"ahead": -1}},
+            "a config must be one of decode_layers, got {'ahead': -1} for .*, decode_layers: must",
+        ),
+        (
+            {"op": "decode_layers", "config": {"stages": 2}},
+            "a config must be one of decode_layers, got .* for .* unexpected .* 'stages'",
         ),
         (
             {"op": "decode_attention", "shape": DECODE, "config": {"stages": 2}},
@@ -586,6 +595,29 @@ def test_kernels_that_wait_for_each_other_are_for_devices_with_room(cores):
     assert plan.choose("linear_chain", **shape | {"hidden": 11000}).implementation == "xla"
     forced = Plan.for_device(device, implementation="xla")
     assert forced.choose("linear_chain", **shape).implementation == "xla"
+    device.device_kind = "NVIDIA H200"
+    choice = Plan.for_device(device).choose("decode_layers", **shape, hkv=32, d=128, s=1024)
+    assert (choice.implementation, choice.source) == runs
+
+
+@pytest.mark.parametrize(
+    ("named", "runs"),
+    [
+        ({}, "mosaic_gpu"),
+        ({"decode_attention": "cudnn"}, "xla"),
+        ({"matmul": "xla"}, "xla"),
+        ({"linear_chain": "xla"}, "xla"),
+        ({"matmul": "mosaic_gpu", "decode_attention": "mosaic_gpu"}, "mosaic_gpu"),
+        ({"prefill_attention": "xla"}, "mosaic_gpu"),
+        ({"matmul": "xla", "decode_layers": "mosaic_gpu"}, "mosaic_gpu"),
+    ],
+    ids=str,
+)
+def test_no_launch_stands_for_what_is_forced(named, runs):
+    plan = Plan.for_kind("NVIDIA H200", (9, 0))
+    plan = dataclasses.replace(plan, named=tuple(named.items()))
+    shape = dict(m=1, k=4096, width=4096, hidden=11008, n=12288, itemsize=2, hkv=32, d=128, s=1024)
+    assert plan.choose("decode_layers", **shape).implementation == runs
 
 
 def test_longer_caches_on_an_h200_run_as_measured():
