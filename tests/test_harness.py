@@ -16,6 +16,8 @@ from benchmarks import accuracy, ahead, end_to_end, kernels, matmul, memory, pee
 from fdjax.bench import record as records
 from fdjax.bench.record import Record, Row
 from fdjax.bench.timing import Timing
+from fdjax.models import decoder
+from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Plan
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -190,6 +192,46 @@ def test_one_pass_is_padded_for_the_kernels():
     assert out.shape == (1, 128, 128)
 
 
+@pytest.mark.parametrize("name", end_to_end.PLANS)
+def test_plans_do_without_what_they_are_named_for(name):
+    """Kernels that a table has for several operations at once among it."""
+    plan = Plan.for_kind("NVIDIA H200", (9, 0))
+    plan = dataclasses.replace(plan, named=tuple(end_to_end.PLANS[name].items()))
+    chain = dict(m=1, k=4096, width=4096, hidden=11008, n=12288, itemsize=2)
+    runs = {
+        "launch": plan.choose("decode_layers", **chain, hkv=32, d=128, s=1024),
+        "chain": plan.choose("linear_chain", **chain),
+    }
+    want = {
+        "fdjax": {"launch", "chain"},
+        "without unified maximum": {"launch", "chain"},
+        "without launch": {"chain"},
+    }
+    assert {k for k, of in runs.items() if of.implementation != "xla"} == want.get(name, set())
+
+
+def test_plans_share_stacked_weights(config, quick_ceiling, monkeypatch):
+    """They are stacked once, and nobody holds what they were stacked of."""
+    from fdjax.bench import model
+
+    def rows(lm, **options):
+        weights = lm.params["blocks"][1]["mlp"]["down"]["weight"]
+        places.append(weights.unsafe_buffer_pointer())
+        stacked.append(lm._engine.stacked_params is not None)
+        return [], {}
+
+    places, stacked = [], []
+    plan = dataclasses.replace(Plan.for_device(), named=(("decode_layers", "mosaic_gpu"),))
+    config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 2}))
+    monkeypatch.setattr(Plan, "for_device", lambda: plan)
+    monkeypatch.setitem(end_to_end.PLANS, "fdjax", {"decode_layers": "mosaic_gpu"})
+    monkeypatch.setattr(model, "model_rows", rows)
+    plans = ["fdjax", "without launch", "without chain"]
+    end_to_end.main([str(config), "--dtype", "float32", "--points", "1x8", "--plans", *plans])
+    assert stacked == [True, False, False]
+    assert len(set(places)) == 1
+
+
 def test_plans_share_the_weights_and_leave_nothing(config, quick_ceiling, monkeypatch):
     """A model goes, and its cache with it, before the next one comes; the weights are made once."""
     from fdjax import models
@@ -277,10 +319,25 @@ def test_no_point_begins_when_the_time_is_up(config, quick_ceiling, capsys):
 # Programs compiled ahead
 
 
+@pytest.fixture(params=[(), (("decode_layers", "mosaic_gpu"),)], ids=["layers", "one launch"])
+def named(request, monkeypatch):
+    """What a plan forces. XLA runs what one launch would."""
+
+    def by_xla(*args, plan, **options):
+        return decode_layers(*args, **options, implementation="xla")
+
+    monkeypatch.setattr(decoder, "decode_layers", by_xla)
+    return request.param
+
+
 @pytest.mark.slow
-def test_programs_compiled_ahead_are_those_that_run(tmp_path):
+def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
     """Compiled from shapes alone, they are found and loaded; one that is not there is compiled."""
-    description = fdjax.describe(fdjax.parse_config(CONFIG), dtype="float32")
+    config = fdjax.parse_config(CONFIG | {"num_hidden_layers": 2})
+    plan = Plan(batch_invariant=True)
+    plain = fdjax.describe(config, dtype="float32", plan=plan)
+    plan = dataclasses.replace(plan, named=named)
+    description = fdjax.describe(config, dtype="float32", plan=plan)
     prompts = [[1, 2, 3], [4, 5]]
     options = {"max_new_tokens": 3, "eos_token_id": None}
     compiler = ahead.Compiler(tmp_path)
@@ -295,7 +352,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path):
     assert len(files) == 2
 
     params = fdjax.models.random_params(description)
-    want = fdjax.LM(description, params).generate(prompts, **options).tokens
+    want = fdjax.LM(plain, params).generate(prompts, **options).tokens
 
     def loaded():
         lm = fdjax.LM(description, params)
@@ -305,6 +362,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path):
             result = lm.generate(prompts, **options)
             assert result.tokens == want
         assert result.stats.compile_seconds == 0
+        assert lm._engine.idle.stacked == bool(named)
         return executables, lm.program_counts()
 
     executables, compiled = loaded()
