@@ -119,7 +119,8 @@ def stack_layers(
 
     Args:
       model: the model.
-      params: its parameters. In these containers, those of the layers are replaced by views.
+      params: its parameters. In these containers, those of the layers are replaced by views, but
+        for vectors.
       owned: nobody else holds the parameters, so that those of a kind go before the next is
         stacked.
       memory_bytes: for the parameters and what stacking takes beside them; default what there is.
@@ -175,11 +176,17 @@ def _nested(layer: dict[str, jax.Array]) -> Params:
 
 
 def _stack(layers: Sequence[dict[str, jax.Array]], kind: str) -> jax.Array:
-    """The weights of one kind, which become views of it."""
+    """The weights of one kind, which become views of it, but for vectors.
+
+    A view that is donated is written over, and the array with it. Who uses the weights after that
+    is told that they are deleted, but for those that are copied together with others of a shape.
+    """
     first = layers[0][kind]
     stacked = jnp.zeros((len(layers), *first.shape), first.dtype, device=first.sharding)
     for i, layer in enumerate(layers):
         stacked = _put(stacked, layer[kind], i)
+    if first.ndim == 1:
+        return stacked
     for layer, view in zip(layers, layer_views(stacked), strict=True):
         layer[kind] = view
     _stacks[stacked.unsafe_buffer_pointer()] = stacked

@@ -222,6 +222,8 @@ def test_layers_are_stacked_where_the_plan_has_them(plain, model):
         *("mlp_norm.scale", "mlp.gate_up.weight", "mlp.down.weight"),
     }
     for kind, array in stacked.items():
+        if kind.endswith("scale"):
+            continue
         assert [address(a) for a in weights(params, kind)] == [
             address(array) + i * array.nbytes // len(array) for i in range(len(array))
         ]
@@ -255,7 +257,8 @@ def test_loading_leaves_no_second_copy(plan, monkeypatch):
 
     def watched(*args, **options):
         params = load_params(*args, **options)
-        references.extend(map(weakref.ref, jax.tree.leaves(params["blocks"])))
+        leaves = jax.tree.leaves(params["blocks"])
+        references.extend(weakref.ref(leaf) for leaf in leaves if leaf.ndim > 1)
         return params
 
     monkeypatch.setattr(lm_module, "load_params", watched)
@@ -271,6 +274,23 @@ def test_loading_leaves_no_second_copy(plan, monkeypatch):
     assert stacks.count(LARGEST) == 1
     for one in (copied, other):
         assert address(weights(one.params, LARGEST)[0]) == address(weights(lm.params, LARGEST)[0])
+
+
+@pytest.mark.parametrize("kind", ["attention_norm.scale", LARGEST])
+def test_no_weight_is_written_over_unnoticed(plain, model, launches, kind):
+    """That of an array that is donated is another's, on a GPU also of what it is a view of."""
+    lm = fdjax.LM(model, random_params(model))
+    want = lm.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens
+    stacked = stack_layers(model, params := lm.params)[kind]
+    lie = [address(a) - address(stacked) for a in weights(params, kind)]
+    assert all(0 <= place < stacked.nbytes for place in lie) == (kind == LARGEST)
+    doubled = jax.jit(lambda weights: [2 * w for w in weights], donate_argnums=0)
+    jax.block_until_ready(doubled(weights(lm.params, kind)))
+    if kind == LARGEST:
+        with pytest.raises(RuntimeError, match="deleted"):
+            lm.generate([5, 6, 7], max_new_tokens=5, **GREEDY)
+    else:
+        assert lm.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens == want
 
 
 def test_other_weights_are_stacked_anew(model):
