@@ -1,6 +1,6 @@
 """Linear layers of a decoder: one with its neighbours fused, or all between two attentions."""
 
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.gemm.chain import chain_key, linear_chain
 from fdjax.pallas_kernels.gemm.chain_mosaic import LinearChainConfig, chain_counters
 from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.gemm.chain_mosaic import LinearChainConfig, chain_mosaic
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.norm import RMSNorm

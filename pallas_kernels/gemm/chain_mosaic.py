@@ -36,15 +36,15 @@ from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.conditional import when
-from fdjax.pallas_kernels.gemm.tiles import (
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.tiles import (
     KERNEL_ACTIVATIONS,
     LAYOUT,
     load,
     matrix,
     shared_bytes,
 )
-from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
-from fdjax.pallas_kernels.norm import RMSNorm
 
 MAX_ROWS = 32
 _CLUSTERS = MULTIPROCESSORS // 2

@@ -31,15 +31,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.conditional import when
-from fdjax.pallas_kernels.gemm.tiles import (
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.tiles import (
     KERNEL_ACTIVATIONS,
     LAYOUT,
     load,
     matrix,
     shared_bytes,
 )
-from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
-from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 
 _SMEM_BYTES = 227 * 1024 - 256  # what a block may take, less its barriers
 _MAX_GROUPS = 8

@@ -9,7 +9,7 @@ that nothing else is read or written but x and y.
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
 from fdjax.pallas_kernels.gemm.xla import matmul_row_tiles, matmul_xla
 from fdjax.pallas_kernels.norm import RMSNorm

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import ACTIVATIONS
 
 
 def matmul_reference(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Array:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import lax
 
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.norm import rms_norm
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.attention.append import append_decode_attention
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.layers.layers_mosaic import DecodeLayersConfig, layers_mosaic
 from fdjax.pallas_kernels.norm import RMSNorm

@@ -37,14 +37,14 @@ from fdjax.pallas_kernels.gemm.chain_mosaic import (
     _Stage,
     _wait,
 )
-from fdjax.pallas_kernels.gemm.tiles import (
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.tiles import (
     KERNEL_ACTIVATIONS,
     LAYOUT,
     load,
     matrix,
     shared_bytes,
 )
-from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 
 _D = 2 * _BRICK
 _PARTS = 8  # queries of a KV head, key and value: rows of a tile

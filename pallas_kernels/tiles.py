@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.gemm.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import ACTIVATIONS
 
 LAYOUT = plgpu.Layout.WGMMA
 
