@@ -1,4 +1,4 @@
-"""What kernels of linear layers share: memory, layouts, activations."""
+"""What kernels with products of matrices share: memory, layouts, activations."""
 
 import math
 from typing import Any
@@ -29,6 +29,11 @@ def shared_bytes(buffers: dict[str, tuple[tuple[int, ...], Any]]) -> int:
 def load(ref, layout=LAYOUT) -> Array:
     """Shared memory to registers, in fp32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def put(ref, values: Array) -> None:
+    """Registers to shared memory, transposed, in its dtype."""
+    ref.T[...] = values.astype(ref.dtype)
 
 
 def _gelu(x: Array) -> Array:

@@ -1,0 +1,38 @@
+"""Counters of finished tiles in global memory, by which all blocks wait for each other."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.mosaic.gpu import utils as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+_STRIDE = 32  # int32, so that no two layers share a line
+
+
+def new_counters(layers: int) -> Any:
+    """A reference to zeros [layers, ...] int32: a row for each layer of a step, to be used once."""
+    return jax.new_ref(jnp.zeros((layers, _STRIDE), jnp.int32))
+
+
+def signal(counter: Any) -> None:
+    """Count a tile as finished, once all threads of the warpgroup are here."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_, counter):
+        mgpu.warpgroup_barrier()
+        mgpu.SemaphoreRef(mgpu.memref_ptr(counter)).signal(1, memory_scope="gpu")
+
+    run(counter)
+
+
+def wait(counter: Any, tiles: int) -> None:
+    """Wait until so many tiles are finished, in all blocks."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_, counter):
+        semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(counter))
+        semaphore.wait(tiles, decrement=False, memory_scope="gpu")
+        mgpu.inline_ptx("fence.proxy.async;", has_side_effects=True)  # TMA reads what they wrote
+
+    run(counter)
