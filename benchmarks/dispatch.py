@@ -35,7 +35,7 @@ CONFIG = {
     "vocab_size": 512,
     "num_hidden_layers": 32,
 }
-SLOTS = 128
+SLOTS = 1024
 
 
 def time_calls(call, runs: int) -> Timing:
