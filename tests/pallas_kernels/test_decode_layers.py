@@ -226,7 +226,8 @@ def multiprocessors():
     ids=str,
 )
 def test_kernel_is_as_exact_as_xla(rows, shape, dtype):
-    operands = _operands(rows, **shape, dtype=dtype)
+    layers = 1 if shape["width"] == 4096 else 3  # in float64 they take long
+    operands = _operands(rows, **shape, layers=layers, dtype=dtype)
     exact = _exact(**operands)
     xla = jax.jit(_run)(operands)
     # What is not filled reaches no result, whatever it holds.
