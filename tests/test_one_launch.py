@@ -78,12 +78,16 @@ def assert_alike(got, want):
 @pytest.mark.parametrize(
     "options",
     [
-        GREEDY,
-        GREEDY | {"max_new_tokens": [1, 40, 7]},
-        GREEDY | {"stop_strings": ["e"]},
-        SAMPLED | {"return_logprobs": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(GREEDY | {"max_new_tokens": [1, 40, 7]}, id="rows that end"),
+        pytest.param(GREEDY | {"stop_strings": ["e"]}, id="stop strings"),
+        pytest.param(
+            SAMPLED
+            | {"return_logprobs": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
+            id="sampled",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["greedy", "rows that end", "stop strings", "sampled"],
 )
 def test_tokens_are_those_of_layer_after_layer(plain, launched, launches, options):
     launches.clear()
@@ -93,6 +97,7 @@ def test_tokens_are_those_of_layer_after_layer(plain, launched, launches, option
     assert launched.program_counts() == plain.program_counts()
 
 
+@pytest.mark.slow
 def test_reruns_are_those_of_layer_after_layer(plain, launched):
     want, got = (lm.generate(PROMPTS, **GREEDY, return_reruns=True) for lm in (plain, launched))
     assert_alike(got, want)
@@ -103,6 +108,7 @@ def test_reruns_are_those_of_layer_after_layer(plain, launched):
     assert stacked(launched)
 
 
+@pytest.mark.slow
 def test_to_the_last_slot_of_a_cache(plain, launched):
     want, got = (fdjax.LM(lm.model, lm.params, max_len=64) for lm in (plain, launched))
     for length in (40, 60, 63):
@@ -130,6 +136,7 @@ def decode_layers_by_xla(*args, plan, **options):
     return decode_layers(*args, **options, implementation="xla")
 
 
+@pytest.mark.slow
 def test_a_stream_may_be_left(plain, launched):
     whole = plain.generate(PROMPTS, **GREEDY)
     want = whole.texts[0]
@@ -170,6 +177,7 @@ def test_weights_may_be_assigned(plain, launched):
     assert lm.generate(PROMPTS, **GREEDY).tokens == want.tokens != before.tokens
 
 
+@pytest.mark.slow
 def test_a_pure_function_takes_the_parameters(plain, launched):
     ids = jnp.array([PROMPTS[0]])
     config = fdjax.GenerationConfig(max_new_tokens=5)
@@ -178,6 +186,7 @@ def test_a_pure_function_takes_the_parameters(plain, launched):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_layers(plain, launched):
     launched.generate(PROMPTS, **GREEDY)
     got, want = (lm.score(PROMPTS) for lm in (launched, plain))

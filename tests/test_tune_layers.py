@@ -92,12 +92,17 @@ def measured(of=None, rows=(2,), slots=(128,)):
     ("times", "best"),
     [
         ({}, SECOND),
-        ({FIRST: 9.0}, FIRST),
-        ({None: 9.99}, None),
-        ({None: 10.0}, SECOND),  # a tie is the kernel's
         ({"wrong": (SECOND,)}, FIRST),
-        ({"wrong": LAYERS_CANDIDATES}, None),
-        ({"cannot": (SECOND,)}, FIRST),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ({FIRST: 9.0}, FIRST),
+                ({None: 9.99}, None),
+                ({None: 10.0}, SECOND),  # a tie is the kernel's
+                ({"wrong": LAYERS_CANDIDATES}, None),
+                ({"cannot": (SECOND,)}, FIRST),
+            )
+        ),
     ],
     ids=str,
 )
@@ -126,6 +131,7 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
     assert fake["calls"].count(None) == 2 * (RUNS + 2)
 
 
+@pytest.mark.slow
 def test_a_plan_looks_up_what_was_measured(fake):
     of = model()
     entries, told = measured(of, rows=(1, 4), slots=(128,))
@@ -156,6 +162,7 @@ def test_what_the_kernel_has_not_is_not_measured(fake, config):
     assert measured(of) == ([], [])
 
 
+@pytest.mark.slow
 def test_no_launch_is_measured_that_cannot_run(fake, monkeypatch):
     fake["cannot"] = LAYERS_CANDIDATES
     assert measured() == ([], [])

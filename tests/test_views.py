@@ -413,6 +413,7 @@ def launches(monkeypatch):
     return traced, caches
 
 
+@pytest.mark.slow
 def test_a_batch_runs_in_the_layout_that_the_plan_has_for_it(plain, model, launches):
     lm = fdjax.LM(model, plain.params)
     want = plain.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens[0]

@@ -6,6 +6,7 @@ computes is tested on a GPU only; that it compiles, without spills and in place,
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +28,10 @@ MANY_HEADS = dict(width=256, heads=80, kv_heads=80, hidden=64)
 
 
 def _operands(rows, width, heads, kv_heads, hidden, layers=3, slots=256, dtype="bfloat16", d=128):
-    rng = np.random.default_rng(rows)
+    keys = map(functools.partial(jax.random.fold_in, jax.random.key(rows)), itertools.count())
 
     def normal(*shape, scale=1.0, mean=0.0, dtype=dtype):
-        return jnp.asarray(mean + scale * rng.standard_normal(shape, np.float32), dtype)
+        return (mean + scale * jax.random.normal(next(keys), shape)).astype(dtype)
 
     weights = LayerWeights(
         attention_norm=normal(layers, width, scale=0.2, mean=1.0),
