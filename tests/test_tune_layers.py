@@ -174,6 +174,7 @@ def test_no_launch_is_measured_that_cannot_run(fake, monkeypatch):
     assert len(measured()[0]) == 1
 
 
+@pytest.mark.slow
 def test_what_does_not_fit_is_told_and_left_out(fake, monkeypatch):
     of = model()
     room = tune_layers.plan_memory(of, batch=1, max_len=256, slots=256).total_bytes
@@ -201,6 +202,7 @@ def test_both_ways_start_from_the_same_keys_and_values():
     assert not jnp.array_equal(*stacked.k[:2])
 
 
+@pytest.mark.slow
 def test_every_step_is_the_same_one():
     """So that many of them end where one does, at the same lengths."""
     of = model()
