@@ -239,8 +239,9 @@ class _LoadedProgram:
 class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
-    def _take_state(self, batch: int, slots: int, stacked: bool) -> DecodeState:
-        cache = jax.eval_shape(lambda: init_cache(self.model, batch, slots, stacked))
+    def _take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
+        stacks = may_stack and self.stacks(batch, slots)
+        cache = jax.eval_shape(lambda: init_cache(self.model, batch, slots, stacks))
         return start(stand_ins(cache))
 
     def _stack(self, params: Params) -> dict[str, Any] | None:

@@ -31,6 +31,7 @@ from fdjax.state import (
     UNUSED,
     USED,
     DecodeState,
+    StackedCache,
     abstract_state,
     init_cache,
     start,
@@ -60,12 +61,10 @@ class Idle(NamedTuple):
 
     Attributes:
       state: for the next one.
-      stacked: whether its cache is stacked over the layers.
       unread: tokens of the steps that were under way as it ended.
     """
 
     state: DecodeState
-    stacked: bool
     unread: list[jax.Array]
 
 
@@ -135,7 +134,8 @@ class Engine:
         static = {"processors": wanted.tier, "max_steps": steps}
         if any(r.config.return_reruns for r in active):
             static["return_reruns"] = True
-        stacked = "return_reruns" not in static and self.stacks(batch, slots)
+        state = self._take_state(batch, slots, may_stack="return_reruns" not in static)
+        stacked = isinstance(state.kv, StackedCache)
         # Once per prompt, what is not asked for costs next to nothing.
         prefill = self.program(step.prefill, stacked=stacked, processors=wanted.everything)
         decode = self.program(step.decode_steps, stacked=stacked, **static)
@@ -145,7 +145,7 @@ class Engine:
             batch,
             sample_indices=[row.request.sample for row in rows],
         )
-        state, treedef = jax.tree.flatten(self._take_state(batch, slots, stacked))
+        state, treedef = jax.tree.flatten(state)
         restarts = np.full(batch, UNUSED, np.int32)
         restarts[: len(prompts)] = [USED if prompt else UNUSED for prompt in prompts]
         budget = max(r.config.max_new_tokens for r in active) - 1
@@ -192,8 +192,7 @@ class Engine:
             raise
         finally:
             unread = [tokens for _, tokens, *_ in waiting]
-            state = jax.tree.unflatten(treedef, state)
-            self.idle = Idle(state, stacked, unread) if sound else None
+            self.idle = Idle(jax.tree.unflatten(treedef, state), unread) if sound else None
 
     def fitting_rows(self, op: str, rows: int, plan: Callable[[int], MemoryPlan]) -> int:
         """So many of `rows` rows as there is memory for: all of them, or a power of two.
@@ -241,11 +240,16 @@ class Engine:
         """Whether decode steps of a batch run in one launch, over weights and cache stacked."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
-    def _take_state(self, batch: int, slots: int, stacked: bool) -> DecodeState:
-        """The idle state if it fits, else a new one in its place."""
-        (state, layout, unread), self.idle = self.idle or (None, False, []), None
+    def _take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
+        """The idle state if it fits, else a new one in its place.
+
+        Its cache is stacked where decode steps run in one launch, unless it may not be.
+        """
+        (state, unread), self.idle = self.idle or (None, []), None
         fits = state is not None and state.batch == batch and state.slots >= slots
-        fits = fits and layout == stacked and (not stacked or self.stacks(batch, state.slots))
+        if fits:
+            stacks = may_stack and self.stacks(batch, state.slots)
+            fits = isinstance(state.kv, StackedCache) == stacks
         fits = fits and not any(a.is_deleted() for a in jax.tree.leaves(state.kv)[:2])
         if fits and all(map(_is_finite, unread)):
             return state
@@ -254,7 +258,8 @@ class Engine:
         # that is not would have every program compiled once more.
         _refuse_trace()
         (device,) = self.params[0].devices()
-        return jax.device_put(start(init_cache(self.model, batch, slots, stacked)), device)
+        stacks = may_stack and self.stacks(batch, slots)
+        return jax.device_put(start(init_cache(self.model, batch, slots, stacks)), device)
 
     def program(self, function: Callable, *, stacked: bool = False, **static) -> Program:
         """The program of a step: one per set of processors, whatever the values.

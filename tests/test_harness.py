@@ -19,6 +19,7 @@ from fdjax.bench.timing import Timing
 from fdjax.models import decoder
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.state import StackedCache
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -362,7 +363,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
             result = lm.generate(prompts, **options)
             assert result.tokens == want
         assert result.stats.compile_seconds == 0
-        assert lm._engine.idle.stacked == bool(named)
+        assert isinstance(lm._engine.idle.state.kv, StackedCache) == bool(named)
         return executables, lm.program_counts()
 
     executables, compiled = loaded()

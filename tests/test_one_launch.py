@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax.engine import Idle
 from fdjax.models import decoder
 from fdjax.models.decoder import layers_shape
 from fdjax.pallas_kernels.layers import decode_layers
@@ -130,6 +131,34 @@ def test_between_the_layouts_on_one_model(plain, launches):
             want = plain.generate(PROMPTS, **options).tokens[:rows]
             assert lm.generate(PROMPTS[:rows], **options).tokens == want
             assert stacked(lm) == (rows < 3)
+
+
+def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
+    shape = layers_shape(plain.config, 2, 512, 4)
+    entry = Entry("decode_layers", tuple(sorted(shape.items())), Choice("mosaic_gpu", source=""))
+    engine = load(Plan(batch_invariant=True, table=(entry,)))._engine
+
+    def take(slots, may_stack=True, batch=1):
+        return engine._take_state(batch, slots, may_stack)
+
+    def is_stacked(state):
+        return isinstance(state.kv, StackedCache)
+
+    assert is_stacked(take(512)) and is_stacked(take(512, batch=2))
+    assert not is_stacked(take(512, may_stack=False))
+    assert not is_stacked(take(512, batch=4))  # more rows than any measured
+    assert not is_stacked(take(2048))  # more slots
+    for idle, wanted, again in (
+        ((1024, True), (512, True), True),
+        ((1024, True), (512, False), False),
+        ((512, False), (512, True), False),
+        ((512, False), (512, False), True),
+        ((2048, True), (512, True), True),  # so that there are no more programs
+        ((512, True), (2048, True), False),
+    ):
+        state = take(*idle)
+        engine.idle = Idle(state, [])
+        assert (take(*wanted) is state) == again
 
 
 def decode_layers_by_xla(*args, plan, **options):

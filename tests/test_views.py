@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 
 import fdjax
-from fdjax import engine, step, views
+from fdjax import engine, views
 from fdjax import lm as lm_module
-from fdjax.models import random_params
-from fdjax.models.decoder import layers_shape
+from fdjax.models import decoder, layers_shape, random_params
+from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.views import layer_slices, layer_views, stack_layers
 
@@ -276,8 +276,19 @@ def test_loading_leaves_no_second_copy(plan, monkeypatch):
         assert address(weights(one.params, LARGEST)[0]) == address(weights(lm.params, LARGEST)[0])
 
 
+@pytest.fixture
+def launches(monkeypatch):
+    """XLA in place of the kernel."""
+
+    def by_xla(*args, plan, **options):
+        return decode_layers(*args, **options, implementation="xla")
+
+    monkeypatch.setattr(decoder, "decode_layers", by_xla)
+
+
+@pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("kind", ["attention_norm.scale", LARGEST])
-def test_no_weight_is_written_over_unnoticed(plain, model, launches, kind):
+def test_no_weight_is_written_over_unnoticed(plain, model, kind):
     """That of an array that is donated is another's, on a GPU also of what it is a view of."""
     lm = fdjax.LM(model, random_params(model))
     want = lm.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens
@@ -373,78 +384,3 @@ def test_packed_and_unpacked_parameters_are_the_same(model):
     jax.tree.map(np.testing.assert_array_equal, unpacked | {"blocks": slices}, want)
     jax.tree.map(np.testing.assert_array_equal, made.packing.unpack(made.params), want)
     assert len(made.stacked_params) <= 9
-
-
-@pytest.fixture
-def launches(monkeypatch):
-    """Has steps of one launch run layer by layer.
-
-    Returns:
-      (weights of each program of them, (batch, slots, stacked) of each cache).
-    """
-    traced, caches = [], []
-    decode_steps = step.decode_steps
-    init_cache, abstract_state = engine.init_cache, engine.abstract_state
-
-    def cache(model, batch, slots, stacked=False):
-        caches.append((batch, slots, stacked))
-        return init_cache(model, batch, slots)
-
-    @functools.wraps(decode_steps)
-    def steps(model, params, *args, layers=None, **static):
-        if layers is not None:
-            traced.append(layers)
-            jax.tree.map(lambda a, b: None, params, model.abstract_params)  # the same structure
-            count = model.config.layers
-            assert {len(a) for a in layers.values()} == {count}
-            blocks = jax.tree.map(lambda a: 0 * a, params["blocks"])
-            for i in range(count):
-                for kind, array in layers.items():
-                    *path, name = kind.split(".")
-                    functools.reduce(dict.get, path, blocks[i])[name] = array[i]
-            params = params | {"blocks": blocks}
-        return decode_steps(model, params, *args, **static)
-
-    monkeypatch.setattr(step, "decode_steps", steps)
-    monkeypatch.setattr(engine, "init_cache", cache)
-    monkeypatch.setattr(
-        engine, "abstract_state", lambda model, stacked=False: abstract_state(model)
-    )
-    return traced, caches
-
-
-@pytest.mark.slow
-def test_a_batch_runs_in_the_layout_that_the_plan_has_for_it(plain, model, launches):
-    lm = fdjax.LM(model, plain.params)
-    want = plain.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens[0]
-    traced, caches = launches
-    caches.clear()
-    for rows, slots, stacked, options in (
-        (1, 512, True, {}),
-        (2, 512, True, {}),
-        (3, 512, False, {}),  # more rows than any measured
-        (1, 512, True, {}),
-        (1, 512, False, {"return_reruns": True}),
-        (1, 512, True, {}),  # not in a cache of the other layout
-        (1, 2048, False, {}),
-        (1, 512, True, {}),
-        (1, 256, True, {}),  # in a cache that there is
-    ):
-        lm._engine._slots = lambda *_, slots=slots: slots
-        result = lm.generate([[5, 6, 7]] * rows, max_new_tokens=5, **GREEDY, **options)
-        assert result.tokens == [want] * rows
-        assert lm._engine.idle.stacked == stacked
-    assert caches == [
-        *((1, 512, True), (2, 512, True), (4, 512, False), (1, 512, True), (1, 512, False)),
-        *((1, 512, True), (1, 2048, False), (1, 512, True)),
-    ]
-    assert [layers[LARGEST].shape for layers in traced] == [(2, 64, 2, 160)] * 2
-    assert lm.program_counts() == {"prefill": 5, "decode_steps": 5}
-
-
-def test_one_launch_takes_no_idle_state_of_more_slots_than_it_can(model, launches):
-    made = engine.Engine(model, random_params(model))
-    for slots, fits in ((1024, True), (2048, False)):
-        state = made._take_state(1, slots, True)
-        made.idle = engine.Idle(state, True, [])
-        assert (made._take_state(1, 512, True) is state) == fits
