@@ -95,7 +95,6 @@ def test_tokens_are_those_of_layer_after_layer(plain, launched, launches, option
     assert_alike(launched.generate(PROMPTS, **options), plain.generate(PROMPTS, **options))
     assert stacked(launched) and not stacked(plain)
     assert set(launches) <= {4}
-    assert launched.program_counts() == plain.program_counts()
 
 
 @pytest.mark.slow
