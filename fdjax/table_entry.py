@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 # A kernel that gains less than the measurement can tell has not earned its place, but for that
-# which spares the host nine tenths of what a dispatch costs.
+# which spares the host most of what a dispatch costs.
 _LEAST_GAIN = {"matmul": 1.01, "linear_chain": 1.01, "decode_layers": 1.0}
 
 

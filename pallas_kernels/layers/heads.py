@@ -1,8 +1,9 @@
 """Attention of a decode step as a stage of a persistent kernel.
 
-A cluster takes a KV head of a row: its blocks take the 64 slots of a tile in turn, with the maximum
-of what they have seen, and merge through shared memory. The new token is put in its place in the
-last tile in shared memory, so that nothing waits for the cache to hold it.
+A block takes a KV head of a row, tiles of 64 slots one after the other, with the maximum of what it
+has seen. Where there are few heads, the two blocks of a cluster take tiles in turn, and merge
+through shared memory. The new token is put in its place in the last tile in shared memory, so that
+nothing waits for the cache to hold it.
 """
 
 import dataclasses
