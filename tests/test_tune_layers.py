@@ -17,7 +17,7 @@ from fdjax.pallas_kernels.plan import Choice, Plan, as_entry
 from fdjax.table_entry import table_entry
 from fdjax.tune_layers import LAYERS_CANDIDATES, measure_layers
 
-FIRST, SECOND = LAYERS_CANDIDATES
+FIRST, SECOND = LAYERS_CANDIDATES[:2]
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -75,6 +75,7 @@ def fake(monkeypatch):
 
     monkeypatch.setattr(decoder, "decode_layers", kernel)
     monkeypatch.setattr(tune_layers, "_compile", compiled)
+    monkeypatch.setattr(tune_layers, "LAYERS_CANDIDATES", (FIRST, SECOND))
     clock = types.SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(tune_layers, "time", clock)
     return fake
