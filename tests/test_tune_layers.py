@@ -15,9 +15,9 @@ from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.layers.decode_layers import layers_key
 from fdjax.pallas_kernels.plan import Choice, Plan, as_entry
 from fdjax.table_entry import table_entry
-from fdjax.tune_layers import LAYERS_CANDIDATES, measure_layers
+from fdjax.tune_layers import measure_layers
 
-FIRST, SECOND = LAYERS_CANDIDATES[:2]
+FIRST, SECOND = CANDIDATES = tune_layers.LAYERS_CANDIDATES[:2]
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -75,7 +75,7 @@ def fake(monkeypatch):
 
     monkeypatch.setattr(decoder, "decode_layers", kernel)
     monkeypatch.setattr(tune_layers, "_compile", compiled)
-    monkeypatch.setattr(tune_layers, "LAYERS_CANDIDATES", (FIRST, SECOND))
+    monkeypatch.setattr(tune_layers, "LAYERS_CANDIDATES", CANDIDATES)
     clock = types.SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(tune_layers, "time", clock)
     return fake
@@ -100,7 +100,7 @@ def measured(of=None, rows=(2,), slots=(128,)):
                 ({FIRST: 9.0}, FIRST),
                 ({None: 9.99}, None),
                 ({None: 10.0}, SECOND),  # a tie is the kernel's
-                ({"wrong": LAYERS_CANDIDATES}, None),
+                ({"wrong": CANDIDATES}, None),
                 ({"cannot": (SECOND,)}, FIRST),
             )
         ),
@@ -111,7 +111,7 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
     fake |= times
     (entry,), told = measured()
     implementation = "mosaic_gpu" if best else "xla"
-    left = [c for c in LAYERS_CANDIDATES if c not in fake["wrong"] + fake["cannot"]]
+    left = [c for c in CANDIDATES if c not in fake["wrong"] + fake["cannot"]]
     least = min((fake[config] for config in left), default=None)
     assert entry == {
         "op": "decode_layers",
@@ -127,7 +127,7 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
     ]
     # In turn, twice, but for those that were wrong.
     turns = [config for config, _ in itertools.groupby(fake["calls"])]
-    first = [c for c in (None, *LAYERS_CANDIDATES) if c not in fake["cannot"]]
+    first = [c for c in (None, *CANDIDATES) if c not in fake["cannot"]]
     assert turns == [*first, None, *left]
     assert fake["calls"].count(None) == 2 * (RUNS + 2)
 
@@ -165,7 +165,7 @@ def test_what_the_kernel_has_not_is_not_measured(fake, config):
 
 @pytest.mark.slow
 def test_no_launch_is_measured_that_cannot_run(fake, monkeypatch):
-    fake["cannot"] = LAYERS_CANDIDATES
+    fake["cannot"] = CANDIDATES
     assert measured() == ([], [])
     assert not fake["calls"]
     fake["cannot"] = ()

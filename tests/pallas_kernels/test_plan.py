@@ -92,7 +92,18 @@ def test_equal_plans_are_traced_once():
         ("prefill_attention", dict(itemsize=4), "xla"),
         ("prefill_attention", dict(d=80, masks=1), "xla"),
         ("decode_attention", dict(d=100), "xla"),
-        ("matmul", {}, "xla"),
+        ("matmul", {}, "mosaic_gpu"),
+        ("matmul", dict(m=16, k=512, n=512), "mosaic_gpu"),
+        ("matmul", dict(m=1, k=896, n=9728, gate=1), "mosaic_gpu"),
+        ("matmul", dict(m=17), "xla"),
+        ("matmul", dict(k=4128), "xla"),
+        ("matmul", dict(n=4128), "xla"),
+        ("matmul", dict(n=4160, gate=1), "xla"),
+        ("matmul", dict(itemsize=4), "xla"),
+        ("matmul", dict(k=256), "xla"),
+        ("matmul", dict(n=256), "xla"),
+        ("matmul", dict(k=17408), "xla"),
+        ("matmul", dict(n=128256), "xla"),
     ],
 )
 def test_an_h100_without_measurements(op, change, expected):
@@ -166,7 +177,7 @@ def test_rows_between_two_measurements_run_as_the_larger(tmp_path):
 def test_another_weight_is_not_near(tmp_path, change):
     table = read_table(_write(tmp_path / "table.json", [("matmul", GEMM, "mosaic_gpu")]))
     choice = _h100(table=table).choose("matmul", **GEMM | change)
-    assert choice == Choice("xla", source="heuristic")
+    assert choice.source == "heuristic"
 
 
 def test_a_named_implementation_overrides_the_table(tmp_path):
@@ -552,15 +563,17 @@ def test_attention_on_hopper_is_the_kernel(op, t):
 
 @pytest.mark.parametrize("m", [4, 256])
 def test_matmul_runs_what_the_plan_chose(m):
-    lower = functools.partial(_lowered, matmul, ((m, 64), "bfloat16"))
-    for keys in (dict(plan=_h100()), dict(implementation="xla"), dict(plan=Plan()), {}):
-        text = lower(((64, 32), "bfloat16"), **keys)
+    lower = functools.partial(_lowered, matmul, ((m, 512), "bfloat16"), platform="cuda")
+    weight = (512, 512), "bfloat16"
+    text = lower(weight, plan=_h100())
+    assert ("@mosaic_gpu" in text, "stablehlo.dot_general" in text) == (m == 4, m != 4)
+    for keys in (dict(implementation="xla"), dict(plan=Plan()), {}):
+        text = lower(weight, **keys)
         assert text.count("stablehlo.dot_general") == 1
         assert "stablehlo.while" not in text
         assert "custom_call" not in text
-    text = lower(((64, 32), "bfloat16"), plan=Plan(batch_invariant=True))
-    assert "stablehlo.while" in text
-    assert "stablehlo.dynamic_slice" in lower(((3, 64, 32), "bfloat16"), layer=1)
+    assert "stablehlo.while" in lower(weight, plan=Plan(batch_invariant=True))
+    assert "stablehlo.dynamic_slice" in lower(((3, 512, 512), "bfloat16"), layer=1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
