@@ -200,11 +200,11 @@ class Plan:
             fits = shape["d"] in (64, 96, 128, 256) and shape["itemsize"] == 2
             if fits and shape["s"] % 8 == 0:
                 return Choice("mosaic_gpu", source="heuristic")
-        # Between weights for which an H100 was measured: nearly always faster, up to 2.7 times.
+        # Where an H100 was measured at unmeasured models' sizes: 0.93 to 2.7 times as fast as XLA.
         if op == "matmul" and self.compute_capability == (9, 0):
             k, columns = shape["k"], shape["n"] // (1 + shape["gate"])
             fits = k % 64 == 0 and columns % 64 == 0 and shape["itemsize"] == 2
-            if fits and shape["m"] <= 16 and 512 <= k <= 2**14 and 512 <= shape["n"] <= 2**15:
+            if fits and shape["m"] <= 32 and 512 <= k <= 2**14 and 512 <= shape["n"] <= 2**15:
                 return Choice("mosaic_gpu", source="heuristic")
         # cuDNN's attention reads only the live part of the cache; XLA's einsum reads every slot.
         if on_gpu and op in ("decode_attention", "prefill_attention"):

@@ -93,9 +93,9 @@ def test_equal_plans_are_traced_once():
         ("prefill_attention", dict(d=80, masks=1), "xla"),
         ("decode_attention", dict(d=100), "xla"),
         ("matmul", {}, "mosaic_gpu"),
-        ("matmul", dict(m=16, k=512, n=512), "mosaic_gpu"),
+        ("matmul", dict(m=32, k=512, n=512), "mosaic_gpu"),
         ("matmul", dict(m=1, k=896, n=9728, gate=1), "mosaic_gpu"),
-        ("matmul", dict(m=17), "xla"),
+        ("matmul", dict(m=33), "xla"),
         ("matmul", dict(k=4128), "xla"),
         ("matmul", dict(n=4128), "xla"),
         ("matmul", dict(n=4160, gate=1), "xla"),
@@ -168,7 +168,7 @@ def test_rows_between_two_measurements_run_as_the_larger(tmp_path):
     assert {m: choose(m) for m in (2, 3, 5, 7)} == dict.fromkeys((2, 3, 5, 7), kernel)
     assert {m: choose(m) for m in (9, 11, 15)} == dict.fromkeys((9, 11, 15), xla)
     assert choose(4) == Choice("mosaic_gpu", source="table")
-    assert choose(17) == choose(512) == Choice("xla", source="heuristic")
+    assert choose(33) == choose(512) == Choice("xla", source="heuristic")
 
 
 @pytest.mark.parametrize(
