@@ -14,7 +14,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import Plan
 
 from . import oracle
 from .tolerance import assert_matmul, assert_same_bits
@@ -140,6 +142,26 @@ def test_what_it_cannot_do(m, k, n, config, message):
     with pytest.raises(NotImplementedError) as error:
         jax.eval_shape(run, x, w)
     assert str(error.value) == f"matmul: {message}"
+
+
+@pytest.mark.parametrize("columns", [512, 8448, 12288, 16896, 32768])
+@pytest.mark.parametrize("gate", [None, "silu"])
+def test_there_is_room_where_nothing_was_measured(gate, columns):
+    """For all that can be fused, in the tiling by default, where a plan runs it by a rule."""
+    plan = Plan(device_kind="some Hopper", compute_capability=(9, 0))
+    shape = dict(k=2112, n=columns, itemsize=2, gate=int(gate is not None), fused=1)
+
+    def product(x, w, scale, bias, residual):
+        fused = dict(norm=RMSNorm(scale, EPS), bias=bias, gate=gate, residual=residual)
+        return matmul(x, w, **fused, preferred_element_type=jnp.float32, plan=plan)
+
+    for m in (1, 23, 32):
+        assert plan.choose("matmul", m=m, **shape).implementation == "mosaic_gpu"
+        n = (2, columns // 2) if gate else (columns,)
+        shapes = (m, 2112), (2112, *n), (2112,), n, (m, n[-1])
+        halves = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
+        traced = jax.make_jaxpr(product)(*halves)
+        assert "flat_gemm_kernel" in str(traced)
 
 
 def _run(operands, config) -> np.ndarray:
