@@ -200,7 +200,7 @@ class Plan:
             fits = shape["d"] in (64, 96, 128, 256) and shape["itemsize"] == 2
             if fits and shape["s"] % 8 == 0:
                 return Choice("mosaic_gpu", source="heuristic")
-        # Where an H100 was measured at unmeasured models' sizes: 0.93 to 2.7 times as fast as XLA.
+        # An H100 was measured at such sizes: our kernel is 0.93 to 2.7 times as fast as XLA's.
         if op == "matmul" and self.compute_capability == (9, 0):
             k, columns = shape["k"], shape["n"] // (1 + shape["gate"])
             fits = k % 64 == 0 and columns % 64 == 0 and shape["itemsize"] == 2
