@@ -165,6 +165,6 @@ def _typed() -> Iterator[str]:
 def _piped() -> Iterator[str]:
     for number, line in enumerate(sys.stdin.buffer, 1):
         try:
-            yield line.decode().rstrip("\r\n")
+            yield line.decode("utf-8-sig").rstrip("\r\n")
         except UnicodeDecodeError:
             raise ValueError(f"chat: line {number} must be UTF-8") from None

@@ -431,7 +431,8 @@ def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
         same = all(np.array_equal(ours[i : i + rows], theirs[i : i + rows]) for i in starts)
     if not same:
         raise CheckpointError(
-            f"{head.file.name}: tensor {head.name!r} is another than {embed.name!r}, but "
+            f"{head.file.name}: tensor {head.name!r} is another than {embed.name!r} "
+            f"({head.dtype} {list(head.shape)}, {embed.dtype} {list(embed.shape)}), but "
             "config.json ties them; set 'tie_word_embeddings' to false there, or remove the tensor"
         )
 

@@ -414,8 +414,9 @@ def _prompt(given: str | None) -> str:
             raise UsageError("generate: give a prompt, or pipe one in")
         data = sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
     try:
-        # In an argument, surrogates stand for bytes that Python could not decode.
-        text = (data if given is None else given.encode("utf-8", "surrogateescape")).decode("utf-8")
+        if given is not None:  # Surrogates stand for bytes that Python could not decode.
+            data = given.encode("utf-8", "surrogateescape")
+        text = data.decode("utf-8-sig")
     except UnicodeError as error:
         raise UsageError(f"generate: prompt must be UTF-8, not so at {error.start}") from None
     if not text.strip():
@@ -632,7 +633,7 @@ def _calibrate(args: argparse.Namespace) -> int:
 
 def _read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: must be UTF-8, not so at {error.start}") from None
 

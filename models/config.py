@@ -232,6 +232,8 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
+# No model is nearly as deep; what is damaged must not fill the memory.
+_MOST_LAYERS = 4096
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
 
 
@@ -272,6 +274,16 @@ def read_dimensions(reader: ConfigReader) -> dict[str, Any]:
     }
 
 
+def read_layers(reader: ConfigReader) -> int:
+    """The number of layers."""
+    layers = reader.positive("num_hidden_layers")
+    if layers > _MOST_LAYERS:
+        raise CheckpointError(
+            f"{reader.source}: 'num_hidden_layers' must be at most {_MOST_LAYERS}, got {layers}"
+        )
+    return layers
+
+
 def read_windows(reader: ConfigReader, default: Callable[[int], str]) -> tuple[int | None, ...]:
     """The sliding window of each layer in tokens, None where it sees all of the past.
 
@@ -279,7 +291,7 @@ def read_windows(reader: ConfigReader, default: Callable[[int], str]) -> tuple[i
       reader: of the whole file.
       default: layer → "full_attention" or "sliding_attention", where the file has no list.
     """
-    layers = reader.positive("num_hidden_layers")
+    layers = read_layers(reader)
     types = reader.get("layer_types", list, [default(i) for i in range(layers)])
     unknown = sorted({repr(kind) for kind in types if kind not in _LAYER_TYPES})
     if unknown:

@@ -6,6 +6,7 @@ from fdjax.models.config import (
     ConfigReader,
     DecoderConfig,
     read_dimensions,
+    read_layers,
 )
 from fdjax.models.rope import read_rope
 from fdjax.models.weights import WeightMap, decoder_weights
@@ -30,7 +31,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     config = DecoderConfig(
         family="llama",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
-        attention=(spec,) * reader.positive("num_hidden_layers"),
+        attention=(spec,) * read_layers(reader),
         qkv_bias=bias,
         out_bias=bias,
         mlp_bias=reader.get("mlp_bias", bool, False),

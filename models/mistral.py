@@ -1,7 +1,13 @@
 """Mistral: every layer sees a sliding window, or all of the past (Jiang et al. 2023)."""
 
 from fdjax.models.attention import AttentionSpec
-from fdjax.models.config import ACTIVATION_NAMES, ConfigReader, DecoderConfig, read_dimensions
+from fdjax.models.config import (
+    ACTIVATION_NAMES,
+    ConfigReader,
+    DecoderConfig,
+    read_dimensions,
+    read_layers,
+)
 from fdjax.models.rope import read_rope
 from fdjax.models.weights import WeightMap, decoder_weights
 
@@ -25,7 +31,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     config = DecoderConfig(
         family="mistral",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
-        attention=(spec,) * reader.positive("num_hidden_layers"),
+        attention=(spec,) * read_layers(reader),
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,

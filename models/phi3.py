@@ -4,7 +4,13 @@ Abdin et al. 2024; Microsoft 2025.
 """
 
 from fdjax.models.attention import AttentionSpec
-from fdjax.models.config import ACTIVATION_NAMES, ConfigReader, DecoderConfig, read_dimensions
+from fdjax.models.config import (
+    ACTIVATION_NAMES,
+    ConfigReader,
+    DecoderConfig,
+    read_dimensions,
+    read_layers,
+)
 from fdjax.models.mistral import read_window
 from fdjax.models.rope import read_rope
 from fdjax.models.weights import WeightMap, decoder_weights
@@ -32,7 +38,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     config = DecoderConfig(
         family="phi3",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
-        attention=(spec,) * reader.positive("num_hidden_layers"),
+        attention=(spec,) * read_layers(reader),
         qkv_bias=False,
         out_bias=False,
         mlp_bias=False,

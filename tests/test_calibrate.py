@@ -249,6 +249,7 @@ def test_scores_that_are_not_finite_are_told():
         calibrate.gather(damaged, [[1, 5, 7]])
 
 
+@pytest.mark.slow
 def test_the_limits_of_memory_hold(monkeypatch):
     lm, made = random_lm(), []
     lm.generate([[5, 6, 7]] * 4, max_new_tokens=2)
@@ -447,6 +448,7 @@ def test_load_takes_what_lies_beside_the_checkpoint(calibration, folder):
     assert {spec.phi for spec in declined.config.attention} == {None}
 
 
+@pytest.mark.slow
 def test_phi_reaches_the_attention_of_its_layer(monkeypatch):
     phis = [(1.0, -2.5, 3.25, 0.0), (-40.0, 40.0, 0.5, 7.0), None]
     specs = [dataclasses.replace(CONFIG.attention[i], phi=phi) for i, phi in enumerate(phis)]

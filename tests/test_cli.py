@@ -1,5 +1,6 @@
 """The command line: what it prints, its exit codes, and no traceback for a user's mistake."""
 
+import codecs
 import copy
 import io
 import json
@@ -110,7 +111,8 @@ def test_the_first_command_answers(run):
 
 
 def test_a_prompt_may_come_from_a_pipe(run, loaded):
-    assert run("generate", stdin=QUESTION.encode() + b"\r\n") == (0, ANSWER + "\n", "")
+    piped = codecs.BOM_UTF8 + QUESTION.encode() + b"\r\n"
+    assert run("generate", stdin=piped) == (0, ANSWER + "\n", "")
 
 
 def test_json_is_one_line_and_complete(run, loaded):
@@ -299,7 +301,7 @@ What is 1 + 1?"""
 
 def test_piped_lines_are_answered_one_by_one(run, loaded):
     answers = [ANSWER, "7 + 5 = 12.", "The capital of Japan is Tokyo."]
-    assert run("chat", stdin=CHAT) == (0, "\n".join(answers) + "\n", "")
+    assert run("chat", stdin=codecs.BOM_UTF8 + CHAT) == (0, "\n".join(answers) + "\n", "")
 
 
 @pytest.fixture

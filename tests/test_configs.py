@@ -382,6 +382,12 @@ def test_integers_must_be_positive_integers(field, value):
     assert repr(value) in message
 
 
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "phi3", "gemma3_text"])
+def test_layers_beyond_every_model_are_refused_at_once(model_type):
+    message = refusal(config(model_type=model_type, num_hidden_layers=10**9))
+    assert "'num_hidden_layers' must be at most" in message
+
+
 @pytest.mark.parametrize(
     "value", ["1e-5", True, 0, -1.0, *NOT_FINITE, [1]], ids=lambda v: str(v)[:9]
 )

@@ -453,6 +453,7 @@ def test_what_is_merely_odd_loads_in_silence(folder, name):
 # Found when it matters, not before.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["generate", "score"])
 def test_weights_that_are_not_finite_give_no_answer(folder, how):
     put(NORM, lambda a: np.where(np.arange(16) == 3, np.nan, a).astype(np.float32))(folder)

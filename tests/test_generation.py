@@ -112,6 +112,7 @@ def test_shapes_that_are_refused(lm, shape, lengths, message):
         fdjax.forward(lm.model, lm.params, ids, lengths)
 
 
+@pytest.mark.slow
 def test_lists_are_arrays(lm):
     ids = [[5, 6, 7], [8, 9, 10]]
     logits = fdjax.forward(lm.model, lm.params, ids, [3, 2])

@@ -40,11 +40,13 @@ BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 # A rotary embedding of each row's own.
 FAST_BATCH = {"phi3_longrope"}
-# Every family, and a rotary embedding that depends on the length.
-FAST_GREEDY = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
-FAST_GREEDY |= {"gemma2", "gemma3", "phi3_longrope"}
+# Every family once.
+FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
+FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
+# A Llama, what is the least like it, and a rotary embedding that depends on the length.
+FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
 # And what else a rotary embedding or a checkpoint can be.
-FAST_LOGITS = FAST | FAST_GREEDY | {"llama2_mha", "llama_yarn", "llama_d128_bf16", "llama_dynamic"}
+FAST_LOGITS = FAST | FAMILIES | {"llama2_mha", "llama_yarn", "llama_d128_bf16", "llama_dynamic"}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -181,7 +183,7 @@ def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(FAST_GREEDY | {"qwen3_d128_bf16"}))
+@pytest.mark.parametrize("case", sorted(FAMILIES | {"qwen3_d128_bf16"}))
 def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):
     assert_batch_is_each_alone(case, (1, 3, 0, 2, 4), "full")
 

@@ -154,6 +154,7 @@ def test_ids_may_be_arrays(lm, truth):
         assert lm.score(array).logprobs == lm.score([ids]).logprobs
 
 
+@pytest.mark.slow
 def test_64_bit_types_change_nothing(lm, truth):
     with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
         used = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=lm.defaults)
@@ -174,6 +175,7 @@ def test_max_len(lm):
         small.generate([5] * 100)
 
 
+@pytest.mark.slow
 def test_without_a_number_of_new_tokens_max_len_is_filled(lm):
     small = fresh(lm, max_len=100)
     assert len(small.generate([5] * 90, eos_token_id=None).tokens[0]) == 10
@@ -371,6 +373,8 @@ def test_without_a_seed_every_row_of_every_call_differs(lm, truth):
     options = FULL | {"temperature": 1e3, "min_new_tokens": 12, "max_new_tokens": 12}
     calls = [lm.generate([truth[1][0]] * 3, **options).tokens for _ in range(2)]
     assert len({tuple(tokens) for tokens in itertools.chain(*calls)}) == 6
+    seeded = lm.generate([truth[1][0]] * 2, seed=3, **options).tokens
+    assert seeded[0] == seeded[1]
 
 
 def test_every_step_draws_anew(lm, truth):
@@ -419,6 +423,7 @@ def test_leaving_a_stream_early(lm, truth):
     assert lm.generate(truth[1][0], max_new_tokens=9, **GREEDY).tokens == [truth[1][1][:9]]
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_left_open_ends_with_the_process():
     code = (
         "import fdjax; lm = fdjax.load('tiny', compilation_cache=False); "
@@ -522,6 +527,7 @@ def test_a_second_call_compiles_nothing(lm, truth):
     assert not names
 
 
+@pytest.mark.slow
 def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
     """To trace and lower each is a third of a first call whose programs are cached."""
     traced = []
@@ -566,6 +572,7 @@ def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
     assert used._engine.idle.state.steps.tolist() == [9, 9, 9, 0]
 
 
+@pytest.mark.slow
 def test_a_logits_processor_sees_no_token_of_an_earlier_call(lm, truth):
     def lowest_if_any(ids, lengths, scores):
         beyond = jnp.arange(ids.shape[1])[None] >= lengths[:, None]

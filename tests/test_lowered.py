@@ -207,10 +207,8 @@ def test_generate_needs_no_trace_of_what_it_has_traced_before(folder, monkeypatc
         generated()
 
 
-@pytest.mark.parametrize(
-    "owner, name",
-    [(step, "next_tokens"), pytest.param(Decoder, "logits", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("owner, name", [(step, "next_tokens"), (Decoder, "logits")])
 def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, owner, name):
     generated()
     function, calls = getattr(owner, name), []
@@ -262,6 +260,7 @@ def test_nothing_is_of_others_as_it_is(folder):
     assert path(lm.model)
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_classes_is_traced(folder):
     class Negated(Decoder):
         def logits(self, *args):
@@ -284,6 +283,7 @@ def test_a_model_of_ones_own_classes_is_traced(folder):
     )
 
 
+@pytest.mark.slow
 def test_processors_of_ones_own_are_not_kept(folder):
     lm = fdjax.load("tiny", compilation_cache=None, progress=False)
     lm.generate("Hi", max_new_tokens=2, logits_processors=[lambda *args: args[-1]])

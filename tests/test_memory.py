@@ -214,6 +214,7 @@ def one_layer():
     return m, random_params(m)
 
 
+@pytest.mark.slow
 def test_a_batch_is_no_larger_than_it_may_be():
     lm = LM(*one_layer(), max_batch=3)
     out = lm.generate([[5, 6, 7]] * 3, max_new_tokens=2, eos_token_id=None)

@@ -118,6 +118,7 @@ def test_to_the_last_slot_of_a_cache(plain, launched):
         assert stacked(got)
 
 
+@pytest.mark.slow
 def test_between_the_layouts_on_one_model(plain, launches):
     """Two rows at most run in one launch: their cache is stacked, that of more is not."""
     shape = layers_shape(plain.config, 2, 256, 4)

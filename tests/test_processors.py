@@ -248,6 +248,7 @@ def test_tiers_hold_what_is_asked_for_and_are_few():
     assert Processors(custom=(abs,)).tier.custom == (abs,)
 
 
+@pytest.mark.slow
 def test_whatever_the_tier_the_samples_are_the_same():
     rng = np.random.default_rng(3)
     logits = rng.normal(size=(500, V)).astype(np.float32)

@@ -434,6 +434,7 @@ def test_draws_do_not_follow_the_generator_that_jax_is_told_to_use():
         np.testing.assert_array_equal(draw(), tokens)
 
 
+@pytest.mark.slow
 def test_a_row_draws_the_same_alone_and_in_any_batch():
     rng = np.random.default_rng(4)
     logits = random_logits(16, vocabulary=99)

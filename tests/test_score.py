@@ -107,7 +107,7 @@ def test_nothing_to_score_has_no_perplexity():
     assert math.isnan(load().score([]).perplexity)
 
 
-@pytest.mark.parametrize("stride", [1, 7, 32, 63])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 7, 32, 63])
 def test_a_long_text_is_seen_through_a_window(stride):
     lm, text = load(max_len=64), texts()[3]
     assert len(text) > 64
@@ -156,6 +156,7 @@ def test_what_cannot_be_scored(given, options, told):
         load(max_len=64).score(given, **options)
 
 
+@pytest.mark.slow
 def test_the_limits_of_the_model_hold(monkeypatch):
     made = []
     monkeypatch.setattr(
@@ -181,6 +182,7 @@ def test_the_limits_of_the_model_hold(monkeypatch):
         narrow.score(texts())
 
 
+@pytest.mark.slow
 def test_what_an_answer_leaves_is_dropped_before_another_cache_is_made(monkeypatch):
     lm = load.__wrapped__()
     lm.generate([[1, 2, 3]] * 4, max_new_tokens=2)

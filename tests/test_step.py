@@ -55,6 +55,7 @@ def two_rows(*limits):
     return state, sampling
 
 
+@pytest.mark.slow
 def test_prefill_of_a_stacked_cache_is_that_of_its_layers():
     model, first, _ = programs()
     rng = np.random.default_rng(0)

@@ -219,6 +219,7 @@ def test_kernels_are_timed_on_this_device(layer):
     assert len(said) == 2, said  # no candidate was wrong
 
 
+@pytest.mark.slow
 def test_a_table_is_read_as_it_was_measured(fake, tmp_path):
     entries = _measure(LAYERS[:4], [1, 8])
     fake[None] = 1.0

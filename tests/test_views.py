@@ -157,6 +157,7 @@ def in_a_process(code, **environment):
     assert run.returncode == 0, run.stderr.decode()
 
 
+@pytest.mark.slow
 def test_views_may_outlive_everything():
     in_a_process("""
 import threading
@@ -169,6 +170,7 @@ held.append(held)
 """)
 
 
+@pytest.mark.slow
 def test_views_are_on_the_device_of_the_array():
     in_a_process(
         """
@@ -287,7 +289,9 @@ def launches(monkeypatch):
 
 
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize("kind", ["attention_norm.scale", LARGEST])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("attention_norm.scale", marks=pytest.mark.slow), LARGEST]
+)
 def test_no_weight_is_written_over_unnoticed(plain, model, kind):
     """That of an array that is donated is another's, on a GPU also of what it is a view of."""
     lm = fdjax.LM(model, random_params(model))

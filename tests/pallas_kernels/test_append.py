@@ -143,7 +143,8 @@ def test_no_rows(implementation, t):
     assert [cache.shape for cache in caches] == [operands[1].shape] * 2
 
 
-@pytest.mark.parametrize("splits", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 2])
 def test_interpreted_without_races(splits):
     def run(qkv, k, v, lengths, turns):
         cos, sin = turns

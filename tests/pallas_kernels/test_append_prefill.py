@@ -151,6 +151,7 @@ def test_no_rows(implementation, batch):
         np.testing.assert_array_equal(np.float32(after), np.float32(before))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
 def test_interpreted_without_races(shape):
     operands = _operands(**shape)

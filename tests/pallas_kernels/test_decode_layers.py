@@ -92,8 +92,8 @@ def _error(got, want):
 @pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 5])
 def test_xla_is_right(rows):
     shape = SMALL | dict(width=64, hidden=96)
-    operands = _operands(rows, **shape, layers=2, slots=192, dtype="float32")
-    for got, want in zip(_run(operands), _exact(**operands), strict=True):
+    operands = jax.jit(lambda: _operands(rows, **shape, layers=2, slots=192, dtype="float32"))()
+    for got, want in zip(jax.jit(_run)(operands), _exact(**operands), strict=True):
         assert _error(got, want) < 1e-5
 
 

@@ -72,12 +72,13 @@ def _check(operands, run, *, masking=Masking(), **options):
 interpreted = functools.partial(decode_mosaic, interpret=INTERPRET)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(ONE, id="one", marks=pytest.mark.slow),
+        pytest.param(ONE, id="one"),
         pytest.param(SPLIT, id="split"),
-        pytest.param(SYNCHRONISED, id="synchronised", marks=pytest.mark.slow),
+        pytest.param(SYNCHRONISED, id="synchronised"),
     ],
 )
 def test_interpreted_without_races(config):

@@ -62,6 +62,7 @@ def _check(operands, run, *, masking=Masking(), **options):
     return np.asarray(o)
 
 
+@pytest.mark.slow
 def test_interpreted_without_races():
     """Ragged rows at offsets, tiles and a row without queries."""
     operands = _operands([133, 70, 0], [3, 60, 0], t=130)
