@@ -106,6 +106,7 @@ def is_one_line(err: str) -> bool:
 # Generating
 
 
+@pytest.mark.usefixtures("lm")  # whose programs are then those of the command's model too
 def test_the_first_command_answers(run):
     assert run("generate", QUESTION) == (0, ANSWER + "\n", "")
 

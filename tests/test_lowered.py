@@ -192,6 +192,7 @@ def generated():
     return lm.generate("Hi", max_new_tokens=4, return_logprobs=True)
 
 
+@pytest.mark.slow
 def test_generate_needs_no_trace_of_what_it_has_traced_before(folder, monkeypatch):
     before = generated()
     assert len(list(folder.iterdir())) == 2

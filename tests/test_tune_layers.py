@@ -89,21 +89,17 @@ def measured(of=None, rows=(2,), slots=(128,)):
     return list(entries), told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("times", "best"),
     [
         ({}, SECOND),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ({"wrong": (SECOND,)}, FIRST),
-                ({FIRST: 9.0}, FIRST),
-                ({None: 9.99}, None),
-                ({None: 10.0}, SECOND),  # a tie is the kernel's
-                ({"wrong": CANDIDATES}, None),
-                ({"cannot": (SECOND,)}, FIRST),
-            )
-        ),
+        ({"wrong": (SECOND,)}, FIRST),
+        ({FIRST: 9.0}, FIRST),
+        ({None: 9.99}, None),
+        ({None: 10.0}, SECOND),  # a tie is the kernel's
+        ({"wrong": CANDIDATES}, None),
+        ({"cannot": (SECOND,)}, FIRST),
     ],
     ids=str,
 )

@@ -28,7 +28,9 @@ MANY_HEADS = dict(width=256, heads=80, kv_heads=80, hidden=64)
 
 
 def _operands(rows, width, heads, kv_heads, hidden, layers=3, slots=256, dtype="bfloat16", d=128):
-    keys = map(functools.partial(jax.random.fold_in, jax.random.key(rows)), itertools.count())
+    keys = map(
+        functools.partial(jax.random.fold_in, jax.random.key(rows, impl="rbg")), itertools.count()
+    )
 
     def normal(*shape, scale=1.0, mean=0.0, dtype=dtype):
         return (mean + scale * jax.random.normal(next(keys), shape)).astype(dtype)
