@@ -112,8 +112,12 @@ def test_the_first_command_answers(run):
 
 
 def test_a_prompt_may_come_from_a_pipe(run, loaded):
-    piped = codecs.BOM_UTF8 + QUESTION.encode() + b"\r\n"
-    assert run("generate", stdin=piped) == (0, ANSWER + "\n", "")
+    assert run("generate", stdin=QUESTION.encode() + b"\r\n") == (0, ANSWER + "\n", "")
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt(run, lm, loaded, monkeypatch):
+    monkeypatch.setattr(lm, "stream", lambda prompt, **_: iter([prompt]))
+    assert run("generate", stdin=codecs.BOM_UTF8 + b"hi") == (0, "hi\n", "")
 
 
 def test_json_is_one_line_and_complete(run, loaded):
@@ -302,7 +306,7 @@ What is 1 + 1?"""
 
 def test_piped_lines_are_answered_one_by_one(run, loaded):
     answers = [ANSWER, "7 + 5 = 12.", "The capital of Japan is Tokyo."]
-    assert run("chat", stdin=codecs.BOM_UTF8 + CHAT) == (0, "\n".join(answers) + "\n", "")
+    assert run("chat", stdin=CHAT) == (0, "\n".join(answers) + "\n", "")
 
 
 @pytest.fixture
@@ -328,7 +332,8 @@ def asked(lm, loaded, monkeypatch):
 
 
 def test_a_conversation_is_remembered_until_reset(run, asked):
-    code, out, _ = run("chat", "--system", "Be brief.", stdin=b"one\n two\n/reset\nthree\n")
+    piped = codecs.BOM_UTF8 + b"one\n two\n/reset\nthree\n"
+    code, out, _ = run("chat", "--system", "Be brief.", stdin=piped)
     assert (code, out) == (0, "word \n" * 3)
     system, one = ("system", "Be brief."), ("user", "one")
     assert [messages for messages, _ in asked] == [
