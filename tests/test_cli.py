@@ -344,7 +344,7 @@ def test_a_conversation_is_remembered_until_reset(run, asked):
 
 
 def test_chat_options_reach_the_model(run, asked, tmp_path):
-    (tmp_path / "mine.jinja").write_text("{{ messages }}")
+    (tmp_path / "mine.jinja").write_bytes(codecs.BOM_UTF8 + b"{{ messages }}")
     options = "--max-new-tokens 6 --temperature 1.5 --top-k 20 --top-p 0.9 --seed 7".split()
     given = {"max_new_tokens": 6, "temperature": 1.5, "top_k": 20, "top_p": 0.9, "seed": 7}
     assert run("chat", *options, "--chat-template", "mine.jinja", stdin=b"hi")[0] == 0
@@ -915,7 +915,7 @@ def test_bench_leaves_no_file_where_it_fails(run, tmp_path):
     assert not (tmp_path / "record.json").exists()
 
 
-@pytest.mark.skipif(jax.default_backend() == "gpu", reason="they may work there")
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="a GPU may run them")
 @pytest.mark.parametrize("implementation", ["cudnn", "mosaic_gpu"])
 def test_what_needs_a_gpu_is_misuse_without_one(run, loaded, implementation):
     code, _, err = run("bench", "--implementation", implementation)
