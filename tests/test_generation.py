@@ -260,9 +260,8 @@ def test_a_damaged_generation_config_is_named(generation):
 class TestChains:
     """The same blocks, cut at attention instead of between layers."""
 
-    @pytest.mark.parametrize(
-        "case", ["llama3_gqa_tied", pytest.param("qwen3", marks=pytest.mark.slow)]
-    )
+    @pytest.mark.slow
+    @pytest.mark.parametrize("case", ["llama3_gqa_tied", "qwen3"])
     def test_decode_as_layer_after_layer(self, case, monkeypatch):
         lm = fdjax.load(str(CASE.parent / case), dtype="float32", compilation_cache=False)
         ids, lengths = padded()

@@ -307,6 +307,7 @@ def test_a_list_is_one_value_per_prompt(lm, truth):
     assert [len(row) for row in result.logprobs] == [8, 5, 0]
 
 
+@pytest.mark.slow
 def test_pairs_are_one_bias_for_all_prompts_or_one_for_each(lm, truth):
     prompt, (first, *_) = truth[1]
 
@@ -730,6 +731,7 @@ def with_damage(lm, token):
     return fresh(lm, params=lm.params | {"embed": embed})
 
 
+@pytest.mark.slow
 def test_weights_that_are_not_finite(long_lm):
     prompt = [3, 1, 4, 1, 5]
     (tokens,) = long_lm.generate(prompt, max_new_tokens=70, **CHECKED).tokens

@@ -689,11 +689,6 @@ def check_combinations(lm, examples):
     return sum(lm.program_counts().values()) - before
 
 
-def test_combinations_of_options_and_prompts(lm):
-    """With the programs of the tests before."""
-    assert check_combinations(lm, 50) <= 12
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_thousand_combinations_of_options_and_prompts(lm):

@@ -440,6 +440,7 @@ class TestCommandLine:
         monkeypatch.setattr(tune, "measure_chain", chained)
         monkeypatch.setattr(tune, "measure_layers", layers)
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("how", [["config.json"], ["--config", "config.json"]], ids=str)
     def test_measures_and_writes(self, run, on_a_gpu, how, tmp_path):
         code, out, err = run("tune", *how, "--output", "sub/table.json")

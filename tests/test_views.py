@@ -288,10 +288,9 @@ def launches(monkeypatch):
     monkeypatch.setattr(decoder, "decode_layers", by_xla)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("launches")
-@pytest.mark.parametrize(
-    "kind", [pytest.param("attention_norm.scale", marks=pytest.mark.slow), LARGEST]
-)
+@pytest.mark.parametrize("kind", ["attention_norm.scale", LARGEST])
 def test_no_weight_is_written_over_unnoticed(plain, model, kind):
     """That of an array that is donated is another's, on a GPU also of what it is a view of."""
     lm = fdjax.LM(model, random_params(model))

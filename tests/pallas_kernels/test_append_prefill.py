@@ -165,6 +165,7 @@ def test_interpreted_without_races(shape):
         np.testing.assert_allclose(np.float32(q)[i, : max(live, 0)], want, atol=0.02, rtol=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 def test_interpreted_in_a_stack(layer):
     def run(qkv, k, v, lengths, offsets, turns, rows, layer):

@@ -85,9 +85,8 @@ def test_interpreted_without_races(config):
     _check(_operands([0, 1, 65, 200]), interpreted, config=config)
 
 
-@pytest.mark.parametrize(
-    "t", [pytest.param(3, marks=pytest.mark.slow), pytest.param(10, id="two tiles of query rows")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("t", [3, pytest.param(10, id="two tiles of query rows")])
 def test_interpreted_with_every_mask(t):
     masking = Masking(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
     phi = jnp.arange(4, dtype=jnp.float32)
@@ -100,7 +99,8 @@ def test_interpreted_with_many_query_rows():
     _check(_operands([17, 130], t=16, group=8), interpreted, config=ONE)
 
 
-@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [1, 2])
 def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
     """With 16 query rows it begins with slots of the block before, with 32 it is padded."""
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
