@@ -30,7 +30,7 @@ _BATCH = 64
 def prompts(count: int = PROMPTS) -> list[list[int]]:
     """Ids of distinct questions as people would type them."""
     from fdjax.models.tiny.world import World
-    from fdjax.tokenizer import Tokenizer
+    from fdjax.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(CHECKPOINT)
     questions = dict.fromkeys(e.question for e, _ in World().held_out)

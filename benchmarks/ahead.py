@@ -26,12 +26,12 @@ import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
 from fdjax.bench.model import one_pass, one_pass_program
-from fdjax.engine import Engine, Programs
+from fdjax.engine.engine import Engine, Programs
+from fdjax.engine.program import Program
+from fdjax.engine.state import DecodeState, init_cache, start
 from fdjax.lm import LM
 from fdjax.models import Model, Params
-from fdjax.program import Program
-from fdjax.state import DecodeState, init_cache, start
-from fdjax.views import stacked_shapes
+from fdjax.weights.stacked import stacked_shapes
 
 ROOT = Path(__file__).parent.parent
 

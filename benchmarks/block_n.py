@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from fdjax.bench.suite import Case, main
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, matmul_reference
-from fdjax.pallas_kernels.gemm.flat_gemm import matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import matmul_flat_gemm
 
 M = 8
 KS = (4096, 12288)

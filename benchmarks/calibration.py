@@ -17,8 +17,17 @@ import numpy as np
 
 import fdjax
 from fdjax.bench.record import environment
-from fdjax.calibrate import BIN_LOG2, BINS, SAFE_LOG2, bin_edges, choose, gather, interval, plot
 from fdjax.models.tiny.world import Example, World
+from fdjax.tools.calibrate import (
+    BIN_LOG2,
+    BINS,
+    SAFE_LOG2,
+    bin_edges,
+    choose,
+    gather,
+    interval,
+    plot,
+)
 
 # Half the width of the safe range, in units of log2.
 RANGES = (2, 4, 6, 8, 10, 12, 16, SAFE_LOG2)

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from fdjax.bench.suite import Case, main
 from fdjax.pallas_kernels.attention import attention_reference, decode_attention
-from fdjax.pallas_kernels.attention.decode_mosaic import decode_mosaic, default_config
-from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.hopper.decode import decode_mosaic, default_config
+from fdjax.pallas_kernels.attention.spec import Masking
 
 # B, H, Hkv, S, D
 SHAPES = (

@@ -18,13 +18,13 @@ import numpy as np
 
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing
-from fdjax.engine import Engine
-from fdjax.host_arrays import HostArrays
+from fdjax.engine.engine import Engine
+from fdjax.engine.host_arrays import HostArrays
+from fdjax.engine.state import init_cache, start
+from fdjax.engine.step import decode_steps
 from fdjax.models import describe, parse_config, random_params
-from fdjax.options import GenerationConfig, per_row
-from fdjax.sampling import Processors
-from fdjax.state import init_cache, start
-from fdjax.step import decode_steps
+from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.sampling.sampler import Processors
 
 CONFIG = {
     "model_type": "llama",

@@ -77,8 +77,8 @@ def fdjax_rows(
     from benchmarks.ahead import Compiler
     from benchmarks.unfused import unfused
     from fdjax.bench.model import model_rows
+    from fdjax.engine.memory import plan_memory
     from fdjax.lm import LM
-    from fdjax.memory import plan_memory
     from fdjax.models import describe
     from fdjax.pallas_kernels.plan import Plan
 
@@ -350,7 +350,7 @@ def compile_ahead(
 def compile_only(args: argparse.Namespace) -> int:
     """What the processes of `compile_ahead` run."""
     from benchmarks.ahead import Compiler
-    from fdjax.memory import free_memory_bytes
+    from fdjax.engine.memory import free_memory_bytes
 
     model, compiler = read_model(args), Compiler(args.compile_into)
     options = {"new_tokens": args.new_tokens, "runs": 1, "check": args.check}
@@ -380,7 +380,7 @@ def read_model(args: argparse.Namespace):
 
 def sorted_points(model, points: Sequence[Point]) -> list[Point]:
     """Growing, so that what one point leaves is less than what the next one takes."""
-    from fdjax.memory import plan_memory
+    from fdjax.engine.memory import plan_memory
 
     return sorted(points, key=lambda p: plan_memory(model, batch=p[0], max_len=p[1]).total_bytes)
 
@@ -397,9 +397,9 @@ def measure(
       until: see `fdjax_rows`.
     """
     from fdjax.bench.ceiling import measure_ceiling
-    from fdjax.memory import free_memory_bytes, weight_bytes
+    from fdjax.engine.memory import free_memory_bytes, weight_bytes
     from fdjax.models import random_params
-    from fdjax.views import stack_layers
+    from fdjax.weights.stacked import stack_layers
 
     model = read_model(args)
     ceiling_bytes = 2**24 if model.plan.compute_capability is None else 2**30

@@ -16,7 +16,7 @@ from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.record import Record, Row, emit, environment, read, write
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.tune import ROWS, LinearShape, time_linear
+from fdjax.tools.tune import ROWS, LinearShape, time_linear
 
 PLAIN = {
     "7B qkv": LinearShape(4096, 12288),

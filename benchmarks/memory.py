@@ -21,10 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.end_to_end import Point, parse_point, say
-from fdjax import step
 from fdjax.bench.record import environment
-from fdjax.lm import LM
-from fdjax.memory import (
+from fdjax.engine import step
+from fdjax.engine.memory import (
     device_memory_bytes,
     free_memory_bytes,
     longest_context,
@@ -32,10 +31,11 @@ from fdjax.memory import (
     weight_bytes,
     workspace_bytes,
 )
+from fdjax.engine.schedule import CHUNKS, covered_slots, rows_of_call
+from fdjax.engine.state import init_cache, start
+from fdjax.lm import LM
 from fdjax.models import Model, Params, describe, parse_config, random_params
-from fdjax.options import GenerationConfig, per_row
-from fdjax.schedule import CHUNKS, covered_slots, rows_of_call
-from fdjax.state import init_cache, start
+from fdjax.sampling.options import GenerationConfig, per_row
 
 # Largest distance between a planned and a measured peak.
 TOLERANCE = 0.03

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 
 from fdjax.bench.suite import Case, main
 from fdjax.pallas_kernels.attention import prefill_attention
-from fdjax.pallas_kernels.attention.masks import Masking
-from fdjax.pallas_kernels.attention.prefill_mosaic import default_config, prefill_mosaic
+from fdjax.pallas_kernels.attention.hopper.prefill import default_config, prefill_mosaic
+from fdjax.pallas_kernels.attention.spec import Masking
 
 # B, H, Hkv, S, D: all rows full, causal
 SHAPES = (

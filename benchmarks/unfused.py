@@ -14,12 +14,12 @@ from unittest import mock
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax import step
+from fdjax.engine import step
 from fdjax.models import decoder
 from fdjax.pallas_kernels.attention import append_decode_attention, decode_attention, split_qkv
 from fdjax.pallas_kernels.attention.append import append
 from fdjax.pallas_kernels.gemm import ACTIVATIONS, FlatGemmConfig, matmul
-from fdjax.pallas_kernels.gemm.flat_gemm import matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import matmul_flat_gemm
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotate

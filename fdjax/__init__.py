@@ -11,24 +11,24 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from fdjax.generation import forward, generate
+    from fdjax.engine.generation import forward, generate
+    from fdjax.engine.results import GenerateResult, Stats
     from fdjax.lm import LM, load
     from fdjax.models import CheckpointError, describe, parse_config
-    from fdjax.options import GenerationConfig
-    from fdjax.results import GenerateResult, Stats
+    from fdjax.sampling.options import GenerationConfig
 
 # Names are imported when first used, so that importing a kernel does not import the engine.
 _HOMES = {
-    "GenerationConfig": "fdjax.options",
-    "forward": "fdjax.generation",
-    "generate": "fdjax.generation",
+    "GenerationConfig": "fdjax.sampling.options",
+    "forward": "fdjax.engine.generation",
+    "generate": "fdjax.engine.generation",
     "LM": "fdjax.lm",
     "load": "fdjax.lm",
     "CheckpointError": "fdjax.models",
     "describe": "fdjax.models",
     "parse_config": "fdjax.models",
-    "GenerateResult": "fdjax.results",
-    "Stats": "fdjax.results",
+    "GenerateResult": "fdjax.engine.results",
+    "Stats": "fdjax.engine.results",
 }
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 import sys
 
-from fdjax.cli import main
+from fdjax.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -13,19 +13,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fdjax import chat, platform, score
-from fdjax.calibrate import calibrated
-from fdjax.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
-from fdjax.engine import Engine
-from fdjax.memory import check_load
+from fdjax.engine.engine import Engine
+from fdjax.engine.memory import check_load
+from fdjax.engine.results import GenerateResult, TextStream, Timer
+from fdjax.engine.sequence import Request, Row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
-from fdjax.options import SAMPLED_OPTIONS, GenerationConfig
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.prompts import Prompt, as_several, token_ids
-from fdjax.results import GenerateResult, TextStream, Timer
-from fdjax.rows import Request, Row
-from fdjax.tokenizer import Tokenizer
-from fdjax.views import stack_layers
+from fdjax.sampling.options import SAMPLED_OPTIONS, GenerationConfig
+from fdjax.system import platform
+from fdjax.text import conversation as chat
+from fdjax.text.prompts import Prompt, as_several, token_ids
+from fdjax.text.tokenizer import Tokenizer
+from fdjax.tools import score
+from fdjax.tools.calibrate import calibrated
+from fdjax.weights.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
+from fdjax.weights.stacked import stack_layers
 
 # Decode steps per dispatch; a stream shows its text at the end of each.
 _STEPS = 32

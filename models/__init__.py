@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fdjax.models import gemma2, gemma3, llama, mistral, phi3, qwen2, qwen3
-from fdjax.models.attention import Attend, AttentionSpec
+from fdjax.models.attend import Attend, AttentionSpec
 from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
 from fdjax.models.decoder import (
     Decoder,
@@ -20,17 +19,8 @@ from fdjax.models.decoder import (
     layers_shape,
     random_params,
 )
-from fdjax.models.weights import WeightMap, export_tensors
-
-FAMILIES = {
-    "gemma2": gemma2,
-    "gemma3": gemma3,
-    "llama": llama,
-    "mistral": mistral,
-    "phi3": phi3,
-    "qwen2": qwen2,
-    "qwen3": qwen3,
-}
+from fdjax.models.families import FAMILIES
+from fdjax.models.name_map import WeightMap, export_tensors
 
 __all__ = [
     "FAMILIES",

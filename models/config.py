@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fdjax.models.attention import AttentionSpec
+from fdjax.models.attend import AttentionSpec
 
 
 class CheckpointError(ValueError):

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from fdjax.models.attention import Attend, AttentionSpec, Stack
+from fdjax.models.attend import Attend, AttentionSpec, Stack
 from fdjax.models.config import DecoderConfig
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers

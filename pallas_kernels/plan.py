@@ -373,7 +373,7 @@ def _check_config(row: dict[str, Any], revisions: dict[str, int], where: str) ->
 
 def _config_types() -> dict[str, type]:
     """Configurations of the kernels in `KERNEL_REVISIONS`; their modules import this one."""
-    from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig
+    from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig
     from fdjax.pallas_kernels.gemm import FlatGemmConfig, LinearChainConfig
     from fdjax.pallas_kernels.layers import DecodeLayersConfig
 

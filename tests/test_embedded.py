@@ -1,10 +1,10 @@
 """The embedded model: transformers agrees on it, it knows its world, it is small.
 
-`hf_fixtures/tiny` holds `prompts.json`, every third held-out question, the prompts of the model's
+`fixtures/hf/tiny` holds `prompts.json`, every third held-out question, the prompts of the model's
 README and openings of stories, and what transformers makes of them:
 
-    python tests/make_hf_fixtures.py --greedy models/tiny --n 64 \\
-        --prompts tests/hf_fixtures/tiny/prompts.json --out tests/hf_fixtures/tiny/expected.npz
+    python tests/fixtures/make_hf_fixtures.py --greedy models/tiny --n 64 \\
+        --prompts tests/fixtures/hf/tiny/prompts.json --out tests/fixtures/hf/tiny/expected.npz
 """
 
 import json
@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import fdjax
-from fdjax.checkpoint import locate
 from fdjax.models.tiny.world import World
+from fdjax.weights.checkpoint import locate
 
-FIXTURE = Path(__file__).parent / "hf_fixtures" / "tiny"
+FIXTURE = Path(__file__).parent / "fixtures" / "hf" / "tiny"
 NEW_TOKENS = 64
 MAX_LEN = 128
 ROWS = 64

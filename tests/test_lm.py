@@ -17,16 +17,16 @@ import numpy as np
 import pytest
 
 import fdjax
-import fdjax.platform
+import fdjax.system.platform
 from benchmarks.ahead import stand_ins
-from fdjax import engine, memory
+from fdjax.engine import engine, memory
+from fdjax.engine.results import Stats
+from fdjax.engine.schedule import CHUNKS
 from fdjax.models import describe, random_params
 from fdjax.models.decoder import Block
-from fdjax.results import Stats
-from fdjax.schedule import CHUNKS
-from fdjax.tokenizer import MissingTokenizerError
+from fdjax.text.tokenizer import MissingTokenizerError
 
-FIXTURES = Path(__file__).parent / "hf_fixtures"
+FIXTURES = Path(__file__).parent / "fixtures" / "hf"
 CASE = FIXTURES / "llama3_gqa_tied"  # defaults: sampled, end of sequence 316 or 319; 512 positions
 TEXT = "The largest ocean"
 GREEDY = {"do_sample": False, "eos_token_id": None}
@@ -221,7 +221,7 @@ def test_what_an_interrupt_leaves_is_not_used_again(lm, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("fdjax.engine._first_tokens", interrupted)
+        patch.setattr("fdjax.engine.engine._first_tokens", interrupted)
         with pytest.raises(KeyboardInterrupt):
             other.generate([5, 6, 7], max_new_tokens=4, **CHECKED)
     assert other._engine.idle is None
@@ -399,7 +399,7 @@ def test_a_stream_is_generate(lm):
 def test_a_streams_statistics_leave_out_the_time_of_its_reader(lm, monkeypatch):
     clock = types.SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
-    monkeypatch.setattr("fdjax.results.time", clock)
+    monkeypatch.setattr("fdjax.engine.results.time", clock)
     stream = lm.stream(TEXT, max_new_tokens=30, **GREEDY)
     note, chunks = stream._timer.chunk, []
 
@@ -855,10 +855,10 @@ def test_load_turns_the_compilation_cache_on_only_if_unset(cache_setting, monkey
 
 
 def test_load_warns_of_a_gpu_that_jax_does_not_use(monkeypatch):
-    monkeypatch.setattr(fdjax.platform.jax, "default_backend", lambda: "cpu")
-    monkeypatch.setattr(fdjax.platform, "nvidia_driver_present", lambda: True)
-    monkeypatch.setattr(fdjax.platform, "_cpu_was_asked_for", lambda: False)
+    monkeypatch.setattr(fdjax.system.platform.jax, "default_backend", lambda: "cpu")
+    monkeypatch.setattr(fdjax.system.platform, "nvidia_driver_present", lambda: True)
+    monkeypatch.setattr(fdjax.system.platform, "_cpu_was_asked_for", lambda: False)
     with pytest.warns(UserWarning, match="NVIDIA driver .* only the CPU"):
         load()
-    monkeypatch.setattr(fdjax.platform, "_cpu_was_asked_for", lambda: True)
+    monkeypatch.setattr(fdjax.system.platform, "_cpu_was_asked_for", lambda: True)
     load()  # warnings are errors here

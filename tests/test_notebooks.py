@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fdjax import platform
+from fdjax.system import platform
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 # What readers come for.

@@ -11,11 +11,11 @@ import pytest
 
 import fdjax
 from benchmarks.table import updated
-from fdjax import platform
 from fdjax.bench import record as records
 from fdjax.bench.__main__ import main as bench_main
 from fdjax.bench.timing import Timing
-from fdjax.cli import _parser, main
+from fdjax.cli.main import _parser, main
+from fdjax.system import platform
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")

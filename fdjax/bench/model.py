@@ -15,10 +15,10 @@ from jax import Array
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.record import Record, Row, environment
 from fdjax.bench.timing import Timing
-from fdjax.generation import forward
+from fdjax.engine.generation import forward
+from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.lm import LM
 from fdjax.models import Model, Params
-from fdjax.state import SLOT_MULTIPLE
 
 # Mean distance allowed between log-probabilities of decoding and of one pass over the whole text,
 # by bytes per element.

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fdjax.files import write_whole
+from fdjax.system.files import write_whole
 
 SCHEMA = 1
 _PACKAGES = (

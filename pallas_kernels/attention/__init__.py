@@ -6,10 +6,10 @@ from fdjax.pallas_kernels.attention.append import (
     split_qkv,
 )
 from fdjax.pallas_kernels.attention.decode import decode_attention
-from fdjax.pallas_kernels.attention.masks import alibi_slopes
 from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.prefill import prefill_attention
 from fdjax.pallas_kernels.attention.reference import attention_reference
+from fdjax.pallas_kernels.attention.spec import alibi_slopes
 
 __all__ = [
     "alibi_slopes",

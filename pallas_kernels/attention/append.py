@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.decode import decode_attention, decode_config
-from fdjax.pallas_kernels.attention.decode_mosaic import append_decode_mosaic, can_append
-from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
+from fdjax.pallas_kernels.attention.hopper.decode import append_decode_mosaic, can_append
+from fdjax.pallas_kernels.attention.hopper.prefill_front import can_write_chunk, write_chunk_mosaic
 from fdjax.pallas_kernels.attention.prefill import prefill_attention
-from fdjax.pallas_kernels.attention.prefill_front import can_write_chunk, write_chunk_mosaic
+from fdjax.pallas_kernels.attention.spec import Masking, check_attention, choose_attention
 from fdjax.pallas_kernels.plan import Plan, on_ampere
 from fdjax.pallas_kernels.rope import rotate
 

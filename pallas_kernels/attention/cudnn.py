@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
-from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.merge import merge_attention
+from fdjax.pallas_kernels.attention.spec import Masking
 
 
 def check_cudnn(op: str, q: Array, masking: Masking) -> None:

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import decode_cudnn
-from fdjax.pallas_kernels.attention.decode_mosaic import DecodeAttentionConfig, decode_mosaic
-from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
+from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, decode_mosaic
+from fdjax.pallas_kernels.attention.spec import Masking, check_attention, choose_attention
 from fdjax.pallas_kernels.attention.xla import attention_xla
 from fdjax.pallas_kernels.plan import Choice, Plan
 

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cudnn import prefill_cudnn
-from fdjax.pallas_kernels.attention.masks import Masking, check_attention, choose_attention
+from fdjax.pallas_kernels.attention.hopper.prefill import prefill_mosaic
 from fdjax.pallas_kernels.attention.prefill_ampere import prefill_ampere
-from fdjax.pallas_kernels.attention.prefill_mosaic import prefill_mosaic
+from fdjax.pallas_kernels.attention.spec import Masking, check_attention, choose_attention
 from fdjax.pallas_kernels.attention.xla import attention_xla
 from fdjax.pallas_kernels.plan import Plan, on_ampere
 

@@ -32,7 +32,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
     MATRIX,
@@ -42,7 +41,8 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     visible_blocks,
 )
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.conditional import cond, when
+from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.hopper.conditional import cond, when
 
 _SWIZZLE = 128
 _K = 16  # slots of an mma

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.scores import LOG2E
+from fdjax.pallas_kernels.attention.spec import Masking
 
 # The least and the largest l of a row that is right with a constant maximum; see `prefill_mosaic`.
 SAFE = (2.0**-60, 2.0**100)

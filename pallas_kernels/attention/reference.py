@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.spec import Masking
 
 
 def attention_reference(

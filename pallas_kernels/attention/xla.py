@@ -5,7 +5,7 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.spec import Masking
 
 # The scores of a block of query rows stay below this many bytes.
 _SCORES_BYTES = 256 * 2**20

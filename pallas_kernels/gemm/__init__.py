@@ -2,8 +2,8 @@
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.gemm.chain import chain_key, linear_chain
-from fdjax.pallas_kernels.gemm.chain_mosaic import LinearChainConfig, chain_counters
-from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig
+from fdjax.pallas_kernels.gemm.hopper.linear_chain import LinearChainConfig, chain_counters
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.gemm.reference import matmul_reference
 

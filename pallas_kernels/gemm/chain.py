@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
-from fdjax.pallas_kernels.gemm.chain_mosaic import LinearChainConfig, chain_mosaic
+from fdjax.pallas_kernels.gemm.hopper.linear_chain import LinearChainConfig, chain_mosaic
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Plan, resolve

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
-from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig, matmul_flat_gemm
 from fdjax.pallas_kernels.gemm.xla import matmul_row_tiles, matmul_xla
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Plan, resolve

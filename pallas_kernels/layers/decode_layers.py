@@ -14,7 +14,7 @@ from jax import Array
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.attention.append import append_decode_attention
 from fdjax.pallas_kernels.gemm.linear import matmul
-from fdjax.pallas_kernels.layers.layers_mosaic import DecodeLayersConfig, layers_mosaic
+from fdjax.pallas_kernels.layers.hopper.decode_layers import DecodeLayersConfig, layers_mosaic
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Plan, resolve
 

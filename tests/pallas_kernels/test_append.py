@@ -15,11 +15,11 @@ from fdjax.pallas_kernels.attention import (
     split_qkv,
 )
 from fdjax.pallas_kernels.attention.append import append
-from fdjax.pallas_kernels.attention.decode_mosaic import (
+from fdjax.pallas_kernels.attention.hopper.decode import (
     DecodeAttentionConfig,
     append_decode_mosaic,
 )
-from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.spec import Masking
 from fdjax.pallas_kernels.plan import IMPLEMENTATIONS, Plan
 from fdjax.pallas_kernels.rope import Rope, rotate, rotation
 

@@ -11,8 +11,8 @@ from fdjax.pallas_kernels.attention import (
     alibi_slopes,
     append_prefill_attention,
 )
-from fdjax.pallas_kernels.attention.masks import Masking
-from fdjax.pallas_kernels.attention.prefill_front import write_chunk_mosaic
+from fdjax.pallas_kernels.attention.hopper.prefill_front import write_chunk_mosaic
+from fdjax.pallas_kernels.attention.spec import Masking
 from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
 from fdjax.pallas_kernels.rope import Rope
 

@@ -23,7 +23,7 @@ from fdjax.pallas_kernels.attention import (
     prefill_attention,
     xla,
 )
-from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.spec import Masking
 from fdjax.pallas_kernels.plan import IMPLEMENTATIONS, Plan
 
 from . import oracle

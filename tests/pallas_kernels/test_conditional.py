@@ -5,12 +5,12 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from fdjax.pallas_kernels.attention.decode_mosaic import append_decode_mosaic, decode_mosaic
-from fdjax.pallas_kernels.attention.masks import Masking
-from fdjax.pallas_kernels.attention.prefill_front import write_chunk_mosaic
-from fdjax.pallas_kernels.attention.prefill_mosaic import prefill_mosaic
-from fdjax.pallas_kernels.conditional import cond, when
-from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.attention.hopper.decode import append_decode_mosaic, decode_mosaic
+from fdjax.pallas_kernels.attention.hopper.prefill import prefill_mosaic
+from fdjax.pallas_kernels.attention.hopper.prefill_front import write_chunk_mosaic
+from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.hopper.conditional import cond, when
 from fdjax.pallas_kernels.norm import RMSNorm
 
 B, T, G, HKV, S, D = 2, 128, 4, 2, 2048, 128

@@ -13,14 +13,14 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention import alibi_slopes, decode_attention
-from fdjax.pallas_kernels.attention import decode_mosaic as decode_mosaic_module
-from fdjax.pallas_kernels.attention.decode_mosaic import (
+from fdjax.pallas_kernels.attention.hopper import decode as decode_mosaic_module
+from fdjax.pallas_kernels.attention.hopper.decode import (
     DecodeAttentionConfig,
     decode_mosaic,
     default_config,
     query_tiles,
 )
-from fdjax.pallas_kernels.attention.masks import Masking
+from fdjax.pallas_kernels.attention.spec import Masking
 
 from . import oracle
 from .tolerance import assert_attention

@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from fdjax.pallas_kernels.gemm import matmul
-from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig, matmul_flat_gemm
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import read_table, shipped_table_path
 

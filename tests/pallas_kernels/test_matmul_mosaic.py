@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.gemm.flat_gemm import FlatGemmConfig, matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig, matmul_flat_gemm
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Plan

@@ -26,8 +26,8 @@ from fdjax.pallas_kernels.attention import (
     prefill_attention,
 )
 from fdjax.pallas_kernels.attention import prefill_ampere as module
-from fdjax.pallas_kernels.attention.masks import Masking
 from fdjax.pallas_kernels.attention.prefill_ampere import PrefillAmpereConfig, prefill_ampere
+from fdjax.pallas_kernels.attention.spec import Masking
 from fdjax.pallas_kernels.plan import Plan
 
 from . import oracle

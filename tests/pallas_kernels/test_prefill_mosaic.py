@@ -14,11 +14,11 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention import alibi_slopes, prefill_attention
-from fdjax.pallas_kernels.attention.masks import Masking
-from fdjax.pallas_kernels.attention.prefill_mosaic import (
+from fdjax.pallas_kernels.attention.hopper.prefill import (
     PrefillAttentionConfig,
     prefill_mosaic,
 )
+from fdjax.pallas_kernels.attention.spec import Masking
 
 from . import oracle
 from .tolerance import assert_attention, assert_same_bits

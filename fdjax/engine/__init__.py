@@ -1,0 +1,1 @@
+"""Running a model: programs, state, cache, schedule, results."""

@@ -1,0 +1,239 @@
+"""Programs on disk as JAX lowered them: tracing and lowering a large model takes seconds.
+
+JAX's compilation cache does not save them, as it finds a program by what lowering makes of it.
+Here one is found by what it was traced from: this package, the model and its plan, the arguments'
+shapes, JAX's version and settings, the device. What is found is compiled as what was traced, and so
+is found by JAX's cache in turn. Who puts a function of his own into this package, or makes a model
+of classes of his own, has it traced.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+import jax
+import jaxlib
+from jax import export
+
+from fdjax.sampling.sampler import Logprobs
+
+logger = logging.getLogger("fdjax")
+
+export.register_namedtuple_serialization(Logprobs, serialized_name="fdjax.Logprobs")
+
+# Custom calls of which JAX promises nothing to a later version; a program is read by none.
+_CUSTOM_CALLS = ("mosaic_gpu_v2", "annotate_device_placement", "__cudnn$fmhaSoftmax")
+_CHECKS = tuple(map(export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
+
+_FOLDERS = (".", "models", "pallas_kernels")  # of the package; the latter two may be links
+_DIGEST_BYTES = 32
+_UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of another version, mostly
+
+# Whose functions and classes are in modules of this package, as it is.
+_KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
+    *("fdjax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"),
+    *("jinja2", "tokenizers", "safetensors", "huggingface_hub", "tqdm"),
+}
+
+
+def kept(function: Callable, description: Any, device: jax.Device) -> Callable:
+    """A function for `jax.jit` that is traced itself only where its program is not on disk.
+
+    Programs are kept where JAX's compilation cache is, unless that is off, limited in size or not a
+    local folder.
+
+    Args:
+      function: positional pytrees of arrays → lists, tuples and `Logprobs` of arrays.
+      description: what it depends on besides them and this package, complete in its `repr`.
+      device: where the arrays are.
+    """
+
+    @functools.wraps(function)
+    def program(*args):
+        leaves, treedef = jax.tree.flatten(args)
+        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves]
+        path = _path(device, description, repr((treedef, avals)))
+        exported = path and _read(path)
+        if path and not exported:
+
+            def of_leaves(*leaves):
+                return function(*jax.tree.unflatten(treedef, leaves))
+
+            exported = _export(of_leaves, avals, device.platform)
+            if exported:
+                _write(path, exported)
+        return exported.call(*leaves) if exported else function(*args)
+
+    return program
+
+
+def _export(
+    function: Callable, avals: list[jax.ShapeDtypeStruct], platform: str
+) -> export.Exported | None:
+    platforms = ["cuda" if platform == "gpu" else platform]
+    exporter = export.export(jax.jit(function), platforms=platforms, disabled_checks=_CHECKS)
+    try:
+        return exporter(*avals)
+    except (NotImplementedError, ValueError) as error:  # a custom call or a callback
+        logger.debug("a program cannot be kept: %s", error)
+        return None
+
+
+def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
+    """Where the program is that is described so; None if programs are not kept."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+        return None
+    if jax.config.jax_compilation_cache_max_size != -1:  # which JAX keeps to, and we would not
+        return None
+    if not jax.sharding.get_abstract_mesh().empty:  # a program would be that mesh's
+        return None
+    foreign = _foreign([*_modules(), description])
+    if foreign is not None:
+        logger.info("programs are not kept, as %r is not of this package", foreign)
+        return None
+    if _SOURCE is None or _source_digest() != _SOURCE:
+        logger.info("programs are not kept, as this package is not on disk as it was loaded")
+        return None
+    settings = {name: value for name, value in jax.config.values.items() if "_dir" not in name}
+    origin = (
+        jax.__version__,
+        jaxlib.__version__,
+        device.client.platform_version,
+        device.device_kind,
+        sorted(settings.items(), key=lambda setting: setting[0]),
+        _SOURCE,
+        description,
+        shapes,
+    )
+    return Path(folder) / "fdjax" / hashlib.sha256(repr(origin).encode()).hexdigest()
+
+
+def _modules() -> list[ModuleType]:
+    """Those of this package that are loaded."""
+    return [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "fdjax"]
+
+
+def _foreign(roots: Iterable[Any]) -> Any:
+    """The first thing in these that is neither of this package nor of those it builds on, or None.
+
+    It changes a program, and no digest is of it: what others have put into modules and classes of
+    this package while it runs, a model of one's own classes.
+    """
+    seen: dict[int, Any] = {}
+    todo = list(roots)
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if _package(thing) not in _KNOWN:
+            return thing
+        todo += _parts(thing)
+    return None
+
+
+def _package(thing: Any) -> str:
+    """The name of the package whose code a thing runs."""
+    match thing:
+        case ModuleType():
+            module = thing.__name__
+        case FunctionType():  # its `__module__` is another's after `functools.wraps`
+            module = thing.__globals__.get("__name__", "")
+        case type():
+            module = thing.__module__
+        case _:
+            module = type(thing).__module__
+    # A named tuple's methods have a module of their own.
+    return "collections" if module.startswith("namedtuple_") else module.partition(".")[0]
+
+
+def _parts(thing: Any) -> list[Any]:
+    """What a thing is made of, as far as it is this package's or holds what may not be."""
+    match thing:
+        case ModuleType() if _package(thing) == "fdjax":
+            # Not the builtins, to which interpreters add theirs.
+            return [part for name, part in list(vars(thing).items()) if not name.startswith("__")]
+        case type() if _package(thing) == "fdjax":
+            return list(vars(thing).values())
+        case ModuleType() | type():
+            return []
+        case dict():
+            return list(thing.values())
+        case list() | tuple() | set() | frozenset():
+            return list(thing)
+    fields = dataclasses.fields(thing) if dataclasses.is_dataclass(thing) else ()
+    names = (*(field.name for field in fields), *_HOLDERS)
+    return [part for name in names if (part := getattr(thing, name, None)) is not None]
+
+
+# Attributes by which decorators, methods, properties and partial functions hold others.
+_HOLDERS = ("__wrapped__", "__func__", "func", "fget")
+
+
+def _source_digest() -> str | None:
+    """Of all of this package's modules; None where they cannot be read as files."""
+    root = Path(__file__).parents[1]
+    digest, found = hashlib.sha256(), False
+    try:
+        for path in sorted(path for name in _FOLDERS for path in (root / name).rglob("*.py")):
+            if path.name.startswith("."):  # an editor's
+                continue
+            digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+            found = True
+    except OSError:
+        return None
+    return digest.hexdigest() if found else None
+
+
+_SOURCE = _source_digest()
+
+
+def _read(path: Path) -> export.Exported | None:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        logger.info("%s cannot be read: %s", path, error)
+        return None
+    digest, program = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
+    if hashlib.sha256(program).digest() != digest:
+        logger.info("%s is damaged", path)
+        return None
+    with contextlib.suppress(OSError):  # of another user
+        os.utime(path)
+    return export.deserialize(bytearray(program))
+
+
+def _write(path: Path, exported: export.Exported) -> None:
+    program = bytes(exported.serialize())
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            part.write_bytes(hashlib.sha256(program).digest() + program)
+            part.replace(path)
+        finally:
+            part.unlink(missing_ok=True)
+        _remove_unused(path.parent)
+    except OSError as error:
+        logger.info("%s cannot be written: %s", path, error)
+
+
+def _remove_unused(folder: Path) -> None:
+    for path in folder.iterdir():
+        if re.fullmatch(r"[0-9a-f]{64}(\.\d+)?", path.name):
+            with contextlib.suppress(OSError):  # gone already, or of another user
+                if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
+                    path.unlink()

@@ -1,0 +1,281 @@
+"""What a model takes of a device's memory, known before anything is allocated.
+
+Weights and cache are counted exactly. The workspace is what the compiler needs beside them for the
+largest call of a prompt or for a decode step: a model of XLA's buffers, checked against the
+compiler's own numbers in `tests/test_memory.py` and against an H100 in `benchmarks/memory.py`.
+"""
+
+import dataclasses
+import numbers
+import os
+
+import jax
+import jax.numpy as jnp
+
+from fdjax.engine.schedule import (
+    call_tokens,
+    covered_slots,
+    most_rows_of_call,
+    rows_of_call,
+    widest_chunk,
+)
+from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
+from fdjax.models import AttentionSpec, Model
+
+# cuBLAS takes this once a program has a product of its own.
+_CUBLAS_BYTES = {(9, 0): 32 * 2**20}
+_CUBLAS_BYTES_OTHER_GPU = 4 * 2**20
+# fp32 arrays [rows, V] that choosing a token with every processor on takes at once.
+_LOGITS = 5.3
+# Scores that XLA's attention keeps below this many bytes, and their share with P beside them.
+_SCORES_BYTES = 256 * 2**20
+_SCORES_AND_P = 1.5
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on a device for a batch of rows.
+
+    Attributes:
+      batch: rows at once.
+      max_len: tokens of each, prompt and answer.
+      weight_bytes: the parameters.
+      cache_bytes: keys and values, and the tokens they are of.
+      workspace_bytes: what a call takes beside them.
+    """
+
+    batch: int
+    max_len: int
+    weight_bytes: int
+    cache_bytes: int
+    workspace_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak."""
+        return self.weight_bytes + self.cache_bytes + self.workspace_bytes
+
+    def __str__(self) -> str:
+        """One line for people."""
+        return (
+            f"{gigabytes(self.total_bytes)}: weights {gigabytes(self.weight_bytes)}, cache "
+            f"{gigabytes(self.cache_bytes)} for {self.batch} x {self.max_len} tokens, workspace "
+            f"{gigabytes(self.workspace_bytes)}"
+        )
+
+    def check(self, op: str, memory_bytes: int | None) -> None:
+        """Raise MemoryError with the numbers if this is more than `memory_bytes`."""
+        if memory_bytes is None or self.total_bytes <= memory_bytes:
+            return
+        if self.weight_bytes > memory_bytes:
+            raise MemoryError(
+                f"{op}: weights of {gigabytes(self.weight_bytes)} must fit into "
+                f"{gigabytes(memory_bytes)}"
+            )
+        raise MemoryError(f"{op}: must fit into {gigabytes(memory_bytes)}, takes {self}")
+
+
+def plan_memory(
+    model: Model,
+    *,
+    batch: int = 1,
+    max_len: int,
+    prompt_tokens: int | None = None,
+    slots: int | None = None,
+) -> MemoryPlan:
+    """The memory that `batch` rows of `max_len` tokens take.
+
+    Args:
+      model: the model; its plan says which implementations run.
+      batch: rows at once.
+      max_len: tokens of each, prompt and answer.
+      prompt_tokens: of the longest prompt; default `max_len`.
+      slots: cache slots of a row; default what prompts of `max_len` tokens need.
+
+    Raises:
+      ValueError: a number is not a positive integer.
+    """
+    prompt_tokens = max_len if prompt_tokens is None else prompt_tokens
+    numbers_of = {"batch": batch, "max_len": max_len, "prompt_tokens": prompt_tokens}
+    numbers_of |= {} if slots is None else {"slots": slots}
+    for name, value in numbers_of.items():
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+            raise ValueError(f"memory: {name} must be a positive integer, got {value!r}")
+    slots = covered_slots(max_len) if slots is None else slots
+    return MemoryPlan(
+        batch=batch,
+        max_len=max_len,
+        weight_bytes=weight_bytes(model),
+        cache_bytes=cache_bytes(model, batch, slots) + 4 * batch * slots,
+        workspace_bytes=workspace_bytes(model, batch, prompt_tokens, slots),
+    )
+
+
+def plan_up_to(model: Model, *, batch: int, max_len: int) -> MemoryPlan:
+    """The memory that any number of rows up to `batch` takes, of `max_len` tokens each.
+
+    As `plan_memory`, but for the workspace: a call takes all of a few rows, and half of many.
+    """
+    plan = plan_memory(model, batch=batch, max_len=max_len)
+    at_once = min(batch, most_rows_of_call(max_len))
+    fewer = plan_memory(model, batch=at_once, max_len=max_len)
+    most = max(plan.workspace_bytes, fewer.workspace_bytes)
+    return dataclasses.replace(plan, workspace_bytes=most)
+
+
+def check_load(
+    model: Model,
+    *,
+    max_batch: int | None = None,
+    max_len: int | None = None,
+    gpu_memory_utilization: float | None = None,
+) -> tuple[int | None, int | None]:
+    """What `fdjax.load` may use, before it allocates anything.
+
+    Args:
+      model, max_batch, max_len, gpu_memory_utilization: see `fdjax.load`.
+
+    Returns:
+      (max_len, bytes for weights, cache and workspace together); None where there is no limit.
+
+    Raises:
+      ValueError: an argument is out of range.
+      MemoryError: the weights, or what is asked for beside them, do not fit.
+    """
+    for name, value in (("max_batch", max_batch), ("max_len", max_len)):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise ValueError(f"load: {name} must be an integer, got {value!r}")
+        if value < 1:
+            raise ValueError(f"load: {name} must be positive, got {value}")
+    share = gpu_memory_utilization
+    if share is not None and not (isinstance(share, numbers.Real) and 0 < share <= 1):
+        raise ValueError(
+            f"load: gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
+        )
+    memory_bytes = free_memory_bytes()
+    if share is not None and memory_bytes is not None:
+        memory_bytes = int(share * memory_bytes)
+        if max_len is None:
+            longest = longest_context(model, batch=max_batch or 1, memory_bytes=memory_bytes)
+            max_len = min(max(longest, 1), model.config.max_position_embeddings)
+    plan_up_to(model, batch=max_batch or 1, max_len=max_len or 1).check("load", memory_bytes)
+    return max_len, memory_bytes
+
+
+def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
+    """Rows of `max_len` tokens that fit into `memory_bytes`, as fewer do; 0 if not one does."""
+
+    def fits(batch: int) -> bool:
+        return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
+
+    return _largest(fits, memory_bytes // cache_bytes(model, 1, covered_slots(max_len)))
+
+
+def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
+    """Tokens that each of `batch` rows may have within `memory_bytes`; 0 if not one.
+
+    What the model was made for, `max_position_embeddings`, is not looked at.
+    """
+
+    def fits(multiples: int) -> bool:
+        max_len = multiples * SLOT_MULTIPLE
+        return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
+
+    return SLOT_MULTIPLE * _largest(fits, memory_bytes // cache_bytes(model, batch, SLOT_MULTIPLE))
+
+
+def _largest(fits, most: int) -> int:
+    """The largest n in 0..most that fits, where those below what fits do too."""
+    least = 0
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least
+
+
+def weight_bytes(model: Model) -> int:
+    """Bytes of the parameters."""
+    return model.parameter_count * jnp.dtype(model.dtype).itemsize
+
+
+def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
+    """Bytes that the largest call takes beside weights and cache.
+
+    FlashDecoding++Next (Dai et al., section V) needs three buffers for a chunk of B·T tokens, of
+    B·T·(2E + F) values. A gated MLP has its product of 2F values and the F made of them at once,
+    and the XLA of JAX 0.11 keeps the residual stream a third time: B·T·(3E + 3F).
+
+    Args:
+      model: the model.
+      batch: rows at once.
+      max_len: tokens of each at most.
+      slots: cache slots of a row.
+    """
+    c, plan = model.config, model.plan
+    itemsize = jnp.dtype(model.dtype).itemsize
+    tokens = call_tokens(max_len, batch)
+    rows = rows_of_call(widest_chunk(max_len), batch)
+    mlp = tokens * 3 * (c.width + c.mlp_width) * itemsize
+    # The residual stream; Q, K and V; rotated Q or the result.
+    heads = 2 * (c.heads + c.kv_heads) * c.head_dim
+    attention = tokens * (c.width + heads) * itemsize
+    row_bytes = c.kv_heads * slots * c.head_dim * itemsize
+    runs = _prefill_implementations(model, rows, tokens // rows, slots)
+    if rows < batch and runs != {"mosaic_gpu"}:  # A copy of the rows that take part
+        attention += 2 * rows * row_bytes
+    if "xla" in runs:
+        scores = 4 * rows * c.heads * (tokens // rows) * slots
+        # And the values with those that no query sees as zeros.
+        attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
+    logits = int(_LOGITS * 4 * batch * c.vocab_size)
+    if plan.compute_capability is None:
+        blas = 0
+    else:
+        blas = _CUBLAS_BYTES.get(plan.compute_capability, _CUBLAS_BYTES_OTHER_GPU)
+    return max(mlp, attention, logits) + blas
+
+
+def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -> set[str]:
+    """What runs attention over a prompt, in some layer."""
+    c = model.config
+    shape = {"b": rows, "t": tokens, "h": c.heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
+    itemsize = jnp.dtype(model.dtype).itemsize
+    masked = {is_masked(spec) for spec in c.attention}
+    choices = (
+        model.plan.choose("prefill_attention", **shape, itemsize=itemsize, masks=int(masks))
+        for masks in masked
+    )
+    return {choice.implementation for choice in choices}
+
+
+def is_masked(spec: AttentionSpec) -> bool:
+    """Whether a layer's attention is more than causal: other kernels may run it."""
+    return not (spec.window is None and spec.soft_cap is None and spec.alibi is None)
+
+
+def device_memory_bytes(device: jax.Device | None = None) -> int | None:
+    """Bytes JAX may allocate on a device: the allocator's limit, or the machine's memory.
+
+    None where neither is known.
+    """
+    device = device or jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"]
+    if device.platform == "cpu" and hasattr(os, "sysconf"):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return None
+
+
+def free_memory_bytes(device: jax.Device | None = None) -> int | None:
+    """`device_memory_bytes` less what the allocator has given out."""
+    device = device or jax.local_devices()[0]
+    limit = device_memory_bytes(device)
+    return limit and limit - (device.memory_stats() or {}).get("bytes_in_use", 0)
+
+
+def gigabytes(count: int) -> str:
+    """A number of bytes for people, in units of 1000."""
+    return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"

@@ -1,0 +1,260 @@
+"""What `LM.generate` and `LM.stream` return."""
+
+import atexit
+import contextlib
+import dataclasses
+import time
+import weakref
+from collections.abc import Generator, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fdjax.engine.sequence import Chunk, Row
+from fdjax.models import Model, Params
+
+# Datasheet memory bandwidth in GB/s by device kind.
+PEAK_GB_PER_S = {
+    "NVIDIA A100-SXM4-40GB": 1555.0,
+    "NVIDIA A100-SXM4-80GB": 2039.0,
+    "NVIDIA A100 80GB PCIe": 1935.0,
+    "NVIDIA H100 80GB HBM3": 3352.0,
+    "NVIDIA H100 PCIe": 2039.0,
+    "NVIDIA H200": 4800.0,
+    "NVIDIA B200": 8000.0,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a call cost. Compiling, which only the first call of a shape does, is told apart.
+
+    Of a stream, seconds are those in which its reader waited: the clock stands from the call until
+    the first piece is asked for, and while the reader holds a piece. Meanwhile the device may do
+    the steps of one chunk more, so that of a reader who takes longer than those, times per step and
+    rates are better than the device's.
+
+    Attributes:
+      prompt_tokens: tokens of all prompts.
+      decode_tokens: tokens generated, all rows.
+      prefill_seconds: from the call to the first token of the last row, less compiling.
+      decode_seconds: from there to the last token, less compiling.
+      decode_bytes: bytes the decode steps had to read: weights each step, live cache slots.
+      decode_steps: each is one token of every row that has not ended; the first tokens have none.
+      peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
+      chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
+      compile_seconds: in which the host traced and compiled programs, or loaded compiled ones.
+      reruns: of each layer, the share of decode attention's blocks (row, KV head, split) whose
+        scores left the range of the unified maximum, so that they ran again; None unless
+        `return_reruns` was asked for and a step was done.
+    """
+
+    prompt_tokens: int = 0
+    decode_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_bytes: int = 0
+    decode_steps: int = 0
+    peak_gb_per_s: float | None = None
+    chunk_ms_per_token: tuple[float, ...] = ()
+    compile_seconds: float = 0.0
+    reruns: tuple[float, ...] | None = None
+
+    @property
+    def seconds(self) -> float:
+        """The whole call."""
+        return self.prefill_seconds + self.decode_seconds + self.compile_seconds
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second of the whole call, less compiling."""
+        seconds = self.prefill_seconds + self.decode_seconds
+        return self.decode_tokens / seconds if seconds else 0.0
+
+    @property
+    def ms_per_token(self) -> float | None:
+        """Milliseconds per decode step (one token for each row), the first token left out."""
+        return 1e3 * self.decode_seconds / self.decode_steps if self.decode_steps else None
+
+    @property
+    def gb_per_s(self) -> float | None:
+        """Memory traffic the decode steps could not avoid, over the time they took."""
+        return self.decode_bytes / self.decode_seconds / 1e9 if self.decode_steps else None
+
+    @property
+    def share_of_peak(self) -> float | None:
+        """`gb_per_s` over the datasheet's bandwidth."""
+        if self.gb_per_s is None or self.peak_gb_per_s is None:
+            return None
+        return self.gb_per_s / self.peak_gb_per_s
+
+    def __str__(self) -> str:
+        """One line for people."""
+        line = (
+            f"{self.prompt_tokens} prompt + {self.decode_tokens} new tokens in {self.seconds:.2f} s"
+        )
+        if self.compile_seconds:
+            line += f" ({self.compile_seconds:.2f} s of it compiling)"
+        line += f", {self.tokens_per_s:.1f} tok/s"
+        if self.ms_per_token is not None:
+            line += f", {self.ms_per_token:.2f} ms/step, {self.gb_per_s:.1f} GB/s"
+        if self.share_of_peak is not None:
+            line += f" ({self.share_of_peak:.0%} of peak)"
+        return line
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateResult:
+    """The outcome of `LM.generate`, one entry per prompt, or for each sample of a prompt in turn.
+
+    Attributes:
+      tokens: generated ids, the end-of-sequence id included.
+      texts: their text, special tokens left out, up to where a stop string begins; None without a
+        tokenizer.
+      finish_reasons: "stop" (end of sequence, stop string, stopping criterion) or "length"; None
+        for a stream that has not ended.
+      logprobs: log-probability of each token under the raw model, if any row asked for it; empty
+        for the others.
+      top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first, if
+        any row asked for it.
+      stats: what the call cost.
+    """
+
+    tokens: list[list[int]]
+    texts: list[str] | None
+    finish_reasons: list[str | None]
+    logprobs: list[list[float]] | None
+    stats: Stats
+    top_logprobs: list[list[dict[int, float]]] | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Row], timer: "Timer", *, with_text: bool) -> "GenerateResult":
+        """What rows have come to."""
+        asked = [row.request.config.return_logprobs for row in rows]
+        return cls(
+            tokens=[row.tokens for row in rows],
+            texts=[row.text for row in rows] if with_text else None,
+            finish_reasons=[row.finish_reason for row in rows],
+            logprobs=None if set(asked) <= {None} else [row.logprobs for row in rows],
+            top_logprobs=[row.top_logprobs for row in rows] if any(asked) else None,
+            stats=timer.stats(rows),
+        )
+
+    @property
+    def text(self) -> str:
+        """The text of the only prompt.
+
+        Raises:
+          ValueError: there were several prompts, or no tokenizer.
+        """
+        if self.texts is None or len(self.texts) != 1:
+            raise ValueError("text: needs one prompt and a tokenizer; see `texts` and `tokens`")
+        return self.texts[0]
+
+
+class TextStream(Iterator[str]):
+    """Pieces of the text of one prompt, as they come.
+
+    Leaving the loop early is fine; `close` then frees what the stream holds at once.
+    """
+
+    def __init__(self, pieces: Generator[str], row: Row, timer: "Timer"):
+        self._pieces = pieces
+        self._row = row
+        self._timer = timer
+        _open.add(self)
+
+    def __next__(self) -> str:
+        return next(self._pieces)
+
+    def close(self) -> None:
+        """End the stream."""
+        self._pieces.close()
+
+    @property
+    def result(self) -> GenerateResult:
+        """What has come so far, and after the last piece the whole."""
+        return GenerateResult.of([self._row], self._timer, with_text=True)
+
+    @property
+    def stats(self) -> Stats:
+        """What it cost so far."""
+        return self._timer.stats([self._row])
+
+
+_open: weakref.WeakSet[TextStream] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_streams() -> None:
+    """While there still are modules to end them with."""
+    for stream in list(_open):
+        with contextlib.suppress(ValueError):  # a thread of its own is in it
+            stream.close()
+
+
+class Timer:
+    """Host clock around a call, and the bytes its decode steps had to read."""
+
+    def __init__(self, model: Model, params: Params):
+        self._model = model
+        self._params = params
+        self._last = self._paused = time.perf_counter()
+        self._prefill = self._decode = self._compile = 0.0
+        self._steps = -1
+        self._chunk_ms: list[float] = []
+        self._reruns: list[np.ndarray] = []
+
+    def pause(self) -> None:
+        """Stop the clock."""
+        self._paused = time.perf_counter()
+
+    def resume(self) -> None:
+        """Let the clock run on, after `pause`."""
+        self._last += time.perf_counter() - self._paused
+
+    def chunk(self, chunk: Chunk) -> None:
+        """Note the arrival of a chunk; the first holds the first tokens."""
+        before, self._last = self._last, time.perf_counter()
+        seconds = self._last - before - chunk.compile_seconds
+        self._compile += chunk.compile_seconds
+        if self._steps < 0:
+            self._prefill, self._steps = seconds, 0
+            return
+        self._decode += seconds
+        steps = int((chunk.tokens >= 0).any(axis=0).sum())
+        self._steps += steps
+        if steps:
+            self._chunk_ms.append(1e3 * seconds / steps)
+            if chunk.reruns is not None:
+                self._reruns.append(chunk.reruns)
+
+    def stats(self, rows: Sequence[Row]) -> Stats:
+        """What the call has cost until the last chunk."""
+        model, params = self._model, self._params
+        weights = step_bytes(
+            model, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), params["embed"].nbytes
+        )
+        per_token = model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
+        slots = 0
+        for row in rows:
+            n = max(len(row.tokens) - 1, 0)
+            slots += n * len(row.request.ids) + n * (n + 1) // 2
+        return Stats(
+            prompt_tokens=sum(len(row.request.ids) for row in rows),
+            decode_tokens=sum(len(row.tokens) for row in rows),
+            prefill_seconds=self._prefill,
+            decode_seconds=self._decode,
+            decode_bytes=max(self._steps, 0) * weights + slots * per_token,
+            decode_steps=max(self._steps, 0),
+            peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
+            chunk_ms_per_token=tuple(self._chunk_ms),
+            compile_seconds=self._compile,
+            reruns=tuple((sum(self._reruns) / self._steps).tolist()) if self._reruns else None,
+        )
+
+
+def step_bytes(model: Model, params_bytes: int, embed_bytes: int) -> int:
+    """Bytes of weights one decode step reads: all but an embedding table that is only looked up."""
+    return params_bytes if model.config.tie_embeddings else params_bytes - embed_bytes

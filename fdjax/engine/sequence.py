@@ -1,0 +1,178 @@
+"""What the host makes of one row's tokens: where it ends, its text, its log-probabilities."""
+
+import dataclasses
+
+import numpy as np
+
+from fdjax.sampling.options import GenerationConfig
+from fdjax.sampling.sampler import ALL_FORBIDDEN
+from fdjax.text.tokenizer import Detokenizer, Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What one row is to do.
+
+    Attributes:
+      ids: the prompt.
+      config: how to go on.
+      prompt: which of the caller's prompts it is.
+      sample: which sample of that prompt.
+    """
+
+    ids: list[int]
+    config: GenerationConfig
+    prompt: int = 0
+    sample: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """What came back from the device, as host arrays.
+
+    Attributes:
+      tokens: [B, n], below 0 where a row has none.
+      logprobs: [B, n] or None.
+      top: ([B, n, N] log-probabilities, [B, n, N] ids) or None.
+      compile_seconds: what compiling took before its programs could start.
+      reruns: [L] of each layer, summed over the steps, or None.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray | None = None
+    top: tuple[np.ndarray, np.ndarray] | None = None
+    compile_seconds: float = 0.0
+    reruns: np.ndarray | None = None
+
+
+class Row:
+    """Tokens of one request, gathered from chunks until something ends it.
+
+    Attributes:
+      request: what was asked for.
+      tokens: generated ids, the one that ended the row included.
+      logprobs: of each token, where asked for.
+      top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first.
+      finish_reason: "stop", "length", or None while the row goes on.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, *, streamed: bool = False):
+        config = request.config
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top_logprobs: list[dict[int, float]] = []
+        self.finish_reason = None if config.max_new_tokens else "length"
+        self._tokenizer = tokenizer
+        self._stop_tokens = frozenset(config.eos_token_ids)
+        self._text = None
+        if streamed or config.stop_strings:
+            self._text = GrowingText(tokenizer, config.stop_strings)
+
+    @property
+    def text(self) -> str:
+        """The text so far, up to where a stop string begins."""
+        return self._tokenizer.decode(self.tokens) if self._text is None else self._text.whole
+
+    def take(self, chunk: Chunk, row: int) -> None:
+        """Take this row's part of a chunk; what comes behind its end is dropped.
+
+        Raises:
+          FloatingPointError: logits were not finite.
+          ValueError: no token was left to choose.
+        """
+        for step, token in enumerate(chunk.tokens[row].tolist()):
+            if self.finish_reason is not None:
+                break
+            if token >= 0:
+                self._take(token, chunk, row, step)
+            elif token != -1:
+                raise self._failure(token)
+        if self.finish_reason is not None and self._text is not None:
+            self._text.finish()
+
+    def new_text(self) -> str:
+        """Text that is settled and was not yet returned."""
+        return self._text.take()
+
+    def _take(self, token, chunk, row, step):
+        config = self.request.config
+        self.tokens.append(token)
+        if config.return_logprobs is not None:
+            self.logprobs.append(chunk.logprobs[row, step].item())
+            top, ids = (part[row, step, : config.return_logprobs].tolist() for part in chunk.top)
+            self.top_logprobs.append(dict(zip(ids, top, strict=True)))
+        if token in self._stop_tokens:
+            self.finish_reason = "stop"
+        if self._text is not None:
+            self._text.push(token)
+            if self._text.stopped:
+                self.finish_reason = "stop"
+        if any(criterion(self.tokens) for criterion in config.stopping_criteria):
+            self.finish_reason = "stop"
+        if self.finish_reason is None and len(self.tokens) >= config.max_new_tokens:
+            self.finish_reason = "length"
+
+    def _failure(self, token):
+        where = f"generate: prompt {self.request.prompt}:"
+        if token == ALL_FORBIDDEN:
+            return ValueError(f"{where} the options forbid every token at token {len(self.tokens)}")
+        causes = ["the weights are damaged", "the dtype is too narrow (try dtype='float32')"]
+        if self.request.config.logits_processors:
+            causes.insert(0, "a logits processor makes them so")
+        return FloatingPointError(
+            f"{where} logits are not finite at token {len(self.tokens)}; {', or '.join(causes)}"
+        )
+
+
+class GrowingText:
+    """The text of a row while it grows, cut where the first of its stop strings begins.
+
+    A stop string counts as soon as the tokens' text has it, even in a part that further tokens
+    could still change: the row ends there, so there are none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()):
+        self._detokenizer = Detokenizer(tokenizer)
+        self._stops = stops
+        self._held = max((len(stop) for stop in stops), default=1) - 1
+        self._text = ""
+        self._taken = 0
+        self._finished = False
+        self.stopped = False
+
+    @property
+    def whole(self) -> str:
+        """The text so far, with what is not settled."""
+        return self._text if self._finished else self._text + self._detokenizer.pending
+
+    def push(self, token: int) -> None:
+        """One more token."""
+        # A stop string that was not there before ends in what is new.
+        start = max(0, len(self._text) - self._held)
+        self._text += self._detokenizer.push([token])
+        if not self._stops:
+            return
+        recent = self._text[start:] + self._detokenizer.pending
+        found = [at for at in map(recent.find, self._stops) if at >= 0]
+        if found:
+            self._text = self._text[:start] + recent[: min(found)]
+            self.stopped = self._finished = True
+
+    def finish(self) -> None:
+        """No more tokens come."""
+        if not self._finished:
+            self._text += self._detokenizer.push([], last=True)
+            self._finished = True
+
+    def take(self) -> str:
+        """What is settled, cannot be part of a stop string, and was not returned before."""
+        end = len(self._text)
+        if not self._finished:
+            waiting = range(min(self._held, end - self._taken), 0, -1)
+            end -= next((n for n in waiting if self._may_stop(self._text[end - n :])), 0)
+        piece, self._taken = self._text[self._taken : end], end
+        return piece
+
+    def _may_stop(self, tail):
+        return any(stop.startswith(tail) for stop in self._stops)

@@ -1,0 +1,314 @@
+"""The two device programs everything is a loop over: a chunk of prompts, a chunk of decode steps.
+
+Both are pure functions of `(params, state, ...)`; `Engine` jits them with the state donated.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fdjax.engine.state import (
+    DecodeState,
+    LayerCache,
+    StackedCache,
+    StackedLayer,
+    pack_progress,
+    restart,
+)
+from fdjax.models import AttentionSpec, Decoder, Model, Params
+from fdjax.pallas_kernels.attention import append_decode_attention, append_prefill_attention
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.rope import rotation
+from fdjax.sampling.sampler import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
+
+
+def prefill(
+    model: Model,
+    params: Params,
+    state: DecodeState,
+    sampling: Sampling,
+    tokens: Array,
+    lengths: Array,
+    offsets: Array,
+    final: Array,
+    rows: Array | None = None,
+    prompts: Array | None = None,
+    restarts: Array | None = None,
+    *,
+    processors: Processors = Processors(),
+) -> tuple[DecodeState, Array, Logprobs | None]:
+    """Process a chunk of some rows' prompts; where it is a prompt's last, choose its first token.
+
+    Args:
+      model, params: the model.
+      state: the batch; other rows are left as they are, in whatever phase.
+      sampling: what each row of the batch asked for.
+      tokens: [R, T] int32 prompt tokens, padded at the end with anything in the vocabulary.
+      lengths: [R] int32 tokens of this chunk; 0 leaves a row untouched.
+      offsets: [R] int32 tokens of the prompt already in the cache; offsets + T <= S.
+      final: [R] bool, the prompt ends with this chunk.
+      rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
+      prompts: [R] int32 tokens of each whole prompt; default what this call and those before it
+        hold. Only rotary embeddings that depend on a sequence's length look at it.
+      restarts: [B] int32 rows that begin anew before anything else, see `restart`; default none.
+      processors: the active processors.
+
+    Returns:
+      (state, first tokens [R] int32, -1 where not final, less where there is none, see
+      `next_tokens`; their log-probabilities or None).
+    """
+    if restarts is not None:
+        state = restart(state, restarts)
+    module = model.module(params)
+    r, t = tokens.shape
+    index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
+    ends = jnp.where(lengths > 0, offsets + lengths, 0)
+    max_new_tokens = sampling.max_new_tokens if rows is None else sampling.max_new_tokens[rows]
+    attend = functools.partial(
+        _attend_prefill,
+        ends=ends,
+        offsets=offsets,
+        rows=rows,
+        turns=_turns(offsets + lengths if prompts is None else prompts, max_new_tokens),
+        plan=model.plan,
+    )
+    last = jnp.maximum(lengths - 1, 0)
+    hidden, kv = module(tokens, state.kv, attend, model.plan, last=last)
+    slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    slots = jnp.where(slots < ends[:, None], slots, state.slots)
+    ids = state.ids.at[index[:, None], slots].set(tokens, mode="drop", unique_indices=True)
+
+    own_ids, progress = ids, state.progress
+    if rows is not None:
+        sampling, own_ids, progress = sampling.rows(rows), ids[rows], progress[:, rows]
+    steps = jnp.zeros((r,), jnp.int32)
+    logits = module.logits(hidden[:, 0], model.plan)
+    first, logprobs = next_tokens(logits, sampling, own_ids, ends, steps, processors)
+    chosen = final & (lengths > 0)
+    finished = _is_final(first, steps + 1, sampling)
+    updated = pack_progress(ends, jnp.maximum(first, 0), steps + 1, finished)
+    changed = jnp.stack([lengths > 0, chosen, chosen, chosen])
+    progress = state.progress.at[:, index].set(jnp.where(changed, updated, progress))
+    return DecodeState(kv, ids, progress), jnp.where(chosen, first, -1), logprobs
+
+
+def decode_steps(
+    model: Model,
+    params: Params,
+    state: DecodeState,
+    sampling: Sampling,
+    n: Array,
+    *,
+    max_steps: int,
+    processors: Processors = Processors(),
+    return_reruns: bool = False,
+    layers: dict[str, Array] | None = None,
+) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array, ...]]:
+    """At most `n` decode steps in one device loop, fewer when every row finishes.
+
+    The loop looks at the rows before each step. Where XLA captures it in a CUDA graph, as the
+    engine asks it to, that stays on the device: the call returns at once and the next one queues
+    behind it. Elsewhere on a GPU the host reads each condition.
+
+    Args:
+      model, params: the model.
+      state: the batch. Rows that are finished keep their state.
+      sampling: what each row asked for.
+      n: traced number of steps, at most `max_steps`.
+      max_steps: static width of the result.
+      processors: the active processors.
+      return_reruns: static, see `decode_attention`.
+      layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", for one
+        launch; the state's cache is stacked too. Default: layer by layer, of `params`.
+
+    Returns:
+      (state, tokens [B, max_steps] int32, -1 where a row chose none and less where there is none,
+      see `next_tokens`; their log-probabilities, each [B, max_steps, ...], or None), and where they
+      are asked for reruns [L] fp32, of each layer, summed over the steps.
+    """
+    module = model.module(params)
+    b = state.batch
+    begun, n = state.steps, jnp.minimum(n, max_steps)
+
+    def step(carry):
+        state, tokens, logprobs, *reruns = carry
+        hidden, kv, *reruns = run_layers(
+            module, state, sampling, model.plan, layers=layers, reruns=reruns
+        )
+        logits = module.logits(hidden[:, 0], model.plan)
+        index = jnp.arange(b, dtype=jnp.int32)
+        ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
+        chosen, chosen_logprobs = next_tokens(
+            logits, sampling, ids, state.lengths + 1, state.steps, processors
+        )
+        active = ~state.finished
+        emitted = jnp.where(active, chosen, -1)
+        column = jnp.where(active, state.steps - begun, max_steps)
+        place = functools.partial(_place, column)
+        tokens = place(tokens, chosen)
+        if logprobs is not None:
+            logprobs = jax.tree.map(place, logprobs, chosen_logprobs)
+        # As `active`, but of the token: so one kernel behind the layers makes all that is below.
+        advance = (emitted != -1).astype(jnp.int32)
+        steps = state.steps + advance
+        finished = state.finished | (active & _is_final(emitted, steps, sampling))
+        progress = (
+            state.lengths + advance,
+            jnp.where(emitted >= 0, emitted, state.tokens),
+            steps,
+            finished.astype(jnp.int32),
+        )
+        return DecodeState(kv, ids, progress), tokens, logprobs, *reruns
+
+    def goes_on(carry):
+        state = carry[0]
+        # As one reduction, one kernel.
+        return ~jnp.all(state.finished | (state.steps - begun >= n))
+
+    tokens = jnp.full((b, max_steps), -1, jnp.int32)
+    logprobs = None
+    if processors.logprobs:
+        top = (b, max_steps, min(MAX_TOP_LOGPROBS, model.config.vocab_size))
+        logprobs = Logprobs(
+            jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
+        )
+    reruns = [[jnp.float32(0)] * model.config.layers] if return_reruns else []
+    # In the loop an array for each: of one for all, every step would make a copy.
+    state = dataclasses.replace(state, progress=tuple(state.progress))
+    carry = state, tokens, logprobs, *reruns
+    state, tokens, logprobs, *reruns = lax.while_loop(goes_on, step, carry)
+    state = dataclasses.replace(state, progress=jnp.stack(state.progress))
+    return state, tokens, logprobs, *map(jnp.stack, reruns)
+
+
+def run_layers(
+    module: Decoder,
+    state: DecodeState,
+    sampling: Sampling,
+    plan: Plan,
+    *,
+    layers: dict[str, Array] | None = None,
+    reruns: Sequence[list[Array]] = (),
+) -> tuple[Array, Any, *tuple[list[Array], ...]]:
+    """The last chosen token of every row through all layers.
+
+    Args:
+      module: the decoder.
+      state, sampling, layers: see `decode_steps`.
+      plan: which implementations run.
+      reruns: none, or one list [L], to which those of this step are added.
+
+    Returns:
+      (hidden states [B, 1, E], the cache, and reruns if any).
+    """
+    # The first chosen token is in the cache one step after it was counted.
+    turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
+    if layers is not None:
+        turns = functools.partial(turns, state.lengths[:, None])
+        kv = state.kv.k, state.kv.v
+        hidden, kv = module.in_one_launch(state.tokens, kv, layers, state.lengths, turns, plan)
+        return hidden, StackedCache(*kv)
+    attend = functools.partial(_attend_decode, lengths=state.lengths, turns=turns, plan=plan)
+    caches = list(zip(state.kv, *reruns, strict=True))
+    hidden, caches = module(state.tokens[:, None], caches, attend, plan)
+    return hidden, *map(list, zip(*caches, strict=True))
+
+
+def _place(columns, array, values):
+    """An array [B, N, ...] with values [B, ...] in a column [B] of each row, if there is one."""
+    # Few columns: on a GPU a select is one kernel, and a scatter into one row several.
+    there = jax.nn.one_hot(columns, array.shape[1], dtype=bool)
+    there = there.reshape(there.shape + (1,) * (array.ndim - 2))
+    return jnp.where(there, values[:, None], array)
+
+
+def _is_final(tokens, steps, sampling):
+    """[B] whether these tokens, number `steps` of their rows, are the last ones."""
+    final = (tokens < -1) | (steps >= sampling.max_new_tokens)
+    for stop in sampling.stop_tokens.T:  # one by one: a reduction would be a kernel of its own
+        final |= (tokens == stop) & (tokens >= 0)
+    return final
+
+
+def _attend_decode(
+    spec: AttentionSpec,
+    layer: tuple[LayerCache, *tuple[Array, ...]],
+    qkv: Array,
+    *,
+    lengths: Array,
+    turns: Callable,
+    plan: Plan,
+) -> tuple[Array, tuple[LayerCache, *tuple[Array, ...]]]:
+    """T new tokens of every row: RoPE, append, attention; of a layer's cache, and its reruns."""
+    kv, *reruns = layer
+    t = qkv.shape[1]
+    positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    o, k, v, *share = append_decode_attention(
+        qkv,
+        *kv,
+        lengths,
+        rotation=spec.rope and turns(positions, spec.rope),
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        alibi=spec.alibi,
+        **_maximum(spec),
+        return_reruns=bool(reruns),
+        plan=plan,
+    )
+    return o, ((k, v), *map(jnp.add, reruns, share))
+
+
+def _attend_prefill(
+    spec: AttentionSpec,
+    kv: LayerCache | StackedLayer,
+    qkv: Array,
+    *,
+    ends: Array,
+    offsets: Array,
+    rows: Array | None,
+    turns: Callable,
+    plan: Plan,
+) -> tuple[Array, LayerCache | StackedLayer]:
+    """A chunk of some rows' prompts: RoPE, write, attention."""
+    t = qkv.shape[1]
+    positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    k, v, *index = kv
+    o, k, v = append_prefill_attention(
+        qkv,
+        k,
+        v,
+        ends,
+        offsets,
+        rotation=spec.rope and turns(positions, spec.rope),
+        layer=index[0] if index else None,
+        rows=rows,
+        scale=spec.scale,
+        window=spec.window,
+        soft_cap=spec.soft_cap,
+        alibi=spec.alibi,
+        **_maximum(spec),
+        plan=plan,
+    )
+    return o, (k, v, *index)
+
+
+def _maximum(spec: AttentionSpec) -> dict[str, Any]:
+    """What calibration has found out about the maximum of the softmax."""
+    phi = None if spec.phi is None else jnp.array(spec.phi, jnp.float32)
+    return {"phi": phi, "unified": spec.unified}
+
+
+def _turns(prompts: Array, max_new_tokens: Array) -> Callable:
+    """`rotation` for rows with prompts of [R] tokens; the last token chosen is never rotated."""
+    limits = prompts + max_new_tokens - 1
+
+    def of(positions, rope):
+        return rotation(positions, rope, prompt=prompts, limit=limits)
+
+    return of

@@ -1,0 +1,339 @@
+"""From logits to the next token. Every value is data, one per row; only the set of active
+processors is static, so two requests that differ in temperature share a program.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fdjax.sampling.processors import edit_logits, where_asked
+
+# (ids [B,S] int32, lengths [B] int32, scores [B,V] fp32) → scores [B,V] fp32. Of the ids, those
+# before a row's length are its prompt and what it has generated.
+LogitsProcessor = Callable[[Array, Array, Array], Array]
+
+# Chosen in place of a token where a row's logits are not finite, or where no token is left.
+NOT_FINITE = -2
+ALL_FORBIDDEN = -3
+
+# Alternatives whose log-probabilities can be asked for.
+MAX_TOP_LOGPROBS = 20
+
+# Draws for each key by itself, whatever JAX is told to take for other keys.
+_GENERATOR = "threefry2x32"
+
+_REALS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_COUNTS = (
+    "top_k",
+    "seed",
+    "sample_index",
+    "max_new_tokens",
+    "no_repeat_ngram_size",
+    "top_logprobs",
+)
+
+
+def _real(name: str) -> property:
+    return property(lambda self: self.reals[:, _REALS.index(name)])
+
+
+def _count(name: str) -> property:
+    return property(lambda self: self.counts[:, _COUNTS.index(name)])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """What each row asked for, in few arrays: each costs the host a microsecond a call.
+
+    The columns of `reals` and `counts` are properties, [B] each: `temperature` (0 is greedy),
+    `top_p`, `typical_p`, `repetition_penalty` (1 is off), `min_p`, `presence_penalty`,
+    `frequency_penalty`, `top_k`, `no_repeat_ngram_size`, `top_logprobs` (0 is off), `seed`
+    (uint32), `sample_index` (which of several samples of one prompt this row is) and
+    `max_new_tokens`.
+
+    Attributes:
+      reals: [B, R] fp32.
+      counts: [B, C] int32.
+      stop_tokens: [B, N] int32 end-of-sequence ids, padded with -1.
+      bias: [B, M] fp32 added to the logits of `bias_ids`; -inf forbids.
+      bias_ids: [B, M] int32, padded with -1.
+      bias_until: [B, M] int32, the step from which on a bias is not added.
+      bad_words: [B, W, T] int32 sequences that must not come about, padded in front with -1.
+    """
+
+    reals: Array
+    counts: Array
+    stop_tokens: Array
+    bias: Array
+    bias_ids: Array
+    bias_until: Array
+    bad_words: Array
+
+    temperature = _real("temperature")
+    top_p = _real("top_p")
+    min_p = _real("min_p")
+    typical_p = _real("typical_p")
+    repetition_penalty = _real("repetition_penalty")
+    presence_penalty = _real("presence_penalty")
+    frequency_penalty = _real("frequency_penalty")
+    top_k = _count("top_k")
+    sample_index = _count("sample_index")
+    max_new_tokens = _count("max_new_tokens")
+    no_repeat_ngram_size = _count("no_repeat_ngram_size")
+    top_logprobs = _count("top_logprobs")
+
+    @property
+    def seed(self) -> Array:
+        """[B] uint32."""
+        bits = self.counts[:, _COUNTS.index("seed")]
+        return lax.bitcast_convert_type(bits, jnp.uint32)
+
+    @classmethod
+    def pack(cls, columns: Mapping[str, Sequence], **arrays: np.ndarray) -> "Sampling":
+        """From B values for each column by name, and the other attributes as host arrays."""
+        seed = {"seed": np.array(columns["seed"], np.uint32).view(np.int32)}
+        return cls(
+            reals=np.array([columns[n] for n in _REALS], np.float32).T,
+            counts=np.array([(columns | seed)[n] for n in _COUNTS], np.int32).T,
+            **arrays,
+        )
+
+    def rows(self, index: Array) -> "Sampling":
+        """What some rows asked for."""
+        return jax.tree.map(lambda a: a[index], self)
+
+
+@dataclasses.dataclass(frozen=True)
+class Processors:
+    """The static set of active processors: a program per set, whatever the values.
+
+    Attributes:
+      edit: biases, penalties and bans, before a token is chosen.
+      sample: temperature, and with it the draw.
+      truncate: top-k, top-p, min-p and typical-p.
+      logprobs: log-probabilities.
+      custom: one's own, in this order, after the edits and before the temperature.
+    """
+
+    edit: bool = False
+    sample: bool = False
+    truncate: bool = False
+    logprobs: bool = False
+    custom: tuple[LogitsProcessor, ...] = ()
+
+    def __or__(self, other: "Processors") -> "Processors":
+        return Processors(
+            self.edit or other.edit,
+            self.sample or other.sample,
+            self.truncate or other.truncate,
+            self.logprobs or other.logprobs,
+            self.custom or other.custom,
+        )
+
+    @property
+    def tier(self) -> "Processors":
+        """The smallest of a few sets that holds this one: few sets are few programs."""
+        tier = next(t for t in _TIERS if t | dataclasses.replace(self, custom=()) == t)
+        return dataclasses.replace(tier, custom=self.custom)
+
+    @property
+    def everything(self) -> "Processors":
+        """All processors, for a program that runs too seldom to have variants."""
+        return dataclasses.replace(_TIERS[-1], custom=self.custom)
+
+
+_TIERS = (
+    Processors(),
+    Processors(logprobs=True),
+    Processors(sample=True),
+    Processors(sample=True, truncate=True),
+    Processors(edit=True, sample=True, truncate=True, logprobs=True),
+)
+
+
+class Logprobs(NamedTuple):
+    """Log-probabilities under the raw logits, with N = `MAX_TOP_LOGPROBS` or the vocabulary.
+
+    Attributes:
+      chosen: [B] fp32, of the token chosen.
+      top: [B, N] fp32, of the likeliest tokens in descending order, where any row asked for some.
+      top_ids: [B, N] int32.
+    """
+
+    chosen: Array
+    top: Array
+    top_ids: Array
+
+
+def next_tokens(
+    logits: Array,
+    sampling: Sampling,
+    ids: Array,
+    lengths: Array,
+    steps: Array,
+    processors: Processors,
+) -> tuple[Array, Logprobs | None]:
+    """Choose the next token of each row.
+
+    Processors apply in the order of transformers: the edits of `edit_logits`, one's own, then,
+    where a row is sampled, temperature, top-k, top-p, min-p, typical-p. Unlike there, tokens that
+    tie at the edge of top-p are all kept. A row's random key is fold_in(key(seed), sample index,
+    step), so its samples do not depend on the batch it is in.
+
+    Args:
+      logits: [B, V] fp32.
+      sampling: per-row values.
+      ids: [B, S] int32 tokens of each row, prompt and response.
+      lengths: [B] int32 how many of them there are.
+      steps: [B] int32 tokens generated so far.
+      processors: which of them act.
+
+    Returns:
+      (tokens [B] int32 or `NOT_FINITE` or `ALL_FORBIDDEN`, their `Logprobs` or None).
+    """
+    best, tokens = _best(logits)
+    finite = jnp.isfinite(best)
+    scores = logits
+    if processors.edit:
+        scores = edit_logits(scores, sampling, ids, lengths, steps)
+    for process in processors.custom:
+        scores = process(ids, lengths, scores)
+        if getattr(scores, "shape", None) != logits.shape:
+            raise ValueError(
+                f"generate: a logits processor must return scores [B,V] = {list(logits.shape)}, "
+                f"got {getattr(scores, 'shape', scores)} of {process}"
+            )
+        scores = jnp.asarray(scores, jnp.float32)
+    if processors.edit or processors.custom:
+        best, tokens = _best(scores)
+        finite &= best < jnp.inf
+        tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, tokens)
+    if processors.sample:
+        drawn = _sample(scores, sampling, steps, processors)
+        tokens = jnp.where((sampling.temperature > 0) & (tokens >= 0), drawn, tokens)
+    tokens = jnp.where(finite, tokens, NOT_FINITE)
+    return tokens, _logprobs(logits, tokens, sampling) if processors.logprobs else None
+
+
+def _best(scores):
+    """The largest score of each row, NaN where there is one, and the first token that has it."""
+
+    def larger(a, b):
+        first = (a[0] > b[0]) | jnp.isnan(a[0]) & ~jnp.isnan(b[0])
+        same = (a[0] == b[0]) | jnp.isnan(a[0]) & jnp.isnan(b[0])
+        first = first | same & (a[1] < b[1])
+        return tuple(jnp.where(first, x, y) for x, y in zip(a, b, strict=True))
+
+    tokens = lax.broadcasted_iota(jnp.int32, scores.shape, scores.ndim - 1)
+    nothing = scores.dtype.type(-jnp.inf), jnp.int32(0)
+    return lax.reduce((scores, tokens), nothing, larger, (scores.ndim - 1,))
+
+
+def _sample(scores, sampling, steps, processors):
+    temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
+    # Relative to the maximum, a temperature however small divides to -inf and never to +inf.
+    scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / temperature[:, None]
+    if processors.truncate:
+        scores = _truncate(scores, sampling)
+
+    def draw(seed, index, step, scores):
+        key = jax.random.key(seed, impl=_GENERATOR)
+        key = jax.random.fold_in(jax.random.fold_in(key, index), step)
+        return jax.random.categorical(key, scores)
+
+    tokens = jax.vmap(draw)(sampling.seed, sampling.sample_index, steps, scores)
+    return tokens.astype(jnp.int32)
+
+
+def _truncate(scores, sampling):
+    """Scores with a maximum of 0, and -inf for the tokens that are not to be drawn."""
+    top_k, top_p = sampling.top_k, sampling.top_p
+    min_p, typical_p = sampling.min_p, sampling.typical_p
+
+    def keep_top_k(scores):
+        limit = jnp.where(top_k > 0, top_k, scores.shape[-1]).astype(jnp.float32)
+        return _keep_first(scores, -scores, jnp.ones_like(scores), limit)
+
+    def keep_top_p(scores):
+        p = jnp.exp(scores)
+        limit = jnp.where(top_p < 1, top_p * jnp.sum(p, axis=-1), jnp.inf)
+        return _keep_first(scores, -scores, p, limit)
+
+    def keep_min_p(scores):
+        return jnp.where(scores >= jnp.log(min_p)[:, None], scores, -jnp.inf)
+
+    def keep_typical(scores):
+        logp = jax.nn.log_softmax(scores, axis=-1)
+        p = jnp.exp(logp)
+        entropy = -jnp.sum(jnp.where(p > 0, p * logp, 0.0), axis=-1, keepdims=True)
+        limit = jnp.where(typical_p < 1, typical_p, jnp.inf)
+        return _keep_first(scores, jnp.abs(logp + entropy), p, limit)
+
+    scores = where_asked(top_k > 0, keep_top_k, scores)
+    scores = where_asked(top_p < 1, keep_top_p, scores)
+    scores = where_asked(min_p > 0, keep_min_p, scores)
+    return where_asked(typical_p < 1, keep_typical, scores)
+
+
+def _keep_first(scores, distance, weights, limit):
+    """Keep a token while those that come before it weigh less than a limit.
+
+    Without sorting, which takes many kernels and, where a library does it, cannot be part of a CUDA
+    graph: digit by digit, find the greatest distance with less than the limit of weight before it.
+
+    Args:
+      scores: [B, V].
+      distance: [B, V] fp32, at least 0; the least comes first, equals share their fate.
+      weights: [B, V] fp32, at least 0.
+      limit: [B] fp32; what comes first is kept however small it is.
+    """
+    limit = jnp.maximum(limit, jnp.finfo(jnp.float32).tiny)
+    # Floats from 0 to infinity are ordered as the integers of the same bits, 31 of them.
+    keys = lax.bitcast_convert_type(jnp.abs(distance), jnp.int32)
+    last = jnp.zeros((scores.shape[0],), jnp.int32)
+    for shift in range(25, -1, -5):
+        digits = jnp.arange(2 ** (6 if shift == 25 else 5), dtype=jnp.int32)
+        ends = last[:, None] + (digits << shift)[None]
+        before = keys[:, None, :] < ends[:, :, None]
+        weight = jnp.sum(jnp.where(before, weights[:, None, :], 0.0), axis=-1)
+        digit = jnp.sum(weight < limit[:, None], axis=-1, dtype=jnp.int32) - 1
+        last += digit << shift
+    return jnp.where(keys <= last[:, None], scores, -jnp.inf)
+
+
+def _logprobs(logits, tokens, sampling):
+    b, v = logits.shape
+    n = min(MAX_TOP_LOGPROBS, v)
+    total = jax.nn.logsumexp(logits, axis=-1)
+
+    def likeliest(none):
+        rest, found = logits, []
+        # Like any sort, `lax.top_k` may be a library's, which no CUDA graph can hold.
+        for _ in range(n):
+            best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
+            found.append((_at(rest, best) - total, best))
+            rest = jnp.where(jnp.arange(v)[None] == best[:, None], -jnp.inf, rest)
+        return tuple(jnp.stack(part, axis=1) for part in zip(*found, strict=True))
+
+    none = jnp.zeros((b, n), jnp.float32), jnp.zeros((b, n), jnp.int32)
+    top, top_ids = where_asked(sampling.top_logprobs > 0, likeliest, none)
+    return Logprobs(_at(logits, jnp.maximum(tokens, 0)) - total, top, top_ids)
+
+
+def _at(scores, tokens):
+    """scores [B,V] of tokens [B]."""
+    return jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]

@@ -1,0 +1,1 @@
+"""What fdjax needs of the machine: files, signals, the platform JAX runs on."""

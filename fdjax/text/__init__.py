@@ -1,0 +1,1 @@
+"""Text in and out: tokenizer, prompts, chat templates, conversations."""

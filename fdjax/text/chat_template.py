@@ -1,0 +1,275 @@
+"""A checkpoint's chat templates: messages in, the text of one prompt out.
+
+Templates are Jinja programs that come with a checkpoint, so they run in a sandbox and see nothing
+but plain data.
+"""
+
+import dataclasses
+import datetime
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from fdjax.models import CheckpointError
+from fdjax.weights.checkpoint import is_there, read_json
+
+Message = Mapping[str, Any]
+
+# Stands at the end of a message that is to be continued. With the space it also tells whether the
+# template trims what a message ends with.
+_OPEN_END = "[this message goes on here] "
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatTemplate:
+    """The chat templates of one checkpoint.
+
+    Attributes:
+      templates: Jinja source by name; a checkpoint with a single one calls it "default".
+      special_tokens: what templates see as `bos_token`, `eos_token` and so on.
+      source: what to call it in errors.
+    """
+
+    templates: Mapping[str, str]
+    special_tokens: Mapping[str, str] = MappingProxyType({})
+    source: str = "this model"
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> "ChatTemplate":
+        """The templates of a checkpoint folder; without any, `render` needs one given.
+
+        chat_template.jinja and additional_chat_templates/*.jinja go before the `chat_template` of
+        tokenizer_config.json, a text or a list of named ones, and that before chat_template.json.
+
+        Raises:
+          CheckpointError: a file cannot be read or has another form.
+        """
+        config = folder / "tokenizer_config.json"
+        data = read_json(config, required=False)
+        legacy = folder / "chat_template.json"
+        single = folder / "chat_template.jinja"
+        files = {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+        files |= {"default": single} if is_there(single) else {}
+        source, templates = single, {name: _read_text(path) for name, path in files.items()}
+        if not templates:
+            source, templates = config, _named(data.get("chat_template"), config)
+        if not templates:
+            legacy_data = read_json(legacy, required=False)
+            source, templates = legacy, _named(legacy_data.get("chat_template"), legacy)
+        older = read_json(folder / "special_tokens_map.json", required=False)
+        return cls(
+            templates,
+            _special_tokens(older) | _special_tokens(data),
+            str(source if templates else folder),
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.templates)
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text that a model continues with its answer; arguments mean what transformers' do.
+
+        Args:
+          messages: dicts with "role" and "content"; keys whose value is None are left out.
+          tools: JSON schemas of functions the model may call.
+          documents: dicts the template may cite.
+          chat_template: the name of one of `templates`, or Jinja source. Default: "tool_use" when
+            there are tools and such a template, else "default".
+          add_generation_prompt: end with what opens the assistant's message.
+          continue_final_message: leave the last message open.
+          **variables: what else the template reads, such as `enable_thinking`.
+
+        Raises:
+          ValueError: there is no template, or it refuses these messages.
+          CheckpointError: the checkpoint's template is not valid Jinja.
+        """
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "chat: add_generation_prompt and continue_final_message exclude each other"
+            )
+        source = self.choose(chat_template, tools=bool(tools))
+        messages = _checked(messages)
+        if continue_final_message:
+            if not isinstance(messages[-1].get("content"), str):
+                raise ValueError("chat: the message to continue must have a text as its content")
+            messages[-1]["content"] += _OPEN_END
+        try:
+            text = _compile(source).render(
+                messages=messages,
+                tools=_plain("tools", tools),
+                documents=_plain("documents", documents),
+                add_generation_prompt=add_generation_prompt,
+                **{**self.special_tokens, **_plain("template variables", variables)},
+            )
+        except jinja2.TemplateSyntaxError as error:
+            where = f"line {error.lineno}: {error.message}"
+            if source == chat_template:
+                raise ValueError(f"chat: chat_template is not valid Jinja ({where})") from None
+            raise CheckpointError(
+                f"{self.source}: chat template is not valid Jinja ({where})"
+            ) from None
+        except (jinja2.TemplateError, ArithmeticError, LookupError) as error:
+            raise ValueError(f"chat: the template refuses these messages: {_line(error)}") from None
+        except (TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+            raise ValueError(
+                f"chat: the template fails on these messages: {_line(error)}"
+            ) from None
+        return _open_ended(text) if continue_final_message else text
+
+    def choose(self, chat_template: str | None = None, *, tools: bool = False) -> str:
+        """The Jinja source that `render` would take.
+
+        Raises:
+          ValueError: there is none of that name, or none at all.
+        """
+        if chat_template is not None:
+            if chat_template in self.templates:
+                return self.templates[chat_template]
+            if "{{" in chat_template or "{%" in chat_template:
+                return chat_template
+            known = f"; named are {', '.join(sorted(self.templates))}" if self.templates else ""
+            raise ValueError(
+                f"chat: chat_template {chat_template!r} is neither Jinja nor a name{known}"
+            )
+        for name in ["tool_use"] * tools + ["default"]:
+            if name in self.templates:
+                return self.templates[name]
+        if self.templates:
+            raise ValueError(
+                f"chat: {self.source} has no default template; "
+                f"name one of {', '.join(sorted(self.templates))}"
+            )
+        raise ValueError(
+            f"chat: {self.source} has no chat template, so this may be a base model; "
+            "use generate, or give a chat template"
+        )
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise CheckpointError(f"{path}: cannot be read ({error})") from None
+
+
+def _named(value: Any, source: Path) -> dict[str, str]:
+    """Templates by name from a text, a list of {"name", "template"}, or a dict of them."""
+    match value:
+        case None:
+            named = []
+        case str():
+            named = [("default", value)]
+        case dict():
+            named = list(value.items())
+        case list() if all(isinstance(v, dict) for v in value):
+            named = [(v.get("name"), v.get("template")) for v in value]
+        case _:
+            named = [(None, value)]
+    if not all(isinstance(part, str) for pair in named for part in pair):
+        raise CheckpointError(f"{source}: 'chat_template' must be a text or a list of named texts")
+    return dict(named)
+
+
+def _special_tokens(data: Mapping[str, Any]) -> dict[str, str]:
+    """Texts under `*_token`, written out or as a dict with "content"."""
+    tokens = {}
+    for key, value in data.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if key.endswith("_token") and isinstance(text, str):
+            tokens[key] = text
+    return tokens
+
+
+def _plain(what: str, value: Any) -> Any:
+    """A copy in which there are JSON's types only: methods of others could do anything."""
+    try:
+        return json.loads(json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"chat: {what} must be JSON values ({error})") from None
+
+
+def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence) or not messages:
+        raise ValueError(
+            "chat: messages must be a list of dicts such as {'role': 'user', 'content': 'Hi'}, "
+            f"got {messages!r}"
+        )
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"chat: message {i} must be a dict with a 'role', got {message!r}")
+    plain = _plain("messages", [dict(message) for message in messages])
+    return [{k: v for k, v in message.items() if v is not None} for message in plain]
+
+
+def _open_ended(text: str) -> str:
+    end = text.rfind(_OPEN_END.strip())
+    if end < 0:
+        raise ValueError("chat: the template does not show the message to continue")
+    trims = not text.startswith(_OPEN_END, end)
+    return text[:end].rstrip() if trims else text[:end]
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks what to train on, shows its content."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser):
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_shown"), [], [], body).set_lineno(line)
+
+    def _shown(self, caller):
+        return caller()
+
+
+def _raise_exception(message):
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(format):
+    return datetime.datetime.now().strftime(format)
+
+
+def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
+    # Jinja's own escapes what HTML would not like.
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(source: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment.from_string(source)

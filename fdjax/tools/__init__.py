@@ -1,0 +1,1 @@
+"""What is done with a model beside generating: info, tune, calibrate, score, doctor."""

@@ -1,0 +1,590 @@
+"""Calibration of the unified maximum φ: what the inputs of the softmax are, head by head.
+
+FlashDecoding++ (Hong et al. 2024), section 3 and Fig. 5. Kernels subtract a constant φ where a
+softmax subtracts the maximum of its row, which is exact as long as that maximum lies within the
+safe range φ ± 32 in units of log2, ± 22.18 in natural ones. A row, one query token of one head,
+whose largest score lies outside *leaves the range*.
+
+That is narrower than what kernels bear, so it counts rows that cost them little or nothing. They
+are exact anyhow, and lose time where they run again:
+
+- prefill, where the sum of a row, relative to φ, is not within 2^-60 and 2^100;
+- decode, where that of a split of a row is not within 2^±64 relative to m. m is φ, or the maximum
+  of the split's first block where that is further than 32 from φ: a row that lies elsewhere as a
+  whole costs one reduction.
+
+A row inside seldom costs a decode kernel a rerun: where the first block of a split lies below the
+range, and a later score of it some 64 above that block. `stats.reruns` tells what did run again.
+
+`gather` runs texts through a model and counts, on the device and without keeping a score, the
+scores and the maxima of the rows. `choose` takes the φ of each head with which the fewest rows
+leave; that share is the prediction for other texts. The lowest scores of a row need no room: what
+they add is below the rounding of the sum. So it is the maxima that have to fit, where the paper
+asks it of all scores; a range of scores that fits is one of maxima that fits.
+"""
+
+import dataclasses
+import functools
+import importlib.util
+import logging
+import math
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fdjax.engine.memory import MemoryPlan, plan_memory
+from fdjax.engine.schedule import chunks_for, covered_slots
+from fdjax.engine.state import LayerCache, init_cache
+from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, Model, Params
+from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.rope import apply_rope
+from fdjax.system.files import json_by_line, write_whole
+from fdjax.text.prompts import as_several
+from fdjax.weights.checkpoint import fingerprint, read_json
+
+if TYPE_CHECKING:
+    from fdjax.lm import LM
+    from fdjax.text.prompts import Prompt
+
+FILE = "fdjax_calibration.json"
+SCHEMA = 1
+_REMEDY = "run `fdjax calibrate` again, or remove the file"
+
+# In units of log2: how far from φ the maximum of a split's first block may be for decode kernels to
+# keep φ, and the bins of the histograms. The first and the last bin hold what is beyond.
+SAFE_LOG2 = 32.0
+BIN_LOG2 = 0.25
+BINS = 8192
+# Share of the scores that an interval holds, as in Fig. 5.
+INTERVAL_SHARE = 0.9999
+# Largest share of a layer's rows outside the safe range with which the technique applies.
+RATE_LIMIT = 0.01
+
+# Longest piece of a text by default, in tokens.
+_CONTEXT = 4096
+# Slots of cache that the pieces of a batch may take together, if there are several.
+_CACHE_SLOTS = 8192
+# The scores of a block of queries stay below this many bytes.
+_SCORES_BYTES = 64 * 2**20
+_LOG2E = math.log2(math.e)
+
+logger = logging.getLogger("fdjax")
+
+
+class Statistics(NamedTuple):
+    """What was counted, per layer and head.
+
+    Attributes:
+      scores: [L, H, BINS] int64 histogram of the scores of all visible pairs: the inputs of the
+        softmax, after scale, soft cap and position bias.
+      maxima: [L, H, BINS] int64 histogram of the largest score of each row.
+      lowest, highest: [L, H] float64 extremes of the scores, in natural units.
+    """
+
+    scores: np.ndarray
+    maxima: np.ndarray
+    lowest: np.ndarray
+    highest: np.ndarray
+
+
+def gather(
+    lm: "LM",
+    texts: "Prompt | Sequence[Prompt]",
+    *,
+    context: int | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Statistics:
+    """Run texts through a model, chunk by chunk as prompts, and count.
+
+    Args:
+      lm: the model.
+      texts: a text, a sequence of token ids, or a sequence of either. One longer than `context` is
+        cut into pieces, each with the special tokens that begin a text.
+      context: tokens of a piece at most; default the model's context, up to 4096. The longer it
+        is, the more like long prompts the rows are.
+      progress: called with (tokens done, tokens in all).
+
+    Raises:
+      ValueError: there is no text, it is neither text nor ids, an id is outside the vocabulary, or
+        `context` is out of range.
+      FloatingPointError: scores are not finite.
+      MemoryError: the cache that a piece needs does not fit beside the weights.
+    """
+    limit = lm.max_len or lm.config.max_position_embeddings
+    context = min(limit, _CONTEXT) if context is None else context
+    if not 1 < context <= limit:
+        raise ValueError(f"calibrate: context must be from 2 to {limit}, got {context}")
+    texts, _ = as_several(texts, "calibrate: texts")
+    pieces = [piece for i, text in enumerate(texts) for piece in _pieces(lm, text, i, context)]
+    if not pieces:
+        raise ValueError("calibrate: there is no text")
+    # The longest first: pieces of similar length share calls.
+    pieces.sort(key=len, reverse=True)
+    longest = len(pieces[0])
+    slots = covered_slots(longest)
+    rows = min(len(pieces), max(1, _CACHE_SLOTS // slots))
+    rows = lm._engine.fitting_rows("calibrate", rows, functools.partial(_plan, lm.model, longest))
+    layers, heads = lm.config.layers, lm.config.heads
+    total = Statistics(
+        np.zeros((layers, heads, BINS), np.int64),
+        np.zeros((layers, heads, BINS), np.int64),
+        np.full((layers, heads), np.inf),
+        np.full((layers, heads), -np.inf),
+    )
+    tokens, done = sum(map(len, pieces)), 0
+    for first in range(0, len(pieces), rows):
+        batch = pieces[first : first + rows]
+        for chunk in _observe_batch(lm, batch, rows, slots):
+            combine = np.add, np.add, np.minimum, np.maximum
+            for operation, so_far, new in zip(combine, total, chunk, strict=True):
+                operation(so_far, new, out=so_far)
+        done += sum(map(len, batch))
+        progress(done, tokens)
+    finite = np.isfinite(total.lowest) & np.isfinite(total.highest)
+    if not finite.all():
+        raise FloatingPointError(
+            f"calibrate: scores of layer {np.argwhere(~finite)[0, 0]} are not finite; the weights "
+            "are damaged, or the dtype is too narrow (try dtype='float32')"
+        )
+    return total
+
+
+def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
+    """As of a prompt; and scores as they are, masked and in bins, and the counts of two chunks."""
+    plan = plan_memory(model, batch=rows, max_len=longest)
+    counts = 2 * 4 * model.config.layers * model.config.heads * BINS
+    workspace_bytes = plan.workspace_bytes + 3 * _SCORES_BYTES + 2 * counts
+    return dataclasses.replace(plan, workspace_bytes=workspace_bytes)
+
+
+def _pieces(lm: "LM", text: "Prompt", i: int, context: int) -> list[list[int]]:
+    prefix: list[int] = []
+    ids = list(text)
+    if isinstance(text, str):
+        ids, prefix = lm.tokenizer.encode(text), lm.tokenizer.encode("")
+        prefix = prefix if ids[: len(prefix)] == prefix else []
+    if unknown := [t for t in ids if not 0 <= t < lm.config.vocab_size]:
+        raise ValueError(
+            f"calibrate: text {i} has id {unknown[0]}, "
+            f"the vocabulary is 0..{lm.config.vocab_size - 1}"
+        )
+    step = context - len(prefix)
+    if step < 1:
+        raise ValueError(
+            f"calibrate: context must exceed the {len(prefix)} special tokens of a text, "
+            f"got {context}"
+        )
+    body = ids[len(prefix) :]
+    return [prefix + body[start : start + step] for start in range(0, len(body), step)]
+
+
+def _observe_batch(lm: "LM", pieces: Sequence[list[int]], rows: int, slots: int):
+    """The statistics of each chunk of these pieces, on the host, filled up to `rows` rows."""
+    lengths = np.array([*map(len, pieces), *[0] * (rows - len(pieces))], np.int32)
+    widths = chunks_for(len(pieces[0]))
+    ids = np.zeros((rows, sum(widths)), np.int32)
+    for row, piece in zip(ids, pieces, strict=False):
+        row[: len(piece)] = piece
+    cache = init_cache(lm.model, rows, slots)
+    offset = 0
+    for width in widths:
+        cache, observed = _observe_chunk(
+            lm.model,
+            lm.params,
+            cache,
+            ids[:, offset : offset + width],
+            np.clip(lengths - offset, 0, width),
+            np.int32(offset),
+            lengths,
+        )
+        yield Statistics(*map(np.stack, zip(*jax.device_get(observed), strict=True)))
+        offset += width
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def _observe_chunk(
+    model: Model,
+    params: Params,
+    kv: list[LayerCache],
+    tokens: Array,
+    lengths: Array,
+    offset: Array,
+    totals: Array,
+) -> tuple[list[LayerCache], list[Statistics]]:
+    """Run a chunk of some texts, and count the scores of its queries.
+
+    Args:
+      model, params: the model.
+      kv: caches that hold the `offset` tokens before the chunk.
+      tokens: [B, T] int32 chunk of each text, padded at the end; offset + T <= S.
+      lengths: [B] int32 tokens of this chunk.
+      offset: int32 scalar.
+      totals: [B] int32 tokens of each text; only rotary embeddings that depend on it look at it.
+
+    Returns:
+      (caches, statistics of each layer; int32, without the axis L).
+    """
+    b, t = tokens.shape
+    offsets = jnp.broadcast_to(offset, (b,))
+    positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    ends = jnp.where(lengths > 0, offsets + lengths, 0)
+
+    def attend(spec, cache, qkv):
+        q, k, v = split_qkv(qkv)
+        if spec.rope is not None:
+            q, k = (
+                apply_rope(a, positions, spec.rope, prompt=totals, limit=totals) for a in (q, k)
+            )
+        # Where a row has ended, the cache takes padding: slots past `ends` are never seen.
+        cache = tuple(
+            lax.dynamic_update_slice_in_dim(old, new.transpose(0, 2, 1, 3), offset, 2)
+            for old, new in zip(cache, (k, v), strict=True)
+        )
+        o = prefill_attention(
+            q,
+            *cache,
+            ends,
+            offsets,
+            scale=spec.scale,
+            window=spec.window,
+            soft_cap=spec.soft_cap,
+            alibi=spec.alibi,
+            plan=model.plan,
+        )
+        return o, (cache, _observe(spec, q, cache[0], positions, ends))
+
+    _, updated = model.module(params)(tokens, kv, attend, model.plan)
+    caches, observed = zip(*updated, strict=True)
+    return list(caches), list(observed)
+
+
+def _observe(
+    spec: AttentionSpec, q: Array, keys: Array, positions: Array, ends: Array
+) -> Statistics:
+    """Count the scores of q [B,T,H,D] at positions [B,T] against keys [B,Hkv,S,D], both rotated."""
+    b, t, h, _ = q.shape
+    block = t
+    while block % 2 == 0 and 4 * b * h * block * keys.shape[2] > _SCORES_BYTES:
+        block //= 2
+
+    def observe_block(counts, operands):
+        scores, seen = _scores(spec, *operands, keys, ends)
+        # Reductions may drop a NaN; infinity they keep.
+        scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
+        top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        lowest = jnp.min(jnp.where(seen, scores, jnp.inf), axis=(1, 2, 3))
+        live = jnp.any(seen, axis=-1)
+        counts = _count(counts[0], scores, seen), _count(counts[1], top, live)
+        return counts, (lowest, jnp.max(top, axis=(1, 2)))
+
+    def blocks(a):
+        return jnp.moveaxis(a.reshape(b, t // block, block, *a.shape[2:]), 1, 0)
+
+    none = jnp.zeros((h, BINS), jnp.int32)
+    counts, (lowest, highest) = lax.scan(
+        observe_block, (none, none), (blocks(q), blocks(positions))
+    )
+    return Statistics(*counts, jnp.min(lowest, axis=0), jnp.max(highest, axis=0))
+
+
+def _scores(spec, q, positions, keys, ends):
+    """Scores [H,B,T,S] in fp32, and which pairs are visible [1,B,T,S]."""
+    b, t, h, d = q.shape
+    kv_heads, s = keys.shape[1:3]
+    scores = jnp.einsum(
+        "btkgd,bksd->kgbts",
+        q.reshape(b, t, kv_heads, h // kv_heads, d),
+        keys,
+        precision=lax.Precision.HIGHEST if q.dtype == jnp.float32 else None,
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores.reshape(h, b, t, s) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
+    query = positions[None, :, :, None]
+    key = jnp.arange(s, dtype=jnp.int32)[None, None, None]
+    if spec.alibi is not None:
+        slopes = jnp.array(spec.alibi, jnp.float32)[:, None, None, None]
+        scores = scores + slopes * (key - query).astype(jnp.float32)
+    seen = (key <= query) & (query < ends[None, :, None, None])
+    if spec.window is not None:
+        seen = seen & (key > query - spec.window)
+    return scores, seen
+
+
+def _count(counts: Array, values: Array, counted: Array) -> Array:
+    """Add values [H, ...] in natural units to counts [H, BINS], where they are counted."""
+    heads = jnp.arange(values.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (values.ndim - 1))
+    bins = jnp.floor(values * (_LOG2E / BIN_LOG2)) + BINS / 2
+    bins = jnp.clip(bins, 0, BINS - 1).astype(jnp.int32)
+    return counts.at[heads, jnp.where(counted, bins, BINS)].add(1, mode="drop")
+
+
+def bin_edges() -> np.ndarray:
+    """[BINS + 1] edges of the bins of a histogram, in natural units."""
+    return (np.arange(BINS + 1) - BINS / 2) * (BIN_LOG2 / _LOG2E)
+
+
+def interval(counts: np.ndarray, share: float = INTERVAL_SHARE) -> tuple[np.ndarray, np.ndarray]:
+    """The central interval that holds a share of the values of histograms [..., BINS].
+
+    Returns:
+      (lower, upper [...]) in natural units, to the outer edges of their bins.
+    """
+    below = np.cumsum(counts, axis=-1) / np.sum(counts, axis=-1, keepdims=True)
+    lower = np.argmax(below > (1 - share) / 2, axis=-1)
+    upper = np.argmax(below >= (1 + share) / 2, axis=-1)
+    edges = bin_edges()
+    return edges[lower], edges[upper + 1]
+
+
+def choose(maxima: np.ndarray, safe_log2: float = SAFE_LOG2) -> tuple[np.ndarray, np.ndarray]:
+    """The φ with which the fewest rows leave the safe range, the middle one if there are several.
+
+    Args:
+      maxima: [..., BINS] histograms of the largest scores of the rows.
+      safe_log2: half the width of the safe range in units of log2, a multiple of BIN_LOG2.
+
+    Returns:
+      (φ [...] in natural units, the share of rows that leave [...]).
+    """
+    half = round(safe_log2 / BIN_LOG2)
+    # Nobody knows how far beyond the values of the first and the last bin are: never inside.
+    below = np.cumsum(maxima[..., :-1], axis=-1)
+    inside = below[..., 2 * half :] - below[..., : -2 * half]
+    most = np.max(inside, axis=-1, keepdims=True)
+    best = inside == most
+    rank = np.cumsum(best, axis=-1)
+    middle = np.argmax(rank >= (rank[..., -1:] + 1) // 2, axis=-1)
+    return bin_edges()[middle + 1 + half], 1 - most[..., 0] / np.sum(maxima, axis=-1)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerCalibration:
+    """What a layer's heads were found to be; every field has one value per query head.
+
+    Attributes:
+      phi: unified maximum; the safe range is phi ± SAFE_LOG2 / log2(e).
+      rates: predicted share of rows that leave the safe range.
+      lower, upper: interval that holds 99.99 % of the scores.
+      lowest, highest: extremes of the scores.
+    """
+
+    phi: tuple[float, ...]
+    rates: tuple[float, ...]
+    lower: tuple[float, ...]
+    upper: tuple[float, ...]
+    lowest: tuple[float, ...]
+    highest: tuple[float, ...]
+
+    @property
+    def rate(self) -> float:
+        """Predicted share of the layer's rows that leave the safe range."""
+        return math.fsum(self.rates) / len(self.rates)
+
+    @property
+    def applies(self) -> bool:
+        """Whether a unified maximum pays: the rate is within RATE_LIMIT."""
+        return self.rate <= RATE_LIMIT
+
+
+@dataclasses.dataclass(frozen=True)
+class Calibration:
+    """φ of a model, and what it was chosen by.
+
+    Attributes:
+      fingerprint: of the checkpoint, see `fdjax.weights.checkpoint.fingerprint`.
+      layers: one entry per layer.
+      provenance: where the numbers come from.
+    """
+
+    fingerprint: str
+    layers: tuple[LayerCalibration, ...]
+    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, statistics: Statistics, fingerprint: str, provenance: Mapping[str, Any]
+    ) -> "Calibration":
+        """Choose φ by what was counted."""
+        layers = []
+        for scores, maxima, lowest, highest in zip(*statistics, strict=True):
+            phi, rates = choose(maxima)
+            # The extremes are exact, the interval ends at the edge of a bin.
+            lower, upper = (np.clip(end, lowest, highest) for end in interval(scores))
+            phi, *ranges = (
+                tuple(np.round(a, 4).tolist()) for a in (phi, lower, upper, lowest, highest)
+            )
+            layers.append(LayerCalibration(phi, tuple(rates.tolist()), *ranges))
+        return cls(fingerprint, tuple(layers), provenance)
+
+    def __str__(self) -> str:
+        """A table for people."""
+        head = ("layer", "99.99 % of scores", "extremes", "phi", "leaving", "applies")
+        cells = [head]
+        for i, layer in enumerate(self.layers):
+            ranges = (
+                (layer.lower, layer.upper),
+                (layer.lowest, layer.highest),
+                (layer.phi, layer.phi),
+            )
+            cells.append(
+                (
+                    str(i),
+                    *(f"{min(low):.1f} .. {max(high):.1f}" for low, high in ranges),
+                    f"{layer.rate:.4%}",
+                    "yes" if layer.applies else "no",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
+        applies = sum(layer.applies for layer in self.layers)
+        lines += [
+            "",
+            f"A unified maximum applies in {applies} of {len(self.layers)} layers: at most "
+            f"{RATE_LIMIT:.0%} of the rows leave phi +- {SAFE_LOG2 / _LOG2E:.2f}.",
+        ]
+        return "\n".join(lines)
+
+
+def write_calibration(calibration: Calibration, path: str | Path) -> None:
+    """Write a calibration as JSON, a layer to a line."""
+    head = {
+        "schema": SCHEMA,
+        "fingerprint": calibration.fingerprint,
+        "provenance": calibration.provenance,
+        "safe_range": [-SAFE_LOG2 / _LOG2E, SAFE_LOG2 / _LOG2E],
+        "rate_limit": RATE_LIMIT,
+    }
+    layers = (
+        {"applies": layer.applies, "rate": layer.rate} | dataclasses.asdict(layer)
+        for layer in calibration.layers
+    )
+    # A model with half a calibration beside it would not load.
+    write_whole(path, json_by_line(head, "layers", layers))
+
+
+def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | None:
+    """Read the calibration of a model; None, with a warning, for one of another schema.
+
+    Raises:
+      CheckpointError: the file is damaged, or not of such a model.
+    """
+    try:
+        data = read_json(Path(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; {_REMEDY}") from None
+    if data.get("schema") != SCHEMA:
+        warnings.warn(
+            f"{path}: not used, the schema must be {SCHEMA}, got {data.get('schema')!r}; "
+            "run `fdjax calibrate` again",
+            stacklevel=4,
+        )
+        return None
+    layers = data.get("layers")
+    count = len(layers) if isinstance(layers, list) else 0
+    if count != config.layers:
+        raise _damaged(path, f"must have {config.layers} layers, got {count}")
+    names = [field.name for field in dataclasses.fields(LayerCalibration)]
+    read = []
+    for i, layer in enumerate(layers):
+        values = [layer.get(name) if isinstance(layer, dict) else None for name in names]
+        for name, value in zip(names, values, strict=True):
+            if not _one_per_head(value, config.heads):
+                raise _damaged(path, f"{name!r} of layer {i} must be {config.heads} finite numbers")
+        read.append(LayerCalibration(*map(tuple, values)))
+    return Calibration(str(data.get("fingerprint")), tuple(read), data.get("provenance", {}))
+
+
+def _one_per_head(values: Any, heads: int) -> bool:
+    if not isinstance(values, list) or len(values) != heads:
+        return False
+    largest = float(np.finfo(np.float32).max)
+    return all(type(x) in (int, float) and abs(x) <= largest for x in values)
+
+
+def _damaged(path: str | Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{path}: {problem}; {_REMEDY}")
+
+
+def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
+    """The architecture with φ of every layer, if there is a calibration beside the checkpoint.
+
+    A layer where the technique does not apply runs with the maximum of its rows.
+
+    Raises:
+      CheckpointError: the calibration is damaged, or of another model.
+
+    Warns:
+      UserWarning: the calibration is of another schema, and not used.
+    """
+    path = folder / FILE
+    if not path.exists():
+        return config
+    calibration = read_calibration(path, config)
+    if calibration is None:
+        return config
+    if calibration.fingerprint != fingerprint(folder):
+        raise _damaged(path, "made for other weights")
+    outside = [str(i) for i, layer in enumerate(calibration.layers) if not layer.applies]
+    if outside:
+        logger.info(
+            "%s: more than %g of the rows leave the safe range in layers %s, which run without a "
+            "unified maximum",
+            path,
+            RATE_LIMIT,
+            ", ".join(outside),
+        )
+    specs = zip(config.attention, calibration.layers, strict=True)
+    attention = tuple(
+        dataclasses.replace(spec, phi=layer.phi, unified=layer.applies) for spec, layer in specs
+    )
+    logger.info("%s: a unified maximum for each head", path)
+    return dataclasses.replace(config, attention=attention)
+
+
+def check_plot(path: Path) -> None:
+    """Raise ValueError where `plot` could not write this file."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("calibrate: a plot needs matplotlib: pip install 'fdjax[bench]'")
+    from matplotlib.figure import Figure
+
+    formats = sorted(Figure().canvas.get_supported_filetypes())
+    if path.suffix.lower().removeprefix(".") not in formats:
+        raise ValueError(f"calibrate: a plot is one of {', '.join(formats)}, got {path.name!r}")
+
+
+def plot(statistics: Statistics, title: str, path: str | Path) -> None:
+    """Draw the distribution of the scores as Fig. 5 does, with that of each layer behind it.
+
+    Raises:
+      ValueError: see `check_plot`.
+    """
+    check_plot(Path(path))
+    from matplotlib.figure import Figure
+
+    layers = statistics.scores.sum(axis=1)
+    whole = layers.sum(axis=0)
+    edges = bin_edges()
+    centres = (edges[1:] + edges[:-1]) / 2
+    shown = slice(np.flatnonzero(whole)[0], np.flatnonzero(whole)[-1] + 1)
+    figure = Figure(figsize=(6, 3.5), layout="constrained")
+    axes = figure.subplots()
+    for counts, style in (
+        *((layer, {"color": "0.8", "linewidth": 0.8}) for layer in layers),
+        (whole, {"color": "tab:blue"}),
+    ):
+        density = counts / counts.sum() / (edges[1] - edges[0])
+        axes.plot(centres[shown], density[shown], **style)
+    top = axes.get_xaxis_transform()
+    for end, side in zip(interval(whole), ("right", "left"), strict=True):
+        axes.axvline(end, color="tab:red", linestyle="--", linewidth=1)
+        axes.text(end, 0.98, f" {end:.1f} ", transform=top, color="tab:red", ha=side, va="top")
+    axes.set(title=title, xlabel="input of the softmax", ylabel="probability density")
+    figure.savefig(path)

@@ -1,0 +1,162 @@
+"""What `fdjax info` says: size of a model, what fits, which implementations run."""
+
+import dataclasses
+from typing import Any
+
+import jax.numpy as jnp
+
+from fdjax.engine.memory import (
+    MemoryPlan,
+    device_memory_bytes,
+    gigabytes,
+    is_masked,
+    largest_batch,
+    longest_context,
+    plan_memory,
+    weight_bytes,
+)
+from fdjax.models import Model, chain_shape, layers_shape
+from fdjax.pallas_kernels.plan import Choice
+from fdjax.tools.tune import linear_shapes
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelInfo:
+    """Static facts of a model on a device.
+
+    Attributes:
+      family, parameters, dtype: of the model.
+      weight_bytes: all parameters.
+      kv_bytes_per_token: over all layers.
+      device: kind of the device.
+      device_bytes: memory JAX may use there, None if unknown.
+      memory: what the rows asked about take.
+      largest_batch: rows of that length that fit, None if the memory is unknown.
+      longest_context: tokens that fit into each of so many rows, None if the memory is unknown.
+      max_position_embeddings: the model's context.
+      choices: (op, shape, implementation, source) of the decode step and of prefill. Where one
+        launch runs all layers of a decode step, those that it stands for are left out.
+    """
+
+    family: str
+    parameters: int
+    dtype: str
+    weight_bytes: int
+    kv_bytes_per_token: int
+    device: str
+    device_bytes: int | None
+    memory: MemoryPlan
+    largest_batch: int | None
+    longest_context: int | None
+    max_position_embeddings: int
+    choices: tuple[tuple[str, str, str, str], ...]
+
+    def asdict(self) -> dict[str, Any]:
+        """For JSON."""
+        return dataclasses.asdict(self)
+
+    def __str__(self) -> str:
+        """A table for people."""
+        lines = [
+            f"family        {self.family}",
+            f"parameters    {self.parameters:,}",
+            f"weights       {gigabytes(self.weight_bytes)} in {self.dtype}",
+            f"KV cache      {self.kv_bytes_per_token:,} bytes per token",
+            f"context       {self.max_position_embeddings:,} tokens",
+            f"device        {self.device}",
+        ]
+        if self.device_bytes is not None:
+            lines.append(f"memory        {self.device_bytes / 1e9:.1f} GB")
+        lines.append(f"takes         {self.memory}")
+        if self.device_bytes is not None:
+            lines.append(f"fits          {self._fits()}")
+        lines += ["", f"{'op':18} {'shape':44} {'runs':10} chosen by"]
+        lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
+        return "\n".join(lines)
+
+    def _fits(self) -> str:
+        if not self.longest_context:
+            return f"no, not a token for {_rows(self.memory.batch)}"
+        return (
+            f"{_rows(self.largest_batch)} of {self.memory.max_len:,} tokens, or "
+            f"{_rows(self.memory.batch)} of {self.longest_context:,}"
+        )
+
+
+def _rows(count: int) -> str:
+    return f"{count:,} row{'' if count == 1 else 's'}"
+
+
+def model_info(
+    model: Model, *, batch: int = 1, slots: int | None = None, memory_bytes: int | None = None
+) -> ModelInfo:
+    """Facts about a model on the plan's device.
+
+    Args:
+      model: the model.
+      batch: rows at once.
+      slots: tokens of each; default the model's context.
+      memory_bytes: what there is of memory; default that of the first local device.
+    """
+    memory_bytes = device_memory_bytes() if memory_bytes is None else memory_bytes
+    slots = model.config.max_position_embeddings if slots is None else slots
+    fits = {"largest_batch": None, "longest_context": None}
+    if memory_bytes is not None:
+        fits = {
+            "largest_batch": largest_batch(model, max_len=slots, memory_bytes=memory_bytes),
+            "longest_context": longest_context(model, batch=batch, memory_bytes=memory_bytes),
+        }
+    return ModelInfo(
+        family=model.config.family,
+        parameters=model.parameter_count,
+        dtype=model.dtype,
+        weight_bytes=weight_bytes(model),
+        kv_bytes_per_token=model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize),
+        device=model.plan.device_kind,
+        device_bytes=memory_bytes,
+        memory=plan_memory(model, batch=batch, max_len=slots),
+        **fits,
+        max_position_embeddings=model.config.max_position_embeddings,
+        choices=tuple(_choices(model, batch, slots)),
+    )
+
+
+def _choices(model: Model, batch: int, slots: int):
+    c = model.config
+    itemsize = jnp.dtype(model.dtype).itemsize
+
+    def row(op: str, label: str, choice: Choice):
+        return op, label, choice.implementation, choice.source
+
+    one_launch = model.one_launch(batch, slots)
+    if shape := layers_shape(c, batch, slots, itemsize):
+        choice = model.plan.choose("decode_layers", **shape)
+        yield row("decode_layers", f"M={batch} S={slots} all layers of a decode step", choice)
+    for name, shape in linear_shapes(c).items():
+        if one_launch and name != "head":
+            continue
+        choice = model.plan.choose("matmul", **shape.key(batch, itemsize))
+        yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]", choice)
+    if not one_launch and (shape := chain_shape(c, batch, itemsize)):
+        choice = model.plan.choose("linear_chain", **shape)
+        yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
+    if c.tie_embeddings:
+        tied = Choice("xla", source="only")  # no kernel reads a transposed weight
+        yield row("matmul", f"head M={batch} [{c.width},{c.vocab_size}]", tied)
+    for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
+        if one_launch and op == "decode_attention":
+            continue
+        for masks in sorted({int(is_masked(spec)) for spec in c.attention}):
+            choice = model.plan.choose(
+                op,
+                b=batch,
+                t=t,
+                h=c.heads,
+                hkv=c.kv_heads,
+                s=slots,
+                d=c.head_dim,
+                itemsize=itemsize,
+                masks=masks,
+            )
+            label = f"B={batch} T={t} H={c.heads} Hkv={c.kv_heads} S={slots} D={c.head_dim}"
+            yield row(op, label, choice)

@@ -1,0 +1,251 @@
+"""How likely a model finds given texts: log-probabilities of their tokens, perplexity.
+
+Texts run through the cache in chunks, as prompts do, and only some rows of logits exist at a time:
+never [B, T, V] of whole texts.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fdjax.engine.memory import MemoryPlan, plan_memory
+from fdjax.engine.program import Program
+from fdjax.engine.schedule import chunks_for, slots_for
+from fdjax.engine.state import LayerCache, init_cache
+from fdjax.engine.step import _attend_prefill
+from fdjax.models import Model, Params
+from fdjax.pallas_kernels.rope import rotation
+from fdjax.text.prompts import as_several, token_ids
+
+if TYPE_CHECKING:
+    from fdjax.lm import LM
+    from fdjax.text.prompts import Prompt
+
+# Slots of cache that the texts of a batch may take together, if there are several.
+_CACHE_SLOTS = 8192
+# Rows of logits that exist at a time.
+_LOGITS_ROWS = 512
+
+
+@dataclasses.dataclass(frozen=True)
+class ScoreResult:
+    """The outcome of `LM.score`, one entry per text.
+
+    Attributes:
+      tokens: ids of the text, with the special tokens that the tokenizer adds.
+      logprobs: of every token but the first, given those before it, under the raw model.
+      likeliest: whether that token is the one greedy decoding chooses there.
+    """
+
+    tokens: list[list[int]]
+    logprobs: list[list[float]]
+    likeliest: list[list[bool]]
+
+    @property
+    def perplexities(self) -> list[float]:
+        """exp(-mean log-probability) of each text, NaN for one of a single token."""
+        return [_perplexity(logprobs) for logprobs in self.logprobs]
+
+    @property
+    def perplexity(self) -> float:
+        """exp(-mean log-probability) over the tokens of all texts."""
+        return _perplexity([x for logprobs in self.logprobs for x in logprobs])
+
+
+def score(
+    lm: "LM", texts: "Prompt | Sequence[Prompt]", *, stride: int | None = None, batch_size: int = 16
+) -> ScoreResult:
+    """Log-probabilities of the tokens of texts; see `LM.score`."""
+    limit = lm.max_len or lm.config.max_position_embeddings
+    if not _is_integer(batch_size) or batch_size < 1:
+        raise ValueError(f"score: batch_size must be a positive integer, got {batch_size}")
+    if stride is not None and not (_is_integer(stride) and 0 < stride < limit):
+        raise ValueError(
+            f"score: stride must be a positive integer below the context of {limit}, got {stride}"
+        )
+    texts, _ = as_several(texts, "score: texts")
+    vocab_size = lm.config.vocab_size
+    ids = [
+        token_ids(text, lm.tokenizer, vocab_size, f"score: text {i}")
+        for i, text in enumerate(texts)
+    ]
+    windows = [w for i, text in enumerate(ids) for w in _windows(i, text, limit, stride)]
+    # The longest first: what does not fit is known at once.
+    windows.sort(key=lambda w: len(w.ids), reverse=True)
+    scored: list[tuple[_Window, np.ndarray, np.ndarray]] = []
+    while windows:
+        longest = max(1, len(windows[0].ids) - 1)
+        slots = slots_for(longest, longest, lm.max_len)
+        count = max(1, min(batch_size, _CACHE_SLOTS // slots, lm.max_batch or batch_size))
+        plan = functools.partial(_plan, lm.model, longest, slots)
+        count = lm._engine.fitting_rows("score", min(count, len(windows)), plan)
+        scored += _score_batch(lm, windows[:count], slots)
+        windows = windows[count:]
+    result = ScoreResult(ids, [[] for _ in ids], [[] for _ in ids])
+    for window, logprobs, likeliest in sorted(scored, key=lambda s: s[0].start):
+        result.logprobs[window.text] += logprobs[window.known :].tolist()
+        result.likeliest[window.text] += likeliest[window.known :].tolist()
+    return result
+
+
+def _plan(model: Model, longest: int, slots: int, texts: int) -> MemoryPlan:
+    return plan_memory(model, batch=_cache_rows(texts), max_len=longest, slots=slots)
+
+
+def _cache_rows(texts: int) -> int:
+    return 2 ** math.ceil(math.log2(texts))
+
+
+def _perplexity(logprobs: Sequence[float]) -> float:
+    if not logprobs:
+        return math.nan
+    return float(np.exp(np.float64(-math.fsum(logprobs) / len(logprobs))))
+
+
+def _is_integer(value) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Window:
+    """A part of text number `text`, from token `start` on: what the model sees at once, and the
+    token after it. The first `known` log-probabilities of it come from the window before.
+    """
+
+    text: int
+    start: int
+    ids: list[int]
+    known: int = 0
+
+
+def _windows(text: int, ids: list[int], limit: int, stride: int | None) -> Iterator[_Window]:
+    if len(ids) > limit + 1 and stride is None:
+        raise ValueError(
+            f"score: text {text} has {len(ids)} tokens, the context is {limit}; "
+            "shorten it, or give a stride to slide over it"
+        )
+    yield _Window(text, 0, ids[: limit + 1])
+    start, end = 0, limit + 1
+    while end < len(ids):
+        start += stride
+        yield _Window(text, start, ids[start : start + limit + 1], known=end - start - 1)
+        end = start + limit + 1
+
+
+def _score_batch(
+    lm: "LM", windows: Sequence[_Window], slots: int
+) -> list[tuple[_Window, np.ndarray, np.ndarray]]:
+    """Each window with the log-probabilities of its tokens but the first, and their `likeliest`."""
+    # What follows the last token is not asked.
+    lengths = np.array([len(w.ids) - 1 for w in windows], np.int32)
+    lengths = np.pad(lengths, (0, _cache_rows(len(windows)) - len(windows)))
+    widths = chunks_for(max(1, int(lengths.max())))
+    ids = np.zeros((len(lengths), sum(widths) + 1), np.int32)
+    for row, window in zip(ids, windows, strict=False):
+        row[: len(window.ids)] = window.ids
+    cache = init_cache(lm.model, len(lengths), slots)
+    program = _program(lm)
+    chunks = []
+    offset = 0
+    for width in widths:
+        cache, *chunk = program(
+            lm.params,
+            cache,
+            ids[:, offset : offset + width],
+            ids[:, offset + 1 : offset + width + 1],
+            np.clip(lengths - offset, 0, width),
+            np.full_like(lengths, offset),
+            lengths,
+        )
+        chunks.append(chunk)
+        offset += width
+    logprobs, likeliest = (np.concatenate(c, axis=1) for c in zip(*chunks, strict=True))
+    scored = []
+    for row, window in enumerate(windows):
+        n = len(window.ids) - 1
+        if not np.isfinite(logprobs[row, :n]).all():
+            raise FloatingPointError(
+                f"score: text {window.text}: logits are not finite; the weights are damaged, "
+                "or the dtype is too narrow (try dtype='float32')"
+            )
+        scored.append((window, logprobs[row, :n], likeliest[row, :n]))
+    return scored
+
+
+def _program(lm: "LM") -> Program:
+    """`_score_chunk` of a model; kept where its other programs are, and as long."""
+    key, model, programs = ("score",), lm.model, lm._engine.programs
+    if key not in programs:
+
+        def run(params, kv, *operands):
+            return _score_chunk(model, params, kv, *operands)
+
+        def describe(params, kv, tokens, *operands):
+            rows, _, slots, _ = kv[0][0].shape
+            return f"scores of {rows} x {tokens.shape[1]} tokens, cache of {rows} x {slots}"
+
+        programs[key] = Program(run, describe, donate_argnums=1)
+    return programs[key]
+
+
+def _score_chunk(
+    model: Model,
+    params: Params,
+    kv: list[LayerCache],
+    tokens: Array,
+    targets: Array,
+    lengths: Array,
+    offsets: Array,
+    totals: Array,
+) -> tuple[list[LayerCache], Array, Array]:
+    """Score what follows each token of a chunk.
+
+    Args:
+      model, params: the model.
+      kv: caches that hold the `offsets` tokens before the chunk.
+      tokens: [B, T] int32 chunk of each text, padded at the end.
+      targets: [B, T] int32 the tokens that follow these.
+      lengths: [B] int32 tokens of this chunk.
+      offsets: [B] int32.
+      totals: [B] int32 tokens of each text; only rotary embeddings that depend on it look at it.
+
+    Returns:
+      (caches, log-probabilities of the targets [B, T] fp32, whether they are the likeliest [B, T]).
+    """
+    module = model.module(params)
+    b, t = tokens.shape
+
+    def turns(positions, rope):
+        return rotation(positions, rope, prompt=totals, limit=totals)
+
+    attend = functools.partial(
+        _attend_prefill,
+        ends=jnp.where(lengths > 0, offsets + lengths, 0),
+        offsets=offsets,
+        rows=None,
+        turns=turns,
+        plan=model.plan,
+    )
+    hidden, kv = module(tokens, kv, attend, model.plan)
+    block = math.gcd(t, max(1, _LOGITS_ROWS // b))
+
+    def score_block(operands):
+        hidden, targets = operands
+        logits = module.logits(hidden, model.plan)
+        chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
+        likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32) == targets
+        return chosen - jax.nn.logsumexp(logits, axis=-1), likeliest
+
+    def blocks(a):
+        return jnp.moveaxis(a.reshape(b, t // block, block, *a.shape[2:]), 1, 0)
+
+    scores = lax.map(score_block, (blocks(hidden), blocks(targets)))
+    logprobs, likeliest = (jnp.moveaxis(a, 0, 1).reshape(b, t) for a in scores)
+    return kv, logprobs, likeliest

@@ -1,0 +1,511 @@
+"""The dataflow table: which implementation of `matmul` a device runs fastest, shape by shape.
+
+FlashDecoding++ (Hong et al. 2024), section 5: the linear layers of a model have few [K,N], so each
+is measured over M once, and the inflection points between the implementations are looked up from
+then on. `measure_matmul` makes the rows, `table_of` the file that `plan.read_table` reads, and
+`explain` prints it like Fig. 9(c) of the paper.
+"""
+
+import concurrent.futures
+import dataclasses
+import functools
+import itertools
+import json
+import logging
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fdjax.bench.check import verify
+from fdjax.bench.record import environment
+from fdjax.bench.timing import Timing, l2_bytes, measure
+from fdjax.models import DecoderConfig, Model, chain_shape, describe
+from fdjax.pallas_kernels.gemm import (
+    FlatGemmConfig,
+    LinearChainConfig,
+    chain_counters,
+    linear_chain,
+    matmul,
+)
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.linear_chain import chain_mosaic
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import (
+    KERNEL_REVISIONS,
+    TABLE_SCHEMA,
+    Plan,
+    as_entry,
+    can_chain,
+    read_table,
+    shipped_table_path,
+)
+from fdjax.system.files import json_by_line, write_whole
+from fdjax.tools.table_entry import table_entry
+from fdjax.tools.tune_layers import measure_layers
+
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+
+# Of `linear_chain`; its kernel takes no more.
+CHAIN_ROWS = (1, 2, 4, 8, 16, 32)
+
+# The least in flight, what measured best on an H100, and on an H200, whose memory is faster.
+CHAIN_CANDIDATES = (
+    LinearChainConfig(),
+    LinearChainConfig(ahead=2),
+    LinearChainConfig(alone=3, ahead=2),
+)
+
+# (block_n, block_k, stages, split) for up to 64 rows; in sweeps over all, the fastest was always
+# one of these.
+CANDIDATES = tuple(
+    FlatGemmConfig(*c)
+    for c in (
+        *((64, 128, 3, 1), (64, 128, 5, 1), (64, 128, 8, 1), (64, 64, 8, 1)),
+        *((64, 128, 2, 1), (64, 128, 4, 2), (64, 64, 8, 2)),
+        *((128, 64, 3, 1), (128, 64, 4, 1), (128, 64, 6, 1), (128, 128, 2, 1), (128, 128, 3, 1)),
+        *((192, 64, 4, 1), (256, 64, 3, 1), (256, 64, 4, 1)),
+    )
+)
+
+# (block_n, block_k, stages, split, block_m) for more than 64 rows.
+TALL_CANDIDATES = tuple(
+    FlatGemmConfig(*c)
+    for c in (
+        *((64, 64, 4, 1, 64), (64, 64, 6, 1, 64), (128, 64, 3, 1, 64), (128, 64, 4, 1, 64)),
+        *((64, 64, 3, 1, 128), (64, 64, 4, 1, 128), (64, 64, 6, 1, 128), (64, 64, 6, 2, 128)),
+        *((128, 64, 2, 1, 128), (128, 64, 4, 1, 128), (128, 64, 6, 1, 128), (192, 64, 4, 1, 128)),
+    )
+)
+
+# Errors of single products in half precision; what is asked is only whether they are right at all.
+_TOLERANCE = 2e-2
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearShape:
+    """A linear layer: its weight [K,N], or [K,2,N/2] with a gate, and what is fused with it.
+
+    Attributes:
+      k, n: of the weight; N counts the columns of gate and up.
+      gate: the result is silu(gate) * up; other activations cost the same.
+      norm: x is normalised first.
+      residual: another summand.
+      result: dtype of the result, default that of the weight.
+    """
+
+    k: int
+    n: int
+    gate: bool = False
+    norm: bool = False
+    residual: bool = False
+    result: str | None = None
+
+    @property
+    def fused(self) -> bool:
+        """Whether anything is done beside the product."""
+        return self.gate or self.norm or self.residual
+
+    def key(self, m: int, itemsize: int) -> dict[str, int]:
+        """The shape by which `Plan.choose` knows `matmul`."""
+        return {
+            "m": m,
+            "k": self.k,
+            "n": self.n,
+            "itemsize": itemsize,
+            "gate": int(self.gate),
+            "fused": int(self.fused),
+        }
+
+    def __str__(self):
+        weight = f"[{self.k},2,{self.n // 2}]" if self.gate else f"[{self.k},{self.n}]"
+        return weight + " norm" * self.norm + " gate" * self.gate + " residual" * self.residual
+
+
+def linear_shapes(config: DecoderConfig) -> dict[str, LinearShape]:
+    """The linear layers of a decoder, by name, as it calls them.
+
+    Without biases, which cost nothing measurable, and without the head where it is the transposed
+    embedding, which no kernel reads.
+    """
+    width, heads = config.width, config.heads * config.head_dim
+    kv_heads = config.kv_heads * config.head_dim
+    summed = not config.post_norms
+    shapes = {
+        "qkv": LinearShape(width, heads + 2 * kv_heads, norm=True),
+        "out": LinearShape(heads, width, residual=summed),
+        "gate_up": LinearShape(width, 2 * config.mlp_width, gate=True, norm=True),
+        "down": LinearShape(config.mlp_width, width, residual=summed),
+    }
+    if not config.tie_embeddings:
+        shapes["head"] = LinearShape(width, config.vocab_size, norm=True, result="float32")
+    return shapes
+
+
+def candidates(shape: LinearShape, m: int) -> list[FlatGemmConfig]:
+    """Tilings of a shape with enough blocks to stream, but not more than can run at once."""
+    tilings = CANDIDATES if m <= 64 else TALL_CANDIDATES
+    return [config for config in tilings if _runs_at_once(shape, m, config)]
+
+
+def _runs_at_once(shape: LinearShape, m: int, config: FlatGemmConfig) -> bool:
+    parts = 2 if shape.gate else 1
+    blocks = -(-shape.n // (parts * config.block_n)) * config.split * -(-m // config.block_m)
+    ring_bytes = 2 * parts * config.block_n * config.block_k * config.stages
+    return blocks >= 48 and ring_bytes * -(-blocks // MULTIPROCESSORS) <= 200 * 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A variant of a linear layer: its error, what is wrong with it, and its time if nothing is."""
+
+    error: float | None
+    problem: str | None
+    timing: Timing | None
+
+
+def time_linear(
+    shape: LinearShape,
+    rows: Sequence[int],
+    variants: Mapping[Any, Callable],
+    *,
+    reference: Callable | None = None,
+    dtype: str = "bfloat16",
+    runs: int = 10,
+    passes: int = 2,
+) -> Iterator[tuple[int, dict[Any, Measured]]]:
+    """Times variants of a linear layer on the first device, on cold weights.
+
+    Args:
+      shape: the layer.
+      rows: values of M, at least one.
+      variants: functions of a mapping, the operands of `matmul`. Those that raise
+        `NotImplementedError` are left out.
+      reference: what they should compute, default the first of them; those far off are not timed.
+      dtype: of the operands.
+      runs: timed calls of a pass.
+      passes: over all variants in turn.
+
+    Yields:
+      M and what was measured of each variant.
+    """
+    weights = _weights(shape, dtype)
+    operands = [_operands(shape, max(rows), w, i) for i, w in enumerate(weights)]
+    calls = {m: [(_first(m, of),) for of in operands] for m in rows}
+    reference = reference or next(iter(variants.values()))
+    # Autotuning runs on the device, so nothing is timed while anything compiles.
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        compiled = {
+            (m, name): pool.submit(_compile, fn, calls[m][0])
+            for m in rows
+            for name, fn in variants.items()
+        }
+    want = jax.jit(reference)(operands[0])
+    for m in rows:
+        functions = {name: compiled[m, name].result() for name in variants}
+        measured, timings = {}, {}
+        for name, fn in functions.items():
+            if fn is not None:
+                got = fn(*calls[m][0])
+                measured[name] = Measured(*verify(got, want[:m], _TOLERANCE), None)
+        for name in [n for n, of in measured.items() if of.problem is None] * passes:
+            timing = measure(functions[name], calls[m], runs=runs)
+            timings.setdefault(name, []).append(timing)
+        for name, passed in timings.items():
+            measured[name] = dataclasses.replace(measured[name], timing=Timing.merge(passed))
+        yield m, measured
+
+
+def _weights(shape: LinearShape, dtype: str) -> list[jax.Array]:
+    """So many weights that the next one is never in L2."""
+    axes = (shape.k, 2, shape.n // 2) if shape.gate else (shape.k, shape.n)
+    count = _cold_count(shape.k * shape.n * jnp.dtype(dtype).itemsize)
+    return [_normal(i, axes, dtype) * jnp.asarray(shape.k**-0.5, dtype) for i in range(count)]
+
+
+def _cold_count(nbytes: int) -> int:
+    """How many weights of so many bytes it takes for the next one never to be in L2."""
+    return 3 * l2_bytes(jax.devices()[0]) // nbytes + 1
+
+
+def _operands(shape: LinearShape, m: int, w: jax.Array, seed: int) -> dict[str, Any]:
+    dtype = str(w.dtype)
+    operands = {"x": _normal(seed, (m, shape.k), dtype), "w": w}
+    if shape.norm:
+        operands["norm"] = RMSNorm(_normal(seed + 1, (shape.k,), dtype), 1e-5)
+    if shape.residual:
+        operands["residual"] = _normal(seed + 2, (m, shape.n), dtype)
+    return operands
+
+
+def _first(m: int, operands: dict[str, Any]) -> dict[str, Any]:
+    """The same operands with the first M rows only."""
+    return operands | {name: operands[name][:m] for name in ("x", "residual") if name in operands}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _normal(seed, shape, dtype):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def _compile(fn, args) -> jax.stages.Compiled | None:
+    try:
+        return jax.jit(fn).lower(*args).compile()
+    except NotImplementedError:
+        return None
+
+
+def measure_matmul(
+    shapes: Iterable[LinearShape],
+    rows: Sequence[int] = ROWS,
+    *,
+    dtype: str = "bfloat16",
+    runs: int = 10,
+    configs: Callable[[LinearShape, int], Sequence[FlatGemmConfig]] = candidates,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict[str, Any]]:
+    """Times XLA and every candidate on the first device.
+
+    Args:
+      shapes: the linear layers.
+      rows: values of M.
+      dtype: of the operands.
+      runs: timed calls of each, twice.
+      configs: the tilings tried for a layer at M rows.
+      report: takes a line for every row, and for every candidate that was wrong.
+
+    Yields:
+      One entry of the table for each layer and M, with `microseconds` of "xla" and "mosaic_gpu"
+      (None where no candidate ran) beside the choice. Candidates with wrong results are left out.
+    """
+    for shape in dict.fromkeys(shapes):
+        keys = {"gate": "silu" if shape.gate else None}
+        result = jnp.dtype(shape.result or dtype)
+
+        def xla(operands, keys=keys, result=result):
+            return matmul(**operands, **keys, preferred_element_type=result, implementation="xla")
+
+        def kernel(operands, config, keys=keys, result=result):
+            return matmul_flat_gemm(**operands, **keys, dtype=result, config=config)
+
+        def tilings(m, shape=shape):
+            return tuple(configs(shape, m))
+
+        for tried, some in itertools.groupby(rows, tilings):
+            variants = {None: xla} | {c: functools.partial(kernel, config=c) for c in tried}
+            for m, measured in time_linear(shape, list(some), variants, dtype=dtype, runs=runs):
+                for config, of in measured.items():
+                    if of.problem:
+                        report(f"{shape} M={m} {config}: {of.problem}")
+                times = {c: of.timing.median_us for c, of in measured.items() if of.timing}
+                entry = table_entry("matmul", shape.key(m, jnp.dtype(dtype).itemsize), times)
+                report(f"{shape} M={m}: {entry['implementation']} {entry['microseconds']}")
+                yield entry
+
+
+def measure_chain(
+    config: DecoderConfig,
+    rows: Sequence[int] = CHAIN_ROWS,
+    *,
+    plan: Plan | None = None,
+    dtype: str = "bfloat16",
+    runs: int = 10,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict[str, Any]]:
+    """Times the linear layers between two attentions of a decoder, one by one and as one kernel.
+
+    The kernel in every configuration of `CHAIN_CANDIDATES`.
+
+    Args:
+      config: the decoder.
+      rows: values of M.
+      plan: of the single layers, default that of the first device.
+      dtype: of the operands.
+      runs: timed calls of each, twice in turn.
+      report: takes a line for every row.
+
+    Yields:
+      An entry of the table for each M, "xla" standing for one layer after the other. None where the
+      decoder has biases or norms that a chain has no place for, or its kernel runs neither on the
+      device nor with such sizes.
+    """
+    plan = plan or Plan.for_device()
+    itemsize = jnp.dtype(dtype).itemsize
+    if (shape := chain_shape(config, 1, itemsize)) is None or not can_chain(jax.devices()[0]):
+        return
+    k, width, hidden, n = (shape[name] for name in ("k", "width", "hidden", "n"))
+    weights = list(_chain_weights(k, width, hidden, n, dtype))
+
+    def run(config, o, x, weights):
+        operands = o, x, chain_counters(1), 0
+        if config is None:
+            return linear_chain(*operands, **weights, gate="silu", implementation="xla", plan=plan)
+        return chain_mosaic(*operands, **weights, gate="silu", config=config)
+
+    for m in rows:
+        sets = [
+            (_normal(i, (m, k), dtype), _normal(i, (m, width), dtype), w)
+            for i, w in enumerate(weights)
+        ]
+        variants = None, *CHAIN_CANDIDATES
+        functions = {of: _compile(functools.partial(run, of), sets[0]) for of in variants}
+        if None in functions.values():
+            return
+        want = functions[None](*sets[0])
+        for config in CHAIN_CANDIDATES:
+            results = zip(functions[config](*sets[0]), want, strict=True)
+            problems = [p for got, of in results if (p := verify(got, of, _TOLERANCE)[1])]
+            if problems:
+                report(f"linear_chain M={m} {config}: {', '.join(problems)}")
+                del functions[config]
+        passes = [{of: measure(fn, sets, runs=runs) for of, fn in functions.items()} for _ in "12"]
+        times = {of: Timing.merge([p[of] for p in passes]).median_us for of in functions}
+        entry = table_entry("linear_chain", shape | {"m": m}, times)
+        report(f"linear_chain M={m}: {entry['implementation']} {entry['microseconds']}")
+        yield entry
+
+
+def _chain_weights(k: int, width: int, hidden: int, n: int, dtype: str) -> Iterator[dict[str, Any]]:
+    """Operands of `linear_chain`, so many that the next ones are never in L2."""
+    shapes = {
+        "out": (k, width),
+        "gate_up": (width, 2, hidden),
+        "down": (hidden, width),
+        "following": (width, n),
+    }
+    nbytes = sum(map(math.prod, shapes.values())) * jnp.dtype(dtype).itemsize
+    for i in range(_cold_count(nbytes)):
+        weights = {
+            name: _normal(i, shape, dtype) * jnp.asarray(shape[0] ** -0.5, dtype)
+            for name, shape in shapes.items()
+        }
+        norm = RMSNorm(_normal(i, (width,), dtype), 1e-5)
+        yield weights | {"mlp_norm": norm, "next_norm": norm}
+
+
+def tune(
+    model: Model,
+    *,
+    commit: str | None = None,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Any]:
+    """Measures the linear layers of a model on its device.
+
+    Args:
+      model: what `describe` made.
+      commit: to record where git cannot be asked.
+      report: takes a line for every row measured.
+
+    Returns:
+      A table, for `write_table` and `explain`.
+
+    Raises:
+      NotImplementedError: the kernels run neither on this device nor in this dtype.
+    """
+    capability = model.plan.compute_capability
+    if capability != (9, 0):
+        raise NotImplementedError(
+            "tune: the kernels need an NVIDIA GPU of compute capability 9.0 (H100, H200), "
+            f"got {model.plan.device_kind!r}"
+        )
+    if jnp.dtype(model.dtype).itemsize != 2:
+        raise NotImplementedError(
+            f"tune: the kernels multiply bfloat16 or float16, got {model.dtype}"
+        )
+    shapes = linear_shapes(model.config).values()
+    entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
+    found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
+    plan = dataclasses.replace(model.plan, table=found)
+    entries += measure_chain(model.config, plan=plan, dtype=model.dtype, report=report)
+    found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
+    planned = describe(
+        model.config, dtype=model.dtype, plan=dataclasses.replace(model.plan, table=found)
+    )
+    entries += measure_layers(planned, report=report)
+    return table_of(entries, commit)
+
+
+def table_of(entries: Iterable[Mapping[str, Any]], commit: str | None = None) -> dict[str, Any]:
+    """A dataflow table of measured entries, with where they come from."""
+    return {
+        "schema": TABLE_SCHEMA,
+        "revisions": KERNEL_REVISIONS,
+        "provenance": environment(commit),
+        "entries": list(entries),
+    }
+
+
+def write_table(table: Mapping[str, Any], path: str | Path) -> None:
+    """Write a table as JSON, an entry to a line."""
+    head = {key: value for key, value in table.items() if key != "entries"}
+    write_whole(path, json_by_line(head, "entries", table["entries"]))
+
+
+def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, Any]:
+    """The table of a file, or that shipped for a device.
+
+    Raises:
+      ValueError: the file is no table that can be used.
+      FileNotFoundError: none is shipped.
+    """
+    if path is None and not (path := shipped_table_path(device_kind)).exists():
+        raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
+    read_table(path, log_level=logging.INFO)  # its version is among what is explained
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: str) -> str:
+    """The `matmul` entries of a table for some linear layers, like Fig. 9(c) of the paper.
+
+    Args:
+      table: what `table_of` made, or the file read.
+      shapes: the layers, by name.
+      dtype: of the operands.
+
+    Returns:
+      For each layer its inflection points M1 and M2, between which the kernel runs, and the
+      microseconds over M, the choice marked with a star.
+    """
+    itemsize = jnp.dtype(dtype).itemsize
+    where = table.get("provenance", {})
+    device, versions = where.get("device_kind", "unknown device"), where.get("versions", {})
+    lines = [
+        f"{device}, JAX {versions.get('jax', 'unknown')}, {where.get('date', 'undated')[:10]}",
+        f"{dtype}, microseconds on the device, * is what runs",
+    ]
+    for name, shape in shapes.items():
+        entries = {}
+        for entry in table["entries"]:
+            m = entry["shape"].get("m")
+            if entry["op"] == "matmul" and entry["shape"] == shape.key(m, itemsize):
+                entries[m] = entry
+        lines += ["", f"{name} {shape}: {_inflection(entries)}"]
+        if entries:
+            rows = sorted(entries)
+            lines.append(f"{'M':>12}" + "".join(f"{m:>8}" for m in rows))
+            for implementation in ("xla", "mosaic_gpu"):
+                cells = (_cell(entries[m], implementation) for m in rows)
+                line = f"{implementation:>12}" + "".join(f"{cell:>8}" for cell in cells)
+                lines.append(line.rstrip())
+    return "\n".join(lines)
+
+
+def _inflection(entries: Mapping[int, Mapping[str, Any]]) -> str:
+    if not entries:
+        return "not measured, xla"
+    kernel = sorted(m for m, entry in entries.items() if entry["implementation"] == "mosaic_gpu")
+    if not kernel:
+        return "xla at every M"
+    first, last = kernel[0], kernel[-1]
+    others = sorted(m for m in entries if first < m < last and m not in kernel)
+    but = f" but at M = {', '.join(map(str, others))}" if others else ""
+    return f"mosaic_gpu from M1 = {first} to M2 = {last}{but}, else xla"
+
+
+def _cell(entry: Mapping[str, Any], implementation: str) -> str:
+    us = entry.get("microseconds", {}).get(implementation)
+    return ("-" if us is None else f"{us:.1f}") + " *"[entry["implementation"] == implementation]

@@ -1,0 +1,206 @@
+"""Whether one kernel runs all layers of a decode step faster than layer after layer.
+
+A part of the dataflow table, see `tune`. What is timed are the layers of a step as the engine runs
+them, many times in one CUDA graph, by the host's clock: what lies between two kernels counts.
+"""
+
+import concurrent.futures
+import contextlib
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fdjax.bench.check import verify
+from fdjax.engine.engine import compiler_options
+from fdjax.engine.memory import free_memory_bytes, gigabytes, plan_memory, weight_bytes
+from fdjax.engine.state import DecodeState, StackedCache, init_cache, pack_progress
+from fdjax.engine.step import decode_steps, run_layers
+from fdjax.models import Model, Params, describe, layers_shape, random_params
+from fdjax.pallas_kernels.layers import DecodeLayersConfig
+from fdjax.pallas_kernels.plan import Choice, Entry, can_chain
+from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.tools.table_entry import table_entry
+from fdjax.weights.stacked import layer_slices, stack_layers
+
+# Its kernel takes no more.
+LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
+LAYERS_SLOTS = (256, 1024, 4096)
+
+# What measured best on an H100, and on an H200, whose memory is faster.
+LAYERS_CANDIDATES = (
+    DecodeLayersConfig(),
+    DecodeLayersConfig(alone=3),
+    DecodeLayersConfig(alone=3, ahead=3),
+)
+
+# Of hidden states behind all layers, in half precision.
+_TOLERANCE = 5e-2
+
+
+def measure_layers(
+    model: Model,
+    rows: Sequence[int] = LAYERS_ROWS,
+    slots: Sequence[int] = LAYERS_SLOTS,
+    *,
+    steps: int = 16,
+    runs: int = 5,
+    report: Callable[[str], None] = lambda line: None,
+) -> Iterator[dict[str, Any]]:
+    """Times the layers of a decode step one by one, as the model's plan has them, and as one.
+
+    Args:
+      model: what `describe` made.
+      rows: values of M.
+      slots: of the cache, filled but for the last 64.
+      steps: of a call.
+      runs: timed calls of each, twice in turn.
+      report: takes a line for every row, for every candidate that was wrong, and for what there is
+        no memory for.
+
+    Yields:
+      An entry of the table for each M and number of slots, "xla" standing for one layer after the
+      other. None where the kernel has no place for such layers, or the device none for it.
+    """
+    itemsize = jnp.dtype(model.dtype).itemsize
+    shapes = [layers_shape(model.config, m, s, itemsize) for s, m in itertools.product(slots, rows)]
+    device = jax.devices()[0]
+    if not shapes or None in shapes or not can_chain(device):
+        return
+    memory_bytes = free_memory_bytes(device)
+    if memory_bytes is not None and weight_bytes(model) > memory_bytes:
+        report(f"decode_layers: no room for weights of {gigabytes(weight_bytes(model))}")
+        return
+    params = random_params(model)
+    stacked = stack_layers(_planned(model, LAYERS_CANDIDATES[0], shapes[0]), params, owned=True)
+    if stacked is None:
+        report("decode_layers: no room to stack the weights")
+        return
+    for shape in shapes:
+        m, s = shape["m"], shape["s"]
+        where = f"decode_layers M={m} S={s}"
+        needed = plan_memory(model, batch=m, max_len=s, slots=s).total_bytes
+        if memory_bytes is not None and needed > memory_bytes:
+            report(f"{where}: no room for {gigabytes(needed)}")
+            continue
+        weights = {None: params} | dict.fromkeys(LAYERS_CANDIDATES, params | {"blocks": stacked})
+        lengths = jnp.full((m,), s - 64, jnp.int32)
+        functions = _compile(model, shape, weights, lengths, steps)
+        if functions.keys() <= {None}:
+            continue
+        samples: dict[Any, list[float]] = {of: [] for of in functions}
+        want = None
+        for of in [*functions] * 2:
+            if of not in samples:
+                continue
+            cache = _random_cache(model, m, s, of is not None)
+            times, hidden = _time(functions[of], cache, weights[of], lengths, runs)
+            del cache
+            samples[of] += [us / steps for us in times]
+            want = hidden if want is None else want
+            if of is not None and (problem := verify(hidden, want, _TOLERANCE)[1]):
+                report(f"{where} {of}: {problem}")
+                del samples[of]
+        us = {of: float(np.median(times)) for of, times in samples.items()}
+        entry = table_entry("decode_layers", shape, us)
+        report(f"{where}: {entry['implementation']} {entry['microseconds']}")
+        yield entry
+
+
+def _planned(model: Model, config: DecodeLayersConfig | None, shape: dict[str, int]) -> Model:
+    """The model, whose plan runs all layers so at a shape; None is one by one."""
+    if config is None:
+        plan = model.plan.with_xla("decode_layers")
+    else:
+        fields = tuple(sorted(dataclasses.asdict(config).items()))
+        choice = Choice("mosaic_gpu", fields, source="table")
+        entry = Entry("decode_layers", tuple(sorted(shape.items())), choice)
+        plan = dataclasses.replace(model.plan, table=(entry, *model.plan.table))
+    return describe(model.config, dtype=model.dtype, plan=plan)
+
+
+def _compile(
+    model: Model,
+    shape: dict[str, int],
+    weights: dict[DecodeLayersConfig | None, Params],
+    lengths: Array,
+    steps: int,
+) -> dict[DecodeLayersConfig | None, jax.stages.Compiled]:
+    """`_layers` of so many steps in each way for which there are weights and the kernel has place.
+
+    Without any kernel nothing is compiled.
+    """
+    lowered = {}
+    for of, params in weights.items():
+        planned, stacked = _planned(model, of, shape), of is not None
+        cache = jax.eval_shape(
+            functools.partial(init_cache, model, shape["m"], shape["s"], stacked)
+        )
+        run = jax.jit(
+            functools.partial(_layers, planned, stacked, steps),
+            donate_argnums=0,
+            compiler_options=compiler_options(decode_steps),
+        )
+        with contextlib.suppress(NotImplementedError):
+            lowered[of] = run.lower(cache, params, lengths)
+    if lowered.keys() <= {None}:
+        return {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        jobs = {of: pool.submit(one.compile) for of, one in lowered.items()}
+    return {of: job.result() for of, job in jobs.items()}
+
+
+def _layers(model: Model, stacked: bool, steps: int, cache: Any, weights: Params, lengths: Array):
+    """(cache, hidden [B,1,E]) after so many steps, all the same one."""
+    layers = None
+    if stacked:
+        layers = weights["blocks"]
+        weights = weights | {"blocks": layer_slices(layers)}
+    module, batch = model.module(weights), len(lengths)
+    zeros = jnp.zeros((batch,), jnp.int32)
+    progress = pack_progress(lengths, zeros, zeros, zeros)
+    sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()], batch))
+
+    def step(_, carry):
+        cache, _ = carry
+        state = DecodeState(cache, jnp.zeros((batch, 0), jnp.int32), progress)
+        hidden, cache = run_layers(module, state, sampling, model.plan, layers=layers)
+        return cache, hidden
+
+    hidden = jnp.zeros((batch, 1, model.config.width), model.dtype)
+    return lax.fori_loop(0, steps, step, (cache, hidden))
+
+
+def _random_cache(model: Model, rows: int, slots: int, stacked: bool) -> Any:
+    """Keys and values at random, the same stacked or not."""
+    c = model.config
+    shape = rows, c.kv_heads, slots, c.head_dim
+
+    @jax.jit
+    def normal(key):
+        return jax.random.normal(key, shape, model.dtype)
+
+    k, v = jax.random.split(jax.random.key(0), (2, c.layers))
+    if stacked:
+        return StackedCache(lax.map(normal, k), lax.map(normal, v))
+    return list(zip(map(normal, k), map(normal, v), strict=True))
+
+
+def _time(
+    function: Callable, cache: Any, weights: Params, lengths: Array, runs: int
+) -> tuple[list[float], Array]:
+    """Microseconds of each call but the first two, and the hidden states of the last."""
+    times = []
+    for _ in range(runs + 2):
+        begin = time.perf_counter()
+        cache, hidden = function(cache, weights, lengths)
+        hidden.block_until_ready()
+        times.append((time.perf_counter() - begin) * 1e6)
+    return times[2:], hidden

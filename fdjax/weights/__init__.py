@@ -1,0 +1,1 @@
+"""Weights: reading checkpoints, and layouts of the parameters in memory."""

@@ -1,0 +1,507 @@
+"""Read a Hugging Face checkpoint folder: config, tensors, generation defaults, tokenizer.
+
+The tensors are memory-mapped here rather than through the safetensors package: its readers copy
+every tensor to anonymous memory first, and a truncated file is an error that names no tensor. The
+format is eight bytes of header length, a JSON header, and the bytes.
+"""
+
+import dataclasses
+import hashlib
+import importlib.resources
+import json
+import logging
+import math
+import mmap
+import os
+import re
+import struct
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from jax import Array
+
+from fdjax.models import CheckpointError, Model, Params, ignored_tensors, weight_map
+from fdjax.models.name_map import WeightMap, join
+
+_DTYPES = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "F64": np.dtype(np.float64),
+}
+EMBEDDED = "tiny"
+_SINGLE = "model.safetensors"
+_INDEX = "model.safetensors.index.json"
+_DOWNLOAD_AGAIN = "download the file again"
+# What a clone without Git LFS has in place of a large file.
+_LFS_POINTER = b"version https://git-lfs"
+# How the tensors of quantised checkpoints end: GPTQ and AWQ, bitsandbytes, compressed-tensors, FP8.
+_QUANTISED = (
+    r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
+)
+# A fingerprint reads twice as many values of each tensor.
+_SAMPLE = 512
+# XLA's CPU client uses host memory in place when it is aligned to this, and copies it otherwise.
+_ALIGNMENT_BYTES = 64
+
+logger = logging.getLogger("fdjax")
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor's bytes are."""
+
+    file: Path
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def view(self) -> np.ndarray:
+        """The tensor, memory-mapped."""
+        dtype = _DTYPES.get(self.dtype)
+        if dtype is None:
+            raise CheckpointError(
+                f"{self.file.name}: tensor {self.name!r} has dtype {self.dtype}, "
+                f"supported: {', '.join(_DTYPES)}"
+            )
+        if 0 in self.shape:
+            return np.zeros(self.shape, dtype)
+        return np.memmap(self.file, dtype, mode="r", offset=self.start, shape=self.shape)
+
+
+def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
+    """The folder of a checkpoint: a local one, or a hub id downloaded to the hub's cache.
+
+    "tiny" is the model that comes with the package, unless there is a folder of that name.
+
+    Args:
+      name_or_path: what to look for.
+      weights: whether a download includes them.
+
+    Raises:
+      CheckpointError: neither a folder nor something the hub gives.
+    """
+    name_or_path = os.fspath(name_or_path)
+    if not name_or_path:
+        raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
+    path = user_path(name_or_path)
+    if path.is_dir():
+        return path
+    if name_or_path == EMBEDDED:
+        return Path(str(importlib.resources.files("fdjax.models.tiny")))
+    if path.exists():
+        raise CheckpointError(f"{name_or_path}: a checkpoint is a folder, this is a file")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name_or_path):
+        raise CheckpointError(f"{name_or_path}: no such folder, and not a hub id like 'owner/name'")
+    import huggingface_hub
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(
+                name_or_path, allow_patterns=["*.json", "*.jinja"] + ["*.safetensors"] * weights
+            )
+        )
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{name_or_path}: no such folder, and the hub did not give it ({reason})"
+        ) from None
+
+
+def user_path(name: str) -> Path:
+    """A path as a user gives it, which may begin with ~.
+
+    Raises:
+      CheckpointError: there is no such user.
+    """
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise CheckpointError(f"{name}: no such user") from None
+
+
+def is_there(path: Path) -> bool:
+    """Whether a file is there.
+
+    Raises:
+      CheckpointError: it is a link to one that is not, as in a hub's cache that was cleaned up.
+    """
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"{path}: a broken link; download the checkpoint again")
+    return path.exists()
+
+
+def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
+    """A JSON object; {} for a missing file that is not required.
+
+    Raises:
+      CheckpointError: missing, unreadable, or not an object.
+    """
+    if not is_there(path):
+        if required:
+            hint = "is this a checkpoint folder?"
+            if (path.parent / "adapter_config.json").exists():
+                hint = "this is an adapter: merge it into its base model first"
+            raise CheckpointError(f"{path.parent}: no {path.name}; {hint}")
+        return {}
+    try:
+        refuse_pointer(path)
+        data = json.loads(path.read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{path}: must be a JSON object, got {type(data).__name__}")
+    return data
+
+
+def refuse_pointer(path: Path) -> None:
+    """Raise CheckpointError if a file is a pointer that Git LFS left in its place."""
+    with path.open("rb") as file:
+        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+            raise CheckpointError(
+                f"{path}: a pointer of Git LFS, not the file itself; run `git lfs pull`"
+            )
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """All tensors of a checkpoint, single or sharded.
+
+    Raises:
+      CheckpointError: no weights, a missing shard, a damaged or truncated file.
+    """
+    if is_there(folder / _SINGLE):
+        if shards := sorted(folder.glob("model-*.safetensors")):
+            warnings.warn(
+                f"{folder}: {_SINGLE} is read, and {shards[0].name} is not; remove one of them",
+                stacklevel=2,
+            )
+        return _read_header(folder / _SINGLE)
+    if is_there(folder / _INDEX):
+        return _read_shards(folder)
+    others = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))
+    if others:
+        raise CheckpointError(
+            f"{others[0].name}: pickled weights are not supported; convert them with transformers: "
+            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
+        )
+    hint = "is this a checkpoint folder?"
+    if (folder / "adapter_model.safetensors").exists():
+        hint = "this is an adapter: merge it into its base model first"
+    elif parts := sorted(folder.glob("*.safetensors")):
+        hint = f"{parts[0].name} alone says nothing of the rest; download the index too"
+    elif any(folder.glob("*.gguf")):
+        hint = "GGUF files are not supported; take the checkpoint that they were made from"
+    raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; {hint}")
+
+
+def _read_shards(folder: Path) -> dict[str, StoredTensor]:
+    index = read_json(folder / _INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+        raise CheckpointError(f"{_INDEX}: 'weight_map' must map tensors to files")
+    tensors: dict[str, StoredTensor] = {}
+    copies = []
+    for file in sorted(set(index.values())):
+        first = min(name for name, f in index.items() if f == file)
+        # Nothing outside the folder is read, whatever an index says.
+        if not file.isprintable() or file in ("", "..") or Path(file).name != file:
+            raise CheckpointError(
+                f"{_INDEX}: tensor {first!r} must be in a file beside the index, got {file!r}"
+            )
+        if not (folder / file).exists():
+            raise CheckpointError(
+                f"{file}: shard is missing, needed for tensor {first!r}; {_DOWNLOAD_AGAIN}"
+            )
+        for name, tensor in _read_header(folder / file).items():
+            # What no index entry claims is kept, to be found unexpected.
+            if index.get(name, file) == file:
+                tensors[name] = tensor
+            else:
+                copies.append(
+                    f"{file}: tensor {name!r} is not read, the index has it in {index[name]}"
+                )
+    for name, file in index.items():
+        if name not in tensors:
+            raise CheckpointError(
+                f"{file}: tensor {name!r} is in the index but not in the file; {_DOWNLOAD_AGAIN}"
+            )
+    for copy in copies:
+        warnings.warn(copy, stacklevel=3)
+    return tensors
+
+
+def _read_header(path: Path) -> dict[str, StoredTensor]:
+    try:
+        refuse_pointer(path)
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
+            raw = file.read(length) if 8 + length <= size else b""
+    except OSError as error:
+        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
+    if len(prefix) < 8:
+        raise CheckpointError(
+            f"{path.name}: truncated, {size} bytes hold no header; {_DOWNLOAD_AGAIN}"
+        )
+    if 8 + length > size:
+        raise CheckpointError(
+            f"{path.name}: truncated or not safetensors, header of {length} bytes "
+            f"in a file of {size}; {_DOWNLOAD_AGAIN}"
+        )
+    try:
+        header = json.loads(raw, object_pairs_hook=_unique)
+        header.pop("__metadata__", None)
+        entries = header.items()
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise CheckpointError(
+            f"{path.name}: header is not that of a safetensors file; {_DOWNLOAD_AGAIN}"
+        ) from None
+    spans = [_read_entry(path, name, entry, 8 + length, size) for name, entry in entries]
+    spans.sort(key=lambda span: (span[0].start, span[1]))
+    # The format allows no gaps, so that a file has one meaning and no room for another.
+    end = 8 + length
+    for tensor, tensor_end in spans:
+        if tensor.start != end:
+            problem = "overlaps another" if tensor.start < end else "leaves a gap before it"
+            raise CheckpointError(
+                f"{path.name}: tensor {tensor.name!r} {problem}; {_DOWNLOAD_AGAIN}"
+            )
+        end = tensor_end
+    if end != size:
+        raise CheckpointError(
+            f"{path.name}: {size - end} bytes follow the last tensor; {_DOWNLOAD_AGAIN}"
+        )
+    return {tensor.name: tensor for tensor, _ in spans}
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The dict of these pairs, if no key is twice in it."""
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key occurs twice")
+    return made
+
+
+def _read_entry(
+    path: Path, name: str, entry: Any, data_start: int, size: int
+) -> tuple[StoredTensor, int]:
+    """A tensor and the byte it ends at."""
+    try:
+        start, end = entry["data_offsets"]
+        dtype, shape = entry["dtype"], tuple(entry["shape"])
+        sound = isinstance(dtype, str) and all(type(n) is int for n in (*shape, start, end))
+        sound = sound and 0 <= start <= end and min(shape, default=0) >= 0
+    except (KeyError, TypeError, ValueError):
+        sound = False
+    if not sound:
+        raise CheckpointError(
+            f"{path.name}: header entry of tensor {name!r} is malformed; {_DOWNLOAD_AGAIN}"
+        )
+    tensor = StoredTensor(path, name, dtype, shape, data_start + start)
+    if data_start + end > size:
+        raise CheckpointError(
+            f"{path.name}: truncated, tensor {name!r} ends at byte {data_start + end} "
+            f"of {size}; {_DOWNLOAD_AGAIN}"
+        )
+    if dtype in _DTYPES and end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
+        raise CheckpointError(
+            f"{path.name}: tensor {name!r} of shape {list(shape)} must take "
+            f"{math.prod(shape) * _DTYPES[dtype].itemsize} bytes, got {end - start}; "
+            f"{_DOWNLOAD_AGAIN}"
+        )
+    return tensor, data_start + end
+
+
+def check_tensors(stored: dict[str, StoredTensor], weights: WeightMap, ignored: Iterable[str]):
+    """Compare what a checkpoint holds with what the model needs.
+
+    Raises:
+      CheckpointError: a missing, wrongly shaped or unexpected tensor.
+    """
+    files = {tensor.file.name for tensor in stored.values()}
+    whole = files.pop() if len(files) == 1 else _INDEX if files else _SINGLE
+    for name, tensor in stored.items():
+        if re.fullmatch(_QUANTISED, name):
+            raise CheckpointError(
+                f"{tensor.file.name}: tensor {name!r} is one of quantised weights, which are not "
+                "supported; use the unquantised checkpoint"
+            )
+    needed = set()
+    for weight in weights.values():
+        for name, shape in weight.sources:
+            needed.add(name)
+            if name not in stored:
+                raise CheckpointError(
+                    f"{whole}: tensor {name!r} is missing; download the checkpoint again, "
+                    "or config.json describes another model"
+                )
+            if stored[name].shape != shape:
+                raise CheckpointError(
+                    f"{stored[name].file.name}: tensor {name!r} must have shape {list(shape)} "
+                    f"by config.json, got {list(stored[name].shape)}; "
+                    "config.json describes another model"
+                )
+    for name in sorted(set(stored) - needed):
+        if not any(re.fullmatch(pattern, name) for pattern in ignored):
+            raise CheckpointError(
+                f"{stored[name].file.name}: tensor {name!r} is unexpected; "
+                "config.json describes another model"
+            )
+
+
+def load_params(
+    folder: Path,
+    model: Model,
+    *,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Params:
+    """Read, fuse and convert the parameters onto the default device.
+
+    Pieces are read through a memory map and fused on the device, one parameter at a time: beyond
+    the parameters themselves, no more than the largest fused one is held.
+
+    Args:
+      folder: the checkpoint.
+      model: what it must contain.
+      progress: called with (bytes read, bytes in all).
+
+    Raises:
+      CheckpointError: see `stored_tensors` and `check_tensors`, or the head of a tied model is
+        another than its embedding.
+
+    Warns:
+      UserWarning: a tensor has values that are not finite, or a matrix only zeros.
+    """
+    began = time.perf_counter()
+    stored = stored_tensors(folder)
+    weights = weight_map(model.config)
+    check_tensors(stored, weights, ignored_tensors(model.config))
+    if model.config.tie_embeddings:
+        ((embedding, _),) = weights["embed",].sources
+        _check_tied(stored, embedding)
+    views = {name: stored[name].view() for weight in weights.values() for name, _ in weight.sources}
+    total = sum(view.nbytes for view in views.values())
+    done = 0
+    # Dicts of our own: the model keeps its abstract ones.
+    params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
+    for path, weight in weights.items():
+        parts = [views.pop(name) for name, _ in weight.sources]
+        nbytes = sum(part.nbytes for part in parts)
+        parts = [jax.device_put(_staged(part)) for part in parts]
+        for (name, _), part in zip(weight.sources, parts, strict=True):
+            _warn_of_damage(stored[name], float(_largest(part)))
+        leaf = join(parts, layout=weight.layout, dtype=model.dtype)
+        del parts
+        # One at a time: queued transfers would hold every piece at once.
+        leaf.block_until_ready()
+        node = params
+        for key in path[:-1]:
+            node = node[key]
+        if node[path[-1]].shape != leaf.shape:
+            raise AssertionError(f"{path}: weight map gives {leaf.shape}")
+        node[path[-1]] = leaf
+        done += nbytes
+        progress(done, total)
+    logger.info("%s: %.2f GB read in %.1f s", folder, total / 1e9, time.perf_counter() - began)
+    return params
+
+
+def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
+    head, embed = stored.get("lm_head.weight"), stored[embedding]
+    if head is None or 0 in head.shape:
+        return
+    same = (head.shape, head.dtype) == (embed.shape, embed.dtype)
+    if same:
+        # As integers, as NaN is not NaN; some rows at a time, as the map is read where it lies.
+        ours, theirs = (t.view().reshape(embed.shape[0], -1).view(np.uint8) for t in (head, embed))
+        rows = max(1, 2**24 // ours.shape[1])
+        starts = range(0, len(ours), rows)
+        same = all(np.array_equal(ours[i : i + rows], theirs[i : i + rows]) for i in starts)
+    if not same:
+        raise CheckpointError(
+            f"{head.file.name}: tensor {head.name!r} is another than {embed.name!r} "
+            f"({head.dtype} {list(head.shape)}, {embed.dtype} {list(embed.shape)}), but "
+            "config.json ties them; set 'tie_word_embeddings' to false there, or remove the tensor"
+        )
+
+
+def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
+    """The dtype of a checkpoint's matrices where its config.json names none.
+
+    None where that does, where they are not alike, and where there are none.
+
+    Raises:
+      CheckpointError: see `stored_tensors`.
+    """
+    named = any(config.get(key) is not None for key in ("dtype", "torch_dtype"))
+    if named or not any((folder / name).exists() for name in (_SINGLE, _INDEX)):
+        return None
+    dtypes = {tensor.dtype for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1}
+    names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+    return names.get(dtypes.pop()) if len(dtypes) == 1 else None
+
+
+def fingerprint(folder: Path) -> str:
+    """What tells the weights of a checkpoint from others: a hash of its tensors' names, dtypes,
+    shapes and a part of the bytes of each.
+
+    Raises:
+      CheckpointError: see `stored_tensors`.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(stored_tensors(folder).items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        if tensor.dtype not in _DTYPES:  # of no use to a model
+            continue
+        values = tensor.view().reshape(-1)
+        middle = values.size // 2
+        digest.update(values[max(0, middle - _SAMPLE) : middle + _SAMPLE].tobytes())
+    return digest.hexdigest()
+
+
+@jax.jit
+def _largest(tensor: Array) -> Array:
+    """Maximum of |tensor|, not finite if any value is not: one pass without a copy."""
+    largest = jnp.max(jnp.abs(tensor)).astype(jnp.float32)
+    if tensor.dtype != jnp.float32:
+        return largest
+    return largest + jnp.sum(0 * tensor)  # on a CPU, a maximum in float32 may drop a NaN
+
+
+def _warn_of_damage(tensor: StoredTensor, largest: float) -> None:
+    """Tell what no model has on purpose: what failed downloads and trainings leave behind."""
+    problem = None if math.isfinite(largest) else "values that are not finite"
+    if largest == 0 and len(tensor.shape) > 1:
+        problem = "nothing but zeros"
+    if problem:
+        warnings.warn(
+            f"{tensor.file.name}: tensor {tensor.name!r} has {problem}; answers may be wrong",
+            stacklevel=3,
+        )
+
+
+def _staged(part: np.ndarray) -> np.ndarray:
+    """A piece as `device_put` can take it without a copy on CPU.
+
+    The client's own copies would come from malloc, which keeps the holes they leave between the
+    parameters: up to three times the largest parameter. A mapping goes back when it is dropped.
+    """
+    aligned = part.ctypes.data % _ALIGNMENT_BYTES == 0
+    if aligned or not part.size or jax.default_backend() != "cpu":
+        return part
+    private = mmap.mmap(-1, part.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    stage = np.frombuffer(private, part.dtype).reshape(part.shape)
+    np.copyto(stage, part)
+    return stage

@@ -1,0 +1,81 @@
+"""Gemma 2: soft caps, norms around both halves of a block, every second layer sees a window.
+
+Gemma Team 2024, section 2.
+"""
+
+from fdjax.models.attend import AttentionSpec
+from fdjax.models.config import (
+    ACTIVATION_NAMES,
+    ConfigReader,
+    DecoderConfig,
+    read_dimensions,
+    read_windows,
+)
+from fdjax.models.name_map import WeightMap, decoder_weights
+from fdjax.models.rope import read_rope
+
+MODEL_TYPES = ("gemma2",)
+ARCHITECTURE = "Gemma2ForCausalLM"
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    # A config.json without the fields means these caps, one with null means none.
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+}
+IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
+
+# The activation is `hidden_activation`; `hidden_act` beside it is a leftover of Gemma 1.
+IGNORABLE = ("hidden_act",)
+
+
+def parse_config(reader: ConfigReader) -> DecoderConfig:
+    """config.json of a `Gemma2ForCausalLM`, of either generation."""
+    dimensions = read_dimensions(reader)
+    rope = read_rope(reader, dimensions["head_dim"])
+    windows = read_windows(reader, lambda i: "full_attention" if i % 2 else "sliding_attention")
+    config = DecoderConfig(
+        family="gemma2",
+        attention=tuple(
+            AttentionSpec(
+                scale=reader.positive("query_pre_attn_scalar", kind=float) ** -0.5,
+                rope=rope,
+                window=window,
+                soft_cap=read_soft_cap(reader, "attn_logit_softcapping"),
+            )
+            for window in windows
+        ),
+        **read_gemma(reader),
+        **dimensions,
+    )
+    reader.finish(IGNORABLE)
+    return config
+
+
+def read_soft_cap(reader: ConfigReader, key: str) -> float | None:
+    """A positive number or null."""
+    return None if reader.get(key, float, None) is None else reader.positive(key, kind=float)
+
+
+def read_gemma(reader: ConfigReader) -> dict:
+    """What Gemma 2 and 3 have in common, as fields of `DecoderConfig`."""
+    bias = reader.get("attention_bias", bool, False)
+    return {
+        "activation": reader.one_of("hidden_activation", ACTIVATION_NAMES, "gelu_pytorch_tanh"),
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "mlp_bias": False,
+        "norm_offset": 1.0,
+        "post_norms": True,
+        "embedding_scale": reader.positive("hidden_size") ** 0.5,
+        "logit_soft_cap": read_soft_cap(reader, "final_logit_softcapping"),
+    }
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    """Where each parameter comes from in the checkpoint."""
+    return decoder_weights(config)

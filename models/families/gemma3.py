@@ -1,0 +1,77 @@
+"""Gemma 3, text only: q and k normalised, five layers with a window to one without.
+
+Gemma Team 2025, section 2. The two kinds of layer have rotary embeddings of their own.
+"""
+
+from fdjax.models.attend import AttentionSpec
+from fdjax.models.config import (
+    CheckpointError,
+    ConfigReader,
+    DecoderConfig,
+    read_dimensions,
+    read_windows,
+)
+from fdjax.models.families.gemma2 import IGNORABLE, read_gemma
+from fdjax.models.name_map import WeightMap, decoder_weights
+from fdjax.models.rope import read_rope, rope_sections
+
+MODEL_TYPES = ("gemma3_text",)
+ARCHITECTURE = "Gemma3ForCausalLM"
+DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "sliding_window_pattern": 6,
+}
+IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
+
+
+def parse_config(reader: ConfigReader) -> DecoderConfig:
+    """config.json of a `Gemma3ForCausalLM`, of either generation."""
+    dimensions = read_dimensions(reader)
+    head_dim = dimensions["head_dim"]
+    full, local = _rope_sections(reader)
+    rope = read_rope(reader, head_dim, default_theta=1e6, sections=full)
+    local_rope = read_rope(reader, head_dim, theta_key="rope_local_base_freq", sections=local)
+    every = reader.positive("sliding_window_pattern", 6)
+    windows = read_windows(
+        reader, lambda i: "sliding_attention" if (i + 1) % every else "full_attention"
+    )
+    config = DecoderConfig(
+        family="gemma3",
+        attention=tuple(
+            AttentionSpec(
+                scale=reader.positive("query_pre_attn_scalar", kind=float) ** -0.5,
+                rope=rope if window is None else local_rope,
+                window=window,
+            )
+            for window in windows
+        ),
+        qk_norm=True,
+        **read_gemma(reader),
+        **dimensions,
+    )
+    reader.finish((*IGNORABLE, "_sliding_window_pattern"))
+    return config
+
+
+def _rope_sections(reader: ConfigReader) -> tuple[list[ConfigReader], list[ConfigReader]]:
+    """What describes the ropes of full and of sliding attention; `rope_scaling` is of the first."""
+    full, local = rope_sections(reader, "rope_scaling"), []
+    for new in rope_sections(reader, "rope_parameters"):
+        full += rope_sections(new, "full_attention")
+        local += rope_sections(new, "sliding_attention")
+        if unknown := new.unread():
+            raise CheckpointError(
+                f"{new.source}: unknown keys {', '.join(unknown)}; "
+                f"known: {', '.join(sorted(new.known()))}"
+            )
+    return full, local
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    """Where each parameter comes from in the checkpoint."""
+    return decoder_weights(config)

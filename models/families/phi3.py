@@ -1,0 +1,53 @@
+"""Phi-3, Phi-3.5 and Phi-4 with their mini models: fused checkpoints, LongRoPE.
+
+Abdin et al. 2024; Microsoft 2025.
+"""
+
+from fdjax.models.attend import AttentionSpec
+from fdjax.models.config import (
+    ACTIVATION_NAMES,
+    ConfigReader,
+    DecoderConfig,
+    read_dimensions,
+    read_layers,
+)
+from fdjax.models.families.mistral import read_window
+from fdjax.models.name_map import WeightMap, decoder_weights
+from fdjax.models.rope import read_rope
+
+MODEL_TYPES = ("phi3",)
+ARCHITECTURE = "Phi3ForCausalLM"
+DEFAULTS = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+}
+IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
+
+# Values that nothing reads, the last one without LongRoPE.
+_IGNORABLE = ("full_attn_mod", "interpolate_factor", "original_max_position_embeddings")
+
+
+def parse_config(reader: ConfigReader) -> DecoderConfig:
+    """config.json of a `Phi3ForCausalLM`, of either generation."""
+    dimensions = read_dimensions(reader)
+    head_dim = dimensions["head_dim"]
+    # Early files have LongRoPE under these names.
+    rope = read_rope(reader, head_dim, aliases={"su": "longrope", "yarn": "longrope"})
+    spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=read_window(reader))
+    config = DecoderConfig(
+        family="phi3",
+        activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
+        attention=(spec,) * read_layers(reader),
+        qkv_bias=False,
+        out_bias=False,
+        mlp_bias=False,
+        **dimensions,
+    )
+    reader.finish(_IGNORABLE)
+    return config
+
+
+def weight_map(config: DecoderConfig) -> WeightMap:
+    """Where each parameter comes from in the checkpoint."""
+    return decoder_weights(config, fused=True)

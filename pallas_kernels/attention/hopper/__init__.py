@@ -1,0 +1,1 @@
+"""Attention kernels for Hopper (H100, H200)."""

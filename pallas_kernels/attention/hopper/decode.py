@@ -1,0 +1,372 @@
+"""Decode attention on Hopper: split-KV, tensor cores with swapped operands, a unified maximum.
+
+FlashDecoding++ (Hong et al. 2024), section 3. The G·T query rows that share a KV head are one tile,
+or as many as registers ask for; they are the N of the wgmma, padded to 8 and not to 64: Sᵀ = K Qᵀ,
+Oᵀ = Vᵀ Pᵀ. The cache of a row is cut into splits by its own length, one block of the grid each. A
+split computes (equations 3-4)
+
+    p = 2^(s·log2(e) − m),   l = Σ p,   o = Σ p·v
+
+with a constant m in place of the running maximum: no maximum and no rescaling in its loop. m is φ
+of the head, or, where the maximum of the first block is further than 2^±32 from φ, that maximum: a
+row that lies elsewhere as a whole costs one reduction and not a recomputation. The splits are
+combined by their own m: o = Σ 2^(m−M) o / Σ 2^(m−M) l.
+
+**Recomputation.** A split is healthy where every row that sees a slot has 2^-64 ≤ l ≤ 2^64 and a
+finite o; otherwise it runs again with a running maximum, on the device, in the same launch. This is
+all that needs checking, once per split and not per score:
+- p and l are fp32 and P enters P·V in bf16, whose exponents are those of fp32. A score far above m
+  gives p > 2^64 or inf, so l > 2^64; NaN fails both comparisons.
+- With l ≥ 2^-64, a term that fp32 flushed to zero (below 2^-126) is below 2^-62·l: n slots lose at
+  most n·2^-62 of the weight, for n < 2^30 less than the rounding of fp32. The same holds for
+  products p·v: what they lose is at most n·2^-62 in units of l.
+- l sums the rounded P that enters P·V, so a row dominated by one key returns its value exactly.
+- p·v < 2^64·|v| overflows only for |v| ≥ 2^63; that o is not finite, and p ≤ 1 saves it.
+fp16 ends at 65504 and has no such range: there the running maximum is used at once.
+
+It cannot avoid reading the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize
+bytes.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
+from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import HALF_TILES, TILES, TILES_FP32
+from fdjax.pallas_kernels.attention.spec import Masking
+
+_MAX_CLUSTER = 8
+# Shared memory of a block of the grid, less what Mosaic takes for sums over warps and barriers.
+_SMEM_BYTES = 227 * 1024 - 2304
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeAttentionConfig:
+    """How the work is cut.
+
+    Attributes:
+      splits: parts into which a row's cache is cut.
+      block_kv: slots per step, a multiple of 64.
+      stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
+      cluster: the splits of a row form a thread block cluster and combine through its shared
+        memory; otherwise a second, small kernel combines them.
+      unified: False runs the synchronised variant (FlashDecoding), with a running maximum.
+    """
+
+    splits: int
+    block_kv: int = 64
+    stages: int = 3
+    cluster: bool = False
+    unified: bool = True
+
+    def __post_init__(self):
+        if self.splits < 1 or self.stages < 1:
+            raise ValueError(f"decode_attention: splits and stages must be positive, got {self}")
+        if self.block_kv < 64 or self.block_kv % 64:
+            raise ValueError(f"decode_attention: block_kv must be a multiple of 64, got {self}")
+        if self.cluster and self.splits > _MAX_CLUSTER:
+            raise ValueError(f"decode_attention: a cluster has at most {_MAX_CLUSTER}, got {self}")
+
+
+def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> DecodeAttentionConfig:
+    """What measured best on an H100 (benchmarks/LOG.md); `rows` of a tile, as they are staged.
+
+    64 blocks with 100 KB in flight each already draw the whole bandwidth, and a cluster of two
+    combines faster than one of eight; a second launch costs 2-6 us. With more KV heads than
+    multiprocessors, small blocks that share one hide each other's start and end.
+    """
+    stages = functools.partial(_stages, d=d, rows=rows)
+    heads = b * kv_heads
+    if heads >= 160:
+        return DecodeAttentionConfig(splits=1, stages=stages(2, 64))
+    if heads > 64:
+        return DecodeAttentionConfig(splits=1, stages=stages(4 if d == 128 else 6, 64))
+    splits = min(_MAX_CLUSTER, 2 ** math.floor(math.log2(max(64 // heads, 2))), -(-s // 64))
+    if splits <= 2 and s <= 256:
+        return DecodeAttentionConfig(splits=1, stages=stages(2, 64), unified=False)
+    if heads * splits < 32 and s >= 8192:
+        return DecodeAttentionConfig(splits=64 // heads, stages=stages(6, 64))
+    if d == 64 or (d == 128 and s // splits > 1024):
+        return DecodeAttentionConfig(
+            splits, block_kv=128, stages=min(2, stages(2, 128)), cluster=splits > 1
+        )
+    # Few steps: a running maximum costs less than looking after a constant one.
+    few = s // splits <= 8 * 64
+    wanted = 3 if few or d == 128 else 6
+    return DecodeAttentionConfig(
+        splits, stages=stages(wanted, 64), cluster=splits > 1, unified=not few
+    )
+
+
+def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
+    """As many stages as fit into shared memory, where D = 128 would take `wanted`."""
+    # q, k and v of the new token, as loaded and as rotated; P, or the turns.
+    others = 6 * rows * d + max(2 * rows * block_kv, 8 * d)
+    return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
+
+
+_STATIC = ("scale", "masking", "unified", "config", "return_reruns", "interpret")
+
+
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
+def decode_mosaic(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    *,
+    scale: float,
+    masking: Masking,
+    phi: Array | None = None,
+    unified: bool = True,
+    layer: Array | int | None = None,
+    config: DecodeAttentionConfig | None = None,
+    return_lse: bool = True,
+    return_reruns: bool = False,
+    interpret=None,
+) -> tuple[Array, Array | None, Array | None]:
+    """Arguments of `decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
+
+    Jitted, so that the layers of a model share one lowering.
+    """
+    b, t, h, d = q.shape
+    kv_heads = k.shape[-3]
+    group = h // kv_heads
+    rows = group * t
+    _check_supported(q, k)
+    if t > 1:
+        q = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
+    q = q.reshape(b, kv_heads, rows, d)
+    # TMA fills up and cuts off a single tile of 8 rows, not the last of several.
+    tiles, tile_rows = query_tiles(rows, d)
+    if rows > 8:
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
+    q = q.reshape(b, kv_heads * tiles, -1, d)
+    operands = {"q": q, "k": k, "v": v, "lengths": lengths, "layer": layer, "phi": phi}
+    o, lse, reruns = _launch(
+        operands,
+        t=t,
+        group=group,
+        scale=scale,
+        masking=masking,
+        unified=unified,
+        config=config,
+        return_lse=return_lse,
+        return_reruns=return_reruns,
+        interpret=interpret,
+    )
+    o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
+    o = o.swapaxes(1, 2).reshape(b, t, h, d)
+    if return_lse:
+        lse = lse.reshape(b, kv_heads, -1)[:, :, :rows].reshape(b, kv_heads, t, group)
+        lse = lse.swapaxes(1, 2).reshape(b, t, h)
+    return o, lse, reruns
+
+
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def append_decode_mosaic(
+    qkv: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    *,
+    cos: Array,
+    sin: Array,
+    scale: float,
+    masking: Masking,
+    phi: Array | None = None,
+    unified: bool = True,
+    config: DecodeAttentionConfig | None = None,
+    return_reruns: bool = False,
+    interpret=None,
+) -> tuple[Array, Array, Array, Array | None]:
+    """Arguments of `append_decode_attention` for T = 1: qkv [B,Hkv,G+2,D], cos, sin [B,1,D/2].
+
+    RoPE, append and attention in one launch; the caches are updated where they are. Returns
+    o [B,1,H,D], both caches, and reruns or None.
+    """
+    b, kv_heads, parts, d = qkv.shape
+    group = parts - 2
+    _check_supported(qkv, k)
+    # TMA fills up a single tile of rows, not the last of several.
+    if parts > 8:
+        qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, -parts % 8), (0, 0)))
+    turns = jnp.stack(
+        [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)], axis=1
+    ).reshape(b, 2, d)
+    k, v = jax.new_ref(k), jax.new_ref(v)
+    operands = {"qkv": qkv, "turns": turns, "k": k, "v": v, "lengths": lengths, "phi": phi}
+    o, _, reruns = _launch(
+        operands,
+        t=1,
+        group=group,
+        scale=scale,
+        masking=masking,
+        unified=unified,
+        config=config,
+        return_lse=False,
+        return_reruns=return_reruns,
+        interpret=interpret,
+    )
+    o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
+    return o, jax.freeze(k), jax.freeze(v), reruns
+
+
+def _launch(
+    operands, *, t, group, scale, masking, unified, config, return_lse, return_reruns, interpret
+):
+    """o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R], reruns []; what is not asked for is None.
+
+    `operands` by name, or None.
+    """
+    b, kv_heads, s, d = operands["k"].shape[-4:]
+    dtype = operands["k"].dtype
+    tiles, padded = query_tiles(group * t, d)
+    stored = group * t if group * t < 8 else padded
+    # q and, of a fused front, the k and v of the new token as further rows.
+    staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
+    config = config or default_config(b, kv_heads * tiles, s, d, staged)
+    if dtype == jnp.float16 or not unified:
+        config = dataclasses.replace(config, unified=False)
+    operands |= {"slopes": None if masking.alibi is None else jnp.array(masking.alibi)}
+    for name, like in (("lengths", jnp.int32), ("phi", jnp.float32), ("slopes", jnp.float32)):
+        if operands.get(name) is not None:
+            operands[name] = operands[name].astype(like)
+    if operands.get("layer") is not None:
+        operands["layer"] = jnp.asarray(operands["layer"], jnp.int32).reshape(1)
+    operands = {name: value for name, value in operands.items() if value is not None}
+
+    loaded = plgpu.SMEM((config.stages, config.block_kv, d), dtype, transforms=TILES)
+    p = {"p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES)}
+    # Plain rows of 32 columns would all begin in the same bank.
+    partial = TILES_FP32 if padded % 32 == 0 else ()
+    result = {
+        "o": plgpu.SMEM((d, padded), jnp.float32, transforms=partial),  # of this split, with l, m
+        "l": plgpu.SMEM((padded,), jnp.float32),
+        "m": plgpu.SMEM((padded,), jnp.float32),
+        "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
+    }
+    if return_lse:
+        result["lse"] = plgpu.SMEM((padded,), jnp.float32)
+    # What is not needed at once shares memory, so that three blocks of the grid with 64 slots and
+    # two stages share a multiprocessor.
+    unions = [({"k": loaded, "v": loaded}, result)]
+    scratch = {
+        "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
+        "q_arrived": plgpu.Barrier(num_arrivals=1),
+        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+    }
+    if "qkv" in operands:
+        front = plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES)
+        token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
+        unions += [({"turns": plgpu.SMEM((2, d), jnp.float32)}, p), ({"swapped": front}, token)]
+        scratch |= {
+            "qkv": front,
+            "q_arrived": plgpu.Barrier(num_arrivals=1 + 3 * staged // 8),
+        }
+    else:
+        scratch |= p
+    if config.cluster:
+        scratch["cluster"] = plgpu.ClusterBarrier(collective_axes=("split",))
+
+    grid = b, kv_heads * tiles
+    one_launch = config.splits == 1 or config.cluster
+    if one_launch:
+        outs = {"o": ((*grid, stored, d), dtype)}
+        if return_lse:
+            outs["lse"] = (*grid, padded), jnp.float32
+    else:
+        outs = {
+            "o": ((*grid, config.splits, d, padded), jnp.float32),
+            "lm": ((*grid, config.splits, 2, padded), jnp.float32),
+        }
+    if return_reruns:
+        outs["reruns"] = (*grid, config.splits), jnp.int32
+
+    def body(*refs):
+        refs = iter(refs)
+        inputs = {name: next(refs) for name in operands}
+        outputs = {name: next(refs) for name in outs}
+        smem = {name: next(refs) for name in scratch}
+        for part in itertools.chain.from_iterable(refs):
+            smem |= part
+        decode_kernel(
+            inputs,
+            outputs,
+            smem,
+            t=t,
+            group=group,
+            tiles=tiles,
+            scale=scale,
+            masking=masking,
+            config=config,
+        )
+
+    results = plgpu.kernel(
+        body,
+        out_type=tuple(jax.ShapeDtypeStruct(*o) for o in outs.values()),
+        kernel_name="decode_attention",
+        scratch_types=(*scratch.values(), *(plgpu.RefUnion(*parts) for parts in unions)),
+        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+        **_grid(grid, config),
+    )(*operands.values())
+    results = dict(zip(outs, results, strict=True))
+    o, lse = results["o"], results.get("lse")
+    if not one_launch:
+        o, lse = combine(o, results["lm"], stored, dtype, interpret)
+    if lse is not None:
+        lse = lse[:, :, :stored]
+    return o, lse, results["reruns"].mean() if return_reruns else None
+
+
+def query_tiles(rows: int, d: int) -> tuple[int, int]:
+    """Tiles into which the query rows of a KV head are cut, and the rows of each.
+
+    Each tile reads the cache anew, and finds it in L2. Larger ones would spill registers.
+    """
+    tiles = -(-rows // (32 if d <= 128 else 16))
+    return tiles, -(-rows // (8 * tiles)) * 8
+
+
+def can_append(group: int, d: int) -> bool:
+    """Whether `append_decode_mosaic` takes so many queries of a new token."""
+    return group <= 16 and query_tiles(group, d)[0] == 1
+
+
+def _check_supported(q: Array, k: Array) -> None:
+    s, d = k.shape[-2:]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"decode_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
+        )
+    if d not in (64, 128, 256):
+        raise NotImplementedError(
+            f"decode_attention: mosaic_gpu needs D of 64, 128 or 256, got {d}"
+        )
+    if s % 8:
+        raise NotImplementedError(
+            f"decode_attention: mosaic_gpu needs S to be a multiple of 8, got {s}"
+        )
+
+
+def _grid(grid: tuple[int, int], config: DecodeAttentionConfig) -> dict:
+    if config.cluster:
+        return dict(
+            grid=grid,
+            grid_names=("row", "tile"),
+            cluster=(config.splits,),
+            cluster_names=("split",),
+        )
+    return dict(grid=(*grid, config.splits), grid_names=("row", "tile", "split"))

@@ -1,0 +1,89 @@
+"""Combining the splits of decode attention by their maxima, in a cluster or a second launch."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import ROW, TILE, TILES
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
+
+_PIPELINE_BYTES = 128 * 1024
+
+
+def merge(os, ls, ms):
+    """Combine splits, os [D, R], by their maxima; one that saw nothing has l = 0 and any m."""
+    ms = [jnp.where(l > 0, m, LOWEST) for l, m in zip(ls, ms, strict=True)]
+    m = functools.reduce(jnp.maximum, ms)
+    weights = [jnp.exp2(part - m) for part in ms]
+    l = sum(w * part for w, part in zip(weights, ls, strict=True))
+    o = sum(
+        lax.broadcast_in_dim(w, part.shape, [1]) * part for w, part in zip(weights, os, strict=True)
+    )
+    return o, l, m
+
+
+def write_result(o, l, m, out_s, lse_s):
+    """Write o/l, and the logsumexp where it has a place. o [D, R], l and m [R]."""
+    inverse = jnp.where(l > 0, 1.0 / l, 0.0)
+    out = (o * lax.broadcast_in_dim(inverse, o.shape, [1])).astype(out_s.dtype)
+    out_s.T[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
+    if lse_s is not None:
+        lse_s[...] = jnp.where(l > 0, m / LOG2E + jnp.log(l), -jnp.inf)
+
+
+def combine(o, lm, rows, dtype, interpret):
+    """The splits in a kernel of their own. o [B,Hkv,splits,D,R], lm [B,Hkv,splits,2,R]."""
+    b, kv_heads, splits, d, padded = o.shape
+
+    def body(o_g, lm_g, out_g, lse_g, lm_s, out_s, lse_s, barrier):
+        row, head = lax.axis_index("row"), lax.axis_index("head")
+        plgpu.copy_gmem_to_smem(lm_g.at[row, head], lm_s, barrier)
+        plgpu.barrier_wait(barrier)
+        ls = [plgpu.load(lm_s.at[i, 0], layout=ROW) for i in range(splits)]
+        ms = [plgpu.load(lm_s.at[i, 1], layout=ROW) for i in range(splits)]
+        ms = [jnp.where(l > 0, m, LOWEST) for l, m in zip(ls, ms, strict=True)]
+        m = functools.reduce(jnp.maximum, ms)
+        l = sum(jnp.exp2(part - m) * part_l for part, part_l in zip(ms, ls, strict=True))
+
+        def step(indices, o_s, total):
+            i = indices[0]
+            part_l, part_m = (plgpu.load(lm_s.at[i, j], layout=ROW) for j in range(2))
+            weight = jnp.where(part_l > 0, jnp.exp2(part_m - m), 0.0)
+            tile = plgpu.load(o_s, layout=TILE)
+            return total + lax.broadcast_in_dim(weight, (d, padded), [1]) * tile
+
+        total = plgpu.emit_pipeline(
+            step,
+            grid=(splits,),
+            in_specs=[plgpu.BlockSpec((None, d, padded), lambda i: (i, 0, 0))],
+            max_concurrent_steps=min(splits, 8, max(1, _PIPELINE_BYTES // (4 * d * padded))),
+            init_carry=plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE),
+        )(o_g.at[row, head])
+        write_result(total, l, m, out_s, lse_s)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(out_s, out_g.at[row, head, pl.ds(row * 0, padded)])
+        plgpu.copy_smem_to_gmem(lse_s, lse_g.at[row, head])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    return plgpu.kernel(
+        body,
+        out_type=(
+            jax.ShapeDtypeStruct((b, kv_heads, rows, d), dtype),
+            jax.ShapeDtypeStruct((b, kv_heads, padded), jnp.float32),
+        ),
+        kernel_name="decode_attention_combine",
+        grid=(b, kv_heads),
+        grid_names=("row", "head"),
+        scratch_types=(
+            plgpu.SMEM((splits, 2, padded), jnp.float32),
+            plgpu.SMEM((padded, d), dtype, transforms=TILES),
+            plgpu.SMEM((padded,), jnp.float32),
+            plgpu.Barrier(),
+        ),
+        compiler_params=plgpu.CompilerParams(approx_math=True),
+        interpret=interpret,
+    )(o, lm)

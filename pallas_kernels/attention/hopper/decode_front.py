@@ -1,0 +1,74 @@
+"""What surrounds attention in a decode step: RoPE of q and k, append of k and v to the cache.
+
+q, k and v of a KV head are the rows of one tile. It is loaded twice, as it is and with the halves
+of D exchanged, so that the rotation is x cos + swapped(x) sin, element by element.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, TILE
+from fdjax.pallas_kernels.hopper.conditional import when
+
+
+def load_front(inputs, smem, row, head):
+    """Begin to load q, k and v of the new token, as they are and with their halves exchanged."""
+    staged, d = smem["qkv"].shape
+    half = d // 2
+    for start in range(0, staged, 8):
+        # A tile that sticks out is filled up with zeros.
+        source = inputs["qkv"].at[row, head, pl.ds(row * 0 + start, 8)]
+        to = pl.ds(start, 8)
+        plgpu.copy_gmem_to_smem(source, smem["qkv"].at[to], smem["q_arrived"])
+        for i in range(2):
+            plgpu.copy_gmem_to_smem(
+                source.at[:, pl.ds((1 - i) * half, half)],
+                smem["swapped"].at[to, pl.ds(i * half, half)],
+                smem["q_arrived"],
+            )
+    plgpu.copy_gmem_to_smem(inputs["turns"].at[row], smem["turns"], smem["q_arrived"])
+
+
+def rotate_rows(smem):
+    """RoPE of all staged rows: x cos + swapped(x) sin, with the sign of the first half in sin."""
+    x, swapped = (_load_rows(smem[name]) for name in ("qkv", "swapped"))
+    cos, sin = (
+        lax.broadcast_in_dim(plgpu.load(smem["turns"].at[i], layout=COLUMN), x.shape, [0])
+        for i in range(2)
+    )
+    rotated = (x * cos + swapped * sin).astype(smem["q"].dtype)
+    smem["q"].T[...] = plgpu.layout_cast(rotated, plgpu.Layout.WGMMA_TRANSPOSED)
+    plgpu.commit_smem()
+
+
+def _load_rows(ref):
+    """Rows [R, D] of shared memory as fp32 columns [D, R]."""
+    columns = plgpu.load(ref.T, layout=plgpu.Layout.WGMMA_TRANSPOSED)
+    return plgpu.layout_cast(columns, TILE).astype(jnp.float32)
+
+
+def receive_token(smem, group):
+    """Keep the rotated k and v of the new token in "new"; returns q·k of all rows, [R]."""
+    padded, d = smem["p"].shape[0], smem["q"].shape[1]
+
+    def column(ref, index):
+        columns = _load_rows(ref)
+        rows = plgpu.broadcasted_iota(jnp.int32, columns.shape, 1, layout=TILE)
+        return jnp.where(rows == index, columns, 0.0).sum(axis=1)
+
+    key, value = column(smem["q"], group), column(smem["qkv"], group + 1)
+    for i, values in enumerate((key, value)):
+        smem["new"].at[i][...] = values.astype(smem["new"].dtype)
+    q = _load_rows(smem["q"].at[pl.ds(0, padded)])
+    return (q * lax.broadcast_in_dim(key, (d, padded), [0])).sum(axis=0)
+
+
+def write_token(inputs, smem, row, head, slot):
+    """Begin to write the new k and v to their slot, if there is room."""
+
+    @when(slot < inputs["k"].shape[-2])
+    def _():
+        for i, name in enumerate("kv"):
+            plgpu.copy_smem_to_gmem(smem["new"].at[i], inputs[name].at[row, head, slot])

@@ -1,0 +1,343 @@
+"""The kernel of decode attention: a split of a row's cache for one KV head; see `decode_mosaic`."""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.hopper.decode_combine import merge, write_result
+from fdjax.pallas_kernels.attention.hopper.decode_front import (
+    load_front,
+    receive_token,
+    rotate_rows,
+    write_token,
+)
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, ROW, TILE
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
+from fdjax.pallas_kernels.hopper.conditional import cond, when
+
+# In log2 units: a split is healthy with a denominator in this range about its m, and m is moved to
+# the maximum of the first block where that is further away.
+_SAFE_LOG2 = 64
+_NEAR_LOG2 = 32
+_LARGEST = 2.0**126
+
+
+def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, config):
+    """One block of the grid (row, tile of query rows, split).
+
+    Args:
+      inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and turns
+        [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if any.
+      outputs: by name, o [B,Hkv·tiles,R,D], or parts of it and lm [B,Hkv·tiles,splits,2,R] for
+        `combine`; where asked for, lse [B,Hkv·tiles,R], and reruns [B,Hkv·tiles,splits] int32,
+        whether each block ran again.
+      smem: buffers and barriers by name.
+      tiles: into which the G·T query rows of a KV head are cut.
+      t, group, scale, masking, config: see `decode_mosaic`.
+    """
+    q_s, k_s, v_s, p_s = (smem[name] for name in ("q", "k", "v", "p"))
+    partial = [smem[name] for name in ("o", "l", "m")]
+    (d, padded), bk, splits = partial[0].shape, config.block_kv, config.splits
+    row, tile, split = (lax.axis_index(axis) for axis in ("row", "tile", "split"))
+    zero = row * 0
+    head = lax.div(tile, jnp.int32(tiles))
+    first_query = lax.rem(tile, jnp.int32(tiles)) * padded
+    if "qkv" in inputs:
+        load_front(inputs, smem, row, head)
+    else:
+        # Rows past G·T are outside of q: TMA fills them with zeros, and drops them from the result.
+        source = inputs["q"].at[row, tile, pl.ds(zero, padded)]
+        plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
+    caches = [inputs["k"], inputs["v"]]
+    if "layer" in inputs:
+        index = inputs["layer"][0]
+        caches = [c.at[index] for c in caches]
+    caches = [c.at[row, head] for c in caches]
+
+    def load(start, stage):
+        size = min(bk, caches[0].shape[0])
+        for cache, loaded in zip(caches, (k_s, v_s), strict=True):
+            source, to = cache.at[pl.ds(start, size)], loaded.at[stage, pl.ds(0, size)]
+            plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
+
+    # Without a window splits take blocks in turn. So the first one does not depend on the length of
+    # the row, and is on its way while that is read.
+    in_turn = masking.window is None
+    if in_turn:
+        load(split * bk, zero)
+    n = inputs["lengths"][row]
+    # Slots that are read: a new token takes part by itself.
+    cached = n
+    if "qkv" in inputs:
+        n = n + 1
+    end_block = lax.div(cached + (bk - 1), jnp.int32(bk))
+    if in_turn:
+        first, stride = split, splits
+        # One that is past the length has been asked for: nothing of it is seen.
+        count = jnp.maximum(lax.div(end_block - split + (splits - 1), jnp.int32(splits)), 1)
+    else:
+        start_block = lax.div(jnp.maximum(n - t + 1 - masking.window, 0), jnp.int32(bk))
+        chunk = lax.div(end_block - start_block + (splits - 1), jnp.int32(splits))
+        first, stride = jnp.minimum(start_block + split * chunk, end_block), 1
+        count = jnp.minimum(chunk, end_block - first)
+
+    # The largest tile leaves no register to tell slots that are read twice.
+    ends_with_cache = bk * padded < 128 * 32
+
+    def block_start(step):
+        """The last block ends where the cache does: it begins with slots of the block before.
+
+        A first one that was asked for before the length was known does not.
+        """
+        start = (first + step * stride) * bk
+        if not ends_with_cache:
+            return start
+        end = jnp.maximum(lax.div(cached + 7, jnp.int32(8)) * 8 - bk, 0)
+        moved = jnp.minimum(start, end)
+        return jnp.where(step == 0, start, moved) if in_turn else moved
+
+    def query_rows():
+        """[block, R] which of the G·T query rows of the head a column is."""
+        return plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE) + first_query
+
+    def per_row(values):
+        """values[head's g] at every query row, as a register array that broadcasts."""
+        rows = query_rows()
+        spread = jnp.zeros_like(rows).astype(jnp.float32)
+        for g in range(group):
+            spread = jnp.where(
+                rows % group == g if t > 1 else rows == g, values[head * group + g], spread
+            )
+        return spread
+
+    def visible(step):
+        """[block, R] whether a slot is seen by a query row, and its distance to it."""
+        slots = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + block_start(step)
+        query = n - 1
+        if t > 1:
+            rows = query_rows()
+            query = n - t + lax.div(rows, jnp.full_like(rows, group))
+        distance = slots - query
+        seen = distance <= 0 if cached is n else distance < 0
+        if ends_with_cache:
+            seen = seen & (slots >= (first + step * stride) * bk)
+        if masking.window is not None:
+            seen = seen & (distance > -masking.window)
+        return seen, distance
+
+    def log2_scores(z):
+        """Products q·k as scores in units of log2, without position bias."""
+        if masking.soft_cap is not None:
+            return jnp.tanh(z * (scale / masking.soft_cap)) * (masking.soft_cap * LOG2E)
+        return z * (scale * LOG2E)
+
+    def receive_queries():
+        plgpu.barrier_wait(smem["q_arrived"])
+        if "qkv" in inputs:
+            rotate_rows(smem)
+
+            @when(split == 0)
+            def _():
+                smem["score"][...] = log2_scores(receive_token(smem, group))
+
+    def scores(step, keys):
+        """[block, R] scores in units of log2, and which of them count."""
+
+        def product(acc):
+            plgpu.wgmma(acc, keys, q_s.at[pl.ds(0, padded)].T)
+            return acc[...]
+
+        z = pl.run_scoped(product, plgpu.ACC((bk, padded), jnp.float32))
+        z = log2_scores(z)
+        seen, distance = visible(step)
+        if "slopes" in inputs:
+            z = z + per_row(inputs["slopes"]) * LOG2E * distance.astype(jnp.float32)
+        return z, seen
+
+    def zero_dead_values(step, values):
+        """Slots past the length may hold NaN, which a probability of zero does not stop."""
+        begin = block_start(step)
+
+        @when(begin + bk > cached)
+        def _():
+            slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
+            for column in range(0, d, 64):
+                part = values.at[:, pl.ds(column, 64)]
+                found = plgpu.load(part, layout=TILE)
+                part[...] = jnp.where(slots < cached, found, jnp.zeros_like(found))
+
+    def down(values, size):
+        """values [R] as every row of [size, R]."""
+        return lax.broadcast_in_dim(values, (size, padded), [1])
+
+    def put(p):
+        p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+
+    def pipeline(step, carry, first_pass):
+        """Runs step(i, keys [block, D], values, carry) over the blocks, loading ahead of it.
+
+        The first pass receives the queries while its first blocks are on their way.
+        """
+        stages = config.stages
+
+        def load_block(i):
+            load(block_start(i), lax.rem(i, jnp.int32(stages)))
+
+        def body(i, carry):
+            stage = lax.rem(i, jnp.int32(stages))
+            plgpu.barrier_wait(smem["loaded"].at[stage])
+            carry = step(i, k_s.at[stage], v_s.at[stage], carry)
+            when(i + stages < count)(lambda: load_block(i + stages))
+            return carry
+
+        begun = 1 if first_pass and in_turn else 0
+        lax.fori_loop(begun, jnp.minimum(count, stages), lambda i, _: load_block(i), None)
+        if first_pass:
+            receive_queries()
+        return lax.fori_loop(0, count, body, carry)
+
+    blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
+
+    def attend_unified():
+        """o [D, R], l [R], m [R] of this split, with a constant m after the first block."""
+
+        def nearest(m, z, seen):
+            """φ, or the maximum of the first block where that is far from φ."""
+            top = jnp.where(seen, z, LOWEST).max(axis=0)
+            far = jnp.where(jnp.abs(top - m) > _NEAR_LOG2, top, m)
+            return plgpu.layout_cast(jnp.where(top > LOWEST, far, m), ROW)
+
+        def accumulate(acc):
+            def step(i, keys, values, carry):
+                l, m = carry
+                z, seen = scores(i, keys)
+                m = cond(
+                    i == 0,
+                    lambda: nearest(m, z, seen),
+                    lambda: plgpu.layout_cast(m, ROW),
+                )
+                p = jnp.where(seen, jnp.exp2(z - down(m, bk)), 0.0).astype(q_s.dtype)
+                zero_dead_values(i, values)
+                put(p)
+                plgpu.wgmma(acc, values.T, p_s.T)
+                l = l + p.astype(jnp.float32)
+                plgpu.wgmma_wait(0)
+                return l, m
+
+            if "phi" in inputs:
+                m = per_row(inputs["phi"]).max(axis=0) * LOG2E
+            else:
+                m = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), ROW)
+            l, m = pipeline(step, (blank, m), first_pass=True)
+            return acc[...], l, m
+
+        o, l, m = pl.run_scoped(accumulate, plgpu.ACC((d, padded), jnp.float32))
+        return o, l.sum(axis=0), m
+
+    def attend_synchronised():
+        """The same with the running maximum of the split."""
+
+        def step(i, keys, values, carry):
+            o, l, m = carry
+            z, seen = scores(i, keys)
+            m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
+            p = jnp.where(seen, jnp.exp2(z - down(m_new, bk)), 0.0).astype(q_s.dtype)
+            zero_dead_values(i, values)
+            put(p)
+            rescale = jnp.exp2(m - m_new)
+            l = l * down(rescale, bk) + p.astype(jnp.float32)
+            o = o * down(rescale, d)
+
+            def product(acc):
+                plgpu.wgmma(acc, values.T, p_s.T)
+                return acc[...]
+
+            o = o + pl.run_scoped(product, plgpu.ACC((d, padded), jnp.float32))
+            return o, l, m_new
+
+        o = plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE)
+        m = plgpu.layout_cast(jnp.full((padded,), LOWEST, jnp.float32), ROW)
+        o, l, m = pipeline(step, (o, blank, m), first_pass=not config.unified)
+        return o, l.sum(axis=0), m
+
+    if config.unified:
+        o, l, m = attend_unified()
+        rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (padded,), 0), ROW) + first_query
+        last = n - t + lax.div(rows, jnp.full_like(rows, group))
+        seen = jnp.minimum(last + 1, cached)
+        if in_turn:
+            seen = seen - first * bk
+        else:
+            seen = jnp.minimum((first + count) * bk, seen)
+            seen = seen - jnp.maximum(first * bk, last - masking.window + 1)
+        seen = jnp.where(rows < group * t, seen, 0)
+        out_of_range = jnp.where(
+            l >= 2.0**-_SAFE_LOG2, jnp.where(l <= 2.0**_SAFE_LOG2, 0.0, 1.0), 1.0
+        )
+        broken = jnp.where(jnp.abs(o) < _LARGEST, 0.0, 1.0).max(axis=0)
+        # A row that sees no slot of this split has l = 0, and is well.
+        broken = jnp.where(seen > 0, jnp.maximum(broken, out_of_range), 0.0)
+        reruns = broken.max() > 0
+        part = cond(reruns, attend_synchronised, lambda: (o, l, m))
+    else:
+        reruns = jnp.bool_(False)
+        part = attend_synchronised()
+    if "reruns" in outputs:
+        outputs["reruns"][row, tile, split] = reruns.astype(jnp.int32)
+
+    def with_token(*parts):
+        """Parts (o, l, m) as one, with the new token as one more of one slot at distance 0."""
+        if "qkv" in inputs:
+            value = plgpu.load(smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
+            value = lax.broadcast_in_dim(value, (d, padded), [0])
+            score = plgpu.load(smem["score"], layout=ROW)
+            parts += ((value, jnp.ones_like(score), score),)
+        return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
+
+    def load_part(peer):
+        o, l, m = (plgpu.cluster_ref(ref, {"split": peer}) for ref in partial)
+        return plgpu.load(o, layout=TILE), *(plgpu.load(ref, layout=ROW) for ref in (l, m))
+
+    def save(part):
+        for ref, values in zip(partial, part, strict=True):
+            ref[...] = values
+
+    def finish():
+        others = map(load_part, range(1, splits if config.cluster else 1))
+        write_result(*with_token(part, *others), smem["out"], smem.get("lse"))
+        plgpu.commit_smem()
+        if config.cluster:
+            plgpu.barrier_arrive(smem["cluster"])
+        if "qkv" in inputs:
+            # Not before the last block is loaded, which the slot may be in.
+            write_token(inputs, smem, row, head, cached)
+        plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[row, tile, pl.ds(zero, padded)])
+        if "lse" in outputs:
+            plgpu.copy_smem_to_gmem(smem["lse"], outputs["lse"].at[row, tile])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    if config.cluster:
+        when(split > 0)(lambda: save(part))
+        # One thread arrives for a warpgroup, so each arrival follows a commit, which waits for all.
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(smem["cluster"])
+        plgpu.barrier_wait(smem["cluster"])
+        when(split == 0)(finish)
+
+        # A block outlives those that read its shared memory or arrive at its barrier.
+        when(split > 0)(lambda: plgpu.barrier_arrive(smem["cluster"]))
+        plgpu.barrier_wait(smem["cluster"])
+    elif splits == 1:
+        finish()
+    else:
+        save(cond(split == 0, lambda: with_token(part), lambda: part))
+        plgpu.commit_smem()
+        if "qkv" in inputs:
+            when(split == 0)(lambda: write_token(inputs, smem, row, head, cached))
+        o_s, l_s, m_s = partial
+        plgpu.copy_smem_to_gmem(o_s, outputs["o"].at[row, tile, split])
+        plgpu.copy_smem_to_gmem(l_s, outputs["lm"].at[row, tile, split, 0])
+        plgpu.copy_smem_to_gmem(m_s, outputs["lm"].at[row, tile, split, 1])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,529 @@
+"""Prefill attention on Hopper: two-level tiling, warpgroups that take turns, a unified maximum.
+
+FastAttention (Lin et al. 2024), section 4.1 and appendix B, and FlashDecoding++ (Hong et al. 2024),
+section 3. The first level of tiles is what TMA brings to shared memory: 128 query rows of a head,
+and block by block the slots of the cache that they see. The second is what one of two warpgroups
+takes through the tensor cores and the vector units, 64 query rows at a time. The warpgroups take
+turns at the tensor cores, so that the exponentials of one run under the products of the other: a
+turn queues P·V of a block and Q·K of the next, and is passed on when Q·K alone is left. A third
+warpgroup only loads.
+
+    p = 2^(s·log2(e) − φ),   l = Σ p,   o = Σ p·v / l
+
+with the constant φ of the head: no maximum and no rescaling in the loop. l sums the rounded P that
+enters P·V, so a row dominated by one key returns its value exactly; each lane sums what it holds,
+and lanes are added up once, at the end.
+
+**Staying exact.** A tile is right where each of its rows has 2^-60 ≤ l ≤ 2^100 and a finite o:
+- bf16 has the exponents of fp32, so P loses nothing but its mantissa;
+- a term that fp32 flushed to zero (below 2^-126) is below 2^-66·l;
+- everything that overflowed shows in l or in o, which NaN fails as well.
+This is checked once per tile and not per score; a tile that fails runs again with a running
+maximum (online softmax), on the device, in the same launch. fp16 ends at 65504 and has no such
+range: there, and with `unified=False`, every tile runs that way at once.
+
+**Masks.** There is none in memory. Blocks of slots that no row of a tile sees are skipped, those
+that every row sees take a path without masking, and the others compare positions.
+
+It cannot avoid 4·D FLOPs for each (query, key) pair that is seen.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from fdjax.pallas_kernels.attention.prefill_tiles import (
+    COLUMN,
+    MATRIX,
+    SAFE,
+    bend,
+    operands,
+    visible_blocks,
+)
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
+from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.hopper.conditional import cond, when
+
+_ROWS = 64  # query rows of a warpgroup: M of wgmma
+_CONSUMERS = 2  # warpgroups that compute
+_TILE = _CONSUMERS * _ROWS
+_BLOCKS = {64: (128, 4), 96: (128, 2), 128: (128, 2), 256: (64, 2)}  # slots, stages; by D
+
+
+@dataclasses.dataclass(frozen=True)
+class PrefillAttentionConfig:
+    """How the work is cut.
+
+    Attributes:
+      block_kv: slots per step, a multiple of 64. Above 128 the registers do not hold two products
+        in flight, and the compiler waits for each.
+      stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
+      unified: False runs online softmax.
+      skip_masks: False takes every block of slots for one that needs masking.
+    """
+
+    block_kv: int = 128
+    stages: int = 2
+    unified: bool = True
+    skip_masks: bool = True
+
+    def __post_init__(self):
+        if self.block_kv < 64 or self.block_kv % 64:
+            raise ValueError(f"prefill_attention: block_kv must be a multiple of 64, got {self}")
+        if self.stages < 2:
+            raise ValueError(f"prefill_attention: stages must be at least 2, got {self}")
+
+
+def default_config(d: int) -> PrefillAttentionConfig:
+    """What measured best on an H100 at D = 64 and 128 (benchmarks/LOG.md); otherwise what fits."""
+    block_kv, stages = _BLOCKS[d]
+    return PrefillAttentionConfig(block_kv=block_kv, stages=stages)
+
+
+@functools.partial(
+    jax.jit, static_argnames=("scale", "masking", "unified", "return_lse", "config", "interpret")
+)
+def prefill_mosaic(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    offsets: Array,
+    *,
+    scale: float,
+    masking: Masking,
+    phi: Array | None = None,
+    unified: bool = True,
+    layer: Array | int | None = None,
+    rows: Array | None = None,
+    return_lse: bool = True,
+    config: PrefillAttentionConfig | None = None,
+    interpret=None,
+) -> tuple[Array, Array | None]:
+    """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
+
+    Jitted, so that the layers of a model share one lowering. With `rows` [B] int32, k and v have
+    more rows than q, and these are its.
+    """
+    b, t, h, d = q.shape
+    s = k.shape[-2]
+    _check_supported(q, s)
+    config = config or default_config(d)
+    if q.dtype == jnp.float16 or not unified:
+        config = dataclasses.replace(config, unified=False)
+    if t % 8:
+        q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))
+    tiles = pl.cdiv(t, _TILE)
+    inputs = operands(q, k, v, lengths, offsets, masking=masking, phi=phi, layer=layer, rows=rows)
+    outputs = dict(o=jax.ShapeDtypeStruct(q.shape, q.dtype))
+    if return_lse:
+        # A store of one row is not cut off at the end of the array.
+        outputs["lse"] = jax.ShapeDtypeStruct((b, h, tiles * _TILE), jnp.float32)
+
+    swizzle = 128 if d % 64 == 0 else 64
+
+    def smem(*shape, swizzle=swizzle):
+        tiling = plgpu.TilingTransform((8, swizzle // 2))
+        return plgpu.SMEM(shape, q.dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+    bk, stages = config.block_kv, config.stages
+    loaded = plgpu.Barrier(num_barriers=stages)
+    consumed = plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=stages)
+    scratch = dict(
+        q=smem(_CONSUMERS, _ROWS, d),
+        k=smem(stages, bk, d),
+        v=smem(stages, bk, d),
+        o=smem(_CONSUMERS, _ROWS, d if d <= 128 else 64),  # stored in parts
+        unsafe=plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32),
+        again=plgpu.SMEM((_CONSUMERS,), jnp.int32),
+        q_full=plgpu.Barrier(num_barriers=_CONSUMERS),
+        k_full=loaded,
+        v_full=loaded,
+        tail_full=plgpu.Barrier(),
+        k_empty=consumed,
+        v_empty=consumed,
+        turn=plgpu.Barrier(num_barriers=_CONSUMERS),
+        voted=plgpu.Barrier(num_arrivals=_CONSUMERS),
+    )
+    if return_lse:
+        scratch["lse"] = plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32)
+    if interpret is not None:  # which takes no operand of a product from registers
+        scratch["p"] = smem(_CONSUMERS, _ROWS, bk, swizzle=128)
+
+    def body(*refs):
+        refs = iter(refs)
+        _prefill_kernel(
+            *({name: next(refs) for name in names} for names in (inputs, outputs, scratch)),
+            t=t,
+            scale=scale,
+            masking=masking,
+            config=config,
+        )
+
+    # Heads side by side: with the tiles of one head side by side it measured 0.54 times as fast.
+    out = plgpu.kernel(
+        body,
+        out_type=tuple(outputs.values()),
+        kernel_name="prefill_attention",
+        scratch_types=tuple(scratch.values()),
+        grid=(h, tiles, b),
+        grid_names=("head", "tile", "row"),
+        num_threads=_CONSUMERS + 1,
+        thread_name="warpgroup",
+        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+        interpret=interpret,
+    )(*inputs.values())
+    return out[0][:, :t], out[1].transpose(0, 2, 1)[:, :t] if return_lse else None
+
+
+def _check_supported(q: Array, s: int) -> None:
+    d = q.shape[-1]
+    if q.dtype not in (jnp.bfloat16, jnp.float16):
+        raise NotImplementedError(
+            f"prefill_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
+        )
+    if d not in _BLOCKS:
+        raise NotImplementedError(
+            f"prefill_attention: mosaic_gpu needs D of 64, 96, 128 or 256, got {d}"
+        )
+    if s % 8:  # TMA takes tiles of 8 slots
+        raise NotImplementedError(
+            f"prefill_attention: mosaic_gpu needs S to be a multiple of 8, got {s}"
+        )
+
+
+def _prefill_kernel(
+    inputs,  # q [B,T,H,D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, phi, slopes)
+    outputs,  # o [B,T,H,D], (lse [B,H,T])
+    scratch,
+    *,
+    t,
+    scale,
+    masking,
+    config,
+):
+    caches = [inputs["k"], inputs["v"]]
+    if "layer" in inputs:
+        index = inputs["layer"][0]
+        caches = [cache.at[index] for cache in caches]
+    _, kv_heads, slots, _ = caches[0].shape
+    row, head, warpgroup = (lax.axis_index(axis) for axis in ("row", "head", "warpgroup"))
+    kv_head = lax.div(head, inputs["q"].shape[2] // kv_heads)
+    # The longest tiles first.
+    first = (pl.cdiv(t, _TILE) - 1 - lax.axis_index("tile")) * _TILE
+    length = jnp.minimum(inputs["lengths"][row], slots)
+    offset = inputs["offsets"][row]
+    blocks = visible_blocks(
+        first, length, offset, t=t, rows=_TILE, block_kv=config.block_kv, masking=masking
+    )
+    if not config.skip_masks:
+        blocks = blocks._replace(bare_begin=blocks.begin, bare_end=blocks.begin)
+
+    @when(warpgroup == _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+
+        @when(blocks.steps > 0)
+        def _():
+            for w in range(_CONSUMERS):
+                rows = inputs["q"].at[row, pl.ds(first + w * _ROWS, _ROWS), head]
+                plgpu.copy_gmem_to_smem(rows, scratch["q"].at[w], scratch["q_full"].at[w])
+
+        cache_row = inputs["rows"][row] if "rows" in inputs else row
+        k, v = (cache.at[cache_row, kv_head] for cache in caches)
+        _produce(k, v, length, blocks, scratch, config)
+
+    @when(warpgroup < _CONSUMERS)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        rows = pl.ds(first + warpgroup * _ROWS, _ROWS)
+        _consume(
+            outputs["o"].at[row, rows, head],
+            outputs["lse"].at[row, head, rows] if "lse" in outputs else None,
+            inputs["phi"][head] if "phi" in inputs else None,
+            inputs["slopes"][head] if "slopes" in inputs else None,
+            offset + first + warpgroup * _ROWS,
+            jnp.minimum(offset + t, length),
+            length,
+            blocks,
+            scratch,
+            scale=scale,
+            masking=masking,
+            config=config,
+        )
+
+
+def _produce(k, v, length, blocks, scratch, config):
+    """Load k, v [S,D], block by block, and again where the consumers vote for it."""
+    k_s, v_s, tail_full = (scratch[name] for name in ("k", "v", "tail_full"))
+    k_full, v_full, k_empty, v_empty = (
+        scratch[name] for name in ("k_full", "v_full", "k_empty", "v_empty")
+    )
+    bk, stages = config.block_kv, config.stages
+
+    def load(j, loaded):
+        slot = lax.rem(loaded, stages)
+        rows = pl.ds(j * bk, bk)
+        live = length - j * bk
+        when(loaded >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
+        plgpu.copy_gmem_to_smem(k.at[rows], k_s.at[slot], k_full.at[slot])
+        when(loaded >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
+
+        @when(live >= bk)
+        def _():
+            plgpu.copy_gmem_to_smem(v.at[rows], v_s.at[slot], v_full.at[slot])
+
+        @when(live < bk)
+        def _():
+            plgpu.copy_gmem_to_smem(v.at[rows], v_s.at[slot], tail_full)
+            plgpu.barrier_wait(tail_full)
+            _zero_dead(v_s.at[slot], live)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(v_full.at[slot])
+
+        return loaded + 1
+
+    loaded = lax.fori_loop(blocks.begin, blocks.end, load, jnp.int32(0))
+    if config.unified:
+        plgpu.barrier_wait(scratch["voted"])
+        loaded = cond(
+            _is_again(scratch),
+            lambda: lax.fori_loop(blocks.begin, blocks.end, load, loaded),
+            lambda: loaded,
+        )
+    for slot in range(stages):
+
+        @when(slot < loaded)
+        def _(slot=slot):
+            plgpu.barrier_wait(k_empty.at[slot])
+            plgpu.barrier_wait(v_empty.at[slot])
+
+
+def _zero_dead(values, live):
+    """Slots past the length may hold NaN, which a probability of zero does not stop."""
+    bk, d = values.shape
+    width = 64 if d % 64 == 0 else 32
+    for start in range(0, bk, 64):
+        slots = plgpu.broadcasted_iota(jnp.int32, (64, width), 0, layout=MATRIX) + start
+        for column in range(0, d, width):
+            part = values.at[pl.ds(start, 64), pl.ds(column, width)]
+            x = plgpu.load(part, layout=MATRIX)
+            part[...] = jnp.where(slots < live, x, jnp.zeros_like(x))
+
+
+def _widened(p):
+    """bf16 [64,N] in fp32, by an instruction for each element; `astype` takes two."""
+
+    @plgpu.inline_mgpu(
+        arg_types=(MATRIX,),
+        return_type=plgpu.ShapeDtypeStruct(p.shape, jnp.float32, layout=MATRIX),
+    )
+    def widen(_, p):
+        word, single = ir.IntegerType.get_signless(32), ir.F32Type.get()
+
+        def apart(pair):
+            pair = mgpu_utils.bitcast(pair, word)
+            halves = (
+                arith.shli(pair, mgpu_utils.c(16, word)),
+                arith.andi(pair, mgpu_utils.c(-(2**16), word)),
+            )
+            halves = [arith.bitcast(single, half) for half in halves]
+            return vector.from_elements(ir.VectorType.get((2,), single), halves)
+
+        registers = np.array([apart(pair) for pair in p.registers.flat], dtype=object)
+        registers = registers.reshape(p.registers.shape)
+        return mgpu.FragmentedArray(_registers=registers, _layout=p.layout, _is_signed=None)
+
+    return widen(p)
+
+
+def _is_again(scratch):
+    again = scratch["again"]
+    return again[0] + again[1] > 0
+
+
+def _consume(
+    out,  # [64,D]
+    lse,  # [64] or None
+    phi,  # scalars or None
+    slope,
+    top,  # position of the first row
+    bottom,  # of the first that is padding
+    length,
+    blocks,
+    scratch,
+    *,
+    scale,
+    masking,
+    config,
+):
+    """64 query rows of one warpgroup."""
+    warpgroup = lax.axis_index("warpgroup")
+    q_s, o_s, unsafe_s = (scratch[name].at[warpgroup] for name in ("q", "o", "unsafe"))
+    lse_s, p_s = (scratch[n].at[warpgroup] if n in scratch else None for n in ("lse", "p"))
+    k_s, v_s, turn = (scratch[name] for name in ("k", "v", "turn"))
+    k_full, v_full, k_empty, v_empty = (
+        scratch[name] for name in ("k_full", "v_full", "k_empty", "v_empty")
+    )
+    bk, d = config.block_kv, q_s.shape[-1]
+    dtype = out.dtype
+    position = top + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=COLUMN)
+
+    def across(x, n):
+        return lax.broadcast_in_dim(x, (_ROWS, n), [0])
+
+    def full(shape, value, layout):
+        return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+    def take_turn():
+        plgpu.barrier_wait(turn.at[warpgroup])
+
+    def pass_turn():
+        plgpu.barrier_arrive(turn.at[1 - warpgroup])
+
+    def bent(z, j, masked, shift):
+        bending = dict(scale=scale, masking=masking, slope=slope, shift=shift, masked=masked)
+        return bend(z, j * bk, position, length, **bending)
+
+    def before(stage):
+        return lax.rem(stage + config.stages - 1, config.stages)
+
+    def scores(j, stage, masked, shift=None):
+        plgpu.barrier_wait(k_full.at[stage])
+
+        def product(acc):
+            plgpu.wgmma(acc, q_s, k_s.at[stage].T)
+            plgpu.wgmma_wait(1)  # for P·V of the block before
+            pass_turn()
+            when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
+            # Not where V is needed: the compiler would sink below the wait what should run beside
+            # the exponentials.
+            plgpu.barrier_wait(v_full.at[stage])
+            return acc[...]
+
+        z = pl.run_scoped(product, plgpu.ACC((_ROWS, bk), jnp.float32))
+        plgpu.barrier_arrive(k_empty.at[stage])
+        return bent(z, j, masked, shift)
+
+    def add_values(acc, z, l, stage):
+        """Queues acc += P·V; returns l [64,8] + the sums of P over columns that are 8 apart."""
+        # Without the barrier the compiler converts every element twice over, one by one, in the
+        # unit that is busy with the exponentials.
+        p = lax.optimization_barrier(jnp.exp2(z).astype(dtype))
+        wide = _widened(p) if p_s is None and dtype == jnp.bfloat16 else p.astype(jnp.float32)
+        l, p = lax.optimization_barrier((l + sum(wide[:, i : i + 8] for i in range(0, bk, 8)), p))
+        take_turn()
+        if p_s is not None:
+            p_s[...] = p
+            plgpu.commit_smem()
+            p = p_s
+        plgpu.wgmma(acc, p, v_s.at[stage])
+        return l
+
+    def over_blocks(block, done, carry):
+        """Runs block(j, stage, carry, masked) over the blocks of slots."""
+
+        def step(j, carry, *, masked):
+            return block(j, lax.rem(done + j - blocks.begin, config.stages), carry, masked)
+
+        masked = functools.partial(step, masked=True)
+        when(warpgroup == 1)(take_turn)  # half a block behind the other
+        if masking.window is not None:
+            carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
+        bare = functools.partial(step, masked=False)
+        carry = lax.fori_loop(blocks.bare_begin, blocks.bare_end, bare, carry)
+        carry = lax.fori_loop(blocks.bare_end, blocks.end, masked, carry)
+        plgpu.wgmma_wait(0)
+        last = before(done + blocks.steps)
+        when(blocks.steps > 0)(lambda: plgpu.barrier_arrive(v_empty.at[last]))
+        when(warpgroup == 0)(pass_turn)
+        return carry
+
+    zero = full((_ROWS,), 0.0, COLUMN)
+    nothing = full((_ROWS, 8), 0.0, MATRIX)
+
+    def attend_unified(acc):
+        """o and l of all blocks, with φ for a maximum."""
+
+        def block(j, stage, l, masked):
+            l = add_values(acc, scores(j, stage, masked, phi), l, stage)
+            if masked:  # which needs the registers
+                plgpu.wgmma_wait(0)
+            return l
+
+        l = over_blocks(block, 0, nothing)
+        return acc[...], l.sum(axis=1)
+
+    def attend_online(done):
+        """o, l and the maximum m of each row of all blocks; `done` steps went before."""
+
+        def block(j, stage, carry, masked):
+            o, l, m = carry
+            z = scores(j, stage, masked)
+            new = jnp.maximum(m, z.max(axis=1))
+            shrink = jnp.exp2(m - new)
+
+            def product(acc):
+                added = add_values(acc, z - across(new, bk), nothing, stage)
+                return acc[...], l * shrink + added.sum(axis=1)
+
+            values, l = pl.run_scoped(product, plgpu.ACC((_ROWS, d), jnp.float32))
+            return o * across(shrink, d) + values, l, new
+
+        start = (full((_ROWS, d), 0.0, MATRIX), zero, full((_ROWS,), LOWEST, COLUMN))
+        return over_blocks(block, done, start)
+
+    def store(o, l, m):
+        """m in natural units."""
+        seen = (position < bottom) & (l > 0.0)
+        width = o_s.shape[-1]
+        inverse = across(jnp.where(seen, 1.0 / l, 0.0), width)
+        if lse is not None:
+            lse_s[...] = jnp.where(seen, m + jnp.log(l), -jnp.inf)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(lse_s, lse)
+        for column in range(0, d, width):
+            part = o if width == d else o[:, column : column + width]
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            o_s[...] = jnp.where(inverse > 0.0, part * inverse, 0.0).astype(dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(o_s, out.at[:, pl.ds(column, width)])
+
+    when(blocks.steps > 0)(lambda: plgpu.barrier_wait(scratch["q_full"].at[warpgroup]))
+
+    def run_online(done):
+        o, l, m = attend_online(done)
+        store(o, l, m * (1 / LOG2E))
+
+    if not config.unified:
+        run_online(0)
+    else:
+        o, l = pl.run_scoped(attend_unified, plgpu.ACC((_ROWS, d), jnp.float32))
+        finite = (o * 0.0).sum(axis=1) == 0.0  # 0 · x is 0 for every finite x
+        safe = (l >= SAFE[0]) & (l <= SAFE[1]) & finite
+        unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(position < bottom, 1.0, 0.0))
+        store(o, l, zero if phi is None else zero + phi)  # commits unsafe_s as well
+        unsafe = plgpu.load(unsafe_s, layout=MATRIX.reduce(0))
+        scratch["again"][warpgroup] = unsafe.max(axis=0).astype(jnp.int32)
+        plgpu.barrier_arrive(scratch["voted"])
+        plgpu.barrier_wait(scratch["voted"])
+
+        @when(_is_again(scratch))
+        def _():
+            plgpu.wait_smem_to_gmem(0)  # the two stores of a tile must not pass each other
+            run_online(blocks.steps)
+
+    plgpu.wait_smem_to_gmem(0)

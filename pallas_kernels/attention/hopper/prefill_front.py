@@ -1,0 +1,143 @@
+"""What comes before attention in a prefill chunk: RoPE of q and k, and k and v into the cache.
+
+It cannot avoid reading q, k and v once and writing them once, 2·R·T·(H + 2·Hkv)·D elements. XLA
+takes a kernel for each of the three and twice that time.
+
+A block takes 64 tokens of a KV head: its queries, its key and its value, each two tiles [64, D/2]
+that TMA brings to shared memory, that are turned there, and that TMA takes to where they belong.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.hopper.conditional import when
+
+_TOKENS = 64
+_PARTS = 6  # heads of a block at most: more blocks of fewer hide more latency
+
+
+def can_write_chunk(qkv: Array, k_cache: Array, rotation: tuple[Array, Array] | None) -> bool:
+    """Whether `write_chunk_mosaic` takes these arguments of `append_prefill_attention`."""
+    t, d = qkv.shape[1], qkv.shape[-1]
+    turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
+    return turns_heads and d in (64, 128) and t % _TOKENS == 0 and k_cache.shape[-2] % 8 == 0
+
+
+@functools.partial(jax.jit, static_argnames="interpret")
+def write_chunk_mosaic(
+    qkv: Array,
+    k: Array,
+    v: Array,
+    rows: Array,
+    offsets: Array,
+    live: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    layer: Array | int | None = None,
+    interpret=None,
+) -> tuple[Array, Array, Array]:
+    """RoPE of a chunk of tokens, and their keys and values to where they belong in the cache.
+
+    Jitted, so that the layers of a model share one lowering.
+
+    Args:
+      qkv: [R, T, Hkv, G+2, D], T a multiple of 64, D of 64 or 128.
+      k, v: caches [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated where they
+        are.
+      rows: [R] int32 rows of the cache.
+      offsets: [R] int32 the slot of the first token; offsets + T <= S.
+      live: [R] int32 tokens that are no padding. Of the others nothing reaches the cache but
+        for the slots up to the next multiple of 64 tokens, which hold nothing of meaning.
+      cos, sin: [R, T, D/2] fp32.
+      layer: index into stacked caches.
+
+    Returns:
+      (q [R, T, H, D], of padding anything; k; v).
+    """
+    r, t, kv_heads, parts, d = qkv.shape
+    group = parts - 2
+    half = d // 2
+    layout = plgpu.Layout.WG_STRIDED((_TOKENS, half), vec_size=8)
+    held = min(parts, _PARTS)
+    groups = -(-parts // held)
+
+    layers = [] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)]
+
+    def body(qkv, k, v, rows, offsets, live, cos, sin, *refs):
+        *layers, q, tiles, arrived = refs
+        if layers:
+            k, v = (cache.at[layers[0][0]] for cache in (k, v))
+        row, block, index = (lax.axis_index(name) for name in ("row", "tokens", "head"))
+        # Static where there is one group, so that the conditions below are, too.
+        head, first = index, 0
+        if groups > 1:
+            head, first = lax.div(index, groups), lax.rem(index, groups) * held
+        tokens = pl.ds(block * _TOKENS, _TOKENS)
+        slots = pl.ds(offsets[row] + block * _TOKENS, _TOKENS)
+
+        def each(do):
+            """do(tile, barrier, part) for the parts of this block."""
+            for i in range(held):
+                args = tiles.at[i], arrived.at[i], first + i
+                when(first + i < parts)(functools.partial(do, *args))
+
+        def halves(tile, head):
+            """Both halves of D, of a tile [2,64,D/2] and of a head's tokens [64,D] in memory."""
+            return [(tile.at[i], head.at[:, pl.ds(i * half, half)]) for i in range(2)]
+
+        def load(tile, barrier, part):
+            for to, source in halves(tile, qkv.at[row, tokens, head, part]):
+                plgpu.copy_gmem_to_smem(source, to, barrier)
+
+        def store(tile, target):
+            for source, to in halves(tile, target):
+                plgpu.copy_smem_to_gmem(source, to)
+
+        @when(block * _TOKENS < live[row])
+        def _():
+            each(load)
+            c, s = (plgpu.load(a.at[row, tokens], layout=layout) for a in (cos, sin))
+
+            def turn(tile):
+                a, b = (plgpu.load(tile.at[i], layout=layout).astype(jnp.float32) for i in range(2))
+                tile.at[0][...] = (a * c - b * s).astype(tile.dtype)
+                tile.at[1][...] = (b * c + a * s).astype(tile.dtype)
+                plgpu.commit_smem()
+
+            def finish(tile, barrier, part):
+                plgpu.barrier_wait(barrier)
+                when(part <= group)(lambda: turn(tile))
+
+                @when(part < group)
+                def _():
+                    store(tile, q.at[row, tokens, head * group + part])
+
+                for at, cache in ((group, k), (group + 1, v)):
+                    target = cache.at[rows[row], head, slots]
+                    when(part == at)(functools.partial(store, tile, target))
+
+            each(finish)
+            plgpu.wait_smem_to_gmem(0)
+
+    k, v = jax.new_ref(k), jax.new_ref(v)
+    q = plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((r, t, kv_heads * group, d), qkv.dtype),
+        kernel_name="write_chunk",
+        scratch_types=(
+            plgpu.SMEM((held, 2, _TOKENS, half), qkv.dtype),
+            plgpu.Barrier(num_arrivals=2, num_barriers=held),
+        ),
+        grid=(kv_heads * groups, t // _TOKENS, r),
+        grid_names=("head", "tokens", "row"),
+        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin, *layers)
+    return q, jax.freeze(k), jax.freeze(v)

@@ -1,0 +1,1 @@
+"""Linear-layer kernels for Hopper (H100, H200)."""

@@ -1,0 +1,149 @@
+"""The linear layers between two attentions of a decode step, as one persistent kernel for Hopper.
+
+Output projection, gate and up, down, and Q, K and V of the next layer read 405 MB of weights in
+Llama 2 7B. As four launches each starts and ends with memory idle, for about 2 us. Here a block of
+the grid goes through all four products, and a barrier of all blocks stands between two of them.
+One warpgroup multiplies, one brings x, one brings weights: those of the next product do not depend
+on the barrier, so memory goes on while blocks wait for each other, as long as there is room.
+
+What it rests on, measured on an H100 (benchmarks/LOG.md, 2026-11-22):
+
+* All columns of a product are under way at once, in rows of memory that are as wide as can be:
+  the tiles of `linear_layers`. Two blocks of a cluster share K where N makes too few of them.
+* Few tiles of 32 kB in flight for a block; with more, memory is read in worse order.
+* An answer of the memory system queues behind what is in flight. So a block asks for weights of
+  the next product, all but the first two at most, when it has told the others that its part of
+  this one is done, not before.
+* No product scales its input by a norm: the one before writes x · scale, and the sums of squares
+  of its columns beside, which become a factor of the accumulators.
+* The counters of finished tiles are zeroed once for all layers of a step.
+
+As the blocks wait for each other, all of them must run at once: 132, one to a multiprocessor. A
+plan asks the device whether it has as many. Two processes that share a GPU through MPS, which runs
+their kernels side by side, could wait for each other's blocks forever; name "xla" for
+`linear_chain` there.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
+from fdjax.pallas_kernels.hopper.persistent.launch import launch
+from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
+    after_attention,
+    check_products,
+    products_memory,
+    projection,
+)
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
+from fdjax.pallas_kernels.norm import RMSNorm
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearChainConfig:
+    """How many tiles of weights, of 32 kB each, are on their way to a block.
+
+    The default is enough for all but the last percent; tables know better (benchmarks/LOG.md).
+
+    Attributes:
+      shared: in products where two blocks share K, so that nearly all blocks have a part.
+      alone: in the others, where 96 or fewer do.
+      ahead: of the next product, while the block still works on its part of one.
+    """
+
+    shared: int = 2
+    alone: int = 2
+    ahead: int = 0
+
+    def __post_init__(self):
+        if self.shared < 1 or self.alone < 1 or self.ahead < 0:
+            raise ValueError(f"linear_chain: must have tiles in flight, got {self}")
+
+
+def chain_counters(chains: int) -> Any:
+    """A reference to zeros [chains, ...] int32: a row for each chain of a step, to be used once."""
+    return new_counters(chains)
+
+
+def chain_mosaic(
+    o: Array,
+    x: Array,
+    counters: Any,
+    index: Array | int,
+    *,
+    out: Array,
+    mlp_norm: RMSNorm,
+    gate_up: Array,
+    down: Array,
+    next_norm: RMSNorm,
+    following: Array,
+    gate: str,
+    config: LinearChainConfig | None = None,
+) -> tuple[Array, Array]:
+    """`linear_chain` of o [M,H·D] and x [M,E].
+
+    Raises:
+      NotImplementedError: dtypes or sizes that TMA or wgmma do not take, or more than 32 rows.
+    """
+    m, width = x.shape
+    sizes = (*out.shape, down.shape[0], following.shape[1])
+    check_products("linear_chain", rows=m, width=width, sizes=sizes, dtype=x.dtype)
+    if mlp_norm.eps != next_norm.eps:
+        raise NotImplementedError("linear_chain: 'mosaic_gpu' needs norms with one eps")
+    if m > 8 and m % 8:  # TMA fills up a single tile of rows, not the last of several.
+        o, x = (jnp.pad(a, ((0, -m % 8), (0, 0))) for a in (o, x))
+    layer = {
+        "out": out,
+        "mlp_scale": mlp_norm.scale,
+        "gate_up": gate_up,
+        "down": down,
+        "next_scale": next_norm.scale,
+        "next": following,
+    }
+    operands = {
+        "o": o,
+        "x": x,
+        **{name: array[None] for name, array in layer.items()},
+        "index": jnp.asarray(index, jnp.int32).reshape(1),
+        "counters": counters,
+    }
+    config = config or LinearChainConfig()
+    x, y = _launch(operands, gate=gate, eps=mlp_norm.eps, config=config)
+    return x[:m], y[:m]
+
+
+# A function of its own under jit, so that layers share one lowering.
+@functools.partial(jax.jit, static_argnames=("gate", "eps", "config"))
+def _launch(operands, *, gate, eps, config):
+    m, width = operands["x"].shape
+    dtype = operands["x"].dtype
+    padded = -(-m // 8) * 8
+    _, heads, _ = operands["out"].shape
+    _, hidden, _ = operands["down"].shape
+    _, _, following = operands["next"].shape
+    stages = (
+        *after_attention(width=width, heads=heads, hidden=hidden, gate=gate, eps=eps),
+        projection("next", width=width, n=following, eps=eps),
+    )
+    results = {
+        "x_out": ((m, width), dtype),
+        "y": ((m, following), dtype),
+        "mlp_x": ((padded, width), dtype),
+        "mlp_squares": ((width // BRICK, padded), jnp.float32),
+        "hidden": ((padded, hidden), dtype),
+        "next_x": ((padded, width), dtype),
+        "next_squares": ((width // BRICK, padded), jnp.float32),
+    }
+    made = launch(
+        *("linear_chain", "chain_kernel", operands, results, stages),
+        layers=1,
+        memory=products_memory(stages, rows=padded, width=width, dtype=dtype),
+        config=config,
+        registers=(232, 104, 40),
+    )
+    return made["x_out"], made["y"]

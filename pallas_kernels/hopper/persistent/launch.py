@@ -1,0 +1,127 @@
+"""A persistent kernel: stages, repeated for every layer, with a warpgroup for each of three tasks.
+
+One warpgroup computes, one brings what was computed in other blocks, and one brings what does not
+depend on that, weights for the most part: memory goes on while blocks wait for each other, as long
+as there is room.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.persistent.block import Block
+from fdjax.pallas_kernels.hopper.persistent.memory import Memory, with_rings
+from fdjax.pallas_kernels.hopper.persistent.sizes import CLUSTERS
+from fdjax.pallas_kernels.hopper.persistent.stage import Stage
+
+
+def launch(
+    op: str,
+    name: str,
+    operands: dict[str, Any],
+    results: dict[str, tuple[tuple[int, ...], Any]],
+    stages: Sequence[Stage],
+    *,
+    layers: int,
+    memory: Memory,
+    config: Any,
+    registers: tuple[int, int, int],
+    approx_math: bool = False,
+) -> dict[str, Array]:
+    """Run a kernel of 132 blocks, which must all run at once.
+
+    Args:
+      op: that was called, for errors.
+      name: of the kernel.
+      operands: arrays and references by name. Of them, x [M,E] is the residual stream, and counters
+        are those of `new_counters`: a row for each layer, or the one that index [1] says.
+      results: (shape, dtype) by name.
+      stages: of a layer.
+      layers: how many.
+      memory: shared memory of the stages.
+      config: of the op, with tiles on their way.
+      registers: of a thread that computes, brings x, brings weights.
+      approx_math: of the compiler.
+
+    Returns:
+      The results by name.
+
+    Raises:
+      NotImplementedError: shared memory does not suffice.
+    """
+    rows, width = operands["x"].shape
+    copies = max(stage.copies for stage in stages)
+    scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies)
+    if scratch is None:
+        raise NotImplementedError(
+            f"{op}: no room in shared memory for {rows} rows of width {width}"
+        )
+
+    def kernel(*refs):
+        gmem = dict(zip((*operands, *results), refs, strict=True))
+        pl.run_scoped(functools.partial(body, gmem), **scratch, collective_axes="warpgroup")
+
+    def body(gmem, **smem):
+        block = Block(gmem, smem, stages=stages, layers=layers, config=config)
+        for index, run in enumerate((_compute, _bring_x, _bring_weights)):
+
+            @when(lax.axis_index("warpgroup") == index)
+            def _(run=run, registers=registers[index]):
+                action = "increase" if registers > 168 else "decrease"
+                plgpu.set_max_registers(registers, action=action)
+                run(block)
+
+    kernel.__name__ = name
+    made = plgpu.kernel(
+        kernel,
+        out_type=[jax.ShapeDtypeStruct(*result) for result in results.values()],
+        grid=(CLUSTERS,),
+        grid_names=("cluster",),
+        cluster=(2,),
+        cluster_names=("rank",),
+        num_threads=3,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(
+            approx_math=approx_math, lowering_semantics=plgpu.LoweringSemantics.Lane
+        ),
+    )(*operands.values())
+    return dict(zip(results, made, strict=True))
+
+
+def _compute(block: Block) -> None:
+    def run(layer, used):
+        for stage in block.stages:
+            used = stage.compute(block, layer, used)
+        return used
+
+    # Tiles of the ring, bricks of x.
+    block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
+
+
+def _bring_x(block: Block) -> None:
+    def run(layer, loaded):
+        for at, stage in enumerate(block.stages):
+            block.await_stages(layer, at)
+            loaded = stage.bring_x(block, layer, loaded)
+        return loaded
+
+    block.for_layers(run, jnp.int32(0))
+
+
+def _bring_weights(block: Block) -> None:
+    def run(layer, tiles):
+        for at, stage in enumerate(block.stages):
+            told = block.told_before(layer, at)
+            count, tiles = stage.bring_weights(block, layer, told, tiles)
+            block.await_told(told, count <= block.config.ahead)
+        return tiles
+
+    # Tiles that were asked for, and how many of them have been waited for.
+    block.for_layers(run, (jnp.int32(0), jnp.int32(0)))

@@ -1,0 +1,300 @@
+"""A linear layer as a stage of a persistent kernel, with what comes before and after it fused.
+
+No product scales its input by a norm: the one before writes x · scale, and the sums of squares of
+its columns beside, which become a factor of the accumulators. The residual stream stays in shared
+memory, as a block has the same columns of it in every product that adds to it.
+"""
+
+import dataclasses
+import functools
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.persistent.block import Block, brick_of, bricks
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, X_SLOTS
+from fdjax.pallas_kernels.hopper.persistent.stage import Layer, Pair, Stage
+from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, put
+
+
+@dataclasses.dataclass(frozen=True)
+class Norm:
+    """RMS norm of the input of a product.
+
+    Attributes:
+      squares: sums of squares of each brick of columns of x before its scale, by name.
+      eps: of the norm.
+    """
+
+    squares: str
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Scaled:
+    """x · scale, for a product whose input is normalised.
+
+    Attributes:
+      x, squares: results, by name.
+      scale: [L, E], by name.
+      next_layer: whether the scale is of the layer after this one.
+    """
+
+    x: str
+    scale: str
+    squares: str
+    next_layer: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(Stage):
+    """x · weight.
+
+    Attributes:
+      weight, x: operands [L, K, N], with a gate [L, K, 2, N], and [M, K], by name.
+      k, n: of the weight, in bricks; of each half, with a gate.
+      wide, deep: bricks of a tile.
+      split: blocks of a cluster that share K.
+      gate: activation.
+      norm: of x.
+      residual: the residual stream before the first layer, by name, if this is what adds to it
+        first.
+      y: result, by name; where it is the residual stream, of the last layer only.
+      scaled: what the residual stream becomes, once the product is added to it.
+    """
+
+    weight: str
+    x: str
+    k: int
+    n: int
+    wide: int
+    deep: int
+    split: int
+    gate: str | None = None
+    norm: Norm | None = None
+    residual: str | None = None
+    y: str | None = None
+    scaled: Scaled | None = None
+
+    @property
+    def parts(self) -> int:
+        """Gate and up, or the weight itself."""
+        return 2 if self.gate else 1
+
+    @property
+    def copies(self) -> int:
+        """Pieces of a tile of the weight, with accumulators of their own."""
+        return self.parts * self.wide
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of columns."""
+        return -(-self.n // self.wide)
+
+    @property
+    def steps(self) -> int:
+        """Tiles of a block along its share of K."""
+        return -(-self.k // (self.deep * self.split))
+
+    def bring_weights(
+        self, block: Block, layer: Layer, told: Array | None, tiles: Pair
+    ) -> tuple[Array, Pair]:
+        """This block's tiles of the weight."""
+        config, share = block.config, block.share(self)
+        weight = block.gmem[self.weight]
+
+        def bring(i, tiles):
+            tile, step = share.first + lax.div(i, self.steps) * share.stride, lax.rem(i, self.steps)
+            block.await_told(told, i == config.ahead)
+
+            def sources():
+                ks = bricks((share.rank * self.steps + step) * self.deep, self.deep)
+                columns = [bricks(tile * self.wide + c, 1) for c in range(self.wide)]
+                if self.gate:
+                    return [weight.at[layer, ks, half, c] for half in range(2) for c in columns]
+                return [weight.at[layer, ks, c] for c in columns]
+
+            in_flight = config.shared if self.split > 1 else config.alone
+            return block.bring_tile(tiles, in_flight, sources)
+
+        count = share.count * self.steps
+        return count, lax.fori_loop(0, count, bring, tiles)
+
+    def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
+        """This block's share of x, again for each tile of columns, and what else it multiplies."""
+        share = block.share(self)
+        each = self.steps * self.deep
+
+        def bring(i, loaded):
+            at = share.rank * each + lax.rem(i, each)
+            return block.bring_brick(loaded, brick_of(block.gmem[self.x], block.rows, at))
+
+        # What is needed last comes after the first of x.
+        ahead = jnp.minimum(share.count * each, X_SLOTS)
+        loaded = lax.fori_loop(0, ahead, bring, loaded)
+        when(share.count > 0)(functools.partial(self._bring_rest, block, layer))
+        return lax.fori_loop(ahead, share.count * each, bring, loaded)
+
+    def _bring_rest(self, block: Block, layer: Layer) -> None:
+        """The residual stream, sums of squares."""
+        gmem, smem = block.gmem, block.smem
+        if self.residual:
+
+            @when(layer == 0)
+            def _():
+                kept = smem["kept"]
+                for i in range(kept.shape[0]):
+                    columns = bricks(block.cluster + i * CLUSTERS, 1)
+                    source = gmem[self.residual].at[block.rows, columns]
+                    plgpu.copy_gmem_to_smem(source, kept.at[i], smem["kept_arrived"])
+
+        if self.norm:
+            name = self.norm.squares
+            for i in range(smem["squares"].shape[0]):
+                source = gmem[name].at[bricks(block.zero + i, 1), block.rows]
+                plgpu.copy_gmem_to_smem(source, smem["squares"].at[i], smem[f"{name}_arrived"])
+
+    def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
+        """This block's tiles of columns."""
+        run = functools.partial(self._compute_tile, block, layer)
+        return lax.fori_loop(0, block.share(self).count, run, used)
+
+    def _compute_tile(self, block: Block, layer: Layer, i: Array, used: Pair) -> Pair:
+        """The block's i-th tile of columns."""
+        smem, share = block.smem, block.share(self)
+        tile = share.first + i * share.stride
+        scale = None
+        if self.scaled:  # early, as it comes from memory
+            of = block.following(layer) if self.scaled.next_layer else layer
+            source = block.gmem[self.scaled.scale].at[of, bricks(tile, 1)]
+            scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
+        products = self._multiply(block, i, used)
+        if self.split == 1:
+            self._finish(block, layer, i, tile, products, scale)
+        else:
+            owner = lax.rem(i, 2)
+
+            @when(owner != block.rank)
+            def _():
+                plgpu.async_store_smem(
+                    products[0],
+                    smem["partial"],
+                    barrier=smem["partial_arrived"],
+                    cluster_idx=owner,
+                    cluster_dim="rank",
+                    optimized=False,
+                )
+                block.done(self, i)
+
+            @when(owner == block.rank)
+            def _():
+                self._finish(block, layer, i, tile, products, scale)
+
+        w_used, x_used = used
+        return w_used + self.steps, x_used + self.steps * self.deep
+
+    def _multiply(self, block: Block, i: Array, used: Pair) -> list[Array]:
+        """This block's share of the sums of a tile, [64, padded] for each of its copies."""
+        smem = block.smem
+        w_used, x_used = used
+        middle = self.steps // 2
+
+        def x_slots(step):
+            return (block.x_slot(x_used + step * self.deep + k) for k in range(self.deep))
+
+        def release(step):
+            plgpu.barrier_arrive(smem["w_used"].at[block.w_slot(w_used + step)])
+            for x_slot in x_slots(step):
+                plgpu.barrier_arrive(smem["x_used"].at[x_slot])
+
+        def accumulate(*accumulators):
+            def product(step, _):
+                if self.norm:
+                    when((i == 0) & (step == middle))(functools.partial(self._prepare, block))
+                slot, at = block.w_slot(w_used + step), list(x_slots(step))
+                plgpu.barrier_wait(smem["w_arrived"].at[slot])
+                for x_slot in at:
+                    plgpu.barrier_wait(smem["x_arrived"].at[x_slot])
+                for k, x_slot in enumerate(at):
+                    for c, accumulator in enumerate(accumulators):
+                        w = smem["w"].at[slot, bricks(c * self.deep + k, 1)]
+                        plgpu.wgmma(accumulator, w.T, smem["x"].at[x_slot].T)
+                # Products of the previous step are done with their tiles.
+                plgpu.wgmma_wait(self.deep * self.copies)
+                when(step > 0)(lambda: release(step - 1))
+
+            lax.fori_loop(0, self.steps, product, None)
+            plgpu.wgmma_wait(0)
+            release(self.steps - 1)
+            return [accumulator[...] for accumulator in accumulators]
+
+        accumulator = plgpu.ACC((BRICK, block.padded), jnp.float32)
+        return pl.run_scoped(accumulate, *[accumulator] * self.copies)
+
+    def _prepare(self, block: Block) -> None:
+        """Sums of squares to what the norm multiplies by, while weights are on their way."""
+        smem = block.smem
+        plgpu.barrier_wait(smem[f"{self.norm.squares}_arrived"])
+        squares = [load(smem["squares"].at[at]) for at in range(smem["squares"].shape[0])]
+        mean = sum(jnp.sum(part, axis=0) for part in squares) / (self.k * BRICK)
+        smem["factors"][...] = lax.rsqrt(mean + self.norm.eps)
+        plgpu.commit_smem()
+
+    def _finish(self, block, layer, i, tile, products, scale) -> None:
+        """Sums to results."""
+        smem = block.smem
+        total = list(products)
+        if self.split > 1:
+            plgpu.barrier_wait(smem["partial_arrived"])
+            total[0] += load(smem["partial"])
+        if self.norm:
+            factors = plgpu.load(smem["factors"], layout=LAYOUT.reduce(0), optimized=False)
+            total = [t * lax.broadcast_in_dim(factors, t.shape, [1]) for t in total]
+        if self.gate:
+            act = KERNEL_ACTIVATIONS[self.gate]
+            total = [act(total[c]) * total[self.wide + c] for c in range(self.wide)]
+        if self.scaled:
+            self._store_residual(block, layer, i, tile, total[0], scale)
+        else:
+            self._store(block, tile, total)
+        plgpu.wait_smem_to_gmem(0)
+        if block.is_followed(self):
+            block.signal(layer)
+        block.done(self, i)
+
+    def _store(self, block, tile, values) -> None:
+        """Begin to store results that are no part of the residual stream."""
+        smem, y = block.smem, block.gmem[self.y]
+        targets = [brick_of(y, block.rows, tile * self.wide + c) for c in range(self.wide)]
+        for c, value in enumerate(values):
+            put(smem["y"].at[c], value)
+        plgpu.commit_smem()
+        for c, target in enumerate(targets):
+            plgpu.copy_smem_to_gmem(smem["y"].at[c], target)
+
+    def _store_residual(self, block, layer, i, tile, value, scale) -> None:
+        """Add to the residual stream, and begin to store what comes of it."""
+        gmem, smem = block.gmem, block.smem
+        columns = bricks(tile, 1)
+        kept = smem["kept"].at[i]
+        if self.residual:
+            # Of this block's tiles, the first that it finishes.
+            when((i < self.split) & (layer == 0))(lambda: plgpu.barrier_wait(smem["kept_arrived"]))
+        rounded = (value + load(kept.T)).astype(block.dtype)
+        kept.T[...] = rounded
+        x = rounded.astype(jnp.float32)
+        put(smem["y"].at[0], x * lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, [0]))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["y"].at[0], gmem[self.scaled.x].at[block.rows, columns])
+        if self.y:
+
+            @when(layer == block.layers - 1)
+            def _():
+                plgpu.copy_smem_to_gmem(kept, gmem[self.y].at[block.rows, columns])
+
+        smem["square_row"][...] = jnp.sum(x * x, axis=0)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["square_row"], gmem[self.scaled.squares].at[tile])

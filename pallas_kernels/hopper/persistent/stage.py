@@ -1,0 +1,48 @@
+"""A stage of a persistent kernel."""
+
+import abc
+from typing import TYPE_CHECKING
+
+from jax import Array
+
+if TYPE_CHECKING:
+    from fdjax.pallas_kernels.hopper.persistent.block import Block
+
+Layer = int | Array
+Pair = tuple[Array, Array]
+
+
+class Stage(abc.ABC):
+    """What all blocks do between two barriers; a method for each warpgroup of a block.
+
+    Attributes:
+      tiles: of work, that blocks take in turn.
+      split: blocks of a cluster that share a tile.
+      copies: that bring a tile of the ring.
+    """
+
+    tiles: int
+    split: int
+    copies: int
+
+    @abc.abstractmethod
+    def bring_weights(
+        self, block: "Block", layer: Layer, told: Array | None, tiles: Pair
+    ) -> tuple[Array, Pair]:
+        """Fill the ring with what does not depend on the stage before.
+
+        Args:
+          told: what `Block.await_told` takes, for all but the first `config.ahead` tiles.
+          tiles: that were asked for, and that have been waited for, since the kernel began.
+
+        Returns:
+          (how many of this stage were asked for, tiles).
+        """
+
+    @abc.abstractmethod
+    def bring_x(self, block: "Block", layer: Layer, loaded: Array) -> Array:
+        """Bring what the stage before has made, in bricks; `loaded` counts all since the start."""
+
+    @abc.abstractmethod
+    def compute(self, block: "Block", layer: Layer, used: Pair) -> Pair:
+        """Make results of both; `used` counts tiles of the ring and bricks of x since the start."""

@@ -1,0 +1,148 @@
+"""All layers of a decode step, as one persistent kernel for Hopper.
+
+A block of the grid goes through Q, K and V, attention, output projection, gate and up, and down of
+one layer after the other; a barrier of all blocks stands between two of them. One warpgroup
+computes, one brings what is multiplied with weights, one brings weights, keys and values through a
+single ring: those do not depend on the barriers, so memory goes on while blocks wait for each
+other. See `chain_mosaic` for the products, `heads` for attention.
+
+Weights and caches are stacked over the layers: as arrays of their own they would be hundreds of
+descriptors.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
+from fdjax.pallas_kernels.hopper.persistent.launch import launch
+from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
+    after_attention,
+    check_products,
+    products_memory,
+    projection,
+)
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
+from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, heads_memory
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeLayersConfig:
+    """How many tiles of 32 kB are on their way to a block.
+
+    Attributes:
+      shared: in products where two blocks share K, so that nearly all blocks have a part.
+      alone: in the others, where 96 or fewer do.
+      cache: of keys and values.
+      ahead: of the next stage, while the block still works on its part of one.
+    """
+
+    shared: int = 2
+    alone: int = 2
+    cache: int = 4
+    ahead: int = 2
+
+    def __post_init__(self):
+        if min(self.shared, self.alone, self.cache) < 1 or self.ahead < 0:
+            raise ValueError(f"decode_layers: must have tiles in flight, got {self}")
+
+
+def layers_mosaic(
+    x: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    cos: Array,
+    sin: Array,
+    *,
+    attention_norm: Array,
+    qkv: Array,
+    out: Array,
+    mlp_norm: Array,
+    gate_up: Array,
+    down: Array,
+    eps: float,
+    gate: str,
+    scale: float,
+    config: DecodeLayersConfig | None = None,
+) -> tuple[Array, Array, Array]:
+    """`decode_layers`.
+
+    Raises:
+      NotImplementedError: dtypes or sizes that TMA or wgmma do not take, more than 32 rows, heads
+        of other than 128, or more than 6 queries to a KV head.
+    """
+    layers, m, _, cache_slots, d = k.shape
+    width, parts, dtype = x.shape[1], qkv.shape[3], x.dtype
+    sizes = width, out.shape[1], down.shape[1]
+    check_products("decode_layers", rows=m, width=width, sizes=sizes, dtype=dtype)
+    _check_heads(d, parts, cache_slots)
+    x = jnp.pad(x, ((0, -m % 8), (0, 0)))
+    x32 = x.astype(jnp.float32)
+    next_x = (x32 * attention_norm[:1].astype(jnp.float32)).astype(dtype)
+    squares = (x32 * x32).reshape(len(x), width // BRICK, BRICK).sum(axis=2).T
+    k, v = jax.new_ref(k), jax.new_ref(v)
+    operands = {
+        "x": x,
+        "next_x": jax.new_ref(next_x),
+        "next_squares": jax.new_ref(squares),
+        "k": k,
+        "v": v,
+        "lengths": lengths.astype(jnp.int32),
+        "cos": cos.reshape(m, d // 2),
+        "sin": sin.reshape(m, d // 2),
+        "qkv": qkv.reshape(layers, width, -1),
+        "out": out,
+        "mlp_scale": mlp_norm,
+        "gate_up": gate_up,
+        "down": down,
+        "next_scale": attention_norm,
+        "counters": new_counters(layers),
+    }
+    config = config or DecodeLayersConfig()
+    x = _launch(operands, parts=parts, gate=gate, eps=eps, scale=scale, config=config)
+    return x[:m], jax.freeze(k), jax.freeze(v)
+
+
+def _check_heads(d: int, parts: int, slots: int) -> None:
+    op = "decode_layers: 'mosaic_gpu'"
+    if d != HEAD_DIM or parts > PARTS:
+        raise NotImplementedError(
+            f"{op} takes D of {HEAD_DIM} and up to {PARTS - 2} queries to a KV head, "
+            f"got {d} and {parts - 2}"
+        )
+    if slots % 8:
+        raise NotImplementedError(f"{op} needs S to be a multiple of 8, got {slots}")
+
+
+def _launch(operands, *, parts, gate, eps, scale, config):
+    padded, width = operands["x"].shape
+    dtype = operands["x"].dtype
+    layers, m, kv_heads, cache_slots, d = operands["k"].shape
+    group = parts - 2
+    heads, hidden = operands["out"].shape[1], operands["down"].shape[1]
+    first = projection("qkv", width=width, n=operands["qkv"].shape[2], eps=eps)
+    # Heads that two blocks share are quicker through; whole ones have less to do for each.
+    split = 2 if m * kv_heads <= CLUSTERS else 1
+    attention = Heads(m, kv_heads, group, cache_slots, split, scale)
+    rest = after_attention(width=width, heads=heads, hidden=hidden, gate=gate, eps=eps)
+    results = {
+        "x_out": ((padded, width), dtype),
+        "y": ((padded, kv_heads, parts, d), dtype),
+        "o": ((padded, kv_heads, group, d), dtype),
+        "mlp_x": ((padded, width), dtype),
+        "mlp_squares": ((width // BRICK, padded), jnp.float32),
+        "hidden": ((padded, hidden), dtype),
+    }
+    products = products_memory((first, *rest), rows=padded, width=width, dtype=dtype)
+    made = launch(
+        *("decode_layers", "layers_kernel", operands, results, (first, attention, *rest)),
+        layers=layers,
+        memory=products | heads_memory(dtype),
+        config=config,
+        registers=(240, 128, 120),
+        approx_math=True,
+    )
+    return made["x_out"]

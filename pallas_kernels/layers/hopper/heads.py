@@ -1,0 +1,323 @@
+"""Attention of a decode step as a stage of a persistent kernel.
+
+A block takes a KV head of a row, tiles of 64 slots one after the other, with the maximum of what it
+has seen. Where there are few heads, the two blocks of a cluster take tiles in turn, and merge
+through shared memory. The new token is put in its place in the last tile in shared memory, so that
+nothing waits for the cache to hold it.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.persistent.block import Block, bricks
+from fdjax.pallas_kernels.hopper.persistent.memory import Memory
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
+from fdjax.pallas_kernels.hopper.persistent.stage import Layer, Pair, Stage
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
+
+HEAD_DIM = 2 * BRICK
+PARTS = 8  # queries of a KV head, key and value: rows of a tile
+
+
+@dataclasses.dataclass(frozen=True)
+class Heads(Stage):
+    """Attention of y [M,Hkv,G+2,D], queries, key and value, to o [M,Hkv,G,D], all by name.
+
+    Keys and values of earlier tokens are in k and v [L,M,Hkv,S,D], as many as lengths [M] says; cos
+    and sin [M,D/2] turn queries and key.
+
+    Attributes:
+      rows, kv_heads, group: M, Hkv, G.
+      cache_slots: S.
+      split: blocks of a cluster that share a KV head.
+      scale: of scores.
+    """
+
+    rows: int
+    kv_heads: int
+    group: int
+    cache_slots: int
+    split: int
+    scale: float
+
+    copies = 4  # halves of keys and of values
+
+    @property
+    def tiles(self) -> int:
+        """KV heads of all rows."""
+        return self.rows * self.kv_heads
+
+    def _head(self, block: Block, i: Array) -> tuple[Array, Array]:
+        """Row and KV head of this block's i-th."""
+        share = block.share(self)
+        unit = jnp.minimum(share.first + i * share.stride, self.tiles - 1)
+        return lax.div(unit, self.kv_heads), lax.rem(unit, self.kv_heads)
+
+    def _cache_tiles(self, block: Block, filled: Array) -> tuple[Array, Array]:
+        """Tiles of slots, the new token's included, and those of this block: one at least."""
+        tiles = lax.div(filled, BRICK) + 1
+        mine = lax.div(tiles - block.share(self).rank + self.split - 1, self.split)
+        return tiles, jnp.maximum(mine, 1)
+
+    def bring_weights(
+        self, block: Block, layer: Layer, told: Array | None, tiles: Pair
+    ) -> tuple[Array, Pair]:
+        """Keys and values."""
+        gmem, config, share = block.gmem, block.config, block.share(self)
+
+        def bring_head(i, carry):
+            row, head = self._head(block, i)
+
+            def bring(j, carry):
+                count, tiles = carry
+                block.await_told(told, count == config.ahead)
+
+                def sources():
+                    at = bricks(share.rank + self.split * j, 1)
+                    return [
+                        gmem[name].at[layer, row, head, at, bricks(half, 1)]
+                        for name in "kv"
+                        for half in range(2)
+                    ]
+
+                tiles = block.bring_tile(tiles, config.cache, sources)
+                return count + 1, tiles
+
+            mine = self._cache_tiles(block, gmem["lengths"][row])[1]
+            return lax.fori_loop(0, mine, bring, carry)
+
+        return lax.fori_loop(0, share.count, bring_head, (jnp.int32(0), tiles))
+
+    def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
+        """Queries, key and value of the new token."""
+
+        def bring(i, loaded):
+            row, head = self._head(block, i)
+            for half in range(2):
+                # Parts that there are not are filled up with zeros.
+                parts = pl.ds(block.zero, PARTS)
+                source = block.gmem["y"].at[row, head, parts, bricks(half, 1)]
+                loaded = block.bring_brick(loaded, source)
+            return loaded
+
+        return lax.fori_loop(0, block.share(self).count, bring, loaded)
+
+    def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
+        """Attention of this block's KV heads."""
+        mine = block.share(self).count
+
+        def store_is_under_way(i):
+            """Whether this block's result of its i-th is not yet known to have arrived."""
+            return (i >= 0) & ((self.split == 1) | (lax.rem(i, self.split) == block.rank))
+
+        def arrive(i):
+            @when(store_is_under_way(i))
+            def _():
+                plgpu.wait_smem_to_gmem(0)
+                block.signal(layer)
+
+        def fetch(i):
+            """What of the i-th comes from memory: it is asked for early."""
+            row, _ = self._head(block, i)
+            turns = (
+                plgpu.load(block.gmem[name].at[row], layout=LAYOUT.reduce(1), optimized=False)
+                for name in ("cos", "sin")
+            )
+            return block.gmem["lengths"][row], *turns
+
+        def one(i, carry):
+            (w_used, x_used), (filled, cos, sin) = carry
+            self._receive(block, cos, sin, x_used)
+            following = fetch(i + 1)
+            before = functools.partial(arrive, i - 1)
+            self._attend(block, layer, i, filled, w_used, before)
+            return (w_used + self._cache_tiles(block, filled)[1], x_used + 2), following
+
+        used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
+        arrive(mine - 1)
+        when(mine > 0)(block.tell)
+        return used
+
+    def _receive(self, block, cos, sin, x_used) -> None:
+        """Queries and the new token, with RoPE."""
+        smem = block.smem
+        cos, sin = (lax.broadcast_in_dim(a, (BRICK, PARTS), [0]) for a in (cos, sin))
+        halves = []
+        for half in range(2):
+            slot = block.x_slot(x_used + half)
+            plgpu.barrier_wait(smem["x_arrived"].at[slot])
+            halves.append(load(smem["x"].at[slot, pl.ds(0, PARTS)].T))
+        plgpu.commit_smem()
+        for half in range(2):
+            plgpu.barrier_arrive(smem["x_used"].at[block.x_slot(x_used + half)])
+        a, b = halves
+        turned = a * cos - b * sin, b * cos + a * sin
+        columns = plgpu.broadcasted_iota(jnp.int32, a.shape, 1, layout=LAYOUT)
+        for half in range(2):
+            put(smem["q"].at[half], turned[half])
+            for which, values in ((0, turned[half]), (1, halves[half])):
+                token = jnp.where(columns == self.group + which, values, 0.0).sum(axis=1)
+                smem["new"].at[2 * which + half][...] = token.astype(block.dtype)
+        plgpu.commit_smem()
+
+    def _attend(self, block, layer, i, filled, w_used, arrive_before) -> None:
+        """A KV head of a row: this block's tiles of slots."""
+        row, head = self._head(block, i)
+        tiles_in_all, mine = self._cache_tiles(block, filled)
+        rank = block.share(self).rank
+
+        blank = plgpu.layout_cast(jnp.zeros((BRICK, PARTS), jnp.float32), LAYOUT)
+        lowest = plgpu.layout_cast(jnp.full((PARTS,), LOWEST, jnp.float32), LAYOUT.reduce(0))
+        pairs = lax.div(mine, 2)
+        carry = blank, blank, blank, lowest
+        step = functools.partial(self._step, block, filled, w_used, tiles_in_all)
+        carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
+        one = functools.partial(step, 2 * pairs, 1)
+        *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
+
+        arrive_before()
+        last_is_mine = lax.rem(tiles_in_all - 1, self.split) == rank
+        when(last_is_mine & (filled < self.cache_slots))(
+            lambda: _write_token(block, layer, row, head, filled)
+        )
+        if self.split == 1:
+            _store(block, row, head, o, l.sum(axis=0))
+        else:
+            _merge(block, i, row, head, o, l, m)
+
+    def _step(self, block, filled, w_used, tiles_in_all, first, count, j, carry):
+        """Some tiles at once: less waiting for one thing after the other.
+
+        The carry is o, in halves, and l [64, 8], sums that are spread over rows, and m [8].
+        """
+        smem, rank = block.smem, block.share(self).rank
+        *o, l, m = carry
+        at = [first + j * count + i for i in range(count)]
+        places = [block.w_slot(w_used + i) for i in at]
+        tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in places]
+        for i, slot, tile in zip(at, places, tiles, strict=True):
+            which = rank + self.split * i
+            plgpu.barrier_wait(smem["w_arrived"].at[slot])
+            inside = filled - which * BRICK
+            last = which >= tiles_in_all - 1
+            when(last)(functools.partial(_add_token, smem["new"], tile, inside))
+
+        def products(*accs):
+            for tile, acc in zip(tiles, accs, strict=True):
+                for half in range(2):
+                    plgpu.wgmma(acc, tile[half], smem["q"].at[half].T)
+            plgpu.wgmma_wait(0)
+            return [acc[...] * (self.scale * LOG2E) for acc in accs]
+
+        accumulator = plgpu.ACC((BRICK, PARTS), jnp.float32)
+        scores = pl.run_scoped(products, *[accumulator] * count)
+        inside = plgpu.broadcasted_iota(jnp.int32, (BRICK, PARTS), 0, layout=LAYOUT)
+        seen = [inside + (rank + self.split * i) * BRICK <= filled for i in at]
+        tops = [jnp.where(s, z, LOWEST) for s, z in zip(seen, scores, strict=True)]
+        m_new = jnp.maximum(m, functools.reduce(jnp.maximum, tops).max(axis=0))
+        rescale = _down(jnp.exp2(m - m_new))
+        l = l * rescale
+        for i, (s, z) in enumerate(zip(seen, scores, strict=True)):
+            p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0).astype(block.dtype)
+            put(smem["p"].at[i], p)
+            l = l + p.astype(jnp.float32)
+        plgpu.commit_smem()
+
+        def weighted(*accs):
+            for i, tile in enumerate(tiles):
+                for half, acc in enumerate(accs):
+                    plgpu.wgmma(acc, tile[2 + half].T, smem["p"].at[i].T)
+            plgpu.wgmma_wait(0)
+            return [acc[...] for acc in accs]
+
+        new = pl.run_scoped(weighted, *[accumulator] * 2)
+        for slot in places:
+            plgpu.barrier_arrive(smem["w_used"].at[slot])
+        return *(a * rescale + b for a, b in zip(o, new, strict=True)), l, m_new
+
+
+def _down(values: Array) -> Array:
+    """Values [R] as every row of [64, R]."""
+    return lax.broadcast_in_dim(values, (BRICK, values.shape[0]), [1])
+
+
+def _add_token(token, tile, inside) -> None:
+    """The new key and value in their slot of a tile, zeros in those after it."""
+    at = plgpu.broadcasted_iota(jnp.int32, (BRICK, BRICK), 0, layout=LAYOUT)
+    for b in range(4):
+        found = plgpu.load(tile[b], layout=LAYOUT, optimized=False)
+        new = plgpu.load(token.at[b], layout=LAYOUT.reduce(0), optimized=False)
+        new = lax.broadcast_in_dim(new, found.shape, [1])
+        kept = jnp.where(at < inside, found, jnp.zeros_like(found))
+        tile[b][...] = jnp.where(at == inside, new, kept)
+    plgpu.commit_smem()
+
+
+def _write_token(block, layer, row, head, slot) -> None:
+    """The new key and value to the cache."""
+    for b in range(4):
+        target = block.gmem["kv"[b // 2]].at[layer, row, head, slot, bricks(b % 2, 1)]
+        plgpu.copy_smem_to_gmem(block.smem["new"].at[b], target)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _merge(block, i, row, head, o, l, m) -> None:
+    """The parts of two blocks, each with its own maximum."""
+    smem = block.smem
+    owner = lax.rem(i, 2)
+
+    @when(owner != block.rank)
+    def _():
+        for at, values in enumerate((*o, l, _down(m))):
+            plgpu.async_store_smem(
+                values,
+                smem["part"].at[at],
+                barrier=smem["part_arrived"],
+                cluster_idx=owner,
+                cluster_dim="rank",
+                optimized=False,
+            )
+
+    @when(owner == block.rank)
+    def _():
+        plgpu.barrier_wait(smem["part_arrived"])
+        *o_other, l_other, m_other = (load(smem["part"].at[at]) for at in range(4))
+        top = jnp.maximum(_down(m), m_other)
+        weight, weight_other = jnp.exp2(_down(m) - top), jnp.exp2(m_other - top)
+        merged = [a * weight + b * weight_other for a, b in zip(o, o_other, strict=True)]
+        total = (l * weight + l_other * weight_other).sum(axis=0)
+        _store(block, row, head, merged, total)
+
+
+def _store(block, row, head, o, l) -> None:
+    """Begin to store the result of a KV head."""
+    o_smem = block.smem["o"]
+    inverse = _down(1.0 / l)
+    for half in range(2):
+        put(o_smem.at[half], o[half] * inverse)
+    plgpu.commit_smem()
+    for half in range(2):
+        target = block.gmem["o"].at[row, head, pl.ds(block.zero, PARTS), bricks(half, 1)]
+        plgpu.copy_smem_to_gmem(o_smem.at[half], target)
+
+
+def heads_memory(dtype: Any) -> Memory:
+    """Shared memory of `Heads`."""
+    return Memory(
+        matrices={
+            "q": ((2, PARTS, BRICK), dtype),
+            "p": ((2, PARTS, BRICK), dtype),
+            "o": ((2, PARTS, BRICK), dtype),
+            "part": ((4, BRICK, PARTS), jnp.float32),
+        },
+        vectors={"new": ((4, BRICK), dtype)},  # halves of key and value of a new token
+        barriers={"part_arrived": 4},
+    )

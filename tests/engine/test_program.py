@@ -1,0 +1,165 @@
+"""What is told of compilations: in the log and in `Stats`."""
+
+import concurrent.futures
+import gc
+import logging
+import threading
+import time
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax.engine import step
+from fdjax.engine.engine import compiler_options
+from fdjax.engine.program import Program
+from fdjax.engine.results import Timer
+from fdjax.engine.sequence import Chunk
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def doubled(x):
+    time.sleep(0.01)  # while it is traced
+    return 2 * x
+
+
+def load():
+    """An LM that has compiled nothing."""
+    case = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3_gqa_tied"
+    return fdjax.load(str(case), dtype="float32", compilation_cache=False, progress=False)
+
+
+# What JAX calls with a module to compile, once it is traced.
+_COMPILE = (jax._src.compiler, "compile_or_get_cached")
+
+
+def interrupt(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+@pytest.fixture
+def told(caplog):
+    caplog.set_level(logging.INFO, "fdjax")
+    return caplog
+
+
+def test_each_set_of_shapes_is_told_once(told):
+    program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
+    for n, compiles in ((3, True), (3, False), (5, True), (3, False)):
+        told.clear()
+        assert program(jnp.arange(n, dtype=jnp.int32)).tolist() == list(range(0, 2 * n, 2))
+        assert (program.compile_seconds >= 0.01) if compiles else program.compile_seconds == 0
+        assert [record.compiling for record in told.records] == [True, False] * compiles
+        assert all(f"doubling of {n}" in message for message in told.messages)
+    assert program.compilations == 2
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_compilation_that_was_interrupted_is_told_again(told, monkeypatch, traced):
+    program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
+    program(jnp.zeros(3))
+    told.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(*(_COMPILE if traced else (time, "sleep")), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program(jnp.zeros(5))
+    assert told.messages == ["compiling doubling of 5"]
+    for n, compiles in ((3, False), (5, True), (5, False)):
+        told.clear()
+        program(jnp.zeros(n))
+        assert [record.compiling for record in told.records] == [True, False] * compiles
+        assert bool(program.compile_seconds) == compiles
+    assert program.compilations == 2
+
+
+def test_the_garbage_collector_rests_only_while_there_is_something_to_compile(monkeypatch):
+    resting = []
+
+    def function(x):
+        resting.append(not gc.isenabled())
+        return x
+
+    program = Program(function, str)
+    program(jnp.zeros(3))
+    assert gc.isenabled()
+    program.lower(jnp.zeros(4))
+    assert gc.isenabled()
+    with monkeypatch.context() as patch:
+        patch.setattr(*_COMPILE, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program(jnp.zeros(5))
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        program(jnp.zeros(6))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert resting == [True] * 4
+
+
+def test_another_thread_that_compiles_is_not_waited_for():
+    compiling, go_on = threading.Event(), threading.Event()
+
+    def function(x):
+        if x.size == 5:
+            compiling.set()
+            assert go_on.wait(60)
+        return x
+
+    program = Program(function, lambda x: f"{x.size}")
+    program(jnp.zeros(3))
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        other = pool.submit(lambda: (program(jnp.zeros(5)), program.compile_seconds))
+        assert compiling.wait(60)
+        program(jnp.zeros(3))
+        assert program.compile_seconds == 0
+        go_on.set()
+        assert other.result()[1] > 0
+    assert program.compilations == 2
+
+
+def test_the_first_call_of_a_shape_tells_what_it_compiles(told):
+    lm = load()
+    told.clear()
+    options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
+    first = lm.generate([[5] * 3, [6] * 140], **options).stats
+    prefill, decode = told.messages[1::2]
+    assert prefill.startswith("compiled prefill of 2 x 128 tokens, cache of 2 x ")
+    assert decode.startswith("compiled 32 decode steps, cache of 2 x ")
+    seconds = [float(message.split()[-2]) for message in (prefill, decode)]
+    assert first.compile_seconds == pytest.approx(sum(seconds), abs=0.11)
+    assert first.compile_seconds > first.decode_seconds
+    assert f"({first.compile_seconds:.2f} s of it compiling)" in str(first)
+    told.clear()
+    second = lm.generate([[5] * 3, [6] * 140], **options).stats
+    assert second.compile_seconds == 0
+    assert "compiling" not in str(second)
+    assert not told.messages
+
+
+def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):
+    lm = load()
+    clock = types.SimpleNamespace(perf_counter=iter([0.0, 10.0, 15.0, 16.0]).__next__)
+    monkeypatch.setattr("fdjax.engine.results.time", clock)
+    timer = Timer(lm.model, lm.params)
+    for seconds in (8.0, 4.0, 0.0):
+        timer.chunk(Chunk(np.zeros((1, 2), np.int32), compile_seconds=seconds))
+    stats = timer.stats([])
+    assert (stats.prefill_seconds, stats.decode_seconds, stats.compile_seconds) == (2, 2, 12)
+    assert stats.seconds == 16
+    assert stats.ms_per_token == 500
+    assert stats.chunk_ms_per_token == (500, 500)
+
+
+def test_what_the_environment_says_of_cuda_graphs_holds(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
+    name, options = "xla_gpu_enable_command_buffer", compiler_options(step.decode_steps)
+    assert "WHILE" in options[name]
+    monkeypatch.setenv("XLA_FLAGS", f"--{name}=")
+    assert compiler_options(step.decode_steps).keys() == options.keys() - {name}

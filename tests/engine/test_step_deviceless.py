@@ -1,0 +1,233 @@
+"""The decode chunk and a prefill call, compiled for a GPU: the caches stay where they are."""
+
+import dataclasses
+import functools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from deviceless import (
+    _parse,
+    _reachable,
+    alias_bytes,
+    compile_for,
+    kernel_names,
+    large_copies,
+    temp_bytes,
+)
+from fdjax.engine.engine import compiler_options
+from fdjax.engine.state import init_cache, start
+from fdjax.engine.step import decode_steps, prefill
+from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.sampling.sampler import Processors
+from fdjax.weights.stacked import layer_slices, stacked_shapes
+
+pytestmark = pytest.mark.deviceless
+
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
+H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="xla")
+SLOTS = 2048
+CHUNK = 128
+STEPS = 32
+
+
+# Every op that has a kernel runs it, as measured tables choose it.
+KERNELS, CHAINED, ONE_LAUNCH = (
+    dataclasses.replace(
+        H100,
+        named=(("matmul", "mosaic_gpu"), ("linear_chain", chain), ("decode_layers", layers)),
+    )
+    for chain, layers in (("xla", "xla"), ("mosaic_gpu", "xla"), ("xla", "mosaic_gpu"))
+)
+
+
+@functools.cache
+def model(tied, plan=H100):
+    """Four layers of Llama 3 8B, in full size."""
+    data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
+    data |= {"num_hidden_layers": 4, "tie_word_embeddings": tied}
+    return describe(parse_config(data), plan=plan)
+
+
+@functools.cache
+def abstract_state(tied, batch, stacked=False):
+    def make():
+        return start(init_cache(model(tied), batch, SLOTS, stacked))
+
+    return jax.eval_shape(make)
+
+
+def abstract_sampling(batch):
+    rows = per_row([GenerationConfig()] * batch, batch)
+    return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows)
+
+
+def nbytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def unlikely_buffers(compiled):
+    """Names of the instructions in branches that are hardly taken: those of what is not finite."""
+    module = _parse(compiled)
+    branches = []
+    for computation in module.values():
+        for instruction in computation.instructions.values():
+            if instruction.opcode == "conditional":
+                false, _ = instruction.called("branch_computations") or (
+                    instruction.called(f"{truth}_computation")[0] for truth in ("false", "true")
+                )
+                branches.append(false)
+    return {name for c in _reachable(module, branches) for name in module[c].instructions}
+
+
+def outermost_thunks(folder):
+    """What XLA runs of the program compiled last; the nodes of a CUDA graph are within one."""
+    (thunks,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
+    return re.findall(r"^\d+:.*", thunks.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+def check_in_place(compiled, tied, batch, *, masked_values, stacked=False):
+    """All of the state is updated where it is, and no layer's keys or values are moved.
+
+    But for `masked_values`: XLA's attention over a prompt zeroes the values of slots that hold
+    nothing, in a buffer of its own, once a layer. That is its price, and not the engine's.
+    """
+    state = abstract_state(tied, batch, stacked)
+    assert alias_bytes(compiled) == nbytes(state)
+    unlikely = unlikely_buffers(compiled)
+    of_a_layer = nbytes(state.kv) // model(tied).config.layers
+    copies = large_copies(compiled, of_a_layer // 4)
+    copies = [c for c in copies if c.name not in unlikely]
+    if masked_values:
+        masked = [c for c in copies if c.kind == "select" and "_where" in c.op_name]
+        assert len(masked) <= model(tied).config.layers
+        copies = [c for c in copies if c not in masked]
+    assert not copies, "\n".join(map(str, copies))
+
+
+def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
+    """A chunk of decode steps, as users get it: one CUDA graph, and all of the state in place."""
+    m = model(tied, plan)
+    stacked = m.one_launch(batch, SLOTS)
+    params = m.abstract_params
+    if stacked:
+        params = params | {"blocks": stacked_shapes(params)}
+
+    def run(params, state, sampling, n):
+        layers = None
+        if stacked:
+            layers = params["blocks"]
+            params = params | {"blocks": layer_slices(layers)}
+        return decode_steps(
+            *(m, params, state, sampling, n),
+            max_steps=STEPS,
+            processors=processors,
+            layers=layers,
+        )
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    args = params, abstract_state(tied, batch, stacked), abstract_sampling(batch), n
+    options = compiler_options(decode_steps) | {"xla_dump_to": str(folder)}
+    compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
+    check_in_place(compiled, tied, batch, masked_values=False, stacked=stacked)
+    (chunk,) = outermost_thunks(folder)
+    assert "kCommandBuffer" in chunk
+    return compiled
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(
+    "plan",
+    [H100, KERNELS, CHAINED, ONE_LAUNCH],
+    ids=["xla", "kernels", "chained", "one launch"],
+)
+def test_decode_steps(plan, tied, batch, tmp_path):
+    compiled = compiled_chunk(plan, tied, batch, tmp_path)
+    assert temp_bytes(compiled) <= batch * 2**21
+    # Norm, QKV; RoPE, append, attention; output; norm, gate, up, activation; down. In a chain, all
+    # but attention is one kernel from a layer to the next.
+    layers = model(tied).config.layers
+    kernels = {
+        KERNELS: 5 * layers,
+        CHAINED: 1 + layers + (layers - 1) + 3,
+        ONE_LAUNCH: 1,
+    }.get(plan)
+    if kernels:
+        calls = re.findall(r'custom_call_target="mosaic_gpu', compiled.as_text())
+        assert len(calls) == kernels + (not tied)
+        assert not between_layers(compiled, kernels)
+
+
+def test_decode_steps_with_every_processor(tmp_path):
+    compiled = compiled_chunk(CHAINED, False, 8, tmp_path, Processors().everything)
+    logits = 4 * 8 * model(False).config.vocab_size
+    assert temp_bytes(compiled) <= 9 * logits
+
+
+def between_layers(compiled, count):
+    """Names of what runs between the first and the last of the layers' kernels besides them."""
+    step = next(
+        computation
+        for computation in _parse(compiled).values()
+        if sum("mosaic_gpu" in i.text for i in computation.instructions.values()) >= count
+    )
+    names = list(step.instructions)
+    kernels = [n for n in names if "mosaic_gpu" in step.instructions[n].text][:count]
+    inner = names[names.index(kernels[0]) : names.index(kernels[-1])]
+    free = ("bitcast", "get-tuple-element", "parameter", "constant", "tuple")
+    return [
+        name for name in inner if name not in kernels and step.instructions[name].opcode not in free
+    ]
+
+
+def compiled_prefill(plan, tied, batch, stacked=False):
+    """A prefill call as users get it."""
+    m = model(tied, plan)
+
+    def run(params, state, sampling, tokens, lengths, offsets, final):
+        return prefill(m, params, state, sampling, tokens, lengths, offsets, final)
+
+    row = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
+    final = jax.ShapeDtypeStruct((batch,), jnp.bool_)
+    return compile_for(
+        "h100",
+        run,
+        m.abstract_params,
+        abstract_state(tied, batch, stacked),
+        abstract_sampling(batch),
+        tokens,
+        row,
+        row,
+        final,
+        donate_argnums=1,
+        compiler_options=compiler_options(prefill),
+    )
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_prefill(tied, batch):
+    compiled = compiled_prefill(H100, tied, batch)
+    check_in_place(compiled, tied, batch, masked_values=True)
+    # Scores in fp32 are the largest of what is computed.
+    scores = 4 * batch * model(tied).config.heads * CHUNK * SLOTS
+    assert temp_bytes(compiled) <= 3 * scores
+
+
+def test_prefill_of_a_stacked_cache():
+    plan = dataclasses.replace(H100, named=(("prefill_attention", "mosaic_gpu"),))
+    compiled = compiled_prefill(plan, False, 8, stacked=True)
+    check_in_place(compiled, False, 8, masked_values=False, stacked=True)
+    assert kernel_names(compiled).count("write_chunk") == model(False).config.layers
+    # Kernels read and write the stack itself, not a layer sliced out of it.
+    stack = abstract_state(False, 8, stacked=True).kv.k
+    layer = ",".join(map(str, stack.shape[1:]))
+    assert not re.findall(rf"\[(?:1,)?{layer}\]", compiled.as_text())

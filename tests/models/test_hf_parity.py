@@ -1,0 +1,257 @@
+"""Logits, greedy tokens and log-probabilities of Hugging Face transformers, from its fixtures."""
+
+import functools
+import json
+import shutil
+import warnings
+from pathlib import Path
+from unittest import mock
+
+import jax
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax.pallas_kernels.plan import Plan
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
+# A new family is a line here, and a case of make_hf_fixtures.py.
+CASES = [
+    "llama2_mha",
+    "llama3_gqa_tied",
+    "llama_bias",
+    "llama_d64_bf16",
+    "llama_d128_bf16",
+    "llama_linear",
+    "llama_dynamic",
+    "llama_yarn",
+    "mistral_window",
+    "qwen2_mixed",
+    "qwen3",
+    "qwen3_d128_bf16",
+    "gemma2",
+    "gemma3",
+    "phi3_longrope",
+]
+BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
+# Their rotary frequencies depend on how long a sequence is.
+BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
+# What is the engine's rather than a family's is tested on these; the rest is for the slow tests.
+FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
+# A rotary embedding of each row's own.
+FAST_BATCH = {"phi3_longrope"}
+# Every family once.
+FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
+FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
+# A Llama, what is the least like it, and a rotary embedding that depends on the length.
+FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
+# And what else a rotary embedding or a checkpoint can be.
+FAST_LOGITS = FAST | FAMILIES | {"llama2_mha", "llama_yarn", "llama_d128_bf16", "llama_dynamic"}
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+PROMPTS = range(5)
+NEW_TOKENS = 64
+MAX_LEN = 264  # the longest prompt and its continuation
+# Of the largest logit; the fixtures keep the gap of every chosen token above twice this.
+LOGITS_BAR = 1e-4
+
+GREEDY = {
+    "max_new_tokens": NEW_TOKENS,
+    "do_sample": False,
+    "eos_token_id": None,
+    "return_logprobs": True,
+}
+
+forward = jax.jit(fdjax.forward, static_argnums=0)
+
+
+def slow_unless_fast(cases, fast=FAST):
+    return [pytest.param(c, marks=() if c in fast else pytest.mark.slow) for c in cases]
+
+
+@functools.cache
+def load(case, dtype="float32", compiled="quick", implementation=None):
+    """One LM, and so one set of programs, for each way to compile them."""
+    plan = implementation and Plan.for_device(implementation=implementation)
+    with warnings.catch_warnings(), mock.patch("fdjax.lm._loaded", {}):
+        # Dynamic scaling is for sequences longer than the model's context.
+        warnings.filterwarnings("ignore", "max_len 264 exceeds the model's", UserWarning)
+        return fdjax.load(
+            str(FIXTURES / case),
+            dtype=dtype,
+            max_len=MAX_LEN,
+            plan=plan,
+            compilation_cache=False,
+            progress=False,
+        )
+
+
+@functools.cache
+def expected(case):
+    with np.load(FIXTURES / case / "expected.npz") as arrays:
+        return dict(arrays)
+
+
+@functools.cache
+def same_in_a_batch():
+    """By case, the prompts that transformers continues in a ragged batch as it does alone."""
+    return json.loads((FIXTURES / "ragged.json").read_text(encoding="utf-8"))
+
+
+def prompt(case, i):
+    return expected(case)[f"prompt_{i}"].tolist()
+
+
+@functools.cache
+def alone(case, i, compiled="quick"):
+    return load(case, compiled=compiled).generate(prompt(case, i), **GREEDY)
+
+
+@functools.cache
+def teacher_forced(case, dtype, implementation=None):
+    """Logits at every position of each prompt and its expected continuation, [len, V] each."""
+    e = expected(case)
+    sequences = [np.concatenate([e[f"prompt_{i}"], e[f"tokens_{i}"][:-1]]) for i in PROMPTS]
+    lengths = np.array([len(s) for s in sequences], np.int32)
+    ids = np.zeros((len(sequences), MAX_LEN), np.int32)
+    for row, sequence in zip(ids, sequences, strict=True):
+        row[: len(sequence)] = sequence
+    lm = load(case, dtype, implementation=implementation)
+    logits = np.asarray(forward(lm.model, lm.params, ids, lengths))
+    return [row[:length] for row, length in zip(logits, lengths, strict=True)]
+
+
+def assert_within_bar(got, want):
+    np.testing.assert_allclose(got, want, rtol=0, atol=LOGITS_BAR * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    "case", slow_unless_fast([c for c in CASES if c not in BY_LENGTH], FAST_LOGITS)
+)
+def test_logits(case):
+    for i, logits in zip(PROMPTS, teacher_forced(case, "float32"), strict=True):
+        length = len(prompt(case, i))
+        kept = expected(case)[f"logits_{i}"]
+        assert_within_bar(logits[length - len(kept) : length], kept)
+        assert_within_bar(logits[-1], expected(case)[f"final_logits_{i}"])
+
+
+@pytest.mark.parametrize("case", sorted(BY_LENGTH))
+def test_logits_of_prompts_whose_length_decides(case):
+    """A prompt and its continuation are no prompt of that length: only the prompt is compared."""
+    lm = load(case)
+    ids = np.zeros((len(PROMPTS), MAX_LEN), np.int32)
+    for i in PROMPTS:
+        ids[i, : len(prompt(case, i))] = prompt(case, i)
+    lengths = np.array([len(prompt(case, i)) for i in PROMPTS], np.int32)
+    logits = np.asarray(forward(lm.model, lm.params, ids, lengths))
+    for i in PROMPTS:
+        kept = expected(case)[f"logits_{i}"]
+        assert_within_bar(logits[i, lengths[i] - len(kept) : lengths[i]], kept)
+
+
+@pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST_GREEDY))
+def test_greedy_tokens_and_logprobs(case):
+    for i in PROMPTS:
+        result = alone(case, i)
+        assert result.tokens == [expected(case)[f"tokens_{i}"].tolist()], f"prompt {i}"
+        # The chosen logit and the logsumexp may each be off by the bar.
+        bar = 2 * LOGITS_BAR * np.abs(expected(case)[f"final_logits_{i}"]).max()
+        np.testing.assert_allclose(
+            result.logprobs[0], expected(case)[f"logprobs_{i}"], rtol=0, atol=bar
+        )
+
+
+def assert_batch_is_each_alone(case, order, compiled):
+    lm = load(case, compiled=compiled)
+    if not lm.model.plan.batch_invariant:
+        pytest.skip("rows of a batch are bitwise those alone only on CPU")
+    batch = lm.generate([prompt(case, i) for i in order], **GREEDY)
+    each = [alone(case, i, compiled) for i in order]
+    assert batch.tokens == [one.tokens[0] for one in each]
+    assert batch.logprobs == [one.logprobs[0] for one in each]
+    # And so that of transformers, where padding a row does not change what it makes of it.
+    for i, tokens in zip(order, batch.tokens, strict=True):
+        if i in same_in_a_batch()[case]:
+            assert tokens == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
+
+
+@pytest.mark.parametrize("case", sorted(FAST_BATCH))
+def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
+    assert_batch_is_each_alone(case, (4, 0, 3, 1), "quick")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", sorted(FAMILIES | {"qwen3_d128_bf16"}))
+def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):
+    assert_batch_is_each_alone(case, (1, 3, 0, 2, 4), "full")
+
+
+def test_a_ragged_batch_of_transformers_is_each_prompt_alone_but_for_ropes_by_length():
+    assert set(same_in_a_batch()) == set(CASES)
+    for case, same in same_in_a_batch().items():
+        assert (same == list(PROMPTS)) == (case not in BY_LENGTH)
+
+
+@pytest.mark.parametrize("case", slow_unless_fast(CASES))
+def test_both_generations_of_the_config_load_to_the_same(case, tmp_path):
+    folder = shutil.copytree(FIXTURES / case, tmp_path / case)
+    (folder / "config.alternate.json").replace(folder / "config.json")
+    other = fdjax.load(str(folder), dtype="float32", compilation_cache=False, progress=False)
+    assert other.config == load(case).config
+    jax.tree.map(np.testing.assert_array_equal, other.params, load(case).params)
+
+
+def rms(a):
+    return float(np.sqrt(np.mean(np.square(a, dtype=np.float64))))
+
+
+def bf16_error(case):
+    """Root mean square of what bfloat16 does to a logit in transformers' own runs."""
+    e = expected(case)
+    return rms(np.concatenate([e[f"bf16_logits_{i}"] - e[f"logits_{i}"] for i in PROMPTS]))
+
+
+# As planned for the device, and with every kernel there is.
+PLANNED = pytest.mark.parametrize(
+    "implementation", [None, pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+)
+
+
+@PLANNED
+@pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES))
+def test_bfloat16_logits_are_as_close_as_those_of_transformers(case, implementation):
+    errors = []
+    forced = teacher_forced(case, "bfloat16", implementation)
+    for i, logits in zip(PROMPTS, forced, strict=True):
+        kept, length = expected(case)[f"logits_{i}"], len(prompt(case, i))
+        errors.append(logits[length - len(kept) : length] - kept)
+    # Rounding in another order: of the same size, not the same.
+    assert rms(np.concatenate(errors)) <= 1.25 * bf16_error(case)
+
+
+@PLANNED
+@pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES))
+def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case, implementation):
+    """Against the float32 tokens, which are the truth that bfloat16 approximates.
+
+    A token may differ where the gap between the two best float32 logits is below four standard
+    deviations of a difference of two bfloat16 logits, which is sqrt(2) times the error of one.
+    Behind its first difference a run is another text: the runs are compared up to there, and every
+    token once more after the expected prefix.
+    """
+    lm = load(case, "bfloat16", implementation=implementation)
+    result = lm.generate([prompt(case, i) for i in PROMPTS], **GREEDY | {"return_logprobs": False})
+    bar = 4 * 2**0.5 * bf16_error(case)
+    close_calls = []
+    logits_of_prompts = teacher_forced(case, "bfloat16", implementation)
+    for i, logits in zip(PROMPTS, logits_of_prompts, strict=True):
+        tokens, gaps = expected(case)[f"tokens_{i}"], expected(case)[f"gaps_{i}"]
+        run = np.flatnonzero(np.array(result.tokens[i]) != tokens)[:1]
+        forced = np.flatnonzero(logits[-NEW_TOKENS:].argmax(-1) != tokens)
+        for steps in (run, forced):
+            assert (gaps[steps] <= bar).all(), f"prompt {i}: steps {steps}, gaps {gaps[steps]}"
+        close_calls.append(gaps <= bar)
+    # Most calls are not close: a wrong engine cannot hide behind those that are.
+    assert np.mean(close_calls) < 1 / 3

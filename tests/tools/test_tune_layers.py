@@ -1,0 +1,244 @@
+"""Whether all layers in one launch are measured right. Programs are real, times are made up."""
+
+import dataclasses
+import itertools
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdjax.models import decoder, describe, layers_shape, parse_config, random_params
+from fdjax.pallas_kernels.layers import DecodeLayersConfig
+from fdjax.pallas_kernels.layers.decode_layers import layers_key
+from fdjax.pallas_kernels.plan import Choice, Plan, as_entry
+from fdjax.tools import tune_layers
+from fdjax.tools.table_entry import table_entry
+from fdjax.tools.tune_layers import measure_layers
+
+FIRST, SECOND = CANDIDATES = tune_layers.LAYERS_CANDIDATES[:2]
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 192,
+    "vocab_size": 320,
+    "num_hidden_layers": 3,
+    "torch_dtype": "bfloat16",
+}
+STEPS, RUNS = 2, 3
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def model(**changes):
+    return describe(parse_config(LLAMA | changes), plan=Plan())
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    """The kernel computes through XLA, by a clock that knows only what a step is to take.
+
+    Returns:
+      Microseconds of a step by configuration, None for one layer after the other; "cannot" and
+      "wrong" are configurations, "calls" those of the programs in their order.
+    """
+    fake = {None: 20.0, FIRST: 15.0, SECOND: 10.0, "cannot": (), "wrong": (), "calls": []}
+    now = 0.0
+    genuine, compile_ = decoder.decode_layers, tune_layers._compile
+
+    def kernel(x, k, *operands, plan, **options):
+        key = layers_key(len(x), operands[-1], k.shape) | {"itemsize": x.dtype.itemsize}
+        choice = plan.choose("decode_layers", **key)
+        assert (choice.implementation, choice.source) == ("mosaic_gpu", "table")
+        config = DecodeLayersConfig(**dict(choice.config))
+        if config in fake["cannot"]:
+            raise NotImplementedError("decode_layers: sizes")
+        x, k, v = genuine(x, k, *operands, implementation="xla", **options)
+        return x + jnp.asarray(config in fake["wrong"], x.dtype), k, v
+
+    def timed(config, program):
+        def run(*args):
+            nonlocal now
+            out = program(*args)
+            first = len(fake["calls"]) < 2 or fake["calls"][-2:] != [config] * 2
+            fake["calls"].append(config)
+            now += STEPS * fake[config] * 1e-6 * (100 if first else 1)
+            return out
+
+        return run
+
+    def compiled(*args):
+        return {config: timed(config, program) for config, program in compile_(*args).items()}
+
+    monkeypatch.setattr(decoder, "decode_layers", kernel)
+    monkeypatch.setattr(tune_layers, "_compile", compiled)
+    monkeypatch.setattr(tune_layers, "LAYERS_CANDIDATES", CANDIDATES)
+    clock = types.SimpleNamespace(perf_counter=lambda: now)
+    monkeypatch.setattr(tune_layers, "time", clock)
+    return fake
+
+
+def measured(of=None, rows=(2,), slots=(128,)):
+    """(entries, lines told)."""
+    told = []
+    of = of or model()
+    entries = measure_layers(of, rows, slots, steps=STEPS, runs=RUNS, report=told.append)
+    return list(entries), told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("times", "best"),
+    [
+        ({}, SECOND),
+        ({"wrong": (SECOND,)}, FIRST),
+        ({FIRST: 9.0}, FIRST),
+        ({None: 9.99}, None),
+        ({None: 10.0}, SECOND),  # a tie is the kernel's
+        ({"wrong": CANDIDATES}, None),
+        ({"cannot": (SECOND,)}, FIRST),
+    ],
+    ids=str,
+)
+def test_the_fastest_that_is_right_is_chosen(fake, times, best):
+    fake |= times
+    (entry,), told = measured()
+    implementation = "mosaic_gpu" if best else "xla"
+    left = [c for c in CANDIDATES if c not in fake["wrong"] + fake["cannot"]]
+    least = min((fake[config] for config in left), default=None)
+    assert entry == {
+        "op": "decode_layers",
+        "shape": layers_shape(model().config, 2, 128, 2),
+        "implementation": implementation,
+        "config": best and dataclasses.asdict(best),
+        "microseconds": pytest.approx({"xla": fake[None], "mosaic_gpu": least}),
+    }
+    *wrong, last = told
+    assert last.startswith(f"decode_layers M=2 S=128: {implementation} {{'xla': ")
+    assert [line.split(": error ")[0] for line in wrong] == [
+        f"decode_layers M=2 S=128 {config}" for config in fake["wrong"]
+    ]
+    # In turn, twice, but for those that were wrong.
+    turns = [config for config, _ in itertools.groupby(fake["calls"])]
+    first = [c for c in (None, *CANDIDATES) if c not in fake["cannot"]]
+    assert turns == [*first, None, *left]
+    assert fake["calls"].count(None) == 2 * (RUNS + 2)
+
+
+@pytest.mark.slow
+def test_a_plan_looks_up_what_was_measured(fake):
+    of = model()
+    entries, told = measured(of, rows=(1, 4), slots=(128,))
+    assert [entry["shape"]["m"] for entry in entries] == [1, 4]
+    assert len(told) == 2
+    table = tuple(as_entry(e, {"decode_layers": 1}, "test") for e in entries)
+    planned = describe(of.config, plan=Plan(table=table))
+    assert planned.one_launch_possible
+    config = tuple(sorted(dataclasses.asdict(SECOND).items()))
+    for m, source in ((4, "table"), (3, "nearest"), (8, "heuristic")):
+        choice = planned.plan.choose("decode_layers", **layers_shape(of.config, m, 128, 2))
+        assert choice.source == source
+        assert choice == Choice("xla", source=source) or (m < 5 and choice.config == config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LLAMA | {"attention_bias": True},
+        LLAMA | {"mlp_bias": True},
+        LLAMA | {"model_type": "mistral", "sliding_window": 64},
+    ],
+    ids=["attention bias", "mlp bias", "window"],
+)
+def test_what_the_kernel_has_not_is_not_measured(fake, config):
+    of = describe(parse_config(config), plan=Plan())
+    assert layers_shape(of.config, 2, 128, 2) is None
+    assert measured(of) == ([], [])
+
+
+@pytest.mark.slow
+def test_no_launch_is_measured_that_cannot_run(fake, monkeypatch):
+    fake["cannot"] = CANDIDATES
+    assert measured() == ([], [])
+    assert not fake["calls"]
+    fake["cannot"] = ()
+    monkeypatch.setattr(tune_layers, "can_chain", lambda device: False)
+    assert measured() == ([], [])
+    monkeypatch.setattr(tune_layers, "can_chain", lambda device: True)
+    assert len(measured()[0]) == 1
+
+
+@pytest.mark.slow
+def test_what_does_not_fit_is_told_and_left_out(fake, monkeypatch):
+    of = model()
+    room = tune_layers.plan_memory(of, batch=1, max_len=256, slots=256).total_bytes
+    monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: room)
+    entries, told = measured(of, rows=(1, 64), slots=(256,))
+    assert [entry["shape"]["m"] for entry in entries] == [1]
+    assert told[1].startswith("decode_layers M=64 S=256: no room for ")
+    monkeypatch.setattr(tune_layers, "stack_layers", lambda *args, **options: None)
+    assert measured(of) == ([], ["decode_layers: no room to stack the weights"])
+    weights = tune_layers.weight_bytes(of)
+    monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: weights - 1)
+    monkeypatch.setattr(tune_layers, "random_params", None)
+    (entries, (line,)) = measured(of)
+    assert not entries
+    assert line.startswith("decode_layers: no room for weights of ")
+
+
+def test_both_ways_start_from_the_same_keys_and_values():
+    of = model()
+    apart, stacked = (tune_layers._random_cache(of, 2, 128, s) for s in (False, True))
+    for i, (k, v) in enumerate(apart):
+        np.testing.assert_array_equal(k, stacked.k[i])
+        np.testing.assert_array_equal(v, stacked.v[i])
+        assert not jnp.array_equal(k, v)
+    assert not jnp.array_equal(*stacked.k[:2])
+
+
+@pytest.mark.slow
+def test_every_step_is_the_same_one():
+    """So that many of them end where one does, at the same lengths."""
+    of = model()
+    params, lengths = random_params(of), jnp.array([64, 3])
+    for stacked in (False, True):
+        weights = params
+        if stacked:
+            planned = tune_layers._planned(of, FIRST, layers_shape(of.config, 2, 128, 2))
+            weights = params | {"blocks": tune_layers.stack_layers(planned, params)}
+        plain = describe(of.config, plan=Plan())
+        one, two = (
+            jax.jit(tune_layers._layers, static_argnums=(0, 1, 2))(
+                plain, stacked, steps, tune_layers._random_cache(of, 2, 128, stacked), *args
+            )
+            for steps, args in ((1, (weights, lengths)), (2, (weights, lengths)))
+        )
+        jax.tree.map(np.testing.assert_array_equal, one, two)
+
+
+@pytest.mark.parametrize(
+    ("op", "xla_us", "implementation"),
+    [
+        ("decode_layers", 10.0, "mosaic_gpu"),
+        ("decode_layers", 9.99, "xla"),
+        ("linear_chain", 10.0, "xla"),
+        ("linear_chain", 10.1, "mosaic_gpu"),
+        ("matmul", 10.09, "xla"),
+        ("matmul", 10.1, "mosaic_gpu"),
+    ],
+)
+def test_what_a_kernel_must_gain(op, xla_us, implementation):
+    shape = {"m": 1}
+    assert table_entry(op, shape, {None: xla_us, FIRST: 10.0, SECOND: 11.0}) == {
+        "op": op,
+        "shape": shape,
+        "implementation": implementation,
+        "config": dataclasses.asdict(FIRST) if implementation == "mosaic_gpu" else None,
+        "microseconds": {"xla": xla_us, "mosaic_gpu": 10.0},
+    }
+    none = table_entry(op, shape, {None: xla_us})
+    assert (none["implementation"], none["config"]) == ("xla", None)
+    assert none["microseconds"] == {"xla": xla_us, "mosaic_gpu": None}
