@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from fdjax.bench.suite import Case, main
-from fdjax.pallas_kernels.attention import attention_reference, decode_attention
+from fdjax.pallas_kernels.attention import AttentionSpec, attention_reference, decode_attention
 from fdjax.pallas_kernels.attention.hopper.decode import decode_mosaic, default_config
-from fdjax.pallas_kernels.attention.spec import Masking
 
 # B, H, Hkv, S, D
 SHAPES = (
@@ -49,16 +48,18 @@ SEVERAL_TOKENS = (
 )
 
 
+def _spec(q):
+    return AttentionSpec(q.shape[-1] ** -0.5)
+
+
 def _unified(q, k, v, lengths):
-    scale = q.shape[-1] ** -0.5
-    return decode_attention(q, k, v, lengths, scale=scale, implementation="mosaic_gpu")
+    return decode_attention(q, k, v, lengths, spec=_spec(q), implementation="mosaic_gpu")
 
 
 def _synchronised(q, k, v, lengths):
     config = default_config(q.shape[0], *k.shape[1:])
     config = dataclasses.replace(config, unified=False)
-    scale = q.shape[-1] ** -0.5
-    return decode_mosaic(q, k, v, lengths, scale=scale, masking=Masking(), config=config)[0]
+    return decode_mosaic(q, k, v, lengths, spec=_spec(q), config=config)[0]
 
 
 def _cudnn(q, k, v, lengths):
@@ -68,7 +69,7 @@ def _cudnn(q, k, v, lengths):
 
 
 def _xla(q, k, v, lengths):
-    return decode_attention(q, k, v, lengths, scale=q.shape[-1] ** -0.5, implementation="xla")
+    return decode_attention(q, k, v, lengths, spec=_spec(q), implementation="xla")
 
 
 def _for_cudnn(q, k, v, lengths):
@@ -77,9 +78,7 @@ def _for_cudnn(q, k, v, lengths):
 
 
 def _reference(q, k, v, lengths):
-    scale, masking = q.shape[-1] ** -0.5, Masking()
-    first = lengths - q.shape[1]
-    return attention_reference(q, k, v, lengths, first, scale=scale, masking=masking)[0]
+    return attention_reference(q, k, v, lengths, lengths - q.shape[1], spec=_spec(q))[0]
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

@@ -89,7 +89,7 @@ def fdjax_rows(
         config = model.config
         if name == "without unified maximum":
             running = (dataclasses.replace(spec, unified=False) for spec in config.attention)
-            config = dataclasses.replace(config, attention=tuple(running))
+            config = config.with_attention(running)
         models[name] = describe(config, dtype=model.dtype, plan=plan)
     for batch, prompt in points:
         for name, planned in models.items():
@@ -374,7 +374,7 @@ def read_model(args: argparse.Namespace):
     from fdjax.models import describe, parse_config
 
     config = parse_config(json.loads(args.config.read_text()))
-    config = dataclasses.replace(config, attention=config.attention[: args.layers])
+    config = config.with_attention(config.attention[: args.layers])
     return describe(config, dtype=args.dtype)
 
 
@@ -412,7 +412,7 @@ def measure(
         "dtype": args.dtype,
         "new_tokens": args.new_tokens,
         "check": args.check,
-        "plan": dataclasses.asdict(model.plan) | {"table": len(model.plan.table)},
+        "plan": model.plan.summary(),
     }
     record = Record(environment(args.commit), config, {"before": before}, costs=costs)
     options = {"new_tokens": args.new_tokens, "runs": args.runs}

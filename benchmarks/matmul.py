@@ -14,9 +14,10 @@ from collections.abc import Iterator, Sequence
 
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.record import Record, Row, emit, environment, read, write
+from fdjax.models import LinearShape
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.tools.tune import ROWS, LinearShape, time_linear
+from fdjax.tools.tune import ROWS, time_linear
 
 PLAIN = {
     "7B qkv": LinearShape(4096, 12288),

@@ -7,7 +7,6 @@ memory of the compiled program and the three buffers, B·T·(2E + F) values, tha
 """
 
 import argparse
-import dataclasses
 import gc
 import json
 import sys
@@ -87,7 +86,7 @@ def temporaries(model: Model, max_len: int) -> Iterator[dict[str, Any]]:
 
     Of a few layers only: XLA uses the buffers of one for the next.
     """
-    c = dataclasses.replace(model.config, attention=model.config.attention[:_LAYERS])
+    c = model.config.with_attention(model.config.attention[:_LAYERS])
     model = describe(c, dtype=model.dtype, plan=model.plan)
     for width in CHUNKS:
         for batch in sorted({1, rows_of_call(width, 2**10)}):

@@ -13,9 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from fdjax.bench.suite import Case, main
-from fdjax.pallas_kernels.attention import prefill_attention
+from fdjax.pallas_kernels.attention import AttentionSpec, prefill_attention
 from fdjax.pallas_kernels.attention.hopper.prefill import default_config, prefill_mosaic
-from fdjax.pallas_kernels.attention.spec import Masking
 
 # B, H, Hkv, S, D: all rows full, causal
 SHAPES = (
@@ -35,16 +34,18 @@ BLOCKS = {128: ((64, 4), (128, 2)), 64: ((64, 4), (128, 2), (192, 2), (256, 2))}
 RECOMPUTED = (1, 32)
 
 
+def _spec(q):
+    return AttentionSpec(q.shape[-1] ** -0.5)
+
+
 def _prefill(q, k, v, lengths):
-    scale = q.shape[-1] ** -0.5
-    return prefill_attention(q, k, v, lengths, scale=scale, implementation="mosaic_gpu")
+    return prefill_attention(q, k, v, lengths, spec=_spec(q), implementation="mosaic_gpu")
 
 
 def _with_config(config, q, k, v, lengths):
     o, _ = prefill_mosaic(
         *(q, k, v, lengths, jnp.zeros_like(lengths)),
-        scale=q.shape[-1] ** -0.5,
-        masking=Masking(),
+        spec=_spec(q),
         return_lse=False,
         config=config,
     )
@@ -62,7 +63,7 @@ def _for_cudnn(q, k, v, lengths):
 
 def _reference(q, k, v, lengths):
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
-    return prefill_attention(q, k, v, lengths, scale=q.shape[-1] ** -0.5, implementation="xla")
+    return prefill_attention(q, k, v, lengths, spec=_spec(q), implementation="xla")
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

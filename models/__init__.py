@@ -8,33 +8,41 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from fdjax.models.attend import Attend, AttentionSpec
+from fdjax.models.attend import Attend
+from fdjax.models.block import BlockSpec, LinearShape
 from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
 from fdjax.models.decoder import (
     Decoder,
     Model,
     Params,
+    chain_features,
     chain_shape,
     describe,
+    layers_features,
     layers_shape,
     random_params,
 )
 from fdjax.models.families import FAMILIES
 from fdjax.models.name_map import WeightMap, export_tensors
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 __all__ = [
     "FAMILIES",
     "Attend",
     "AttentionSpec",
+    "BlockSpec",
     "CheckpointError",
     "Decoder",
     "DecoderConfig",
+    "LinearShape",
     "Model",
     "Params",
+    "chain_features",
     "chain_shape",
     "describe",
     "export_tensors",
     "ignored_tensors",
+    "layers_features",
     "layers_shape",
     "parse_config",
     "random_params",

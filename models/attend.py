@@ -1,35 +1,10 @@
-"""What a decoder block says about its attention, and what it asks of whoever owns the cache."""
+"""What a decoder block asks of whoever owns the cache."""
 
-import dataclasses
 from typing import Any, Protocol, Self
 
 from jax import Array
 
-from fdjax.pallas_kernels.rope import Rope
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionSpec:
-    """Static description of one layer's attention.
-
-    Attributes:
-      scale: multiplies q·k.
-      rope: rotary embedding of q and k, or None.
-      window: sliding window in tokens, own position included, or None.
-      soft_cap: cap of the scores, or None.
-      alibi: slope per query head, or None.
-      phi: unified maximum per query head that calibration chose, or None; changes the speed of
-        decode kernels, never a result.
-      unified: False where calibration found that a unified maximum does not pay.
-    """
-
-    scale: float
-    rope: Rope | None = None
-    window: int | None = None
-    soft_cap: float | None = None
-    alibi: tuple[float, ...] | None = None
-    phi: tuple[float, ...] | None = None
-    unified: bool = True
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 
 class Attend(Protocol):

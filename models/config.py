@@ -6,80 +6,107 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from fdjax.models.attend import AttentionSpec
+from fdjax.models.block import BlockSpec, LinearShape
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message names the file and the field or tensor."""
 
 
+def _of_blocks(name: str) -> property:
+    return property(lambda self: getattr(self.blocks[0], name), doc=f"`BlockSpec.{name}`.")
+
+
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer. One object for every family and every generation of config.json.
 
+    What blocks have in common are properties too: `width`, `heads`, `norm_eps` and so on.
+
     Attributes:
       family: key of `fdjax.models.FAMILIES`.
       vocab_size: V.
-      width: E.
-      mlp_width: F.
-      heads, kv_heads, head_dim: H, Hkv, D.
-      norm_eps: epsilon of the RMS norms.
-      activation: of the gated MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`.
-      attention: one `AttentionSpec` per layer.
+      blocks: one `BlockSpec` per layer.
       tie_embeddings: the head is the transposed embedding.
-      qkv_bias, out_bias, mlp_bias: biases of the linear layers.
       max_position_embeddings: longest context the model was made for, in tokens.
       dtype: of the checkpoint, a NumPy name.
-      norm_offset: added to the weights of every RMS norm.
-      qk_norm: q and k are normalised per head, before RoPE.
-      post_norms: what attention and MLP add to the residual stream is normalised first.
       embedding_scale: multiplies the embeddings, rounded to their dtype.
       logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
     """
 
     family: str
     vocab_size: int
-    width: int
-    mlp_width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    activation: str
-    attention: tuple[AttentionSpec, ...]
+    blocks: tuple[BlockSpec, ...]
     tie_embeddings: bool
-    qkv_bias: bool
-    out_bias: bool
-    mlp_bias: bool
     max_position_embeddings: int
     dtype: str
-    norm_offset: float = 0.0
-    qk_norm: bool = False
-    post_norms: bool = False
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
 
     def __post_init__(self):
-        for name in ("vocab_size", "width", "mlp_width", "heads", "kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"config: {name} must be positive, got {getattr(self, name)}")
-        if self.heads % self.kv_heads:
-            raise ValueError(
-                "config: heads must be a multiple of kv_heads, "
-                f"got {self.heads} and {self.kv_heads}"
-            )
-        if not self.attention:
+        if self.vocab_size < 1:
+            raise ValueError(f"config: vocab_size must be positive, got {self.vocab_size}")
+        if not self.blocks:
             raise ValueError("config: there must be at least one layer, got 0")
+        for name in ("width", "kv_heads", "head_dim"):
+            if len(sizes := {getattr(block, name) for block in self.blocks}) > 1:
+                raise ValueError(f"config: {name} must be that of every layer, got {sizes}")
+
+    @classmethod
+    def alike(cls, *, attention: Sequence[AttentionSpec], **fields: Any) -> "DecoderConfig":
+        """A decoder whose blocks differ in attention alone.
+
+        Args:
+          attention: of each layer.
+          **fields: of `DecoderConfig`, and of `BlockSpec` for all layers.
+        """
+        own = {f.name for f in dataclasses.fields(cls)}
+        block = {name: fields.pop(name) for name in list(fields) if name not in own}
+        return cls(blocks=tuple(BlockSpec(attention=spec, **block) for spec in attention), **fields)
+
+    def with_attention(self, attention: Sequence[AttentionSpec]) -> "DecoderConfig":
+        """As many layers as there are in the list; those beyond the last are like it otherwise."""
+        blocks = [*self.blocks, *self.blocks[-1:] * max(0, len(attention) - self.layers)]
+        pairs = zip(blocks, attention, strict=False)
+        replaced = (dataclasses.replace(block, attention=spec) for block, spec in pairs)
+        return dataclasses.replace(self, blocks=tuple(replaced))
+
+    width = _of_blocks("width")
+    mlp_width = _of_blocks("mlp_width")
+    heads = _of_blocks("heads")
+    kv_heads = _of_blocks("kv_heads")
+    head_dim = _of_blocks("head_dim")
+    group = _of_blocks("group")
+    norm_eps = _of_blocks("norm_eps")
+    norm_offset = _of_blocks("norm_offset")
+    activation = _of_blocks("activation")
+    qkv_bias = _of_blocks("qkv_bias")
+    out_bias = _of_blocks("out_bias")
+    mlp_bias = _of_blocks("mlp_bias")
+    qk_norm = _of_blocks("qk_norm")
+    post_norms = _of_blocks("post_norms")
+
+    @property
+    def attention(self) -> tuple[AttentionSpec, ...]:
+        """Of each layer."""
+        return tuple(block.attention for block in self.blocks)
 
     @property
     def layers(self) -> int:
         """L."""
-        return len(self.attention)
+        return len(self.blocks)
 
     @property
-    def group(self) -> int:
-        """G = H / Hkv."""
-        return self.heads // self.kv_heads
+    def linear_shapes(self) -> dict[str, LinearShape]:
+        """The linear layers of a decoder step, by name.
+
+        Without the head where it is the transposed embedding, which no kernel reads.
+        """
+        shapes = {name: linear.shape for name, linear in self.blocks[0].linears.items()}
+        if not self.tie_embeddings:
+            shapes["head"] = LinearShape(self.width, self.vocab_size, norm=True, result="float32")
+        return shapes
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of KV cache one token takes over all layers."""

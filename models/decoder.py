@@ -7,7 +7,7 @@ a static graph and plain parameters, and `Model.module` puts both together again
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,8 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 
-from fdjax.models.attend import Attend, AttentionSpec, Stack
+from fdjax.models.attend import Attend, Stack
+from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
@@ -30,10 +33,15 @@ Params = dict[str, Any]
 class Norm(nnx.Module):
     """Weights of an RMS norm, handed to the linear layer that follows it if there is one."""
 
-    def __init__(self, width: int, config: DecoderConfig, dtype):
+    def __init__(self, width: int, spec: BlockSpec, dtype):
         self.scale = nnx.Param(jnp.zeros((width,), dtype))
-        self.offset = config.norm_offset
-        self.eps = config.norm_eps
+        self.offset = spec.norm_offset
+        self.eps = spec.norm_eps
+
+    @classmethod
+    def of(cls, spec: BlockSpec, dtype, *path: str) -> "Norm | None":
+        """The norm of a block at a path, if it has one there."""
+        return cls(spec.norms[path], spec, dtype) if path in spec.norms else None
 
     def operand(self) -> RMSNorm:
         """The norm as an operand of `matmul`."""
@@ -56,6 +64,11 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
         self.bias = nnx.Param(jnp.zeros(shape[1:], dtype)) if bias else None
 
+    @classmethod
+    def of(cls, spec: LinearSpec, dtype) -> "Linear":
+        """A linear layer of a block."""
+        return cls((spec.k, *spec.outs), spec.bias, dtype)
+
     def __call__(self, x: Array, **fused) -> Array:
         """x [..., K] → [..., N]; `fused` are keywords of `matmul`."""
         weight = self.weight[...]
@@ -69,14 +82,14 @@ class Linear(nnx.Module):
 class Attention(nnx.Module):
     """Q, K and V in one product grouped by KV head, and the output projection."""
 
-    def __init__(self, config: DecoderConfig, spec: AttentionSpec, dtype):
-        heads = (config.kv_heads, config.group + 2, config.head_dim)
-        self.spec = spec
-        self.heads = heads
-        self.qkv = Linear((config.width, *heads), config.qkv_bias, dtype)
-        self.out = Linear((config.heads * config.head_dim, config.width), config.out_bias, dtype)
-        self.q_norm = Norm(config.head_dim, config, dtype) if config.qk_norm else None
-        self.k_norm = Norm(config.head_dim, config, dtype) if config.qk_norm else None
+    def __init__(self, spec: BlockSpec, dtype):
+        linears = spec.linears
+        self.spec = spec.attention
+        self.heads = linears["qkv"].outs
+        self.qkv = Linear.of(linears["qkv"], dtype)
+        self.out = Linear.of(linears["out"], dtype)
+        self.q_norm = Norm.of(spec, dtype, "attention", "q_norm")
+        self.k_norm = Norm.of(spec, dtype, "attention", "k_norm")
 
     def __call__(self, qkv: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
         """Results of `qkv` [B,T,...] → heads [B,T,H·D] for `out`; and the layer's cache updated."""
@@ -92,10 +105,10 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """Gated MLP: down(act(gate(x)) * up(x))."""
 
-    def __init__(self, config: DecoderConfig, dtype):
-        self.activation = config.activation
-        self.gate_up = Linear((config.width, 2, config.mlp_width), config.mlp_bias, dtype)
-        self.down = Linear((config.mlp_width, config.width), config.mlp_bias, dtype)
+    def __init__(self, spec: BlockSpec, dtype):
+        self.activation = spec.activation
+        self.gate_up = Linear.of(spec.linears["gate_up"], dtype)
+        self.down = Linear.of(spec.linears["down"], dtype)
 
     def __call__(self, x: Array, norm: RMSNorm, post_norm: Norm | None, plan: Plan) -> Array:
         """x [B,T,E] → x + post_norm(mlp(norm(x)))."""
@@ -123,16 +136,15 @@ def _by_row(function: Callable[[Array], Array], x: Array, plan: Plan) -> Array:
 class Block(nnx.Module):
     """One decoder layer."""
 
-    def __init__(self, config: DecoderConfig, spec: AttentionSpec, dtype):
-        def norm(wanted: bool = True) -> Norm | None:
-            return Norm(config.width, config, dtype) if wanted else None
-
-        self.attention_norm = norm()
-        self.attention = Attention(config, spec, dtype)
-        self.attention_post_norm = norm(config.post_norms)
-        self.mlp_norm = norm()
-        self.mlp = MLP(config, dtype)
-        self.mlp_post_norm = norm(config.post_norms)
+    def __init__(self, spec: BlockSpec, dtype):
+        refuse_unknown("decoder", spec.features, DECODER_CAN)
+        norm = functools.partial(Norm.of, spec, dtype)
+        self.attention_norm = norm("attention_norm")
+        self.attention = Attention(spec, dtype)
+        self.attention_post_norm = norm("attention_post_norm")
+        self.mlp_norm = norm("mlp_norm")
+        self.mlp = MLP(spec, dtype)
+        self.mlp_post_norm = norm("mlp_post_norm")
 
     def __call__(
         self, x: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
@@ -190,38 +202,42 @@ class Block(nnx.Module):
         return x[:, None], qkv[:, None], kv
 
 
-def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, int] | None:
-    """The shape by which a plan knows the `linear_chain` of a decoder's step.
-
-    None where biases or further norms stand between its products.
-    """
-    c = config
-    if c.post_norms or c.qkv_bias or c.out_bias or c.mlp_bias:
-        return None
-    heads, n = c.heads * c.head_dim, (c.heads + 2 * c.kv_heads) * c.head_dim
-    return chain_key(rows, heads, c.width, c.mlp_width, n, itemsize)
+def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, int]:
+    """The shape by which a plan knows the `linear_chain` of a decoder's step."""
+    linears = config.linear_shapes
+    out, down = linears["out"], linears["down"]
+    return chain_key(rows, out.k, config.width, down.k, linears["qkv"].n, itemsize)
 
 
-def layers_shape(
-    config: DecoderConfig, rows: int, slots: int, itemsize: int
-) -> dict[str, int] | None:
-    """The shape by which a plan knows the `decode_layers` of a decoder's step.
+def layers_shape(config: DecoderConfig, rows: int, slots: int, itemsize: int) -> dict[str, int]:
+    """The shape by which a plan knows the `decode_layers` of a decoder's step."""
+    heads = {"hkv": config.kv_heads, "d": config.head_dim, "s": slots}
+    return chain_shape(config, rows, itemsize) | heads
 
-    None where its kernel does not have what a layer is made of.
-    """
-    c = config
-    chain = chain_shape(c, rows, itemsize)
-    first = c.attention[0]
-    whole = first.rope is not None and first.rope.dim == c.head_dim
-    # Its maximum is the running one, whatever calibration found.
-    plain = whole and all(
-        dataclasses.replace(spec, phi=None, unified=True)
-        == AttentionSpec(scale=first.scale, rope=first.rope)
-        for spec in c.attention
-    )
-    if chain is None or not plain or c.qk_norm or c.norm_offset:
-        return None
-    return chain | {"hkv": c.kv_heads, "d": c.head_dim, "s": slots}
+
+def chain_features(config: DecoderConfig) -> Features:
+    """What a `linear_chain` must be able to do, which takes no part in attention."""
+    return _common_features(config.blocks, attention=AttentionSpec(1.0))
+
+
+def layers_features(config: DecoderConfig) -> Features:
+    """What a `decode_layers` must be able to do."""
+    asked = frozenset().union(*(block.attention_features for block in config.blocks))
+    # φ and what calibration says of it may be another in every layer.
+    blocks = [
+        dataclasses.replace(
+            block, attention=dataclasses.replace(block.attention, phi=None, unified=True)
+        )
+        for block in config.blocks
+    ]
+    return asked | _common_features(blocks)
+
+
+def _common_features(blocks: Sequence[BlockSpec], **same: Any) -> Features:
+    """What any block asks for, and whether blocks differ in other fields than those in `same`."""
+    asked = frozenset().union(*(block.features for block in blocks))
+    differ = len({dataclasses.replace(block, **same) for block in blocks}) > 1
+    return asked | ({"differing_blocks"} if differ else set())
 
 
 def layer_weights(stacked: dict[str, Array]) -> LayerWeights:
@@ -241,9 +257,9 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, dtype):
         self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
-        self.blocks = nnx.List([Block(config, spec, dtype) for spec in config.attention])
+        self.blocks = nnx.List([Block(spec, dtype) for spec in config.blocks])
         self.config = config
-        self.norm = Norm(config.width, config, dtype)
+        self.norm = Norm(config.width, config.blocks[-1], dtype)
         self.head = (
             None
             if config.tie_embeddings
@@ -337,7 +353,8 @@ class Decoder(nnx.Module):
     def _chains(self, x: Array, plan: Plan) -> bool:
         """Whether one kernel runs all that is between two attentions; x [B,1,E]."""
         shape = chain_shape(self.config, len(x), x.dtype.itemsize)
-        return shape is not None and plan.choose("linear_chain", **shape).implementation != "xla"
+        choice = plan.choose("linear_chain", chain_features(self.config), **shape)
+        return choice.implementation != "xla"
 
     def _chained(
         self, x: Array, kv: list[Any], attend: Attend, plan: Plan
@@ -415,9 +432,8 @@ class Model:
         """
         itemsize = jnp.dtype(self.dtype).itemsize
         shape = layers_shape(self.config, rows, slots, itemsize)
-        if shape is None:
-            return False
-        return self.plan.choose("decode_layers", **shape).implementation != "xla"
+        choice = self.plan.choose("decode_layers", layers_features(self.config), **shape)
+        return choice.implementation != "xla"
 
     @property
     def one_launch_possible(self) -> bool:

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.models.block import BlockSpec
 from fdjax.models.config import DecoderConfig
 
 Path = tuple[str | int, ...]
@@ -137,7 +138,6 @@ def decoder_weights(config: DecoderConfig, *, fused: bool = False) -> WeightMap:
       fused: the checkpoint holds Q, K and V in one tensor, and gate and up in one.
     """
     c = config
-    q, kv = c.heads * c.head_dim, c.kv_heads * c.head_dim
     weights: WeightMap = {
         ("embed",): Weight((("model.embed_tokens.weight", (c.vocab_size, c.width)),)),
         ("norm", "scale"): Weight((("model.norm.weight", (c.width,)),)),
@@ -145,63 +145,62 @@ def decoder_weights(config: DecoderConfig, *, fused: bool = False) -> WeightMap:
     if not c.tie_embeddings:
         head = (("lm_head.weight", (c.vocab_size, c.width)),)
         weights["head", "weight"] = Weight(head, Transposed())
-    norms = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
-    if c.post_norms:
-        norms = {
-            "attention_norm": "input_layernorm",
-            "attention_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        }
-    qkv = GroupedQKV(c.kv_heads, c.group, c.head_dim)
-    linears: dict[Path, tuple[list[str], tuple[int, ...], int, bool, Layout]] = {
-        ("attention", "qkv"): (
-            [f"self_attn.{n}_proj" for n in "qkv"],
-            (q, kv, kv),
-            c.width,
-            c.qkv_bias,
-            qkv,
+    for i, block in enumerate(c.blocks):
+        weights |= _block_weights(block, ("blocks", i), f"model.layers.{i}.", fused)
+    return weights
+
+
+_NORMS = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+}
+# Where what is added to the residual stream is normalised too.
+_NORMS_WITH_POST = _NORMS | {
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+_PROJECTIONS = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "out": ("self_attn.o_proj",),
+    "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "down": ("mlp.down_proj",),
+}
+_FUSED_PROJECTIONS = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
+
+
+def _block_weights(block: BlockSpec, ours: Path, theirs: str, fused: bool) -> WeightMap:
+    """The weights of a layer: paths begin with `ours`, tensor names with `theirs`."""
+    weights: WeightMap = {}
+    names = _NORMS_WITH_POST if block.post_norms else _NORMS
+    for path, width in block.norms.items():
+        tensor = f"{theirs}{names[path[-1]]}.weight"
+        weights[(*ours, *path, "scale")] = Weight(((tensor, (width,)),))
+    kv = block.kv_heads * block.head_dim
+    # Of the layers that are several in a checkpoint: their columns, and how they are joined.
+    several = {
+        "qkv": (
+            (block.heads * block.head_dim, kv, kv),
+            GroupedQKV(block.kv_heads, block.group, block.head_dim),
         ),
-        ("attention", "out"): (["self_attn.o_proj"], (c.width,), q, c.out_bias, Transposed()),
-        ("mlp", "gate_up"): (
-            ["mlp.gate_proj", "mlp.up_proj"],
-            (c.mlp_width, c.mlp_width),
-            c.width,
-            c.mlp_bias,
-            GateUp(),
-        ),
-        ("mlp", "down"): (
-            ["mlp.down_proj"],
-            (c.width,),
-            c.mlp_width,
-            c.mlp_bias,
-            Transposed(),
-        ),
+        "gate_up": ((block.mlp_width, block.mlp_width), GateUp()),
     }
-    if fused:
-        for path, name in (
-            (("attention", "qkv"), "self_attn.qkv_proj"),
-            (("mlp", "gate_up"), "mlp.gate_up_proj"),
-        ):
-            _, outs, width, bias, layout = linears[path]
-            linears[path] = ([name], (sum(outs),), width, bias, StackedRows(outs, layout))
-    for i in range(c.layers):
-        block, hf = ("blocks", i), f"model.layers.{i}."
-        for ours, theirs in norms.items():
-            weights[(*block, ours, "scale")] = Weight(((f"{hf}{theirs}.weight", (c.width,)),))
-        if c.qk_norm:
-            for name in ("q_norm", "k_norm"):
-                tensor = f"{hf}self_attn.{name}.weight"
-                weights[(*block, "attention", name, "scale")] = Weight(((tensor, (c.head_dim,)),))
-        for path, (names, outs, width, bias, layout) in linears.items():
-            sources = [(f"{hf}{name}", out) for name, out in zip(names, outs, strict=True)]
-            weights[(*block, *path, "weight")] = Weight(
-                tuple((f"{name}.weight", (out, width)) for name, out in sources), layout
+    for name, linear in block.linears.items():
+        outs, layout = several.get(name, (linear.outs, Transposed()))
+        projections = _PROJECTIONS[name]
+        if fused and name in _FUSED_PROJECTIONS:
+            layout = StackedRows(outs, layout)
+            outs, projections = (sum(outs),), (_FUSED_PROJECTIONS[name],)
+        sources = [(f"{theirs}{p}", out) for p, out in zip(projections, outs, strict=True)]
+        weights[(*ours, *linear.path, "weight")] = Weight(
+            tuple((f"{source}.weight", (out, linear.k)) for source, out in sources), layout
+        )
+        if linear.bias:
+            weights[(*ours, *linear.path, "bias")] = Weight(
+                tuple((f"{source}.bias", (out,)) for source, out in sources), layout
             )
-            if bias:
-                weights[(*block, *path, "bias")] = Weight(
-                    tuple((f"{name}.bias", (out,)) for name, out in sources), layout
-                )
     return weights
 
 

@@ -539,7 +539,7 @@ def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
 
     call = Block.__call__
     monkeypatch.setattr(Block, "__call__", listening)
-    layers = dataclasses.replace(lm.model.config, attention=lm.model.config.attention[:1] * 3)
+    layers = lm.model.config.with_attention(lm.model.config.attention[:1] * 3)
     model = describe(layers, dtype="float32")
     other = fdjax.LM(model, random_params(model), max_len=64)
     other.generate([1, 2, 3], max_new_tokens=9, **GREEDY)

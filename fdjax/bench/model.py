@@ -64,7 +64,7 @@ def bench_model(
         "batch": batch,
         "prompt_tokens": prompt_tokens,
         "new_tokens": new_tokens,
-        "plan": dataclasses.asdict(lm.model.plan) | {"table": len(lm.model.plan.table)},
+        "plan": lm.model.plan.summary(),
     }
     progress("measuring the bandwidth of the device")
     record = Record(

@@ -660,7 +660,7 @@ def _tune(args: argparse.Namespace) -> int:
         table = tune.tune(model, commit=args.commit, report=_say)
         if args.output:
             tune.write_table(table, args.output)
-    print(tune.explain(table, tune.linear_shapes(model.config), model.dtype))
+    print(tune.explain(table, model.config.linear_shapes, model.dtype))
     return 0
 
 

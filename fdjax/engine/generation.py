@@ -58,10 +58,7 @@ def forward(
             k.transpose(0, 2, 1, 3),
             v.transpose(0, 2, 1, 3),
             lengths,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            alibi=spec.alibi,
+            spec=spec,
             plan=model.plan,
         )
         return o, kv

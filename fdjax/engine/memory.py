@@ -20,7 +20,7 @@ from fdjax.engine.schedule import (
     widest_chunk,
 )
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
-from fdjax.models import AttentionSpec, Model
+from fdjax.models import Model
 
 # cuBLAS takes this once a program has a product of its own.
 _CUBLAS_BYTES = {(9, 0): 32 * 2**20}
@@ -203,10 +203,6 @@ def weight_bytes(model: Model) -> int:
 def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     """Bytes that the largest call takes beside weights and cache.
 
-    FlashDecoding++Next (Dai et al., section V) needs three buffers for a chunk of B·T tokens, of
-    B·T·(2E + F) values. A gated MLP has its product of 2F values and the F made of them at once,
-    and the XLA of JAX 0.11 keeps the residual stream a third time: B·T·(3E + 3F).
-
     Args:
       model: the model.
       batch: rows at once.
@@ -217,10 +213,8 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     itemsize = jnp.dtype(model.dtype).itemsize
     tokens = call_tokens(max_len, batch)
     rows = rows_of_call(widest_chunk(max_len), batch)
-    mlp = tokens * 3 * (c.width + c.mlp_width) * itemsize
-    # The residual stream; Q, K and V; rotated Q or the result.
-    heads = 2 * (c.heads + c.kv_heads) * c.head_dim
-    attention = tokens * (c.width + heads) * itemsize
+    mlp = tokens * max(block.mlp_values for block in c.blocks) * itemsize
+    attention = tokens * max(block.attention_values for block in c.blocks) * itemsize
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
     runs = _prefill_implementations(model, rows, tokens // rows, slots)
     if rows < batch and runs != {"mosaic_gpu"}:  # A copy of the rows that take part
@@ -241,18 +235,12 @@ def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -
     """What runs attention over a prompt, in some layer."""
     c = model.config
     shape = {"b": rows, "t": tokens, "h": c.heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
-    itemsize = jnp.dtype(model.dtype).itemsize
-    masked = {is_masked(spec) for spec in c.attention}
+    shape["itemsize"] = jnp.dtype(model.dtype).itemsize
     choices = (
-        model.plan.choose("prefill_attention", **shape, itemsize=itemsize, masks=int(masks))
-        for masks in masked
+        model.plan.choose("prefill_attention", features, **shape, masks=masks)
+        for features, masks in {(spec.features, int(spec.is_masked)) for spec in c.attention}
     )
     return {choice.implementation for choice in choices}
-
-
-def is_masked(spec: AttentionSpec) -> bool:
-    """Whether a layer's attention is more than causal: other kernels may run it."""
-    return not (spec.window is None and spec.soft_cap is None and spec.alibi is None)
 
 
 def device_memory_bytes(device: jax.Device | None = None) -> int | None:

@@ -70,7 +70,7 @@ def prefill(
     ends = jnp.where(lengths > 0, offsets + lengths, 0)
     max_new_tokens = sampling.max_new_tokens if rows is None else sampling.max_new_tokens[rows]
     attend = functools.partial(
-        _attend_prefill,
+        attend_prefill,
         ends=ends,
         offsets=offsets,
         rows=rows,
@@ -213,7 +213,7 @@ def run_layers(
         kv = state.kv.k, state.kv.v
         hidden, kv = module.in_one_launch(state.tokens, kv, layers, state.lengths, turns, plan)
         return hidden, StackedCache(*kv)
-    attend = functools.partial(_attend_decode, lengths=state.lengths, turns=turns, plan=plan)
+    attend = functools.partial(attend_decode, lengths=state.lengths, turns=turns, plan=plan)
     caches = list(zip(state.kv, *reruns, strict=True))
     hidden, caches = module(state.tokens[:, None], caches, attend, plan)
     return hidden, *map(list, zip(*caches, strict=True))
@@ -235,7 +235,7 @@ def _is_final(tokens, steps, sampling):
     return final
 
 
-def _attend_decode(
+def attend_decode(
     spec: AttentionSpec,
     layer: tuple[LayerCache, *tuple[Array, ...]],
     qkv: Array,
@@ -253,18 +253,14 @@ def _attend_decode(
         *kv,
         lengths,
         rotation=spec.rope and turns(positions, spec.rope),
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        alibi=spec.alibi,
-        **_maximum(spec),
+        spec=spec,
         return_reruns=bool(reruns),
         plan=plan,
     )
     return o, ((k, v), *map(jnp.add, reruns, share))
 
 
-def _attend_prefill(
+def attend_prefill(
     spec: AttentionSpec,
     kv: LayerCache | StackedLayer,
     qkv: Array,
@@ -288,20 +284,10 @@ def _attend_prefill(
         rotation=spec.rope and turns(positions, spec.rope),
         layer=index[0] if index else None,
         rows=rows,
-        scale=spec.scale,
-        window=spec.window,
-        soft_cap=spec.soft_cap,
-        alibi=spec.alibi,
-        **_maximum(spec),
+        spec=spec,
         plan=plan,
     )
     return o, (k, v, *index)
-
-
-def _maximum(spec: AttentionSpec) -> dict[str, Any]:
-    """What calibration has found out about the maximum of the softmax."""
-    phi = None if spec.phi is None else jnp.array(spec.phi, jnp.float32)
-    return {"phi": phi, "unified": spec.unified}
 
 
 def _turns(prompts: Array, max_new_tokens: Array) -> Callable:

@@ -251,10 +251,7 @@ def _observe_chunk(
             *cache,
             ends,
             offsets,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            alibi=spec.alibi,
+            spec=spec,
             plan=model.plan,
         )
         return o, (cache, _observe(spec, q, cache[0], positions, ends))
@@ -546,7 +543,7 @@ def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
         dataclasses.replace(spec, phi=layer.phi, unified=layer.applies) for spec, layer in specs
     )
     logger.info("%s: a unified maximum for each head", path)
-    return dataclasses.replace(config, attention=attention)
+    return config.with_attention(attention)
 
 
 def check_plot(path: Path) -> None:

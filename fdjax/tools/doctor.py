@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 import fdjax
 from fdjax.engine.memory import device_memory_bytes
-from fdjax.pallas_kernels.attention import decode_attention
+from fdjax.pallas_kernels.attention import AttentionSpec, decode_attention
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.system import platform
@@ -210,7 +210,7 @@ def _operations() -> Finding:
         x = jnp.ones((8, 64), dtype)
         cache = jnp.ones((1, 2, 128, 64), dtype)
         product = jax.jit(functools.partial(matmul, plan=plan))(x, jnp.ones((64, 128), dtype))
-        attend = functools.partial(decode_attention, scale=0.125, plan=plan)
+        attend = functools.partial(decode_attention, spec=AttentionSpec(0.125), plan=plan)
         o = jax.jit(attend)(cache[:, :, 0][:, None], cache, cache, jnp.full((1,), 8, jnp.int32))
         right = bool((product == 64).all()) and bool((o == 1).all())
     except Exception as error:  # Whatever is broken is what was asked for.

@@ -9,15 +9,13 @@ from fdjax.engine.memory import (
     MemoryPlan,
     device_memory_bytes,
     gigabytes,
-    is_masked,
     largest_batch,
     longest_context,
     plan_memory,
     weight_bytes,
 )
-from fdjax.models import Model, chain_shape, layers_shape
+from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
 from fdjax.pallas_kernels.plan import Choice
-from fdjax.tools.tune import linear_shapes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +127,18 @@ def _choices(model: Model, batch: int, slots: int):
         return op, label, choice.implementation, choice.source
 
     one_launch = model.one_launch(batch, slots)
-    if shape := layers_shape(c, batch, slots, itemsize):
-        choice = model.plan.choose("decode_layers", **shape)
+    shape, features = layers_shape(c, batch, slots, itemsize), layers_features(c)
+    if model.plan.has_kernel("decode_layers", features, **shape):
+        choice = model.plan.choose("decode_layers", features, **shape)
         yield row("decode_layers", f"M={batch} S={slots} all layers of a decode step", choice)
-    for name, shape in linear_shapes(c).items():
+    for name, shape in c.linear_shapes.items():
         if one_launch and name != "head":
             continue
         choice = model.plan.choose("matmul", **shape.key(batch, itemsize))
         yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]", choice)
-    if not one_launch and (shape := chain_shape(c, batch, itemsize)):
-        choice = model.plan.choose("linear_chain", **shape)
+    shape, features = chain_shape(c, batch, itemsize), chain_features(c)
+    if not one_launch and model.plan.has_kernel("linear_chain", features, **shape):
+        choice = model.plan.choose("linear_chain", features, **shape)
         yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
     if c.tie_embeddings:
         tied = Choice("xla", source="only")  # no kernel reads a transposed weight
@@ -146,9 +146,11 @@ def _choices(model: Model, batch: int, slots: int):
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
         if one_launch and op == "decode_attention":
             continue
-        for masks in sorted({int(is_masked(spec)) for spec in c.attention}):
+        asked = {(int(s.is_masked), s.features - {"phi", "unified"}) for s in c.attention}
+        for masks, features in sorted(asked, key=lambda pair: (pair[0], sorted(pair[1]))):
             choice = model.plan.choose(
                 op,
+                features,
                 b=batch,
                 t=t,
                 h=c.heads,

@@ -19,7 +19,7 @@ from fdjax.engine.memory import MemoryPlan, plan_memory
 from fdjax.engine.program import Program
 from fdjax.engine.schedule import chunks_for, slots_for
 from fdjax.engine.state import LayerCache, init_cache
-from fdjax.engine.step import _attend_prefill
+from fdjax.engine.step import attend_prefill
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.text.prompts import as_several, token_ids
@@ -226,7 +226,7 @@ def _score_chunk(
         return rotation(positions, rope, prompt=totals, limit=totals)
 
     attend = functools.partial(
-        _attend_prefill,
+        attend_prefill,
         ends=jnp.where(lengths > 0, offsets + lengths, 0),
         offsets=offsets,
         rows=None,

@@ -23,17 +23,22 @@ import jax.numpy as jnp
 from fdjax.bench.check import verify
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing, l2_bytes, measure
-from fdjax.models import DecoderConfig, Model, chain_shape, describe
+from fdjax.models import (
+    DecoderConfig,
+    LinearShape,
+    Model,
+    chain_features,
+    chain_shape,
+    describe,
+)
 from fdjax.pallas_kernels.gemm import (
     FlatGemmConfig,
-    LinearChainConfig,
     chain_counters,
     linear_chain,
     matmul,
 )
-from fdjax.pallas_kernels.gemm.hopper.flat_gemm import matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM, matmul_flat_gemm
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import chain_mosaic
-from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
@@ -53,110 +58,13 @@ ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 # Of `linear_chain`; its kernel takes no more.
 CHAIN_ROWS = (1, 2, 4, 8, 16, 32)
 
-# The least in flight, what measured best on an H100, and on an H200, whose memory is faster.
-CHAIN_CANDIDATES = (
-    LinearChainConfig(),
-    LinearChainConfig(ahead=2),
-    LinearChainConfig(alone=3, ahead=2),
-)
-
-# (block_n, block_k, stages, split) for up to 64 rows; in sweeps over all, the fastest was always
-# one of these.
-CANDIDATES = tuple(
-    FlatGemmConfig(*c)
-    for c in (
-        *((64, 128, 3, 1), (64, 128, 5, 1), (64, 128, 8, 1), (64, 64, 8, 1)),
-        *((64, 128, 2, 1), (64, 128, 4, 2), (64, 64, 8, 2)),
-        *((128, 64, 3, 1), (128, 64, 4, 1), (128, 64, 6, 1), (128, 128, 2, 1), (128, 128, 3, 1)),
-        *((192, 64, 4, 1), (256, 64, 3, 1), (256, 64, 4, 1)),
-    )
-)
-
-# (block_n, block_k, stages, split, block_m) for more than 64 rows.
-TALL_CANDIDATES = tuple(
-    FlatGemmConfig(*c)
-    for c in (
-        *((64, 64, 4, 1, 64), (64, 64, 6, 1, 64), (128, 64, 3, 1, 64), (128, 64, 4, 1, 64)),
-        *((64, 64, 3, 1, 128), (64, 64, 4, 1, 128), (64, 64, 6, 1, 128), (64, 64, 6, 2, 128)),
-        *((128, 64, 2, 1, 128), (128, 64, 4, 1, 128), (128, 64, 6, 1, 128), (192, 64, 4, 1, 128)),
-    )
-)
-
 # Errors of single products in half precision; what is asked is only whether they are right at all.
 _TOLERANCE = 2e-2
 
 
-@dataclasses.dataclass(frozen=True)
-class LinearShape:
-    """A linear layer: its weight [K,N], or [K,2,N/2] with a gate, and what is fused with it.
-
-    Attributes:
-      k, n: of the weight; N counts the columns of gate and up.
-      gate: the result is silu(gate) * up; other activations cost the same.
-      norm: x is normalised first.
-      residual: another summand.
-      result: dtype of the result, default that of the weight.
-    """
-
-    k: int
-    n: int
-    gate: bool = False
-    norm: bool = False
-    residual: bool = False
-    result: str | None = None
-
-    @property
-    def fused(self) -> bool:
-        """Whether anything is done beside the product."""
-        return self.gate or self.norm or self.residual
-
-    def key(self, m: int, itemsize: int) -> dict[str, int]:
-        """The shape by which `Plan.choose` knows `matmul`."""
-        return {
-            "m": m,
-            "k": self.k,
-            "n": self.n,
-            "itemsize": itemsize,
-            "gate": int(self.gate),
-            "fused": int(self.fused),
-        }
-
-    def __str__(self):
-        weight = f"[{self.k},2,{self.n // 2}]" if self.gate else f"[{self.k},{self.n}]"
-        return weight + " norm" * self.norm + " gate" * self.gate + " residual" * self.residual
-
-
-def linear_shapes(config: DecoderConfig) -> dict[str, LinearShape]:
-    """The linear layers of a decoder, by name, as it calls them.
-
-    Without biases, which cost nothing measurable, and without the head where it is the transposed
-    embedding, which no kernel reads.
-    """
-    width, heads = config.width, config.heads * config.head_dim
-    kv_heads = config.kv_heads * config.head_dim
-    summed = not config.post_norms
-    shapes = {
-        "qkv": LinearShape(width, heads + 2 * kv_heads, norm=True),
-        "out": LinearShape(heads, width, residual=summed),
-        "gate_up": LinearShape(width, 2 * config.mlp_width, gate=True, norm=True),
-        "down": LinearShape(config.mlp_width, width, residual=summed),
-    }
-    if not config.tie_embeddings:
-        shapes["head"] = LinearShape(width, config.vocab_size, norm=True, result="float32")
-    return shapes
-
-
-def candidates(shape: LinearShape, m: int) -> list[FlatGemmConfig]:
-    """Tilings of a shape with enough blocks to stream, but not more than can run at once."""
-    tilings = CANDIDATES if m <= 64 else TALL_CANDIDATES
-    return [config for config in tilings if _runs_at_once(shape, m, config)]
-
-
-def _runs_at_once(shape: LinearShape, m: int, config: FlatGemmConfig) -> bool:
-    parts = 2 if shape.gate else 1
-    blocks = -(-shape.n // (parts * config.block_n)) * config.split * -(-m // config.block_m)
-    ring_bytes = 2 * parts * config.block_n * config.block_k * config.stages
-    return blocks >= 48 and ring_bytes * -(-blocks // MULTIPROCESSORS) <= 200 * 1024
+def candidates(shape: LinearShape, m: int) -> Sequence[FlatGemmConfig]:
+    """Tilings of a linear layer at M rows that are worth measuring."""
+    return FLAT_GEMM.candidates(shape.key(m, itemsize=2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,7 +226,7 @@ def measure_chain(
 ) -> Iterator[dict[str, Any]]:
     """Times the linear layers between two attentions of a decoder, one by one and as one kernel.
 
-    The kernel in every configuration of `CHAIN_CANDIDATES`.
+    The kernel runs in every configuration that is a candidate.
 
     Args:
       config: the decoder.
@@ -335,7 +243,9 @@ def measure_chain(
     """
     plan = plan or Plan.for_device()
     itemsize = jnp.dtype(dtype).itemsize
-    if (shape := chain_shape(config, 1, itemsize)) is None or not can_chain(jax.devices()[0]):
+    shape = chain_shape(config, 1, itemsize)
+    tried = plan.candidates("linear_chain", chain_features(config), shape)
+    if not tried or not can_chain(jax.devices()[0]):
         return
     k, width, hidden, n = (shape[name] for name in ("k", "width", "hidden", "n"))
     weights = list(_chain_weights(k, width, hidden, n, dtype))
@@ -351,12 +261,12 @@ def measure_chain(
             (_normal(i, (m, k), dtype), _normal(i, (m, width), dtype), w)
             for i, w in enumerate(weights)
         ]
-        variants = None, *CHAIN_CANDIDATES
+        variants = None, *tried
         functions = {of: _compile(functools.partial(run, of), sets[0]) for of in variants}
         if None in functions.values():
             return
         want = functions[None](*sets[0])
-        for config in CHAIN_CANDIDATES:
+        for config in tried:
             results = zip(functions[config](*sets[0]), want, strict=True)
             problems = [p for got, of in results if (p := verify(got, of, _TOLERANCE)[1])]
             if problems:
@@ -416,7 +326,7 @@ def tune(
         raise NotImplementedError(
             f"tune: the kernels multiply bfloat16 or float16, got {model.dtype}"
         )
-    shapes = linear_shapes(model.config).values()
+    shapes = model.config.linear_shapes.values()
     entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     plan = dataclasses.replace(model.plan, table=found)

@@ -23,7 +23,14 @@ from fdjax.engine.engine import compiler_options
 from fdjax.engine.memory import free_memory_bytes, gigabytes, plan_memory, weight_bytes
 from fdjax.engine.state import DecodeState, StackedCache, init_cache, pack_progress
 from fdjax.engine.step import decode_steps, run_layers
-from fdjax.models import Model, Params, describe, layers_shape, random_params
+from fdjax.models import (
+    Model,
+    Params,
+    describe,
+    layers_features,
+    layers_shape,
+    random_params,
+)
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Entry, can_chain
 from fdjax.sampling.options import GenerationConfig, per_row
@@ -33,13 +40,6 @@ from fdjax.weights.stacked import layer_slices, stack_layers
 # Its kernel takes no more.
 LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
 LAYERS_SLOTS = (256, 1024, 4096)
-
-# What measured best on an H100, and on an H200, whose memory is faster.
-LAYERS_CANDIDATES = (
-    DecodeLayersConfig(),
-    DecodeLayersConfig(alone=3),
-    DecodeLayersConfig(alone=3, ahead=3),
-)
 
 # Of hidden states behind all layers, in half precision.
 _TOLERANCE = 5e-2
@@ -71,15 +71,17 @@ def measure_layers(
     """
     itemsize = jnp.dtype(model.dtype).itemsize
     shapes = [layers_shape(model.config, m, s, itemsize) for s, m in itertools.product(slots, rows)]
-    device = jax.devices()[0]
-    if not shapes or None in shapes or not can_chain(device):
+    features, device = layers_features(model.config), jax.devices()[0]
+    shapes = [s for s in shapes if model.plan.candidates("decode_layers", features, s)]
+    if not shapes or not can_chain(device):
         return
+    tried = model.plan.candidates("decode_layers", features, shapes[0])
     memory_bytes = free_memory_bytes(device)
     if memory_bytes is not None and weight_bytes(model) > memory_bytes:
         report(f"decode_layers: no room for weights of {gigabytes(weight_bytes(model))}")
         return
     params = random_params(model)
-    stacked = stack_layers(_planned(model, LAYERS_CANDIDATES[0], shapes[0]), params, owned=True)
+    stacked = stack_layers(_planned(model, tried[0], shapes[0]), params, owned=True)
     if stacked is None:
         report("decode_layers: no room to stack the weights")
         return
@@ -90,7 +92,7 @@ def measure_layers(
         if memory_bytes is not None and needed > memory_bytes:
             report(f"{where}: no room for {gigabytes(needed)}")
             continue
-        weights = {None: params} | dict.fromkeys(LAYERS_CANDIDATES, params | {"blocks": stacked})
+        weights = {None: params} | dict.fromkeys(tried, params | {"blocks": stacked})
         lengths = jnp.full((m,), s - 64, jnp.int32)
         functions = _compile(model, shape, weights, lengths, steps)
         if functions.keys() <= {None}:

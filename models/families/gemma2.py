@@ -3,7 +3,6 @@
 Gemma Team 2024, section 2.
 """
 
-from fdjax.models.attend import AttentionSpec
 from fdjax.models.config import (
     ACTIVATION_NAMES,
     ConfigReader,
@@ -13,6 +12,7 @@ from fdjax.models.config import (
 )
 from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("gemma2",)
 ARCHITECTURE = "Gemma2ForCausalLM"
@@ -38,7 +38,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     dimensions = read_dimensions(reader)
     rope = read_rope(reader, dimensions["head_dim"])
     windows = read_windows(reader, lambda i: "full_attention" if i % 2 else "sliding_attention")
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         family="gemma2",
         attention=tuple(
             AttentionSpec(

@@ -3,7 +3,6 @@
 Gemma Team 2025, section 2. The two kinds of layer have rotary embeddings of their own.
 """
 
-from fdjax.models.attend import AttentionSpec
 from fdjax.models.config import (
     CheckpointError,
     ConfigReader,
@@ -14,6 +13,7 @@ from fdjax.models.config import (
 from fdjax.models.families.gemma2 import IGNORABLE, read_gemma
 from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope, rope_sections
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("gemma3_text",)
 ARCHITECTURE = "Gemma3ForCausalLM"
@@ -40,7 +40,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     windows = read_windows(
         reader, lambda i: "sliding_attention" if (i + 1) % every else "full_attention"
     )
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         family="gemma3",
         attention=tuple(
             AttentionSpec(

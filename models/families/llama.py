@@ -1,6 +1,5 @@
 """Llama 2, 3 and 3.x, CodeLlama, Vicuna: config.json and tensor names (Touvron et al. 2023)."""
 
-from fdjax.models.attend import AttentionSpec
 from fdjax.models.config import (
     ACTIVATION_NAMES,
     ConfigReader,
@@ -10,6 +9,7 @@ from fdjax.models.config import (
 )
 from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("llama",)
 ARCHITECTURE = "LlamaForCausalLM"
@@ -28,7 +28,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     head_dim = dimensions["head_dim"]
     spec = AttentionSpec(scale=head_dim**-0.5, rope=read_rope(reader, head_dim))
     bias = reader.get("attention_bias", bool, False)
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         family="llama",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
         attention=(spec,) * read_layers(reader),

@@ -1,6 +1,5 @@
 """Mistral: every layer sees a sliding window, or all of the past (Jiang et al. 2023)."""
 
-from fdjax.models.attend import AttentionSpec
 from fdjax.models.config import (
     ACTIVATION_NAMES,
     ConfigReader,
@@ -10,6 +9,7 @@ from fdjax.models.config import (
 )
 from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("mistral",)
 ARCHITECTURE = "MistralForCausalLM"
@@ -28,7 +28,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     head_dim = dimensions["head_dim"]
     rope = read_rope(reader, head_dim)
     spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=read_window(reader))
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         family="mistral",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
         attention=(spec,) * read_layers(reader),

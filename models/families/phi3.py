@@ -3,7 +3,6 @@
 Abdin et al. 2024; Microsoft 2025.
 """
 
-from fdjax.models.attend import AttentionSpec
 from fdjax.models.config import (
     ACTIVATION_NAMES,
     ConfigReader,
@@ -14,6 +13,7 @@ from fdjax.models.config import (
 from fdjax.models.families.mistral import read_window
 from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("phi3",)
 ARCHITECTURE = "Phi3ForCausalLM"
@@ -35,7 +35,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     # Early files have LongRoPE under these names.
     rope = read_rope(reader, head_dim, aliases={"su": "longrope", "yarn": "longrope"})
     spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=read_window(reader))
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         family="phi3",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
         attention=(spec,) * read_layers(reader),

@@ -1,6 +1,5 @@
 """Qwen1.5, Qwen2 and Qwen2.5, dense: biases of Q, K and V only (Yang et al. 2024)."""
 
-from fdjax.models.attend import AttentionSpec
 from fdjax.models.config import (
     ACTIVATION_NAMES,
     CheckpointError,
@@ -11,6 +10,7 @@ from fdjax.models.config import (
 )
 from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("qwen2",)
 ARCHITECTURE = "Qwen2ForCausalLM"
@@ -23,7 +23,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
     rope = read_rope(reader, head_dim)
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         family="qwen2",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
         attention=tuple(

@@ -1,10 +1,10 @@
 """Qwen3, dense: q and k normalised per head, heads of their own width (Yang et al. 2025)."""
 
-from fdjax.models.attend import AttentionSpec
 from fdjax.models.config import ACTIVATION_NAMES, ConfigReader, DecoderConfig, read_dimensions
 from fdjax.models.families.qwen2 import read_upper_windows
 from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("qwen3",)
 ARCHITECTURE = "Qwen3ForCausalLM"
@@ -23,7 +23,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     head_dim = dimensions["head_dim"]
     rope = read_rope(reader, head_dim)
     bias = reader.get("attention_bias", bool, False)
-    config = DecoderConfig(
+    config = DecoderConfig.alike(
         family="qwen3",
         activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
         attention=tuple(

@@ -5,13 +5,16 @@ from fdjax.pallas_kernels.attention.append import (
     append_prefill_attention,
     split_qkv,
 )
-from fdjax.pallas_kernels.attention.decode import decode_attention
+from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
 from fdjax.pallas_kernels.attention.merge import merge_attention
-from fdjax.pallas_kernels.attention.prefill import prefill_attention
+from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
 from fdjax.pallas_kernels.attention.reference import attention_reference
-from fdjax.pallas_kernels.attention.spec import alibi_slopes
+from fdjax.pallas_kernels.attention.spec import AttentionSpec, alibi_slopes
 
 __all__ = [
+    "DECODE_ATTENTION",
+    "PREFILL_ATTENTION",
+    "AttentionSpec",
     "alibi_slopes",
     "append_decode_attention",
     "append_prefill_attention",

@@ -4,15 +4,21 @@ Where the plan runs "mosaic_gpu", all of a decode step with one token per row is
 prefill chunk is two.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.attention.decode import decode_attention, decode_config
-from fdjax.pallas_kernels.attention.hopper.decode import append_decode_mosaic, can_append
-from fdjax.pallas_kernels.attention.hopper.prefill_front import can_write_chunk, write_chunk_mosaic
-from fdjax.pallas_kernels.attention.prefill import prefill_attention
-from fdjax.pallas_kernels.attention.spec import Masking, check_attention, choose_attention
-from fdjax.pallas_kernels.plan import Plan, on_ampere
+from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
+from fdjax.pallas_kernels.attention.operands import (
+    attention_shape,
+    check_attention,
+    rotation_features,
+)
+from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
 from fdjax.pallas_kernels.rope import rotate
 
 
@@ -22,16 +28,11 @@ def append_decode_attention(
     v_cache: Array,
     lengths: Array,
     *,
-    scale: float,
+    spec: AttentionSpec,
     rotation: tuple[Array, Array] | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
-    phi: Array | None = None,
-    unified: bool = True,
     return_reruns: bool = False,
     implementation: str | None = None,
-    plan: Plan | None = None,
+    plan: Dispatch | None = None,
 ) -> tuple[Array, ...]:
     """Attention of T new tokens of each row against its cache and each other.
 
@@ -41,9 +42,9 @@ def append_decode_attention(
       k_cache, v_cache: [B, Hkv, S, D]; updated in place where they are donated or in a loop.
       lengths: [B] int32 slots filled before; token t goes to slot lengths[b] + t, or nowhere if
         there is no such slot.
+      spec: the attention.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
-      scale, window, soft_cap, alibi, phi, unified, return_reruns, implementation, plan: see
-        `decode_attention`.
+      return_reruns, implementation, plan: see `decode_attention`.
 
     Returns:
       (o [B, T, H, D], k_cache, v_cache), and reruns [] fp32 where they are asked for.
@@ -52,26 +53,18 @@ def append_decode_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    masking = Masking(window=window, soft_cap=soft_cap, alibi=alibi)
-    op = "append_decode_attention"
-    q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking)
-    b, t, _, d = q.shape
-    choice = choose_attention("decode_attention", q, k_cache, masking, implementation, plan)
-    turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
-    one_launch = b > 0 and t == 1 and turns_heads and can_append(qkv.shape[3] - 2, d)
-    if choice.implementation == "mosaic_gpu" and one_launch:
-        o, k_cache, v_cache, reruns = append_decode_mosaic(
-            qkv[:, 0],
-            k_cache,
-            v_cache,
-            lengths,
-            cos=rotation[0],
-            sin=rotation[1],
-            scale=scale,
-            masking=masking,
+    q, k, v = _checked("append_decode_attention", qkv, k_cache, v_cache, lengths, spec)
+    fused, config = _with_append(DECODE_ATTENTION, q, k_cache, spec, rotation, plan, implementation)
+    if fused is not None:
+        static, phi = spec.for_kernels()
+        cos, sin = rotation
+        o, k_cache, v_cache, reruns = fused.run(
+            *(qkv[:, 0], k_cache, v_cache, lengths),
+            cos=cos,
+            sin=sin,
+            spec=static,
             phi=phi,
-            unified=unified,
-            config=decode_config(choice),
+            config=config,
             return_reruns=return_reruns,
         )
         return (o, k_cache, v_cache, reruns) if return_reruns else (o, k_cache, v_cache)
@@ -82,13 +75,8 @@ def append_decode_attention(
         q,
         k_cache,
         v_cache,
-        lengths + t,
-        scale=scale,
-        window=window,
-        soft_cap=soft_cap,
-        alibi=alibi,
-        phi=phi,
-        unified=unified,
+        lengths + qkv.shape[1],
+        spec=spec,
         return_reruns=return_reruns,
         implementation=implementation,
         plan=plan,
@@ -104,17 +92,12 @@ def append_prefill_attention(
     lengths: Array,
     offsets: Array,
     *,
-    scale: float,
+    spec: AttentionSpec,
     rotation: tuple[Array, Array] | None = None,
     layer: Array | int | None = None,
     rows: Array | None = None,
-    window: int | None = None,
-    soft_cap: float | None = None,
-    alibi: tuple[float, ...] | None = None,
-    phi: Array | None = None,
-    unified: bool = True,
     implementation: str | None = None,
-    plan: Plan | None = None,
+    plan: Dispatch | None = None,
 ) -> tuple[Array, Array, Array]:
     """Attention of a chunk of each row's tokens against its cache and each other.
 
@@ -125,10 +108,11 @@ def append_prefill_attention(
         held, up to slot offsets[r] + T, unless the row has no live token in this chunk.
       lengths: [R] int32 live slots per row, the chunk included; tokens past them are padding.
       offsets: [R] int32 slot of the first token; offsets + T <= S.
+      spec: the attention, causal.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
       layer: index into stacked caches.
       rows: [R] int32 distinct rows of the caches; default all of them in order (R = B).
-      scale, window, soft_cap, alibi, phi, unified, implementation, plan: see `prefill_attention`.
+      implementation, plan: see `prefill_attention`.
 
     Returns:
       (o [R, T, H, D], zeros for padding; k_cache; v_cache).
@@ -137,14 +121,14 @@ def append_prefill_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    op, masking = "append_prefill_attention", Masking(True, window, soft_cap, alibi)
-    q, k, v = _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, layer, rows)
-    choice = choose_attention("prefill_attention", q, k_cache, masking, implementation, plan)
+    q, k, v = _checked(
+        "append_prefill_attention", qkv, k_cache, v_cache, lengths, spec, layer, rows
+    )
+    write, _ = _with_append(PREFILL_ATTENTION, q, k_cache, spec, rotation, plan, implementation)
     index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
-    on_hopper = choice.implementation == "mosaic_gpu" and not on_ampere(plan)
-    if len(qkv) and on_hopper and can_write_chunk(qkv, k_cache, rotation):
+    if write is not None:
         live = lengths - offsets
-        q, k_cache, v_cache = write_chunk_mosaic(
+        q, k_cache, v_cache = write.run(
             qkv, k_cache, v_cache, index, offsets, live, *rotation, layer=layer
         )
     else:
@@ -162,26 +146,40 @@ def append_prefill_attention(
         v_cache,
         lengths,
         offsets,
-        scale=scale,
         layer=layer,
         rows=rows,
-        window=window,
-        soft_cap=soft_cap,
-        alibi=alibi,
-        phi=phi,
-        unified=unified,
+        spec=spec,
         implementation=implementation,
         plan=plan,
     )
     return o, k_cache, v_cache
 
 
-def _checked(op, qkv, k_cache, v_cache, lengths, scale, masking, layer=None, rows=None):
+def _with_append(
+    own: Sequence[Implementation],
+    q: Array,
+    k_cache: Array,
+    spec: AttentionSpec,
+    rotation: tuple[Array, Array] | None,
+    plan: Dispatch | None,
+    implementation: str | None,
+) -> tuple[Implementation | None, Any]:
+    """What appends for the attention that runs, if it can, and the configuration of that."""
+    if not len(q):
+        return None, None
+    shape = attention_shape(q, k_cache, spec)
+    chosen, config = resolve(own, plan, implementation, spec.features, **shape)
+    features = spec.features | rotation_features(rotation, shape["d"])
+    can = chosen.append is not None and chosen.append.supports(shape, features)
+    return chosen.append if can else None, config
+
+
+def _checked(op, qkv, k_cache, v_cache, lengths, spec, layer=None, rows=None):
     """q, k and v of operands that fit together."""
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
     q, k, v = split_qkv(qkv)
-    check_attention(op, q, k_cache, v_cache, lengths, layer, scale, masking, rows)
+    check_attention(op, q, k_cache, v_cache, lengths, layer, spec, rows)
     if k_cache.shape[-3] != qkv.shape[2]:
         raise ValueError(
             f"{op}: qkv must have the {k_cache.shape[-3]} KV heads of the cache, got {qkv.shape[2]}"

@@ -6,48 +6,33 @@ we support have it, and the tests compile against both.
 """
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
 from fdjax.pallas_kernels.attention.merge import merge_attention
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.operands import take_layer
+from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
 
 
-def check_cudnn(op: str, q: Array, masking: Masking) -> None:
-    """Raise NotImplementedError for what cuDNN's kernels cannot do here."""
-    if q.dtype.itemsize != 2:
-        raise NotImplementedError(f"{op}: cudnn needs bfloat16 or float16, got {q.dtype}")
-    if q.shape[-1] % 8 or q.shape[-1] > 256:
-        raise NotImplementedError(
-            f"{op}: cudnn needs D to be a multiple of 8 up to 256, got {q.shape[-1]}"
-        )
-    if not masking.plain:
-        raise NotImplementedError(f"{op}: cudnn has no window, soft cap or ALiBi here")
-
-
-def decode_cudnn(q, k, v, lengths, *, scale, masking, return_lse):
+def decode_cudnn(q, k, v, lengths, spec, *, return_lse):
     """One query token per row. The G query heads of a KV head become G rows of one product."""
-    check_cudnn("decode_attention", q, masking)
-    b, t, h, d = q.shape
-    if t != 1:
-        raise NotImplementedError(f"decode_attention: cudnn needs T = 1, got {t}")
+    b, _, h, d = q.shape
     kv_heads = k.shape[1]
     o, lse = _attend(
-        q.reshape(b, kv_heads, h // kv_heads, d), k, v, None, lengths, scale, return_lse
+        q.reshape(b, kv_heads, h // kv_heads, d), k, v, None, lengths, spec.scale, return_lse
     )
     return o.reshape(q.shape), None if lse is None else lse.reshape(b, 1, h)
 
 
-def prefill_cudnn(q, k, v, lengths, offsets, *, scale, masking):
+def prefill_cudnn(q, k, v, lengths, offsets, spec):
     """A chunk against itself (causal) and against the cached prefix, merged by logsumexp.
 
     cuDNN aligns its causal mask with the first key, so a chunk that starts at an offset cannot be
     one call.
     """
-    check_cudnn("prefill_attention", q, masking)
-    t, s = q.shape[1], k.shape[2]
+    t, s, scale = q.shape[1], k.shape[2], spec.scale
     rows = q.transpose(0, 2, 1, 3)
-    if not masking.causal:
+    if not spec.causal:
         live_queries = jnp.clip(lengths - offsets, 0, t)
         o, lse = _attend(rows, k, v, live_queries, lengths, scale, True)
         return o.transpose(0, 2, 1, 3), lse.transpose(0, 2, 1)
@@ -89,3 +74,53 @@ def _attend(q, k, v, q_lengths, kv_lengths, scale, return_lse, causal=False):
     if lse is not None:
         lse = jnp.where(seen, lse.reshape(b, h, t).astype(jnp.float32), -jnp.inf)
     return o, lse
+
+
+def _fits(shape: Shape) -> str | None:
+    if shape["masks"]:
+        return "has no window, soft cap or ALiBi here"
+    if shape["d"] % 8 or shape["d"] > 256:
+        return f"needs D to be a multiple of 8 up to 256, got {shape['d']}"
+    return needs_half(shape)
+
+
+def _decode_fits(shape: Shape) -> str | None:
+    return f"needs T = 1, got {shape['t']}" if shape["t"] != 1 else _fits(shape)
+
+
+def _heuristic(shape: Shape, capability: Capability | None) -> bool:
+    """It reads only the live part of the cache; XLA's einsum reads every slot."""
+    return capability is not None and shape["d"] <= 128
+
+
+def _run_decode(
+    q, k, v, lengths, *, spec, phi, layer, config, return_lse, return_reruns, batch_invariant
+):
+    o, lse = decode_cudnn(q, *take_layer(k, v, layer), lengths, spec, return_lse=return_lse)
+    return o, lse, jnp.float32(0)
+
+
+def _run_prefill(
+    q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant
+):
+    return prefill_cudnn(q, *take_layer(k, v, layer, rows), lengths, offsets, spec)
+
+
+_CAPABILITIES = (8, 0), (99, 0)
+# What it can do beside causal attention; φ it has no use for.
+_CAN = frozenset({"rope", "phi", "unified"})
+
+DECODE_CUDNN = Implementation(
+    *("decode_attention", "cudnn", _run_decode),
+    can=_CAN,
+    fits=_decode_fits,
+    heuristic=_heuristic,
+    capabilities=_CAPABILITIES,
+)
+PREFILL_CUDNN = Implementation(
+    *("prefill_attention", "cudnn", _run_prefill),
+    can=_CAN | {"causal"},
+    fits=_fits,
+    heuristic=_heuristic,
+    capabilities=_CAPABILITIES,
+)

@@ -41,7 +41,8 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     visible_blocks,
 )
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 
 _SWIZZLE = 128
@@ -81,9 +82,7 @@ def default_config(d: int, s: int) -> PrefillAmpereConfig:
     return PrefillAmpereConfig(block_q=128, held=False) if s > 8192 else PrefillAmpereConfig()
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "masking", "unified", "return_lse", "config", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("spec", "return_lse", "config", "interpret"))
 def prefill_ampere(
     q: Array,
     k: Array,
@@ -91,10 +90,8 @@ def prefill_ampere(
     lengths: Array,
     offsets: Array,
     *,
-    scale: float,
-    masking: Masking,
+    spec: AttentionSpec,
     phi: Array | None = None,
-    unified: bool = True,
     layer: Array | int | None = None,
     rows: Array | None = None,
     return_lse: bool = True,
@@ -108,9 +105,8 @@ def prefill_ampere(
     """
     b, t, h, d = q.shape
     s = k.shape[-2]
-    _check_supported(q)
     config = config or default_config(d, s)
-    if q.dtype == jnp.float16 or not unified:
+    if q.dtype == jnp.float16 or not spec.unified:
         config = dataclasses.replace(config, unified=False)
     tiles = pl.cdiv(t, config.block_q)
     q = _pad(q, 1, tiles * config.block_q)
@@ -121,7 +117,7 @@ def prefill_ampere(
         v,
         jnp.minimum(lengths, s),
         offsets,
-        masking=masking,
+        spec=spec,
         phi=phi,
         layer=layer,
         rows=rows,
@@ -145,8 +141,7 @@ def prefill_ampere(
         _prefill_kernel(
             *({name: next(refs) for name in names} for names in (inputs, outputs, scratch)),
             t=t,
-            scale=scale,
-            masking=masking,
+            spec=spec,
             config=config,
         )
 
@@ -167,18 +162,6 @@ def prefill_ampere(
     return o, out[1].transpose(0, 2, 1)[:, :t] if return_lse else None
 
 
-def _check_supported(q: Array) -> None:
-    d = q.shape[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            f"prefill_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
-        )
-    if d not in (64, 128, 256):
-        raise NotImplementedError(
-            f"prefill_attention: mosaic_gpu on Ampere needs D of 64, 128 or 256, got {d}"
-        )
-
-
 def _pad(x: Array, axis: int, size: int) -> Array:
     missing = size - x.shape[axis]
     return jnp.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)]) if missing else x
@@ -190,8 +173,7 @@ def _prefill_kernel(
     scratch,  # q [M,D], k, v [N,D], (unsafe [M], again [1])
     *,
     t,
-    scale,
-    masking,
+    spec,
     config,
 ):
     m, n = config.block_q, config.block_kv
@@ -210,7 +192,7 @@ def _prefill_kernel(
     length, offset = inputs["lengths"][row], inputs["offsets"][row]
     phi = inputs["phi"][head] if "phi" in inputs else None
     slope = inputs["slopes"][head] if "slopes" in inputs else None
-    blocks = visible_blocks(first, length, offset, t=t, rows=m, block_kv=n, masking=masking)
+    blocks = visible_blocks(first, length, offset, t=t, rows=m, block_kv=n, spec=spec)
     position = offset + first + plgpu.broadcasted_iota(jnp.int32, (m,), 0, layout=COLUMN)
     padding = position >= jnp.minimum(offset + t, length)
     tile = (row, pl.ds(first, m), pl.ds(head * d, d))
@@ -248,8 +230,7 @@ def _prefill_kernel(
             start,
             position,
             length,
-            scale=scale,
-            masking=masking,
+            spec=spec,
             slope=slope,
             shift=shift,
             masked=masked,
@@ -276,7 +257,7 @@ def _prefill_kernel(
         if mask_all:
             carry = lax.fori_loop(blocks.begin, blocks.end, masked, carry)
         else:
-            if masking.window is not None:
+            if spec.window is not None:
                 carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
             bare = functools.partial(step, masked=False)
             carry = lax.fori_loop(blocks.bare_begin, blocks.bare_end, bare, carry)
@@ -361,3 +342,29 @@ def _as_left(x):
         return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
     return rename(x)
+
+
+def _fits(shape: Shape) -> str | None:
+    if shape["d"] not in (64, 128, 256):
+        return f"on Ampere needs D of 64, 128 or 256, got {shape['d']}"
+    return needs_half(shape)
+
+
+def _run(q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant):
+    return prefill_ampere(
+        *(q, k, v, lengths, offsets),
+        spec=spec,
+        phi=phi,
+        layer=layer,
+        rows=rows,
+        return_lse=return_lse,
+    )
+
+
+PREFILL_AMPERE = Implementation(
+    *("prefill_attention", "mosaic_gpu", _run),
+    can=ALL_FEATURES,
+    fits=_fits,
+    heuristic=never,
+    capabilities=((8, 0), (9, 0)),
+)

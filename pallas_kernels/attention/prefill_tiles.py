@@ -7,7 +7,7 @@ from jax import Array, lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.scores import LOG2E
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 # The least and the largest l of a row that is right with a constant maximum; see `prefill_mosaic`.
 SAFE = (2.0**-60, 2.0**100)
@@ -25,7 +25,7 @@ def operands(
     lengths: Array,
     offsets: Array,
     *,
-    masking: Masking,
+    spec: AttentionSpec,
     phi: Array | None,
     layer: Array | int | None,
     rows: Array | None,
@@ -40,7 +40,7 @@ def operands(
         "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         "rows": None if rows is None else rows.astype(jnp.int32),
         "phi": None if phi is None else phi.astype(jnp.float32),
-        "slopes": None if masking.alibi is None else jnp.array(masking.alibi, jnp.float32),
+        "slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32),
     }
     return {name: operand for name, operand in named.items() if operand is not None}
 
@@ -67,7 +67,7 @@ def visible_blocks(
     t: int,
     rows: int,
     block_kv: int,
-    masking: Masking,
+    spec: AttentionSpec,
 ) -> Blocks:
     """Blocks of `block_kv` slots that the query rows from `first` see.
 
@@ -75,12 +75,12 @@ def visible_blocks(
     """
     top = offset + first
     bottom = jnp.minimum(jnp.minimum(top + rows, offset + t), length)
-    seen = bottom if masking.causal else length
+    seen = bottom if spec.causal else length
     end = jnp.where(bottom > top, lax.div(seen + (block_kv - 1), block_kv), 0)
-    bare_end = lax.div(top + 1 if masking.causal else length, block_kv)
+    bare_end = lax.div(top + 1 if spec.causal else length, block_kv)
     begin = bare_begin = jnp.int32(0)
-    if masking.window is not None:
-        lowest = top - (masking.window - 1)
+    if spec.window is not None:
+        lowest = top - (spec.window - 1)
         begin = jnp.minimum(lax.div(jnp.maximum(lowest, 0), block_kv), end)
         bare_begin = lax.div(jnp.maximum(lowest + (rows - 1), 0) + (block_kv - 1), block_kv)
     bare_begin = jnp.clip(bare_begin, begin, end)
@@ -94,8 +94,7 @@ def bend(
     position: Array,
     length: Array,
     *,
-    scale: float,
-    masking: Masking,
+    spec: AttentionSpec,
     slope: Array | None = None,
     shift: Array | None = None,
     masked: bool = True,
@@ -106,7 +105,7 @@ def bend(
     Args:
       z: of the query rows at `position` [R] and the slots from `start` on.
       length: live slots.
-      scale, masking: as in `prefill_attention`.
+      spec: as in `prefill_attention`.
       slope: of the head, with ALiBi.
       shift: in natural units.
       masked: False where every row sees every slot.
@@ -117,27 +116,27 @@ def bend(
     def across(x):
         return lax.broadcast_in_dim(x, (rows, n), [0])
 
-    if masking.soft_cap is not None:
+    if spec.soft_cap is not None:
         # tanh(x) = 1 - 2 / (exp(2x) + 1)
-        twice = jnp.exp2(z * (2 * LOG2E * scale / masking.soft_cap))
-        z = masking.soft_cap * LOG2E * (1.0 - 2.0 / (twice + 1.0))
+        twice = jnp.exp2(z * (2 * LOG2E * spec.scale / spec.soft_cap))
+        z = spec.soft_cap * LOG2E * (1.0 - 2.0 / (twice + 1.0))
     else:
-        z = z * (scale * LOG2E)
+        z = z * (spec.scale * LOG2E)
     if shift is not None:
         z = z - shift * LOG2E
-    if masking.alibi is None and not masked:
+    if spec.alibi is None and not masked:
         return z
     slot = plgpu.broadcasted_iota(jnp.int32, (rows, n), 1, layout=MATRIX)
-    if masking.alibi is not None:
+    if spec.alibi is not None:
         distance = slot - across(position - start)
         z = z + slope * LOG2E * distance.astype(jnp.float32)
     if masked:
         stop = length - start
-        if masking.causal:
+        if spec.causal:
             stop = across(jnp.minimum(position - start + 1, stop))
         z = jnp.where(slot < stop, z, -jnp.inf)
-        if masking.window is not None:
-            lowest = across(position - (start + masking.window - 1))
+        if spec.window is not None:
+            lowest = across(position - (start + spec.window - 1))
             z = jnp.where(slot >= lowest, z, -jnp.inf)
         if skipped is not None:
             z = jnp.where(slot >= skipped, z, -jnp.inf)

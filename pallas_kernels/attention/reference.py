@@ -3,7 +3,8 @@
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.dispatch import refuse_unknown
 
 
 def attention_reference(
@@ -13,8 +14,7 @@ def attention_reference(
     lengths: Array,
     offsets: Array,
     *,
-    scale: float,
-    masking: Masking = Masking(),
+    spec: AttentionSpec,
 ) -> tuple[Array, Array]:
     """Attention of queries at positions offsets[b] + t against slots below lengths[b].
 
@@ -23,31 +23,36 @@ def attention_reference(
       k, v: [B, Hkv, S, D]; slots at and past lengths may hold anything, NaN included.
       lengths: [B] live slots.
       offsets: [B] position of the first query.
+      spec: the attention; RoPE is not part of it.
 
     Returns:
       (o [B, T, H, D] fp32, lse [B, T, H] fp32). A query that sees nothing, or that stands at or
       past `lengths`, gives zeros and -inf.
+
+    Raises:
+      NotImplementedError: a field of the spec that it does not know is not at its default.
     """
+    refuse_unknown("attention_reference", spec.features, ALL_FEATURES)
     f32 = jnp.float32
     b, t, h, _ = q.shape
     s = k.shape[2]
     group = h // k.shape[1]
     k = jnp.repeat(k.astype(f32), group, axis=1)
     v = jnp.repeat(v.astype(f32), group, axis=1)
-    scores = jnp.einsum("bthd,bhsd->bths", q.astype(f32), k, precision="highest") * scale
-    if masking.soft_cap is not None:
-        scores = masking.soft_cap * jnp.tanh(scores / masking.soft_cap)
+    scores = jnp.einsum("bthd,bhsd->bths", q.astype(f32), k, precision="highest") * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     query = (offsets[:, None] + jnp.arange(t)[None])[:, :, None, None]
     key = jnp.arange(s)[None, None, None]
-    if masking.alibi is not None:
-        slopes = jnp.asarray(masking.alibi, f32)[None, None, :, None]
+    if spec.alibi is not None:
+        slopes = jnp.asarray(spec.alibi, f32)[None, None, :, None]
         scores = scores + slopes * (key - query).astype(f32)
     length = lengths[:, None, None, None]
     seen = (key < length) & (query < length)
-    if masking.causal:
+    if spec.causal:
         seen = seen & (key <= query)
-    if masking.window is not None:
-        seen = seen & (key > query - masking.window)
+    if spec.window is not None:
+        seen = seen & (key > query - spec.window)
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     top = jnp.where(jnp.isfinite(top), top, 0.0)

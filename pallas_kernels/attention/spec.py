@@ -1,4 +1,4 @@
-"""The static variants of attention, and the checks and the choice that both ops share."""
+"""What an attention is, statically: `AttentionSpec`."""
 
 import dataclasses
 import math
@@ -6,30 +6,64 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax.pallas_kernels.plan import Choice, Plan, resolve
+from fdjax.pallas_kernels.dispatch import Features, used_features
+from fdjax.pallas_kernels.rope import Rope
+
+# Features that change how scores are made or which are seen, and so what a measurement says.
+_NOT_MASKS = frozenset({"rope", "causal", "phi", "unified"})
 
 
 @dataclasses.dataclass(frozen=True)
-class Masking:
-    """Everything static that decides what a query sees and how scores are bent.
+class AttentionSpec:
+    """Static description of one layer's attention, from the model to the kernel.
+
+    An implementation lists the fields that it can do and refuses every other that is not at its
+    default.
 
     Attributes:
-      causal: a query sees no later position.
-      window: a query at position p sees positions above p - window.
-      soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2).
-      alibi: slope per query head; slope * (key position - query position) is added to the scores
-        (Press et al. 2022).
+      scale: multiplies q·k, usually D ** -0.5.
+      rope: rotary embedding of q and k, or None; applied before attention.
+      window: a query at position p sees positions above p - window, or None.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2), or None.
+      alibi: slope per query head, or None; slope * (key position - query position) is added to the
+        scores (Press et al. 2022).
+      phi: unified maximum per query head in natural units (FlashDecoding++, section 3.1), or None
+        for 0; used by "mosaic_gpu" only. It changes the speed, never a result.
+      unified: False takes the maximum of the rows seen so far instead, for heads whose scores leave
+        the range of any φ too often; "mosaic_gpu" only.
+      causal: a query sees no later position; False, for prompts only, sees every live slot.
     """
 
-    causal: bool = True
+    scale: float
+    rope: Rope | None = None
     window: int | None = None
     soft_cap: float | None = None
     alibi: tuple[float, ...] | None = None
+    phi: tuple[float, ...] | None = None
+    unified: bool = True
+    causal: bool = True
 
     @property
-    def plain(self) -> bool:
-        """No window, cap or bias."""
-        return self.window is None and self.soft_cap is None and self.alibi is None
+    def features(self) -> Features:
+        """Names of the fields that are not at their defaults."""
+        return used_features(self)
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether it is more than causal attention: other kernels may run it."""
+        return bool(self.features - _NOT_MASKS)
+
+    def for_kernels(self) -> tuple["AttentionSpec", Array | None]:
+        """What kernels are compiled for, and φ [H] fp32 or None.
+
+        φ is an operand, and RoPE is done elsewhere, so that layers which differ in them share one
+        lowering.
+        """
+        phi = None if self.phi is None else jnp.array(self.phi, jnp.float32)
+        return dataclasses.replace(self, rope=None, phi=None), phi
+
+
+ALL_FEATURES = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified", "causal"})
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
@@ -38,72 +72,3 @@ def alibi_slopes(heads: int) -> tuple[float, ...]:
     slopes = [2 ** (-8 * (i + 1) / closest) for i in range(closest)]
     extra = [2 ** (-8 * (i + 1) / (2 * closest)) for i in range(0, 2 * (heads - closest), 2)]
     return tuple(slopes + extra)
-
-
-def check_attention(
-    op: str,
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    layer: Array | int | None,
-    scale: float,
-    masking: Masking,
-    rows: Array | None = None,
-) -> None:
-    """Raise ValueError when the operands of an attention op do not fit together."""
-    stacked = layer is not None
-    if q.ndim != 4:
-        raise ValueError(f"{op}: q must be [B,T,H,D], got {list(q.shape)}")
-    if k.ndim != 4 + stacked or k.shape != v.shape:
-        axes = "[L,B,Hkv,S,D]" if stacked else "[B,Hkv,S,D]"
-        raise ValueError(
-            f"{op}: k and v must both be {axes}, got {list(k.shape)} and {list(v.shape)}"
-        )
-    b, t, h, d = q.shape
-    kb, kv_heads, s, kd = k.shape[stacked:]
-    if rows is not None and rows.shape != (b,):
-        raise ValueError(f"{op}: rows must be [{b}], got {list(rows.shape)}")
-    if (b, d) != (kb if rows is None else b, kd):
-        raise ValueError(f"{op}: q {list(q.shape)} and k {list(k.shape)} disagree on B or D")
-    if not kv_heads or h % kv_heads:
-        raise ValueError(f"{op}: H must be a multiple of Hkv, got {h} and {kv_heads}")
-    if not q.dtype == k.dtype == v.dtype:
-        raise ValueError(f"{op}: q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if lengths.shape != (b,):
-        raise ValueError(f"{op}: lengths must be [{b}], got {list(lengths.shape)}")
-    if not jnp.issubdtype(lengths.dtype, jnp.signedinteger):
-        raise ValueError(f"{op}: lengths must be signed integers, got {lengths.dtype}")
-    if isinstance(layer, int) and not 0 <= layer < k.shape[0]:
-        raise ValueError(f"{op}: layer must be in 0..{k.shape[0] - 1}, got {layer}")
-    for axis, size in (("T", t), ("H", h), ("S", s)):
-        if size < 1:
-            raise ValueError(f"{op}: {axis} must be at least 1, got {size}")
-    if not scale > 0:
-        raise ValueError(f"{op}: scale must be positive, got {scale}")
-    if masking.window is not None and masking.window < 1:
-        raise ValueError(f"{op}: window must be at least 1, got {masking.window}")
-    if masking.soft_cap is not None and not masking.soft_cap > 0:
-        raise ValueError(f"{op}: soft_cap must be positive, got {masking.soft_cap}")
-    if masking.alibi is not None and len(masking.alibi) != h:
-        raise ValueError(f"{op}: alibi must have {h} slopes, got {len(masking.alibi)}")
-
-
-def choose_attention(
-    op: str, q: Array, k: Array, masking: Masking, implementation: str | None, plan: Plan | None
-) -> Choice:
-    """The choice for q [B,T,H,D] against k [...,Hkv,S,D]."""
-    b, t, h, d = q.shape
-    return resolve(
-        plan,
-        implementation,
-        op,
-        b=b,
-        t=t,
-        h=h,
-        hkv=k.shape[-3],
-        s=k.shape[-2],
-        d=d,
-        itemsize=q.dtype.itemsize,
-        masks=int(not masking.plain),
-    )

@@ -5,7 +5,9 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.operands import take_layer
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.dispatch import Implementation
 
 # The scores of a block of query rows stay below this many bytes.
 _SCORES_BYTES = 256 * 2**20
@@ -23,9 +25,8 @@ def attention_xla(
     v: Array,
     lengths: Array,
     offsets: Array,
+    spec: AttentionSpec,
     *,
-    scale: float,
-    masking: Masking,
     batch_invariant: bool = False,
 ) -> tuple[Array, Array]:
     """Arguments and results of `attention_reference`, o in the dtype of q.
@@ -43,32 +44,32 @@ def attention_xla(
         def one_row(operands):
             row = [a[None] for a in operands]
             block = _INVARIANT_BLOCK if t % _INVARIANT_BLOCK == 0 else t
-            o, lse = _in_query_blocks(block, *row, scale=scale, masking=masking)
+            o, lse = _in_query_blocks(block, *row, spec)
             return o[0], lse[0]
 
         return lax.map(one_row, (q, k, v, lengths, offsets))
     block = min(t, max(1, _SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[2])))
     while t % block:
         block -= 1
-    return _in_query_blocks(block, q, k, v, lengths, offsets, scale=scale, masking=masking)
+    return _in_query_blocks(block, q, k, v, lengths, offsets, spec)
 
 
-def _in_query_blocks(block, q, k, v, lengths, offsets, *, scale, masking):
+def _in_query_blocks(block, q, k, v, lengths, offsets, spec):
     """`_attention` over blocks of query tokens; `block` divides T."""
     b, t, h, d = q.shape
     if block == t:
-        return _attention(q, k, v, lengths, offsets, scale=scale, masking=masking)
+        return _attention(q, k, v, lengths, offsets, spec)
 
     def query_block(operands):
         q, start = operands
-        return _attention(q, k, v, lengths, offsets + start, scale=scale, masking=masking)
+        return _attention(q, k, v, lengths, offsets + start, spec)
 
     blocks = jnp.moveaxis(q.reshape(b, t // block, block, h, d), 1, 0)
     o, lse = lax.map(query_block, (blocks, jnp.arange(0, t, block, dtype=jnp.int32)))
     return jnp.moveaxis(o, 0, 1).reshape(q.shape), jnp.moveaxis(lse, 0, 1).reshape(b, t, h)
 
 
-def _attention(q, k, v, lengths, offsets, *, scale, masking):
+def _attention(q, k, v, lengths, offsets, spec):
     b, t, h, d = q.shape
     kv_heads, s = k.shape[1:3]
     group = h // kv_heads
@@ -79,20 +80,20 @@ def _attention(q, k, v, lengths, offsets, *, scale, masking):
     scores = jnp.einsum(
         "bhrd,bhsd->bhrs", rows, k, precision=precision, preferred_element_type=jnp.float32
     )
-    scores = scores.reshape(b, kv_heads, group, t, s) * scale
-    if masking.soft_cap is not None:
-        scores = masking.soft_cap * jnp.tanh(scores / masking.soft_cap)
+    scores = scores.reshape(b, kv_heads, group, t, s) * spec.scale
+    if spec.soft_cap is not None:
+        scores = spec.soft_cap * jnp.tanh(scores / spec.soft_cap)
     query = (offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None])[:, None, None, :, None]
     key = jnp.arange(s, dtype=jnp.int32)[None, None, None, None]
-    if masking.alibi is not None:
-        slopes = jnp.asarray(masking.alibi, jnp.float32).reshape(1, kv_heads, group, 1, 1)
+    if spec.alibi is not None:
+        slopes = jnp.asarray(spec.alibi, jnp.float32).reshape(1, kv_heads, group, 1, 1)
         scores = scores + slopes * (key - query).astype(jnp.float32)
     length = lengths[:, None, None, None, None]
     seen = (key < length) & (query < length)
-    if masking.causal:
+    if spec.causal:
         seen = seen & (key <= query)
-    if masking.window is not None:
-        seen = seen & (key > query - masking.window)
+    if spec.window is not None:
+        seen = seen & (key > query - spec.window)
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     top = jnp.where(top > -jnp.inf, top, 0.0)
@@ -143,3 +144,23 @@ def _weighted_values(p, v, lengths, precision):
     o = product(p, v)
     finite = jnp.all(jnp.isfinite(o), axis=(1, 2, 3), keepdims=True)
     return lax.cond(jnp.all(finite), lambda: o, lambda: jnp.where(finite, o, masked_by_blocks()))
+
+
+def _run_decode(
+    q, k, v, lengths, *, spec, phi, layer, config, return_lse, return_reruns, batch_invariant
+):
+    k, v = take_layer(k, v, layer)
+    offsets = lengths - q.shape[1]
+    o, lse = attention_xla(q, k, v, lengths, offsets, spec, batch_invariant=batch_invariant)
+    return o, lse, jnp.float32(0)
+
+
+def _run_prefill(
+    q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant
+):
+    k, v = take_layer(k, v, layer, rows)
+    return attention_xla(q, k, v, lengths, offsets, spec, batch_invariant=batch_invariant)
+
+
+DECODE_XLA = Implementation("decode_attention", "xla", _run_decode, can=ALL_FEATURES)
+PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=ALL_FEATURES)

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
-from fdjax.pallas_kernels.gemm.hopper.linear_chain import LinearChainConfig, chain_mosaic
+from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
+from fdjax.pallas_kernels.gemm.hopper.linear_chain import CHAIN_HOPPER
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import Plan, resolve
 
 
 def linear_chain(
@@ -30,7 +30,7 @@ def linear_chain(
     following: Array,
     gate: str,
     implementation: str | None = None,
-    plan: Plan | None = None,
+    plan: Dispatch | None = None,
 ) -> tuple[Array, Array]:
     """From the heads of one attention to Q, K and V of the next.
 
@@ -63,27 +63,35 @@ def linear_chain(
     """
     _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate)
     key = chain_key(len(x), *out.shape, len(down), following.shape[1], x.dtype.itemsize)
-    choice = resolve(plan, implementation, "linear_chain", **key)
-    match choice.implementation:
-        case "mosaic_gpu":
-            return chain_mosaic(
-                *(o, x, counters, index),
-                out=out,
-                mlp_norm=mlp_norm,
-                gate_up=gate_up,
-                down=down,
-                next_norm=next_norm,
-                following=following,
-                gate=gate,
-                config=LinearChainConfig(**dict(choice.config)) if choice.config else None,
-            )
-        case "xla":
-            x = matmul(o, out, residual=x, plan=plan)
-            hidden = matmul(x, gate_up, norm=mlp_norm, gate=gate, plan=plan)
-            x = matmul(hidden, down, residual=x, plan=plan)
-            return x, matmul(x, following, norm=next_norm, plan=plan)
-        case _:
-            raise NotImplementedError(f"linear_chain: no {choice.implementation!r} implementation")
+    features = {"eps_by_norm"} if mlp_norm.eps != next_norm.eps else set()
+    chosen, config = resolve(LINEAR_CHAIN, plan, implementation, frozenset(features), **key)
+    return chosen.run(
+        *(o, x, counters, index),
+        out=out,
+        mlp_norm=mlp_norm,
+        gate_up=gate_up,
+        down=down,
+        next_norm=next_norm,
+        following=following,
+        gate=gate,
+        config=config,
+        plan=plan,
+    )
+
+
+def _run_xla(
+    o, x, counters, index, *, out, mlp_norm, gate_up, down, next_norm, following, gate, config, plan
+):
+    x = matmul(o, out, residual=x, plan=plan)
+    hidden = matmul(x, gate_up, norm=mlp_norm, gate=gate, plan=plan)
+    x = matmul(hidden, down, residual=x, plan=plan)
+    return x, matmul(x, following, norm=next_norm, plan=plan)
+
+
+LINEAR_CHAIN = (
+    CHAIN_HOPPER,
+    Implementation("linear_chain", "xla", _run_xla, can=CHAIN_HOPPER.can | {"eps_by_norm"}),
+)
 
 
 def chain_key(m: int, k: int, width: int, hidden: int, n: int, itemsize: int) -> dict[str, int]:

@@ -7,13 +7,15 @@ that nothing else is read or written but x and y.
 """
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
-from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig, matmul_flat_gemm
-from fdjax.pallas_kernels.gemm.xla import matmul_row_tiles, matmul_xla
+from fdjax.pallas_kernels.dispatch import Dispatch, resolve
+from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM
+from fdjax.pallas_kernels.gemm.xla import MATMUL_XLA
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import Plan, resolve
+
+MATMUL = (FLAT_GEMM, MATMUL_XLA)
 
 
 def matmul(
@@ -27,7 +29,7 @@ def matmul(
     residual: Array | None = None,
     preferred_element_type=None,
     implementation: str | None = None,
-    plan: Plan | None = None,
+    plan: Dispatch | None = None,
 ) -> Array:
     """Linear layer with its neighbours fused.
 
@@ -60,29 +62,28 @@ def matmul(
     rows = x.reshape(-1, k)
     if residual is not None:
         residual = residual.reshape(-1, n)
-    choice = resolve(
+    fused = {"norm": norm, "bias": bias, "gate": gate, "residual": residual}
+    used = frozenset(name for name, operand in fused.items() if operand is not None)
+    chosen, config = resolve(
+        MATMUL,
         plan,
         implementation,
-        "matmul",
+        used,
         m=rows.shape[0],
         k=k,
         n=n * (2 if gate else 1),
         itemsize=x.dtype.itemsize,
         gate=int(gate is not None),
-        fused=int(any(operand is not None for operand in (norm, bias, gate, residual))),
+        fused=int(bool(used)),
     )
-    fused = {"norm": norm, "bias": bias, "gate": gate, "residual": residual, "dtype": dtype}
-    match choice.implementation:
-        case "mosaic_gpu":
-            config = choice.config and FlatGemmConfig(**dict(choice.config))
-            y = matmul_flat_gemm(rows, w, layer=layer, config=config, **fused)
-        case "xla":
-            if layer is not None:
-                w = lax.dynamic_index_in_dim(w, layer, keepdims=False)
-            invariant = plan is not None and plan.batch_invariant
-            y = (matmul_row_tiles if invariant else matmul_xla)(rows, w, **fused)
-        case _:
-            raise NotImplementedError(f"matmul: no {choice.implementation!r} implementation")
+    y = chosen.run(
+        *(rows, w),
+        layer=layer,
+        **fused,
+        dtype=dtype,
+        config=config,
+        batch_invariant=plan is not None and plan.batch_invariant,
+    )
     return y.reshape(*x.shape[:-1], n)
 
 

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
+from fdjax.pallas_kernels.dispatch import Implementation
 from fdjax.pallas_kernels.norm import rms_norm
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
@@ -48,3 +49,14 @@ def matmul_row_tiles(x, w, *, norm, bias, gate, residual, dtype):
         return matmul_xla(x, w, norm=norm, bias=bias, gate=gate, residual=residual, dtype=dtype)
 
     return in_row_tiles(product, x) if residual is None else in_row_tiles(product, x, residual)
+
+
+def _run(x, w, *, layer, config, batch_invariant, **fused):
+    if layer is not None:
+        w = lax.dynamic_index_in_dim(w, layer, keepdims=False)
+    return (matmul_row_tiles if batch_invariant else matmul_xla)(x, w, **fused)
+
+
+MATMUL_XLA = Implementation(
+    "matmul", "xla", _run, can=frozenset({"norm", "bias", "gate", "residual"})
+)

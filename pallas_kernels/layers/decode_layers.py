@@ -13,10 +13,11 @@ from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.attention.append import append_decode_attention
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
 from fdjax.pallas_kernels.gemm.linear import matmul
-from fdjax.pallas_kernels.layers.hopper.decode_layers import DecodeLayersConfig, layers_mosaic
+from fdjax.pallas_kernels.layers.hopper.decode_layers import LAYERS_HOPPER
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import Plan, resolve
 
 
 class LayerWeights(NamedTuple):
@@ -50,7 +51,7 @@ def decode_layers(
     gate: str,
     scale: float,
     implementation: str | None = None,
-    plan: Plan | None = None,
+    plan: Dispatch | None = None,
 ) -> tuple[Array, Array, Array]:
     """One new token of each row through all layers.
 
@@ -82,21 +83,15 @@ def decode_layers(
     """
     _check(x, k, v, lengths, rotation, weights, gate)
     key = layers_key(len(x), weights, k.shape)
-    choice = resolve(plan, implementation, "decode_layers", **key, itemsize=x.dtype.itemsize)
-    match choice.implementation:
-        case "mosaic_gpu":
-            return layers_mosaic(
-                *(x, k, v, lengths, *rotation),
-                **weights._asdict(),
-                eps=eps,
-                gate=gate,
-                scale=scale,
-                config=DecodeLayersConfig(**dict(choice.config)) if choice.config else None,
-            )
-        case "xla":
-            return _one_by_one(x, k, v, lengths, rotation, weights, eps, gate, scale)
-        case _:
-            raise NotImplementedError(f"decode_layers: no {choice.implementation!r} implementation")
+    chosen, config = resolve(DECODE_LAYERS, plan, implementation, **key, itemsize=x.dtype.itemsize)
+    return chosen.run(
+        *(x, k, v, lengths, *rotation),
+        weights=weights,
+        eps=eps,
+        gate=gate,
+        scale=scale,
+        config=config,
+    )
 
 
 def layers_key(rows: int, weights: LayerWeights, cache: tuple[int, ...]) -> dict[str, int]:
@@ -108,19 +103,26 @@ def layers_key(rows: int, weights: LayerWeights, cache: tuple[int, ...]) -> dict
     return products | {"hkv": kv_heads, "d": d, "s": slots}
 
 
-def _one_by_one(x, k, v, lengths, rotation, weights, eps, gate, scale):
-    """`decode_layers` by XLA."""
+def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, config):
+    """One layer after the other, by XLA."""
+    spec = AttentionSpec(scale)
     for layer, w in enumerate(map(LayerWeights._make, zip(*weights, strict=True))):
         qkv = matmul(x, w.qkv.reshape(len(w.qkv), -1), norm=RMSNorm(w.attention_norm, eps))
         qkv = qkv.reshape(len(x), 1, *w.qkv.shape[1:])
         o, *kv = append_decode_attention(
-            qkv, k[layer], v[layer], lengths, rotation=rotation, scale=scale
+            qkv, k[layer], v[layer], lengths, rotation=rotation, spec=spec
         )
         k, v = (cache.at[layer].set(new) for cache, new in zip((k, v), kv, strict=True))
         x = matmul(o.reshape(len(x), -1), w.out, residual=x)
         hidden = matmul(x, w.gate_up, norm=RMSNorm(w.mlp_norm, eps), gate=gate)
         x = matmul(hidden, w.down, residual=x)
     return x, k, v
+
+
+DECODE_LAYERS = (
+    LAYERS_HOPPER,
+    Implementation("decode_layers", "xla", _run_xla, can=LAYERS_HOPPER.can),
+)
 
 
 def _check(x, k, v, lengths, rotation, weights, gate) -> None:

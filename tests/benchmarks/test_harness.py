@@ -455,7 +455,7 @@ def test_unfused_attention_is_attention(monkeypatch):
 
     from fdjax.engine import step
     from fdjax.models import decoder
-    from fdjax.pallas_kernels.attention import append_decode_attention
+    from fdjax.pallas_kernels.attention import AttentionSpec, append_decode_attention
 
     rng = np.random.default_rng(0)
     qkv, k, v = (
@@ -465,7 +465,7 @@ def test_unfused_attention_is_attention(monkeypatch):
     turns = tuple(jnp.asarray(rng.normal(size=(2, 1, 4)), jnp.float32) for _ in range(2))
     lengths = jnp.array([3, 16], jnp.int32)
     for rotation in (turns, None):
-        args = {"rotation": rotation, "scale": 0.3, "window": 9}
+        args = {"rotation": rotation, "spec": AttentionSpec(0.3, window=9)}
         want = append_decode_attention(qkv, k, v, lengths, **args)
         got = unfused.unfused_append_decode_attention(qkv, k, v, lengths, **args)
         for a, b in zip(want, got, strict=True):

@@ -29,7 +29,7 @@ import fdjax
 from fdjax.bench import record as records
 from fdjax.cli.main import _parser, main
 from fdjax.engine.program import Program
-from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
+from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.system import platform
 from fdjax.weights.checkpoint import locate
 
@@ -923,7 +923,7 @@ def test_what_needs_a_gpu_is_misuse_without_one(run, loaded, implementation):
 
 
 def test_bench_names_the_implementations_there_are(run):
-    assert "{" + ",".join(IMPLEMENTATIONS) + "}" in run("bench", "--help")[1]
+    assert "{" + ",".join(NAMES) + "}" in run("bench", "--help")[1]
 
 
 # The machine

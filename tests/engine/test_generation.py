@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import fdjax
+from any_size import ANY_SIZE
 from fdjax import CheckpointError, GenerationConfig
 from fdjax.engine.state import init_cache, start
-from fdjax.models import Decoder, chain_shape, describe, parse_config
+from fdjax.models import Decoder, chain_features, chain_shape, describe, parse_config
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -308,7 +309,11 @@ class TestChains:
         ids=str,
     )
     def test_are_not_for_blocks_with_more_in_between(self, change):
-        assert chain_shape(parse_config(SMALL | change), 1, 2) is None
+        config = parse_config(SMALL | change)
+        shape = chain_shape(config, 1, 2)
+        plan = Plan(implementations=ANY_SIZE)
+        assert plan.has_kernel("linear_chain", chain_features(parse_config(SMALL)), **shape)
+        assert not plan.has_kernel("linear_chain", chain_features(config), **shape)
 
 
 SMALL = {

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import fdjax
+from any_size import ANY_SIZE
 from fdjax.engine.engine import Idle
 from fdjax.engine.state import StackedCache
 from fdjax.models import decoder
@@ -123,7 +124,7 @@ def test_between_the_layouts_on_one_model(plain, launches):
     """Two rows at most run in one launch: their cache is stacked, that of more is not."""
     shape = layers_shape(plain.config, 2, 256, 4)
     entry = Entry("decode_layers", tuple(sorted(shape.items())), Choice("mosaic_gpu", source=""))
-    lm = load(Plan(batch_invariant=True, table=(entry,)))
+    lm = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder, "decode_layers", decode_layers_by_xla)
         for rows in (1, 3, 1):
@@ -136,7 +137,7 @@ def test_between_the_layouts_on_one_model(plain, launches):
 def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
     shape = layers_shape(plain.config, 2, 512, 4)
     entry = Entry("decode_layers", tuple(sorted(shape.items())), Choice("mosaic_gpu", source=""))
-    engine = load(Plan(batch_invariant=True, table=(entry,)))._engine
+    engine = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE))._engine
 
     def take(slots, may_stack=True, batch=1):
         return engine._take_state(batch, slots, may_stack)

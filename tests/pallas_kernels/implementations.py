@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 import jax
 import pytest
 
+from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
+
 # The suite is after results; without a search among equivalent kernels a GPU is done in minutes.
 _COMPILER_OPTIONS = {"cpu": None, "gpu": {"xla_gpu_autotune_level": 0}}
 # The same HLO after XLA's own passes, less optimised by LLVM: half the time to compile.
@@ -70,37 +72,31 @@ def on(platform: str) -> Iterator[None]:
         yield
 
 
-def _run(name: str, platform: str = "cpu", cannot: Callable[[object], bool] = _nothing):
+def _run(name: str, platform: str = "cpu"):
     marks = (pytest.mark.gpu,) if platform == "gpu" else ()
+    cannot = functools.partial(_record_cannot, name)
     return pytest.param(
         Implementation(name, platform, cannot), id=f"{name}-{platform}", marks=marks
     )
 
 
-def _cudnn_cannot(case) -> bool:
-    masks = case.window is not None or case.soft_cap is not None or case.alibi
-    return case.dtype == "float32" or masks or (case.op == "decode" and case.t > 1)
-
-
-def _flat_gemm_cannot(case) -> bool:
-    return case.dtype == "float32" or case.k % 64 != 0 or case.n % 64 != 0
-
-
-def _mosaic_cannot(case) -> bool:
-    dims = (64, 96, 128, 256) if case.op == "prefill" else (64, 128, 256)
-    return case.d not in dims or case.s % 8 != 0 or case.dtype == "float32"
+def _record_cannot(name: str, case) -> bool:
+    """What the implementation's own record says of a case."""
+    shape, features = case.request
+    records = [i for i in IMPLEMENTATIONS if (i.op, i.name) == (case.op_name, name)]
+    return not records[0].supports(shape, features)
 
 
 MATMUL = [
     _run("xla"),
     _run("xla", "gpu"),
-    _run("mosaic_gpu", "gpu", _flat_gemm_cannot),
+    _run("mosaic_gpu", "gpu"),
 ]
 ATTENTION = [
     _run("xla"),
     _run("xla", "gpu"),
-    _run("cudnn", "gpu", _cudnn_cannot),
-    _run("mosaic_gpu", "gpu", _mosaic_cannot),
+    _run("cudnn", "gpu"),
+    _run("mosaic_gpu", "gpu"),
 ]
 # Ops with one implementation only.
 PLATFORMS = [_run("xla"), _run("xla", "gpu")]
@@ -108,7 +104,7 @@ PLATFORMS = [_run("xla"), _run("xla", "gpu")]
 # programs differently, so equal bits are not promised.
 BATCH_INVARIANT = [_run("xla")]
 
-_REFERENCE = _run("reference")
+_REFERENCE = pytest.param(Implementation("reference"), id="reference-cpu")
 
 
 def across(implementations: list, cases: list, *, quick: list = ()):

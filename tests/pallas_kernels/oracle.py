@@ -6,11 +6,14 @@ terms into an error of the result (first order). `tolerance.py` makes bounds of 
 
 import dataclasses
 import math
+from types import MappingProxyType
 
 import numpy as np
 
 # The largest slope of silu is 1.100 and that of gelu 1.129.
 _ACTIVATION_SLOPE = 1.13
+
+NO_MASKS = MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True)

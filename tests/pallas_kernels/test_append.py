@@ -19,8 +19,9 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
     DecodeAttentionConfig,
     append_decode_mosaic,
 )
-from fdjax.pallas_kernels.attention.spec import Masking
-from fdjax.pallas_kernels.plan import IMPLEMENTATIONS, Plan
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.dispatch import NAMES
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import Rope, rotate, rotation
 
 from .test_decode_mosaic import INTERPRET
@@ -29,7 +30,8 @@ GPU = [pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-reference = jax.jit(attention_reference, static_argnames=("scale", "masking"))
+SPEC = AttentionSpec(1.0)
+reference = jax.jit(attention_reference, static_argnames="spec")
 turns_of = jax.jit(rotation, static_argnums=1)
 
 
@@ -55,7 +57,7 @@ def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, 
     return qkv, *caches, lengths, turns_of(positions, Rope(rope_dim or d, 10000.0))
 
 
-def _expected(qkv, k_cache, v_cache, lengths, turns, masking):
+def _expected(qkv, k_cache, v_cache, lengths, turns, **masks):
     """fp32 o, and the caches row by row."""
     t, d = qkv.shape[1], qkv.shape[-1]
     q, k, v = rotated(qkv, turns)
@@ -67,22 +69,23 @@ def _expected(qkv, k_cache, v_cache, lengths, turns, masking):
             cache[row, :, length : length + kept] = np.asarray(new)[row, :kept].swapaxes(0, 1)
         caches.append(cache)
     read = [np.where(np.isnan(np.float32(c)), 0, c).astype(c.dtype) for c in caches]
-    o, _ = reference(q, *read, lengths + t, lengths, scale=d**-0.5, masking=masking)
+    spec = AttentionSpec(d**-0.5, **masks)
+    o, _ = reference(q, *read, lengths + t, lengths, spec=spec)
     return np.asarray(o), caches
 
 
-def _check(operands, run, masking=Masking()):
+def _check(operands, run, **masks):
     o, *caches = jax.jit(run)(*operands)
-    want, want_caches = _expected(*operands, masking)
+    want, want_caches = _expected(*operands, **masks)
     np.testing.assert_allclose(np.float32(o), want, atol=0.02, rtol=0.02)
     for got, expected in zip(caches, want_caches, strict=True):
         np.testing.assert_array_equal(np.float32(got), np.float32(expected))
 
 
-def _run(qkv, k, v, lengths, turns, *, implementation, **masks):
-    scale = qkv.shape[-1] ** -0.5
+def _run(qkv, k, v, lengths, turns, *, implementation, plan=None, **masks):
+    spec = AttentionSpec(qkv.shape[-1] ** -0.5, **masks)
     return append_decode_attention(
-        qkv, k, v, lengths, rotation=turns, scale=scale, implementation=implementation, **masks
+        qkv, k, v, lengths, rotation=turns, spec=spec, implementation=implementation, plan=plan
     )
 
 
@@ -112,7 +115,7 @@ def test_equals_its_three_ops(implementation, shape):
 def test_masks(implementation):
     masks = dict(window=70, soft_cap=5.0, alibi=alibi_slopes(8))
     run = functools.partial(_run, implementation=implementation, **masks)
-    _check(_operands([64, 130, 3]), run, Masking(**masks))
+    _check(_operands([64, 130, 3]), run, **masks)
 
 
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
@@ -129,12 +132,12 @@ def test_a_full_row_keeps_its_cache(implementation, lengths, t):
     """A finished row may be full; what it computes is not looked at."""
     operands = _operands(lengths, t=t)
     _, *caches = jax.jit(functools.partial(_run, implementation=implementation))(*operands)
-    _, want = _expected(*operands, Masking())
+    _, want = _expected(*operands)
     for got, expected in zip(caches, want, strict=True):
         np.testing.assert_array_equal(np.float32(got), np.float32(expected))
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize("t", [1, 3])
 def test_no_rows(implementation, t):
     operands = _operands([], t=t)
@@ -155,8 +158,7 @@ def test_interpreted_without_races(splits):
             lengths,
             cos=cos,
             sin=sin,
-            scale=0.125,
-            masking=Masking(),
+            spec=AttentionSpec(0.125),
             config=DecodeAttentionConfig(splits),
             interpret=INTERPRET,
         )[:3]
@@ -176,7 +178,9 @@ def test_interpreted_without_races(splits):
 def test_wrong_shapes_raise(qkv, cache, message):
     qkv, cache = jnp.zeros(qkv), jnp.zeros(cache)
     with pytest.raises(ValueError, match=f"append_decode_attention: {message}"):
-        append_decode_attention(qkv, cache, cache, jnp.zeros((1,), jnp.int32), scale=1.0)
+        append_decode_attention(
+            qkv, cache, cache, jnp.zeros((1,), jnp.int32), spec=AttentionSpec(1.0)
+        )
 
 
 @pytest.mark.deviceless

@@ -12,8 +12,8 @@ from fdjax.pallas_kernels.attention import (
     append_prefill_attention,
 )
 from fdjax.pallas_kernels.attention.hopper.prefill_front import write_chunk_mosaic
-from fdjax.pallas_kernels.attention.spec import Masking
-from fdjax.pallas_kernels.plan import IMPLEMENTATIONS
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.pallas_kernels.rope import Rope
 
 from .test_append import GPU, reference, rotated, turns_of
@@ -48,7 +48,7 @@ def _operands(
     return qkv, *caches, lengths, offsets, turns, rows.astype(np.int32)
 
 
-def _check(operands, o, k_cache, v_cache, masking=Masking()):
+def _check(operands, o, k_cache, v_cache, **masks):
     """o None: of attention nothing is known."""
     qkv, k_before, v_before, lengths, offsets, turns, rows = operands
     q, k, v = rotated(qkv, turns)
@@ -65,8 +65,8 @@ def _check(operands, o, k_cache, v_cache, masking=Masking()):
         np.testing.assert_allclose(after, want, atol=0.02, rtol=0.01)
         kept.append(np.nan_to_num(want[rows]))
     if o is not None:
-        scale = qkv.shape[-1] ** -0.5
-        want, _ = reference(np.float32(q), *kept, lengths, offsets, scale=scale, masking=masking)
+        spec = AttentionSpec(qkv.shape[-1] ** -0.5, **masks)
+        want, _ = reference(np.float32(q), *kept, lengths, offsets, spec=spec)
         np.testing.assert_allclose(np.float32(o), want, atol=0.03, rtol=0.03)
 
 
@@ -83,9 +83,8 @@ def _run(
         rotation=turns,
         layer=layer,
         rows=None if whole else rows,
-        scale=qkv.shape[-1] ** -0.5,
+        spec=AttentionSpec(qkv.shape[-1] ** -0.5, **dict(masks)),
         implementation=implementation,
-        **dict(masks),
     )
 
 
@@ -110,7 +109,7 @@ def test_masks_and_all_rows(implementation):
     masks = (("window", 70), ("soft_cap", 5.0), ("alibi", alibi_slopes(4)))
     operands = _operands([100, 64], [130, 0])
     out = _run(*operands, implementation=implementation, whole=True, masks=masks)
-    _check(operands, *out, Masking(**dict(masks)))
+    _check(operands, *out, **dict(masks))
 
 
 LAYERS = 3
@@ -141,7 +140,7 @@ def test_a_layer_of_a_stack(implementation, shape, layer):
     _check_stacked(run, _operands(**shape), layer)
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("implementation", NAMES)
 @pytest.mark.parametrize("batch", [0, 2])
 def test_no_rows(implementation, batch):
     operands = _operands([], [], [], batch=batch)
@@ -182,7 +181,9 @@ def test_rows_that_do_not_fit_raise():
     zeros = jnp.zeros((1,), jnp.int32)
     for rows, message in ((None, "disagree on B or D"), (jnp.zeros((2,), jnp.int32), "rows must")):
         with pytest.raises(ValueError, match=f"append_prefill_attention: .*{message}"):
-            append_prefill_attention(qkv, cache, cache, zeros, zeros, rows=rows, scale=1.0)
+            append_prefill_attention(
+                qkv, cache, cache, zeros, zeros, rows=rows, spec=AttentionSpec(1.0)
+            )
 
 
 @pytest.mark.deviceless

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdjax.pallas_kernels.attention import (
+    AttentionSpec,
     alibi_slopes,
     attention_reference,
     decode_attention,
@@ -23,8 +24,9 @@ from fdjax.pallas_kernels.attention import (
     prefill_attention,
     xla,
 )
-from fdjax.pallas_kernels.attention.spec import Masking
-from fdjax.pallas_kernels.plan import IMPLEMENTATIONS, Plan
+from fdjax.pallas_kernels.attention.operands import attention_shape
+from fdjax.pallas_kernels.dispatch import NAMES
+from fdjax.pallas_kernels.plan import Plan
 
 from . import oracle
 from .implementations import ATTENTION, BATCH_INVARIANT, PLATFORMS, across
@@ -68,6 +70,21 @@ class Case:
     def masks(self) -> dict:
         slopes = alibi_slopes(self.heads) if self.alibi else None
         return dict(window=self.window, soft_cap=self.soft_cap, alibi=slopes)
+
+    @property
+    def spec(self) -> AttentionSpec:
+        return AttentionSpec(self.q_scale, causal=self.causal, **self.masks)
+
+    @property
+    def op_name(self) -> str:
+        return f"{self.op}_attention"
+
+    @property
+    def request(self) -> tuple[dict[str, int], frozenset[str]]:
+        """What a plan is asked for."""
+        q = jax.ShapeDtypeStruct((1, self.t, self.heads, self.d), self.dtype)
+        k = jax.ShapeDtypeStruct((1, self.kv_heads, self.s, self.d), self.dtype)
+        return attention_shape(q, k, self.spec), self.spec.features
 
 
 Decode = functools.partial(Case, "decode")
@@ -121,16 +138,14 @@ def _operands(case: Case, lengths, offsets=None, seed: int = 0) -> Operands:
 
 
 def _attention(q, k, v, lengths, offsets, layer=None, *, implementation, case, plan):
-    keys = dict(scale=case.q_scale)
+    spec = case.spec
     if implementation == "reference":
-        masking = Masking(causal=case.causal, **case.masks)
-        return attention_reference(q, k, v, lengths, offsets, masking=masking, **keys)
+        return attention_reference(q, k, v, lengths, offsets, spec=spec)
     layer = 1 if case.layer == "static" else layer
-    keys |= case.masks
-    keys |= dict(layer=layer, return_lse=True, implementation=implementation, plan=plan)
+    keys = dict(layer=layer, return_lse=True, implementation=implementation, plan=plan, spec=spec)
     if case.op == "decode":
         return decode_attention(q, k, v, lengths, **keys)
-    return prefill_attention(q, k, v, lengths, offsets, causal=case.causal, **keys)
+    return prefill_attention(q, k, v, lengths, offsets, **keys)
 
 
 def _run(implementation, case: Case, operands: Operands, plan: Plan | None = None):
@@ -237,7 +252,7 @@ def test_prefill_without_offsets_starts_at_zero(implementation):
 
     def without(q, k, v, lengths):
         return prefill_attention(
-            q, k, v, lengths, scale=case.q_scale, implementation=implementation.name
+            q, k, v, lengths, spec=case.spec, implementation=implementation.name
         )
 
     o = implementation.jit(without)(operands.q, operands.k, operands.v, operands.lengths)
@@ -462,16 +477,16 @@ def test_phi_never_changes_the_result(implementation, case):
     """Only "mosaic_gpu" uses it, and there it may change roundings."""
     operands = _typical(case)
 
-    def with_phi(q, k, v, lengths, offsets, phi):
-        keys = dict(scale=case.q_scale, phi=phi, return_lse=True)
+    def with_phi(q, k, v, lengths, offsets):
+        spec = dataclasses.replace(case.spec, phi=(7.0,) * case.heads)
+        keys = dict(spec=spec, return_lse=True)
         keys |= dict(implementation=implementation.name)
         if case.op == "decode":
             return decode_attention(q, k, v, lengths, **keys)
         return prefill_attention(q, k, v, lengths, offsets, **keys)
 
-    phi = np.full(case.heads, 7.0, np.float32)
     for a, b in zip(
-        implementation.jit(with_phi)(*operands.arrays, phi),
+        implementation.jit(with_phi)(*operands.arrays),
         _run(implementation, case, operands),
         strict=True,
     ):
@@ -484,7 +499,7 @@ def test_without_lse_the_result_is_the_same(implementation, case):
     operands = _typical(case)
 
     def without(q, k, v, lengths, offsets):
-        keys = dict(scale=case.q_scale, implementation=implementation.name)
+        keys = dict(spec=case.spec, implementation=implementation.name)
         if case.op == "decode":
             return decode_attention(q, k, v, lengths, **keys)
         return prefill_attention(q, k, v, lengths, offsets, **keys)
@@ -688,14 +703,16 @@ UNFIT = [
     (dict(window=0), "window must be at least 1, got 0"),
     (dict(soft_cap=0.0), "soft_cap must be positive, got 0.0"),
     (dict(alibi=(0.5, 0.25)), "alibi must have 4 slopes, got 2"),
-    (dict(phi=jnp.ones(3)), "phi must be [4], got [3]"),
+    (dict(phi=(1.0,) * 3), "phi must have 4 values, got 3"),
 ]
 
 
 def _call(op, keys: dict):
     keys = FITTING | keys
     arrays = [keys.pop(name) for name in ("q", "k", "v", "lengths")]
-    return op(*arrays, **keys)
+    fields = {field.name for field in dataclasses.fields(AttentionSpec)}
+    spec = AttentionSpec(**{name: keys.pop(name) for name in list(keys) if name in fields})
+    return op(*arrays, spec=spec, **keys)
 
 
 @pytest.mark.parametrize("op", [decode_attention, prefill_attention])
@@ -706,7 +723,7 @@ def test_operands_that_do_not_fit(op, keys, message):
     assert str(error.value) == f"{op.__name__}: {message}"
 
 
-@pytest.mark.parametrize("keys", [*({"implementation": i} for i in IMPLEMENTATIONS), {}], ids=str)
+@pytest.mark.parametrize("keys", [*({"implementation": i} for i in NAMES), {}], ids=str)
 @pytest.mark.parametrize("t", [1, 3])
 @pytest.mark.parametrize("op", [decode_attention, prefill_attention])
 def test_no_rows(op, t, keys):
@@ -739,8 +756,10 @@ def test_offsets_of_the_wrong_shape():
 
 def test_scale_has_no_default():
     for op in (decode_attention, prefill_attention):
-        with pytest.raises(TypeError, match="scale"):
+        with pytest.raises(TypeError, match="spec"):
             op(*(FITTING[name] for name in ("q", "k", "v", "lengths")))
+    with pytest.raises(TypeError, match="scale"):
+        AttentionSpec()
 
 
 @pytest.mark.parametrize("op", [decode_attention, prefill_attention])
@@ -759,14 +778,15 @@ def _shapes(dtype: str = "bfloat16", t: int = 1, d: int = 64) -> dict:
     return dict(q=q, k=cache, v=cache, lengths=jax.ShapeDtypeStruct((2,), "int32"))
 
 
-def _refused(op, implementation: str, how: str, shapes: dict, **static) -> str:
+def _refused(op, implementation: str, how: str, shapes: dict, **fields) -> str:
     """What is said of a call by an implementation that is named and cannot do it."""
+    static = {"spec": AttentionSpec(0.25, **fields)}
     if how == "argument":
         static["implementation"] = implementation
     else:
         static["plan"] = Plan(named=((op.__name__, implementation),))
     with pytest.raises(NotImplementedError) as error:
-        jax.eval_shape(functools.partial(op, scale=0.25, **static), *shapes.values())
+        jax.eval_shape(functools.partial(op, **static), *shapes.values())
     return str(error.value)
 
 
@@ -786,11 +806,11 @@ def _refused(op, implementation: str, how: str, shapes: dict, **static) -> str:
                 "cudnn", _shapes(d=264), {},
                 "cudnn needs D to be a multiple of 8 up to 256, got 264",
             ),
-            ("cudnn", _shapes(), dict(window=4), "cudnn has no window, soft cap or ALiBi here"),
-            ("cudnn", _shapes(), dict(soft_cap=4.0), "cudnn has no window, soft cap or ALiBi here"),
+            ("cudnn", _shapes(), dict(window=4), "cudnn cannot do window"),
+            ("cudnn", _shapes(), dict(soft_cap=4.0), "cudnn cannot do soft_cap"),
             (
-                "cudnn", _shapes(), dict(alibi=(0.5,) * 4),
-                "cudnn has no window, soft cap or ALiBi here",
+                "cudnn", _shapes(), dict(alibi=(0.5,) * 4, window=3),
+                "cudnn cannot do alibi, window",
             ),
         )
     ]

@@ -16,11 +16,11 @@ from jax import lax
 
 from fdjax.pallas_kernels.gemm import (
     LinearChainConfig,
-    chain,
     chain_counters,
     linear_chain,
     matmul,
 )
+from fdjax.pallas_kernels.gemm.hopper import linear_chain as hopper_chain
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
 
@@ -149,7 +149,7 @@ def test_refuses_mixed_dtypes():
 @pytest.mark.parametrize(
     ("m", "shape", "dtype", "message"),
     [
-        (2, UNEVEN, "float32", "takes 16-bit floats, got float32"),
+        (2, UNEVEN, "float32", "needs bfloat16 or float16, got float32"),
         (33, UNEVEN, "bfloat16", r"takes 1..32 rows, got 33"),
         (2, UNEVEN | {"hidden": 440}, "bfloat16", "multiples of 64"),
         (2, UNEVEN | {"width": 576}, "bfloat16", "up to 512 or a multiple of it, got 576"),
@@ -169,7 +169,7 @@ def test_a_plan_says_how_much_is_in_flight(monkeypatch):
         got.append(config)
         return x, x @ following
 
-    monkeypatch.setattr(chain, "chain_mosaic", kernel)
+    monkeypatch.setattr(hopper_chain, "chain_mosaic", kernel)
     config = LinearChainConfig(shared=3, alone=4, ahead=5)
     _run(*_operands(2, **UNEVEN), plan=_planned(config, 2, **UNEVEN))
     _run(*_operands(2, **UNEVEN), implementation="mosaic_gpu")

@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 from fdjax.pallas_kernels.attention.hopper.decode import append_decode_mosaic, decode_mosaic
 from fdjax.pallas_kernels.attention.hopper.prefill import prefill_mosaic
 from fdjax.pallas_kernels.attention.hopper.prefill_front import write_chunk_mosaic
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig, matmul_flat_gemm
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 from fdjax.pallas_kernels.norm import RMSNorm
@@ -37,15 +37,15 @@ def flat_gemm(x, w, scale):
 
 
 def decode(*args):
-    return decode_mosaic(*args, scale=0.1, masking=Masking(window=64))
+    return decode_mosaic(*args, spec=AttentionSpec(0.1, window=64))
 
 
 def append(qkv, k, v, lengths, cos, sin):
-    return append_decode_mosaic(qkv, k, v, lengths, cos=cos, sin=sin, scale=0.1, masking=Masking())
+    return append_decode_mosaic(qkv, k, v, lengths, cos=cos, sin=sin, spec=AttentionSpec(0.1))
 
 
 def prefill(*args):
-    return prefill_mosaic(*args, scale=0.1, masking=Masking(causal=True))
+    return prefill_mosaic(*args, spec=AttentionSpec(0.1, causal=True))
 
 
 KERNELS = {

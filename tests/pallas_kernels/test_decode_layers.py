@@ -135,7 +135,7 @@ def test_refuses_mixed_dtypes():
 @pytest.mark.parametrize(
     ("rows", "change", "message"),
     [
-        (2, dict(dtype="float32"), "takes 16-bit floats, got float32"),
+        (2, dict(dtype="float32"), "needs bfloat16 or float16, got float32"),
         (33, {}, r"takes 1..32 rows, got 33"),
         (2, dict(hidden=440), "multiples of 64"),
         (2, dict(width=576), "up to 512 or a multiple of it, got 576"),

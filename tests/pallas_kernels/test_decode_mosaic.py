@@ -20,9 +20,10 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
     default_config,
     query_tiles,
 )
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 from . import oracle
+from .oracle import NO_MASKS
 from .tolerance import assert_attention
 
 try:
@@ -50,10 +51,10 @@ def _operands(lengths, *, t=1, group=4, kv_heads=1, s=200, d=64, dtype=jnp.bfloa
     return *(a.astype(dtype) for a in (q, k, v)), lengths
 
 
-def _check(operands, run, *, masking=Masking(), **options):
+def _check(operands, run, *, masks=NO_MASKS, **options):
     q, k, v, lengths = operands
     scale = q.shape[-1] ** -0.5
-    o, lse, _ = run(q, k, v, lengths, scale=scale, masking=masking, **options)
+    o, lse, _ = run(q, k, v, lengths, spec=AttentionSpec(scale, **masks), **options)
     k, v = (np.where(np.isnan(np.float32(a)), 0, a) for a in (k, v))
     exact = oracle.attention(
         *(np.float64(a) for a in (q, k, v)),
@@ -61,9 +62,7 @@ def _check(operands, run, *, masking=Masking(), **options):
         lengths - q.shape[1],
         scale=scale,
         causal=True,
-        window=masking.window,
-        soft_cap=masking.soft_cap,
-        alibi=masking.alibi,
+        **masks,
     )
     assert_attention(o, lse, exact, dtype=str(q.dtype), d=q.shape[-1], s=k.shape[2])
     return np.asarray(o)
@@ -88,10 +87,10 @@ def test_interpreted_without_races(config):
 @pytest.mark.slow
 @pytest.mark.parametrize("t", [3, pytest.param(10, id="two tiles of query rows")])
 def test_interpreted_with_every_mask(t):
-    masking = Masking(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
+    masks = dict(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
     phi = jnp.arange(4, dtype=jnp.float32)
     operands = _operands([2, 77, 200], t=t)
-    _check(operands, interpreted, config=SPLIT, masking=masking, phi=phi)
+    _check(operands, interpreted, config=SPLIT, masks=masks, phi=phi)
 
 
 def test_interpreted_with_many_query_rows():
@@ -108,15 +107,15 @@ def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
 
 
 @pytest.mark.parametrize(
-    "masking",
+    "masks",
     [
-        pytest.param(Masking(), id="whole"),
-        pytest.param(Masking(window=30), id="window", marks=pytest.mark.slow),
+        pytest.param({}, id="whole"),
+        pytest.param(dict(window=30), id="window", marks=pytest.mark.slow),
     ],
 )
-def test_interpreted_where_a_split_begins_past_the_cache(masking):
+def test_interpreted_where_a_split_begins_past_the_cache(masks):
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
-    _check(_operands([0, 5, 72], s=72), interpreted, config=config, masking=masking)
+    _check(_operands([0, 5, 72], s=72), interpreted, config=config, masks=masks)
 
 
 def test_tiles_hold_all_query_rows():
@@ -149,10 +148,11 @@ def _out_of_range(**shape):
 
 
 def _check_reruns(run, config, expected):
-    count = functools.partial(run, masking=Masking(), config=config, return_reruns=True)
-    *_, reruns = count(*_out_of_range(d=128), scale=0.125)
+    spec = AttentionSpec(0.125)
+    count = functools.partial(run, spec=spec, config=config, return_reruns=True)
+    *_, reruns = count(*_out_of_range(d=128))
     assert reruns == pytest.approx(expected)
-    *_, reruns = count(*_operands([130, 200], d=128), scale=0.125)
+    *_, reruns = count(*_operands([130, 200], d=128))
     assert reruns == 0
 
 
@@ -188,7 +188,7 @@ def test_without_a_unified_maximum(monkeypatch):
 
     decode_kernel = decode_mosaic_module.decode_kernel
     monkeypatch.setattr(decode_mosaic_module, "decode_kernel", kernel)
-    run = functools.partial(interpreted, scale=0.1, masking=Masking(), config=SPLIT, unified=False)
+    run = functools.partial(interpreted, spec=AttentionSpec(0.1, unified=False), config=SPLIT)
     jax.eval_shape(run, *_operands([1, 120], s=136))
     assert set(configs) == {SYNCHRONISED}
 
@@ -197,14 +197,14 @@ def test_large_values_do_not_overflow_the_unified_sum():
     q, k, v, lengths = _operands([130])
     q[:], k[0, 0, :130] = 1.0, 2.75  # p = 2^31.7, in range
     v[0, 0, :130] = 2.0**85
-    o, *_ = interpreted(q, k, v, lengths, scale=0.125, masking=Masking(), config=SPLIT)
+    o, *_ = interpreted(q, k, v, lengths, spec=AttentionSpec(0.125), config=SPLIT)
     assert (np.float64(o) == 2.0**85).all()
 
 
 def test_unsupported_cases_raise():
     def attend(d=64, t=1, group=4, s=64, dtype=jnp.bfloat16):
         q, k, v, lengths = _operands([20], t=t, group=group, s=s, d=d, dtype=dtype)
-        decode_attention(q, k, v, lengths, scale=1.0, implementation="mosaic_gpu")
+        decode_attention(q, k, v, lengths, spec=AttentionSpec(1.0), implementation="mosaic_gpu")
 
     for case, message in (
         (dict(d=80), "mosaic_gpu needs D of 64, 128 or 256, got 80"),
@@ -233,13 +233,13 @@ def test_default_configs_fit_and_reach_every_slot():
                     assert config.splits * 64 < s + 64 * 8 or config.splits == 1
 
 
-def _compiled(b, t, h, kv_heads, s, d, *, masking=Masking(), dtype=jnp.bfloat16, **options):
+def _compiled(b, t, h, kv_heads, s, d, *, masks=NO_MASKS, dtype=jnp.bfloat16, **options):
     from ..deviceless import compile_for
 
     def spec(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    attend = functools.partial(decode_mosaic, scale=d**-0.5, masking=masking, **options)
+    attend = functools.partial(decode_mosaic, spec=AttentionSpec(d**-0.5, **masks), **options)
     cache = spec(b, kv_heads, s, d)
     return compile_for("h100", attend, spec(b, t, h, d), cache, cache, spec(b, dtype=jnp.int32))
 
@@ -268,7 +268,7 @@ CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
         dict(b=64, t=12, h=16, kv_heads=2, s=8192, d=256),
         dict(
             **dict(b=1, t=2, h=8, kv_heads=1, s=512, d=128, config=SYNCHRONISED),
-            masking=Masking(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
+            masks=dict(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
         ),
     ],
     ids=str,
@@ -320,17 +320,17 @@ def test_splits_that_begin_past_the_cache(cluster):
 @pytest.mark.parametrize("scale", [1.0, 300.0], ids=["healthy", "recomputed"])
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_many_query_rows(d, scale):
-    masking = Masking(window=300, soft_cap=50.0, alibi=alibi_slopes(14))
+    masks = dict(window=300, soft_cap=50.0, alibi=alibi_slopes(14))
     lengths = [0, 16, 77, 1000]
     operands = _operands(lengths, t=16, group=7, kv_heads=2, s=1000, d=d, scale=scale)
-    _on_gpu(operands, None, masking=masking)
+    _on_gpu(operands, None, masks=masks)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kv_heads", [1, 8, 32])
 @pytest.mark.parametrize("s", [8, 64, 1000, 4096])
 def test_a_thousand_reruns_have_the_same_bits(kv_heads, s):
-    attend = functools.partial(decode_mosaic, scale=0.1, masking=Masking())
+    attend = functools.partial(decode_mosaic, spec=AttentionSpec(0.1))
 
     @jax.jit
     def differing(q, k, v, lengths):

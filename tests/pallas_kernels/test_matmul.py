@@ -42,6 +42,19 @@ class Case:
         differ = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
         return " ".join(f"{f.name}={getattr(self, f.name)}" for f in differ) or "default"
 
+    @property
+    def op_name(self) -> str:
+        return "matmul"
+
+    @property
+    def request(self) -> tuple[dict[str, int], frozenset[str]]:
+        """What a plan is asked for."""
+        fused = {name for name in ("norm", "bias", "gate", "residual") if getattr(self, name)}
+        gate = int(self.gate is not None)
+        itemsize = jnp.dtype(self.dtype).itemsize
+        shape = dict(m=self.m, k=self.k, n=self.n * (1 + gate), itemsize=itemsize)
+        return shape | dict(gate=gate, fused=int(bool(fused))), frozenset(fused)
+
 
 LAYERS, LAYER = 3, 1
 
@@ -355,7 +368,7 @@ def test_operands_that_do_not_fit(x, w, keys, message):
     ("implementation", "message"),
     [
         ("cudnn", "no 'cudnn' implementation"),
-        ("mosaic_gpu", "'mosaic_gpu' multiplies bfloat16 or float16, got float32"),
+        ("mosaic_gpu", "mosaic_gpu needs bfloat16 or float16, got float32"),
     ],
 )
 @pytest.mark.parametrize("how", ["argument", "plan"])

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from fdjax.pallas_kernels import plan as plan_module
-from fdjax.pallas_kernels.attention import decode_attention, prefill_attention
-from fdjax.pallas_kernels.attention.decode import decode_config
-from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels import table as table_module
+from fdjax.pallas_kernels.attention import AttentionSpec, decode_attention, prefill_attention
+from fdjax.pallas_kernels.dispatch import Implementation, resolve
+from fdjax.pallas_kernels.gemm import MATMUL, matmul
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.plan import KERNEL_REVISIONS, Choice, Entry, Plan, read_table, resolve
+from fdjax.pallas_kernels.plan import KERNEL_REVISIONS, Choice, Entry, Plan, read_table
 
 H100 = "NVIDIA H100 80GB HBM3"
 DECODE = dict(b=8, t=1, h=32, hkv=8, s=2048, d=128, itemsize=2, masks=0)
@@ -325,7 +325,7 @@ def test_a_table_with_an_unknown_implementation(tmp_path):
 def test_a_shipped_table_is_found_by_device_kind(tmp_path, monkeypatch):
     (tmp_path / "tables").mkdir()
     _write(tmp_path / "tables" / "NVIDIA_Test_GPU.json", [("matmul", GEMM, "mosaic_gpu")])
-    monkeypatch.setattr(plan_module, "__file__", str(tmp_path / "plan.py"))
+    monkeypatch.setattr(table_module, "__file__", str(tmp_path / "table.py"))
     plan = Plan.for_kind("NVIDIA Test GPU", (9, 0))
     assert plan.choose("matmul", **GEMM) == Choice("mosaic_gpu", source="table")
     assert Plan.for_kind("NVIDIA Other Test GPU", (9, 0)).table == ()
@@ -368,7 +368,7 @@ def test_a_given_table_comes_before_the_shipped_one(tmp_path, monkeypatch):
     (tmp_path / "tables").mkdir()
     shipped = [("matmul", GEMM, "mosaic_gpu"), ("matmul", GEMM | dict(m=4), "mosaic_gpu")]
     _write(tmp_path / "tables" / "NVIDIA_Test_GPU_2.json", shipped)
-    monkeypatch.setattr(plan_module, "__file__", str(tmp_path / "plan.py"))
+    monkeypatch.setattr(table_module, "__file__", str(tmp_path / "table.py"))
     own = _write(tmp_path / "own.json", [("matmul", GEMM, "xla")])
     plan = Plan.for_kind("NVIDIA Test GPU 2", (9, 0), table=own)
     assert plan.choose("matmul", **GEMM) == Choice("xla", source="table")
@@ -376,7 +376,7 @@ def test_a_given_table_comes_before_the_shipped_one(tmp_path, monkeypatch):
 
 
 def test_shipped_tables_can_be_read():
-    folder = plan_module.Path(plan_module.__file__).parent / "tables"
+    folder = table_module.Path(table_module.__file__).parent / "tables"
     for path in folder.glob("*.json"):
         entries = read_table(path)
         assert any(entry.choice.config for entry in entries), path
@@ -399,12 +399,19 @@ def test_what_is_not_measured_is_logged(caplog):
     assert heuristic.endswith(": no measurement, mosaic_gpu")
 
 
+def _nothing():
+    """What an implementation of these tests runs."""
+
+
+_OP = (Implementation("some_op", "xla", _nothing),)
+
+
 def test_unknown_implementations():
     message = "implementation must be one of xla, cudnn, mosaic_gpu, got 'triton'"
     with pytest.raises(ValueError, match=f"^matmul: {message}$"):
         Plan(named=(("matmul", "triton"),))
     with pytest.raises(ValueError, match=f"^some_op: {message}$"):
-        resolve(Plan(), "triton", "some_op")
+        resolve(_OP, Plan(), "triton")
     with pytest.raises(ValueError, match=f"^plan: {message}$"):
         Plan.for_kind(H100, (9, 0), implementation="triton")
 
@@ -436,7 +443,7 @@ def test_matmul_asks_for_what_is_fused_with_it(tmp_path, keys, runs):
     shape = dict(m=8, k=128, n=128, itemsize=2, gate=0, fused=1)
     config = dict(block_n=64, block_k=64, stages=2, split=1)
     entry = dict(op="matmul", shape=shape, implementation="mosaic_gpu", config=config)
-    data = dict(schema=1, revisions=plan_module.KERNEL_REVISIONS, entries=[entry])
+    data = dict(schema=1, revisions=KERNEL_REVISIONS, entries=[entry])
     path = tmp_path / "table.json"
     path.write_text(json.dumps(data))
     asked = Choice("mosaic_gpu", tuple(sorted(config.items())), source="nearest")
@@ -462,9 +469,14 @@ def test_matmul_asks_for_what_is_fused_with_it(tmp_path, keys, runs):
 
 def test_resolve_prefers_the_argument():
     plan = Plan(named=(("matmul", "cudnn"),))
-    assert resolve(plan, "xla", "matmul", **GEMM) == Choice("xla", source="named")
-    assert resolve(plan, None, "matmul", **GEMM) == Choice("cudnn", source="named")
-    assert resolve(None, None, "matmul", **GEMM) == Choice("xla", source="only")
+
+    def runs(*arguments):
+        return resolve(MATMUL, *arguments, **GEMM)[0].name
+
+    assert runs(plan, "xla") == "xla"
+    assert runs(None, None) == "xla"
+    with pytest.raises(NotImplementedError, match=r"^matmul: no 'cudnn' implementation$"):
+        runs(plan, None)
 
 
 def test_the_plan_of_a_device():
@@ -494,7 +506,9 @@ def test_the_plan_of_this_gpu():
     assert not plan.batch_invariant
 
 
-def _lowered(op, *shapes, platform="cpu", **keys) -> str:
+def _lowered(op, *shapes, platform="cpu", window=None, **keys) -> str:
+    if op is not matmul:
+        keys["spec"] = AttentionSpec(0.1, window=window)
     arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
     traced = jax.jit(functools.partial(op, **keys)).trace(*arguments)
     return traced.lower(lowering_platforms=(platform,)).as_text()
@@ -520,7 +534,7 @@ CUDNN = "__cudnn$fmhaSoftmax"
     ("op", "t"), [(decode_attention, 1), (prefill_attention, 128)], ids=["decode", "prefill"]
 )
 def test_attention_runs_what_the_plan_chose(cudnn_installed, op, t):
-    lower = functools.partial(_lowered, op, scale=0.1, platform="cuda")
+    lower = functools.partial(_lowered, op, platform="cuda")
     half, full = _attention_shapes("bfloat16", t), _attention_shapes("float32", t)
     assert CUDNN in lower(*half, plan=_a100())
     assert CUDNN in lower(*half, implementation="cudnn")
@@ -543,7 +557,6 @@ def test_the_cudnn_call_reads_the_cache_where_it_lies(cudnn_installed):
         *_attention_shapes("bfloat16", 1),
         platform="cuda",
         implementation="cudnn",
-        scale=0.1,
     )
     cache = "tensor<2x8x256x128xbf16>"
     touching = [line for line in text.splitlines() if cache in line and "func" not in line]
@@ -556,7 +569,7 @@ def test_the_cudnn_call_reads_the_cache_where_it_lies(cudnn_installed):
 )
 def test_attention_on_hopper_is_the_kernel(op, t):
     shapes = _attention_shapes("bfloat16", t)
-    text = _lowered(op, *shapes, platform="cuda", plan=_h100(), scale=0.1)
+    text = _lowered(op, *shapes, platform="cuda", plan=_h100())
     assert "@mosaic_gpu" in text
     assert op.__name__ in text
 
@@ -580,9 +593,7 @@ def test_matmul_runs_what_the_plan_chose(m):
 def test_fp32_operands_are_never_multiplied_in_less(dtype):
     """HIGHEST keeps a GPU from TF32."""
     text = _lowered(matmul, ((4, 64), dtype), ((64, 32), dtype), implementation="xla")
-    text += _lowered(
-        decode_attention, *_attention_shapes(dtype, 1), implementation="xla", scale=0.1
-    )
+    text += _lowered(decode_attention, *_attention_shapes(dtype, 1), implementation="xla")
     products = text.count("stablehlo.dot_general")
     assert products >= 3
     assert text.count("precision = [HIGHEST, HIGHEST]") == (products if dtype == "float32" else 0)
@@ -638,7 +649,7 @@ def test_longer_caches_on_an_h200_run_as_measured():
     plan = Plan.for_kind("NVIDIA H200", (9, 0))
     for s in (8320, 16384):
         choice = plan.choose("decode_attention", **DECODE | dict(b=1, s=s))
-        config = decode_config(choice)
-        assert (config.splits, config.block_kv, config.stages) == (8, 64, 4)
+        config = dict(choice.config)
+        assert (config["splits"], config["block_kv"], config["stages"]) == (8, 64, 4)
     other = plan.choose("decode_attention", **DECODE | dict(b=1, s=8320, hkv=16))
-    assert (other.implementation, decode_config(other)) == ("mosaic_gpu", None)
+    assert (other.implementation, other.config) == ("mosaic_gpu", None)

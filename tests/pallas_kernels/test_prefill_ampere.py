@@ -4,7 +4,6 @@ There it runs as it would on Ampere, by cp.async and mma, which every later GPU 
 """
 
 import concurrent.futures
-import dataclasses
 import functools
 import multiprocessing
 import re
@@ -27,10 +26,11 @@ from fdjax.pallas_kernels.attention import (
 )
 from fdjax.pallas_kernels.attention import prefill_ampere as module
 from fdjax.pallas_kernels.attention.prefill_ampere import PrefillAmpereConfig, prefill_ampere
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.plan import Plan
 
 from . import oracle
+from .oracle import NO_MASKS
 from .tolerance import assert_attention, assert_same_bits
 
 try:
@@ -40,7 +40,7 @@ except AttributeError:  # JAX 0.11.2
 
 SMALL = PrefillAmpereConfig(block_q=64, block_kv=32)
 LARGE = PrefillAmpereConfig(block_q=128, held=False)
-EVERY_MASK = Masking(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
+EVERY_MASK = dict(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
 
 
 @pytest.fixture
@@ -81,17 +81,17 @@ def _operands(lengths, offsets, *, t, heads=2, kv_heads=1, s=136, d=64, dtype="b
     return *(a.astype(jnp.dtype(dtype)) for a in (q, k, v)), lengths, offsets
 
 
-def _check(operands, run, *, masking=Masking(), **options):
+def _check(operands, run, *, masks=NO_MASKS, **options):
     q, k, v, lengths, offsets = operands
     scale = q.shape[-1] ** -0.5
-    o, lse = run(q, k, v, lengths, offsets, scale=scale, masking=masking, **options)
+    o, lse = run(q, k, v, lengths, offsets, spec=AttentionSpec(scale, **masks), **options)
     k, v = (np.where(np.isnan(np.float32(a)), 0, a) for a in (k, v))
     exact = oracle.attention(
         *(np.float64(a) for a in (q, k, v)),
         lengths,
         offsets,
         scale=scale,
-        **dataclasses.asdict(masking),
+        **masks,
     )
     assert_attention(o, lse, exact, dtype=str(q.dtype), d=q.shape[-1], s=k.shape[2])
     return np.asarray(o)
@@ -104,8 +104,8 @@ def test_interpreted(interpreted):
 
 
 def test_interpreted_with_every_mask(interpreted):
-    masking = Masking(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
-    _check(_operands([130], [60], t=70), interpreted, config=LARGE, masking=masking)
+    masks = dict(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
+    _check(_operands([130], [60], t=70), interpreted, config=LARGE, masks=masks)
 
 
 def test_unsupported_cases_raise():
@@ -118,7 +118,12 @@ def test_unsupported_cases_raise():
         k = jnp.zeros((1, 1, 64, shape["d"]), shape["dtype"])
         lengths, offsets = jnp.array([[16], [0]], jnp.int32)
         with pytest.raises(NotImplementedError, match=f"^prefill_attention: {message}"):
-            prefill_ampere(q, k, k, lengths, offsets, scale=1.0, masking=Masking())
+            prefill_attention(
+                *(q, k, k, lengths, offsets),
+                spec=AttentionSpec(1.0),
+                implementation="mosaic_gpu",
+                plan=Plan("NVIDIA A100-SXM4-80GB", (8, 0)),
+            )
 
 
 @pytest.mark.parametrize("config", [dict(block_q=96), dict(block_kv=48)])
@@ -131,9 +136,9 @@ def test_impossible_configs_raise(config):
 def test_interpreted_without_causality(interpreted):
     """With less slots than a block, and with a window."""
     operands = _operands([20], [0], t=64, s=24)
-    _check(operands, interpreted, config=SMALL, masking=Masking(causal=False))
+    _check(operands, interpreted, config=SMALL, masks=dict(causal=False))
     operands = _operands([100], [0], t=64)
-    _check(operands, interpreted, config=SMALL, masking=Masking(causal=False, window=30))
+    _check(operands, interpreted, config=SMALL, masks=dict(causal=False, window=30))
 
 
 @pytest.mark.slow
@@ -158,13 +163,13 @@ def _alone(function, *args, **kwargs):
         return pool.submit(function, *args, **kwargs).result()
 
 
-def _kernels_of(t, h, kv_heads, s, d, *, config=None, masking=Masking(), dtype=jnp.bfloat16):
+def _kernels_of(t, h, kv_heads, s, d, *, config=None, masks=NO_MASKS, dtype=jnp.bfloat16):
     from ..deviceless import compile_for, kernel_names
 
     def spec(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    attend = functools.partial(prefill_ampere, scale=d**-0.5, masking=masking, config=config)
+    attend = functools.partial(prefill_ampere, spec=AttentionSpec(d**-0.5, **masks), config=config)
     cache, row = spec(1, kv_heads, s, d), spec(1, dtype=jnp.int32)
     return kernel_names(compile_for("a100", attend, spec(1, t, h, d), cache, cache, row, row))
 
@@ -178,7 +183,7 @@ def _kernels_of(t, h, kv_heads, s, d, *, config=None, masking=Masking(), dtype=j
         (dict(t=512, h=32, kv_heads=8, s=8192, d=128), 0),
         (dict(t=4096, h=32, kv_heads=8, s=131072, d=128), 200),
         (dict(t=1000, h=8, kv_heads=8, s=1000, d=128, dtype=jnp.float16), 0),
-        (dict(t=1000, h=8, kv_heads=2, s=1000, d=128, masking=EVERY_MASK), 0),
+        (dict(t=1000, h=8, kv_heads=2, s=1000, d=128, masks=EVERY_MASK), 0),
         (dict(t=4096, h=32, kv_heads=8, s=4096, d=64), 0),
         (dict(t=1000, h=8, kv_heads=4, s=1000, d=256), 64),
     ],
@@ -201,7 +206,7 @@ def _kernels_of_ops(capability):
         return jax.ShapeDtypeStruct(shape, dtype)
 
     plan = Plan.for_kind("NVIDIA A100-SXM4-80GB", capability)
-    options = dict(scale=0.1, implementation="mosaic_gpu", plan=plan)
+    options = dict(spec=AttentionSpec(0.1), implementation="mosaic_gpu", plan=plan)
     cache, row = spec(1, 2, 256, 128), spec(1, dtype=jnp.int32)
     attend = functools.partial(prefill_attention, **options)
     attention = compile_for("a100", attend, spec(1, 128, 8, 128), cache, cache, row)
@@ -226,25 +231,25 @@ def test_a_plan_for_ampere_takes_this_kernel(capability):
 @pytest.mark.gpu
 @pytest.mark.usefixtures("as_ampere")
 @pytest.mark.parametrize(
-    ("d", "masking", "dtype"),
+    ("d", "masks", "dtype"),
     [
-        (64, Masking(), "bfloat16"),
-        (128, Masking(), "bfloat16"),
-        (256, Masking(), "bfloat16"),
-        (128, Masking(), "float16"),
-        (128, Masking(causal=False), "bfloat16"),
+        (64, {}, "bfloat16"),
+        (128, {}, "bfloat16"),
+        (256, {}, "bfloat16"),
+        (128, {}, "float16"),
+        (128, dict(causal=False), "bfloat16"),
         (64, EVERY_MASK, "float16"),
         (128, EVERY_MASK, "bfloat16"),
-        (128, Masking(window=100), "bfloat16"),
-        (128, Masking(causal=False, window=100), "bfloat16"),
+        (128, dict(window=100), "bfloat16"),
+        (128, dict(causal=False, window=100), "bfloat16"),
     ],
     ids=str,
 )
-def test_many_tiles(d, masking, dtype):
+def test_many_tiles(d, masks, dtype):
     """Several tiles and blocks, ragged, at offsets; none of the sizes is a multiple of a tile."""
     lengths, offsets = [712, 301, 0, 555], [215, 0, 0, 100]
     shape = dict(t=497, heads=8, kv_heads=2, s=712, d=d)
-    _check(_operands(lengths, offsets, **shape, dtype=dtype), prefill_ampere, masking=masking)
+    _check(_operands(lengths, offsets, **shape, dtype=dtype), prefill_ampere, masks=masks)
 
 
 @pytest.mark.gpu
@@ -255,7 +260,7 @@ def test_one_row_out_of_range(row, size):
     """Far above and far below, wherever the row stands; rows of other tiles keep their bits."""
     q, k, v, *rest = _operands([304], [4], t=300, heads=4, kv_heads=4, s=304, d=128)
     k[:] = np.abs(k)
-    run = functools.partial(prefill_ampere, scale=0.1, masking=Masking())
+    run = functools.partial(prefill_ampere, spec=AttentionSpec(0.1))
     clean, _ = run(q, k, v, *rest)
     q[0, row, 2] = size
     _check((q, k, v, *rest), prefill_ampere)
@@ -275,7 +280,7 @@ def test_many_configs(config):
 def _check_rows_of_a_stack(run):
     """Rows of one layer of a stack, in another order, among rows and layers of NaN."""
     q, k, v, *rest = _operands([100, 37], [50, 0], t=50)
-    run = functools.partial(run, scale=0.1, masking=Masking(), config=SMALL)
+    run = functools.partial(run, spec=AttentionSpec(0.1), config=SMALL)
     alone = run(q, k, v, *rest)
     stacks = np.full((2, 2, 5, *k.shape[1:]), np.nan, k.dtype)
     stacks[:, 1, [3, 0]] = k, v
@@ -301,7 +306,7 @@ def test_rows_of_a_stack():
 def test_many_reruns_have_the_same_bits(d):
     operands = _operands([2048, 1000], [0, 0], t=2048, heads=16, kv_heads=4, s=2048, d=d)
     q, *rest = jax.device_put(operands)
-    attend = functools.partial(prefill_ampere, scale=0.1, masking=Masking())
+    attend = functools.partial(prefill_ampere, spec=AttentionSpec(0.1))
     first = jax.jit(attend)(q, *rest)
 
     def differs(i, count):

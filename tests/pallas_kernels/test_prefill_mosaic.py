@@ -18,9 +18,10 @@ from fdjax.pallas_kernels.attention.hopper.prefill import (
     PrefillAttentionConfig,
     prefill_mosaic,
 )
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 from . import oracle
+from .oracle import NO_MASKS
 from .tolerance import assert_attention, assert_same_bits
 
 try:
@@ -46,17 +47,17 @@ def _operands(lengths, offsets, *, t, heads=2, kv_heads=1, s=136, d=64, scale=1.
     return *(a.astype(jnp.bfloat16) for a in (q, k, v)), lengths, offsets
 
 
-def _check(operands, run, *, masking=Masking(), **options):
+def _check(operands, run, *, masks=NO_MASKS, **options):
     q, k, v, lengths, offsets = operands
     scale = q.shape[-1] ** -0.5
-    o, lse = run(q, k, v, lengths, offsets, scale=scale, masking=masking, **options)
+    o, lse = run(q, k, v, lengths, offsets, spec=AttentionSpec(scale, **masks), **options)
     k, v = (np.where(np.isnan(np.float32(a)), 0, a) for a in (k, v))
     exact = oracle.attention(
         *(np.float64(a) for a in (q, k, v)),
         lengths,
         offsets,
         scale=scale,
-        **dataclasses.asdict(masking),
+        **masks,
     )
     assert_attention(o, lse, exact, dtype=str(q.dtype), d=q.shape[-1], s=k.shape[2])
     return np.asarray(o)
@@ -71,15 +72,15 @@ def test_interpreted_without_races():
 
 @pytest.mark.slow
 def test_interpreted_with_every_mask():
-    masking = Masking(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
+    masks = dict(window=50, soft_cap=5.0, alibi=alibi_slopes(2))
     operands = _operands([130], [60], t=70)
-    _check(operands, interpreted, config=SMALL, masking=masking, phi=jnp.array([0.0, 3.0]))
+    _check(operands, interpreted, config=SMALL, masks=masks, phi=jnp.array([0.0, 3.0]))
 
 
 @pytest.mark.slow
 def test_interpreted_online_not_causal_and_all_masked():
     operands = _operands([100], [0], t=64)
-    _check(operands, interpreted, config=ALL_MASKED, masking=Masking(causal=False))
+    _check(operands, interpreted, config=ALL_MASKED, masks=dict(causal=False))
 
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
@@ -103,7 +104,9 @@ def test_unsupported_cases_raise():
         k = jnp.zeros((1, 1, shape["s"], shape["d"]), shape["dtype"])
         lengths = jnp.array([16], jnp.int32)
         with pytest.raises(NotImplementedError, match=f"^prefill_attention: {message}"):
-            prefill_attention(q, k, k, lengths, scale=1.0, implementation="mosaic_gpu")
+            prefill_attention(
+                q, k, k, lengths, spec=AttentionSpec(1.0), implementation="mosaic_gpu"
+            )
 
 
 @pytest.mark.parametrize("config", [dict(block_kv=96), dict(stages=1)])
@@ -112,13 +115,13 @@ def test_impossible_configs_raise(config):
         PrefillAttentionConfig(**config)
 
 
-def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masking=Masking(), dtype=jnp.bfloat16):
+def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masks=NO_MASKS, dtype=jnp.bfloat16):
     from ..deviceless import compile_for
 
     def spec(*shape, dtype=dtype):
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    attend = functools.partial(prefill_mosaic, scale=d**-0.5, masking=masking, config=config)
+    attend = functools.partial(prefill_mosaic, spec=AttentionSpec(d**-0.5, **masks), config=config)
     cache, row = spec(b, kv_heads, s, d), spec(b, dtype=jnp.int32)
     return compile_for("h100", attend, spec(b, t, h, d), cache, cache, row, row)
 
@@ -136,7 +139,7 @@ def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masking=Masking(), dtyp
         (
             dict(
                 **dict(t=1000, h=8, kv_heads=2, s=1000, d=128),
-                masking=Masking(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
+                masks=dict(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
             ),
             16,
         ),
@@ -157,32 +160,32 @@ def test_compiles_for_an_h100(case, spilled_bytes, monkeypatch, capfd):
     assert "wgmma.mma_async instructions are serialized" not in said
 
 
-EVERY_MASK = Masking(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
+EVERY_MASK = dict(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("scale", [1.0, 60.0], ids=["healthy", "recomputed"])
 @pytest.mark.parametrize(
-    ("d", "masking"),
+    ("d", "masks"),
     [
-        (64, Masking()),
-        (96, Masking()),
-        (128, Masking()),
-        (256, Masking()),
-        (128, Masking(causal=False)),
+        (64, {}),
+        (96, {}),
+        (128, {}),
+        (256, {}),
+        (128, dict(causal=False)),
         (64, EVERY_MASK),
         (128, EVERY_MASK),
-        (128, Masking(window=100)),
-        (128, Masking(causal=False, window=100)),
+        (128, dict(window=100)),
+        (128, dict(causal=False, window=100)),
     ],
     ids=str,
 )
-def test_many_tiles(d, masking, scale):
+def test_many_tiles(d, masks, scale):
     """Several tiles and blocks, ragged, at offsets; none of the sizes is a multiple of a tile."""
     operands = _operands(
         [700, 301, 0, 555], [203, 0, 0, 100], t=497, heads=8, kv_heads=2, s=704, d=d, scale=scale
     )
-    _check(operands, prefill_mosaic, masking=masking)
+    _check(operands, prefill_mosaic, masks=masks)
 
 
 @pytest.mark.gpu
@@ -192,7 +195,7 @@ def test_one_row_out_of_range(row, size):
     """Far above and far below, wherever the row stands; the other rows keep their bits."""
     q, k, v, *rest = _operands([304], [4], t=300, heads=4, kv_heads=4, s=304, d=128)
     k[:] = np.abs(k)
-    run = functools.partial(prefill_mosaic, scale=0.1, masking=Masking())
+    run = functools.partial(prefill_mosaic, spec=AttentionSpec(0.1))
     clean, _ = run(q, k, v, *rest)
     q[0, row, 2] = size
     o = _check((q, k, v, *rest), lambda *args, **options: prefill_mosaic(*args, **options))
@@ -207,7 +210,7 @@ def test_one_row_out_of_range(row, size):
 def test_many_reruns_have_the_same_bits(d):
     operands = _operands([2048, 1000], [0, 0], t=2048, heads=16, kv_heads=4, s=2048, d=d)
     q, *rest = jax.device_put(operands)
-    attend = functools.partial(prefill_mosaic, scale=0.1, masking=Masking())
+    attend = functools.partial(prefill_mosaic, spec=AttentionSpec(0.1))
     first = jax.jit(attend)(q, *rest)
 
     def differs(i, count):

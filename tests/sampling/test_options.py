@@ -226,16 +226,16 @@ def test_return_reruns(lm, monkeypatch):
     none_ran_again = (0.0,) * lm.config.layers
     assert lm.generate(TEXT, return_reruns=True, **options).stats.reruns == none_ran_again
 
-    def counted(*args, return_reruns, window, **kwargs):
+    def counted(*args, return_reruns, spec, **kwargs):
         assert return_reruns
-        share = jnp.float32((window - WIDE) / 8)
-        return *append_decode_attention(*args, window=window, **kwargs), share
+        share = jnp.float32((spec.window - WIDE) / 8)
+        return *append_decode_attention(*args, spec=spec, **kwargs), share
 
     monkeypatch.setattr("fdjax.engine.step.append_decode_attention", counted)
     # Windows that hide nothing tell the layers apart.
     layers = enumerate(lm.config.attention)
     attention = tuple(dataclasses.replace(spec, window=WIDE + i) for i, spec in layers)
-    model = describe(dataclasses.replace(lm.config, attention=attention), dtype="float32")
+    model = describe(lm.config.with_attention(attention), dtype="float32")
     counting = type(lm)(model, lm.params, lm.tokenizer)
     result = counting.generate([TEXT, TEXT], return_reruns=[True, False], **options)
     assert result.tokens == plain.tokens * 2

@@ -51,7 +51,7 @@ SAFE = calibrate.SAFE_LOG2 / math.log2(math.e)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-CONFIG = DecoderConfig(
+CONFIG = DecoderConfig.alike(
     family="llama",
     vocab_size=64,
     width=32,
@@ -130,10 +130,7 @@ def rows_by_brute_force(lm, texts):
             q,
             *(a.transpose(0, 2, 1, 3) for a in (k, v)),
             lengths,
-            scale=spec.scale,
-            window=spec.window,
-            soft_cap=spec.soft_cap,
-            alibi=spec.alibi,
+            spec=spec,
         )
         return o, (q, k)
 
@@ -210,9 +207,7 @@ def test_counts_are_those_of_a_brute_force(by_force, monkeypatch, block_bytes):
 
 def test_what_lies_beyond_the_bins_is_counted_at_their_ends():
     spec = AttentionSpec(scale=1e6)
-    counted = calibrate.gather(
-        random_lm(dataclasses.replace(CONFIG, attention=(spec,))), [token_ids(64)]
-    )
+    counted = calibrate.gather(random_lm(CONFIG.with_attention((spec,))), [token_ids(64)])
     assert counted.scores.sum(axis=-1).tolist() == [[64 * 65 // 2] * 4]
     assert counted.scores[..., [0, -1]].sum() > 0 and counted.highest.max() > bin_edges()[-1]
 
@@ -252,7 +247,7 @@ def test_what_cannot_be_counted(texts, options, told):
 
 
 def test_scores_that_are_not_finite_are_told():
-    lm = random_lm(dataclasses.replace(CONFIG, attention=CONFIG.attention[:1]))
+    lm = random_lm(CONFIG.with_attention(CONFIG.attention[:1]))
     params = {**lm.params, "embed": lm.params["embed"].at[5].set(jnp.nan)}
     damaged = fdjax.LM(lm.model, params)
     with pytest.raises(FloatingPointError, match="scores of layer 0 are not finite"):
@@ -282,9 +277,8 @@ def test_the_limits_of_memory_hold(monkeypatch):
 
 def test_scores_are_never_all_there():
     heads, chunk, slots = 8, 2048, 8192
-    config = dataclasses.replace(
-        CONFIG, heads=heads, kv_heads=heads, attention=CONFIG.attention[:1]
-    )
+    block = dataclasses.replace(CONFIG.blocks[0], heads=heads, kv_heads=heads)
+    config = dataclasses.replace(CONFIG, blocks=(block,))
     model = describe(config)
     ids = jax.ShapeDtypeStruct((1, chunk), jnp.int32)
     row, scalar = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), ()))
@@ -462,7 +456,7 @@ def test_load_takes_what_lies_beside_the_checkpoint(calibration, folder):
 def test_phi_reaches_the_attention_of_its_layer(monkeypatch):
     phis = [(1.0, -2.5, 3.25, 0.0), (-40.0, 40.0, 0.5, 7.0), None]
     specs = [dataclasses.replace(CONFIG.attention[i], phi=phi) for i, phi in enumerate(phis)]
-    lm = random_lm(dataclasses.replace(CONFIG, attention=tuple(specs)))
+    lm = random_lm(CONFIG.with_attention(specs))
     got = []
 
     def recorded(*args, phi, **options):

@@ -12,17 +12,16 @@ from benchmarks.matmul import summary
 from fdjax.bench.record import Row
 from fdjax.bench.timing import Timing
 from fdjax.cli.main import main
-from fdjax.models import describe, layers_shape, parse_config
+from fdjax.models import LinearShape, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, linear_chain, matmul
+from fdjax.pallas_kernels.gemm.hopper.linear_chain import CHAIN_CANDIDATES
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Plan, read_table, shipped_table_path
 from fdjax.system import platform
 from fdjax.tools import tune
 from fdjax.tools.table_entry import table_entry
 from fdjax.tools.tune import (
-    LinearShape,
     explain,
-    linear_shapes,
     measure_chain,
     measure_matmul,
     table_of,
@@ -30,9 +29,16 @@ from fdjax.tools.tune import (
 )
 
 H100 = "NVIDIA H100 80GB HBM3"
-CHAINS = tune.CHAIN_CANDIDATES
+CHAINS = CHAIN_CANDIDATES
 GOOD, FAST, WRONG, TOO_LARGE = (FlatGemmConfig(64, 64, stages) for stages in (2, 3, 4, 5))
 PLAIN = LinearShape(128, 256)
+
+
+def _tied_with_post_norms(config):
+    blocks = tuple(dataclasses.replace(block, post_norms=True) for block in config.blocks)
+    return dataclasses.replace(config, tie_embeddings=True, blocks=blocks)
+
+
 LAYERS = [
     PLAIN,
     LinearShape(128, 256, norm=True),
@@ -247,14 +253,14 @@ def test_a_table_is_read_as_it_was_measured(fake, tmp_path):
 
 def test_the_layers_of_a_decoder_as_it_calls_them():
     config = parse_config(LLAMA)
-    assert linear_shapes(config) == {
+    assert config.linear_shapes == {
         "qkv": LinearShape(128, 256, norm=True),
         "out": LinearShape(128, 128, residual=True),
         "gate_up": LinearShape(128, 384, gate=True, norm=True),
         "down": LinearShape(192, 128, residual=True),
         "head": LinearShape(128, 320, norm=True, result="float32"),
     }
-    tied = linear_shapes(dataclasses.replace(config, tie_embeddings=True, post_norms=True))
+    tied = _tied_with_post_norms(config).linear_shapes
     assert list(tied) == ["qkv", "out", "gate_up", "down"]
     assert not tied["out"].fused
     assert not tied["down"].fused
@@ -264,7 +270,7 @@ def test_a_decoder_looks_up_what_was_measured_for_it(monkeypatch):
     """The keys of `linear_shapes` are those by which the model asks its plan."""
     asked = set()
 
-    def choose(self, op, **shape):
+    def choose(self, op, features, **shape):
         if op == "matmul":
             asked.add(tuple(sorted(shape.items())))
         return Choice("xla", source="heuristic")
@@ -275,7 +281,7 @@ def test_a_decoder_looks_up_what_was_measured_for_it(monkeypatch):
 
     tokens = jax.ShapeDtypeStruct((1, 5), jnp.int32)
     jax.eval_shape(functools.partial(forward, model), model.abstract_params, tokens)
-    shapes = linear_shapes(model.config).values()
+    shapes = model.config.linear_shapes.values()
     assert asked == {tuple(sorted(shape.key(5, 2).items())) for shape in shapes}
 
 
@@ -371,7 +377,7 @@ def test_the_shipped_table_covers_the_models_it_was_made_for():
         heads = width // 128
         llama = LLAMA | {"hidden_size": width, "intermediate_size": mlp, "vocab_size": 32000}
         llama |= {"num_attention_heads": heads, "num_key_value_heads": heads}
-        for shape in linear_shapes(parse_config(llama)).values():
+        for shape in parse_config(llama).linear_shapes.values():
             for m in (1, 3, 8, 13, 16):
                 choice = plan.choose("matmul", **shape.key(m, 2))
                 assert choice.source in ("table", "nearest"), shape

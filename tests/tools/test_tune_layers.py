@@ -9,15 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from any_size import ANY_SIZE
 from fdjax.models import decoder, describe, layers_shape, parse_config, random_params
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.layers.decode_layers import layers_key
+from fdjax.pallas_kernels.layers.hopper import decode_layers as hopper_layers
 from fdjax.pallas_kernels.plan import Choice, Plan, as_entry
 from fdjax.tools import tune_layers
 from fdjax.tools.table_entry import table_entry
 from fdjax.tools.tune_layers import measure_layers
 
-FIRST, SECOND = CANDIDATES = tune_layers.LAYERS_CANDIDATES[:2]
+FIRST, SECOND = CANDIDATES = hopper_layers.LAYERS_CANDIDATES[:2]
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 128,
@@ -34,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def model(**changes):
-    return describe(parse_config(LLAMA | changes), plan=Plan())
+    return describe(parse_config(LLAMA | changes), plan=Plan(implementations=ANY_SIZE))
 
 
 @pytest.fixture
@@ -75,7 +77,7 @@ def fake(monkeypatch):
 
     monkeypatch.setattr(decoder, "decode_layers", kernel)
     monkeypatch.setattr(tune_layers, "_compile", compiled)
-    monkeypatch.setattr(tune_layers, "LAYERS_CANDIDATES", CANDIDATES)
+    monkeypatch.setattr(hopper_layers, "LAYERS_CANDIDATES", CANDIDATES)
     clock = types.SimpleNamespace(perf_counter=lambda: now)
     monkeypatch.setattr(tune_layers, "time", clock)
     return fake
@@ -135,7 +137,7 @@ def test_a_plan_looks_up_what_was_measured(fake):
     assert [entry["shape"]["m"] for entry in entries] == [1, 4]
     assert len(told) == 2
     table = tuple(as_entry(e, {"decode_layers": 1}, "test") for e in entries)
-    planned = describe(of.config, plan=Plan(table=table))
+    planned = describe(of.config, plan=Plan(table=table, implementations=ANY_SIZE))
     assert planned.one_launch_possible
     config = tuple(sorted(dataclasses.asdict(SECOND).items()))
     for m, source in ((4, "table"), (3, "nearest"), (8, "heuristic")):
@@ -154,8 +156,7 @@ def test_a_plan_looks_up_what_was_measured(fake):
     ids=["attention bias", "mlp bias", "window"],
 )
 def test_what_the_kernel_has_not_is_not_measured(fake, config):
-    of = describe(parse_config(config), plan=Plan())
-    assert layers_shape(of.config, 2, 128, 2) is None
+    of = describe(parse_config(config), plan=Plan(implementations=ANY_SIZE))
     assert measured(of) == ([], [])
 
 
@@ -209,7 +210,7 @@ def test_every_step_is_the_same_one():
         if stacked:
             planned = tune_layers._planned(of, FIRST, layers_shape(of.config, 2, 128, 2))
             weights = params | {"blocks": tune_layers.stack_layers(planned, params)}
-        plain = describe(of.config, plan=Plan())
+        plain = describe(of.config, plan=Plan(implementations=ANY_SIZE))
         one, two = (
             jax.jit(tune_layers._layers, static_argnums=(0, 1, 2))(
                 plain, stacked, steps, tune_layers._random_cache(of, 2, 128, stacked), *args

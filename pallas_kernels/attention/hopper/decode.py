@@ -41,7 +41,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import HALF_TILES, TILES, TILES_FP32
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.operands import slots_are_tiled
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 
 _MAX_CLUSTER = 8
 # Shared memory of a block of the grid, less what Mosaic takes for sums over warps and barriers.
@@ -113,7 +115,7 @@ def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
 
-_STATIC = ("scale", "masking", "unified", "config", "return_reruns", "interpret")
+_STATIC = ("spec", "config", "return_reruns", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
@@ -123,10 +125,8 @@ def decode_mosaic(
     v: Array,
     lengths: Array,
     *,
-    scale: float,
-    masking: Masking,
+    spec: AttentionSpec,
     phi: Array | None = None,
-    unified: bool = True,
     layer: Array | int | None = None,
     config: DecodeAttentionConfig | None = None,
     return_lse: bool = True,
@@ -141,7 +141,6 @@ def decode_mosaic(
     kv_heads = k.shape[-3]
     group = h // kv_heads
     rows = group * t
-    _check_supported(q, k)
     if t > 1:
         q = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
     q = q.reshape(b, kv_heads, rows, d)
@@ -155,9 +154,7 @@ def decode_mosaic(
         operands,
         t=t,
         group=group,
-        scale=scale,
-        masking=masking,
-        unified=unified,
+        spec=spec,
         config=config,
         return_lse=return_lse,
         return_reruns=return_reruns,
@@ -180,10 +177,8 @@ def append_decode_mosaic(
     *,
     cos: Array,
     sin: Array,
-    scale: float,
-    masking: Masking,
+    spec: AttentionSpec,
     phi: Array | None = None,
-    unified: bool = True,
     config: DecodeAttentionConfig | None = None,
     return_reruns: bool = False,
     interpret=None,
@@ -195,7 +190,6 @@ def append_decode_mosaic(
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
-    _check_supported(qkv, k)
     # TMA fills up a single tile of rows, not the last of several.
     if parts > 8:
         qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, -parts % 8), (0, 0)))
@@ -208,9 +202,7 @@ def append_decode_mosaic(
         operands,
         t=1,
         group=group,
-        scale=scale,
-        masking=masking,
-        unified=unified,
+        spec=spec,
         config=config,
         return_lse=False,
         return_reruns=return_reruns,
@@ -220,9 +212,7 @@ def append_decode_mosaic(
     return o, jax.freeze(k), jax.freeze(v), reruns
 
 
-def _launch(
-    operands, *, t, group, scale, masking, unified, config, return_lse, return_reruns, interpret
-):
+def _launch(operands, *, t, group, spec, config, return_lse, return_reruns, interpret):
     """o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R], reruns []; what is not asked for is None.
 
     `operands` by name, or None.
@@ -234,9 +224,9 @@ def _launch(
     # q and, of a fused front, the k and v of the new token as further rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     config = config or default_config(b, kv_heads * tiles, s, d, staged)
-    if dtype == jnp.float16 or not unified:
+    if dtype == jnp.float16 or not spec.unified:
         config = dataclasses.replace(config, unified=False)
-    operands |= {"slopes": None if masking.alibi is None else jnp.array(masking.alibi)}
+    operands |= {"slopes": None if spec.alibi is None else jnp.array(spec.alibi)}
     for name, like in (("lengths", jnp.int32), ("phi", jnp.float32), ("slopes", jnp.float32)):
         if operands.get(name) is not None:
             operands[name] = operands[name].astype(like)
@@ -305,8 +295,7 @@ def _launch(
             t=t,
             group=group,
             tiles=tiles,
-            scale=scale,
-            masking=masking,
+            spec=spec,
             config=config,
         )
 
@@ -340,27 +329,6 @@ def query_tiles(rows: int, d: int) -> tuple[int, int]:
     return tiles, -(-rows // (8 * tiles)) * 8
 
 
-def can_append(group: int, d: int) -> bool:
-    """Whether `append_decode_mosaic` takes so many queries of a new token."""
-    return group <= 16 and query_tiles(group, d)[0] == 1
-
-
-def _check_supported(q: Array, k: Array) -> None:
-    s, d = k.shape[-2:]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            f"decode_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
-        )
-    if d not in (64, 128, 256):
-        raise NotImplementedError(
-            f"decode_attention: mosaic_gpu needs D of 64, 128 or 256, got {d}"
-        )
-    if s % 8:
-        raise NotImplementedError(
-            f"decode_attention: mosaic_gpu needs S to be a multiple of 8, got {s}"
-        )
-
-
 def _grid(grid: tuple[int, int], config: DecodeAttentionConfig) -> dict:
     if config.cluster:
         return dict(
@@ -370,3 +338,55 @@ def _grid(grid: tuple[int, int], config: DecodeAttentionConfig) -> dict:
             cluster_names=("split",),
         )
     return dict(grid=(*grid, config.splits), grid_names=("row", "tile", "split"))
+
+
+def _fits(shape: Shape) -> str | None:
+    if shape["d"] not in (64, 128, 256):
+        return f"needs D of 64, 128 or 256, got {shape['d']}"
+    return needs_half(shape) or slots_are_tiled(shape)
+
+
+def _append_fits(shape: Shape) -> str | None:
+    """Of one new token, whose queries, key and value are one tile."""
+    group = shape["h"] // shape["hkv"]
+    if shape["t"] != 1:
+        return f"needs T = 1, got {shape['t']}"
+    if group > 16 or query_tiles(group, shape["d"])[0] > 1:
+        return f"takes up to 16 query heads to a KV head in one tile, got {group}"
+    return _fits(shape)
+
+
+def _run(q, k, v, lengths, *, spec, phi, layer, config, return_lse, return_reruns, batch_invariant):
+    return decode_mosaic(
+        *(q, k, v, lengths),
+        spec=spec,
+        phi=phi,
+        layer=layer,
+        config=config,
+        return_lse=return_lse,
+        return_reruns=return_reruns,
+    )
+
+
+def _run_append(*operands, **keywords):
+    return append_decode_mosaic(*operands, **keywords)
+
+
+_CAN = ALL_FEATURES - {"causal"}
+_HOPPER = (9, 0), (9, 1)
+
+APPEND_DECODE_HOPPER = Implementation(
+    *("append_decode_attention", "mosaic_gpu", _run_append),
+    can=_CAN,
+    fits=_append_fits,
+    capabilities=_HOPPER,
+)
+DECODE_HOPPER = Implementation(
+    *("decode_attention", "mosaic_gpu", _run),
+    can=_CAN,
+    fits=_fits,
+    heuristic=on_gpu,
+    capabilities=_HOPPER,
+    config=DecodeAttentionConfig,
+    append=APPEND_DECODE_HOPPER,
+)

@@ -23,7 +23,7 @@ _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
 
 
-def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, config):
+def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
     """One block of the grid (row, tile of query rows, split).
 
     Args:
@@ -34,7 +34,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         whether each block ran again.
       smem: buffers and barriers by name.
       tiles: into which the G·T query rows of a KV head are cut.
-      t, group, scale, masking, config: see `decode_mosaic`.
+      t, group, spec, config: see `decode_mosaic`.
     """
     q_s, k_s, v_s, p_s = (smem[name] for name in ("q", "k", "v", "p"))
     partial = [smem[name] for name in ("o", "l", "m")]
@@ -63,7 +63,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
 
     # Without a window splits take blocks in turn. So the first one does not depend on the length of
     # the row, and is on its way while that is read.
-    in_turn = masking.window is None
+    in_turn = spec.window is None
     if in_turn:
         load(split * bk, zero)
     n = inputs["lengths"][row]
@@ -77,7 +77,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         # One that is past the length has been asked for: nothing of it is seen.
         count = jnp.maximum(lax.div(end_block - split + (splits - 1), jnp.int32(splits)), 1)
     else:
-        start_block = lax.div(jnp.maximum(n - t + 1 - masking.window, 0), jnp.int32(bk))
+        start_block = lax.div(jnp.maximum(n - t + 1 - spec.window, 0), jnp.int32(bk))
         chunk = lax.div(end_block - start_block + (splits - 1), jnp.int32(splits))
         first, stride = jnp.minimum(start_block + split * chunk, end_block), 1
         count = jnp.minimum(chunk, end_block - first)
@@ -122,15 +122,15 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
         seen = distance <= 0 if cached is n else distance < 0
         if ends_with_cache:
             seen = seen & (slots >= (first + step * stride) * bk)
-        if masking.window is not None:
-            seen = seen & (distance > -masking.window)
+        if spec.window is not None:
+            seen = seen & (distance > -spec.window)
         return seen, distance
 
     def log2_scores(z):
         """Products q·k as scores in units of log2, without position bias."""
-        if masking.soft_cap is not None:
-            return jnp.tanh(z * (scale / masking.soft_cap)) * (masking.soft_cap * LOG2E)
-        return z * (scale * LOG2E)
+        if spec.soft_cap is not None:
+            return jnp.tanh(z * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)
+        return z * (spec.scale * LOG2E)
 
     def receive_queries():
         plgpu.barrier_wait(smem["q_arrived"])
@@ -271,7 +271,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, scale, masking, con
             seen = seen - first * bk
         else:
             seen = jnp.minimum((first + count) * bk, seen)
-            seen = seen - jnp.maximum(first * bk, last - masking.window + 1)
+            seen = seen - jnp.maximum(first * bk, last - spec.window + 1)
         seen = jnp.where(rows < group * t, seen, 0)
         out_of_range = jnp.where(
             l >= 2.0**-_SAFE_LOG2, jnp.where(l <= 2.0**_SAFE_LOG2, 0.0, 1.0), 1.0

@@ -42,6 +42,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from fdjax.pallas_kernels.attention.hopper.prefill_front import WRITE_CHUNK_HOPPER
+from fdjax.pallas_kernels.attention.operands import slots_are_tiled
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
     MATRIX,
@@ -51,7 +53,8 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     visible_blocks,
 )
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.attention.spec import Masking
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 
 _ROWS = 64  # query rows of a warpgroup: M of wgmma
@@ -69,7 +72,7 @@ class PrefillAttentionConfig:
         in flight, and the compiler waits for each.
       stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
       unified: False runs online softmax.
-      skip_masks: False takes every block of slots for one that needs masking.
+      skip_masks: False takes every block of slots for one that needs spec.
     """
 
     block_kv: int = 128
@@ -90,9 +93,7 @@ def default_config(d: int) -> PrefillAttentionConfig:
     return PrefillAttentionConfig(block_kv=block_kv, stages=stages)
 
 
-@functools.partial(
-    jax.jit, static_argnames=("scale", "masking", "unified", "return_lse", "config", "interpret")
-)
+@functools.partial(jax.jit, static_argnames=("spec", "return_lse", "config", "interpret"))
 def prefill_mosaic(
     q: Array,
     k: Array,
@@ -100,10 +101,8 @@ def prefill_mosaic(
     lengths: Array,
     offsets: Array,
     *,
-    scale: float,
-    masking: Masking,
+    spec: AttentionSpec,
     phi: Array | None = None,
-    unified: bool = True,
     layer: Array | int | None = None,
     rows: Array | None = None,
     return_lse: bool = True,
@@ -116,15 +115,13 @@ def prefill_mosaic(
     more rows than q, and these are its.
     """
     b, t, h, d = q.shape
-    s = k.shape[-2]
-    _check_supported(q, s)
     config = config or default_config(d)
-    if q.dtype == jnp.float16 or not unified:
+    if q.dtype == jnp.float16 or not spec.unified:
         config = dataclasses.replace(config, unified=False)
     if t % 8:
         q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))
     tiles = pl.cdiv(t, _TILE)
-    inputs = operands(q, k, v, lengths, offsets, masking=masking, phi=phi, layer=layer, rows=rows)
+    inputs = operands(q, k, v, lengths, offsets, spec=spec, phi=phi, layer=layer, rows=rows)
     outputs = dict(o=jax.ShapeDtypeStruct(q.shape, q.dtype))
     if return_lse:
         # A store of one row is not cut off at the end of the array.
@@ -165,8 +162,7 @@ def prefill_mosaic(
         _prefill_kernel(
             *({name: next(refs) for name in names} for names in (inputs, outputs, scratch)),
             t=t,
-            scale=scale,
-            masking=masking,
+            spec=spec,
             config=config,
         )
 
@@ -189,30 +185,13 @@ def prefill_mosaic(
     return out[0][:, :t], out[1].transpose(0, 2, 1)[:, :t] if return_lse else None
 
 
-def _check_supported(q: Array, s: int) -> None:
-    d = q.shape[-1]
-    if q.dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(
-            f"prefill_attention: mosaic_gpu needs bfloat16 or float16, got {q.dtype}"
-        )
-    if d not in _BLOCKS:
-        raise NotImplementedError(
-            f"prefill_attention: mosaic_gpu needs D of 64, 96, 128 or 256, got {d}"
-        )
-    if s % 8:  # TMA takes tiles of 8 slots
-        raise NotImplementedError(
-            f"prefill_attention: mosaic_gpu needs S to be a multiple of 8, got {s}"
-        )
-
-
 def _prefill_kernel(
     inputs,  # q [B,T,H,D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, phi, slopes)
     outputs,  # o [B,T,H,D], (lse [B,H,T])
     scratch,
     *,
     t,
-    scale,
-    masking,
+    spec,
     config,
 ):
     caches = [inputs["k"], inputs["v"]]
@@ -227,7 +206,7 @@ def _prefill_kernel(
     length = jnp.minimum(inputs["lengths"][row], slots)
     offset = inputs["offsets"][row]
     blocks = visible_blocks(
-        first, length, offset, t=t, rows=_TILE, block_kv=config.block_kv, masking=masking
+        first, length, offset, t=t, rows=_TILE, block_kv=config.block_kv, spec=spec
     )
     if not config.skip_masks:
         blocks = blocks._replace(bare_begin=blocks.begin, bare_end=blocks.begin)
@@ -260,8 +239,7 @@ def _prefill_kernel(
             length,
             blocks,
             scratch,
-            scale=scale,
-            masking=masking,
+            spec=spec,
             config=config,
         )
 
@@ -366,8 +344,7 @@ def _consume(
     blocks,
     scratch,
     *,
-    scale,
-    masking,
+    spec,
     config,
 ):
     """64 query rows of one warpgroup."""
@@ -395,7 +372,7 @@ def _consume(
         plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
     def bent(z, j, masked, shift):
-        bending = dict(scale=scale, masking=masking, slope=slope, shift=shift, masked=masked)
+        bending = dict(spec=spec, slope=slope, shift=shift, masked=masked)
         return bend(z, j * bk, position, length, **bending)
 
     def before(stage):
@@ -441,7 +418,7 @@ def _consume(
 
         masked = functools.partial(step, masked=True)
         when(warpgroup == 1)(take_turn)  # half a block behind the other
-        if masking.window is not None:
+        if spec.window is not None:
             carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
         bare = functools.partial(step, masked=False)
         carry = lax.fori_loop(blocks.bare_begin, blocks.bare_end, bare, carry)
@@ -527,3 +504,30 @@ def _consume(
             run_online(blocks.steps)
 
     plgpu.wait_smem_to_gmem(0)
+
+
+def _fits(shape: Shape) -> str | None:
+    if shape["d"] not in _BLOCKS:
+        return f"needs D of 64, 96, 128 or 256, got {shape['d']}"
+    return needs_half(shape) or slots_are_tiled(shape)
+
+
+def _run(q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant):
+    return prefill_mosaic(
+        *(q, k, v, lengths, offsets),
+        spec=spec,
+        phi=phi,
+        layer=layer,
+        rows=rows,
+        return_lse=return_lse,
+    )
+
+
+PREFILL_HOPPER = Implementation(
+    *("prefill_attention", "mosaic_gpu", _run),
+    can=ALL_FEATURES,
+    fits=_fits,
+    heuristic=on_gpu,
+    capabilities=((9, 0), (9, 1)),
+    append=WRITE_CHUNK_HOPPER,
+)

@@ -15,17 +15,13 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.operands import slots_are_tiled
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
+from fdjax.pallas_kernels.dispatch import Implementation, Shape
 from fdjax.pallas_kernels.hopper.conditional import when
 
 _TOKENS = 64
 _PARTS = 6  # heads of a block at most: more blocks of fewer hide more latency
-
-
-def can_write_chunk(qkv: Array, k_cache: Array, rotation: tuple[Array, Array] | None) -> bool:
-    """Whether `write_chunk_mosaic` takes these arguments of `append_prefill_attention`."""
-    t, d = qkv.shape[1], qkv.shape[-1]
-    turns_heads = rotation is not None and 2 * rotation[0].shape[-1] == d
-    return turns_heads and d in (64, 128) and t % _TOKENS == 0 and k_cache.shape[-2] % 8 == 0
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -141,3 +137,23 @@ def write_chunk_mosaic(
         interpret=interpret,
     )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin, *layers)
     return q, jax.freeze(k), jax.freeze(v)
+
+
+def _fits(shape: Shape) -> str | None:
+    if shape["d"] not in (64, 128):
+        return f"needs D of 64 or 128, got {shape['d']}"
+    if shape["t"] % _TOKENS:
+        return f"needs T to be a multiple of {_TOKENS}, got {shape['t']}"
+    return slots_are_tiled(shape)
+
+
+def _run(*operands, layer):
+    return write_chunk_mosaic(*operands, layer=layer)
+
+
+WRITE_CHUNK_HOPPER = Implementation(
+    *("append_prefill_attention", "mosaic_gpu", _run),
+    can=ALL_FEATURES,
+    fits=_fits,
+    capabilities=((9, 0), (9, 1)),
+)

@@ -32,13 +32,15 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
 from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
     after_attention,
-    check_products,
+    products_fit,
     products_memory,
     projection,
+    room_for,
 )
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.norm import RMSNorm
@@ -85,16 +87,8 @@ def chain_mosaic(
     gate: str,
     config: LinearChainConfig | None = None,
 ) -> tuple[Array, Array]:
-    """`linear_chain` of o [M,H·D] and x [M,E].
-
-    Raises:
-      NotImplementedError: dtypes or sizes that TMA or wgmma do not take, or more than 32 rows.
-    """
-    m, width = x.shape
-    sizes = (*out.shape, down.shape[0], following.shape[1])
-    check_products("linear_chain", rows=m, width=width, sizes=sizes, dtype=x.dtype)
-    if mlp_norm.eps != next_norm.eps:
-        raise NotImplementedError("linear_chain: 'mosaic_gpu' needs norms with one eps")
+    """`linear_chain` of o [M,H·D] and x [M,E], of sizes that `CHAIN_HOPPER` fits."""
+    m = len(x)
     if m > 8 and m % 8:  # TMA fills up a single tile of rows, not the last of several.
         o, x = (jnp.pad(a, ((0, -m % 8), (0, 0))) for a in (o, x))
     layer = {
@@ -126,10 +120,7 @@ def _launch(operands, *, gate, eps, config):
     _, heads, _ = operands["out"].shape
     _, hidden, _ = operands["down"].shape
     _, _, following = operands["next"].shape
-    stages = (
-        *after_attention(width=width, heads=heads, hidden=hidden, gate=gate, eps=eps),
-        projection("next", width=width, n=following, eps=eps),
-    )
+    stages = _stages(width, heads, hidden, following, gate, eps)
     results = {
         "x_out": ((m, width), dtype),
         "y": ((m, following), dtype),
@@ -140,10 +131,54 @@ def _launch(operands, *, gate, eps, config):
         "next_squares": ((width // BRICK, padded), jnp.float32),
     }
     made = launch(
-        *("linear_chain", "chain_kernel", operands, results, stages),
+        *("chain_kernel", operands, results, stages),
         layers=1,
         memory=products_memory(stages, rows=padded, width=width, dtype=dtype),
         config=config,
         registers=(232, 104, 40),
     )
     return made["x_out"], made["y"]
+
+
+def _stages(width: int, heads: int, hidden: int, following: int, gate: str, eps: float):
+    return (
+        *after_attention(width=width, heads=heads, hidden=hidden, gate=gate, eps=eps),
+        projection("next", width=width, n=following, eps=eps),
+    )
+
+
+def _fits(shape: Shape) -> str | None:
+    sizes = tuple(shape[name] for name in ("k", "width", "hidden", "n"))
+    m, (k, width, hidden, n) = shape["m"], sizes
+    if problem := products_fit(shape, sizes):
+        return problem
+    return room_for(_stages(width, k, hidden, n, "silu", 0.0), rows=m, width=width)
+
+
+def _run(o, x, counters, index, *, plan, **keywords):
+    return chain_mosaic(o, x, counters, index, **keywords)
+
+
+# The least in flight, what measured best on an H100, and on an H200, whose memory is faster.
+CHAIN_CANDIDATES = (
+    LinearChainConfig(),
+    LinearChainConfig(ahead=2),
+    LinearChainConfig(alone=3, ahead=2),
+)
+
+
+def _candidates(shape: Shape) -> tuple[LinearChainConfig, ...]:
+    return CHAIN_CANDIDATES
+
+
+CHAIN_HOPPER = Implementation(
+    *("linear_chain", "mosaic_gpu", _run),
+    # Of a block of a decoder; its norms come as operands, with their offsets.
+    can=frozenset({"qk_norm", "norm_offset"}),
+    fits=_fits,
+    heuristic=never,
+    capabilities=((9, 0), (9, 1)),
+    config=LinearChainConfig,
+    candidates=_candidates,
+    forced=False,
+)

@@ -12,7 +12,23 @@ from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent import counters
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, TILE_BRICKS, X_SLOTS
-from fdjax.pallas_kernels.hopper.persistent.stage import Layer, Pair, Stage
+
+Layer = int | Array
+Pair = tuple[Array, Array]
+
+
+class Work:
+    """What a block needs to know of a stage.
+
+    Attributes:
+      tiles: parts of the work, which blocks take in turn.
+      split: blocks of a cluster that share a tile.
+      copies: asynchronous copies that fill one tile of the ring.
+    """
+
+    tiles: int
+    split: int
+    copies: int
 
 
 class Share(NamedTuple):
@@ -49,7 +65,7 @@ class Block:
         gmem: dict[str, Any],
         smem: dict[str, Any],
         *,
-        stages: Sequence[Stage],
+        stages: Sequence[Work],
         layers: int,
         config: Any,
     ):
@@ -63,7 +79,7 @@ class Block:
         self._copies = max(stage.copies for stage in stages)
         self._row = gmem["index"][0] if "index" in gmem else None
 
-    def share(self, stage: Stage) -> Share:
+    def share(self, stage: Work) -> Share:
         """This block's part of a stage."""
         if stage.split > 1:
             first, stride, rank = self.cluster, CLUSTERS, self.rank
@@ -83,7 +99,7 @@ class Block:
         """The next layer, or the last."""
         return 0 if self.layers == 1 else jnp.minimum(layer + 1, self.layers - 1)
 
-    def is_followed(self, stage: Stage) -> bool:
+    def is_followed(self, stage: Work) -> bool:
         """Whether any stage comes after this one, in some layer at least."""
         return self.layers > 1 or stage is not self.stages[-1]
 
@@ -148,7 +164,7 @@ class Block:
 
     # Within the block: when weights of the next stage may be asked for.
 
-    def done(self, stage: Stage, i: Array) -> None:
+    def done(self, stage: Work, i: Array) -> None:
         """`tell`, if the i-th tile is the last of this block, and a stage comes after it."""
         if self.is_followed(stage):
             when(i == self.share(stage).count - 1)(self.tell)

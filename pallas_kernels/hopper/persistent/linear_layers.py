@@ -5,9 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fdjax.pallas_kernels.hopper.persistent.memory import Memory
+from fdjax.pallas_kernels.dispatch import Shape, needs_half
+from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, with_rings
 from fdjax.pallas_kernels.hopper.persistent.product import Norm, Product, Scaled
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, MAX_ROWS, TILE_BRICKS
+from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 
 
 def projection(weight: str, *, width: int, n: int, eps: float) -> Product:
@@ -59,23 +61,39 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
     )
 
 
-def check_products(op: str, *, rows: int, width: int, sizes: tuple[int, ...], dtype: Any) -> None:
-    """Raise NotImplementedError for what products cannot do.
+def products_fit(shape: Shape, sizes: tuple[int, ...]) -> str | None:
+    """A part of `Implementation.fits`: what products take, of a residual stream [m, width].
 
     Args:
-      op: that was called.
-      rows, width: of the residual stream.
+      shape: of the op.
       sizes: K and N of all products.
     """
-    op = f"{op}: 'mosaic_gpu'"
-    if dtype not in (jnp.bfloat16, jnp.float16):
-        raise NotImplementedError(f"{op} takes 16-bit floats, got {dtype}")
-    if not 1 <= rows <= MAX_ROWS:
-        raise NotImplementedError(f"{op} takes 1..{MAX_ROWS} rows, got {rows}")
+    if problem := needs_half(shape):
+        return problem
+    if not 1 <= shape["m"] <= MAX_ROWS:
+        return f"takes 1..{MAX_ROWS} rows, got {shape['m']}"
     if any(size % BRICK for size in sizes):
-        raise NotImplementedError(f"{op} needs sizes that are multiples of {BRICK}, got {sizes}")
+        return f"needs sizes that are multiples of {BRICK}, got {sizes}"
     # TMA fills up a single tile of 8 sums of squares, not the last of several.
-    if width // BRICK > 8 and width % (8 * BRICK):
-        raise NotImplementedError(
-            f"{op} needs a width of up to {8 * BRICK} or a multiple of it, got {width}"
-        )
+    if (width := shape["width"]) // BRICK > 8 and width % (8 * BRICK):
+        return f"needs a width of up to {8 * BRICK} or a multiple of it, got {width}"
+    return None
+
+
+def room_for(
+    stages: Sequence[Stage], *, rows: int, width: int, others: Memory = NO_MEMORY
+) -> str | None:
+    """A part of `Implementation.fits`: whether shared memory has room for stages in half precision.
+
+    Args:
+      stages: of a layer.
+      rows, width: of the residual stream.
+      others: what stages that are no products take.
+    """
+    dtype = jnp.dtype(jnp.bfloat16)
+    padded = -(-rows // 8) * 8
+    products = [stage for stage in stages if isinstance(stage, Product)]
+    memory = products_memory(products, rows=padded, width=width, dtype=dtype) | others
+    if with_rings(memory, padded, dtype, max(stage.copies for stage in stages)) is None:
+        return f"has no room in shared memory for {rows} rows of width {width}"
+    return None

@@ -31,6 +31,9 @@ class Memory:
         )
 
 
+NO_MEMORY = Memory({}, {}, {})
+
+
 def with_rings(memory: Memory, rows: int, dtype: Any, copies: int) -> dict[str, Any] | None:
     """Scratch of a kernel: memory, a ring of bricks of x, and one of tiles that takes what is left.
 

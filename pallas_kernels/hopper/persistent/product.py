@@ -14,9 +14,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.persistent.block import Block, brick_of, bricks
+from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, brick_of, bricks
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, X_SLOTS
-from fdjax.pallas_kernels.hopper.persistent.stage import Layer, Pair, Stage
+from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, put
 
 

@@ -1,33 +1,18 @@
 """A stage of a persistent kernel."""
 
 import abc
-from typing import TYPE_CHECKING
 
 from jax import Array
 
-if TYPE_CHECKING:
-    from fdjax.pallas_kernels.hopper.persistent.block import Block
-
-Layer = int | Array
-Pair = tuple[Array, Array]
+from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, Work
 
 
-class Stage(abc.ABC):
-    """What all blocks do between two barriers; a method for each warpgroup of a block.
-
-    Attributes:
-      tiles: of work, that blocks take in turn.
-      split: blocks of a cluster that share a tile.
-      copies: that bring a tile of the ring.
-    """
-
-    tiles: int
-    split: int
-    copies: int
+class Stage(Work, abc.ABC):
+    """What all blocks do between two barriers; a method for each warpgroup of a block."""
 
     @abc.abstractmethod
     def bring_weights(
-        self, block: "Block", layer: Layer, told: Array | None, tiles: Pair
+        self, block: Block, layer: Layer, told: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
         """Fill the ring with what does not depend on the stage before.
 
@@ -40,9 +25,9 @@ class Stage(abc.ABC):
         """
 
     @abc.abstractmethod
-    def bring_x(self, block: "Block", layer: Layer, loaded: Array) -> Array:
+    def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Bring what the stage before has made, in bricks; `loaded` counts all since the start."""
 
     @abc.abstractmethod
-    def compute(self, block: "Block", layer: Layer, used: Pair) -> Pair:
+    def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
         """Make results of both; `used` counts tiles of the ring and bricks of x since the start."""

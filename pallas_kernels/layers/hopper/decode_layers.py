@@ -16,14 +16,18 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.pallas_kernels.attention.operands import slots_are_tiled
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
 from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
     after_attention,
-    check_products,
+    products_fit,
     products_memory,
     projection,
+    room_for,
 )
+from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
 from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, heads_memory
 
@@ -68,17 +72,9 @@ def layers_mosaic(
     scale: float,
     config: DecodeLayersConfig | None = None,
 ) -> tuple[Array, Array, Array]:
-    """`decode_layers`.
-
-    Raises:
-      NotImplementedError: dtypes or sizes that TMA or wgmma do not take, more than 32 rows, heads
-        of other than 128, or more than 6 queries to a KV head.
-    """
-    layers, m, _, cache_slots, d = k.shape
+    """`decode_layers`, of sizes that `LAYERS_HOPPER` fits."""
+    layers, m, *_, d = k.shape
     width, parts, dtype = x.shape[1], qkv.shape[3], x.dtype
-    sizes = width, out.shape[1], down.shape[1]
-    check_products("decode_layers", rows=m, width=width, sizes=sizes, dtype=dtype)
-    _check_heads(d, parts, cache_slots)
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     x32 = x.astype(jnp.float32)
     next_x = (x32 * attention_norm[:1].astype(jnp.float32)).astype(dtype)
@@ -106,28 +102,20 @@ def layers_mosaic(
     return x[:m], jax.freeze(k), jax.freeze(v)
 
 
-def _check_heads(d: int, parts: int, slots: int) -> None:
-    op = "decode_layers: 'mosaic_gpu'"
-    if d != HEAD_DIM or parts > PARTS:
-        raise NotImplementedError(
-            f"{op} takes D of {HEAD_DIM} and up to {PARTS - 2} queries to a KV head, "
-            f"got {d} and {parts - 2}"
-        )
-    if slots % 8:
-        raise NotImplementedError(f"{op} needs S to be a multiple of 8, got {slots}")
-
-
 def _launch(operands, *, parts, gate, eps, scale, config):
     padded, width = operands["x"].shape
     dtype = operands["x"].dtype
     layers, m, kv_heads, cache_slots, d = operands["k"].shape
     group = parts - 2
     heads, hidden = operands["out"].shape[1], operands["down"].shape[1]
-    first = projection("qkv", width=width, n=operands["qkv"].shape[2], eps=eps)
-    # Heads that two blocks share are quicker through; whole ones have less to do for each.
-    split = 2 if m * kv_heads <= CLUSTERS else 1
-    attention = Heads(m, kv_heads, group, cache_slots, split, scale)
-    rest = after_attention(width=width, heads=heads, hidden=hidden, gate=gate, eps=eps)
+    stages = _stages(
+        m,
+        *(width, heads, hidden, operands["qkv"].shape[2]),
+        *(kv_heads, group, cache_slots),
+        gate=gate,
+        eps=eps,
+        scale=scale,
+    )
     results = {
         "x_out": ((padded, width), dtype),
         "y": ((padded, kv_heads, parts, d), dtype),
@@ -136,13 +124,71 @@ def _launch(operands, *, parts, gate, eps, scale, config):
         "mlp_squares": ((width // BRICK, padded), jnp.float32),
         "hidden": ((padded, hidden), dtype),
     }
-    products = products_memory((first, *rest), rows=padded, width=width, dtype=dtype)
+    products = [stage for stage in stages if isinstance(stage, Product)]
+    memory = products_memory(products, rows=padded, width=width, dtype=dtype)
     made = launch(
-        *("decode_layers", "layers_kernel", operands, results, (first, attention, *rest)),
+        *("layers_kernel", operands, results, stages),
         layers=layers,
-        memory=products | heads_memory(dtype),
+        memory=memory | heads_memory(dtype),
         config=config,
         registers=(240, 128, 120),
         approx_math=True,
     )
     return made["x_out"]
+
+
+def _stages(m, width, heads, hidden, n, kv_heads, group, cache_slots, *, gate, eps, scale):
+    # Heads that two blocks share are quicker through; whole ones have less to do for each.
+    split = 2 if m * kv_heads <= CLUSTERS else 1
+    return (
+        projection("qkv", width=width, n=n, eps=eps),
+        Heads(m, kv_heads, group, cache_slots, split, scale),
+        *after_attention(width=width, heads=heads, hidden=hidden, gate=gate, eps=eps),
+    )
+
+
+def _fits(shape: Shape) -> str | None:
+    m, width, hidden, heads, n = (shape[key] for key in ("m", "width", "hidden", "k", "n"))
+    if problem := products_fit(shape, (width, heads, hidden)):
+        return problem
+    parts = n // (shape["hkv"] * shape["d"])
+    if shape["d"] != HEAD_DIM or parts > PARTS:
+        return (
+            f"takes D of {HEAD_DIM} and up to {PARTS - 2} queries to a KV head, "
+            f"got {shape['d']} and {parts - 2}"
+        )
+    if problem := slots_are_tiled(shape):
+        return problem
+    sizes = m, width, heads, hidden, n, shape["hkv"], parts - 2, shape["s"]
+    stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0)
+    return room_for(stages, rows=m, width=width, others=heads_memory(jnp.bfloat16))
+
+
+def _run(x, k, v, lengths, cos, sin, *, weights, **keywords):
+    return layers_mosaic(x, k, v, lengths, cos, sin, **weights._asdict(), **keywords)
+
+
+# What measured best on an H100, and on an H200, whose memory is faster.
+LAYERS_CANDIDATES = (
+    DecodeLayersConfig(),
+    DecodeLayersConfig(alone=3),
+    DecodeLayersConfig(alone=3, ahead=3),
+)
+
+
+def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
+    return LAYERS_CANDIDATES
+
+
+LAYERS_HOPPER = Implementation(
+    *("decode_layers", "mosaic_gpu", _run),
+    # Of a block of a decoder. Its maximum is the running one, whatever calibration found.
+    can=frozenset({"attention.rope", "attention.phi", "attention.unified"}),
+    fits=_fits,
+    heuristic=never,
+    capabilities=((9, 0), (9, 1)),
+    config=DecodeLayersConfig,
+    candidates=_candidates,
+    parts=("matmul", "linear_chain", "decode_attention"),
+    forced=False,
+)

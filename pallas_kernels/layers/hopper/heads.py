@@ -17,10 +17,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.persistent.block import Block, bricks
+from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
-from fdjax.pallas_kernels.hopper.persistent.stage import Layer, Pair, Stage
+from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
 
 HEAD_DIM = 2 * BRICK

@@ -1,0 +1,95 @@
+"""What all attention ops do with their operands: check them, name their shape, take a layer."""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.dispatch import Features, Shape
+
+
+def check_attention(
+    op: str,
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    layer: Array | int | None,
+    spec: AttentionSpec,
+    rows: Array | None = None,
+) -> None:
+    """Raise ValueError when the operands of an attention op do not fit together."""
+    stacked = layer is not None
+    if q.ndim != 4:
+        raise ValueError(f"{op}: q must be [B,T,H,D], got {list(q.shape)}")
+    if k.ndim != 4 + stacked or k.shape != v.shape:
+        axes = "[L,B,Hkv,S,D]" if stacked else "[B,Hkv,S,D]"
+        raise ValueError(
+            f"{op}: k and v must both be {axes}, got {list(k.shape)} and {list(v.shape)}"
+        )
+    b, t, h, d = q.shape
+    kb, kv_heads, s, kd = k.shape[stacked:]
+    if rows is not None and rows.shape != (b,):
+        raise ValueError(f"{op}: rows must be [{b}], got {list(rows.shape)}")
+    if (b, d) != (kb if rows is None else b, kd):
+        raise ValueError(f"{op}: q {list(q.shape)} and k {list(k.shape)} disagree on B or D")
+    if not kv_heads or h % kv_heads:
+        raise ValueError(f"{op}: H must be a multiple of Hkv, got {h} and {kv_heads}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise ValueError(f"{op}: q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if lengths.shape != (b,):
+        raise ValueError(f"{op}: lengths must be [{b}], got {list(lengths.shape)}")
+    if not jnp.issubdtype(lengths.dtype, jnp.signedinteger):
+        raise ValueError(f"{op}: lengths must be signed integers, got {lengths.dtype}")
+    if isinstance(layer, int) and not 0 <= layer < k.shape[0]:
+        raise ValueError(f"{op}: layer must be in 0..{k.shape[0] - 1}, got {layer}")
+    for axis, size in (("T", t), ("H", h), ("S", s)):
+        if size < 1:
+            raise ValueError(f"{op}: {axis} must be at least 1, got {size}")
+    if not spec.scale > 0:
+        raise ValueError(f"{op}: scale must be positive, got {spec.scale}")
+    if spec.window is not None and spec.window < 1:
+        raise ValueError(f"{op}: window must be at least 1, got {spec.window}")
+    if spec.soft_cap is not None and not spec.soft_cap > 0:
+        raise ValueError(f"{op}: soft_cap must be positive, got {spec.soft_cap}")
+    if spec.alibi is not None and len(spec.alibi) != h:
+        raise ValueError(f"{op}: alibi must have {h} slopes, got {len(spec.alibi)}")
+    if spec.phi is not None and len(spec.phi) != h:
+        raise ValueError(f"{op}: phi must have {h} values, got {len(spec.phi)}")
+
+
+def attention_shape(q: Array, k: Array, spec: AttentionSpec) -> dict[str, int]:
+    """The shape by which a plan knows attention of q [B,T,H,D] against k [...,Hkv,S,D]."""
+    b, t, h, d = q.shape
+    return {
+        "b": b,
+        "t": t,
+        "h": h,
+        "hkv": k.shape[-3],
+        "s": k.shape[-2],
+        "d": d,
+        "itemsize": q.dtype.itemsize,
+        "masks": int(spec.is_masked),
+    }
+
+
+def slots_are_tiled(shape: Shape) -> str | None:
+    """A part of `Implementation.fits`: TMA takes tiles of 8 slots."""
+    return None if shape["s"] % 8 == 0 else f"needs S to be a multiple of 8, got {shape['s']}"
+
+
+def rotation_features(rotation: tuple[Array, Array] | None, d: int) -> Features:
+    """What a rotation asks for beside RoPE of whole heads, see `Implementation.can`."""
+    if rotation is None:
+        return frozenset({"no_rope"})
+    return frozenset() if 2 * rotation[0].shape[-1] == d else frozenset({"partial_rope"})
+
+
+def take_layer(
+    k: Array, v: Array, layer: Array | int | None, rows: Array | None = None
+) -> tuple[Array, Array]:
+    """The caches [R,Hkv,S,D] of a layer of a stack, and of some rows."""
+    if layer is not None:
+        k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
+    if rows is not None:
+        k, v = (a[rows] for a in (k, v))
+    return k, v

@@ -1,0 +1,334 @@
+"""Which implementation of an op runs for which shape: what a plan is made of.
+
+An implementation is described by an `Implementation` that stands beside its kernel. A `Dispatch`
+holds those of all ops and only looks up. It is frozen and hashable, so it is a static argument
+under `jax.jit`: no op looks at global state while it is traced. This module imports no op; the
+composed `Plan` is in `fdjax.pallas_kernels.plan`.
+"""
+
+import dataclasses
+import functools
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+Capability = tuple[int, int]
+Shape = Mapping[str, int]
+Features = frozenset[str]
+
+NAMES = ("xla", "cudnn", "mosaic_gpu")
+NO_FEATURES: Features = frozenset()
+
+# A measurement at one value of these says nothing about another: other code runs, or none at all,
+# or blocks that filled the device leave a part of it idle.
+_EXACT_KEYS = ("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden")
+
+_DTYPES = {1: "float8", 4: "float32", 8: "float64"}
+
+logger = logging.getLogger("fdjax")
+
+
+def _fits_all(shape: Shape) -> str | None:
+    return None
+
+
+def _always(shape: Shape, capability: Capability | None) -> bool:
+    return True
+
+
+def never(shape: Shape, capability: Capability | None) -> bool:
+    """The heuristic of what runs by name or by table only."""
+    return False
+
+
+def on_gpu(shape: Shape, capability: Capability | None) -> bool:
+    """The heuristic of what runs wherever it can on a GPU."""
+    return capability is not None
+
+
+def _no_candidates(shape: Shape) -> Sequence[Any]:
+    return ()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Implementation:
+    """One implementation of an op. All functions are plain ones of a module, so that plans
+    pickle.
+
+    Attributes:
+      op: the op's name.
+      name: "xla" | "cudnn" | "mosaic_gpu", or another from outside this package.
+      run: the op by this implementation; its arguments are the op's own convention.
+      can: features of a spec that it can do, by name. It refuses every other: closed by default.
+      fits: shape → why sizes or dtypes do not fit, or None.
+      heuristic: (shape, compute capability) → whether it runs where nothing was measured, before
+        those that follow it in a plan.
+      capabilities: compute capabilities that it runs on, as (first, end); None is any device.
+      config: class of its tuning configurations, or None.
+      revision: of the kernel. A change that would change what measures best is a new revision,
+        which refuses the tables of the old one.
+      candidates: shape → configurations that `fdjax tune` tries.
+      append: of attention, what does RoPE of new tokens and their way into the cache with it.
+      parts: ops that it stands for. Where one of them is named otherwise, it does not run.
+      forced: whether naming its implementation for all ops names it too; False for what runs by
+        table only.
+    """
+
+    op: str
+    name: str
+    run: Callable[..., Any]
+    can: Features = NO_FEATURES
+    fits: Callable[[Shape], str | None] = _fits_all
+    heuristic: Callable[[Shape, Capability | None], bool] = _always
+    capabilities: tuple[Capability, Capability] | None = None
+    config: type | None = None
+    revision: int = 1
+    candidates: Callable[[Shape], Sequence[Any]] = _no_candidates
+    append: "Implementation | None" = None
+    parts: tuple[str, ...] = ()
+    forced: bool = True
+
+    def __repr__(self) -> str:
+        """The same in every process, as programs on disk are found by it."""
+        run = f"{self.run.__module__}.{self.run.__qualname__}"
+        return f"Implementation({self.op}, {self.name}, {run}, revision {self.revision})"
+
+    def runs_on(self, capability: Capability | None) -> bool:
+        """Whether a device of that compute capability runs it; a device that is not known does."""
+        if self.capabilities is None or capability is None:
+            return True
+        first, end = self.capabilities
+        return first <= capability < end
+
+    def refusal(
+        self, shape: Shape, features: Features = NO_FEATURES, capability: Capability | None = None
+    ) -> str | None:
+        """Why it cannot run, as the end of a sentence that begins with its name; None if it can."""
+        if unknown := sorted(features - self.can):
+            return f"cannot do {', '.join(unknown)}"
+        if not self.runs_on(capability):
+            (major, minor), _ = self.capabilities
+            got = ".".join(map(str, capability))
+            return f"needs compute capability {major}.{minor}, got {got}"
+        return self.fits(shape)
+
+    def supports(
+        self, shape: Shape, features: Features = NO_FEATURES, capability: Capability | None = None
+    ) -> bool:
+        """Whether it can run."""
+        return self.refusal(shape, features, capability) is None
+
+
+def needs_half(shape: Shape) -> str | None:
+    """A part of `Implementation.fits`: operands must have two bytes."""
+    if shape["itemsize"] == 2:
+        return None
+    return f"needs bfloat16 or float16, got {_DTYPES[shape['itemsize']]}"
+
+
+def used_features(spec: Any) -> Features:
+    """Names of the fields of a frozen dataclass that are not at their defaults."""
+    return frozenset(
+        field.name
+        for field in dataclasses.fields(spec)
+        if field.default is not dataclasses.MISSING and getattr(spec, field.name) != field.default
+    )
+
+
+def refuse_unknown(op: str, features: Features, can: Features) -> None:
+    """Raise NotImplementedError for a feature that is not on the list."""
+    if unknown := sorted(features - can):
+        raise NotImplementedError(f"{op}: cannot do {', '.join(unknown)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The implementation of one op at one shape.
+
+    Attributes:
+      implementation: its name.
+      config: kernel configuration as sorted (field, value) pairs, or None for the default.
+      source: "named" | "table" | "nearest" | "heuristic", or "only" where there is no other, for
+        `fdjax info`.
+    """
+
+    implementation: str
+    config: tuple[tuple[str, int], ...] | None = None
+    source: str = dataclasses.field(kw_only=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One measured row of a dataflow table: op and shape to implementation."""
+
+    op: str
+    shape: tuple[tuple[str, int], ...]
+    choice: Choice
+
+
+@dataclasses.dataclass(frozen=True)
+class Dispatch:
+    """Frozen answer to "which implementation runs here?".
+
+    Lookup order: an implementation forced by name, the exact entry of the measured table, the
+    nearest measured shape, the first whose heuristic takes it. What cannot run is never chosen.
+
+    Attributes:
+      device_kind: `jax.Device.device_kind`, such as "NVIDIA H100 80GB HBM3" or "cpu".
+      compute_capability: (major, minor) of a CUDA device, None elsewhere.
+      batch_invariant: ask XLA bodies for results that do not depend on what else is in the batch,
+        bitwise. On by default on CPU, where it costs little.
+      named: implementations forced by name, as ((op, implementation), ...). These never fall back:
+        an op that cannot run as named raises `NotImplementedError`.
+      table: measured entries.
+      only_xla: ops for which there is nothing else here, unless they are named.
+      implementations: of all ops; of one op, the order is that of preference.
+    """
+
+    device_kind: str = "cpu"
+    compute_capability: Capability | None = None
+    batch_invariant: bool = False
+    named: tuple[tuple[str, str], ...] = ()
+    table: tuple[Entry, ...] = ()
+    only_xla: tuple[str, ...] = ()
+    implementations: tuple[Implementation, ...] = ()
+
+    def __post_init__(self):
+        for op, implementation in self.named:
+            check_name(op, implementation, self.implementations)
+
+    def of(self, op: str) -> tuple[Implementation, ...]:
+        """The implementations of an op that its device runs."""
+        return tuple(
+            i for i in self.implementations if i.op == op and i.runs_on(self.compute_capability)
+        )
+
+    def able(self, op: str, features: Features, shape: Shape) -> list[Implementation]:
+        """Those that can run an op at a shape, in order of preference."""
+        return [i for i in self.of(op) if i.supports(shape, features)]
+
+    def candidates(self, op: str, features: Features, shape: Shape) -> Sequence[Any]:
+        """Configurations that `fdjax tune` tries of the first implementation that has any."""
+        found = (i.candidates(shape) for i in self.able(op, features, shape))
+        return next(filter(None, found), ())
+
+    def has_kernel(self, op: str, features: Features = NO_FEATURES, **shape: int) -> bool:
+        """Whether anything but XLA can run an op at a shape."""
+        return any(i.name != "xla" for i in self.able(op, features, shape))
+
+    @functools.lru_cache(maxsize=4096)  # noqa: B019 - plans are few and live as long as the program
+    def choose(self, op: str, features: Features = NO_FEATURES, **shape: int) -> Choice:
+        """The choice for `op` at `shape` (the op's own keys, such as m, k, n).
+
+        Args:
+          op: the op's name.
+          features: what the call asks for beyond its shape, see `Implementation.can`.
+          **shape: sizes.
+        """
+        for name, implementation in self.named:
+            if name == op:
+                return Choice(implementation, source="named")
+        able = self.able(op, features, shape)
+        if op in self.only_xla or not all(map(self._has_parts, able)):
+            return Choice("xla", source="only")
+        key = tuple(sorted(shape.items()))
+        names = {i.name for i in able}
+        entries = [e for e in self.table if e.op == op and e.choice.implementation in names]
+        for entry in entries:
+            if entry.shape == key:
+                return dataclasses.replace(entry.choice, source="table")
+        near = [e for e in entries if _distance(e.shape, key) <= math.log(2)]
+        if near:
+            entry = min(near, key=lambda e: _distance(e.shape, key))
+            logger.debug("%s %s: nearest measured shape %s", op, dict(key), dict(entry.shape))
+            return dataclasses.replace(entry.choice, source="nearest")
+        taken = (i.name for i in able if i.heuristic(shape, self.compute_capability))
+        choice = Choice(next(taken, "xla"), source="heuristic")
+        logger.debug("%s %s: no measurement, %s", op, dict(key), choice.implementation)
+        return choice
+
+    def summary(self) -> dict[str, Any]:
+        """What a benchmark's record says of it: its fields, with the table's number of entries."""
+        names = [f.name for f in dataclasses.fields(self) if f.name != "implementations"]
+        return {name: getattr(self, name) for name in names} | {"table": len(self.table)}
+
+    def with_xla(self, op: str) -> Self:
+        """This plan, with XLA for an op unless that is named already."""
+        return dataclasses.replace(self, only_xla=(*self.only_xla, op))
+
+    def _has_parts(self, implementation: Implementation) -> bool:
+        """Whether nothing that it stands for is named to be of another kind."""
+        wanted = [*self.named, *((part, "xla") for part in self.only_xla)]
+        return all(
+            name not in implementation.parts or choice == implementation.name
+            for name, choice in wanted
+        )
+
+
+def resolve(
+    own: Sequence[Implementation],
+    plan: Dispatch | None,
+    implementation: str | None,
+    features: Features = NO_FEATURES,
+    **shape: int,
+) -> tuple[Implementation, Any]:
+    """What an op runs: its `implementation` argument, else what its plan chooses, else "xla".
+
+    Args:
+      own: the op's implementations, for calls without a plan and plans without any of this op.
+      plan, implementation: arguments of the op.
+      features, **shape: see `Dispatch.choose`.
+
+    Returns:
+      (implementation, its measured configuration or None).
+
+    Raises:
+      ValueError: there is no such name.
+      NotImplementedError: the op has no such implementation, or that cannot do this.
+    """
+    op = own[0].op
+    capability = plan.compute_capability if plan is not None else None
+    known = (plan.of(op) if plan is not None else ()) or own
+    if implementation is not None:
+        check_name(op, implementation, known)
+        choice = Choice(implementation, source="named")
+    else:
+        choice = (
+            Choice("xla", source="only") if plan is None else plan.choose(op, features, **shape)
+        )
+    named = [i for i in (*known, *own) if i.name == choice.implementation]
+    if not named:
+        raise NotImplementedError(f"{op}: no {choice.implementation!r} implementation")
+    chosen = next((i for i in named if i.runs_on(capability)), named[0])
+    if reason := chosen.refusal(shape, features, capability):
+        raise NotImplementedError(f"{op}: {chosen.name} {reason}")
+    return chosen, chosen.config(**dict(choice.config)) if choice.config else None
+
+
+def check_name(op: str, name: str, implementations: Sequence[Implementation] = ()) -> None:
+    """Raise ValueError for a name that is no implementation at all."""
+    names = dict.fromkeys((*NAMES, *(i.name for i in implementations)))
+    if name not in names:
+        raise ValueError(f"{op}: implementation must be one of {', '.join(names)}, got {name!r}")
+
+
+def _distance(measured: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int], ...]) -> float:
+    """Largest log-ratio between two shapes; infinite where other code would run."""
+    if [k for k, _ in measured] != [k for k, _ in asked]:
+        return math.inf
+    far = 0.0
+    for (key, x), (_, y) in zip(measured, asked, strict=True):
+        if x == y:
+            continue
+        # One query token is another kernel than several.
+        if key in _EXACT_KEYS or (key == "t" and 1 in (x, y)) or x <= 0 or y <= 0:
+            return math.inf
+        # Rows are padded to those of the next measurement; one of fewer may have no room for them.
+        if key == "m" and x < y:
+            return math.inf
+        # Kernels take caches of a multiple of 8 slots.
+        if key == "s" and (x % 8 == 0) != (y % 8 == 0):
+            return math.inf
+        far = max(far, abs(math.log(x / y)))
+    return far

@@ -1,0 +1,129 @@
+"""Measured dataflow tables (FlashDecoding++, section 5): files of shapes and what ran fastest."""
+
+import functools
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fdjax.pallas_kernels.dispatch import Choice, Entry, Implementation, check_name
+
+TABLE_SCHEMA = 1
+
+logger = logging.getLogger("fdjax")
+
+
+def shipped_table_path(device_kind: str) -> Path:
+    """Where the table of a device is, if it has one."""
+    return Path(__file__).parent / "tables" / f"{device_kind.replace(' ', '_')}.json"
+
+
+@functools.cache
+def shipped_table(
+    device_kind: str, implementations: tuple[Implementation, ...]
+) -> tuple[Entry, ...]:
+    """The table of a device; none where there is no such file."""
+    path = shipped_table_path(device_kind)
+    return read_entries(path, implementations, log_level=logging.INFO) if path.exists() else ()
+
+
+def read_entries(
+    path: str | Path,
+    implementations: Sequence[Implementation],
+    *,
+    device_kind: str | None = None,
+    log_level: int = logging.WARNING,
+) -> tuple[Entry, ...]:
+    """Read a measured dataflow table.
+
+    Args:
+      path: of the file.
+      implementations: that its entries may name.
+      device_kind: the device it is for, where that is known.
+      log_level: at which it is said that the table was measured with another JAX or on another
+        device.
+
+    Raises:
+      ValueError: the file is no such table, has another schema, is of another revision of a kernel
+        that it configures, names an unknown implementation, or holds a configuration that its
+        kernel cannot have.
+    """
+    where = f"dataflow table {path}"
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: must be JSON, {error}") from None
+    schema = data.get("schema") if isinstance(data, dict) else None
+    if schema != TABLE_SCHEMA:
+        raise ValueError(f"{where}: schema must be {TABLE_SCHEMA}, got {schema!r}")
+    try:
+        provenance = data.get("provenance", {})
+        measured_with = provenance.get("versions", {}).get("jax")
+        measured_on = provenance.get("device_kind")
+        revisions = data.get("revisions", {})
+        entries = tuple(entry_of(row, revisions, where, implementations) for row in data["entries"])
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"{where}: entries must be those of schema {schema}, {error!r}") from None
+    if device_kind is not None and measured_on not in (None, device_kind):
+        logger.log(log_level, "%s: measured on %s, not %s", where, measured_on, device_kind)
+    if measured_with not in (None, version("jax")):
+        logger.log(
+            log_level, "%s: measured with JAX %s, not %s", where, measured_with, version("jax")
+        )
+    return entries
+
+
+def revisions_of(implementations: Sequence[Implementation]) -> dict[str, int]:
+    """The revision of each op's kernel that takes a configuration, as tables hold it."""
+    return {i.op: i.revision for i in implementations if i.config is not None}
+
+
+def entry_of(
+    row: dict[str, Any],
+    revisions: Mapping[str, int],
+    where: str,
+    implementations: Sequence[Implementation],
+) -> Entry:
+    """An entry of a table from its row in the file; `where` begins errors, see `read_entries`."""
+    op, shape, config = row["op"], row["shape"], row.get("config")
+    ops = tuple(dict.fromkeys(i.op for i in implementations))
+    if op not in ops:
+        raise ValueError(f"{where}: op must be one of {', '.join(ops)}, got {op!r}")
+    check_name(f"{where}: {op}", row["implementation"], implementations)
+    found = [i for i in implementations if (i.op, i.name) == (op, row["implementation"])]
+    if not found:
+        raise ValueError(f"{where}: there is no {row['implementation']!r} of {op}")
+    for kind, mapping in (("shape", shape), ("config", config or {})):
+        wrong = [f"{k!r}: {v!r}" for k, v in mapping.items() if type(v) is not int]
+        if wrong:
+            raise ValueError(f"{where}: a {kind} must hold integers, got {', '.join(wrong)}")
+    if config is not None:
+        _check_config(row, revisions, where, found)
+    choice = Choice(
+        row["implementation"],
+        config=None if config is None else tuple(sorted(config.items())),
+        source="table",
+    )
+    return Entry(op=op, shape=tuple(sorted(shape.items())), choice=choice)
+
+
+def _check_config(row, revisions, where, found) -> None:
+    """Raise ValueError for the configuration of a row that its kernel cannot have."""
+    op, config = row["op"], row["config"]
+    tuned = next((i for i in found if i.config is not None), None)
+    if tuned is None:
+        raise ValueError(
+            f"{where}: {row['implementation']!r} of {op} takes no config, got {config}"
+        )
+    if revisions.get(op) != tuned.revision:
+        raise ValueError(
+            f"{where}: the revision of {op} must be {tuned.revision}, got {revisions.get(op)}"
+        )
+    try:
+        tuned.config(**config)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"{where}: a config must be one of {op}, got {config} for {row['shape']}, {error}"
+        ) from None
