@@ -11,6 +11,7 @@ itself can do that for all: several that autotune at once disturb each other's t
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import pickle
@@ -103,9 +104,9 @@ class Compiler:
         """Stand-ins of the weights."""
         return stand_ins(model.abstract_params)
 
-    def adopt(self, lm: LM, plan: str) -> None:
-        """Has a model compile, and answer zeros, where it would run."""
-        lm._engine = _CompilingEngine(lm, self, plan)
+    def engine(self, plan: str) -> Callable[..., Engine]:
+        """Makes the engine of a model that compiles, and answers zeros, where it would run."""
+        return functools.partial(_CompilingEngine, self, plan)
 
     def logits(self, lm: LM, ids: jax.Array, n: int, *, plan: str) -> Any:
         """In place of `one_pass`."""
@@ -140,9 +141,9 @@ class Executables:
         self.loaded = 0
         self.missing: list[str] = []
 
-    def adopt(self, lm: LM, plan: str) -> None:
-        """Has a model run these where they are, and compile the others."""
-        lm._engine = _LoadingEngine(lm, self, plan)
+    def engine(self, plan: str) -> Callable[..., Engine]:
+        """Makes the engine of a model that runs these where they are, and compiles the others."""
+        return functools.partial(_LoadingEngine, self, plan)
 
     def logits(self, lm: LM, ids: jax.Array, n: int, *, plan: str) -> Any:
         """In place of `one_pass`."""
@@ -173,9 +174,8 @@ class _AheadEngine(Engine):
 
     wrapper: Callable
 
-    def __init__(self, lm: LM, ahead: Compiler | Executables, plan: str):
-        old = lm._engine
-        super().__init__(lm.model, lm.params, old.max_len, old.max_batch, old.memory_bytes)
+    def __init__(self, ahead: Compiler | Executables, plan: str, *arguments: Any):
+        super().__init__(*arguments)
         self.programs = Programs()
         self.ahead = ahead
         self.plan = plan
@@ -239,12 +239,12 @@ class _LoadedProgram:
 class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
-    def _take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
+    def take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
         stacks = may_stack and self.stacks(batch, slots)
         cache = jax.eval_shape(lambda: init_cache(self.model, batch, slots, stacks))
         return start(stand_ins(cache))
 
-    def _stack(self, params: Params) -> dict[str, Any] | None:
+    def stack(self, params: Params) -> dict[str, Any] | None:
         # As if there were memory for it: where there is none, other programs run, compiled there.
         return stand_ins(stacked_shapes(params)) if self.model.one_launch_possible else None
 

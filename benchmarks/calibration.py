@@ -21,13 +21,13 @@ from fdjax.models.tiny.world import Example, World
 from fdjax.tools.calibrate import (
     BIN_LOG2,
     BINS,
-    SAFE_LOG2,
     bin_edges,
     choose,
     gather,
     interval,
     plot,
 )
+from fdjax.weights.calibration import SAFE_LOG2
 
 # Half the width of the safe range, in units of log2.
 RANGES = (2, 4, 6, 8, 10, 12, 16, SAFE_LOG2)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     counted, seconds = {}, {}
     for name, rows in texts.items():
         began = time.perf_counter()
-        counted[name] = gather(lm, rows)
+        counted[name] = gather(lm.engine, lm.tokenizer, rows)
         seconds[name] = time.perf_counter() - began
     known, new = counted.values()
     rates = []

@@ -77,6 +77,7 @@ def fdjax_rows(
     from benchmarks.ahead import Compiler
     from benchmarks.unfused import unfused
     from fdjax.bench.model import model_rows
+    from fdjax.engine.engine import Engine
     from fdjax.engine.memory import plan_memory
     from fdjax.lm import LM
     from fdjax.models import describe
@@ -115,9 +116,9 @@ def fdjax_rows(
                     params,
                     max_len=prompt + new_tokens if beyond else None,
                     memory_bytes=memory_bytes,
+                    make_engine=Engine if ahead is None else ahead.engine(name),
                 )
             if ahead is not None:
-                ahead.adopt(lm, name)
                 options["logits"] = functools.partial(ahead.logits, plan=name)
             say(where)
             fused = unfused() if name == "without fusion" else contextlib.nullcontext()
@@ -350,7 +351,7 @@ def compile_ahead(
 def compile_only(args: argparse.Namespace) -> int:
     """What the processes of `compile_ahead` run."""
     from benchmarks.ahead import Compiler
-    from fdjax.engine.memory import free_memory_bytes
+    from fdjax.system.device_memory import free_memory_bytes
 
     model, compiler = read_model(args), Compiler(args.compile_into)
     options = {"new_tokens": args.new_tokens, "runs": 1, "check": args.check}
@@ -397,8 +398,8 @@ def measure(
       until: see `fdjax_rows`.
     """
     from fdjax.bench.ceiling import measure_ceiling
-    from fdjax.engine.memory import free_memory_bytes, weight_bytes
     from fdjax.models import random_params
+    from fdjax.system.device_memory import free_memory_bytes
     from fdjax.weights.stacked import stack_layers
 
     model = read_model(args)
@@ -440,7 +441,7 @@ def measure(
         params = random_params(model)
         memory_bytes = free_memory_bytes()
         if memory_bytes is not None:
-            memory_bytes += weight_bytes(model)
+            memory_bytes += model.weight_bytes
         # As in loading, so that the plans share this as well: each would have a copy of its own.
         _stacked = stack_layers(model, params, owned=True, memory_bytes=memory_bytes)
         take(

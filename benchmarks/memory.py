@@ -22,19 +22,13 @@ import numpy as np
 from benchmarks.end_to_end import Point, parse_point, say
 from fdjax.bench.record import environment
 from fdjax.engine import step
-from fdjax.engine.memory import (
-    device_memory_bytes,
-    free_memory_bytes,
-    longest_context,
-    plan_memory,
-    weight_bytes,
-    workspace_bytes,
-)
+from fdjax.engine.memory import longest_context, plan_memory, workspace_bytes
 from fdjax.engine.schedule import CHUNKS, covered_slots, rows_of_call
 from fdjax.engine.state import init_cache, start
 from fdjax.lm import LM
 from fdjax.models import Model, Params, describe, parse_config, random_params
 from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.system.device_memory import device_memory_bytes, free_memory_bytes
 
 # Largest distance between a planned and a measured peak.
 TOLERANCE = 0.03
@@ -173,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     record: dict[str, Any] = {
         "environment": environment(args.commit),
         "config": {"model": args.config.name, "dtype": args.dtype},
-        "weight_bytes": weight_bytes(model),
+        "weight_bytes": model.weight_bytes,
         "device_bytes": device_memory_bytes(),
         "longest_context": memory_bytes and longest_context(model, memory_bytes=memory_bytes),
         "peaks": [],

@@ -6,12 +6,11 @@ import os
 import sys
 import warnings
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
@@ -19,32 +18,20 @@ from fdjax.engine.results import GenerateResult, TextStream, Timer
 from fdjax.engine.sequence import Request, Row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.sampling.options import SAMPLED_OPTIONS, GenerationConfig
+from fdjax.sampling.options import GenerationConfig
+from fdjax.sampling.per_prompt import per_prompt
 from fdjax.system import platform
-from fdjax.text import conversation as chat
+from fdjax.text.conversation import as_conversations, chat_ids, split_options
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
 from fdjax.tools import score
-from fdjax.tools.calibrate import calibrated
+from fdjax.weights.calibration import calibrated
 from fdjax.weights.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
 from fdjax.weights.stacked import stack_layers
 
 # Decode steps per dispatch; a stream shows its text at the end of each.
 _STEPS = 32
 _STREAM_STEPS = 4
-
-# Options that are sequences themselves, and how deeply nested: one level more is one per prompt.
-_NESTING = {
-    "eos_token_ids": 1,
-    "suppress_tokens": 1,
-    "begin_suppress_tokens": 1,
-    "bad_words_ids": 2,
-    "stop_strings": 1,
-    "stopping_criteria": 1,
-    "logits_processors": 1,
-}
-
-_OPTIONS = sorted(field.name for field in dataclasses.fields(GenerationConfig))
 
 # Models in use, by configuration, dtype and plan.
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
@@ -60,6 +47,7 @@ class LM:
       defaults: the checkpoint's `GenerationConfig`.
       max_len: slots of cache per row, or None to size it by need.
       max_batch: rows that may run at once, or None for as many as fit.
+      engine: what runs it.
     """
 
     def __init__(
@@ -72,6 +60,7 @@ class LM:
         max_len: int | None = None,
         max_batch: int | None = None,
         memory_bytes: int | None = None,
+        make_engine: Callable[..., Engine] = Engine,
     ):
         limit = model.config.max_position_embeddings
         if max_len is not None and max_len < 1:
@@ -88,6 +77,7 @@ class LM:
         self.max_len = max_len
         self.max_batch = max_batch
         self._memory_bytes = memory_bytes
+        self._make_engine = make_engine
         self.params = params
 
     @property
@@ -107,12 +97,13 @@ class LM:
             lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
         )
         _check_params(params, self.model.abstract_params)
-        engine = Engine(self.model, params, self.max_len, self.max_batch, self._memory_bytes)
-        self._params, self._engine = params, engine
+        limits = self.max_len, self.max_batch, self._memory_bytes
+        engine = self._make_engine(self.model, params, *limits)
+        self._params, self.engine = params, engine
 
     def __getstate__(self) -> dict[str, Any]:
         # Programs and caches are neither copied nor pickled.
-        return {name: value for name, value in vars(self).items() if name != "_engine"}
+        return {name: value for name, value in vars(self).items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, model=_in_use(state["model"]))
@@ -161,7 +152,7 @@ class LM:
         """
         timer = Timer(self.model, self._params)
         rows = [Row(r, self.tokenizer) for r in self._requests(prompts, config, options)]
-        with contextlib.closing(self._engine.run(rows, _STEPS)) as chunks:
+        with contextlib.closing(self.engine.run(rows, _STEPS)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
         return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
@@ -198,7 +189,7 @@ class LM:
 
     def _pieces(self, row: Row, timer: Timer) -> Iterator[str]:
         timer.resume()
-        with contextlib.closing(self._engine.run([row], _STREAM_STEPS)) as chunks:
+        with contextlib.closing(self.engine.run([row], _STREAM_STEPS)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
                 if piece := row.new_text():
@@ -220,13 +211,17 @@ class LM:
         Raises:
           ValueError: as in `generate`; there is no template, or it refuses these messages.
         """
-        return chat.chat(self, messages, config, **options)
+        template, options = split_options(self.tokenizer, self.defaults, config, options)
+        conversations = as_conversations(messages)
+        prompts = [chat_ids(self.tokenizer, one, **template) for one in conversations]
+        return self.generate(prompts, config, **options)
 
     def stream_chat(
         self, messages, config: GenerationConfig | None = None, **options
     ) -> TextStream:
         """The answer to one conversation as it comes: arguments of `chat`, result of `stream`."""
-        return chat.stream_chat(self, messages, config, **options)
+        template, options = split_options(self.tokenizer, self.defaults, config, options)
+        return self.stream(chat_ids(self.tokenizer, messages, **template), config, **options)
 
     def score(
         self,
@@ -252,12 +247,12 @@ class LM:
           FloatingPointError: logits are not finite; the message names the text.
           MemoryError: the cache that a text needs does not fit beside the weights.
         """
-        return score.score(self, texts, stride=stride, batch_size=batch_size)
+        return score.score(self.engine, self.tokenizer, texts, stride=stride, batch_size=batch_size)
 
     def _requests(self, prompts, config, options) -> list[Request]:
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
-        configs = self._configs(config, options, len(prompts))
+        configs = per_prompt(self.defaults, config, options, len(prompts))
         asked = config is not None or options.get("max_new_tokens") is not None
         requests = []
         for i, (prompt, row_config) in enumerate(zip(prompts, configs, strict=True)):
@@ -311,44 +306,9 @@ class LM:
             config, max_new_tokens=room, min_new_tokens=min(config.min_new_tokens, room)
         )
 
-    def _configs(self, config, options, count) -> list[GenerationConfig]:
-        base = self.defaults if config is None else config
-        if not isinstance(base, GenerationConfig):
-            raise TypeError(f"generate: config must be a GenerationConfig, got {base!r}")
-        if "eos_token_id" in options:
-            if "eos_token_ids" in options:
-                raise TypeError("generate: eos_token_id and eos_token_ids are one option, got both")
-            eos = options.pop("eos_token_id")
-            options["eos_token_ids"] = () if eos is None else eos
-        for name in options:
-            if name not in _OPTIONS:
-                raise TypeError(f"generate: unknown option {name!r}; known: {', '.join(_OPTIONS)}")
-        fresh = np.frombuffer(os.urandom(4 * count), np.uint32).tolist()
-        rows, named = [], set()
-        for i in range(count):
-            values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
-            values = {name: value for name, value in values.items() if value is not None}
-            named |= values.keys() & {"seed", *SAMPLED_OPTIONS}
-            if not values.keys().isdisjoint(SAMPLED_OPTIONS):
-                values.setdefault("do_sample", True)
-            if config is None and isinstance(most := values.get("max_new_tokens"), int):
-                # A checkpoint's minimum gives way to what is asked for.
-                values.setdefault("min_new_tokens", min(base.min_new_tokens, max(most, 0)))
-            row = dataclasses.replace(base, **values)
-            rows.append(row if row.seed is not None else dataclasses.replace(row, seed=fresh[i]))
-        if named and rows and not any(row.do_sample for row in rows):
-            names = ", ".join(sorted(named))
-            warnings.warn(
-                f"{names}: no effect, as do_sample is False; set it, or a temperature",
-                stacklevel=4,
-            )
-        if len({row.logits_processors for row in rows}) > 1:
-            raise ValueError("generate: logits_processors must be the same for all prompts")
-        return rows
-
     def program_counts(self) -> dict[str, int]:
         """Programs compiled so far for this model: of "prefill" and of "decode_steps"."""
-        return self._engine.program_counts()
+        return self.engine.program_counts()
 
 
 def _check_params(params: Params, wanted: Params) -> None:
@@ -368,42 +328,6 @@ def _check_params(params: Params, wanted: Params) -> None:
             )
     if jax.tree.structure(params) != jax.tree.structure(wanted):
         raise ValueError("params: must be nested dicts, as those of `LM.params`")
-
-
-def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:
-    """What an option is for one of the prompts."""
-    if isinstance(value, np.ndarray | jax.Array):
-        value = value.tolist()
-    if _is_per_prompt(name, value):
-        if len(value) != count:
-            raise ValueError(
-                f"generate: {name} must have one value per prompt ({count}), got {len(value)}"
-            )
-        value = value[i]
-    return value.item() if isinstance(value, np.generic) else value
-
-
-def _is_per_prompt(name: str, value: Any) -> bool:
-    if not isinstance(value, list | tuple):
-        return False
-    if name == "logit_bias":
-        return bool(value) and all(v is None or _is_bias(v) for v in value)
-    nesting = _NESTING.get(name)
-    if nesting is None:
-        return isinstance(value, list)
-    return _depth(value) > nesting or any(v is None for v in value)
-
-
-def _is_bias(value: Any) -> bool:
-    """Whether it is all of a bias, {id: bias} or pairs, and not one pair."""
-    pairs = isinstance(value, list | tuple) and all(isinstance(v, list | tuple) for v in value)
-    return pairs or isinstance(value, Mapping)
-
-
-def _depth(value: Any) -> int:
-    if not isinstance(value, list | tuple):
-        return 0
-    return 1 + max(map(_depth, value), default=0)
 
 
 def load(

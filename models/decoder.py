@@ -446,6 +446,11 @@ class Model:
         """Number of weights; tied embeddings count once."""
         return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.parameter_count * jnp.dtype(self.dtype).itemsize
+
 
 def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | None = None) -> Model:
     """Describe a model without allocating anything.

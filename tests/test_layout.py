@@ -132,6 +132,143 @@ def test_the_import_rule_allows(room, source):
     assert not _wrong_imports(source, Path(room, "some.py"))
 
 
+# The rooms of `fdjax`, from the ground up; each imports those below it, and `lm` is a file.
+FLOORS = ("system", "sampling", "weights", "text", "engine", "bench", "tools", "lm", "cli")
+
+
+def _modules() -> dict[str, Path]:
+    """Files of the package by module name, those that links lead to under their own."""
+    modules = {}
+    for folder in ("pallas_kernels", "models", "fdjax"):
+        for path in _sources(folder):
+            parts = (() if folder == "fdjax" else ("fdjax",)) + path.with_suffix("").parts
+            modules[".".join(parts).removesuffix(".__init__")] = path
+    return modules
+
+
+def _imports_of(source: str, modules: dict[str, Path]) -> set[str]:
+    """Modules of the package that a file imports, in functions and for type checkers too."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= {name if name in modules else node.module for name in names}
+    return found & modules.keys()
+
+
+def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """Each way from a module back to itself, found once."""
+    circles, done = [], set()
+
+    def visit(module, way):
+        if module in way:
+            circles.append([*way[way.index(module) :], module])
+        elif module not in done:
+            for other in sorted(graph[module]):
+                visit(other, [*way, module])
+            done.add(module)
+
+    for module in graph:
+        visit(module, [])
+    return circles
+
+
+def _graph() -> dict[str, set[str]]:
+    modules = _modules()
+    # The package itself names what is imported lazily.
+    return {
+        name: _imports_of((ROOT / path).read_text(), modules) - {"fdjax"}
+        for name, path in modules.items()
+        if name != "fdjax"
+    }
+
+
+def test_no_files_import_each_other():
+    assert not _circles(_graph())
+
+
+def test_the_search_for_circles_finds():
+    modules = {"fdjax.a": Path("a"), "fdjax.b": Path("b"), "fdjax.c": Path("c")}
+    sources = {
+        "fdjax.a": "def f():\n  from fdjax import b",
+        "fdjax.b": "if TYPE_CHECKING:\n  from fdjax.c import x",
+        "fdjax.c": "import fdjax.a",
+    }
+    graph = {name: _imports_of(source, modules) for name, source in sources.items()}
+    assert _circles(graph) == [["fdjax.a", "fdjax.b", "fdjax.c", "fdjax.a"]]
+    assert not _circles(graph | {"fdjax.b": set()})
+
+
+def _floor(module: str) -> int | None:
+    room = module.split(".")[1]
+    return FLOORS.index(room) if room in FLOORS else None
+
+
+def test_rooms_of_fdjax_import_only_downwards():
+    upwards = {
+        (module, other)
+        for module, others in _graph().items()
+        for other in others
+        if None not in (here := _floor(module), there := _floor(other)) and here < there
+    }
+    assert not upwards
+    rooms = {path.name for path in (ROOT / "fdjax").iterdir() if not path.name.startswith("__")}
+    assert {room.removesuffix(".py") for room in rooms} == {*FLOORS, "models", "pallas_kernels"}
+
+
+def _private_access(source: str) -> list[str]:
+    """Attributes with a leading underscore that are read of something imported, or of a part of it.
+
+    Of `self` and `cls`, and of other objects of a file's own classes, they are its own.
+    """
+    tree = ast.parse(source)
+    own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_self(n.value)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            own.add(node.name)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            own.add(node.target.id)
+    found = [
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and re.match(r"_[a-z]", node.attr)
+        and node.attr not in own | PUBLIC_UNDERSCORES
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(("fdjax", "bench")):
+            found += [alias.name for alias in node.names if re.match(r"_[a-z]", alias.name)]
+    return found
+
+
+# Methods of named tuples, and what ctypes asks a structure for.
+PUBLIC_UNDERSCORES = {"_asdict", "_fields", "_make", "_replace", "_fields_", "_src"}
+
+
+def _is_self(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and node.id in ("self", "cls")
+
+
+def test_no_private_attribute_of_another_file_is_read():
+    found = {
+        str(path): names
+        for room in BELOW
+        for path in _sources(room)
+        if (names := _private_access((ROOT / path).read_text()))
+    }
+    assert not found
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["lm._engine.run()", "from fdjax.engine.step import _attend", "x = engine.a._b", "mod._f(1)"],
+)
+def test_the_search_for_private_attributes_finds(source):
+    assert _private_access(source)
+
+
 def test_tests_import_rooms_by_their_package():
     for path in _sources("tests"):
         names = {name.split(".")[0] for name in _imported(ast.parse((ROOT / path).read_text()))}

@@ -5,12 +5,10 @@ import logging
 import re
 import sys
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fdjax.lm import LM
 from fdjax.text.conversation import chat_ids
-
-if TYPE_CHECKING:
-    from fdjax.lm import LM
 
 logger = logging.getLogger("fdjax")
 
@@ -35,7 +33,7 @@ class Conversation:
 
     def __init__(
         self,
-        lm: "LM",
+        lm: LM,
         *,
         system: str | None = None,
         chat_template: str | None = None,
@@ -88,7 +86,7 @@ class Conversation:
         wanted = min(self._max_new_tokens, limit // 4)
         count = len(self.messages)
         while len(self.messages) > 1:
-            prompt = chat_ids(self._lm, self._system + self.messages, **self._template)
+            prompt = chat_ids(self._lm.tokenizer, self._system + self.messages, **self._template)
             if len(prompt) + wanted <= limit:
                 break
             del self.messages[:2]

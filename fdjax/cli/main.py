@@ -590,12 +590,13 @@ def _bench(args: argparse.Namespace) -> int:
 def _calibrate(args: argparse.Namespace) -> int:
     from fdjax.bench.record import environment
     from fdjax.tools import calibrate
+    from fdjax.weights.calibration import FILE, write_calibration
     from fdjax.weights.checkpoint import fingerprint, locate
 
     # Whatever is wrong is found before the minutes that a large model takes.
     texts = [_read_text(path) for path in args.text]
     folder = locate(args.model)
-    output = folder / calibrate.FILE if args.output is None else args.output
+    output = folder / FILE if args.output is None else args.output
     _check_writable(output)
     if args.plot:
         calibrate.check_plot(args.plot)
@@ -609,7 +610,9 @@ def _calibrate(args: argparse.Namespace) -> int:
             last = 10 * done // total
             _say(f"{done} of {total} tokens")
 
-    statistics = calibrate.gather(lm, texts, context=args.context, progress=progress)
+    statistics = calibrate.gather(
+        lm.engine, lm.tokenizer, texts, context=args.context, progress=progress
+    )
     rows = int(statistics.maxima[0, 0].sum())
     if rows < _CALIBRATION_TOKENS:
         warnings.warn(
@@ -622,8 +625,8 @@ def _calibrate(args: argparse.Namespace) -> int:
         "rows": rows,
         "dtype": lm.model.dtype,
     }
-    calibration = calibrate.Calibration.of(statistics, fingerprint(folder), provenance)
-    calibrate.write_calibration(calibration, output)
+    calibration = calibrate.calibration_of(statistics, fingerprint(folder), provenance)
+    write_calibration(calibration, output)
     print(calibration)
     _say(f"written to {output}")
     if args.plot:

@@ -80,7 +80,8 @@ class Engine:
     """A model's compiled programs and its idle state.
 
     Attributes:
-      params: the parameters as `ParamPacking` has them.
+      tree: the parameters.
+      params: the same as `ParamPacking` has them.
       stacked_params: those with the layers stacked, for decode steps of one launch; or None.
       programs: those of the model, whatever its weights.
       idle: of the last batch, or None.
@@ -107,15 +108,21 @@ class Engine:
         self.memory_bytes = memory_bytes
         self._one_launch = functools.cache(model.one_launch)  # looks at every layer
         self.stacked_packing = self.stacked_params = None
-        stacked = self._stack(params)
+        stacked = self.stack(params)
         if stacked is not None:
             whole = params | {"blocks": stacked}
             self.stacked_packing = ParamPacking.of(whole)
             self.stacked_params = self.stacked_packing.pack(whole)
+        self.tree = params
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
         self.idle: Idle | None = None
+
+    @property
+    def context(self) -> int:
+        """Tokens that a row may hold."""
+        return self.max_len or self.model.config.max_position_embeddings
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended; yields each chunk after they took their part of it.
@@ -134,7 +141,7 @@ class Engine:
         static = {"processors": wanted.tier, "max_steps": steps}
         if any(r.config.return_reruns for r in active):
             static["return_reruns"] = True
-        state = self._take_state(batch, slots, may_stack="return_reruns" not in static)
+        state = self.take_state(batch, slots, may_stack="return_reruns" not in static)
         stacked = isinstance(state.kv, StackedCache)
         # Once per prompt, what is not asked for costs next to nothing.
         prefill = self.program(step.prefill, stacked=stacked, processors=wanted.everything)
@@ -233,14 +240,15 @@ class Engine:
             plan(slots=slots).check("generate", self.memory_bytes)
         return slots
 
-    def _stack(self, params: Params) -> dict[str, jax.Array] | None:
+    def stack(self, params: Params) -> dict[str, jax.Array] | None:
+        """See `stack_layers`."""
         return stack_layers(self.model, params, memory_bytes=self.memory_bytes)
 
     def stacks(self, batch: int, slots: int) -> bool:
         """Whether decode steps of a batch run in one launch, over weights and cache stacked."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
-    def _take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
+    def take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
         """The idle state if it fits, else a new one in its place.
 
         Its cache is stacked where decode steps run in one launch, unless it may not be.

@@ -7,9 +7,7 @@ compiler's own numbers in `tests/test_memory.py` and against an H100 in `benchma
 
 import dataclasses
 import numbers
-import os
 
-import jax
 import jax.numpy as jnp
 
 from fdjax.engine.schedule import (
@@ -21,6 +19,7 @@ from fdjax.engine.schedule import (
 )
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
 from fdjax.models import Model
+from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
 # cuBLAS takes this once a program has a product of its own.
 _CUBLAS_BYTES = {(9, 0): 32 * 2**20}
@@ -105,7 +104,7 @@ def plan_memory(
     return MemoryPlan(
         batch=batch,
         max_len=max_len,
-        weight_bytes=weight_bytes(model),
+        weight_bytes=model.weight_bytes,
         cache_bytes=cache_bytes(model, batch, slots) + 4 * batch * slots,
         workspace_bytes=workspace_bytes(model, batch, prompt_tokens, slots),
     )
@@ -195,11 +194,6 @@ def _largest(fits, most: int) -> int:
     return least
 
 
-def weight_bytes(model: Model) -> int:
-    """Bytes of the parameters."""
-    return model.parameter_count * jnp.dtype(model.dtype).itemsize
-
-
 def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     """Bytes that the largest call takes beside weights and cache.
 
@@ -241,29 +235,3 @@ def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -
         for features, masks in {(spec.features, int(spec.is_masked)) for spec in c.attention}
     )
     return {choice.implementation for choice in choices}
-
-
-def device_memory_bytes(device: jax.Device | None = None) -> int | None:
-    """Bytes JAX may allocate on a device: the allocator's limit, or the machine's memory.
-
-    None where neither is known.
-    """
-    device = device or jax.local_devices()[0]
-    stats = device.memory_stats() or {}
-    if "bytes_limit" in stats:
-        return stats["bytes_limit"]
-    if device.platform == "cpu" and hasattr(os, "sysconf"):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
-
-
-def free_memory_bytes(device: jax.Device | None = None) -> int | None:
-    """`device_memory_bytes` less what the allocator has given out."""
-    device = device or jax.local_devices()[0]
-    limit = device_memory_bytes(device)
-    return limit and limit - (device.memory_stats() or {}).get("bytes_in_use", 0)
-
-
-def gigabytes(count: int) -> str:
-    """A number of bytes for people, in units of 1000."""
-    return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"

@@ -5,20 +5,18 @@ keep their logits bit by bit. What no row of a batch asks for is skipped on the 
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-if TYPE_CHECKING:
-    from fdjax.sampling.sampler import Sampling
+from fdjax.sampling.values import Sampling
 
 # The longest `no_repeat_ngram_size`.
 MAX_NGRAM = 32
 
 
 def edit_logits(
-    logits: Array, sampling: "Sampling", ids: Array, lengths: Array, steps: Array
+    logits: Array, sampling: Sampling, ids: Array, lengths: Array, steps: Array
 ) -> Array:
     """Biases, repetition penalty, frequency and presence penalty, bans of n-grams and of words.
 

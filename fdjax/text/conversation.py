@@ -6,46 +6,23 @@ message's content count as such, as they do in transformers.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from fdjax.engine.results import GenerateResult, TextStream
 from fdjax.sampling.options import GenerationConfig
 from fdjax.text.chat_template import Message
-
-if TYPE_CHECKING:
-    from fdjax.lm import LM
+from fdjax.text.tokenizer import Tokenizer
 
 # What is said to the template; all else is said to `generate`.
 _TEMPLATE_OPTIONS = ("tools", "documents", "chat_template", "continue_final_message")
 
 
-def chat(
-    lm: "LM",
-    messages: Sequence[Message] | Sequence[Sequence[Message]],
-    config: GenerationConfig | None = None,
-    **options: Any,
-) -> GenerateResult:
-    """Answer one conversation or many; see `LM.chat`."""
-    sequence = list | tuple
-    several = isinstance(messages, sequence) and messages and isinstance(messages[0], sequence)
-    template, options = _split(lm, config, options)
-    prompts = [chat_ids(lm, m, **template) for m in (messages if several else [messages])]
-    return lm.generate(prompts, config, **options)
-
-
-def stream_chat(
-    lm: "LM", messages: Sequence[Message], config: GenerationConfig | None = None, **options: Any
-) -> TextStream:
-    """The text of the answer to one conversation as it comes; see `LM.stream_chat`."""
-    template, options = _split(lm, config, options)
-    return lm.stream(chat_ids(lm, messages, **template), config, **options)
-
-
-def chat_ids(lm: "LM", messages: Sequence[Message], **template_options: Any) -> list[int]:
+def chat_ids(
+    tokenizer: Tokenizer, messages: Sequence[Message], **template_options: Any
+) -> list[int]:
     """Ids of a conversation and of what opens the assistant's answer.
 
     Args:
-      lm: the model.
+      tokenizer: of the model.
       messages: see `ChatTemplate.render`.
       **template_options: options of `ChatTemplate.render`. `continue_final_message` has the model
         go on with the last message instead of opening another.
@@ -55,17 +32,19 @@ def chat_ids(lm: "LM", messages: Sequence[Message], **template_options: Any) -> 
       MissingTokenizerError: the checkpoint has no tokenizer.
     """
     opens = not template_options.get("continue_final_message")
-    text = lm.tokenizer.chat_template.render(
+    text = tokenizer.chat_template.render(
         messages, **{"add_generation_prompt": opens} | template_options
     )
-    ids = lm.tokenizer.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
         raise ValueError("chat: the chat template makes nothing of these messages")
     return ids
 
 
-def _split(lm: "LM", config: GenerationConfig | None, options: dict) -> tuple[dict, dict]:
-    """(what the template is told, what `generate` is told)."""
+def split_options(
+    tokenizer: Tokenizer, defaults: GenerationConfig, config: GenerationConfig | None, options: dict
+) -> tuple[dict, dict]:
+    """The options of a chat: (what the template is told, what `generate` is told)."""
     template = options.get("chat_template_kwargs") or {}
     if not isinstance(template, Mapping) or "messages" in template:
         raise ValueError(
@@ -76,7 +55,16 @@ def _split(lm: "LM", config: GenerationConfig | None, options: dict) -> tuple[di
     told = {*_TEMPLATE_OPTIONS, "chat_template_kwargs"}
     options = {name: value for name, value in options.items() if name not in told}
     ends_given = config is not None or "eos_token_id" in options or "eos_token_ids" in options
-    if not ends_given and (end := lm.tokenizer.end_of_turn) is not None:
+    if not ends_given and (end := tokenizer.end_of_turn) is not None:
         # Not every generation_config.json names it.
-        options["eos_token_id"] = tuple(dict.fromkeys((*lm.defaults.eos_token_ids, end)))
+        options["eos_token_id"] = tuple(dict.fromkeys((*defaults.eos_token_ids, end)))
     return template, options
+
+
+def as_conversations(
+    messages: Sequence[Message] | Sequence[Sequence[Message]],
+) -> Sequence[Sequence[Message]]:
+    """Several conversations, or one as the only one of a list."""
+    sequence = list | tuple
+    several = isinstance(messages, sequence) and messages and isinstance(messages[0], sequence)
+    return messages if several else [messages]

@@ -1,13 +1,12 @@
 """Prompts and texts as they are given: a text, token ids, or several of either."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
 
-if TYPE_CHECKING:
-    from fdjax.text.tokenizer import Tokenizer
+from fdjax.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -33,7 +32,7 @@ def as_several(given: Any, what: str) -> tuple[list[Any], bool]:
     return [given] if one else given, one
 
 
-def token_ids(prompt: Any, tokenizer: "Tokenizer", vocab_size: int, what: str) -> list[int]:
+def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> list[int]:
     """The ids of a prompt.
 
     Args:

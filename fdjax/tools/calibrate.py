@@ -26,45 +26,32 @@ asks it of all scores; a range of scores that fits is one of maxima that fits.
 import dataclasses
 import functools
 import importlib.util
-import logging
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fdjax.engine.engine import Engine
 from fdjax.engine.memory import MemoryPlan, plan_memory
 from fdjax.engine.schedule import chunks_for, covered_slots
 from fdjax.engine.state import LayerCache, init_cache
-from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, Model, Params
+from fdjax.models import AttentionSpec, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
-from fdjax.system.files import json_by_line, write_whole
-from fdjax.text.prompts import as_several
-from fdjax.weights.checkpoint import fingerprint, read_json
+from fdjax.text.prompts import Prompt, as_several
+from fdjax.text.tokenizer import Tokenizer
+from fdjax.weights.calibration import SAFE_LOG2, Calibration, LayerCalibration
 
-if TYPE_CHECKING:
-    from fdjax.lm import LM
-    from fdjax.text.prompts import Prompt
-
-FILE = "fdjax_calibration.json"
-SCHEMA = 1
-_REMEDY = "run `fdjax calibrate` again, or remove the file"
-
-# In units of log2: how far from φ the maximum of a split's first block may be for decode kernels to
-# keep φ, and the bins of the histograms. The first and the last bin hold what is beyond.
-SAFE_LOG2 = 32.0
+# In units of log2, the bins of the histograms. The first and the last bin hold what is beyond.
 BIN_LOG2 = 0.25
 BINS = 8192
 # Share of the scores that an interval holds, as in Fig. 5.
 INTERVAL_SHARE = 0.9999
-# Largest share of a layer's rows outside the safe range with which the technique applies.
-RATE_LIMIT = 0.01
 
 # Longest piece of a text by default, in tokens.
 _CONTEXT = 4096
@@ -73,8 +60,6 @@ _CACHE_SLOTS = 8192
 # The scores of a block of queries stay below this many bytes.
 _SCORES_BYTES = 64 * 2**20
 _LOG2E = math.log2(math.e)
-
-logger = logging.getLogger("fdjax")
 
 
 class Statistics(NamedTuple):
@@ -94,8 +79,9 @@ class Statistics(NamedTuple):
 
 
 def gather(
-    lm: "LM",
-    texts: "Prompt | Sequence[Prompt]",
+    engine: Engine,
+    tokenizer: Tokenizer,
+    texts: Prompt | Sequence[Prompt],
     *,
     context: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -103,7 +89,7 @@ def gather(
     """Run texts through a model, chunk by chunk as prompts, and count.
 
     Args:
-      lm: the model.
+      engine, tokenizer: of the model.
       texts: a text, a sequence of token ids, or a sequence of either. One longer than `context` is
         cut into pieces, each with the special tokens that begin a text.
       context: tokens of a piece at most; default the model's context, up to 4096. The longer it
@@ -116,12 +102,16 @@ def gather(
       FloatingPointError: scores are not finite.
       MemoryError: the cache that a piece needs does not fit beside the weights.
     """
-    limit = lm.max_len or lm.config.max_position_embeddings
+    limit = engine.context
     context = min(limit, _CONTEXT) if context is None else context
     if not 1 < context <= limit:
         raise ValueError(f"calibrate: context must be from 2 to {limit}, got {context}")
     texts, _ = as_several(texts, "calibrate: texts")
-    pieces = [piece for i, text in enumerate(texts) for piece in _pieces(lm, text, i, context)]
+    pieces = [
+        piece
+        for i, text in enumerate(texts)
+        for piece in _pieces(engine, tokenizer, text, i, context)
+    ]
     if not pieces:
         raise ValueError("calibrate: there is no text")
     # The longest first: pieces of similar length share calls.
@@ -129,8 +119,9 @@ def gather(
     longest = len(pieces[0])
     slots = covered_slots(longest)
     rows = min(len(pieces), max(1, _CACHE_SLOTS // slots))
-    rows = lm._engine.fitting_rows("calibrate", rows, functools.partial(_plan, lm.model, longest))
-    layers, heads = lm.config.layers, lm.config.heads
+    rows = engine.fitting_rows("calibrate", rows, functools.partial(_plan, engine.model, longest))
+    config = engine.model.config
+    layers, heads = config.layers, config.heads
     total = Statistics(
         np.zeros((layers, heads, BINS), np.int64),
         np.zeros((layers, heads, BINS), np.int64),
@@ -140,7 +131,7 @@ def gather(
     tokens, done = sum(map(len, pieces)), 0
     for first in range(0, len(pieces), rows):
         batch = pieces[first : first + rows]
-        for chunk in _observe_batch(lm, batch, rows, slots):
+        for chunk in _observe_batch(engine, batch, rows, slots):
             combine = np.add, np.add, np.minimum, np.maximum
             for operation, so_far, new in zip(combine, total, chunk, strict=True):
                 operation(so_far, new, out=so_far)
@@ -163,16 +154,18 @@ def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
     return dataclasses.replace(plan, workspace_bytes=workspace_bytes)
 
 
-def _pieces(lm: "LM", text: "Prompt", i: int, context: int) -> list[list[int]]:
+def _pieces(
+    engine: Engine, tokenizer: Tokenizer, text: Prompt, i: int, context: int
+) -> list[list[int]]:
     prefix: list[int] = []
+    vocab_size = engine.model.config.vocab_size
     ids = list(text)
     if isinstance(text, str):
-        ids, prefix = lm.tokenizer.encode(text), lm.tokenizer.encode("")
+        ids, prefix = tokenizer.encode(text), tokenizer.encode("")
         prefix = prefix if ids[: len(prefix)] == prefix else []
-    if unknown := [t for t in ids if not 0 <= t < lm.config.vocab_size]:
+    if unknown := [t for t in ids if not 0 <= t < vocab_size]:
         raise ValueError(
-            f"calibrate: text {i} has id {unknown[0]}, "
-            f"the vocabulary is 0..{lm.config.vocab_size - 1}"
+            f"calibrate: text {i} has id {unknown[0]}, the vocabulary is 0..{vocab_size - 1}"
         )
     step = context - len(prefix)
     if step < 1:
@@ -184,19 +177,19 @@ def _pieces(lm: "LM", text: "Prompt", i: int, context: int) -> list[list[int]]:
     return [prefix + body[start : start + step] for start in range(0, len(body), step)]
 
 
-def _observe_batch(lm: "LM", pieces: Sequence[list[int]], rows: int, slots: int):
+def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots: int):
     """The statistics of each chunk of these pieces, on the host, filled up to `rows` rows."""
     lengths = np.array([*map(len, pieces), *[0] * (rows - len(pieces))], np.int32)
     widths = chunks_for(len(pieces[0]))
     ids = np.zeros((rows, sum(widths)), np.int32)
     for row, piece in zip(ids, pieces, strict=False):
         row[: len(piece)] = piece
-    cache = init_cache(lm.model, rows, slots)
+    cache = init_cache(engine.model, rows, slots)
     offset = 0
     for width in widths:
         cache, observed = _observe_chunk(
-            lm.model,
-            lm.params,
+            engine.model,
+            engine.tree,
             cache,
             ids[:, offset : offset + width],
             np.clip(lengths - offset, 0, width),
@@ -362,188 +355,20 @@ def choose(maxima: np.ndarray, safe_log2: float = SAFE_LOG2) -> tuple[np.ndarray
     return bin_edges()[middle + 1 + half], 1 - most[..., 0] / np.sum(maxima, axis=-1)
 
 
-@dataclasses.dataclass(frozen=True)
-class LayerCalibration:
-    """What a layer's heads were found to be; every field has one value per query head.
-
-    Attributes:
-      phi: unified maximum; the safe range is phi ± SAFE_LOG2 / log2(e).
-      rates: predicted share of rows that leave the safe range.
-      lower, upper: interval that holds 99.99 % of the scores.
-      lowest, highest: extremes of the scores.
-    """
-
-    phi: tuple[float, ...]
-    rates: tuple[float, ...]
-    lower: tuple[float, ...]
-    upper: tuple[float, ...]
-    lowest: tuple[float, ...]
-    highest: tuple[float, ...]
-
-    @property
-    def rate(self) -> float:
-        """Predicted share of the layer's rows that leave the safe range."""
-        return math.fsum(self.rates) / len(self.rates)
-
-    @property
-    def applies(self) -> bool:
-        """Whether a unified maximum pays: the rate is within RATE_LIMIT."""
-        return self.rate <= RATE_LIMIT
-
-
-@dataclasses.dataclass(frozen=True)
-class Calibration:
-    """φ of a model, and what it was chosen by.
-
-    Attributes:
-      fingerprint: of the checkpoint, see `fdjax.weights.checkpoint.fingerprint`.
-      layers: one entry per layer.
-      provenance: where the numbers come from.
-    """
-
-    fingerprint: str
-    layers: tuple[LayerCalibration, ...]
-    provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-
-    @classmethod
-    def of(
-        cls, statistics: Statistics, fingerprint: str, provenance: Mapping[str, Any]
-    ) -> "Calibration":
-        """Choose φ by what was counted."""
-        layers = []
-        for scores, maxima, lowest, highest in zip(*statistics, strict=True):
-            phi, rates = choose(maxima)
-            # The extremes are exact, the interval ends at the edge of a bin.
-            lower, upper = (np.clip(end, lowest, highest) for end in interval(scores))
-            phi, *ranges = (
-                tuple(np.round(a, 4).tolist()) for a in (phi, lower, upper, lowest, highest)
-            )
-            layers.append(LayerCalibration(phi, tuple(rates.tolist()), *ranges))
-        return cls(fingerprint, tuple(layers), provenance)
-
-    def __str__(self) -> str:
-        """A table for people."""
-        head = ("layer", "99.99 % of scores", "extremes", "phi", "leaving", "applies")
-        cells = [head]
-        for i, layer in enumerate(self.layers):
-            ranges = (
-                (layer.lower, layer.upper),
-                (layer.lowest, layer.highest),
-                (layer.phi, layer.phi),
-            )
-            cells.append(
-                (
-                    str(i),
-                    *(f"{min(low):.1f} .. {max(high):.1f}" for low, high in ranges),
-                    f"{layer.rate:.4%}",
-                    "yes" if layer.applies else "no",
-                )
-            )
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
-        applies = sum(layer.applies for layer in self.layers)
-        lines += [
-            "",
-            f"A unified maximum applies in {applies} of {len(self.layers)} layers: at most "
-            f"{RATE_LIMIT:.0%} of the rows leave phi +- {SAFE_LOG2 / _LOG2E:.2f}.",
-        ]
-        return "\n".join(lines)
-
-
-def write_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Write a calibration as JSON, a layer to a line."""
-    head = {
-        "schema": SCHEMA,
-        "fingerprint": calibration.fingerprint,
-        "provenance": calibration.provenance,
-        "safe_range": [-SAFE_LOG2 / _LOG2E, SAFE_LOG2 / _LOG2E],
-        "rate_limit": RATE_LIMIT,
-    }
-    layers = (
-        {"applies": layer.applies, "rate": layer.rate} | dataclasses.asdict(layer)
-        for layer in calibration.layers
-    )
-    # A model with half a calibration beside it would not load.
-    write_whole(path, json_by_line(head, "layers", layers))
-
-
-def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | None:
-    """Read the calibration of a model; None, with a warning, for one of another schema.
-
-    Raises:
-      CheckpointError: the file is damaged, or not of such a model.
-    """
-    try:
-        data = read_json(Path(path))
-    except CheckpointError as error:
-        raise CheckpointError(f"{error}; {_REMEDY}") from None
-    if data.get("schema") != SCHEMA:
-        warnings.warn(
-            f"{path}: not used, the schema must be {SCHEMA}, got {data.get('schema')!r}; "
-            "run `fdjax calibrate` again",
-            stacklevel=4,
+def calibration_of(
+    statistics: Statistics, fingerprint: str, provenance: Mapping[str, Any]
+) -> Calibration:
+    """Choose φ by what was counted."""
+    layers = []
+    for scores, maxima, lowest, highest in zip(*statistics, strict=True):
+        phi, rates = choose(maxima)
+        # The extremes are exact, the interval ends at the edge of a bin.
+        lower, upper = (np.clip(end, lowest, highest) for end in interval(scores))
+        phi, *ranges = (
+            tuple(np.round(a, 4).tolist()) for a in (phi, lower, upper, lowest, highest)
         )
-        return None
-    layers = data.get("layers")
-    count = len(layers) if isinstance(layers, list) else 0
-    if count != config.layers:
-        raise _damaged(path, f"must have {config.layers} layers, got {count}")
-    names = [field.name for field in dataclasses.fields(LayerCalibration)]
-    read = []
-    for i, layer in enumerate(layers):
-        values = [layer.get(name) if isinstance(layer, dict) else None for name in names]
-        for name, value in zip(names, values, strict=True):
-            if not _one_per_head(value, config.heads):
-                raise _damaged(path, f"{name!r} of layer {i} must be {config.heads} finite numbers")
-        read.append(LayerCalibration(*map(tuple, values)))
-    return Calibration(str(data.get("fingerprint")), tuple(read), data.get("provenance", {}))
-
-
-def _one_per_head(values: Any, heads: int) -> bool:
-    if not isinstance(values, list) or len(values) != heads:
-        return False
-    largest = float(np.finfo(np.float32).max)
-    return all(type(x) in (int, float) and abs(x) <= largest for x in values)
-
-
-def _damaged(path: str | Path, problem: str) -> CheckpointError:
-    return CheckpointError(f"{path}: {problem}; {_REMEDY}")
-
-
-def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
-    """The architecture with φ of every layer, if there is a calibration beside the checkpoint.
-
-    A layer where the technique does not apply runs with the maximum of its rows.
-
-    Raises:
-      CheckpointError: the calibration is damaged, or of another model.
-
-    Warns:
-      UserWarning: the calibration is of another schema, and not used.
-    """
-    path = folder / FILE
-    if not path.exists():
-        return config
-    calibration = read_calibration(path, config)
-    if calibration is None:
-        return config
-    if calibration.fingerprint != fingerprint(folder):
-        raise _damaged(path, "made for other weights")
-    outside = [str(i) for i, layer in enumerate(calibration.layers) if not layer.applies]
-    if outside:
-        logger.info(
-            "%s: more than %g of the rows leave the safe range in layers %s, which run without a "
-            "unified maximum",
-            path,
-            RATE_LIMIT,
-            ", ".join(outside),
-        )
-    specs = zip(config.attention, calibration.layers, strict=True)
-    attention = tuple(
-        dataclasses.replace(spec, phi=layer.phi, unified=layer.applies) for spec, layer in specs
-    )
-    logger.info("%s: a unified maximum for each head", path)
-    return config.with_attention(attention)
+        layers.append(LayerCalibration(phi, tuple(rates.tolist()), *ranges))
+    return Calibration(fingerprint, tuple(layers), provenance)
 
 
 def check_plot(path: Path) -> None:

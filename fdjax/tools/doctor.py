@@ -15,11 +15,11 @@ import jax
 import jax.numpy as jnp
 
 import fdjax
-from fdjax.engine.memory import device_memory_bytes
 from fdjax.pallas_kernels.attention import AttentionSpec, decode_attention
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.system import platform
+from fdjax.system.device_memory import device_memory_bytes
 
 # First driver that runs programs of this CUDA generation (NVIDIA's CUDA toolkit release notes).
 _DRIVER_FOR_CUDA = {13: 580, 12: 525}

@@ -5,17 +5,10 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fdjax.engine.memory import (
-    MemoryPlan,
-    device_memory_bytes,
-    gigabytes,
-    largest_batch,
-    longest_context,
-    plan_memory,
-    weight_bytes,
-)
+from fdjax.engine.memory import MemoryPlan, largest_batch, longest_context, plan_memory
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
 from fdjax.pallas_kernels.plan import Choice
+from fdjax.system.device_memory import device_memory_bytes, gigabytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +101,7 @@ def model_info(
         family=model.config.family,
         parameters=model.parameter_count,
         dtype=model.dtype,
-        weight_bytes=weight_bytes(model),
+        weight_bytes=model.weight_bytes,
         kv_bytes_per_token=model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize),
         device=model.plan.device_kind,
         device_bytes=memory_bytes,

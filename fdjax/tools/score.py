@@ -8,13 +8,13 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from fdjax.engine.engine import Engine
 from fdjax.engine.memory import MemoryPlan, plan_memory
 from fdjax.engine.program import Program
 from fdjax.engine.schedule import chunks_for, slots_for
@@ -22,11 +22,8 @@ from fdjax.engine.state import LayerCache, init_cache
 from fdjax.engine.step import attend_prefill
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
-from fdjax.text.prompts import as_several, token_ids
-
-if TYPE_CHECKING:
-    from fdjax.lm import LM
-    from fdjax.text.prompts import Prompt
+from fdjax.text.prompts import Prompt, as_several, token_ids
+from fdjax.text.tokenizer import Tokenizer
 
 # Slots of cache that the texts of a batch may take together, if there are several.
 _CACHE_SLOTS = 8192
@@ -60,10 +57,15 @@ class ScoreResult:
 
 
 def score(
-    lm: "LM", texts: "Prompt | Sequence[Prompt]", *, stride: int | None = None, batch_size: int = 16
+    engine: Engine,
+    tokenizer: Tokenizer,
+    texts: Prompt | Sequence[Prompt],
+    *,
+    stride: int | None = None,
+    batch_size: int = 16,
 ) -> ScoreResult:
     """Log-probabilities of the tokens of texts; see `LM.score`."""
-    limit = lm.max_len or lm.config.max_position_embeddings
+    limit = engine.context
     if not _is_integer(batch_size) or batch_size < 1:
         raise ValueError(f"score: batch_size must be a positive integer, got {batch_size}")
     if stride is not None and not (_is_integer(stride) and 0 < stride < limit):
@@ -71,10 +73,9 @@ def score(
             f"score: stride must be a positive integer below the context of {limit}, got {stride}"
         )
     texts, _ = as_several(texts, "score: texts")
-    vocab_size = lm.config.vocab_size
+    vocab_size = engine.model.config.vocab_size
     ids = [
-        token_ids(text, lm.tokenizer, vocab_size, f"score: text {i}")
-        for i, text in enumerate(texts)
+        token_ids(text, tokenizer, vocab_size, f"score: text {i}") for i, text in enumerate(texts)
     ]
     windows = [w for i, text in enumerate(ids) for w in _windows(i, text, limit, stride)]
     # The longest first: what does not fit is known at once.
@@ -82,11 +83,11 @@ def score(
     scored: list[tuple[_Window, np.ndarray, np.ndarray]] = []
     while windows:
         longest = max(1, len(windows[0].ids) - 1)
-        slots = slots_for(longest, longest, lm.max_len)
-        count = max(1, min(batch_size, _CACHE_SLOTS // slots, lm.max_batch or batch_size))
-        plan = functools.partial(_plan, lm.model, longest, slots)
-        count = lm._engine.fitting_rows("score", min(count, len(windows)), plan)
-        scored += _score_batch(lm, windows[:count], slots)
+        slots = slots_for(longest, longest, engine.max_len)
+        count = max(1, min(batch_size, _CACHE_SLOTS // slots, engine.max_batch or batch_size))
+        plan = functools.partial(_plan, engine.model, longest, slots)
+        count = engine.fitting_rows("score", min(count, len(windows)), plan)
+        scored += _score_batch(engine, windows[:count], slots)
         windows = windows[count:]
     result = ScoreResult(ids, [[] for _ in ids], [[] for _ in ids])
     for window, logprobs, likeliest in sorted(scored, key=lambda s: s[0].start):
@@ -140,7 +141,7 @@ def _windows(text: int, ids: list[int], limit: int, stride: int | None) -> Itera
 
 
 def _score_batch(
-    lm: "LM", windows: Sequence[_Window], slots: int
+    engine: Engine, windows: Sequence[_Window], slots: int
 ) -> list[tuple[_Window, np.ndarray, np.ndarray]]:
     """Each window with the log-probabilities of its tokens but the first, and their `likeliest`."""
     # What follows the last token is not asked.
@@ -150,13 +151,13 @@ def _score_batch(
     ids = np.zeros((len(lengths), sum(widths) + 1), np.int32)
     for row, window in zip(ids, windows, strict=False):
         row[: len(window.ids)] = window.ids
-    cache = init_cache(lm.model, len(lengths), slots)
-    program = _program(lm)
+    cache = init_cache(engine.model, len(lengths), slots)
+    program = _program(engine)
     chunks = []
     offset = 0
     for width in widths:
         cache, *chunk = program(
-            lm.params,
+            engine.tree,
             cache,
             ids[:, offset : offset + width],
             ids[:, offset + 1 : offset + width + 1],
@@ -179,9 +180,9 @@ def _score_batch(
     return scored
 
 
-def _program(lm: "LM") -> Program:
+def _program(engine: Engine) -> Program:
     """`_score_chunk` of a model; kept where its other programs are, and as long."""
-    key, model, programs = ("score",), lm.model, lm._engine.programs
+    key, model, programs = ("score",), engine.model, engine.programs
     if key not in programs:
 
         def run(params, kv, *operands):

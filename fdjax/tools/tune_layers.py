@@ -20,7 +20,7 @@ from jax import Array, lax
 
 from fdjax.bench.check import verify
 from fdjax.engine.engine import compiler_options
-from fdjax.engine.memory import free_memory_bytes, gigabytes, plan_memory, weight_bytes
+from fdjax.engine.memory import plan_memory
 from fdjax.engine.state import DecodeState, StackedCache, init_cache, pack_progress
 from fdjax.engine.step import decode_steps, run_layers
 from fdjax.models import (
@@ -34,6 +34,7 @@ from fdjax.models import (
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Entry, can_chain
 from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.system.device_memory import free_memory_bytes, gigabytes
 from fdjax.tools.table_entry import table_entry
 from fdjax.weights.stacked import layer_slices, stack_layers
 
@@ -77,8 +78,8 @@ def measure_layers(
         return
     tried = model.plan.candidates("decode_layers", features, shapes[0])
     memory_bytes = free_memory_bytes(device)
-    if memory_bytes is not None and weight_bytes(model) > memory_bytes:
-        report(f"decode_layers: no room for weights of {gigabytes(weight_bytes(model))}")
+    if memory_bytes is not None and model.weight_bytes > memory_bytes:
+        report(f"decode_layers: no room for weights of {gigabytes(model.weight_bytes)}")
         return
     params = random_params(model)
     stacked = stack_layers(_planned(model, tried[0], shapes[0]), params, owned=True)

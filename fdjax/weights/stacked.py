@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from fdjax.engine.memory import free_memory_bytes, gigabytes, weight_bytes
 from fdjax.models import Model, Params
+from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
 logger = logging.getLogger("fdjax")
 
@@ -138,7 +138,7 @@ def stack_layers(
     sizes = [len(layers) * layers[0][kind].nbytes for kind in missing]
     needed = (max if owned else sum)(sizes or [0])
     (device,) = leaves[0].devices()
-    rooms = [free_memory_bytes(device), memory_bytes and memory_bytes - weight_bytes(model)]
+    rooms = [free_memory_bytes(device), memory_bytes and memory_bytes - model.weight_bytes]
     told = f"layers are not stacked: no room for {gigabytes(needed)} beside the weights"
     if any(room is not None and needed > room for room in rooms):
         _tell_once(told)

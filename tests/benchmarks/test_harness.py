@@ -115,7 +115,7 @@ def test_wrong_results_get_no_time(config, quick_ceiling, monkeypatch, tmp_path)
 
 
 def test_what_does_not_fit_is_left_out(config, quick_ceiling, monkeypatch, capsys):
-    from fdjax.engine import memory as planner
+    from fdjax.system import device_memory as planner
 
     monkeypatch.setattr(planner, "free_memory_bytes", lambda: 10**5)
     assert end_to_end.main([str(config), "--points", "64x64", "--plans", "fdjax"]) == 1
@@ -218,7 +218,7 @@ def test_plans_share_stacked_weights(config, quick_ceiling, monkeypatch):
     def rows(lm, **options):
         weights = lm.params["blocks"][1]["mlp"]["down"]["weight"]
         places.append(weights.unsafe_buffer_pointer())
-        stacked.append(lm._engine.stacked_params is not None)
+        stacked.append(lm.engine.stacked_params is not None)
         return [], {}
 
     places, stacked = [], []
@@ -344,9 +344,8 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
     compiler = ahead.Compiler(tmp_path)
     params = compiler.params(description)
     assert not any(any(a.strides) for a in jax.tree.leaves(params))
-    lm = fdjax.LM(description, params)
+    lm = fdjax.LM(description, params, make_engine=compiler.engine("xla"))
     assert not any(any(a.strides) for a in jax.tree.leaves(lm.params))
-    compiler.adopt(lm, "xla")
     assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
     assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
     files = list(tmp_path.glob("*.executable"))
@@ -356,14 +355,13 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
     want = fdjax.LM(plain, params).generate(prompts, **options).tokens
 
     def loaded():
-        lm = fdjax.LM(description, params)
         executables = ahead.Executables(tmp_path)
-        executables.adopt(lm, "xla")
+        lm = fdjax.LM(description, params, make_engine=executables.engine("xla"))
         for _ in range(2):
             result = lm.generate(prompts, **options)
             assert result.tokens == want
         assert result.stats.compile_seconds == 0
-        assert isinstance(lm._engine.idle.state.kv, StackedCache) == bool(named)
+        assert isinstance(lm.engine.idle.state.kv, StackedCache) == bool(named)
         return executables, lm.program_counts()
 
     executables, compiled = loaded()

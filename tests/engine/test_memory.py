@@ -33,6 +33,7 @@ from fdjax.models import describe, parse_config, random_params
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
+from fdjax.system import device_memory
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="xla")
@@ -201,7 +202,7 @@ def test_what_other_models_hold_is_not_free():
         def memory_stats(self):
             return {"bytes_limit": 100, "bytes_in_use": 30}
 
-    assert memory.free_memory_bytes(Device()) == 70
+    assert device_memory.free_memory_bytes(Device()) == 70
 
 
 @functools.cache
@@ -218,7 +219,7 @@ def one_layer():
 def test_a_batch_is_no_larger_than_it_may_be():
     lm = LM(*one_layer(), max_batch=3)
     out = lm.generate([[5, 6, 7]] * 3, max_new_tokens=2, eos_token_id=None)
-    assert lm._engine.idle.state.kv[0][0].shape[0] == 3
+    assert lm.engine.idle.state.kv[0][0].shape[0] == 3
     assert [len(tokens) for tokens in out.tokens] == [2] * 3
     with pytest.raises(ValueError, match="4 rows are more than max_batch 3"):
         lm.generate([[5]] * 4)
@@ -231,11 +232,11 @@ def test_a_cache_is_as_small_as_memory_asks_for():
     sizes = {"batch": 1, "max_len": 700, "prompt_tokens": 600}
     tight, wide = (plan_memory(m, **sizes, slots=slots).total_bytes for slots in (768, 2048))
     for budget, slots in ((None, 2048), (wide, 2048), (wide - 1, 768), (tight, 768)):
-        assert LM(m, params, memory_bytes=budget)._engine._slots(1, 600, 700) == slots
+        assert LM(m, params, memory_bytes=budget).engine._slots(1, 600, 700) == slots
     lm = LM(m, params, memory_bytes=tight - 1)
     with pytest.raises(MemoryError, match=r"generate: must fit into .* for 1 x 700 tokens"):
         lm.generate([5] * 600, max_new_tokens=100)
-    assert lm._engine.idle is None
+    assert lm.engine.idle is None
 
 
 def test_the_command_line_says_what_would_fit(capsys):
@@ -330,7 +331,7 @@ def test_decoding_takes_less_than_is_planned(batch):
 @pytest.mark.gpu
 def test_the_peak_is_what_was_planned():
     m = model("llama-3.2-1b", plan=Plan.for_device())
-    lm = LM(m, random_params(m), memory_bytes=memory.free_memory_bytes())
+    lm = LM(m, random_params(m), memory_bytes=device_memory.free_memory_bytes())
     prompts = np.random.default_rng(0).integers(0, m.config.vocab_size, (16, 2000)).tolist()
     lm.generate(prompts, max_new_tokens=48, eos_token_id=None)
     peak = jax.devices()[0].memory_stats()["peak_bytes_in_use"]

@@ -62,7 +62,7 @@ def launched(launches):
 
 def stacked(lm):
     """Whether the last batch ran in one launch."""
-    return isinstance(lm._engine.idle.state.kv, StackedCache)
+    return isinstance(lm.engine.idle.state.kv, StackedCache)
 
 
 def other_weights(lm):
@@ -137,10 +137,10 @@ def test_between_the_layouts_on_one_model(plain, launches):
 def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
     shape = layers_shape(plain.config, 2, 512, 4)
     entry = Entry("decode_layers", tuple(sorted(shape.items())), Choice("mosaic_gpu", source=""))
-    engine = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE))._engine
+    engine = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE)).engine
 
     def take(slots, may_stack=True, batch=1):
-        return engine._take_state(batch, slots, may_stack)
+        return engine.take_state(batch, slots, may_stack)
 
     def is_stacked(state):
         return isinstance(state.kv, StackedCache)
@@ -231,7 +231,7 @@ def test_damaged_weights_are_told_of_and_forgotten(launched):
     lm.params = damaged
     with pytest.raises(FloatingPointError, match="prompt 0"):
         lm.generate(PROMPTS, **GREEDY)
-    assert lm._engine.idle is None
+    assert lm.engine.idle is None
     lm.params = launched.params
     assert_alike(lm.generate(PROMPTS, **GREEDY), launched.generate(PROMPTS, **GREEDY))
 

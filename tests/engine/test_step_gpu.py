@@ -110,7 +110,7 @@ def test_layers_in_one_launch_decode_as_one_by_one(batch):
         model = describe(config, dtype="bfloat16", plan=plan)
         params = params or random_params(model)
         lm = LM(model, params)
-        assert lm._engine.stacks(batch, 1024) == (implementation == "mosaic_gpu")
+        assert lm.engine.stacks(batch, 1024) == (implementation == "mosaic_gpu")
         got = lm.generate(prompts, max_new_tokens=2, return_logprobs=20)
         top = [[[*likeliest.values()] for likeliest in row] for row in got.top_logprobs]
         results.append(np.array(top))

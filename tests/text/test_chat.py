@@ -259,7 +259,7 @@ def test_a_conversation_goes_on(lm):
     history = [*QUESTION, {"role": "assistant", "content": ANSWER}]
     history.append({"role": "user", "content": "What is 7 + 5?"})
     assert lm.chat(history).text.strip() == "7 + 5 = 12."
-    assert len(chat_ids(lm, history)) > len(chat_ids(lm, QUESTION)) + 10
+    assert len(chat_ids(lm.tokenizer, history)) > len(chat_ids(lm.tokenizer, QUESTION)) + 10
 
 
 def test_pieces_joined_are_the_answer(lm):
@@ -318,7 +318,10 @@ def test_conversations_make_a_batch(lm, told):
     lm.chat([QUESTION, other])
     lm.chat((tuple(QUESTION),))
     prompts = [args[0] for args, _ in told]
-    assert prompts == [[chat_ids(lm, QUESTION), chat_ids(lm, other)], [chat_ids(lm, QUESTION)]]
+    assert prompts == [
+        [chat_ids(lm.tokenizer, QUESTION), chat_ids(lm.tokenizer, other)],
+        [chat_ids(lm.tokenizer, QUESTION)],
+    ]
 
 
 def test_an_answer_ends_where_tokenizer_config_says(lm, told, monkeypatch):

@@ -37,19 +37,28 @@ from fdjax.tools import calibrate
 from fdjax.tools.calibrate import (
     BIN_LOG2,
     BINS,
-    Calibration,
     Statistics,
     bin_edges,
     choose,
     interval,
 )
+from fdjax.weights import calibration as calibration_file
 from fdjax.weights.checkpoint import fingerprint, locate
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 BIN = BIN_LOG2 / math.log2(math.e)
-SAFE = calibrate.SAFE_LOG2 / math.log2(math.e)
+SAFE = calibration_file.SAFE_LOG2 / math.log2(math.e)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+
+def gather(lm, texts, **options):
+    return calibrate.gather(lm.engine, lm.tokenizer, texts, **options)
+
+
+def _pieces(lm, text, i, context):
+    return calibrate._pieces(lm.engine, lm.tokenizer, text, i, context)
+
 
 CONFIG = DecoderConfig.alike(
     family="llama",
@@ -189,7 +198,7 @@ def test_counts_are_those_of_a_brute_force(by_force, monkeypatch, block_bytes):
     monkeypatch.setattr(calibrate, "_SCORES_BYTES", block_bytes)
     texts, found = by_force
     done = []
-    counted = calibrate.gather(random_lm(), texts, progress=lambda *p: done.append(p))
+    counted = gather(random_lm(), texts, progress=lambda *p: done.append(p))
     assert done == [(174, 174)]
     for layer in range(CONFIG.layers):
         for head in range(CONFIG.heads):
@@ -207,7 +216,7 @@ def test_counts_are_those_of_a_brute_force(by_force, monkeypatch, block_bytes):
 
 def test_what_lies_beyond_the_bins_is_counted_at_their_ends():
     spec = AttentionSpec(scale=1e6)
-    counted = calibrate.gather(random_lm(CONFIG.with_attention((spec,))), [token_ids(64)])
+    counted = gather(random_lm(CONFIG.with_attention((spec,))), [token_ids(64)])
     assert counted.scores.sum(axis=-1).tolist() == [[64 * 65 // 2] * 4]
     assert counted.scores[..., [0, -1]].sum() > 0 and counted.highest.max() > bin_edges()[-1]
 
@@ -215,16 +224,16 @@ def test_what_lies_beyond_the_bins_is_counted_at_their_ends():
 def test_a_long_text_is_cut_into_pieces_that_begin_as_a_text_does(tiny):
     text = "The largest ocean is the Pacific Ocean. " * 20
     ids = tiny.tokenizer.encode(text)
-    pieces = calibrate._pieces(tiny, text, 0, 50)
+    pieces = _pieces(tiny, text, 0, 50)
     assert len({piece[0] for piece in pieces}) == 1 and max(map(len, pieces)) == 50
     assert [ids[0], *(t for piece in pieces for t in piece[1:])] == ids
     # Ids are taken as they are.
-    assert calibrate._pieces(tiny, ids, 0, 50) == [ids[i : i + 50] for i in range(0, len(ids), 50)]
+    assert _pieces(tiny, ids, 0, 50) == [ids[i : i + 50] for i in range(0, len(ids), 50)]
 
 
 def test_one_text_is_one(tiny):
-    counted = [calibrate.gather(tiny, texts) for texts in ("An owl.", ["An owl."])]
-    counted.append(calibrate.gather(tiny, tiny.tokenizer.encode("An owl.")))
+    counted = [gather(tiny, texts) for texts in ("An owl.", ["An owl."])]
+    counted.append(gather(tiny, tiny.tokenizer.encode("An owl.")))
     for got in counted[1:]:
         for a, b in zip(counted[0], got, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -243,7 +252,7 @@ def test_one_text_is_one(tiny):
 )
 def test_what_cannot_be_counted(texts, options, told):
     with pytest.raises(ValueError, match=told):
-        calibrate.gather(random_lm(), texts, **options)
+        gather(random_lm(), texts, **options)
 
 
 def test_scores_that_are_not_finite_are_told():
@@ -251,28 +260,28 @@ def test_scores_that_are_not_finite_are_told():
     params = {**lm.params, "embed": lm.params["embed"].at[5].set(jnp.nan)}
     damaged = fdjax.LM(lm.model, params)
     with pytest.raises(FloatingPointError, match="scores of layer 0 are not finite"):
-        calibrate.gather(damaged, [[1, 5, 7]])
+        gather(damaged, [[1, 5, 7]])
 
 
 @pytest.mark.slow
 def test_the_limits_of_memory_hold(monkeypatch):
     lm, made = random_lm(), []
     lm.generate([[5, 6, 7]] * 4, max_new_tokens=2)
-    idle = weakref.ref(lm._engine.idle.state.kv[0][0])
+    idle = weakref.ref(lm.engine.idle.state.kv[0][0])
     monkeypatch.setattr(
         calibrate, "init_cache", lambda *s: made.append((s[1], idle())) or init_cache(*s)
     )
     texts = [token_ids(100, seed) for seed in range(5)]
-    free = calibrate.gather(lm, texts)
+    free = gather(lm, texts)
     assert made == [(5, None)]
     one, two = (calibrate._plan(lm.model, 100, rows).total_bytes for rows in (1, 2))
-    monkeypatch.setattr(lm._engine, "memory_bytes", two)
-    limited = calibrate.gather(lm, texts)
+    monkeypatch.setattr(lm.engine, "memory_bytes", two)
+    limited = gather(lm, texts)
     np.testing.assert_array_equal(limited.scores.sum(axis=-1), free.scores.sum(axis=-1))
     assert made[1:] == [(2, None)] * 3
-    monkeypatch.setattr(lm._engine, "memory_bytes", one - 1)
+    monkeypatch.setattr(lm.engine, "memory_bytes", one - 1)
     with pytest.raises(MemoryError, match="calibrate: must fit into"):
-        calibrate.gather(lm, texts)
+        gather(lm, texts)
 
 
 def test_scores_are_never_all_there():
@@ -330,7 +339,7 @@ def published(low, high):
     ],
 )
 def test_the_decision_is_that_of_the_paper(model, low, high, applies):
-    (layer,) = Calibration.of(published(low, high), "", {}).layers
+    (layer,) = calibrate.calibration_of(published(low, high), "", {}).layers
     assert (layer.lower[0], layer.upper[0]) == pytest.approx((low, high), rel=0.01, abs=2 * BIN)
     assert layer.applies == applies
     if applies:
@@ -344,20 +353,20 @@ def test_the_decision_is_that_of_the_paper(model, low, high, applies):
 def test_the_decision_is_made_layer_by_layer():
     layers = [published(-16.8, 6.5), published(-496.8, 363.5)]
     both = Statistics(*map(np.concatenate, zip(*layers, strict=True)))
-    calibration = Calibration.of(both, "", {})
+    calibration = calibrate.calibration_of(both, "", {})
     assert [layer.applies for layer in calibration.layers] == [True, False]
     assert "applies in 1 of 2 layers" in str(calibration)
 
 
 def test_no_kernel_bears_less_than_the_safe_range():
-    assert decode_kernel._NEAR_LOG2 == calibrate.SAFE_LOG2
+    assert decode_kernel._NEAR_LOG2 == calibration_file.SAFE_LOG2
     most_slots = 2**24
     for lowest, highest in (
         (2.0**-decode_kernel._SAFE_LOG2, 2.0**decode_kernel._SAFE_LOG2),
         prefill_tiles.SAFE,
     ):
-        assert lowest <= 2.0**-calibrate.SAFE_LOG2
-        assert most_slots * 2.0**calibrate.SAFE_LOG2 <= highest
+        assert lowest <= 2.0**-calibration_file.SAFE_LOG2
+        assert most_slots * 2.0**calibration_file.SAFE_LOG2 <= highest
 
 
 @given(st.data())
@@ -403,12 +412,12 @@ def test_an_interval_holds_its_share_and_no_bin_more():
 def questions(lm, first):
     """Every second question of the embedded model's fixture, as texts of at most 128 tokens."""
     asked = json.loads((FIXTURES / "tiny" / "prompts.json").read_text())
-    return calibrate._pieces(lm, " ".join(asked[first:120:2]), 0, 128)
+    return _pieces(lm, " ".join(asked[first:120:2]), 0, 128)
 
 
 @pytest.fixture(scope="module")
 def counted(tiny):
-    return calibrate.gather(tiny, questions(tiny, 0))
+    return gather(tiny, questions(tiny, 0))
 
 
 def test_the_predicted_rate_is_the_measured_one(tiny, counted):
@@ -430,21 +439,23 @@ def test_the_predicted_rate_is_the_measured_one(tiny, counted):
 
 @pytest.fixture(scope="module")
 def calibration(counted):
-    return Calibration.of(counted, fingerprint(locate("tiny")), {"texts": ["questions.txt"]})
+    return calibrate.calibration_of(
+        counted, fingerprint(locate("tiny")), {"texts": ["questions.txt"]}
+    )
 
 
 def test_a_file_holds_the_calibration(calibration, tiny, tmp_path):
     path = tmp_path / "new" / "calibration.json"
-    calibrate.write_calibration(calibration, path)
-    assert calibrate.read_calibration(path, tiny.config) == calibration
+    calibration_file.write_calibration(calibration, path)
+    assert calibration_file.read_calibration(path, tiny.config) == calibration
     data = json.loads(path.read_text())
-    assert data["schema"] == calibrate.SCHEMA
+    assert data["schema"] == calibration_file.SCHEMA
     assert data["safe_range"] == pytest.approx([-SAFE, SAFE])
     assert [layer["applies"] for layer in data["layers"]] == [True] * tiny.config.layers
 
 
 def test_load_takes_what_lies_beside_the_checkpoint(calibration, folder):
-    calibrate.write_calibration(calibration, folder / calibrate.FILE)
+    calibration_file.write_calibration(calibration, folder / calibration_file.FILE)
     assert [spec.phi for spec in load(folder).config.attention] == [
         layer.phi for layer in calibration.layers
     ]
@@ -474,8 +485,8 @@ def test_phi_reaches_the_attention_of_its_layer(monkeypatch):
 
 
 def test_a_layer_outside_the_range_runs_without_a_unified_maximum(calibration, folder):
-    path = folder / calibrate.FILE
-    calibrate.write_calibration(calibration, path)
+    path = folder / calibration_file.FILE
+    calibration_file.write_calibration(calibration, path)
     _set(path, "layers", 1, "rates", value=[0.0, 0.5, 0.0, 0.0])
     assert [spec.unified for spec in load(folder).config.attention] == [True, False, *[True] * 3]
 
@@ -515,8 +526,8 @@ def _set(path, *keys, value):
     ],
 )
 def test_a_damaged_file_is_told(calibration, folder, damage, told):
-    path = folder / calibrate.FILE
-    calibrate.write_calibration(calibration, path)
+    path = folder / calibration_file.FILE
+    calibration_file.write_calibration(calibration, path)
     damage(path)
     with pytest.raises(CheckpointError, match=re.escape(told)) as error:
         load(folder)
@@ -526,10 +537,10 @@ def test_a_damaged_file_is_told(calibration, folder, damage, told):
 
 
 def test_a_file_is_written_whole_or_not_at_all(calibration, tmp_path, monkeypatch):
-    path = tmp_path / calibrate.FILE
-    calibrate.write_calibration(calibration, path)
+    path = tmp_path / calibration_file.FILE
+    calibration_file.write_calibration(calibration, path)
     before = path.read_bytes()
-    assert [p.name for p in tmp_path.iterdir()] == [calibrate.FILE]
+    assert [p.name for p in tmp_path.iterdir()] == [calibration_file.FILE]
 
     def interrupted(self, text, **kwargs):
         self.write_bytes(text[:9].encode())
@@ -537,14 +548,14 @@ def test_a_file_is_written_whole_or_not_at_all(calibration, tmp_path, monkeypatc
 
     monkeypatch.setattr(Path, "write_text", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        calibrate.write_calibration(calibration, path)
+        calibration_file.write_calibration(calibration, path)
     assert path.read_bytes() == before
-    assert [p.name for p in tmp_path.iterdir()] == [calibrate.FILE]
+    assert [p.name for p in tmp_path.iterdir()] == [calibration_file.FILE]
 
 
 def test_a_file_of_another_schema_is_not_used(calibration, folder):
-    path = folder / calibrate.FILE
-    calibrate.write_calibration(calibration, path)
+    path = folder / calibration_file.FILE
+    calibration_file.write_calibration(calibration, path)
     _set(path, "schema", value=2)
     with pytest.warns(UserWarning, match="not used, the schema must be 1, got 2") as told:
         lm = load(folder)
@@ -593,7 +604,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 
 def test_the_command_writes_beside_the_checkpoint(run, folder):
-    path = folder / calibrate.FILE
+    path = folder / calibration_file.FILE
     # An unusable file is what it is run to replace.
     path.write_text("damaged")
     code, out, err = run(folder, "--text", "text.txt", "--text", "text.txt", "--context", 50)
@@ -614,7 +625,7 @@ def test_the_command_writes_elsewhere_and_draws(run, folder, counted, monkeypatc
     argv = folder, "--text", "text.txt", "--output", "new/file.json"
     code, _, err = run(*argv, "--plot", "new/plot.png")
     assert code == 0 and re.search(r"warning: \d+ tokens are few to choose by", err), err
-    assert Path("new/file.json").exists() and not (folder / calibrate.FILE).exists()
+    assert Path("new/file.json").exists() and not (folder / calibration_file.FILE).exists()
     assert Path("new/plot.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(*argv, "--plot", "plot.xyz")
     assert (code, err.count("\n")) == (1, 1) and "plot is one of" in err

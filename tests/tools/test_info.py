@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fdjax.engine.memory import device_memory_bytes, plan_memory
+from fdjax.engine.memory import plan_memory
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.system.device_memory import device_memory_bytes
 from fdjax.tools import info
 from fdjax.tools.info import ModelInfo, model_info
 

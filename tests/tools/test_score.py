@@ -174,10 +174,10 @@ def test_the_limits_of_the_model_hold(monkeypatch):
         for b in (1, 4)
     )
     monkeypatch.setattr(narrow, "max_batch", None)
-    monkeypatch.setattr(narrow._engine, "memory_bytes", four)
+    monkeypatch.setattr(narrow.engine, "memory_bytes", four)
     narrow.score(texts())
     assert [b for b, _ in made[4:]] == [4, 1]
-    monkeypatch.setattr(narrow._engine, "memory_bytes", one - 1)
+    monkeypatch.setattr(narrow.engine, "memory_bytes", one - 1)
     with pytest.raises(MemoryError, match="score: must fit into"):
         narrow.score(texts())
 
@@ -186,7 +186,7 @@ def test_the_limits_of_the_model_hold(monkeypatch):
 def test_what_an_answer_leaves_is_dropped_before_another_cache_is_made(monkeypatch):
     lm = load.__wrapped__()
     lm.generate([[1, 2, 3]] * 4, max_new_tokens=2)
-    idle = weakref.ref(lm._engine.idle.state.kv[0][0])
+    idle = weakref.ref(lm.engine.idle.state.kv[0][0])
     left = []
     monkeypatch.setattr(
         score, "init_cache", lambda *shape: left.append(idle()) or init_cache(*shape)
@@ -203,7 +203,7 @@ def test_programs_go_with_the_model():
     lm = load.__wrapped__()
     lm = fdjax.LM(dataclasses.replace(lm.model), lm.params)  # no other one's programs
     lm.score([[1, 2, 3]])
-    model, program = weakref.ref(lm), weakref.ref(lm._engine.programs[("score",)])
+    model, program = weakref.ref(lm), weakref.ref(lm.engine.programs[("score",)])
     del lm
     assert model() is None  # with its weights, at once
     gc.collect()

@@ -182,7 +182,7 @@ def test_what_does_not_fit_is_told_and_left_out(fake, monkeypatch):
     assert told[1].startswith("decode_layers M=64 S=256: no room for ")
     monkeypatch.setattr(tune_layers, "stack_layers", lambda *args, **options: None)
     assert measured(of) == ([], ["decode_layers: no room to stack the weights"])
-    weights = tune_layers.weight_bytes(of)
+    weights = of.weight_bytes
     monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: weights - 1)
     monkeypatch.setattr(tune_layers, "random_params", None)
     (entries, (line,)) = measured(of)

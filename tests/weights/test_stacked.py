@@ -373,8 +373,8 @@ def test_weights_are_whole_where_stacking_ends_early(model, monkeypatch, error):
 def test_without_memory_a_model_is_loaded_as_it_is(plain, plan, monkeypatch):
     monkeypatch.setattr(views, "free_memory_bytes", lambda device: 0)
     lm = load(plan)
-    assert lm._engine.stacked_params is None
-    assert not lm._engine.stacks(1, 512)
+    assert lm.engine.stacked_params is None
+    assert not lm.engine.stacks(1, 512)
     jax.tree.map(np.testing.assert_array_equal, lm.params, plain.params)
 
 

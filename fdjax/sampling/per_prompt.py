@@ -1,0 +1,109 @@
+"""Options as they are given, for all prompts or a value for each, as a configuration of each."""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from fdjax.sampling.options import SAMPLED_OPTIONS, GenerationConfig
+
+# Options that are sequences themselves, and how deeply nested: one level more is one per prompt.
+_NESTING = {
+    "eos_token_ids": 1,
+    "suppress_tokens": 1,
+    "begin_suppress_tokens": 1,
+    "bad_words_ids": 2,
+    "stop_strings": 1,
+    "stopping_criteria": 1,
+    "logits_processors": 1,
+}
+
+_OPTIONS = sorted(field.name for field in dataclasses.fields(GenerationConfig))
+
+
+def per_prompt(
+    defaults: GenerationConfig,
+    config: GenerationConfig | None,
+    options: dict[str, Any],
+    count: int,
+) -> list[GenerationConfig]:
+    """The configuration of each of `count` prompts.
+
+    Args:
+      defaults: the checkpoint's, where there is no `config`.
+      config, options: as in `LM.generate`.
+      count: of the prompts.
+    """
+    base = defaults if config is None else config
+    if not isinstance(base, GenerationConfig):
+        raise TypeError(f"generate: config must be a GenerationConfig, got {base!r}")
+    if "eos_token_id" in options:
+        if "eos_token_ids" in options:
+            raise TypeError("generate: eos_token_id and eos_token_ids are one option, got both")
+        eos = options.pop("eos_token_id")
+        options["eos_token_ids"] = () if eos is None else eos
+    for name in options:
+        if name not in _OPTIONS:
+            raise TypeError(f"generate: unknown option {name!r}; known: {', '.join(_OPTIONS)}")
+    fresh = np.frombuffer(os.urandom(4 * count), np.uint32).tolist()
+    rows, named = [], set()
+    for i in range(count):
+        values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
+        values = {name: value for name, value in values.items() if value is not None}
+        named |= values.keys() & {"seed", *SAMPLED_OPTIONS}
+        if not values.keys().isdisjoint(SAMPLED_OPTIONS):
+            values.setdefault("do_sample", True)
+        if config is None and isinstance(most := values.get("max_new_tokens"), int):
+            # A checkpoint's minimum gives way to what is asked for.
+            values.setdefault("min_new_tokens", min(base.min_new_tokens, max(most, 0)))
+        row = dataclasses.replace(base, **values)
+        rows.append(row if row.seed is not None else dataclasses.replace(row, seed=fresh[i]))
+    if named and rows and not any(row.do_sample for row in rows):
+        names = ", ".join(sorted(named))
+        warnings.warn(
+            f"{names}: no effect, as do_sample is False; set it, or a temperature",
+            stacklevel=4,
+        )
+    if len({row.logits_processors for row in rows}) > 1:
+        raise ValueError("generate: logits_processors must be the same for all prompts")
+    return rows
+
+
+def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:
+    """What an option is for one of the prompts."""
+    if isinstance(value, np.ndarray | jax.Array):
+        value = value.tolist()
+    if _is_per_prompt(name, value):
+        if len(value) != count:
+            raise ValueError(
+                f"generate: {name} must have one value per prompt ({count}), got {len(value)}"
+            )
+        value = value[i]
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _is_per_prompt(name: str, value: Any) -> bool:
+    if not isinstance(value, list | tuple):
+        return False
+    if name == "logit_bias":
+        return bool(value) and all(v is None or _is_bias(v) for v in value)
+    nesting = _NESTING.get(name)
+    if nesting is None:
+        return isinstance(value, list)
+    return _depth(value) > nesting or any(v is None for v in value)
+
+
+def _is_bias(value: Any) -> bool:
+    """Whether it is all of a bias, {id: bias} or pairs, and not one pair."""
+    pairs = isinstance(value, list | tuple) and all(isinstance(v, list | tuple) for v in value)
+    return pairs or isinstance(value, Mapping)
+
+
+def _depth(value: Any) -> int:
+    if not isinstance(value, list | tuple):
+        return 0
+    return 1 + max(map(_depth, value), default=0)

@@ -1,0 +1,93 @@
+"""What every implementation supports, as a committed list: `supported.json`.
+
+`python tests/pallas_kernels/test_supported.py` writes it anew. A kernel that learns more adds to
+it, and what is on it must not go.
+"""
+
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from fdjax.pallas_kernels.attention import AttentionSpec, alibi_slopes
+from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
+
+FILE = Path(__file__).with_name("supported.json")
+
+SPECS = {
+    "plain": AttentionSpec(1.0),
+    "window": AttentionSpec(1.0, window=5),
+    "soft cap": AttentionSpec(1.0, soft_cap=2.0),
+    "alibi": AttentionSpec(1.0, alibi=alibi_slopes(8)),
+    "not causal": AttentionSpec(1.0, causal=False),
+    "phi, not unified": AttentionSpec(1.0, phi=(1.0,) * 8, unified=False),
+}
+MODELS = {
+    "7B": dict(k=4096, width=4096, hidden=11008, n=12288, hkv=32, d=128),
+    "8B": dict(k=4096, width=4096, hidden=14336, n=6144, hkv=8, d=128),
+    "13B": dict(k=5120, width=5120, hidden=13824, n=15360, hkv=40, d=128),
+    "3B": dict(k=3072, width=3072, hidden=8192, n=5120, hkv=8, d=128),
+    "D64": dict(k=2048, width=2048, hidden=8192, n=3072, hkv=8, d=64),
+    "odd": dict(k=4096, width=3200, hidden=8640, n=12288, hkv=32, d=128),
+}
+
+
+def attention_cases(op: str) -> Iterator[tuple[str, dict[str, int], AttentionSpec]]:
+    sizes = itertools.product(
+        (1, 2, 16) if op == "decode_attention" else (1, 24, 130),
+        (8, 60, 64, 80, 96, 128, 256, 264),
+        (63, 64, 160),
+        (2, 4),
+        SPECS.items(),
+    )
+    for t, d, s, itemsize, (name, spec) in sizes:
+        if op == "decode_attention" and not spec.causal:
+            continue
+        shape = dict(b=2, t=t, h=8, hkv=2, s=s, d=d, itemsize=itemsize, masks=int(spec.is_masked))
+        yield f"{name} T{t} D{d} S{s} {8 * itemsize} bit", shape, spec
+
+
+def matmul_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
+    fusions = [(), ("norm",), ("bias",), ("residual",), ("norm", "gate")]
+    sizes = itertools.product((1, 5, 64, 128), (63, 64, 4096), (65, 64, 512), (2, 4), fusions)
+    for m, k, n, itemsize, fused in sizes:
+        gate = int("gate" in fused)
+        shape = dict(m=m, k=k, n=n * (1 + gate), itemsize=itemsize, gate=gate)
+        name = f"M{m} K{k} N{n} {8 * itemsize} bit {' '.join(fused)}".strip()
+        yield name, shape | {"fused": int(bool(fused))}, frozenset(fused)
+
+
+def layers_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
+    slots = (None,) if op == "linear_chain" else (100, 1024)
+    for (name, model), m, s, itemsize in itertools.product(
+        MODELS.items(), (1, 7, 32, 33), slots, (2, 4)
+    ):
+        shape = model | {"m": m, "itemsize": itemsize}
+        if s is None:
+            shape = {key: size for key, size in shape.items() if key not in ("hkv", "d")}
+            yield f"{name} M{m} {8 * itemsize} bit", shape, frozenset()
+        else:
+            features = frozenset({"attention.rope"})
+            yield f"{name} M{m} S{s} {8 * itemsize} bit", shape | {"s": s}, features
+
+
+def supported() -> dict[str, list[str]]:
+    """Cases by op, implementation and the first compute capability that runs it."""
+    found = {}
+    for i in IMPLEMENTATIONS:
+        if "attention" in i.op:
+            cases = [(name, shape, spec.features) for name, shape, spec in attention_cases(i.op)]
+        else:
+            cases = list(matmul_cases() if i.op == "matmul" else layers_cases(i.op))
+        where = "any device" if i.capabilities is None else "sm_{}{}".format(*i.capabilities[0])
+        names = [name for name, shape, features in cases if i.supports(shape, features)]
+        found[f"{i.op} {i.name} {where}"] = names
+    return found
+
+
+def test_every_case_that_was_supported_still_is():
+    assert supported() == json.loads(FILE.read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(supported(), indent=0) + "\n", encoding="utf-8")
