@@ -15,24 +15,8 @@ import fdjax
 from fdjax.pallas_kernels.plan import Plan
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
-# A new family is a line here, and a case of make_hf_fixtures.py.
-CASES = [
-    "llama2_mha",
-    "llama3_gqa_tied",
-    "llama_bias",
-    "llama_d64_bf16",
-    "llama_d128_bf16",
-    "llama_linear",
-    "llama_dynamic",
-    "llama_yarn",
-    "mistral_window",
-    "qwen2_mixed",
-    "qwen3",
-    "qwen3_d128_bf16",
-    "gemma2",
-    "gemma3",
-    "phi3_longrope",
-]
+# A new family is a case of make_hf_fixtures.py: its folder is found.
+CASES = sorted(p.parent.name for p in FIXTURES.glob("*/expected.npz") if p.parent.name != "tiny")
 BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
 # Their rotary frequencies depend on how long a sequence is.
 BY_LENGTH = {"llama_dynamic", "phi3_longrope"}

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import logging
+import pickle
 import re
 from types import SimpleNamespace
 
@@ -653,3 +654,56 @@ def test_longer_caches_on_an_h200_run_as_measured():
         assert (config["splits"], config["block_kv"], config["stages"]) == (8, 64, 4)
     other = plan.choose("decode_attention", **DECODE | dict(b=1, s=8320, hkv=16))
     assert (other.implementation, other.config) == ("mosaic_gpu", None)
+
+
+def _outside(x, w, *, layer, norm, bias, gate, residual, dtype, config, batch_invariant):
+    """What somebody else's product might be."""
+    return jnp.full((len(x), w.shape[-1]), 42, dtype)
+
+
+def _few_rows(shape):
+    return None if shape["m"] <= 4 else f"takes up to 4 rows, got {shape['m']}"
+
+
+OUTSIDE = Implementation("matmul", "outside", _outside, can=frozenset({"norm"}), fits=_few_rows)
+
+
+def test_an_implementation_from_outside_the_package():
+    """It is chosen where it can run, named, refused, part of the plan's value, and pickled."""
+    plan = Plan(implementations=(OUTSIDE, *Plan().implementations))
+    x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
+    assert (matmul(x, w, plan=plan) == 42).all()
+    assert (matmul(x, w, plan=Plan()) == 8).all()
+    assert plan.choose("matmul", **GEMM | {"m": 4}) == Choice("outside", source="heuristic")
+    assert plan.choose("matmul", **GEMM).implementation == "xla"
+    assert plan.choose("matmul", frozenset({"gate"}), **GEMM | {"m": 4}).implementation == "xla"
+    five = jnp.ones((5, 8))
+    assert (matmul(five, w, plan=plan) == 8).all()
+    with pytest.raises(NotImplementedError, match=r"^matmul: outside takes up to 4 rows, got 5$"):
+        matmul(five, w, plan=plan, implementation="outside")
+    with pytest.raises(NotImplementedError, match=r"^matmul: outside cannot do bias$"):
+        matmul(x, w, bias=jnp.ones(2), plan=plan, implementation="outside")
+    assert plan != Plan() and hash(plan) != hash(Plan())
+    assert repr(OUTSIDE) in repr(plan)
+    assert pickle.loads(pickle.dumps(plan)) == plan
+    named = dataclasses.replace(plan, named=(("matmul", "outside"),))
+    assert named.choose("matmul", **GEMM) == Choice("outside", source="named")
+
+
+def test_what_cannot_run_is_not_taken_from_a_table(tmp_path):
+    """An entry measured for a plain product says nothing of a fusion that the kernel cannot do."""
+    row = dict(op="matmul", shape=GEMM | {"m": 4}, implementation="outside")
+    data = dict(schema=1, entries=[row])
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps(data))
+    implementations = (*Plan().implementations, OUTSIDE)
+    table = table_module.read_entries(path, implementations)
+    plan = Plan("a device", implementations=implementations, table=table)
+    choose = functools.partial(plan.choose, "matmul", **GEMM | {"m": 4})
+    assert choose() == Choice("outside", source="table")
+    assert choose(frozenset({"bias"})).implementation == "xla"
+
+
+def test_an_implementation_says_the_same_of_itself_in_every_process():
+    """Programs on disk are found by it."""
+    assert "0x" not in repr(Plan())
