@@ -23,7 +23,7 @@ from fdjax.models.decoder import (
     random_params,
 )
 from fdjax.models.families import FAMILIES
-from fdjax.models.name_map import WeightMap, export_tensors
+from fdjax.models.name_map import WeightMap, decoder_weights, export_tensors
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 __all__ = [
@@ -48,6 +48,9 @@ __all__ = [
     "random_params",
     "weight_map",
 ]
+
+# What many checkpoints carry without need: precomputed frequencies, the head of a tied model.
+_IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 
 def parse_config(data: Mapping[str, Any], source: str = "config.json") -> DecoderConfig:
@@ -93,9 +96,10 @@ def _warn_of_code(data: Mapping[str, Any], architecture: str, source: str) -> No
 
 def weight_map(config: DecoderConfig) -> WeightMap:
     """Where each parameter of a model comes from in its checkpoint."""
-    return FAMILIES[config.family].weight_map(config)
+    read = getattr(FAMILIES[config.family], "weight_map", decoder_weights)
+    return read(config)
 
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
     """Patterns of tensors a checkpoint may carry without need."""
-    return FAMILIES[config.family].IGNORED_TENSORS
+    return getattr(FAMILIES[config.family], "IGNORED_TENSORS", _IGNORED_TENSORS)

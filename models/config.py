@@ -14,15 +14,15 @@ class CheckpointError(ValueError):
     """A checkpoint that cannot be loaded; the message names the file and the field or tensor."""
 
 
-def _of_blocks(name: str) -> property:
-    return property(lambda self: getattr(self.blocks[0], name), doc=f"`BlockSpec.{name}`.")
+_BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group"}
 
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
     """A decoder-only transformer. One object for every family and every generation of config.json.
 
-    What blocks have in common are properties too: `width`, `heads`, `norm_eps` and so on.
+    Fields and properties of blocks are its own too, as those of the first: `width`, `heads` and so
+    on.
 
     Attributes:
       family: key of `fdjax.models.FAMILIES`.
@@ -72,20 +72,10 @@ class DecoderConfig:
         replaced = (dataclasses.replace(block, attention=spec) for block, spec in pairs)
         return dataclasses.replace(self, blocks=tuple(replaced))
 
-    width = _of_blocks("width")
-    mlp_width = _of_blocks("mlp_width")
-    heads = _of_blocks("heads")
-    kv_heads = _of_blocks("kv_heads")
-    head_dim = _of_blocks("head_dim")
-    group = _of_blocks("group")
-    norm_eps = _of_blocks("norm_eps")
-    norm_offset = _of_blocks("norm_offset")
-    activation = _of_blocks("activation")
-    qkv_bias = _of_blocks("qkv_bias")
-    out_bias = _of_blocks("out_bias")
-    mlp_bias = _of_blocks("mlp_bias")
-    qk_norm = _of_blocks("qk_norm")
-    post_norms = _of_blocks("post_norms")
+    def __getattr__(self, name: str) -> Any:
+        if name in _BLOCK_NAMES:
+            return getattr(self.blocks[0], name)
+        raise AttributeError(f"DecoderConfig has no attribute {name!r}")
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
@@ -299,6 +289,24 @@ def read_dimensions(reader: ConfigReader) -> dict[str, Any]:
         "max_position_embeddings": reader.positive("max_position_embeddings", 2048),
         "dtype": read_dtype(reader),
     }
+
+
+def read_decoder(
+    reader: ConfigReader, family: str, *, ignorable: Sequence[str] = (), **fields: Any
+) -> DecoderConfig:
+    """The decoder of a config.json that has been read, after a look at what has not.
+
+    Args:
+      reader: of the whole file.
+      family: its name.
+      ignorable: keys that say nothing, see `ConfigReader.finish`.
+      **fields: of `DecoderConfig.alike`; the activation is `hidden_act` unless it is given.
+    """
+    if "activation" not in fields:
+        fields["activation"] = reader.one_of("hidden_act", ACTIVATION_NAMES, "silu")
+    config = DecoderConfig.alike(family=family, **fields)
+    reader.finish(ignorable)
+    return config
 
 
 def read_layers(reader: ConfigReader) -> int:

@@ -5,7 +5,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,14 @@ from fdjax.bench.record import Record, Row, environment
 from fdjax.bench.timing import Timing
 from fdjax.engine.generation import forward
 from fdjax.engine.state import SLOT_MULTIPLE
-from fdjax.models import DecoderConfig, Model, Params
+from fdjax.models import Model, Params
+
+# An `fdjax.LM`, or what has as much of it as is used here.
+LM = Any
 
 # Mean distance allowed between log-probabilities of decoding and of one pass over the whole text,
 # by bytes per element.
 _TOLERANCE = {2: 0.05, 4: 1e-3}
-
-
-class LM(Protocol):
-    """What is measured: `fdjax.LM`, as far as it is used here."""
-
-    model: Model
-    params: Params
-    config: DecoderConfig
-    max_len: int | None
-
-    def generate(self, prompts: Any, **options: Any) -> Any:
-        """See `fdjax.LM.generate`."""
-        ...
 
 
 def bench_model(

@@ -27,20 +27,12 @@ _COUNTS = (
 )
 
 
-def _real(name: str) -> property:
-    return property(lambda self: self.reals[:, _REALS.index(name)])
-
-
-def _count(name: str) -> property:
-    return property(lambda self: self.counts[:, _COUNTS.index(name)])
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """What each row asked for, in few arrays: each costs the host a microsecond a call.
 
-    The columns of `reals` and `counts` are properties, [B] each: `temperature` (0 is greedy),
+    The columns of `reals` and `counts` are attributes, [B] each: `temperature` (0 is greedy),
     `top_p`, `typical_p`, `repetition_penalty` (1 is off), `min_p`, `presence_penalty`,
     `frequency_penalty`, `top_k`, `no_repeat_ngram_size`, `top_logprobs` (0 is off), `seed`
     (uint32), `sample_index` (which of several samples of one prompt this row is) and
@@ -64,18 +56,11 @@ class Sampling:
     bias_until: Array
     bad_words: Array
 
-    temperature = _real("temperature")
-    top_p = _real("top_p")
-    min_p = _real("min_p")
-    typical_p = _real("typical_p")
-    repetition_penalty = _real("repetition_penalty")
-    presence_penalty = _real("presence_penalty")
-    frequency_penalty = _real("frequency_penalty")
-    top_k = _count("top_k")
-    sample_index = _count("sample_index")
-    max_new_tokens = _count("max_new_tokens")
-    no_repeat_ngram_size = _count("no_repeat_ngram_size")
-    top_logprobs = _count("top_logprobs")
+    def __getattr__(self, name: str) -> Array:
+        for names, columns in ((_REALS, "reals"), (_COUNTS, "counts")):
+            if name in names:
+                return getattr(self, columns)[:, names.index(name)]
+        raise AttributeError(f"Sampling has no attribute {name!r}")
 
     @property
     def seed(self) -> Array:

@@ -1,7 +1,7 @@
 """Model families: a module here is a family, found by its file.
 
-A family has `MODEL_TYPES`, `ARCHITECTURE`, `DEFAULTS`, `IGNORED_TENSORS`, `parse_config` and
-`weight_map`.
+A family has `MODEL_TYPES`, `ARCHITECTURE`, `DEFAULTS` and `parse_config`; and `weight_map` and
+`IGNORED_TENSORS` where they are not those of Llama.
 """
 
 import importlib

@@ -7,10 +7,10 @@ from fdjax.models.config import (
     ACTIVATION_NAMES,
     ConfigReader,
     DecoderConfig,
+    read_decoder,
     read_dimensions,
     read_windows,
 )
-from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
@@ -27,7 +27,6 @@ DEFAULTS = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
-IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 # The activation is `hidden_activation`; `hidden_act` beside it is a leftover of Gemma 1.
 IGNORABLE = ("hidden_act",)
@@ -38,8 +37,9 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     dimensions = read_dimensions(reader)
     rope = read_rope(reader, dimensions["head_dim"])
     windows = read_windows(reader, lambda i: "full_attention" if i % 2 else "sliding_attention")
-    config = DecoderConfig.alike(
-        family="gemma2",
+    return read_decoder(
+        reader,
+        "gemma2",
         attention=tuple(
             AttentionSpec(
                 scale=reader.positive("query_pre_attn_scalar", kind=float) ** -0.5,
@@ -51,9 +51,8 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         ),
         **read_gemma(reader),
         **dimensions,
+        ignorable=IGNORABLE,
     )
-    reader.finish(IGNORABLE)
-    return config
 
 
 def read_soft_cap(reader: ConfigReader, key: str) -> float | None:
@@ -74,8 +73,3 @@ def read_gemma(reader: ConfigReader) -> dict:
         "embedding_scale": reader.positive("hidden_size") ** 0.5,
         "logit_soft_cap": read_soft_cap(reader, "final_logit_softcapping"),
     }
-
-
-def weight_map(config: DecoderConfig) -> WeightMap:
-    """Where each parameter comes from in the checkpoint."""
-    return decoder_weights(config)

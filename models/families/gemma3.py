@@ -7,11 +7,11 @@ from fdjax.models.config import (
     CheckpointError,
     ConfigReader,
     DecoderConfig,
+    read_decoder,
     read_dimensions,
     read_windows,
 )
 from fdjax.models.families.gemma2 import IGNORABLE, read_gemma
-from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope, rope_sections
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
@@ -26,7 +26,6 @@ DEFAULTS = {
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
-IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
@@ -40,8 +39,9 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     windows = read_windows(
         reader, lambda i: "sliding_attention" if (i + 1) % every else "full_attention"
     )
-    config = DecoderConfig.alike(
-        family="gemma3",
+    return read_decoder(
+        reader,
+        "gemma3",
         attention=tuple(
             AttentionSpec(
                 scale=reader.positive("query_pre_attn_scalar", kind=float) ** -0.5,
@@ -53,9 +53,8 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         qk_norm=True,
         **read_gemma(reader),
         **dimensions,
+        ignorable=(*IGNORABLE, "_sliding_window_pattern"),
     )
-    reader.finish((*IGNORABLE, "_sliding_window_pattern"))
-    return config
 
 
 def _rope_sections(reader: ConfigReader) -> tuple[list[ConfigReader], list[ConfigReader]]:
@@ -70,8 +69,3 @@ def _rope_sections(reader: ConfigReader) -> tuple[list[ConfigReader], list[Confi
                 f"known: {', '.join(sorted(new.known()))}"
             )
     return full, local
-
-
-def weight_map(config: DecoderConfig) -> WeightMap:
-    """Where each parameter comes from in the checkpoint."""
-    return decoder_weights(config)

@@ -1,13 +1,12 @@
 """Mistral: every layer sees a sliding window, or all of the past (Jiang et al. 2023)."""
 
 from fdjax.models.config import (
-    ACTIVATION_NAMES,
     ConfigReader,
     DecoderConfig,
+    read_decoder,
     read_dimensions,
     read_layers,
 )
-from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
@@ -19,7 +18,6 @@ DEFAULTS = {
     # A config.json without the field means this window, one with null means none.
     "sliding_window": 4096,
 }
-IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
@@ -28,25 +26,15 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     head_dim = dimensions["head_dim"]
     rope = read_rope(reader, head_dim)
     spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=read_window(reader))
-    config = DecoderConfig.alike(
-        family="mistral",
-        activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
+    return read_decoder(
+        reader,
+        "mistral",
         attention=(spec,) * read_layers(reader),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         **dimensions,
     )
-    reader.finish()
-    return config
 
 
 def read_window(reader: ConfigReader) -> int | None:
     """The sliding window of all layers in tokens, or None."""
     window = reader.get("sliding_window", int, None)
     return None if window is None else reader.positive("sliding_window")
-
-
-def weight_map(config: DecoderConfig) -> WeightMap:
-    """Where each parameter comes from in the checkpoint."""
-    return decoder_weights(config)

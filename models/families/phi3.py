@@ -4,9 +4,9 @@ Abdin et al. 2024; Microsoft 2025.
 """
 
 from fdjax.models.config import (
-    ACTIVATION_NAMES,
     ConfigReader,
     DecoderConfig,
+    read_decoder,
     read_dimensions,
     read_layers,
 )
@@ -22,7 +22,6 @@ DEFAULTS = {
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
-IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 # Values that nothing reads, the last one without LongRoPE.
 _IGNORABLE = ("full_attn_mod", "interpolate_factor", "original_max_position_embeddings")
@@ -35,17 +34,13 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     # Early files have LongRoPE under these names.
     rope = read_rope(reader, head_dim, aliases={"su": "longrope", "yarn": "longrope"})
     spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=read_window(reader))
-    config = DecoderConfig.alike(
-        family="phi3",
-        activation=reader.one_of("hidden_act", ACTIVATION_NAMES, "silu"),
+    return read_decoder(
+        reader,
+        "phi3",
         attention=(spec,) * read_layers(reader),
-        qkv_bias=False,
-        out_bias=False,
-        mlp_bias=False,
         **dimensions,
+        ignorable=_IGNORABLE,
     )
-    reader.finish(_IGNORABLE)
-    return config
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:

@@ -93,17 +93,13 @@ def _heuristic(shape: Shape, capability: Capability | None) -> bool:
     return capability is not None and shape["d"] <= 128
 
 
-def _run_decode(
-    q, k, v, lengths, *, spec, phi, layer, config, return_lse, return_reruns, batch_invariant
-):
+def _run_decode(q, k, v, lengths, *, spec, layer, return_lse, **_):
     o, lse = decode_cudnn(q, *take_layer(k, v, layer), lengths, spec, return_lse=return_lse)
     return o, lse, jnp.float32(0)
 
 
-def _run_prefill(
-    q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant
-):
-    return prefill_cudnn(q, *take_layer(k, v, layer, rows), lengths, offsets, spec)
+def _run_prefill(q, k, v, *live, spec, layer, rows, **_):
+    return prefill_cudnn(q, *take_layer(k, v, layer, rows), *live, spec)
 
 
 _CAPABILITIES = (8, 0), (99, 0)

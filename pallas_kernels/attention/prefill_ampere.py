@@ -41,7 +41,7 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     visible_blocks,
 )
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 
@@ -84,24 +84,12 @@ def default_config(d: int, s: int) -> PrefillAmpereConfig:
 
 @functools.partial(jax.jit, static_argnames=("spec", "return_lse", "config", "interpret"))
 def prefill_ampere(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    offsets: Array,
-    *,
-    spec: AttentionSpec,
-    phi: Array | None = None,
-    layer: Array | int | None = None,
-    rows: Array | None = None,
-    return_lse: bool = True,
-    config: PrefillAmpereConfig | None = None,
-    interpret=None,
-) -> tuple[Array, Array | None]:
+    q, k, v, lengths, offsets, *, spec, return_lse=True, config=None, interpret=None, **named
+):
     """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
 
-    Jitted, so that the layers of a model share one lowering. With `rows` [B] int32, k and v have
-    more rows than q, and these are its.
+    Jitted, so that the layers of a model share one lowering. `named` are `phi` [H], `layer`, and
+    `rows` [B] int32: with these, k and v have more rows than q, and they are its.
     """
     b, t, h, d = q.shape
     s = k.shape[-2]
@@ -118,9 +106,7 @@ def prefill_ampere(
         jnp.minimum(lengths, s),
         offsets,
         spec=spec,
-        phi=phi,
-        layer=layer,
-        rows=rows,
+        **named,
     )
     outputs = dict(o=jax.ShapeDtypeStruct(inputs["q"].shape, q.dtype))
     if return_lse:
@@ -350,15 +336,8 @@ def _fits(shape: Shape) -> str | None:
     return needs_half(shape)
 
 
-def _run(q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant):
-    return prefill_ampere(
-        *(q, k, v, lengths, offsets),
-        spec=spec,
-        phi=phi,
-        layer=layer,
-        rows=rows,
-        return_lse=return_lse,
-    )
+def _run(*operands, batch_invariant, **keywords):
+    return prefill_ampere(*operands, **keywords)
 
 
 PREFILL_AMPERE = Implementation(

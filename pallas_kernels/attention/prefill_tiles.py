@@ -26,9 +26,9 @@ def operands(
     offsets: Array,
     *,
     spec: AttentionSpec,
-    phi: Array | None,
-    layer: Array | int | None,
-    rows: Array | None,
+    phi: Array | None = None,
+    layer: Array | int | None = None,
+    rows: Array | None = None,
 ) -> dict[str, Array]:
     """What a kernel reads, by name; of what need not be there, what is."""
     named = {

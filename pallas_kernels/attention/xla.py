@@ -146,20 +146,16 @@ def _weighted_values(p, v, lengths, precision):
     return lax.cond(jnp.all(finite), lambda: o, lambda: jnp.where(finite, o, masked_by_blocks()))
 
 
-def _run_decode(
-    q, k, v, lengths, *, spec, phi, layer, config, return_lse, return_reruns, batch_invariant
-):
+def _run_decode(q, k, v, lengths, *, spec, layer, batch_invariant, **_):
     k, v = take_layer(k, v, layer)
     offsets = lengths - q.shape[1]
     o, lse = attention_xla(q, k, v, lengths, offsets, spec, batch_invariant=batch_invariant)
     return o, lse, jnp.float32(0)
 
 
-def _run_prefill(
-    q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant
-):
+def _run_prefill(q, k, v, *live, spec, layer, rows, batch_invariant, **_):
     k, v = take_layer(k, v, layer, rows)
-    return attention_xla(q, k, v, lengths, offsets, spec, batch_invariant=batch_invariant)
+    return attention_xla(q, k, v, *live, spec, batch_invariant=batch_invariant)
 
 
 DECODE_XLA = Implementation("decode_attention", "xla", _run_decode, can=ALL_FEATURES)

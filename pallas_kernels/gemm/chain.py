@@ -65,18 +65,9 @@ def linear_chain(
     key = chain_key(len(x), *out.shape, len(down), following.shape[1], x.dtype.itemsize)
     features = {"eps_by_norm"} if mlp_norm.eps != next_norm.eps else set()
     chosen, config = resolve(LINEAR_CHAIN, plan, implementation, frozenset(features), **key)
-    return chosen.run(
-        *(o, x, counters, index),
-        out=out,
-        mlp_norm=mlp_norm,
-        gate_up=gate_up,
-        down=down,
-        next_norm=next_norm,
-        following=following,
-        gate=gate,
-        config=config,
-        plan=plan,
-    )
+    weights = {"out": out, "mlp_norm": mlp_norm, "gate_up": gate_up, "down": down}
+    weights |= {"next_norm": next_norm, "following": following, "gate": gate}
+    return chosen.run(o, x, counters, index, **weights, config=config, plan=plan)
 
 
 def _run_xla(

@@ -35,14 +35,13 @@ import math
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import HALF_TILES, TILES, TILES_FP32
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled
-from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 
 _MAX_CLUSTER = 8
@@ -119,23 +118,10 @@ _STATIC = ("spec", "config", "return_reruns", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
-def decode_mosaic(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    *,
-    spec: AttentionSpec,
-    phi: Array | None = None,
-    layer: Array | int | None = None,
-    config: DecodeAttentionConfig | None = None,
-    return_lse: bool = True,
-    return_reruns: bool = False,
-    interpret=None,
-) -> tuple[Array, Array | None, Array | None]:
+def decode_mosaic(q, k, v, lengths, *, spec, phi=None, layer=None, return_lse=True, **options):
     """Arguments of `decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
-    Jitted, so that the layers of a model share one lowering.
+    Jitted, so that the layers of a model share one lowering. `options` are those of `_launch`.
     """
     b, t, h, d = q.shape
     kv_heads = k.shape[-3]
@@ -150,16 +136,8 @@ def decode_mosaic(
         q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
     q = q.reshape(b, kv_heads * tiles, -1, d)
     operands = {"q": q, "k": k, "v": v, "lengths": lengths, "layer": layer, "phi": phi}
-    o, lse, reruns = _launch(
-        operands,
-        t=t,
-        group=group,
-        spec=spec,
-        config=config,
-        return_lse=return_lse,
-        return_reruns=return_reruns,
-        interpret=interpret,
-    )
+    static = {"t": t, "group": group, "spec": spec, "return_lse": return_lse}
+    o, lse, reruns = _launch(operands, **static, **options)
     o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
     o = o.swapaxes(1, 2).reshape(b, t, h, d)
     if return_lse:
@@ -169,20 +147,7 @@ def decode_mosaic(
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def append_decode_mosaic(
-    qkv: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    *,
-    cos: Array,
-    sin: Array,
-    spec: AttentionSpec,
-    phi: Array | None = None,
-    config: DecodeAttentionConfig | None = None,
-    return_reruns: bool = False,
-    interpret=None,
-) -> tuple[Array, Array, Array, Array | None]:
+def append_decode_mosaic(qkv, k, v, lengths, *, cos, sin, spec, phi=None, **options):
     """Arguments of `append_decode_attention` for T = 1: qkv [B,Hkv,G+2,D], cos, sin [B,1,D/2].
 
     RoPE, append and attention in one launch; the caches are updated where they are. Returns
@@ -198,21 +163,14 @@ def append_decode_mosaic(
     ).reshape(b, 2, d)
     k, v = jax.new_ref(k), jax.new_ref(v)
     operands = {"qkv": qkv, "turns": turns, "k": k, "v": v, "lengths": lengths, "phi": phi}
-    o, _, reruns = _launch(
-        operands,
-        t=1,
-        group=group,
-        spec=spec,
-        config=config,
-        return_lse=False,
-        return_reruns=return_reruns,
-        interpret=interpret,
-    )
+    o, _, reruns = _launch(operands, t=1, group=group, spec=spec, return_lse=False, **options)
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
     return o, jax.freeze(k), jax.freeze(v), reruns
 
 
-def _launch(operands, *, t, group, spec, config, return_lse, return_reruns, interpret):
+def _launch(
+    operands, *, t, group, spec, return_lse, config=None, return_reruns=False, interpret=None
+):
     """o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R], reruns []; what is not asked for is None.
 
     `operands` by name, or None.
@@ -356,16 +314,8 @@ def _append_fits(shape: Shape) -> str | None:
     return _fits(shape)
 
 
-def _run(q, k, v, lengths, *, spec, phi, layer, config, return_lse, return_reruns, batch_invariant):
-    return decode_mosaic(
-        *(q, k, v, lengths),
-        spec=spec,
-        phi=phi,
-        layer=layer,
-        config=config,
-        return_lse=return_lse,
-        return_reruns=return_reruns,
-    )
+def _run(*operands, batch_invariant, **keywords):
+    return decode_mosaic(*operands, **keywords)
 
 
 def _run_append(*operands, **keywords):

@@ -34,7 +34,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
@@ -53,7 +53,7 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     visible_blocks,
 )
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
+from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 
@@ -95,24 +95,12 @@ def default_config(d: int) -> PrefillAttentionConfig:
 
 @functools.partial(jax.jit, static_argnames=("spec", "return_lse", "config", "interpret"))
 def prefill_mosaic(
-    q: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    offsets: Array,
-    *,
-    spec: AttentionSpec,
-    phi: Array | None = None,
-    layer: Array | int | None = None,
-    rows: Array | None = None,
-    return_lse: bool = True,
-    config: PrefillAttentionConfig | None = None,
-    interpret=None,
-) -> tuple[Array, Array | None]:
+    q, k, v, lengths, offsets, *, spec, return_lse=True, config=None, interpret=None, **named
+):
     """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
 
-    Jitted, so that the layers of a model share one lowering. With `rows` [B] int32, k and v have
-    more rows than q, and these are its.
+    Jitted, so that the layers of a model share one lowering. `named` are `phi` [H], `layer`, and
+    `rows` [B] int32: with these, k and v have more rows than q, and they are its.
     """
     b, t, h, d = q.shape
     config = config or default_config(d)
@@ -121,7 +109,7 @@ def prefill_mosaic(
     if t % 8:
         q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))
     tiles = pl.cdiv(t, _TILE)
-    inputs = operands(q, k, v, lengths, offsets, spec=spec, phi=phi, layer=layer, rows=rows)
+    inputs = operands(q, k, v, lengths, offsets, spec=spec, **named)
     outputs = dict(o=jax.ShapeDtypeStruct(q.shape, q.dtype))
     if return_lse:
         # A store of one row is not cut off at the end of the array.
@@ -512,15 +500,8 @@ def _fits(shape: Shape) -> str | None:
     return needs_half(shape) or slots_are_tiled(shape)
 
 
-def _run(q, k, v, lengths, offsets, *, spec, phi, layer, rows, config, return_lse, batch_invariant):
-    return prefill_mosaic(
-        *(q, k, v, lengths, offsets),
-        spec=spec,
-        phi=phi,
-        layer=layer,
-        rows=rows,
-        return_lse=return_lse,
-    )
+def _run(*operands, batch_invariant, **keywords):
+    return prefill_mosaic(*operands, **keywords)
 
 
 PREFILL_HOPPER = Implementation(

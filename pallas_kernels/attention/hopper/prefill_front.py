@@ -11,7 +11,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -25,19 +25,7 @@ _PARTS = 6  # heads of a block at most: more blocks of fewer hide more latency
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def write_chunk_mosaic(
-    qkv: Array,
-    k: Array,
-    v: Array,
-    rows: Array,
-    offsets: Array,
-    live: Array,
-    cos: Array,
-    sin: Array,
-    *,
-    layer: Array | int | None = None,
-    interpret=None,
-) -> tuple[Array, Array, Array]:
+def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, interpret=None):
     """RoPE of a chunk of tokens, and their keys and values to where they belong in the cache.
 
     Jitted, so that the layers of a model share one lowering.

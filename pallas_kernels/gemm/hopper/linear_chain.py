@@ -30,7 +30,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
@@ -43,7 +42,6 @@ from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
     room_for,
 )
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
-from fdjax.pallas_kernels.norm import RMSNorm
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,20 +71,8 @@ def chain_counters(chains: int) -> Any:
 
 
 def chain_mosaic(
-    o: Array,
-    x: Array,
-    counters: Any,
-    index: Array | int,
-    *,
-    out: Array,
-    mlp_norm: RMSNorm,
-    gate_up: Array,
-    down: Array,
-    next_norm: RMSNorm,
-    following: Array,
-    gate: str,
-    config: LinearChainConfig | None = None,
-) -> tuple[Array, Array]:
+    o, x, counters, index, *, out, mlp_norm, gate_up, down, next_norm, following, gate, config=None
+):
     """`linear_chain` of o [M,H·D] and x [M,E], of sizes that `CHAIN_HOPPER` fits."""
     m = len(x)
     if m > 8 and m % 8:  # TMA fills up a single tile of rows, not the last of several.

@@ -14,7 +14,6 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-from jax import Array
 
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
@@ -53,31 +52,13 @@ class DecodeLayersConfig:
             raise ValueError(f"decode_layers: must have tiles in flight, got {self}")
 
 
-def layers_mosaic(
-    x: Array,
-    k: Array,
-    v: Array,
-    lengths: Array,
-    cos: Array,
-    sin: Array,
-    *,
-    attention_norm: Array,
-    qkv: Array,
-    out: Array,
-    mlp_norm: Array,
-    gate_up: Array,
-    down: Array,
-    eps: float,
-    gate: str,
-    scale: float,
-    config: DecodeLayersConfig | None = None,
-) -> tuple[Array, Array, Array]:
+def layers_mosaic(x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, config=None):
     """`decode_layers`, of sizes that `LAYERS_HOPPER` fits."""
     layers, m, *_, d = k.shape
-    width, parts, dtype = x.shape[1], qkv.shape[3], x.dtype
+    width, parts, dtype = x.shape[1], weights.qkv.shape[3], x.dtype
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     x32 = x.astype(jnp.float32)
-    next_x = (x32 * attention_norm[:1].astype(jnp.float32)).astype(dtype)
+    next_x = (x32 * weights.attention_norm[:1].astype(jnp.float32)).astype(dtype)
     squares = (x32 * x32).reshape(len(x), width // BRICK, BRICK).sum(axis=2).T
     k, v = jax.new_ref(k), jax.new_ref(v)
     operands = {
@@ -89,12 +70,12 @@ def layers_mosaic(
         "lengths": lengths.astype(jnp.int32),
         "cos": cos.reshape(m, d // 2),
         "sin": sin.reshape(m, d // 2),
-        "qkv": qkv.reshape(layers, width, -1),
-        "out": out,
-        "mlp_scale": mlp_norm,
-        "gate_up": gate_up,
-        "down": down,
-        "next_scale": attention_norm,
+        "qkv": weights.qkv.reshape(layers, width, -1),
+        "out": weights.out,
+        "mlp_scale": weights.mlp_norm,
+        "gate_up": weights.gate_up,
+        "down": weights.down,
+        "next_scale": weights.attention_norm,
         "counters": new_counters(layers),
     }
     config = config or DecodeLayersConfig()
@@ -164,10 +145,6 @@ def _fits(shape: Shape) -> str | None:
     return room_for(stages, rows=m, width=width, others=heads_memory(jnp.bfloat16))
 
 
-def _run(x, k, v, lengths, cos, sin, *, weights, **keywords):
-    return layers_mosaic(x, k, v, lengths, cos, sin, **weights._asdict(), **keywords)
-
-
 # What measured best on an H100, and on an H200, whose memory is faster.
 LAYERS_CANDIDATES = (
     DecodeLayersConfig(),
@@ -181,7 +158,7 @@ def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
 
 
 LAYERS_HOPPER = Implementation(
-    *("decode_layers", "mosaic_gpu", _run),
+    *("decode_layers", "mosaic_gpu", layers_mosaic),
     # Of a block of a decoder. Its maximum is the running one, whatever calibration found.
     can=frozenset({"attention.rope", "attention.phi", "attention.unified"}),
     fits=_fits,
