@@ -141,7 +141,7 @@ def test_held_out_questions(prompts, shipped_answers):
     assert exact(examples, found) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_held_out_questions(lm):
     examples = [example for example, _ in World(0).held_out]
     assert len(examples) >= 800
