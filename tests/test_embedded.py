@@ -89,7 +89,7 @@ def test_prompts_are_tokenised_as_by_transformers(lm, prompts, expected):
 
 
 @pytest.mark.slow
-def test_greedy_tokens_of_transformers_in_float32(prompts, expected):
+def test_greedy_tokens_of_transformers_in_float32(prompts, expected, full_compiles):
     lm = load("float32")
     (eos,) = lm.defaults.eos_token_ids
     # No choice is close, so every token must be the same.
