@@ -703,7 +703,7 @@ def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles):
 @pytest.mark.parametrize("order", ["drawn", "ascending"])
 def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
     # Around every size that a program may be compiled for.
-    lengths = [n + i for n in (*CHUNKS, 256, 2047) for i in (-1, 0, 1)]
+    lengths = [n + i for n in (*CHUNKS, 256, 2045) for i in (0, 1)]
     np.random.default_rng(1).shuffle(lengths)
     if order == "ascending":
         lengths.sort()
