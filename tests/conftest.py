@@ -59,8 +59,8 @@ def full_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-# By what XLA is given. Most of the time of the tests is XLA's, and much of that was spent on programs
-# that another test had compiled: of another LM, by another plan.
+# By what XLA is given. Most of the time of the tests is XLA's, and much of that was spent on what
+# another test had compiled: of another LM, by another plan.
 _executables: dict[bytes, object] = {}
 
 
