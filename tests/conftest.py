@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -58,6 +59,36 @@ def full_compiles() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
 
 
+# By what XLA is given. Most of the time of the tests is XLA's, and much of that was spent on what
+# another test had compiled: of another LM, by another plan.
+_executables: dict[bytes, object] = {}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def one_compile_of_a_program() -> Iterator[None]:
+    """Give a program that is lowered again the executable that it had, where that is of a CPU.
+
+    All that is before stays as it is: what JAX traces, lowers and believes to compile.
+    """
+    compiler = jax._src.compiler
+    compile_ = compiler.backend_compile_and_load
+
+    @functools.wraps(compile_)
+    def compiled(backend, module, executable_devices, options, host_callbacks, *args, **kwargs):
+        given = backend, module, executable_devices, options, host_callbacks
+        if backend.platform != "cpu" or host_callbacks or args or kwargs:
+            return compile_(*given, *args, **kwargs)
+        devices = [device.id for device in executable_devices]
+        text = f"{id(backend)} {devices} {module}".encode() + options.SerializeAsString()
+        key = hashlib.sha256(text).digest()
+        if key not in _executables:
+            _executables[key] = compile_(*given)
+        return _executables[key]
+
+    with mock.patch.object(compiler, "backend_compile_and_load", compiled):
+        yield
+
+
 @pytest.fixture(autouse=True, scope="module")
 def little_to_carry_along() -> Iterator[None]:
     """Keep what one module leaves behind from burdening the next.
@@ -73,6 +104,7 @@ def little_to_carry_along() -> Iterator[None]:
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
         gc.unfreeze()
+        _executables.clear()
         jax.clear_caches()
     gc.collect()
     gc.freeze()

@@ -89,7 +89,7 @@ def test_prompts_are_tokenised_as_by_transformers(lm, prompts, expected):
 
 
 @pytest.mark.slow
-def test_greedy_tokens_of_transformers_in_float32(prompts, expected):
+def test_greedy_tokens_of_transformers_in_float32(prompts, expected, full_compiles):
     lm = load("float32")
     (eos,) = lm.defaults.eos_token_ids
     # No choice is close, so every token must be the same.
@@ -141,7 +141,7 @@ def test_held_out_questions(prompts, shipped_answers):
     assert exact(examples, found) >= 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_all_held_out_questions(lm):
     examples = [example for example, _ in World(0).held_out]
     assert len(examples) >= 800

@@ -702,7 +702,9 @@ def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["drawn", "ascending"])
 def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
-    lengths = np.random.default_rng(1).integers(1, 2049, 50).tolist()
+    # Around every size that a program may be compiled for.
+    lengths = [n + i for n in (*CHUNKS, 256, 2045) for i in (0, 1)]
+    np.random.default_rng(1).shuffle(lengths)
     if order == "ascending":
         lengths.sort()
     lm = fdjax.LM(dataclasses.replace(long_lm.model), long_lm.params)  # without its programs

@@ -1,9 +1,11 @@
 """Programs kept on disk as JAX lowered them."""
 
+import contextlib
 import dataclasses
 import functools
 import os
 import pathlib
+import shutil
 import types
 from unittest import mock
 
@@ -22,16 +24,22 @@ from fdjax.models.decoder import Decoder, Model
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
-@pytest.fixture
-def folder(tmp_path):
+@contextlib.contextmanager
+def cache_in(path):
     """JAX's compilation cache, on."""
-    settings = {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(tmp_path)}
+    settings = {"jax_enable_compilation_cache": True, "jax_compilation_cache_dir": str(path)}
     before = {name: getattr(jax.config, name) for name in settings}
     for name, value in settings.items():
         jax.config.update(name, value)
-    yield tmp_path / "fdjax"
+    yield path / "fdjax"
     for name, value in before.items():
         jax.config.update(name, value)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    with cache_in(tmp_path) as folder:
+        yield folder
 
 
 class Doubled:
@@ -194,9 +202,23 @@ def generated():
     return lm.generate("Hi", max_new_tokens=4, return_logprobs=True)
 
 
+@pytest.fixture(scope="module")
+def first_answer(tmp_path_factory):
+    """(a folder with the programs of an answer, the answer)"""
+    with cache_in(tmp_path_factory.mktemp("programs")) as folder:
+        return folder, generated()
+
+
+@pytest.fixture
+def before(folder, first_answer):
+    """An answer whose programs are on disk."""
+    programs, answer = first_answer
+    shutil.copytree(programs, folder)
+    return answer
+
+
 @pytest.mark.slow
-def test_generate_needs_no_trace_of_what_it_has_traced_before(folder, monkeypatch):
-    before = generated()
+def test_generate_needs_no_trace_of_what_it_has_traced_before(before, folder, monkeypatch):
     assert len(list(folder.iterdir())) == 2
 
     def reduce(*_):
@@ -211,9 +233,9 @@ def test_generate_needs_no_trace_of_what_it_has_traced_before(folder, monkeypatc
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("before")
 @pytest.mark.parametrize("owner, name", [(step, "next_tokens"), (Decoder, "logits")])
 def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, owner, name):
-    generated()
     function, calls = getattr(owner, name), []
 
     @functools.wraps(function)

@@ -279,16 +279,20 @@ def temp_bytes_of_prefill(m, batch, slots, rows, width):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b"])
 @pytest.mark.parametrize(
-    ("plan", "batch", "length", "rows", "width"),
+    ("plan", "batch", "length", "rows", "width", "name"),
     [
-        (H100, 1, 2048, 1, 1024),
-        (H100, 4, 2048, 4, 1024),
-        (H100, 32, 2048, 8, 1024),
-        (H100, 16, 512, 16, 512),
-        (KERNELS, 1, 2048, 1, 1024),
-        (KERNELS, 32, 2048, 8, 1024),
+        # Each case of one model; of the other it is one of a grid.
+        pytest.param(*case, name, marks=() if name == of else pytest.mark.soak)
+        for of, *case in (
+            ("llama-2-7b", H100, 1, 2048, 1, 1024),
+            ("llama-3-8b", H100, 4, 2048, 4, 1024),
+            ("llama-2-7b", H100, 32, 2048, 8, 1024),
+            ("llama-3-8b", H100, 16, 512, 16, 512),
+            ("llama-3-8b", KERNELS, 1, 2048, 1, 1024),
+            ("llama-2-7b", KERNELS, 32, 2048, 8, 1024),
+        )
+        for name in ("llama-2-7b", "llama-3-8b")
     ],
     ids=lambda value: "kernels" if value is KERNELS else "xla" if value is H100 else None,
 )
@@ -311,7 +315,7 @@ def test_a_long_prompt_takes_no_more_workspace_than_a_short_one():
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("batch", [8, 64])
+@pytest.mark.parametrize("batch", [pytest.param(8, marks=pytest.mark.soak), 64])
 def test_decoding_takes_less_than_is_planned(batch):
     from deviceless import compile_for, temp_bytes
 

@@ -141,8 +141,23 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
     return compiled
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("batch", [1, 8])
+# Each of both with each of the other is a grid: which weights the logits are of and how many rows
+# there are have little to do with each other.
+TIED_AND_BATCH = pytest.mark.parametrize(
+    ("batch", "tied"),
+    [
+        pytest.param(batch, tied, id=f"{batch}-{name}", marks=marks)
+        for batch, tied, name, marks in (
+            (1, False, "untied", ()),
+            (1, True, "tied", pytest.mark.soak),
+            (8, False, "untied", pytest.mark.soak),
+            (8, True, "tied", ()),
+        )
+    ],
+)
+
+
+@TIED_AND_BATCH
 @pytest.mark.parametrize(
     "plan",
     [H100, KERNELS, CHAINED, ONE_LAUNCH],
@@ -212,8 +227,7 @@ def compiled_prefill(plan, tied, batch, stacked=False):
     )
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("batch", [1, 8])
+@TIED_AND_BATCH
 def test_prefill(tied, batch):
     compiled = compiled_prefill(H100, tied, batch)
     check_in_place(compiled, tied, batch, masked_values=True)

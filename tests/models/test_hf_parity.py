@@ -24,6 +24,9 @@ BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 # A rotary embedding of each row's own.
 FAST_BATCH = {"phi3_longrope"}
+# What differs between the families once: biases, windows, soft caps, norms of queries and keys,
+# rotary embeddings by length.
+FULL_BATCH = {"gemma2", "gemma3", "phi3_longrope", "qwen2_mixed"}
 # Every family once.
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
@@ -166,8 +169,13 @@ def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
     assert_batch_is_each_alone(case, (4, 0, 3, 1), "quick")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", sorted(FAMILIES | {"qwen3_d128_bf16"}))
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=pytest.mark.slow if case in FULL_BATCH else pytest.mark.soak)
+        for case in sorted(FAMILIES | {"qwen3_d128_bf16"})
+    ],
+)
 def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):
     assert_batch_is_each_alone(case, (1, 3, 0, 2, 4), "full")
 

@@ -266,9 +266,18 @@ def test_any_operands(implementation, m, fused, invariant, seed):
     _check(implementation, case, seed, INVARIANT if invariant else None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("m", [*range(1, 34), 63, 65, 96, 127, 129, 191, 199, 200])
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@pytest.mark.parametrize(
+    ("m", "dtype"),
+    [
+        # Of each number one dtype; of the others it is one of a grid.
+        pytest.param(m, dtype, marks=pytest.mark.slow if i % 3 == j else pytest.mark.soak)
+        for i, m in enumerate([*range(1, 34), 63, 65, 96, 127, 129, 191, 199, 200])
+        for j, dtype in enumerate(DTYPES)
+    ],
+)
 @pytest.mark.parametrize("implementation", [p for p in MATMUL if not p.marks])
 def test_every_number_of_rows(implementation, m, dtype):
     _check(implementation, Case(m, k=129, n=70, dtype=dtype))

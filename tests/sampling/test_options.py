@@ -689,8 +689,11 @@ def check_combinations(lm, examples):
     return sum(lm.program_counts().values()) - before
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_thousand_combinations_of_options_and_prompts(lm):
+@pytest.mark.parametrize(
+    "examples",
+    [pytest.param(100, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
+)
+def test_combinations_of_options_and_prompts(lm, examples):
     alone = fdjax.LM(lm.model, lm.params, lm.tokenizer, max_len=128)
-    assert 0 < check_combinations(alone, 1000) <= 12
+    assert 0 < check_combinations(alone, examples) <= 12

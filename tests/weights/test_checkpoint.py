@@ -727,7 +727,7 @@ BIG = TINY | {
     "intermediate_size": 5632,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
-    "num_hidden_layers": 22,
+    "num_hidden_layers": 11,
     "torch_dtype": "bfloat16",
 }
 
@@ -831,7 +831,7 @@ def test_looking_for_damage_takes_no_memory(dtype):
 )
 def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, offset):
     total = write_big(tmp_path, BIG | {"vocab_size": vocab_size}, shards=4, offset=offset)
-    assert total > 1.9e9
+    assert total > 0.9e9
     done = subprocess.run(
         [sys.executable, "-c", PROBE, str(tmp_path)],
         env=os.environ | {"JAX_PLATFORMS": "cpu"},

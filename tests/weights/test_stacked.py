@@ -193,25 +193,25 @@ for where, told in ((one, ""), (other, "not on "), (several, "on one device, got
 @pytest.mark.gpu
 def test_views_take_no_memory_of_a_gpu():
     def in_use():
+        gc.collect()
         return jax.local_devices()[0].memory_stats()["bytes_in_use"]
 
+    # What other tests left may go at any time, so numbers are compared by less than a view has.
+    view = 2 * 1024 * 1024
     product = jax.jit(jnp.dot)
     stacked = jax.random.normal(jax.random.key(0), (8, 1024, 1024), "bfloat16")
     want = np.asarray(product(stacked[1], stacked[2]))
-    gc.collect()
     before = in_use()
     layers = layer_views(stacked)
-    assert in_use() == before
+    assert in_use() < before + view
     del stacked
-    gc.collect()
-    assert in_use() == before
+    assert in_use() > before - view
     results = [product(layers[1], layers[2]) for _ in range(50)]
     del layers  # before the products are there
     for result in results:
         np.testing.assert_array_equal(result, want)
     del result, results
-    gc.collect()
-    assert in_use() == before - 8 * 2**21
+    assert in_use() < before - 7 * view
 
 
 # --- stacking
