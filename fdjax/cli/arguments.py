@@ -3,6 +3,7 @@
 import argparse
 import re
 from collections.abc import Callable
+from typing import Any
 
 
 class UsageError(ValueError):
@@ -40,14 +41,16 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
 
 
-def real(least: float, most: float) -> Callable[[str], float]:
-    """A number in least..most."""
-    return _number(float, lambda x: least <= x <= most, f"number from {least} to {most}")
+def said(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A parser whose ValueError is what the command line says."""
 
+    def parsed(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
-def share(text: str) -> float:
-    """A number above 0 and at most 1."""
-    return _number(float, lambda x: 0 < x <= 1, "number above 0 and at most 1")(text)
+    return parsed
 
 
 def byte_count(text: str) -> int:

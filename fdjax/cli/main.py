@@ -20,8 +20,7 @@ from fdjax.cli.arguments import (
     byte_count,
     integer,
     model_name,
-    real,
-    share,
+    said,
     some_text,
 )
 from fdjax.system import interrupts
@@ -344,33 +343,14 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
-    names = []
-    for option, kind, metavar, text in (
-        (
-            "--max-new-tokens",
-            integer(0, 2**31 - 1),
-            "N",
-            f"tokens to generate at most; {default_tokens}",
-        ),
-        ("--min-new-tokens", integer(0, 2**31 - 1), "N", "not to end before this many tokens"),
-        ("--temperature", real(0, 1e30), "T", "above 0 samples; 0 is greedy"),
-        ("--top-k", integer(0, 2**31 - 1), "K", "sample from the K likeliest"),
-        ("--top-p", real(0, 1), "P", "sample from the likeliest that hold the mass P"),
-        (
-            "--min-p",
-            real(0, 1),
-            "P",
-            "sample from those at least P times as likely as the likeliest",
-        ),
-        ("--typical-p", share, "P", "sample from the most typical that hold the mass P"),
-        ("--repetition-penalty", real(1e-30, 1e30), "X", "above 1 avoids what was there before"),
-        ("--presence-penalty", real(-2, 2), "X", "above 0 avoids what is in the answer"),
-        ("--frequency-penalty", real(-2, 2), "X", "the same, times how often it is in there"),
-        ("--no-repeat-ngram-size", integer(0, 32), "N", "no N tokens in a row come twice"),
-        ("--seed", integer(0, 2**32 - 1), "N", "makes samples reproducible"),
-    ):
-        parser.add_argument(option, type=kind, metavar=metavar, help=text)
-        names.append(option.removeprefix("--").replace("-", "_"))
+    from fdjax.sampling.options import OPTIONS
+
+    for name, option in OPTIONS.items():
+        if option.flag:
+            metavar, text = option.flag
+            parse = said(option.check.parse)
+            flag, text = f"--{name.replace('_', '-')}", text.format(default=default_tokens)
+            parser.add_argument(flag, type=parse, metavar=metavar, help=text)
     parser.add_argument(
         "--stop",
         action="append",
@@ -379,6 +359,7 @@ def _add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
         dest="stop_strings",
         help="end before this text; may be given several times",
     )
+    names = [name for name, option in OPTIONS.items() if option.flag]
     parser.set_defaults(options=[*names, "stop_strings"])
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,209 +42,6 @@ _NOT_HONOURED = {
     "force_words_ids": (),
     "constraints": (),
 }
-# Options that say what to draw from.
-SAMPLED_OPTIONS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
-_EDITS = ("repetition_penalty", "presence_penalty", "frequency_penalty", "no_repeat_ngram_size")
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerationConfig:
-    """How to choose tokens; names and meanings of transformers where it has the option.
-
-    `presence_penalty`, `frequency_penalty` and `logit_bias` mean what they mean in vLLM. Sequences
-    may be given in any form and are kept as tuples.
-
-    Attributes:
-      max_new_tokens: tokens to generate at most; fewer where the context ends. Of a model with
-        LongRoPE it decides, together with the prompt's tokens, which factors are used, from the
-        first token on.
-      min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
-      do_sample: draw from the distribution instead of taking its maximum.
-      temperature: divides the logits; 0 means greedy.
-      top_k: draw from the k likeliest tokens; 0 is off.
-      top_p: draw from the likeliest tokens that together hold this mass, at least one; 1 is off.
-      min_p: draw from the tokens at least this likely, relative to the likeliest; 0 is off.
-      typical_p: draw from the tokens whose information is nearest to the entropy and that together
-        hold this mass (Meister et al. 2022); 1 is off.
-      repetition_penalty: divides logits above 0, and multiplies those below, of tokens in the
-        prompt or the response; 1 is off.
-      presence_penalty: subtracted from the logits of tokens in the response; -2 to 2.
-      frequency_penalty: the same, times how often they are in it; -2 to 2.
-      no_repeat_ngram_size: no sequence of this many tokens occurs twice, prompt included; 0 is off,
-        32 the most.
-      bad_words_ids: sequences of ids that must not come about.
-      suppress_tokens: ids that are never chosen.
-      begin_suppress_tokens: ids that are not chosen first.
-      logit_bias: added to the logits of these ids, {id: bias}; -100 to 100.
-      stop_strings: end a row where its text has one of these. The text ends before it; the tokens
-        end with the one that completed it. Prompts and special tokens are not searched.
-      stopping_criteria: functions of the tokens generated so far that end a row by returning true,
-        called on the host with every token.
-      logits_processors: jittable functions (ids [B,S], lengths [B], scores [B,V]) → scores [B,V],
-        the same for the whole batch. They act after all penalties and before the temperature. Each
-        set of them is a program of its own, so pass the same functions again, not new lambdas. What
-        an object held when it was first called is part of the program.
-      num_return_sequences: samples of each prompt, side by side in the result.
-      seed: of the draws; None is another one in every call. Rows with the same prompt, seed and
-        place among the samples of their prompt draw the same tokens, whatever else is in the batch.
-      eos_token_ids: ids that end a row.
-      return_logprobs: also return each token's log-probability under the raw model. True or 0: of
-        the chosen token alone; n: also of the n likeliest, at most 20; False or None: none.
-      return_reruns: `stats` also says how much of decode attention left the range of the unified
-        maximum and ran again, for the whole batch where one prompt asks for it.
-    """
-
-    max_new_tokens: int = 128
-    min_new_tokens: int = 0
-    do_sample: bool = False
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    no_repeat_ngram_size: int = 0
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
-    suppress_tokens: tuple[int, ...] = ()
-    begin_suppress_tokens: tuple[int, ...] = ()
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
-    stop_strings: str | tuple[str, ...] = ()
-    stopping_criteria: tuple[StoppingCriterion, ...] = ()
-    logits_processors: tuple[LogitsProcessor, ...] = ()
-    num_return_sequences: int = 1
-    seed: int | None = None
-    eos_token_ids: tuple[int, ...] = ()
-    return_logprobs: bool | int | None = None
-    return_reruns: bool = False
-
-    def __post_init__(self):
-        for name, kind in _KINDS.items():
-            object.__setattr__(self, name, kind(name, getattr(self, name)))
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                "generate: min_new_tokens must be between 0 and max_new_tokens "
-                f"({self.max_new_tokens}), got {self.min_new_tokens}"
-            )
-
-    @property
-    def sampled(self) -> bool:
-        """Tokens are drawn, not the likeliest."""
-        return self.do_sample and self.temperature > 0
-
-    @property
-    def processors(self) -> Processors:
-        """The static set of active processors."""
-        return Processors(
-            edit=bool(
-                (self.min_new_tokens and self.eos_token_ids)
-                or self.repetition_penalty != 1
-                or self.presence_penalty
-                or self.frequency_penalty
-                or self.no_repeat_ngram_size
-                or self.bad_words_ids
-                or self.suppress_tokens
-                or self.begin_suppress_tokens
-                or self.logit_bias
-            ),
-            sample=self.sampled,
-            truncate=self.sampled
-            and bool(self.top_k or self.top_p < 1 or self.min_p or self.typical_p < 1),
-            logprobs=self.return_logprobs is not None,
-            custom=self.logits_processors,
-        )
-
-    @property
-    def named_ids(self) -> dict[str, set[int]]:
-        """The ids that options name, by option; end-of-sequence ids may lie anywhere."""
-        return {
-            "bad_words_ids": {i for word in self.bad_words_ids for i in word},
-            "suppress_tokens": set(self.suppress_tokens),
-            "begin_suppress_tokens": set(self.begin_suppress_tokens),
-            "logit_bias": {i for i, _ in self.logit_bias},
-        }
-
-    def id_outside(self, vocab_size: int) -> str | None:
-        """What of `named_ids` is in no vocabulary of that size, in words."""
-        for name, ids in self.named_ids.items():
-            if ids and max(ids) >= vocab_size:
-                return f"{name} has id {max(ids)}, the vocabulary is 0..{vocab_size - 1}"
-        return None
-
-    @property
-    def biases(self) -> list[tuple[int, float, int]]:
-        """(id, what is added to its logit, the step from which on it is not)."""
-        return [
-            *((i, bias, _ALWAYS) for i, bias in self.logit_bias),
-            *((i, -math.inf, _ALWAYS) for i in self.suppress_tokens),
-            *((i, -math.inf, 1) for i in self.begin_suppress_tokens),
-            *(
-                (i, -math.inf, self.min_new_tokens)
-                for i in self.eos_token_ids
-                if self.min_new_tokens
-            ),
-        ]
-
-    @property
-    def bad_words(self) -> list[tuple[int, ...]]:
-        """As in transformers, an end-of-sequence id alone is no bad word."""
-        return [w for w in self.bad_words_ids if not (len(w) == 1 and w[0] in self.eos_token_ids)]
-
-    @classmethod
-    def from_files(
-        cls, generation: Mapping[str, Any], config: Mapping[str, Any], source: str
-    ) -> "GenerationConfig":
-        """Defaults of a checkpoint: generation_config.json, and config.json where that is silent.
-
-        As in transformers, of options other than end-of-sequence ids config.json is asked only
-        where there is no generation_config.json, as in checkpoints of before 2023. What it asks for
-        and fdjax does not do is warned of. A length of prompt and response together (`max_length`)
-        is not taken over.
-
-        Raises:
-          CheckpointError: a field has a value that cannot be meant.
-        """
-        eos = generation.get("eos_token_id")
-        eos = config.get("eos_token_id") if eos is None else eos
-        eos = [] if eos is None else eos
-        try:
-            eos = _ids("eos_token_id", eos if isinstance(eos, list) else [eos])
-        except ValueError:
-            raise CheckpointError(f"{source}: eos_token_id must be ids, got {eos!r}") from None
-        if not generation:
-            generation, source = config, str(Path(source).with_name("config.json"))
-        names = {f.name for f in dataclasses.fields(cls)} - _NOT_IN_FILES
-        known = {n: generation[n] for n in names if generation.get(n) is not None}
-        for name, neutral in _NOT_HONOURED.items():
-            value = generation.get(name)
-            if value not in (None, [], {}, *neutral):
-                warnings.warn(
-                    f"{source}: {name} {value!r} is not supported and has no effect", stacklevel=3
-                )
-        # A minimum above what fdjax generates by default asks for more, not for an error.
-        least = known.get("min_new_tokens")
-        if "max_new_tokens" not in known and isinstance(least, int):
-            known["max_new_tokens"] = max(cls.max_new_tokens, least)
-        try:
-            return cls(**known, eos_token_ids=eos)
-        except ValueError as error:
-            raise CheckpointError(f"{source}: {error}") from None
-
-
-# Not options of transformers, or not its defaults'.
-_NOT_IN_FILES = {
-    "eos_token_ids",
-    "presence_penalty",
-    "frequency_penalty",
-    "logit_bias",
-    "stopping_criteria",
-    "logits_processors",
-    "num_return_sequences",
-    "seed",
-    "return_logprobs",
-    "return_reruns",
-}
 
 
 def _plain(value):
@@ -252,23 +49,63 @@ def _plain(value):
     return value.item() if isinstance(value, np.generic) else value
 
 
-def _number(kind, within: str, accepts):
-    def check(name, value):
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A check of a number.
+
+    Attributes:
+      kind: int or float.
+      within: the range, in words.
+      accepts: whether a number is in it.
+      optional: None is taken too.
+    """
+
+    kind: type
+    within: str
+    accepts: Callable[[Any], bool]
+    optional: bool = False
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """The value as Python's.
+
+        Raises:
+          ValueError: it is no such number.
+        """
         value = _plain(value)
-        if isinstance(value, bool) or not isinstance(value, kind) or not accepts(value):
-            what = "an integer" if kind is int else "a number"
-            raise ValueError(f"generate: {name} must be {what} {within}, got {value!r}")
+        if value is None and self.optional:
+            return None
+        kinds = int if self.kind is int else (int, float)
+        if isinstance(value, bool) or not isinstance(value, kinds) or not self._has(value):
+            raise ValueError(f"generate: {name} must be {self}, got {value!r}")
         return value
 
-    return check
+    def parse(self, text: str) -> Any:
+        """The number that a text says.
+
+        Raises:
+          ValueError: it says none, or not one in the range.
+        """
+        try:
+            value = self.kind(text)
+        except ValueError:
+            value = None
+        if value is None or not self._has(value):
+            raise ValueError(f"must be {self}, got {text!r}")
+        return value
+
+    def _has(self, value) -> bool:
+        return (self.kind is int or math.isfinite(value)) and self.accepts(value)
+
+    def __str__(self) -> str:
+        return f"{'an integer' if self.kind is int else 'a number'} {self.within}"
 
 
-def _integer(least: int, end: int, within: str):
-    return _number(int, within, lambda n: least <= n < end)
+def _integer(least: int, end: int, within: str) -> Number:
+    return Number(int, within, lambda n: least <= n < end)
 
 
-def _real(within: str, accepts):
-    return _number((int, float), within, lambda x: math.isfinite(x) and accepts(x))
+def _real(within: str, accepts) -> Number:
+    return Number(float, within, accepts)
 
 
 def _flag(name, value):
@@ -351,40 +188,254 @@ def _is_id(value) -> bool:
     )
 
 
-def _seed(name, value):
-    return None if value is None else _integer(0, 2**32, "in [0, 2**32)")(name, value)
-
-
 _any_tokens = _integer(0, 2**31, "in [0, 2**31)")
+_samples = _integer(1, 2**31, "in [1, 2**31)")
+_ngram = _integer(0, MAX_NGRAM + 1, f"in [0, {MAX_NGRAM}]")
+_seed = dataclasses.replace(_integer(0, 2**32, "in [0, 2**32)"), optional=True)
+# Beyond, fp32 keeps neither the order of scores nor, at its end, what is forbidden.
+_temperature = _real("in [0, 1e30]", lambda t: 0 <= t <= 1e30)
+_mass = _real("in [0, 1]", lambda p: 0 <= p <= 1)
+_factor = _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30)
 _share = _real("in (0, 1]", lambda p: 0 < p <= 1)
 _penalty = _real("in [-2, 2]", lambda x: -2 <= x <= 2)
-_KINDS: dict[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": _any_tokens,
-    "min_new_tokens": _any_tokens,
-    "do_sample": _flag,
-    # Beyond, fp32 keeps neither the order of scores nor, at its end, what is forbidden.
-    "temperature": _real("in [0, 1e30]", lambda t: 0 <= t <= 1e30),
-    "top_k": _any_tokens,
-    "top_p": _real("in [0, 1]", lambda p: 0 <= p <= 1),
-    "min_p": _real("in [0, 1]", lambda p: 0 <= p <= 1),
-    "typical_p": _share,
-    "repetition_penalty": _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30),
-    "presence_penalty": _penalty,
-    "frequency_penalty": _penalty,
-    "no_repeat_ngram_size": _integer(0, MAX_NGRAM + 1, f"in [0, {MAX_NGRAM}]"),
-    "bad_words_ids": _words,
-    "suppress_tokens": _ids,
-    "begin_suppress_tokens": _ids,
-    "logit_bias": _biases,
-    "stop_strings": _strings,
-    "stopping_criteria": _functions,
-    "logits_processors": _jitted_functions,
-    "num_return_sequences": _integer(1, 2**31, "in [1, 2**31)"),
-    "seed": _seed,
-    "eos_token_ids": _ids,
-    "return_logprobs": _top,
-    "return_reruns": _flag,
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """What is known of an option beside its name and default. Everything else derives from it.
+
+    Attributes:
+      check: (name, value) → the value as it is kept; raises ValueError.
+      role: "draw": it says what to draw from, and naming it turns sampling on; "edit": it changes
+        logits before a token is chosen.
+      flag: what the command line calls its value, and its help; None where it has no flag.
+      column: "reals" or "counts" where each row has its value on the device, see `Sampling`.
+      depth: of the sequences that it is itself; one level more is a value for each prompt.
+      in_files: generation_config.json may have it.
+    """
+
+    check: Callable[[str, Any], Any]
+    role: str | None = None
+    flag: tuple[str, str] | None = None
+    column: str | None = None
+    depth: int = 0
+    in_files: bool = True
+
+
+def _option(default: Any, check: Callable[[str, Any], Any], role=None, flag=None, **about) -> Any:
+    if role and isinstance(check, Number):
+        about["column"] = "reals" if check.kind is float else "counts"
+    return dataclasses.field(
+        default=default, metadata={"option": Option(check, role, flag, **about)}
+    )
+
+
+# Not options of transformers, or not its defaults'.
+_OURS = {"in_files": False}
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerationConfig:
+    """How to choose tokens; names and meanings of transformers where it has the option.
+
+    `presence_penalty`, `frequency_penalty` and `logit_bias` mean what they mean in vLLM. Sequences
+    may be given in any form and are kept as tuples.
+
+    Attributes:
+      max_new_tokens: tokens to generate at most; fewer where the context ends. Of a model with
+        LongRoPE it decides, together with the prompt's tokens, which factors are used, from the
+        first token on.
+      min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
+      do_sample: draw from the distribution instead of taking its maximum.
+      temperature: divides the logits; 0 means greedy.
+      top_k: draw from the k likeliest tokens; 0 is off.
+      top_p: draw from the likeliest tokens that together hold this mass, at least one; 1 is off.
+      min_p: draw from the tokens at least this likely, relative to the likeliest; 0 is off.
+      typical_p: draw from the tokens whose information is nearest to the entropy and that together
+        hold this mass (Meister et al. 2022); 1 is off.
+      repetition_penalty: divides logits above 0, and multiplies those below, of tokens in the
+        prompt or the response; 1 is off.
+      presence_penalty: subtracted from the logits of tokens in the response; -2 to 2.
+      frequency_penalty: the same, times how often they are in it; -2 to 2.
+      no_repeat_ngram_size: no sequence of this many tokens occurs twice, prompt included; 0 is off,
+        32 the most.
+      bad_words_ids: sequences of ids that must not come about.
+      suppress_tokens: ids that are never chosen.
+      begin_suppress_tokens: ids that are not chosen first.
+      logit_bias: added to the logits of these ids, {id: bias}; -100 to 100.
+      stop_strings: end a row where its text has one of these. The text ends before it; the tokens
+        end with the one that completed it. Prompts and special tokens are not searched.
+      stopping_criteria: functions of the tokens generated so far that end a row by returning true,
+        called on the host with every token.
+      logits_processors: jittable functions (ids [B,S], lengths [B], scores [B,V]) → scores [B,V],
+        the same for the whole batch. They act after all penalties and before the temperature. Each
+        set of them is a program of its own, so pass the same functions again, not new lambdas. What
+        an object held when it was first called is part of the program.
+      num_return_sequences: samples of each prompt, side by side in the result.
+      seed: of the draws; None is another one in every call. Rows with the same prompt, seed and
+        place among the samples of their prompt draw the same tokens, whatever else is in the batch.
+      eos_token_ids: ids that end a row.
+      return_logprobs: also return each token's log-probability under the raw model. True or 0: of
+        the chosen token alone; n: also of the n likeliest, at most 20; False or None: none.
+      return_reruns: `stats` also says how much of decode attention left the range of the unified
+        maximum and ran again, for the whole batch where one prompt asks for it.
+    """
+
+    max_new_tokens: int = _option(
+        128, _any_tokens, flag=("N", "tokens to generate at most; {default}"), column="counts"
+    )
+    min_new_tokens: int = _option(0, _any_tokens, flag=("N", "not to end before this many tokens"))
+    do_sample: bool = _option(False, _flag)
+    temperature: float = _option(1.0, _temperature, "draw", ("T", "above 0 samples; 0 is greedy"))
+    top_k: int = _option(0, _any_tokens, "draw", ("K", "sample from the K likeliest"))
+    top_p: float = _option(
+        1.0, _mass, "draw", ("P", "sample from the likeliest that hold the mass P")
+    )
+    min_p: float = _option(
+        0.0, _mass, "draw", ("P", "sample from those at least P times as likely as the likeliest")
+    )
+    typical_p: float = _option(
+        1.0, _share, "draw", ("P", "sample from the most typical that hold the mass P")
+    )
+    repetition_penalty: float = _option(
+        1.0, _factor, "edit", ("X", "above 1 avoids what was there before")
+    )
+    presence_penalty: float = _option(
+        0.0, _penalty, "edit", ("X", "above 0 avoids what is in the answer"), in_files=False
+    )
+    frequency_penalty: float = _option(
+        0.0, _penalty, "edit", ("X", "the same, times how often it is in there"), in_files=False
+    )
+    no_repeat_ngram_size: int = _option(0, _ngram, "edit", ("N", "no N tokens in a row come twice"))
+    bad_words_ids: tuple[tuple[int, ...], ...] = _option((), _words, "edit", depth=2)
+    suppress_tokens: tuple[int, ...] = _option((), _ids, "edit", depth=1)
+    begin_suppress_tokens: tuple[int, ...] = _option((), _ids, "edit", depth=1)
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _option(
+        (), _biases, "edit", in_files=False
+    )
+    stop_strings: str | tuple[str, ...] = _option((), _strings, depth=1)
+    stopping_criteria: tuple[StoppingCriterion, ...] = _option((), _functions, **_OURS, depth=1)
+    logits_processors: tuple[LogitsProcessor, ...] = _option(
+        (), _jitted_functions, **_OURS, depth=1
+    )
+    num_return_sequences: int = _option(1, _samples, **_OURS)
+    seed: int | None = _option(None, _seed, flag=("N", "makes samples reproducible"), **_OURS)
+    eos_token_ids: tuple[int, ...] = _option((), _ids, **_OURS, depth=1)
+    return_logprobs: bool | int | None = _option(None, _top, **_OURS)
+    return_reruns: bool = _option(False, _flag, **_OURS)
+
+    def __post_init__(self):
+        for name, option in OPTIONS.items():
+            object.__setattr__(self, name, option.check(name, getattr(self, name)))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                "generate: min_new_tokens must be between 0 and max_new_tokens "
+                f"({self.max_new_tokens}), got {self.min_new_tokens}"
+            )
+
+    @property
+    def sampled(self) -> bool:
+        """Tokens are drawn, not the likeliest."""
+        return self.do_sample and self.temperature > 0
+
+    @property
+    def processors(self) -> Processors:
+        """The static set of active processors."""
+        return Processors(
+            edit=bool(self.min_new_tokens and self.eos_token_ids) or self._asks(_EDITS),
+            sample=self.sampled,
+            truncate=self.sampled and self._asks(set(SAMPLED_OPTIONS) - {"temperature"}),
+            logprobs=self.return_logprobs is not None,
+            custom=self.logits_processors,
+        )
+
+    def _asks(self, names: Iterable[str]) -> bool:
+        """Whether any of these options is not at its default."""
+        return any(getattr(self, name) != getattr(type(self), name) for name in names)
+
+    @property
+    def named_ids(self) -> dict[str, set[int]]:
+        """The ids that options name, by option; end-of-sequence ids may lie anywhere."""
+        return {
+            "bad_words_ids": {i for word in self.bad_words_ids for i in word},
+            "suppress_tokens": set(self.suppress_tokens),
+            "begin_suppress_tokens": set(self.begin_suppress_tokens),
+            "logit_bias": {i for i, _ in self.logit_bias},
+        }
+
+    def id_outside(self, vocab_size: int) -> str | None:
+        """What of `named_ids` is in no vocabulary of that size, in words."""
+        for name, ids in self.named_ids.items():
+            if ids and max(ids) >= vocab_size:
+                return f"{name} has id {max(ids)}, the vocabulary is 0..{vocab_size - 1}"
+        return None
+
+    @property
+    def biases(self) -> list[tuple[int, float, int]]:
+        """(id, what is added to its logit, the step from which on it is not)."""
+        return [
+            *((i, bias, _ALWAYS) for i, bias in self.logit_bias),
+            *((i, -math.inf, _ALWAYS) for i in self.suppress_tokens),
+            *((i, -math.inf, 1) for i in self.begin_suppress_tokens),
+            *(
+                (i, -math.inf, self.min_new_tokens)
+                for i in self.eos_token_ids
+                if self.min_new_tokens
+            ),
+        ]
+
+    @property
+    def bad_words(self) -> list[tuple[int, ...]]:
+        """As in transformers, an end-of-sequence id alone is no bad word."""
+        return [w for w in self.bad_words_ids if not (len(w) == 1 and w[0] in self.eos_token_ids)]
+
+    @classmethod
+    def from_files(
+        cls, generation: Mapping[str, Any], config: Mapping[str, Any], source: str
+    ) -> "GenerationConfig":
+        """Defaults of a checkpoint: generation_config.json, and config.json where that is silent.
+
+        As in transformers, of options other than end-of-sequence ids config.json is asked only
+        where there is no generation_config.json, as in checkpoints of before 2023. What it asks for
+        and fdjax does not do is warned of. A length of prompt and response together (`max_length`)
+        is not taken over.
+
+        Raises:
+          CheckpointError: a field has a value that cannot be meant.
+        """
+        eos = generation.get("eos_token_id")
+        eos = config.get("eos_token_id") if eos is None else eos
+        eos = [] if eos is None else eos
+        try:
+            eos = _ids("eos_token_id", eos if isinstance(eos, list) else [eos])
+        except ValueError:
+            raise CheckpointError(f"{source}: eos_token_id must be ids, got {eos!r}") from None
+        if not generation:
+            generation, source = config, str(Path(source).with_name("config.json"))
+        names = {name for name, option in OPTIONS.items() if option.in_files}
+        known = {n: generation[n] for n in names if generation.get(n) is not None}
+        for name, neutral in _NOT_HONOURED.items():
+            value = generation.get(name)
+            if value not in (None, [], {}, *neutral):
+                warnings.warn(
+                    f"{source}: {name} {value!r} is not supported and has no effect", stacklevel=3
+                )
+        # A minimum above what fdjax generates by default asks for more, not for an error.
+        least = known.get("min_new_tokens")
+        if "max_new_tokens" not in known and isinstance(least, int):
+            known["max_new_tokens"] = max(cls.max_new_tokens, least)
+        try:
+            return cls(**known, eos_token_ids=eos)
+        except ValueError as error:
+            raise CheckpointError(f"{source}: {error}") from None
+
+
+OPTIONS: dict[str, Option] = {
+    field.name: field.metadata["option"] for field in dataclasses.fields(GenerationConfig)
 }
+# Options that say what to draw from.
+SAMPLED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role == "draw")
+_EDITS = tuple(name for name, option in OPTIONS.items() if option.role == "edit")
 
 
 def per_row(
@@ -406,22 +457,26 @@ def per_row(
     # A greedy row draws from nothing.
     drawn = [c if c.sampled else _NOTHING for c in rows]
 
-    def column(name, of=rows):
+    def column(name, of):
         return [getattr(c, name) for c in of]
 
-    columns = {name: column(name) for name in ("max_new_tokens", *_EDITS)}
-    columns |= {name: column(name, drawn) for name in SAMPLED_OPTIONS}
-    columns["seed"] = [c.seed or 0 for c in drawn]
-    columns["temperature"] = [c.temperature if c.sampled else 0.0 for c in rows]
-    columns["sample_index"] = [*indices, *[0] * (batch - len(indices))]
-    columns["top_logprobs"] = [c.return_logprobs or 0 for c in rows]
+    columns = {"reals": {}, "counts": {}}
+    for name, option in OPTIONS.items():
+        if option.column:
+            columns[option.column][name] = column(name, drawn if option.role == "draw" else rows)
+    columns["reals"]["temperature"] = [c.temperature if c.sampled else 0.0 for c in rows]
+    columns["counts"] |= {
+        "seed": np.array([c.seed or 0 for c in drawn], np.uint32).view(np.int32),
+        "sample_index": [*indices, *[0] * (batch - len(indices))],
+        "top_logprobs": [c.return_logprobs or 0 for c in rows],
+    }
     biases = [np.asarray(c.biases, np.float64).reshape(-1, 3).T for c in rows]
     words = [c.bad_words for c in rows]
     length = _width([word for row in words for word in row], 8)
     # Padded in front, a word ends where its table ends.
     words = [[[-1] * (length - len(w)) + list(w) for w in row] for row in words]
     return Sampling.pack(
-        columns,
+        **columns,
         stop_tokens=_table([c.eos_token_ids for c in rows], 4, -1, np.int32),
         bias=_table([b[1] for b in biases], 32, 0.0, np.float32),
         bias_ids=_table([b[0] for b in biases], 32, -1, np.int32),

@@ -9,20 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from fdjax.sampling.options import SAMPLED_OPTIONS, GenerationConfig
-
-# Options that are sequences themselves, and how deeply nested: one level more is one per prompt.
-_NESTING = {
-    "eos_token_ids": 1,
-    "suppress_tokens": 1,
-    "begin_suppress_tokens": 1,
-    "bad_words_ids": 2,
-    "stop_strings": 1,
-    "stopping_criteria": 1,
-    "logits_processors": 1,
-}
-
-_OPTIONS = sorted(field.name for field in dataclasses.fields(GenerationConfig))
+from fdjax.sampling.options import OPTIONS, SAMPLED_OPTIONS, GenerationConfig
 
 
 def per_prompt(
@@ -47,8 +34,10 @@ def per_prompt(
         eos = options.pop("eos_token_id")
         options["eos_token_ids"] = () if eos is None else eos
     for name in options:
-        if name not in _OPTIONS:
-            raise TypeError(f"generate: unknown option {name!r}; known: {', '.join(_OPTIONS)}")
+        if name not in OPTIONS:
+            raise TypeError(
+                f"generate: unknown option {name!r}; known: {', '.join(sorted(OPTIONS))}"
+            )
     fresh = np.frombuffer(os.urandom(4 * count), np.uint32).tolist()
     rows, named = [], set()
     for i in range(count):
@@ -91,8 +80,8 @@ def _is_per_prompt(name: str, value: Any) -> bool:
         return False
     if name == "logit_bias":
         return bool(value) and all(v is None or _is_bias(v) for v in value)
-    nesting = _NESTING.get(name)
-    if nesting is None:
+    nesting = OPTIONS[name].depth
+    if not nesting:
         return isinstance(value, list)
     return _depth(value) > nesting or any(v is None for v in value)
 

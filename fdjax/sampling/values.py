@@ -8,35 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-_REALS = (
-    "temperature",
-    "top_p",
-    "min_p",
-    "typical_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
-_COUNTS = (
-    "top_k",
-    "seed",
-    "sample_index",
-    "max_new_tokens",
-    "no_repeat_ngram_size",
-    "top_logprobs",
-)
-
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
     """What each row asked for, in few arrays: each costs the host a microsecond a call.
 
-    The columns of `reals` and `counts` are attributes, [B] each: `temperature` (0 is greedy),
-    `top_p`, `typical_p`, `repetition_penalty` (1 is off), `min_p`, `presence_penalty`,
-    `frequency_penalty`, `top_k`, `no_repeat_ngram_size`, `top_logprobs` (0 is off), `seed`
-    (uint32), `sample_index` (which of several samples of one prompt this row is) and
-    `max_new_tokens`.
+    The columns of `reals` and `counts` are attributes by their names, [B] each: options that have a
+    value for each row, `seed` as uint32, `sample_index` (which of several samples of one prompt
+    this row is) and `top_logprobs` (0 is off). A `temperature` of 0 is greedy.
 
     Attributes:
       reals: [B, R] fp32.
@@ -46,6 +26,7 @@ class Sampling:
       bias_ids: [B, M] int32, padded with -1.
       bias_until: [B, M] int32, the step from which on a bias is not added.
       bad_words: [B, W, T] int32 sequences that must not come about, padded in front with -1.
+      names: of the columns of `reals`, and of those of `counts`.
     """
 
     reals: Array
@@ -55,26 +36,25 @@ class Sampling:
     bias_ids: Array
     bias_until: Array
     bad_words: Array
+    names: tuple[tuple[str, ...], ...] = dataclasses.field(metadata={"static": True})
 
     def __getattr__(self, name: str) -> Array:
-        for names, columns in ((_REALS, "reals"), (_COUNTS, "counts")):
+        for names, values in zip(self.__dict__.get("names", ()), ("reals", "counts"), strict=False):
             if name in names:
-                return getattr(self, columns)[:, names.index(name)]
+                column = getattr(self, values)[:, names.index(name)]
+                is_seed = name == "seed"
+                return lax.bitcast_convert_type(column, jnp.uint32) if is_seed else column
         raise AttributeError(f"Sampling has no attribute {name!r}")
 
-    @property
-    def seed(self) -> Array:
-        """[B] uint32."""
-        bits = self.counts[:, _COUNTS.index("seed")]
-        return lax.bitcast_convert_type(bits, jnp.uint32)
-
     @classmethod
-    def pack(cls, columns: Mapping[str, Sequence], **arrays: np.ndarray) -> "Sampling":
+    def pack(
+        cls, reals: Mapping[str, Sequence], counts: Mapping[str, Sequence], **arrays: np.ndarray
+    ) -> "Sampling":
         """From B values for each column by name, and the other attributes as host arrays."""
-        seed = {"seed": np.array(columns["seed"], np.uint32).view(np.int32)}
         return cls(
-            reals=np.array([columns[n] for n in _REALS], np.float32).T,
-            counts=np.array([(columns | seed)[n] for n in _COUNTS], np.int32).T,
+            reals=np.array([*reals.values()], np.float32).T,
+            counts=np.array([*counts.values()], np.int32).T,
+            names=(tuple(reals), tuple(counts)),
             **arrays,
         )
 

@@ -56,9 +56,14 @@ def sampling(batch: int, **values) -> Sampling:
         name: np.array(np.broadcast_to(np.asarray(values.get(name, default)), (batch,)))
         for name, default in defaults.items()
     }
+    floats = {name for name, default in defaults.items() if isinstance(default, float)}
+    reals = {name: column for name, column in columns.items() if name in floats}
+    counts = {name: column for name, column in columns.items() if name not in floats}
+    counts["seed"] = counts["seed"].astype(np.uint32).view(np.int32)
     until = np.array(np.broadcast_to(columns["min_new_tokens"][:, None], stops.shape), np.int32)
     return Sampling.pack(
-        columns,
+        reals,
+        counts,
         stop_tokens=stops,
         bias=np.full(stops.shape, -np.inf, np.float32),
         bias_ids=stops,
