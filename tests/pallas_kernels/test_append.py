@@ -211,8 +211,16 @@ def test_the_cache_of_one_row_stays_where_it_is(t):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("batch", [2, 64, 128])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("d", "batch"),
+    [
+        # Each once; with any other, `soak`.
+        pytest.param(d, batch, marks=() if (d, batch) in kept else pytest.mark.soak)
+        for kept in [{(64, 2), (128, 64), (256, 128)}]
+        for d in (64, 128, 256)
+        for batch in (2, 64, 128)
+    ],
+)
 def test_the_largest_groups_compile_without_spills(d, batch, monkeypatch, capfd):
     from ..deviceless import compile_for
 

@@ -6,6 +6,7 @@ own.
 
 import dataclasses
 import functools
+import itertools
 import re
 
 import jax
@@ -307,11 +308,17 @@ def test_any_case(implementation, case, data, invariant):
     _check(implementation, case, operands, INVARIANT if invariant else None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("t", [1, 2, 3, 4])
-@pytest.mark.parametrize("d", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("group", [1, 4, 8])
+# Every pair of sizes with one dtype in turn; the other two dtypes are for `soak`.
+_SWEEP = [
+    pytest.param(group, d, t, dtype, marks=pytest.mark.slow if i % 3 == j else pytest.mark.soak)
+    for i, (group, d, t) in enumerate(
+        itertools.product((1, 4, 8), (64, 80, 96, 128, 256), (1, 2, 3, 4))
+    )
+    for j, dtype in enumerate(("float32", "bfloat16", "float16"))
+]
+
+
+@pytest.mark.parametrize(("group", "d", "t", "dtype"), _SWEEP)
 @pytest.mark.parametrize("implementation", ATTENTION[:1])
 def test_decode_sweep(implementation, group, d, t, dtype):
     case = Decode(group=group, d=d, t=t, dtype=dtype)
