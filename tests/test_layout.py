@@ -15,7 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 TOP_LEVEL = {
-    *("pallas_kernels", "models", "fdjax", "benchmarks", "tests", "notebooks"),
+    *("pallas_kernels", "models", "fdjax", "benchmarks", "tests", "notebooks", "docs"),
     *("README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"),
     *(".ci", ".gitignore", ".python-version"),
 }

@@ -1,0 +1,92 @@
+"""`fdjax bench`: time a model end to end."""
+
+import argparse
+from pathlib import Path
+
+import fdjax
+from fdjax.cli.arguments import Parser, UsageError, integer, model_name
+from fdjax.cli.shared import (
+    MODEL_OR_CONFIG,
+    add_dtype,
+    add_table,
+    check_writable,
+    model_of,
+    say,
+)
+
+HELP = "time the first token and the decode step"
+DESCRIPTION = (
+    "Time the first token and the decode step of random prompts. A config.json "
+    "alone gives random weights. The last line printed is the JSON record; "
+    "`python -m fdjax.bench compare OLD NEW` holds two against each other."
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """What it takes."""
+    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    default = "default: %(default)s"
+    for option, least, value, text in (
+        ("--batch", 1, 1, "prompts at once"),
+        ("--prompt-tokens", 1, 128, "length of each prompt"),
+        ("--new-tokens", 2, 128, "tokens generated for each"),
+        ("--runs", 1, 5, "timed calls"),
+    ):
+        parser.add_argument(
+            option, type=integer(least), metavar="N", default=value, help=f"{text}; {default}"
+        )
+    add_dtype(parser)
+    parser.add_argument(
+        "--implementation",
+        choices=("xla", "cudnn", "mosaic_gpu"),
+        help="force this one for every op that has it",
+    )
+    add_table(parser)
+    parser.add_argument("--output", metavar="FILE", help="also write the JSON record here")
+    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    from fdjax.bench.model import bench_model
+    from fdjax.bench.record import emit
+    from fdjax.engine.memory import check_load, plan_memory
+    from fdjax.lm import LM
+    from fdjax.models import random_params
+    from fdjax.system.platform import default_backend, enable_compilation_cache
+
+    # Whatever is wrong is found before the minutes that measuring takes.
+    if args.implementation not in (None, "xla") and default_backend() != "gpu":
+        raise UsageError(
+            f"bench: --implementation {args.implementation} needs an NVIDIA GPU, JAX sees none"
+        )
+    if args.output:
+        check_writable(Path(args.output))
+    enable_compilation_cache()
+    model, folder = model_of(args)
+    tokens = args.prompt_tokens + args.new_tokens
+    if tokens > model.config.max_position_embeddings:
+        raise UsageError(
+            f"bench: --prompt-tokens and --new-tokens make {tokens}, "
+            f"the model's context is {model.config.max_position_embeddings}"
+        )
+    _, memory_bytes = check_load(model)
+    need = plan_memory(model, batch=args.batch, max_len=tokens, prompt_tokens=args.prompt_tokens)
+    need.check("bench", memory_bytes)
+    size = f"{model.parameter_count:,} parameters in {model.dtype}"
+    say(f"{'making' if folder is None else 'loading'} {size} on {model.plan.device_kind}")
+    if folder is None:
+        lm = LM(model, random_params(model), memory_bytes=memory_bytes)
+    else:
+        lm = fdjax.load(args.model, dtype=args.dtype, plan=model.plan)
+    record = bench_model(
+        lm,
+        batch=args.batch,
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.new_tokens,
+        runs=args.runs,
+        commit=args.commit,
+        progress=say,
+    )
+    emit(record, args.output)
+    return int(record.failed)

@@ -1,0 +1,47 @@
+"""`fdjax chat`: talk with a model."""
+
+import argparse
+from pathlib import Path
+
+import fdjax
+from fdjax.cli.arguments import Parser
+from fdjax.cli.shared import (
+    add_model,
+    add_sampling,
+    plan_of,
+    read_text,
+    sampling_of,
+    with_room,
+)
+
+HELP = "talk with a model"
+DESCRIPTION = (
+    "Talk with a model: each line is answered in view of those before it, which "
+    "need a chat template. Lines may be piped in. /reset forgets the conversation, /quit or "
+    "the end of the input ends it, Ctrl-C stops an answer."
+)
+# Answers of a conversation end by themselves; this is for those that do not.
+CHAT_TOKENS = 1024
+
+
+def add_arguments(parser: Parser) -> None:
+    """What it takes."""
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument(
+        "--chat-template", metavar="T", help="a Jinja file, or the name of a template of the model"
+    )
+    add_sampling(parser, f"default: {CHAT_TOKENS}")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    from fdjax.cli.chat_loop import Conversation, talk
+
+    template = args.chat_template
+    if template is not None and Path(template).is_file():
+        template = read_text(Path(template))
+    options = {"max_new_tokens": CHAT_TOKENS} | with_room(sampling_of(args), CHAT_TOKENS)
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+    talk(Conversation(lm, system=args.system, chat_template=template, **options))
+    return 0

@@ -1,0 +1,122 @@
+"""`fdjax generate`: continue a prompt."""
+
+import argparse
+import json
+import logging
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import fdjax
+from fdjax.cli.arguments import Parser, UsageError, integer
+from fdjax.cli.shared import (
+    add_model,
+    add_sampling,
+    plan_of,
+    sampling_of,
+    with_room,
+)
+
+HELP = "continue a prompt, printing as it comes"
+DESCRIPTION = "Continue a prompt, printing the text as it comes."
+logger = logging.getLogger("fdjax")
+
+
+def add_arguments(parser: Parser) -> None:
+    """What it takes."""
+    parser.add_argument("prompt", nargs="?", help="default: standard input")
+    add_model(parser)
+    add_sampling(parser, "default: the checkpoint's, else 128")
+    parser.add_argument(
+        "--num-return-sequences",
+        type=integer(1),
+        default=1,
+        metavar="N",
+        help="samples to print; several need a temperature",
+    )
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="print a JSON object for each sample at the end; its stats are those of the call",
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=integer(0, 20),
+        metavar="N",
+        help="with --json: the log-probabilities of the tokens, and of the N likeliest",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    if args.logprobs is not None and not args.json:
+        raise UsageError("generate: --logprobs needs --json")
+    prompt, options = _prompt(args.prompt), sampling_of(args)
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+    options = with_room(options, lm.defaults.max_new_tokens)
+    if args.json or args.num_return_sequences > 1:
+        several = {"num_return_sequences": args.num_return_sequences}
+        result = lm.generate(prompt, return_logprobs=args.logprobs, **several, **options)
+        if args.json:
+            for sample in _samples(prompt, result):
+                print(json.dumps(sample))
+        else:
+            print("\n---\n".join(text.removeprefix(" ") for text in result.texts))
+        if args.verbose:
+            logger.info("%s", result.stats)
+        return 0
+    held: str | None = ""
+    stream = lm.stream(prompt, **options)
+    for piece in stream:
+        if held is not None:
+            held += piece
+            if not held.strip():
+                continue
+            # The space that joins a continuation to its prompt; indentation is more than one.
+            piece, held = held if held.startswith("  ") else held.removeprefix(" "), None
+        print(piece, end="", flush=True)
+    print()
+    if args.verbose:
+        logger.info("%s", stream.stats)
+    return 0
+
+
+def _prompt(given: str | None) -> str:
+    """The prompt: the argument, or what is piped in without its last line break."""
+    if given is None:
+        if sys.stdin is None or sys.stdin.isatty():
+            raise UsageError("generate: give a prompt, or pipe one in")
+        data = sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
+    try:
+        if given is not None:  # Surrogates stand for bytes that Python could not decode.
+            data = given.encode("utf-8", "surrogateescape")
+        text = data.decode("utf-8-sig")
+    except UnicodeError as error:
+        raise UsageError(f"generate: prompt must be UTF-8, not so at {error.start}") from None
+    if not text.strip():
+        raise UsageError("generate: the prompt is empty")
+    return text
+
+
+def _samples(prompt: str, result: "fdjax.GenerateResult") -> Iterator[dict[str, Any]]:
+    """What `fdjax generate --json` prints: one object for each sample."""
+    stats = result.stats
+    for i, tokens in enumerate(result.tokens):
+        yield {
+            "prompt": prompt,
+            "text": result.texts[i] if result.texts else None,
+            "tokens": tokens,
+            "finish_reason": result.finish_reasons[i],
+            **({"logprobs": result.logprobs[i]} if result.logprobs else {}),
+            **({"top_logprobs": result.top_logprobs[i]} if result.top_logprobs else {}),
+            "stats": {
+                "prompt_tokens": stats.prompt_tokens,
+                "decode_tokens": stats.decode_tokens,
+                "prefill_seconds": stats.prefill_seconds,
+                "decode_seconds": stats.decode_seconds,
+                "compile_seconds": stats.compile_seconds,
+                "tokens_per_s": stats.tokens_per_s,
+                "gb_per_s": stats.gb_per_s,
+                "share_of_peak": stats.share_of_peak,
+            },
+        }

@@ -1,0 +1,48 @@
+"""`fdjax info`: the size of a model, what fits, which kernels run."""
+
+import argparse
+import json
+
+from fdjax.cli.arguments import Parser, byte_count, integer, model_name
+from fdjax.cli.shared import (
+    MODEL_OR_CONFIG,
+    add_dtype,
+    add_table,
+    model_of,
+)
+
+HELP = "size of a model, what fits, which kernels run"
+DESCRIPTION = "Say how large a model is, what fits on the device and which kernels run."
+
+
+def add_arguments(parser: Parser) -> None:
+    """What it takes."""
+    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    parser.add_argument(
+        "--batch", type=integer(1), metavar="B", default=1, help="rows at once; default: 1"
+    )
+    parser.add_argument(
+        "--context",
+        type=integer(1, 2**31 - 1),
+        metavar="N",
+        help="tokens of each row; default: the model's context",
+    )
+    parser.add_argument(
+        "--memory",
+        type=byte_count,
+        metavar="SIZE",
+        help="what would fit into this, such as 80GB; default: the memory JAX may use here",
+    )
+    add_dtype(parser)
+    add_table(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    from fdjax.tools.info import model_info
+
+    model, _ = model_of(args)
+    info = model_info(model, batch=args.batch, slots=args.context, memory_bytes=args.memory)
+    print(json.dumps(info.asdict()) if args.json else info)
+    return 0

@@ -1,0 +1,124 @@
+"""What several commands share: arguments, the plan and model they name, files, messages."""
+
+import argparse
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from fdjax.cli.arguments import UsageError, model_name, said, some_text
+
+MODEL = "folder or hub id; default: the embedded model"
+MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """The arguments of a command that loads a model: which, in what dtype, with what table."""
+    parser.add_argument("--model", default="tiny", type=model_name, help=MODEL)
+    add_dtype(parser)
+    add_table(parser)
+    parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
+
+
+def add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
+    """A flag for each option of `generate` that has one, and --stop."""
+    from fdjax.sampling.options import OPTIONS
+
+    for name, option in OPTIONS.items():
+        if option.flag:
+            metavar, text = option.flag
+            parse = said(option.check.parse)
+            flag, text = f"--{name.replace('_', '-')}", text.format(default=default_tokens)
+            parser.add_argument(flag, type=parse, metavar=metavar, help=text)
+    parser.add_argument(
+        "--stop",
+        action="append",
+        type=some_text,
+        metavar="TEXT",
+        dest="stop_strings",
+        help="end before this text; may be given several times",
+    )
+    names = [name for name, option in OPTIONS.items() if option.flag]
+    parser.set_defaults(options=[*names, "stop_strings"])
+
+
+def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `add_sampling` that were given."""
+    given = {n: getattr(args, n) for n in args.options if getattr(args, n) is not None}
+    least, most = given.get("min_new_tokens", 0), given.get("max_new_tokens", math.inf)
+    if least > most:
+        raise UsageError(f"--min-new-tokens {least} is more than --max-new-tokens {most}")
+    return given
+
+
+def with_room(options: dict[str, Any], default: int) -> dict[str, Any]:
+    """The options: a minimum above the default maximum asks for more, not for an error."""
+    least = options.get("min_new_tokens", 0)
+    return ({"max_new_tokens": least} if least > default else {}) | options
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """--dtype."""
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
+    )
+
+
+def add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` measured") -> None:
+    """--table FILE."""
+    parser.add_argument("--table", type=Path, metavar="FILE", help=text)
+
+
+def plan_of(args: argparse.Namespace):
+    """The device's plan as --implementation and --table change it; None if neither does."""
+    from fdjax.pallas_kernels.plan import Plan
+    from fdjax.system.platform import default_backend
+
+    implementation = getattr(args, "implementation", None)
+    if args.table is None and implementation is None:
+        return None
+    default_backend()
+    return Plan.for_device(implementation=implementation, table=args.table)
+
+
+def model_of(args: argparse.Namespace):
+    """(model, folder or None) from a folder, a hub id, or a config.json alone."""
+    from fdjax.models import describe, parse_config
+    from fdjax.system.platform import default_backend
+    from fdjax.weights.checkpoint import locate, read_json, unnamed_dtype, user_path
+
+    path = user_path(args.model)
+    folder = None
+    if path.suffix != ".json" or path.is_dir():
+        folder = locate(args.model, weights=False)
+        path = folder / "config.json"
+    elif not path.exists():
+        raise FileNotFoundError(f"{args.model}: no such file")
+    default_backend()
+    data = read_json(path)
+    config = parse_config(data, str(path))
+    dtype = args.dtype or (unnamed_dtype(folder, data) if folder else None)
+    return describe(config, dtype=dtype, plan=plan_of(args)), folder
+
+
+def read_text(path: Path) -> str:
+    """The text of a UTF-8 file; ValueError names the byte that is not."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: must be UTF-8, not so at {error.start}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Make the folders above a file that is to be written."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+
+
+def say(doing: str) -> None:
+    """Tell a user who waits what is being done."""
+    print(f"fdjax: {doing}", file=sys.stderr, flush=True)

@@ -1,0 +1,69 @@
+"""`fdjax tune`: measure which implementation is the fastest."""
+
+import argparse
+from pathlib import Path
+
+from fdjax.cli.arguments import Parser, UsageError, model_name
+from fdjax.cli.shared import (
+    MODEL_OR_CONFIG,
+    add_dtype,
+    add_table,
+    check_writable,
+    model_of,
+    say,
+)
+
+HELP = "measure which implementation of each linear layer is the fastest"
+DESCRIPTION = (
+    "Measure XLA and the kernel for each linear layer of a model over M, the rows "
+    "of a step, and print the inflection points between them (FlashDecoding++, section 5). "
+    "Takes a GPU for minutes."
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """What it takes."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    source.add_argument(
+        "--config", type=model_name, metavar="FILE", help="the same by a config.json"
+    )
+    add_dtype(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--explain",
+        action="store_true",
+        help="measure nothing: print the table that is in use, or that of --table",
+    )
+    what.add_argument(
+        "--output", type=Path, metavar="FILE", help="write the table here, for --table"
+    )
+    add_table(parser, "the table to explain")
+    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    from fdjax.system.platform import default_backend, enable_compilation_cache
+    from fdjax.tools import tune
+
+    args.model = args.config or args.model
+    if args.table and not args.explain:
+        raise UsageError("tune: --table is what --explain explains")
+    if args.explain:
+        # What is explained may be of another device, and runs nothing here.
+        explained, args.table = args.table, None
+        model, _ = model_of(args)
+        table = tune.table_in_use(model.plan.device_kind, explained)
+    else:
+        if default_backend() != "gpu":
+            raise UsageError("tune: needs an NVIDIA GPU, JAX sees none")
+        if args.output:
+            check_writable(args.output)
+        enable_compilation_cache()
+        model, _ = model_of(args)
+        table = tune.tune(model, commit=args.commit, report=say)
+        if args.output:
+            tune.write_table(table, args.output)
+    print(tune.explain(table, model.config.linear_shapes, model.dtype))
+    return 0
