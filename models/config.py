@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fdjax.models.block import BlockSpec, LinearShape
@@ -65,8 +65,9 @@ class DecoderConfig:
         block = {name: fields.pop(name) for name in list(fields) if name not in own}
         return cls(blocks=tuple(BlockSpec(attention=spec, **block) for spec in attention), **fields)
 
-    def with_attention(self, attention: Sequence[AttentionSpec]) -> "DecoderConfig":
-        """As many layers as there are in the list; those beyond the last are like it otherwise."""
+    def with_attention(self, attention: Iterable[AttentionSpec]) -> "DecoderConfig":
+        """As many layers as there are specs; those beyond the last are like it otherwise."""
+        attention = list(attention)
         blocks = [*self.blocks, *self.blocks[-1:] * max(0, len(attention) - self.layers)]
         pairs = zip(blocks, attention, strict=False)
         replaced = (dataclasses.replace(block, attention=spec) for block, spec in pairs)

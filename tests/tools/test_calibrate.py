@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 
 import fdjax
 from fdjax.cli.main import main
-from fdjax.engine import step
 from fdjax.engine.state import init_cache
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, describe, random_params
 from fdjax.pallas_kernels.attention import (
@@ -31,6 +30,7 @@ from fdjax.pallas_kernels.attention import (
     split_qkv,
 )
 from fdjax.pallas_kernels.attention.hopper import decode_kernel
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import Rope, apply_rope
 from fdjax.system import platform
 from fdjax.tools import calibrate
@@ -85,8 +85,8 @@ CONFIG = DecoderConfig.alike(
 )
 
 
-def random_lm(config=CONFIG):
-    model = describe(config)
+def random_lm(config=CONFIG, plan=None):
+    model = describe(config, plan=plan)
     return fdjax.LM(model, random_params(model, seed=3))
 
 
@@ -464,19 +464,20 @@ def test_load_takes_what_lies_beside_the_checkpoint(calibration, folder):
 
 
 @pytest.mark.slow
-def test_phi_reaches_the_attention_of_its_layer(monkeypatch):
+def test_phi_reaches_the_attention_of_its_layer():
     phis = [(1.0, -2.5, 3.25, 0.0), (-40.0, 40.0, 0.5, 7.0), None]
     specs = [dataclasses.replace(CONFIG.attention[i], phi=phi) for i, phi in enumerate(phis)]
-    lm = random_lm(CONFIG.with_attention(specs))
     got = []
 
     def recorded(*args, phi, **options):
         if phi is not None:
             jax.debug.callback(lambda phi: got.append(tuple(phi.tolist())), phi)
-        return attention(*args, phi=phi, **options)
+        return xla.run(*args, phi=phi, **options)
 
-    attention = step.append_decode_attention
-    monkeypatch.setattr(step, "append_decode_attention", recorded)
+    others = Plan().implementations
+    xla = next(one for one in others if (one.op, one.name) == ("decode_attention", "xla"))
+    plan = Plan(implementations=(dataclasses.replace(xla, run=recorded), *others))
+    lm = random_lm(CONFIG.with_attention(specs), plan)
     generate = jax.jit(fdjax.generate, static_argnums=(0, 3))
     ids = jnp.array([token_ids(5)], jnp.int32)
     generate(lm.model, lm.params, ids, fdjax.GenerationConfig(max_new_tokens=3)).block_until_ready()

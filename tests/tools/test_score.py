@@ -173,7 +173,7 @@ def test_the_limits_of_the_model_hold(monkeypatch):
         plan_memory(narrow.model, batch=b, max_len=longest, slots=slots[0]).total_bytes
         for b in (1, 4)
     )
-    monkeypatch.setattr(narrow, "max_batch", None)
+    monkeypatch.setattr(narrow.engine, "max_batch", None)
     monkeypatch.setattr(narrow.engine, "memory_bytes", four)
     narrow.score(texts())
     assert [b for b, _ in made[4:]] == [4, 1]
