@@ -6,6 +6,7 @@ can.
 """
 
 import dataclasses
+import functools
 import math
 
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -135,12 +136,12 @@ class BlockSpec:
         """G = H / Hkv."""
         return self.heads // self.kv_heads
 
-    @property
+    @functools.cached_property
     def features(self) -> Features:
         """What it asks for outside of attention."""
         return used_features(self)
 
-    @property
+    @functools.cached_property
     def attention_features(self) -> Features:
         """What its attention asks for, as "attention.window" and so on."""
         rope = self.attention.rope

@@ -1,6 +1,7 @@
 """What an attention is, statically: `AttentionSpec`."""
 
 import dataclasses
+import functools
 import math
 
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ class AttentionSpec:
     unified: bool = True
     causal: bool = True
 
-    @property
+    @functools.cached_property
     def features(self) -> Features:
         """Names of the fields that are not at their defaults."""
         return used_features(self)
