@@ -208,12 +208,17 @@ def _read(path: Path) -> export.Exported | None:
         logger.info("%s cannot be read: %s", path, error)
         return None
     digest, program = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if hashlib.sha256(program).digest() != digest:
+    if _digest(path, program) != digest:
         logger.info("%s is damaged", path)
         return None
     with contextlib.suppress(OSError):  # of another user
         os.utime(path)
     return export.deserialize(bytearray(program))
+
+
+def _digest(path: Path, program: bytes) -> bytes:
+    """Of a program under its name: one that was copied over another is damage too."""
+    return hashlib.sha256(path.name.encode() + program).digest()
 
 
 def _write(path: Path, exported: export.Exported) -> None:
@@ -222,7 +227,7 @@ def _write(path: Path, exported: export.Exported) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            part.write_bytes(hashlib.sha256(program).digest() + program)
+            part.write_bytes(_digest(path, program) + program)
             part.replace(path)
         finally:
             part.unlink(missing_ok=True)

@@ -1,6 +1,5 @@
 """Text to ids and back, through the tokenizers package and a checkpoint's tokenizer.json."""
 
-import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +13,23 @@ class MissingTokenizerError(CheckpointError):
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, or its absence: ids work without one."""
+    """A checkpoint's tokenizer, or its absence: ids work without one.
+
+    The folder is read once: what happens to it later changes nothing.
+
+    Attributes:
+      folder: of the checkpoint, or None.
+      chat_template: the checkpoint's chat templates; false when it has none.
+
+    Raises:
+      CheckpointError: tokenizer.json, or a file with chat templates, is damaged.
+    """
 
     def __init__(self, folder: Path | None = None):
         self.folder = folder
+        self.chat_template = (
+            ChatTemplate({}) if folder is None else ChatTemplate.from_folder(folder)
+        )
         self._tokenizer = None
         if folder is not None and is_there(path := folder / "tokenizer.json"):
             import tokenizers
@@ -62,15 +74,6 @@ class Tokenizer:
     def token(self, token_id: int) -> str | None:
         """The vocabulary entry of an id."""
         return self._required().id_to_token(token_id)
-
-    @functools.cached_property
-    def chat_template(self) -> ChatTemplate:
-        """The checkpoint's chat templates; false when it has none.
-
-        Raises:
-          CheckpointError: a file they are in is damaged.
-        """
-        return ChatTemplate({}) if self.folder is None else ChatTemplate.from_folder(self.folder)
 
     @property
     def end_of_turn(self) -> int | None:

@@ -113,6 +113,17 @@ def test_a_damaged_program_is_traced_anew(folder, damage):
     assert function.traces == 0
 
 
+def test_a_program_under_the_name_of_another_is_traced_anew(folder):
+    expected = run(Doubled())
+    (one,) = folder.iterdir()
+    run(Doubled(), n=4)
+    (other,) = set(folder.iterdir()) - {one}
+    shutil.copyfile(other, one)
+    function = Doubled()
+    jax.tree.map(np.testing.assert_array_equal, run(function), expected)
+    assert function.traces == 1
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -222,6 +222,17 @@ def test_a_file_that_is_not_text(tmp_path, file):
         ChatTemplate.from_folder(tmp_path)
 
 
+def test_templates_are_read_with_the_tokenizer(tmp_path):
+    """What happens to the folder afterwards changes no answer, and damage shows at once."""
+    write_template(tmp_path, "{{ messages[0].content }}")
+    tokenizer = Tokenizer(tmp_path)
+    write_template(tmp_path, "another")
+    assert tokenizer.chat_template.render([{"role": "user", "content": "a b"}]) == "a b"
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 5}')
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: 'chat_template' must be"):
+        Tokenizer(tmp_path)
+
+
 # --- ids
 
 
