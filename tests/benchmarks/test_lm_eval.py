@@ -39,7 +39,7 @@ def test_log_likelihoods_of_choices_are_those_of_transformers():
 @pytest.mark.lm_eval
 @pytest.mark.filterwarnings("default")
 def test_the_harness_gives_the_scores_of_transformers(monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(ROOT), str(ROOT / "tests"), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(ROOT), str(ROOT / "tests" / "fixtures"), *sys.path])
     from make_lm_eval_fixtures import evaluate
 
     import benchmarks.lm_eval_adapter  # noqa: F401 - registers the model
