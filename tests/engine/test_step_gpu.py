@@ -152,10 +152,11 @@ def test_a_chunk_is_queued_and_not_waited_for(implementation, everything):
     sampling = per_row([GenerationConfig(max_new_tokens=10**6)], 1)
     host = jax.device_put(HostArrays.pack((sampling, np.int32(32))))
     state, shares = jax.tree.leaves(start(init_cache(model, 1, 2048))), []
-    for _ in range(5):
+    for _ in range(7):
         begin = time.perf_counter()
         state, tokens, *_ = program(engine.params, state, host)
         returned = time.perf_counter()
         assert (np.asarray(jax.block_until_ready(tokens)) >= 0).all()
         shares.append((returned - begin) / (time.perf_counter() - begin))
-    assert np.median(shares) < 0.5, shares
+    # The first calls record the CUDA graphs, and the host takes part in that.
+    assert np.median(shares[3:]) < 0.5, shares
