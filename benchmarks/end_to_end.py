@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import peers
-from fdjax.bench.record import Record, Row, emit, environment, read, write
+from fdjax.bench.record import Measurement, Record, emit, environment, read, write
 
 # Kernels that multiply by weights.
 _LINEAR = ("matmul", "linear_chain", "decode_layers")
@@ -61,7 +61,7 @@ def fdjax_rows(
     ahead=None,
     until: float = math.inf,
     **options,
-) -> Iterator[tuple[list[Row], dict[str, float]]]:
+) -> Iterator[tuple[list[Measurement], dict[str, float]]]:
     """Rows and costs of each point and plan.
 
     Args:
@@ -132,7 +132,7 @@ def fdjax_rows(
                         implementation=name,
                         **options,
                     )
-                yield rows, _told_apart(costs, len(loads))
+                yield rows, _with_loads_named(costs, len(loads))
             except Exception as error:  # one broken plan must not cost the run its record
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 row = _failed("decode step", name, batch, prompt, reason)
@@ -146,7 +146,7 @@ def fdjax_rows(
 
 def peer_rows(
     config: Path, names: Sequence[str], points: Sequence[Point], **options
-) -> Iterator[tuple[list[Row], dict[str, float]]]:
+) -> Iterator[tuple[list[Measurement], dict[str, float]]]:
     """Rows and costs of each peer and point."""
     from fdjax.bench.timing import Timing
 
@@ -158,16 +158,16 @@ def peer_rows(
         rows = []
         for case, us in (("first token", samples.first_us), ("decode step", samples.step_us)):
             timing = dataclasses.asdict(Timing.from_samples([us], "host"))
-            rows.append(Row(f"{case} B{batch} P{prompt}", name, True, timing=timing))
+            rows.append(Measurement(f"{case} B{batch} P{prompt}", name, True, timing=timing))
         cost = f"seconds of the first call, B{batch} P{prompt} {name}"
         yield rows, {cost: samples.first_call_seconds}
 
 
-def _failed(case: str, name: str, batch: int, prompt: int, reason: str) -> Row:
-    return Row(f"{case} B{batch} P{prompt}", name, False, reason=reason)
+def _failed(case: str, name: str, batch: int, prompt: int, reason: str) -> Measurement:
+    return Measurement(f"{case} B{batch} P{prompt}", name, False, reason=reason)
 
 
-def fill_traffic(rows: Sequence[Row]) -> None:
+def fill_traffic(rows: Sequence[Measurement]) -> None:
     """Peers have the bytes and FLOPs of our rows: what each case cannot avoid."""
     known = {row.case: row for row in rows if row.bytes or row.flops}
     for row in rows:
@@ -195,7 +195,7 @@ def _loads(ahead) -> Iterator[list[str]]:
         loads += ["ahead"] * (getattr(ahead, "loaded", 0) - before)
 
 
-def _told_apart(costs: dict[str, float], loads: int) -> dict[str, float]:
+def _with_loads_named(costs: dict[str, float], loads: int) -> dict[str, float]:
     """Costs that never call it compiling where programs were loaded."""
     if not loads:
         return costs
@@ -206,7 +206,7 @@ def _told_apart(costs: dict[str, float], loads: int) -> dict[str, float]:
     }
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[Measurement]) -> str:
     """Milliseconds, a line for each case and a column for each implementation, and `ratios`."""
     names = list(dict.fromkeys(row.implementation for row in rows))
     width = max([8, *map(len, names)]) + 2
@@ -229,7 +229,7 @@ def summary(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def ratios(rows: Sequence[Row]) -> dict[str, float]:
+def ratios(rows: Sequence[Measurement]) -> dict[str, float]:
     """By case, the time of the best peer over ours."""
     found = {}
     for case in dict.fromkeys(row.case for row in rows):
@@ -240,7 +240,7 @@ def ratios(rows: Sequence[Row]) -> dict[str, float]:
     return found
 
 
-def _milliseconds(rows: Sequence[Row], case: str) -> dict[str, float]:
+def _milliseconds(rows: Sequence[Measurement], case: str) -> dict[str, float]:
     return {r.implementation: r.timing["median_us"] / 1e3 for r in rows if r.case == case and r.ok}
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from fdjax.bench.ceiling import measure_ceiling
-from fdjax.bench.record import Record, Row, emit, environment, read, write
+from fdjax.bench.record import Measurement, Record, emit, environment, read, write
 from fdjax.models import LinearShape
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
@@ -52,7 +52,7 @@ FUSED_ROWS = tuple(m for m in ROWS if m <= 16)
 
 def measure_layer(
     name: str, shape: LinearShape, rows: Sequence[int], plan: Plan, runs: int, passes: int
-) -> Iterator[Row]:
+) -> Iterator[Measurement]:
     """XLA's row for each M, and the kernel's where the plan runs it."""
     gate = "silu" if shape.gate else None
 
@@ -77,20 +77,20 @@ def measure_layer(
         timed = time_linear(shape, some, variants, reference=reference, runs=runs, passes=passes)
         for m, measured in timed:
             columns = shape.n // 2 if shape.gate else shape.n
-            for implementation, of in measured.items():
-                yield Row(
+            for implementation, measurement in measured.items():
+                yield Measurement(
                     case=f"{name} M={m}",
                     implementation=implementation,
-                    ok=of.problem is None,
-                    error=of.error,
-                    reason=of.problem,
-                    timing=of.timing and dataclasses.asdict(of.timing),
+                    ok=measurement.problem is None,
+                    error=measurement.error,
+                    reason=measurement.problem,
+                    timing=measurement.timing and dataclasses.asdict(measurement.timing),
                     bytes=2 * (shape.k * shape.n + m * (shape.k + columns * (1 + shape.residual))),
                     flops=2 * m * shape.k * shape.n,
                 )
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[Measurement]) -> str:
     """XLA's time over that of the plan, a line for each layer, and their geometric means."""
     us: dict[str, dict[int, dict[str, float]]] = {}
     for row in rows:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from fdjax.bench import record as records
-from fdjax.bench.record import Record, Row
+from fdjax.bench.record import Measurement, Record
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3"
@@ -240,11 +240,11 @@ def throughput(results: Results) -> Figure | None:
 
 def attention(results: Results) -> Figure | None:
     """FD++Next Figs. 15 and 16: attention of a decode step and over a prompt beside its peers."""
-    found: dict[str, list[Row]] = {}
+    found: dict[str, list[Measurement]] = {}
     for name in ("decode_attention", "prefill_attention"):
         # Its cases may be in several records.
-        of = [record for stem, record in results.kernels.items() if stem.startswith(name)]
-        cases = [row for record in of for row in record.rows if row.ok]
+        records = [r for stem, r in results.kernels.items() if stem.startswith(name)]
+        cases = [row for record in records for row in record.rows if row.ok]
         rows = [row for row in cases if not row.case.startswith(("recompute", "tokens"))]
         if rows:
             found[name] = rows
@@ -391,13 +391,13 @@ def _heat_map(
 
 def _bars(axes: Axes, values: dict[str, dict[str, float]], label: str) -> None:
     """A group of horizontal bars for each case."""
-    names = list(dict.fromkeys(name for of in values.values() for name in of))
+    names = list(dict.fromkeys(name for case in values.values() for name in case))
     height = 0.8 / len(names)
     for i, name in enumerate(names):
         places = [
-            j + (i + 0.5) * height - 0.4 for j, of in enumerate(values.values()) if name in of
+            j + (i + 0.5) * height - 0.4 for j, case in enumerate(values.values()) if name in case
         ]
-        lengths = [of[name] for of in values.values() if name in of]
+        lengths = [case[name] for case in values.values() if name in case]
         bars = axes.barh(places, lengths, height, color=COLOURS.get(name), label=name)
         axes.bar_label(bars, fmt="%.3g", fontsize=6, padding=2)
     axes.set_yticks(range(len(values)), list(values), fontsize=7)

@@ -29,13 +29,13 @@ class Point(NamedTuple):
     prompt: int
 
 
-class Measured(NamedTuple):
+class PointTimes(NamedTuple):
     """What a record has of a point, by implementation; rows of `fdjax.bench.record`."""
 
     date: str
     link: str
-    first: dict[str, records.Row]
-    step: dict[str, records.Row]
+    first: dict[str, records.Measurement]
+    step: dict[str, records.Measurement]
 
 
 def measurements() -> str:
@@ -43,7 +43,7 @@ def measurements() -> str:
 
     Of each point ours at its latest; of others the latest run that had them beside ours.
     """
-    runs: dict[Point, list[Measured]] = {}
+    runs: dict[Point, list[PointTimes]] = {}
     for path in sorted((ROOT / "benchmarks/results").glob("*/*.json")):
         try:
             record = records.read(path)
@@ -64,18 +64,18 @@ def measurements() -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _points(record: records.Record, link: str) -> Iterator[tuple[Point, Measured]]:
+def _points(record: records.Record, link: str) -> Iterator[tuple[Point, PointTimes]]:
     """What a record has, of the points where it has the plan that `load` chooses."""
     config = record.config
     if config["plan"]["named"]:
         return
     model = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B, {config['dtype']}"
-    points: dict[tuple[int, int], Measured] = {}
+    points: dict[tuple[int, int], PointTimes] = {}
     for row in record.rows:
         what, batch, prompt = row.case.rsplit(maxsplit=2)
         if row.timing:
             key = int(batch[1:]), int(prompt[1:])
-            new = Measured(record.environment["date"], link, {}, {})
+            new = PointTimes(record.environment["date"], link, {}, {})
             measured = points.setdefault(key, new)
             rows = {"first token": measured.first, "decode step": measured.step}[what]
             rows[row.implementation] = row
@@ -84,7 +84,7 @@ def _points(record: records.Record, link: str) -> Iterator[tuple[Point, Measured
             yield Point(record.environment["device_kind"], model, *key), measured
 
 
-def _ours(point: Point, measured: Measured) -> tuple[str, ...]:
+def _ours(point: Point, measured: PointTimes) -> tuple[str, ...]:
     step = measured.step["fdjax"]
     return (
         point.device,
@@ -96,7 +96,7 @@ def _ours(point: Point, measured: Measured) -> tuple[str, ...]:
     )
 
 
-def _peer(name: str, measured: list[Measured]) -> str:
+def _peer(name: str, measured: list[PointTimes]) -> str:
     """Its decode step and first token in multiples of ours, where one run has both."""
     for run in reversed(measured):
         if name in run.step.keys() & run.first.keys():
@@ -105,7 +105,7 @@ def _peer(name: str, measured: list[Measured]) -> str:
     return ""
 
 
-def _ms(row: records.Row) -> float:
+def _ms(row: records.Measurement) -> float:
     return row.timing["median_us"] / 1e3
 
 

@@ -133,7 +133,7 @@ def _by_row(function: Callable[[Array], Array], x: Array, plan: Plan) -> Array:
     return function(x)
 
 
-class Block(nnx.Module):
+class DecoderBlock(nnx.Module):
     """One decoder layer."""
 
     def __init__(self, spec: BlockSpec, dtype):
@@ -175,7 +175,7 @@ class Block(nnx.Module):
         kv: Any,
         attend: Attend,
         plan: Plan,
-        following: "Block",
+        following: "DecoderBlock",
         counters: Any,
         index: Array,
     ) -> tuple[Array, Array, Any]:
@@ -257,7 +257,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, dtype):
         self.embed = nnx.Param(jnp.zeros((config.vocab_size, config.width), dtype))
-        self.blocks = nnx.List([Block(spec, dtype) for spec in config.blocks])
+        self.blocks = nnx.List([DecoderBlock(spec, dtype) for spec in config.blocks])
         self.config = config
         self.norm = Norm(config.width, config.blocks[-1], dtype)
         self.head = (
@@ -323,7 +323,7 @@ class Decoder(nnx.Module):
         kv: tuple[Array, Array],
         stacked: dict[str, Array],
         lengths: Array,
-        turns: Callable[[Rope], tuple[Array, Array]],
+        rotation_at: Callable[[Rope], tuple[Array, Array]],
         plan: Plan,
     ) -> tuple[Array, tuple[Array, Array]]:
         """One token of each row, where `Model.one_launch` says that one kernel runs all layers.
@@ -333,7 +333,7 @@ class Decoder(nnx.Module):
           kv: caches, [L,B,Hkv,S,D] each.
           stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
           lengths: [B] int32 slots filled before.
-          turns: (cos, sin) [B,1,D/2] of a rotary embedding at the tokens' positions.
+          rotation_at: rotary embedding → (cos, sin) [B,1,D/2] at the tokens' positions.
           plan: which implementations run.
 
         Returns:
@@ -342,7 +342,7 @@ class Decoder(nnx.Module):
         x = self._embedded(tokens[:, None], plan)[:, 0]
         first = self.config.attention[0]
         x, *kv = decode_layers(
-            *(x, *kv, lengths, turns(first.rope), layer_weights(stacked)),
+            *(x, *kv, lengths, rotation_at(first.rope), layer_weights(stacked)),
             eps=self.config.norm_eps,
             gate=self.config.activation,
             scale=first.scale,

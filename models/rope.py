@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 
 from fdjax.models.config import CheckpointError, ConfigReader
-from fdjax.pallas_kernels.rope import Dynamic, Linear, Llama3, LongRope, Rope, Scaling, Yarn
+from fdjax.pallas_kernels.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Scaling, Yarn
 
 
 def read_rope(
@@ -130,8 +130,8 @@ def _original_length(reader: ConfigReader, section: ConfigReader) -> int:
     return _agreed([(section, key), (reader, key)], context, int)
 
 
-def _linear(reader: ConfigReader, section: ConfigReader) -> Linear:
-    return Linear(section.positive("factor", kind=float))
+def _linear(reader: ConfigReader, section: ConfigReader) -> LinearScaling:
+    return LinearScaling(section.positive("factor", kind=float))
 
 
 def _dynamic(reader: ConfigReader, section: ConfigReader) -> Dynamic:

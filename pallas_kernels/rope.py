@@ -14,7 +14,7 @@ from jax import Array
 
 
 @dataclasses.dataclass(frozen=True)
-class Linear:
+class LinearScaling:
     """Position interpolation (Chen et al. 2023): every frequency divided by `factor`."""
 
     factor: float
@@ -53,8 +53,8 @@ class Llama3:
     def inverse_frequencies(self, dim: int, theta: float) -> np.ndarray:
         """[dim/2] float32."""
         frequencies = _plain(dim, theta)
-        turns = self.original_max_position / (2 * math.pi / frequencies)
-        blend = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+        rotations = self.original_max_position / (2 * math.pi / frequencies)
+        blend = (rotations - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
         blend = np.clip(blend, 0.0, 1.0)
         return ((1 - blend) * frequencies / self.factor + blend * frequencies).astype(np.float32)
 
@@ -88,21 +88,23 @@ class Yarn:
 
     def inverse_frequencies(self, dim: int, theta: float) -> np.ndarray:
         """[dim/2] float32."""
-        low, high = (self._pair(turns, dim, theta) for turns in (self.beta_fast, self.beta_slow))
+        low, high = (
+            self._pair(rotations, dim, theta) for rotations in (self.beta_fast, self.beta_slow)
+        )
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
         # A ramp of no width is a step.
         width = high - low or 1e-3
         ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / width, 0.0, 1.0)
-        kept = _plain(dim, theta)
-        return (kept / self.factor * ramp + kept * (1 - ramp)).astype(np.float32)
+        plain = _plain(dim, theta)
+        return (plain / self.factor * ramp + plain * (1 - ramp)).astype(np.float32)
 
-    def _pair(self, turns: float, dim: int, theta: float) -> float:
+    def _pair(self, rotations: float, dim: int, theta: float) -> float:
         """The pair that makes so many turns within the original length."""
         return (
             dim
-            * math.log(self.original_max_position / (turns * 2 * math.pi))
+            * math.log(self.original_max_position / (rotations * 2 * math.pi))
             / (2 * math.log(theta))
         )
 
@@ -176,7 +178,7 @@ class LongRope:
         return jnp.where((lengths > self.original_max_position)[..., None], long, short)
 
 
-Scaling = Linear | Llama3 | Yarn | Dynamic | LongRope
+Scaling = LinearScaling | Llama3 | Yarn | Dynamic | LongRope
 
 
 @dataclasses.dataclass(frozen=True)

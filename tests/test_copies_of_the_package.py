@@ -38,12 +38,12 @@ import fdjax
 assert pathlib.Path(fdjax.__file__).parents[1] == pathlib.Path.cwd()
 jax.config.update("jax_enable_compilation_cache", True)
 jax.config.update("jax_compilation_cache_dir", "cache")
-from fdjax.engine.disk_cache import kept
+from fdjax.engine.disk_cache import cached_on_disk
 traces = []
 def double(x):
     traces.append(x)
     return [2 * x]
-jax.jit(kept(double, "double", jax.devices()[0]))(jnp.ones(3))
+jax.jit(cached_on_disk(double, "double", jax.devices()[0]))(jnp.ones(3))
 print("traced" if traces else "found")
 """
 

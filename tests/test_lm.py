@@ -23,7 +23,7 @@ from fdjax.engine import engine, memory
 from fdjax.engine.results import Stats
 from fdjax.engine.schedule import CHUNKS
 from fdjax.models import describe, random_params
-from fdjax.models.decoder import Block
+from fdjax.models.decoder import DecoderBlock
 from fdjax.text.tokenizer import MissingTokenizerError
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hf"
@@ -170,7 +170,7 @@ def test_max_len(lm):
     small = fresh(lm, max_len=100)
     with pytest.raises(ValueError, match="prompt 1 has 90 tokens and may grow by 11"):
         small.generate([[1], [5] * 90], max_new_tokens=11)
-    assert small.engine.idle is None  # nothing was allocated for it
+    assert small.engine.reusable is None  # nothing was allocated for it
     with pytest.raises(ValueError, match=r"prompt 0 has 100 tokens .* lower max_new_tokens"):
         small.generate([5] * 100)
 
@@ -224,7 +224,7 @@ def test_what_an_interrupt_leaves_is_not_used_again(lm, monkeypatch):
         patch.setattr("fdjax.engine.engine._first_tokens", interrupted)
         with pytest.raises(KeyboardInterrupt):
             other.generate([5, 6, 7], max_new_tokens=4, **CHECKED)
-    assert other.engine.idle is None
+    assert other.engine.reusable is None
 
 
 def test_generation_ends_at_the_context(lm, truth):
@@ -537,8 +537,8 @@ def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
         traced.append(block)
         return call(block, *args)
 
-    call = Block.__call__
-    monkeypatch.setattr(Block, "__call__", listening)
+    call = DecoderBlock.__call__
+    monkeypatch.setattr(DecoderBlock, "__call__", listening)
     layers = lm.model.config.with_attention(lm.model.config.attention[:1] * 3)
     model = describe(layers, dtype="float32")
     other = fdjax.LM(model, random_params(model), max_len=64)
@@ -566,11 +566,11 @@ def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
     used = fresh(lm)
     prompts = [prompt for prompt, _ in truth[:4]]
     used.generate(prompts, max_new_tokens=20, **GREEDY)
-    state = used.engine.idle.state
+    state = used.engine.reusable.state
     result = used.generate(prompts[1:], max_new_tokens=9, **GREEDY)
     assert state.ids.is_deleted()  # it was this state that went on
     assert result.tokens == [tokens[:9] for _, tokens in truth[1:4]]
-    assert used.engine.idle.state.steps.tolist() == [9, 9, 9, 0]
+    assert used.engine.reusable.state.steps.tolist() == [9, 9, 9, 0]
 
 
 @pytest.mark.slow
@@ -763,10 +763,10 @@ def test_a_cache_with_values_that_are_not_finite_is_dropped(long_lm):
 
     ended = damaged.generate(prompt, max_new_tokens=70, stopping_criteria=enough, **CHECKED)
     assert ended.tokens == [tokens[:21]]
-    kept = damaged.engine.idle.state
+    kept = damaged.engine.reusable.state
     assert not all(jnp.isfinite(k).all() for k, _ in kept.kv)
     damaged.generate(prompt, max_new_tokens=2, **CHECKED)
-    assert all(jnp.isfinite(k).all() for k, _ in damaged.engine.idle.state.kv)
+    assert all(jnp.isfinite(k).all() for k, _ in damaged.engine.reusable.state.kv)
 
 
 @pytest.mark.slow
@@ -813,11 +813,11 @@ def test_other_weights_may_be_assigned(lm):
     assert other.generate([5, 6, 7], max_new_tokens=8, **CHECKED).logprobs == before.logprobs
 
 
-@pytest.mark.parametrize("idle", [False, True])
-def test_a_call_in_a_traced_function_is_refused_and_leaves_nothing_behind(lm, idle):
+@pytest.mark.parametrize("reusable", [False, True])
+def test_a_call_in_a_traced_function_is_refused_and_leaves_nothing_behind(lm, reusable):
     other = fresh(lm)
     want = lm.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens
-    if idle:
+    if reusable:
         other.generate([5, 6, 7], max_new_tokens=3, **CHECKED)
 
     @jax.jit

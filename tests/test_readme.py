@@ -104,7 +104,7 @@ def test_records_are_compared_as_it_says(monkeypatch, tmp_path, capsys):
     assert program
     for name, slower, code in ((old, 1, 0), (new, 2, 1)):
         timing = dataclasses.asdict(Timing.from_samples([[100.0 * slower] * 3], "host"))
-        row = records.Row("case", "fdjax", ok=True, timing=timing)
+        row = records.Measurement("case", "fdjax", ok=True, timing=timing)
         environment = {"device_kind": "cpu", "device_count": 1}
         records.write(records.Record(environment, {}, {}, [row]), name)
         assert bench_main(["compare", old, name]) == code

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from fdjax.bench.record import Record, Row
+from fdjax.bench.record import Measurement, Record
 
 _FAILURES = ("regression", "broken", "incomparable", "missing")
 
@@ -92,7 +92,7 @@ def compare(
     return Comparison(changes, notes, allow_missing)
 
 
-def _judge(old: Row | None, new: Row | None, tolerance: float) -> tuple:
+def _judge(old: Measurement | None, new: Measurement | None, tolerance: float) -> tuple:
     if new is None:
         return ("missing",)
     if not new.timing:

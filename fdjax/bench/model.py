@@ -13,7 +13,7 @@ import numpy as np
 from jax import Array
 
 from fdjax.bench.ceiling import measure_ceiling
-from fdjax.bench.record import Record, Row, environment
+from fdjax.bench.record import Measurement, Record, environment
 from fdjax.bench.timing import Timing
 from fdjax.engine.generation import forward
 from fdjax.engine.state import SLOT_MULTIPLE
@@ -98,7 +98,7 @@ def model_rows(
     seconds: float = math.inf,
     logits: Callable[[LM, Array, int], Array] | None = None,
     progress: Callable[[str], None] = lambda doing: None,
-) -> tuple[list[Row], dict[str, float]]:
+) -> tuple[list[Measurement], dict[str, float]]:
     """What `bench_model` measures between the ceilings: arguments and errors are its own.
 
     Args:
@@ -150,7 +150,7 @@ def model_rows(
     ):
         timing = Timing.from_samples([samples], "host")
         rows.append(
-            Row(
+            Measurement(
                 case=f"{case} B{batch} P{prompt_tokens}",
                 implementation=implementation,
                 ok=reason is None,
@@ -224,5 +224,5 @@ def _decoding_error(lm: LM, prompt: list[int], result, logits: Callable) -> floa
     ids = jnp.asarray([prompt + tokens[:-1]], jnp.int32)
     logprobs = np.asarray(jax.nn.log_softmax(logits(lm, ids, len(tokens))[0], axis=-1))
     chosen = logprobs[np.arange(len(tokens)), tokens]
-    told = logprobs.max(axis=-1) if result.logprobs is None else result.logprobs[0]
-    return float(np.mean(np.abs(chosen - np.asarray(told))))
+    reported = logprobs.max(axis=-1) if result.logprobs is None else result.logprobs[0]
+    return float(np.mean(np.abs(chosen - np.asarray(reported))))

@@ -23,7 +23,7 @@ _PACKAGES = (
 
 
 @dataclasses.dataclass
-class Row:
+class Measurement:
     """One implementation of one case.
 
     Attributes:
@@ -63,7 +63,7 @@ class Record:
     environment: dict[str, Any]
     config: dict[str, Any]
     ceiling: dict[str, Any]
-    rows: list[Row] = dataclasses.field(default_factory=list)
+    rows: list[Measurement] = dataclasses.field(default_factory=list)
     costs: dict[str, float] = dataclasses.field(default_factory=dict)
     schema: int = SCHEMA
 
@@ -236,6 +236,6 @@ def read(path: str | Path) -> Record:
     if schema != SCHEMA:
         raise ValueError(f"record: schema of {path} must be {SCHEMA}, got {schema!r}")
     try:
-        return Record(**fields | {"rows": [Row(**row) for row in fields["rows"]]})
+        return Record(**fields | {"rows": [Measurement(**row) for row in fields["rows"]]})
     except (KeyError, TypeError) as error:
         raise ValueError(f"record: {path} is no record of schema {SCHEMA}, {error!r}") from None

@@ -11,7 +11,7 @@ import jax
 
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.check import verify
-from fdjax.bench.record import Record, Row, emit, environment, write
+from fdjax.bench.record import Measurement, Record, emit, environment, write
 from fdjax.bench.timing import Timing, cold_sets, compile_for, measure
 
 
@@ -40,7 +40,7 @@ class Case:
     prepare: Mapping[str, Callable[..., tuple]] = dataclasses.field(default_factory=dict)
 
 
-def _run_case(case: Case, runs: int, passes: int) -> list[Row]:
+def _run_case(case: Case, runs: int, passes: int) -> list[Measurement]:
     sets = cold_sets(case.make_args, case.bytes)
     want = jax.block_until_ready(case.reference(*sets[0]))
     rows, compiled, timings = {}, {}, {}
@@ -59,7 +59,7 @@ def _run_case(case: Case, runs: int, passes: int) -> list[Row]:
         timings.setdefault(name, []).append(timing)
 
     for name in case.implementations:
-        rows[name] = Row(case.name, name, None, bytes=case.bytes, flops=case.flops)
+        rows[name] = Measurement(case.name, name, None, bytes=case.bytes, flops=case.flops)
     # Once more after timing: a race or a clobbered argument may show only then.
     for step in (check, *[time] * passes, check):
         for name, row in rows.items():

@@ -46,7 +46,7 @@ _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
 }
 
 
-def kept(function: Callable, description: Any, device: jax.Device) -> Callable:
+def cached_on_disk(function: Callable, description: Any, device: jax.Device) -> Callable:
     """A function for `jax.jit` that is traced itself only where its program is not on disk.
 
     Programs are kept where JAX's compilation cache is, unless that is off, limited in size or not a

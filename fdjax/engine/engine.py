@@ -16,17 +16,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdjax.engine import step
-from fdjax.engine.disk_cache import kept
+from fdjax.engine.disk_cache import cached_on_disk
 from fdjax.engine.host_arrays import HostArrays
 from fdjax.engine.memory import MemoryPlan, plan_memory
 from fdjax.engine.program import Program
 from fdjax.engine.schedule import PrefillCall, covered_slots, prefill_calls, slots_for
 from fdjax.engine.sequence import Chunk, Row
 from fdjax.engine.state import (
-    KEPT,
+    EMPTY,
+    KEEP,
     SLOT_MULTIPLE,
-    UNUSED,
-    USED,
+    START,
     DecodeState,
     StackedCache,
     abstract_state,
@@ -56,7 +56,7 @@ _DECODE_OPTIONS = {
 _PACKED_BYTES = 2**16
 
 
-class Idle(NamedTuple):
+class ReusableState(NamedTuple):
     """What a batch leaves behind.
 
     Attributes:
@@ -77,14 +77,14 @@ _shared: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionar
 
 
 class Engine:
-    """A model's compiled programs and its idle state.
+    """A model's compiled programs and its reusable state.
 
     Attributes:
       tree: the parameters.
       params: the same as `ParamPacking` has them.
       stacked_params: those with the layers stacked, for decode steps of one launch; or None.
       programs: those of the model, whatever its weights.
-      idle: of the last batch, or None.
+      reusable: what the last batch left behind, or None.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Engine:
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
-        self.idle: Idle | None = None
+        self.reusable: ReusableState | None = None
 
     @property
     def context(self) -> int:
@@ -153,8 +153,8 @@ class Engine:
             sample_indices=[row.request.sample for row in rows],
         )
         state, treedef = jax.tree.flatten(state)
-        restarts = np.full(batch, UNUSED, np.int32)
-        restarts[: len(prompts)] = [USED if prompt else UNUSED for prompt in prompts]
+        restarts = np.full(batch, EMPTY, np.int32)
+        restarts[: len(prompts)] = [START if prompt else EMPTY for prompt in prompts]
         budget = max(r.config.max_new_tokens for r in active) - 1
         sound = False  # what is not finite in a cache may outlive its row: such a cache is dropped
         waiting: collections.deque[tuple] = collections.deque()
@@ -170,7 +170,7 @@ class Engine:
                     call.prompts,
                     restarts,
                 )
-                restarts = np.full(batch, KEPT, np.int32)
+                restarts = np.full(batch, KEEP, np.int32)
                 host = HostArrays.pack((sampling, *pieces))
                 state, tokens, logprobs = prefill(self.params, state, host)
                 compile_seconds += prefill.compile_seconds
@@ -199,12 +199,14 @@ class Engine:
             raise
         finally:
             unread = [tokens for _, tokens, *_ in waiting]
-            self.idle = Idle(jax.tree.unflatten(treedef, state), unread) if sound else None
+            self.reusable = (
+                ReusableState(jax.tree.unflatten(treedef, state), unread) if sound else None
+            )
 
     def fitting_rows(self, op: str, rows: int, plan: Callable[[int], MemoryPlan]) -> int:
         """So many of `rows` rows as there is memory for: all of them, or a power of two.
 
-        The idle state is dropped, as it is in nobody else's plan.
+        Drops the reusable state, which memory plans do not count.
 
         Args:
           op: for the error.
@@ -214,7 +216,7 @@ class Engine:
         Raises:
           MemoryError: one row does not fit.
         """
-        self.idle = None
+        self.reusable = None
         if self.memory_bytes is None:
             return rows
         while rows > 1 and plan(rows).total_bytes > self.memory_bytes:
@@ -249,11 +251,11 @@ class Engine:
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
     def take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
-        """The idle state if it fits, else a new one in its place.
+        """The reusable state if it fits, else a new one in its place.
 
         Its cache is stacked where decode steps run in one launch, unless it may not be.
         """
-        (state, unread), self.idle = self.idle or (None, []), None
+        (state, unread), self.reusable = self.reusable or (None, []), None
         fits = state is not None and state.batch == batch and state.slots >= slots
         if fits:
             stacks = may_stack and self.stacks(batch, state.slots)
@@ -311,7 +313,9 @@ class Engine:
                 return f"{what}, cache of {state.batch} x {state.slots}"
 
             self.programs[key] = Program(
-                run if static["processors"].custom else kept(run, (name, model, packing), device),
+                run
+                if static["processors"].custom
+                else cached_on_disk(run, (name, model, packing), device),
                 describe,
                 donate_argnums=1,
                 compiler_options=compiler_options(function),

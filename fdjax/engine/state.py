@@ -16,8 +16,8 @@ LayerCache = tuple[Array, Array]
 # layers that are alike share what is lowered.
 StackedLayer = tuple[Array, Array, Array]
 
-# What `restart` makes of a row.
-KEPT, USED, UNUSED = 0, 1, 2
+# What `restart` does with a row.
+KEEP, START, EMPTY = 0, 1, 2
 
 # Cache slots come in multiples of this, so that a chunk of a prompt never sticks out.
 SLOT_MULTIPLE = 128
@@ -139,10 +139,11 @@ def restart(state: DecodeState, rows: Array) -> DecodeState:
 
     Args:
       state: of any content.
-      rows: [B] int32: `KEPT` leaves a row as it is, `USED` starts it, `UNUSED` starts and ends it.
+      rows: [B] int32. `KEEP` leaves a row as it is, `START` begins it anew, `EMPTY` also marks it
+        as finished.
     """
-    anew, zeros = rows != KEPT, jnp.zeros_like(rows)
-    progress = pack_progress(zeros, zeros, zeros, rows == UNUSED)
+    anew, zeros = rows != KEEP, jnp.zeros_like(rows)
+    progress = pack_progress(zeros, zeros, zeros, rows == EMPTY)
     return DecodeState(
         state.kv,
         jnp.where(anew[:, None], 0, state.ids),

@@ -74,7 +74,7 @@ def prefill(
         ends=ends,
         offsets=offsets,
         rows=rows,
-        turns=_turns(offsets + lengths if prompts is None else prompts, max_new_tokens),
+        rotation_at=_rotation_at(offsets + lengths if prompts is None else prompts, max_new_tokens),
         plan=model.plan,
     )
     last = jnp.maximum(lengths - 1, 0)
@@ -207,13 +207,17 @@ def run_layers(
       (hidden states [B, 1, E], the cache, and reruns if any).
     """
     # The first chosen token is in the cache one step after it was counted.
-    turns = _turns(state.lengths - state.steps + 1, sampling.max_new_tokens)
+    rotation_at = _rotation_at(state.lengths - state.steps + 1, sampling.max_new_tokens)
     if layers is not None:
-        turns = functools.partial(turns, state.lengths[:, None])
+        rotation_at = functools.partial(rotation_at, state.lengths[:, None])
         kv = state.kv.k, state.kv.v
-        hidden, kv = module.in_one_launch(state.tokens, kv, layers, state.lengths, turns, plan)
+        hidden, kv = module.in_one_launch(
+            state.tokens, kv, layers, state.lengths, rotation_at, plan
+        )
         return hidden, StackedCache(*kv)
-    attend = functools.partial(attend_decode, lengths=state.lengths, turns=turns, plan=plan)
+    attend = functools.partial(
+        attend_decode, lengths=state.lengths, rotation_at=rotation_at, plan=plan
+    )
     caches = list(zip(state.kv, *reruns, strict=True))
     hidden, caches = module(state.tokens[:, None], caches, attend, plan)
     return hidden, *map(list, zip(*caches, strict=True))
@@ -241,7 +245,7 @@ def attend_decode(
     qkv: Array,
     *,
     lengths: Array,
-    turns: Callable,
+    rotation_at: Callable,
     plan: Plan,
 ) -> tuple[Array, tuple[LayerCache, *tuple[Array, ...]]]:
     """T new tokens of every row: RoPE, append, attention; of a layer's cache, and its reruns."""
@@ -252,7 +256,7 @@ def attend_decode(
         qkv,
         *kv,
         lengths,
-        rotation=spec.rope and turns(positions, spec.rope),
+        rotation=spec.rope and rotation_at(positions, spec.rope),
         spec=spec,
         return_reruns=bool(reruns),
         plan=plan,
@@ -268,7 +272,7 @@ def attend_prefill(
     ends: Array,
     offsets: Array,
     rows: Array | None,
-    turns: Callable,
+    rotation_at: Callable,
     plan: Plan,
 ) -> tuple[Array, LayerCache | StackedLayer]:
     """A chunk of some rows' prompts: RoPE, write, attention."""
@@ -281,7 +285,7 @@ def attend_prefill(
         v,
         ends,
         offsets,
-        rotation=spec.rope and turns(positions, spec.rope),
+        rotation=spec.rope and rotation_at(positions, spec.rope),
         layer=index[0] if index else None,
         rows=rows,
         spec=spec,
@@ -290,11 +294,11 @@ def attend_prefill(
     return o, (k, v, *index)
 
 
-def _turns(prompts: Array, max_new_tokens: Array) -> Callable:
+def _rotation_at(prompts: Array, max_new_tokens: Array) -> Callable:
     """`rotation` for rows with prompts of [R] tokens; the last token chosen is never rotated."""
     limits = prompts + max_new_tokens - 1
 
-    def of(positions, rope):
+    def at(positions, rope):
         return rotation(positions, rope, prompt=prompts, limit=limits)
 
-    return of
+    return at

@@ -223,7 +223,7 @@ def _score_chunk(
     module = model.module(params)
     b, t = tokens.shape
 
-    def turns(positions, rope):
+    def rotation_at(positions, rope):
         return rotation(positions, rope, prompt=totals, limit=totals)
 
     attend = functools.partial(
@@ -231,7 +231,7 @@ def _score_chunk(
         ends=jnp.where(lengths > 0, offsets + lengths, 0),
         offsets=offsets,
         rows=None,
-        turns=turns,
+        rotation_at=rotation_at,
         plan=model.plan,
     )
     hidden, kv = module(tokens, kv, attend, model.plan)

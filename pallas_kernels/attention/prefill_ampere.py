@@ -36,8 +36,8 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
     MATRIX,
     SAFE,
-    bend,
     operands,
+    scale_and_mask,
     visible_blocks,
 )
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
@@ -211,7 +211,7 @@ def _prefill_kernel(
         rows = q if config.held else plgpu.load(q_s, layout=left)
         z = plgpu.mma(full((m, n), 0.0, MATRIX), rows, plgpu.load(k_s.T, layout=right))
         copy(k, j + 1, k_s)  # past the last block, one that nobody reads
-        return bend(
+        return scale_and_mask(
             z,
             start,
             position,

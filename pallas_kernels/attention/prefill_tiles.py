@@ -88,7 +88,7 @@ def visible_blocks(
     return Blocks(begin, bare_begin, bare_end, end)
 
 
-def bend(
+def scale_and_mask(
     z: Array,
     start: Array,
     position: Array,

@@ -313,7 +313,7 @@ def test_doubtful_numbers_carry_notes():
     sample = timing.Timing.from_samples(
         [[10.0]], "cupti", cold_l2=False, uncounted_copy_bytes=10**6
     )
-    row = record.Row("c", "i", True, timing=dataclasses.asdict(sample), bytes=10**7)
+    row = record.Measurement("c", "i", True, timing=dataclasses.asdict(sample), bytes=10**7)
     before = {"read_gb_per_s": 900.0, "matmul_tflop_per_s": None, "trusted": True, "reason": None}
     result = record.Record({}, {}, {"before": before}, [row])
     result.finish({**before, "read_gb_per_s": 500.0})
@@ -333,7 +333,7 @@ def test_doubtful_numbers_carry_notes():
 
 def test_the_ceiling_that_binds_is_the_one_reported():
     sample = dataclasses.asdict(timing.Timing.from_samples([[10.0]], "cupti"))
-    row = record.Row("c", "i", True, timing=sample, bytes=10**6, flops=10**9)
+    row = record.Measurement("c", "i", True, timing=sample, bytes=10**6, flops=10**9)
     before = {"read_gb_per_s": 1000.0, "matmul_tflop_per_s": 200.0, "trusted": True, "reason": None}
     record.Record({}, {}, {"before": before}, [row]).finish()
     assert row.fraction_of_ceiling == pytest.approx(0.5)
@@ -369,7 +369,7 @@ def _record(kind="gpu", **medians):
     rows = []
     for name, samples in medians.items():
         sample = dataclasses.asdict(timing.Timing.from_samples([samples], "cupti"))
-        rows.append(record.Row("case", name, True, timing=sample, bytes=1))
+        rows.append(record.Measurement("case", name, True, timing=sample, bytes=1))
     return record.Record({"device_kind": kind, "device_count": 1}, {}, {}, rows)
 
 
@@ -401,7 +401,7 @@ def test_compare_of_rows_that_do_not_match():
     statuses, failed = _statuses(old, new, allow_missing=True)
     assert statuses["b"] == "incomparable" and failed
     new = _record(b=[1.0])
-    new.rows[0] = record.Row("case", "b", False, reason="error")
+    new.rows[0] = record.Measurement("case", "b", False, reason="error")
     statuses, failed = _statuses(old, new, allow_missing=True)
     assert statuses["b"] == "broken" and failed
 

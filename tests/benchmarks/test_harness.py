@@ -14,7 +14,7 @@ import pytest
 import fdjax
 from benchmarks import accuracy, ahead, end_to_end, kernels, matmul, memory, peers, unfused
 from fdjax.bench import record as records
-from fdjax.bench.record import Record, Row
+from fdjax.bench.record import Measurement, Record
 from fdjax.bench.timing import Timing
 from fdjax.engine.state import StackedCache
 from fdjax.models import decoder
@@ -270,7 +270,7 @@ def test_a_summary_is_of_the_best_peer(tmp_path, capsys):
             ("without fusion", 1.0),
         )
     ]
-    rows.append(Row("decode step B64 P8", "fdjax", False, reason="no"))
+    rows.append(Measurement("decode step B64 P8", "fdjax", False, reason="no"))
     assert end_to_end.ratios(rows) == {
         "decode step B1 P8": pytest.approx(1.21),
         "decode step B4 P8": 1,
@@ -305,10 +305,10 @@ def test_a_ceiling_that_moved_is_flagged(config, monkeypatch, capsys, after, mov
 
 def test_what_was_loaded_is_not_called_compiling():
     costs = {"seconds of compiling, B1 P8 fdjax": 0.1, "ms of a step, B1 P8 fdjax": 1.0}
-    assert end_to_end._told_apart(costs, 0) == costs
+    assert end_to_end._with_loads_named(costs, 0) == costs
     loaded = {"seconds of compiling, 2 programs loaded, B1 P8 fdjax": 0.1}
     loaded["ms of a step, B1 P8 fdjax"] = 1.0
-    assert end_to_end._told_apart(costs, 2) == loaded
+    assert end_to_end._with_loads_named(costs, 2) == loaded
 
 
 def test_no_point_begins_when_the_time_is_up(config, quick_ceiling, capsys):
@@ -361,7 +361,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
             result = lm.generate(prompts, **options)
             assert result.tokens == want
         assert result.stats.compile_seconds == 0
-        assert isinstance(lm.engine.idle.state.kv, StackedCache) == bool(named)
+        assert isinstance(lm.engine.reusable.state.kv, StackedCache) == bool(named)
         return executables, lm.program_counts()
 
     executables, compiled = loaded()
@@ -460,9 +460,9 @@ def test_unfused_attention_is_attention(monkeypatch):
         jnp.asarray(rng.normal(size=shape), jnp.float32)
         for shape in ((2, 1, 2, 3, 8), (2, 2, 16, 8), (2, 2, 16, 8))
     )
-    turns = tuple(jnp.asarray(rng.normal(size=(2, 1, 4)), jnp.float32) for _ in range(2))
+    cos_sin = tuple(jnp.asarray(rng.normal(size=(2, 1, 4)), jnp.float32) for _ in range(2))
     lengths = jnp.array([3, 16], jnp.int32)
-    for rotation in (turns, None):
+    for rotation in (cos_sin, None):
         args = {"rotation": rotation, "spec": AttentionSpec(0.3, window=9)}
         want = append_decode_attention(qkv, k, v, lengths, **args)
         got = unfused.unfused_append_decode_attention(qkv, k, v, lengths, **args)
@@ -625,7 +625,7 @@ def test_records_name_no_folder_of_a_machine():
 
 def row_of(case, implementation, us, **fields):
     timing = dataclasses.asdict(Timing.from_samples([us], "host"))
-    return Row(case, implementation, True, timing=timing, **fields)
+    return Measurement(case, implementation, True, timing=timing, **fields)
 
 
 def record_of(rows, config):
@@ -739,7 +739,7 @@ def test_the_grid_of_the_papers_is_drawn(monkeypatch, tmp_path):
         for name, us in (("fdjax", 100), ("xla", 130), ("cudnn", 110))
         for case in ("first token", "decode step")
     ]
-    rows.append(Row("decode step B64 P4096", "xla", False, reason="out of memory"))
+    rows.append(Measurement("decode step B64 P4096", "xla", False, reason="out of memory"))
     records.write(record_of(rows, {"model": "llama-2-7b.json"}), tmp_path / "grid.json")
     found = plots.Results(tmp_path, tmp_path)
     by_peer = plots.speed_up(found).axes

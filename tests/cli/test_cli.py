@@ -871,7 +871,7 @@ def benched(monkeypatch):
     def bench_model(lm, **options):
         seen.append((lm, options))
         environment = {"device_kind": "cpu", "device_count": 1}
-        return records.Record(environment, {}, {}, [records.Row("case", "fdjax", ok=True)])
+        return records.Record(environment, {}, {}, [records.Measurement("case", "fdjax", ok=True)])
 
     monkeypatch.setattr(model, "bench_model", bench_model)
     return seen

@@ -18,7 +18,7 @@ from flax import nnx
 import fdjax
 from fdjax.engine import disk_cache as lowered
 from fdjax.engine import step
-from fdjax.engine.disk_cache import kept
+from fdjax.engine.disk_cache import cached_on_disk
 from fdjax.models.decoder import Decoder, Model
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -56,7 +56,7 @@ class Doubled:
 def run(function, description="doubled", n=3):
     x = jnp.arange(n, dtype=jnp.float32)
     pair = (x, jnp.eye(n))
-    return jax.jit(kept(function, description, jax.devices()[0]))(pair, x)
+    return jax.jit(cached_on_disk(function, description, jax.devices()[0]))(pair, x)
 
 
 def test_a_program_on_disk_is_not_traced(folder):
@@ -203,7 +203,7 @@ def test_a_callback_is_no_obstacle(folder):
     def function(x):
         return jax.pure_callback(lambda x: x + 1, jax.ShapeDtypeStruct((), jnp.float32), x)
 
-    assert jax.jit(kept(function, "callback", jax.devices()[0]))(jnp.float32(1)) == 2
+    assert jax.jit(cached_on_disk(function, "callback", jax.devices()[0]))(jnp.float32(1)) == 2
     assert not folder.exists()
 
 

@@ -117,8 +117,8 @@ def test_no_call_is_larger_than_foreseen(lengths, spare):
 @pytest.mark.parametrize("name", ["batch", "max_len", "prompt_tokens", "slots"])
 @pytest.mark.parametrize("value", [0, -5, 1.5, True, "2"])
 def test_what_is_not_positive_is_named(name, value):
-    told = f"memory: {name} must be a positive integer, got {value!r}"
-    with pytest.raises(ValueError, match=told):
+    message = f"memory: {name} must be a positive integer, got {value!r}"
+    with pytest.raises(ValueError, match=message):
         plan_memory(model("llama-2-7b"), **{"max_len": 1, "prompt_tokens": 1, name: value})
 
 
@@ -160,7 +160,7 @@ def test_too_much_is_refused_with_the_numbers(small_device, never_loaded, free, 
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"max_batch": 0}, "max_batch must be positive, got 0"),
         ({"max_batch": 1.5}, "max_batch must be an integer, got 1.5"),
@@ -172,8 +172,8 @@ def test_too_much_is_refused_with_the_numbers(small_device, never_loaded, free, 
         ({"max_batch": True}, "max_batch must be an integer, got True"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(never_loaded, options, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_meant_is_refused(never_loaded, options, message):
+    with pytest.raises(ValueError, match=message):
         fdjax.load("tiny", compilation_cache=False, **options)
 
 
@@ -219,7 +219,7 @@ def one_layer():
 def test_a_batch_is_no_larger_than_it_may_be():
     lm = LM(*one_layer(), max_batch=3)
     out = lm.generate([[5, 6, 7]] * 3, max_new_tokens=2, eos_token_id=None)
-    assert lm.engine.idle.state.kv[0][0].shape[0] == 3
+    assert lm.engine.reusable.state.kv[0][0].shape[0] == 3
     assert [len(tokens) for tokens in out.tokens] == [2] * 3
     with pytest.raises(ValueError, match="4 rows are more than max_batch 3"):
         lm.generate([[5]] * 4)
@@ -236,7 +236,7 @@ def test_a_cache_is_as_small_as_memory_asks_for():
     lm = LM(m, params, memory_bytes=tight - 1)
     with pytest.raises(MemoryError, match=r"generate: must fit into .* for 1 x 700 tokens"):
         lm.generate([5] * 600, max_new_tokens=100)
-    assert lm.engine.idle is None
+    assert lm.engine.reusable is None
 
 
 def test_the_command_line_says_what_would_fit(capsys):

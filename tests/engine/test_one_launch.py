@@ -14,7 +14,7 @@ import pytest
 
 import fdjax
 from any_size import ANY_SIZE
-from fdjax.engine.engine import Idle
+from fdjax.engine.engine import ReusableState
 from fdjax.engine.state import StackedCache
 from fdjax.models import decoder
 from fdjax.models.decoder import layers_shape
@@ -62,7 +62,7 @@ def launched(launches):
 
 def stacked(lm):
     """Whether the last batch ran in one launch."""
-    return isinstance(lm.engine.idle.state.kv, StackedCache)
+    return isinstance(lm.engine.reusable.state.kv, StackedCache)
 
 
 def other_weights(lm):
@@ -149,7 +149,7 @@ def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
     assert not is_stacked(take(512, may_stack=False))
     assert not is_stacked(take(512, batch=4))  # more rows than any measured
     assert not is_stacked(take(2048))  # more slots
-    for idle, wanted, again in (
+    for reusable, wanted, again in (
         ((1024, True), (512, True), True),
         ((1024, True), (512, False), False),
         ((512, False), (512, True), False),
@@ -157,8 +157,8 @@ def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
         ((2048, True), (512, True), True),  # so that there are no more programs
         ((512, True), (2048, True), False),
     ):
-        state = take(*idle)
-        engine.idle = Idle(state, [])
+        state = take(*reusable)
+        engine.reusable = ReusableState(state, [])
         assert (take(*wanted) is state) == again
 
 
@@ -231,7 +231,7 @@ def test_damaged_weights_are_told_of_and_forgotten(launched):
     lm.params = damaged
     with pytest.raises(FloatingPointError, match="prompt 0"):
         lm.generate(PROMPTS, **GREEDY)
-    assert lm.engine.idle is None
+    assert lm.engine.reusable is None
     lm.params = launched.params
     assert_alike(lm.generate(PROMPTS, **GREEDY), launched.generate(PROMPTS, **GREEDY))
 

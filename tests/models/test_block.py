@@ -175,7 +175,7 @@ def test_what_a_block_asks_for(change, features):
     assert sorted(layers_features(parse_config(LLAMA | change))) == features
 
 
-def test_blocks_that_differ_are_told():
+def test_blocks_that_differ_are_named():
     config = parse_config(LLAMA)
     first, second = config.attention
     other = config.with_attention((first, dataclasses.replace(second, scale=0.5)))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from fdjax.models import CheckpointError, describe, parse_config, weight_map
-from fdjax.pallas_kernels.rope import Dynamic, Linear, Llama3, LongRope, Rope, Yarn
+from fdjax.pallas_kernels.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 PUBLISHED = sorted(p.name.removesuffix(".old.json") for p in FIXTURES.glob("configs/*.old.json"))
@@ -132,7 +132,7 @@ def only_spec(name: str):
 
 def test_what_is_special_in_published_configs():
     assert only_spec("codellama-7b").rope == Rope(128, 1000000.0)
-    assert only_spec("vicuna-7b-v1.5-16k").rope == Rope(128, 10000.0, Linear(4.0))
+    assert only_spec("vicuna-7b-v1.5-16k").rope == Rope(128, 10000.0, LinearScaling(4.0))
     assert only_spec("mistral-7b-v0.1").window == 4096
     assert only_spec("phi-3-mini-4k").window == 2047
     # Their windows are there and not in use.
@@ -234,7 +234,7 @@ def test_llama3_rope_however_it_is_written(fields):
 @pytest.mark.parametrize(
     ("kind", "section", "scaling"),
     [
-        ("linear", {"factor": 4}, Linear(4.0)),
+        ("linear", {"factor": 4}, LinearScaling(4.0)),
         # From the context of the model, as transformers has it.
         ("dynamic", {"factor": 2.0}, Dynamic(2.0, 2048)),
         ("yarn", YARN, Yarn(4.0, 512, 0.1 * math.log(4) + 1)),
@@ -718,7 +718,7 @@ def test_gemma_3_has_two_ropes_however_they_are_written(fields):
     parsed = family("gemma3_text", head_dim=16, sliding_window_pattern=2, **fields)
     assert [s.rope for s in parsed.attention] == [
         Rope(16, 10000.0),
-        Rope(16, 500000.0, Linear(8.0)),
+        Rope(16, 500000.0, LinearScaling(8.0)),
     ]
 
 

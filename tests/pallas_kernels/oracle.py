@@ -149,7 +149,7 @@ def inverse_frequencies(dim: int, theta: float, scaling=None, length: int = 0) -
     kind = type(scaling).__name__
     if kind == "NoneType":
         return frequencies
-    if kind == "Linear":
+    if kind == "LinearScaling":
         return frequencies / scaling.factor
     if kind == "LongRope":
         is_long = length > scaling.original_max_position
@@ -158,10 +158,10 @@ def inverse_frequencies(dim: int, theta: float, scaling=None, length: int = 0) -
         ratio = max(length / scaling.original_max_position, 1.0)
         growth = scaling.factor * ratio - scaling.factor + 1
         return inverse_frequencies(dim, theta * growth ** (dim / (dim - 2)))
-    turns = scaling.original_max_position * frequencies / (2 * math.pi)
+    rotations = scaling.original_max_position * frequencies / (2 * math.pi)
     if kind == "Llama3":
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
-        kept = np.interp(turns, [low, high], [0.0, 1.0])
+        undivided = np.interp(rotations, [low, high], [0.0, 1.0])
     elif kind == "Yarn":
         # The pair, not rounded, that makes so many turns; the ramp is linear in pairs.
         first, last = (
@@ -170,8 +170,8 @@ def inverse_frequencies(dim: int, theta: float, scaling=None, length: int = 0) -
         )
         if scaling.truncate:
             first, last = math.floor(first), math.ceil(last)
-        kept = np.interp(pairs, [max(first, 0), min(last, dim - 1)], [1.0, 0.0])
-    return kept * frequencies + (1 - kept) * frequencies / scaling.factor
+        undivided = np.interp(pairs, [max(first, 0), min(last, dim - 1)], [1.0, 0.0])
+    return undivided * frequencies + (1 - undivided) * frequencies / scaling.factor
 
 
 def rope(x, positions, frequencies: np.ndarray, attention_factor: float = 1.0) -> Exact:

@@ -32,14 +32,14 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 SPEC = AttentionSpec(1.0)
 reference = jax.jit(attention_reference, static_argnames="spec")
-turns_of = jax.jit(rotation, static_argnums=1)
+cos_sin_at = jax.jit(rotation, static_argnums=1)
 
 
 @jax.jit
-def rotated(qkv, turns):
+def rotated(qkv, cos_sin):
     """q, k and v after RoPE."""
     q, k, v = split_qkv(qkv)
-    return (q, k, v) if turns is None else (rotate(q, *turns), rotate(k, *turns), v)
+    return (q, k, v) if cos_sin is None else (rotate(q, *cos_sin), rotate(k, *cos_sin), v)
 
 
 def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, seed=0):
@@ -54,13 +54,13 @@ def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, 
     filled = (np.arange(s)[None] < lengths[:, None])[:, None, :, None]
     caches = [np.where(filled, cache, np.nan).astype(jnp.bfloat16) for cache in caches]
     positions = lengths[:, None] + np.arange(t, dtype=np.int32)[None]
-    return qkv, *caches, lengths, turns_of(positions, Rope(rope_dim or d, 10000.0))
+    return qkv, *caches, lengths, cos_sin_at(positions, Rope(rope_dim or d, 10000.0))
 
 
-def _expected(qkv, k_cache, v_cache, lengths, turns, **masks):
+def _expected(qkv, k_cache, v_cache, lengths, cos_sin, **masks):
     """fp32 o, and the caches row by row."""
     t, d = qkv.shape[1], qkv.shape[-1]
-    q, k, v = rotated(qkv, turns)
+    q, k, v = rotated(qkv, cos_sin)
     caches = []
     for cache, new in ((k_cache, k), (v_cache, v)):
         cache = np.array(cache)
@@ -82,10 +82,10 @@ def _check(operands, run, **masks):
         np.testing.assert_array_equal(np.float32(got), np.float32(expected))
 
 
-def _run(qkv, k, v, lengths, turns, *, implementation, plan=None, **masks):
+def _run(qkv, k, v, lengths, cos_sin, *, implementation, plan=None, **masks):
     spec = AttentionSpec(qkv.shape[-1] ** -0.5, **masks)
     return append_decode_attention(
-        qkv, k, v, lengths, rotation=turns, spec=spec, implementation=implementation, plan=plan
+        qkv, k, v, lengths, rotation=cos_sin, spec=spec, implementation=implementation, plan=plan
     )
 
 
@@ -149,8 +149,8 @@ def test_no_rows(implementation, t):
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 2])
 def test_interpreted_without_races(splits):
-    def run(qkv, k, v, lengths, turns):
-        cos, sin = turns
+    def run(qkv, k, v, lengths, cos_sin):
+        cos, sin = cos_sin
         return append_decode_mosaic(
             qkv[:, 0],
             k,
@@ -252,10 +252,10 @@ def test_shipped_configurations_have_room_for_larger_groups(shape, monkeypatch, 
     spec = jax.ShapeDtypeStruct
     cache = spec((b, kv_heads, shape["s"], d), jnp.bfloat16)
     qkv = spec((b, 1, kv_heads, shape["h"] // kv_heads + 2, d), jnp.bfloat16)
-    turns = (spec((b, 1, d // 2), jnp.float32),) * 2
+    cos_sin = (spec((b, 1, d // 2), jnp.float32),) * 2
     run = functools.partial(_run, implementation=None, plan=H200)
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    compile_for("h100", run, qkv, cache, cache, spec((b,), jnp.int32), turns)
+    compile_for("h100", run, qkv, cache, cache, spec((b,), jnp.int32), cos_sin)
     assert set(re.findall(r"(\d+) bytes spill stores", capfd.readouterr().out)) == {"0"}
 
 

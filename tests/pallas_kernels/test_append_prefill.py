@@ -16,7 +16,7 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.pallas_kernels.rope import Rope
 
-from .test_append import GPU, reference, rotated, turns_of
+from .test_append import GPU, cos_sin_at, reference, rotated
 from .test_decode_mosaic import INTERPRET
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -44,14 +44,14 @@ def _operands(
     live, offsets = np.array(live, np.int32), np.array(offsets, np.int32)
     lengths = np.where(live > 0, offsets + live, 0).astype(np.int32)
     positions = offsets[:, None] + np.arange(t, dtype=np.int32)[None]
-    turns = turns_of(positions, Rope(rope_dim or d, 10000.0))
-    return qkv, *caches, lengths, offsets, turns, rows.astype(np.int32)
+    cos_sin = cos_sin_at(positions, Rope(rope_dim or d, 10000.0))
+    return qkv, *caches, lengths, offsets, cos_sin, rows.astype(np.int32)
 
 
 def _check(operands, o, k_cache, v_cache, **masks):
     """o None: of attention nothing is known."""
-    qkv, k_before, v_before, lengths, offsets, turns, rows = operands
-    q, k, v = rotated(qkv, turns)
+    qkv, k_before, v_before, lengths, offsets, cos_sin, rows = operands
+    q, k, v = rotated(qkv, cos_sin)
     t = qkv.shape[1]
     kept = []
     for before, new, after in ((k_before, k, k_cache), (v_before, v, v_cache)):
@@ -72,7 +72,7 @@ def _check(operands, o, k_cache, v_cache, **masks):
 
 @functools.partial(jax.jit, static_argnames=("implementation", "whole", "masks"))
 def _run(
-    qkv, k, v, lengths, offsets, turns, rows, layer=None, *, implementation, whole=False, masks=()
+    qkv, k, v, lengths, offsets, cos_sin, rows, layer=None, *, implementation, whole=False, masks=()
 ):
     return append_prefill_attention(
         qkv,
@@ -80,7 +80,7 @@ def _run(
         v,
         lengths,
         offsets,
-        rotation=turns,
+        rotation=cos_sin,
         layer=layer,
         rows=None if whole else rows,
         spec=AttentionSpec(qkv.shape[-1] ** -0.5, **dict(masks)),
@@ -154,23 +154,23 @@ def test_no_rows(implementation, batch):
 @pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
 def test_interpreted_without_races(shape):
     operands = _operands(**shape)
-    qkv, k, v, lengths, offsets, turns, rows = operands
+    qkv, k, v, lengths, offsets, cos_sin, rows = operands
     q, *caches = write_chunk_mosaic(
-        qkv, k, v, rows, offsets, lengths - offsets, *turns, interpret=INTERPRET
+        qkv, k, v, rows, offsets, lengths - offsets, *cos_sin, interpret=INTERPRET
     )
     _check(operands, None, *caches)
     for i, live in enumerate(lengths - offsets):
-        want = np.float32(rotated(qkv, turns)[0])[i, : max(live, 0)]
+        want = np.float32(rotated(qkv, cos_sin)[0])[i, : max(live, 0)]
         np.testing.assert_allclose(np.float32(q)[i, : max(live, 0)], want, atol=0.02, rtol=0.01)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 def test_interpreted_in_a_stack(layer):
-    def run(qkv, k, v, lengths, offsets, turns, rows, layer):
+    def run(qkv, k, v, lengths, offsets, cos_sin, rows, layer):
         live = lengths - offsets
         return write_chunk_mosaic(
-            qkv, k, v, rows, offsets, live, *turns, layer=layer, interpret=INTERPRET
+            qkv, k, v, rows, offsets, live, *cos_sin, layer=layer, interpret=INTERPRET
         )
 
     _check_stacked(run, _operands([65, 128], [64, 3], rows=[2, 0], batch=3), layer)

@@ -75,8 +75,8 @@ def _run(arrays, weights, **options):
 def _exact(arrays, weights, gate="silu"):
     """(x, y) in float64."""
 
-    def norm(of):
-        return of.scale, of.eps
+    def norm(operand):
+        return operand.scale, operand.eps
 
     def product(x, name, **fused):
         return oracle.matmul(x, weights[name], **fused).value
@@ -131,8 +131,8 @@ def test_refuses_what_does_not_fit(change, message):
     arrays, weights = _operands(2, **UNEVEN)
     options = {"gate": "silu"}
     for name, value in change.items():
-        of = next((d for d in (arrays, weights) if name in d), options)
-        of[name] = jnp.zeros(value, "bfloat16") if isinstance(value, tuple) else value
+        place = next((d for d in (arrays, weights) if name in d), options)
+        place[name] = jnp.zeros(value, "bfloat16") if isinstance(value, tuple) else value
     with pytest.raises(ValueError, match=message):
         _run(arrays, weights, **options)
 
@@ -205,9 +205,9 @@ def test_compiles_without_spills(m, shape, monkeypatch, capfd):
     operands = jax.eval_shape(lambda: _operands(m, **shape))
     plan = _planned(LinearChainConfig(alone=3, ahead=2), m, **shape)
     compile_for("h100", functools.partial(_run, plan=plan), *operands)
-    told = "".join(capfd.readouterr())
-    assert "chain_kernel" in told
-    assert "0 bytes spill stores, 0 bytes spill loads" in told
+    printed = "".join(capfd.readouterr())
+    assert "chain_kernel" in printed
+    assert "0 bytes spill stores, 0 bytes spill loads" in printed
 
 
 def test_kernel_refuses_what_shared_memory_has_no_room_for():

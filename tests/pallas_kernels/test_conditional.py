@@ -24,7 +24,7 @@ def rows(*sizes):
     return shape(*sizes, dtype=jnp.int32)
 
 
-def turns(tokens):
+def cos_sin(tokens):
     return shape(B, tokens, D // 2, dtype=jnp.float32)
 
 
@@ -51,7 +51,7 @@ def prefill(*args):
 KERNELS = {
     "flat_gemm": (flat_gemm, shape(32, 1024), shape(1024, 512), shape(1024)),
     "decode": (decode, shape(B, 1, G * HKV, D), CACHE, CACHE, rows(B)),
-    "append": (append, shape(B, HKV, G + 2, D), CACHE, CACHE, rows(B), turns(1), turns(1)),
+    "append": (append, shape(B, HKV, G + 2, D), CACHE, CACHE, rows(B), cos_sin(1), cos_sin(1)),
     "prefill": (prefill, shape(B, T, G * HKV, D), CACHE, CACHE, rows(B), rows(B)),
     "write_chunk": (
         write_chunk_mosaic,
@@ -59,7 +59,7 @@ KERNELS = {
         CACHE,
         CACHE,
         *[rows(B)] * 3,
-        *[turns(T)] * 2,
+        *[cos_sin(T)] * 2,
     ),
 }
 

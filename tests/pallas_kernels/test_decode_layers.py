@@ -202,9 +202,9 @@ def test_compiles_in_place_without_spills(rows, shape, monkeypatch, capfd):
         return _run(operands | dict(zip("kv", caches, strict=True)), plan=plan)
 
     compiled = compile_for("h100", run, caches, operands, donate_argnums=0)
-    told = "".join(capfd.readouterr())
-    assert "layers_kernel" in told
-    assert "0 bytes spill stores, 0 bytes spill loads" in told
+    printed = "".join(capfd.readouterr())
+    assert "layers_kernel" in printed
+    assert "0 bytes spill stores, 0 bytes spill loads" in printed
     nbytes = caches[0].size * 2
     assert alias_bytes(compiled) == 2 * nbytes
     assert not large_copies(compiled, nbytes // 3)

@@ -36,7 +36,7 @@ OUTLIER = 195
 INTERPRET = InterpretParams(detect_races=True)
 ONE = DecodeAttentionConfig(splits=1)
 SPLIT = DecodeAttentionConfig(splits=3, stages=2)
-SYNCHRONISED = dataclasses.replace(SPLIT, unified=False)
+RUNNING_MAXIMUM = dataclasses.replace(SPLIT, unified=False)
 
 
 def _operands(lengths, *, t=1, group=4, kv_heads=1, s=200, d=64, dtype=jnp.bfloat16, scale=1.0):
@@ -77,7 +77,7 @@ interpreted = functools.partial(decode_mosaic, interpret=INTERPRET)
     [
         pytest.param(ONE, id="one"),
         pytest.param(SPLIT, id="split"),
-        pytest.param(SYNCHRONISED, id="synchronised"),
+        pytest.param(RUNNING_MAXIMUM, id="running_maximum"),
     ],
 )
 def test_interpreted_without_races(config):
@@ -161,9 +161,9 @@ def _check_reruns(run, config, expected):
     [
         pytest.param(ONE, 1 / 2, marks=pytest.mark.slow),
         (SPLIT, 1 / 6),
-        pytest.param(SYNCHRONISED, 0, marks=pytest.mark.slow),
+        pytest.param(RUNNING_MAXIMUM, 0, marks=pytest.mark.slow),
     ],
-    ids=["one", "split", "synchronised"],
+    ids=["one", "split", "running_maximum"],
 )
 def test_reruns_are_counted(config, expected):
     """In blocks of (row, head, split): one of row 1 starts at a maximum of 0 and meets 800."""
@@ -175,11 +175,11 @@ def test_reruns_are_counted_on_a_gpu():
     _check_reruns(decode_mosaic, ONE, 1 / 2)
     _check_reruns(decode_mosaic, SPLIT, 1 / 6)
     _check_reruns(decode_mosaic, dataclasses.replace(SPLIT, cluster=True), 1 / 6)
-    _check_reruns(decode_mosaic, SYNCHRONISED, 0)
+    _check_reruns(decode_mosaic, RUNNING_MAXIMUM, 0)
 
 
 def test_without_a_unified_maximum(monkeypatch):
-    """`unified=False` is the synchronised variant of whatever configuration runs."""
+    """`unified=False` is the variant with a running maximum of whatever configuration runs."""
     configs = []
 
     def kernel(*args, config, **kwargs):
@@ -190,7 +190,7 @@ def test_without_a_unified_maximum(monkeypatch):
     monkeypatch.setattr(decode_mosaic_module, "decode_kernel", kernel)
     run = functools.partial(interpreted, spec=AttentionSpec(0.1, unified=False), config=SPLIT)
     jax.eval_shape(run, *_operands([1, 120], s=136))
-    assert set(configs) == {SYNCHRONISED}
+    assert set(configs) == {RUNNING_MAXIMUM}
 
 
 def test_large_values_do_not_overflow_the_unified_sum():
@@ -267,7 +267,7 @@ CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
         dict(b=2, t=16, h=16, kv_heads=8, s=8192, d=256),
         dict(b=64, t=12, h=16, kv_heads=2, s=8192, d=256),
         dict(
-            **dict(b=1, t=2, h=8, kv_heads=1, s=512, d=128, config=SYNCHRONISED),
+            **dict(b=1, t=2, h=8, kv_heads=1, s=512, d=128, config=RUNNING_MAXIMUM),
             masks=dict(window=100, soft_cap=30.0, alibi=alibi_slopes(8)),
         ),
     ],

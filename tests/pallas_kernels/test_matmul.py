@@ -219,7 +219,7 @@ def test_accumulates_in_fp32(implementation, case):
 
 
 @pytest.mark.parametrize("implementation", MATMUL)
-def test_layers_are_told_apart(implementation):
+def test_each_layer_has_its_own_weight(implementation):
     case = Case(layer="traced", dtype="bfloat16", m=2, k=64, n=128)
     operands = _operands(case)
     operands["w"][[0, 2]] = np.nan

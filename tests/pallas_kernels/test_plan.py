@@ -260,7 +260,7 @@ def test_a_file_that_is_no_table(tmp_path, text, problem):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         ({"op": "frobnicate"}, "op must be one of matmul, linear_chain, .* got 'frobnicate'"),
         ({"op": ["matmul"]}, "op must be one of"),
@@ -305,11 +305,11 @@ def test_a_file_that_is_no_table(tmp_path, text, problem):
     ],
     ids=str,
 )
-def test_a_table_with_an_entry_that_means_nothing(tmp_path, change, told):
+def test_a_table_with_an_entry_that_means_nothing(tmp_path, change, message):
     entry = dict(op="matmul", shape=GEMM, implementation="mosaic_gpu") | change
     path = tmp_path / "table.json"
     path.write_text(json.dumps(dict(schema=1, revisions=KERNEL_REVISIONS, entries=[entry])))
-    with pytest.raises(ValueError, match=f"dataflow table .*table.json: {told}"):
+    with pytest.raises(ValueError, match=f"dataflow table .*table.json: {message}"):
         read_table(path)
 
 
@@ -359,8 +359,8 @@ def test_a_table_of_another_device_is_used_with_a_warning(tmp_path, caplog, meas
 
 def test_a_table_of_kernels_is_not_for_a_cpu(tmp_path):
     kernels = _write(tmp_path / "kernels.json", [("matmul", GEMM, "mosaic_gpu")])
-    told = f"plan: the kernels in {re.escape(str(kernels))} need an NVIDIA GPU, got 'cpu'"
-    with pytest.raises(NotImplementedError, match=told):
+    message = f"plan: the kernels in {re.escape(str(kernels))} need an NVIDIA GPU, got 'cpu'"
+    with pytest.raises(NotImplementedError, match=message):
         Plan.for_kind("cpu", table=kernels)
     assert Plan.for_kind("cpu", table=_write(tmp_path / "xla.json", [("matmul", GEMM, "xla")]))
 

@@ -78,7 +78,7 @@ def test_interpreted_with_every_mask():
 
 
 @pytest.mark.slow
-def test_interpreted_online_not_causal_and_all_masked():
+def test_interpreted_running_maximum_not_causal_and_all_masked():
     operands = _operands([100], [0], t=64)
     _check(operands, interpreted, config=ALL_MASKED, masks=dict(causal=False))
 

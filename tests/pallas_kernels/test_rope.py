@@ -4,7 +4,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdjax.pallas_kernels.rope import Dynamic, Linear, Llama3, LongRope, Rope, Yarn, apply_rope
+from fdjax.pallas_kernels.rope import (
+    Dynamic,
+    LinearScaling,
+    Llama3,
+    LongRope,
+    Rope,
+    Yarn,
+    apply_rope,
+)
 
 from . import oracle
 from .implementations import PLATFORMS
@@ -18,7 +26,7 @@ ROPES = {
     "large theta": Rope(128, 1e6),
     "partial": Rope(32, 10_000.0),
     "one pair": Rope(2, 10_000.0),
-    "linear": Rope(64, 10_000.0, Linear(4.0)),
+    "linear": Rope(64, 10_000.0, LinearScaling(4.0)),
     "llama3": Rope(64, 500_000.0, LLAMA3),
     "llama3.2": Rope(64, 500_000.0, Llama3(32.0, 1.0, 4.0, 8192)),
     "yarn": Rope(128, 1e6, Yarn(4.0, 32768, 1.139)),
@@ -115,8 +123,8 @@ def test_against_the_oracle(platform, dtype, name):
     positions = np.array([[0, 1, 2, 3, 4], [7, 4095, 8192, 31, 99_999]], np.int32)
     # The first sequence is short, the second long from its first token on.
     lengths = np.array([5, 100_000], np.int32)
-    turn = platform.jit(apply_rope, rope=rope)
-    y = turn(x, positions, prompt=lengths, limit=lengths)
+    rotate = platform.jit(apply_rope, rope=rope)
+    y = rotate(x, positions, prompt=lengths, limit=lengths)
     assert y.dtype == x.dtype
     for row, length in enumerate(lengths):
         one = slice(row, row + 1)
@@ -143,9 +151,9 @@ def test_lengths_of_pairs_are_preserved(platform):
 def test_scores_depend_on_the_distance_only(platform, name):
     q, k = _x((1, 1, 1, 64), seed=1), _x((1, 1, 1, 64), seed=2)
     bases = np.array([0, 1, 100, 1000, 4000], np.int32)[None]
-    turn = platform.jit(apply_rope, rope=ROPES[name])
-    q = turn(np.repeat(q, 5, axis=1), bases + np.int32(13)).astype(np.float64)
-    k = turn(np.repeat(k, 5, axis=1), bases).astype(np.float64)
+    rotate = platform.jit(apply_rope, rope=ROPES[name])
+    q = rotate(np.repeat(q, 5, axis=1), bases + np.int32(13)).astype(np.float64)
+    k = rotate(np.repeat(k, 5, axis=1), bases).astype(np.float64)
     scores = (q * k).sum(axis=-1)
     terms = np.hypot(q[..., :32], q[..., 32:]) * np.hypot(k[..., :32], k[..., 32:])
     # Here the error of a frequency counts for the distance, and that of the fp32 product of
@@ -167,8 +175,8 @@ def test_dynamic_scaling_goes_by_the_prompt_and_then_by_the_position():
     """As if each token were processed when it comes, the prompt at once."""
     rope = ROPES["dynamic"]
     x, positions = _x((1, 4, 1, 64)), np.array([[0, 2499, 2500, 9000]], np.int32)
-    turn = PLATFORMS[0].values[0].jit(apply_rope, rope=rope)
-    y = turn(x, positions, prompt=np.array([2500], np.int32), limit=np.array([1], np.int32))
+    rotate = PLATFORMS[0].values[0].jit(apply_rope, rope=rope)
+    y = rotate(x, positions, prompt=np.array([2500], np.int32), limit=np.array([1], np.int32))
     for t, length in enumerate([2500, 2500, 2501, 9001]):
         plain = oracle.inverse_frequencies(64, 10_000.0, rope.scaling, length)
         exact = oracle.rope(x[:, t : t + 1], positions[:, t : t + 1], plain)
@@ -207,7 +215,7 @@ def test_longrope_is_one_set_of_factors_for_a_whole_sequence():
         (lambda: Rope(64, 0.0), "theta must exceed 1, got 0.0"),
         (lambda: Rope(64, 1.0), "theta must exceed 1, got 1.0"),
         (lambda: Rope(64, float("nan")), "theta must exceed 1, got nan"),
-        (lambda: Linear(-1.0), "factor must be positive, got -1.0"),
+        (lambda: LinearScaling(-1.0), "factor must be positive, got -1.0"),
         (lambda: Dynamic(0.0, 64), "factor must be positive, got 0.0"),
         (lambda: Dynamic(2.0, 0), "original_max_position must be positive, got 0"),
         (

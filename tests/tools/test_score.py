@@ -186,14 +186,14 @@ def test_the_limits_of_the_model_hold(monkeypatch):
 def test_what_an_answer_leaves_is_dropped_before_another_cache_is_made(monkeypatch):
     lm = load.__wrapped__()
     lm.generate([1, 2, 3], max_new_tokens=2)
-    idle = weakref.ref(lm.engine.idle.state.kv[0][0])
+    reusable = weakref.ref(lm.engine.reusable.state.kv[0][0])
     left = []
     monkeypatch.setattr(
-        score, "init_cache", lambda *shape: left.append(idle()) or init_cache(*shape)
+        score, "init_cache", lambda *shape: left.append(reusable()) or init_cache(*shape)
     )
     with pytest.raises(ValueError, match="text 0 is empty"):
         lm.score([[]])
-    assert idle() is not None
+    assert reusable() is not None
     lm.score([[1, 2, 3]])
     assert left == [None]
     assert len(lm.generate([1, 2, 3], max_new_tokens=2, eos_token_id=None).tokens[0]) == 2

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.matmul import summary
-from fdjax.bench.record import Row
+from fdjax.bench.record import Measurement
 from fdjax.bench.timing import Timing
 from fdjax.cli.main import main
 from fdjax.models import LinearShape, describe, layers_shape, parse_config
@@ -509,7 +509,7 @@ class TestCommandLine:
 def test_the_benchmark_sums_up_and_counts_where_xla_was_chosen():
     def row(case, implementation, us):
         timing = dataclasses.asdict(_timing(us)) if us else None
-        return Row(case, implementation, ok=us is not None, timing=timing)
+        return Measurement(case, implementation, ok=us is not None, timing=timing)
 
     rows = [
         row("7B qkv M=1", "xla", 30.0),

@@ -59,7 +59,7 @@ class DecodeAttentionConfig:
       stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
       cluster: the splits of a row form a thread block cluster and combine through its shared
         memory; otherwise a second, small kernel combines them.
-      unified: False runs the synchronised variant (FlashDecoding), with a running maximum.
+      unified: False runs with a running maximum, as FlashDecoding does.
     """
 
     splits: int
@@ -109,7 +109,7 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
 
 def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     """As many stages as fit into shared memory, where D = 128 would take `wanted`."""
-    # q, k and v of the new token, as loaded and as rotated; P, or the turns.
+    # q, k and v of the new token, as loaded and as rotated; P, or the rotation.
     others = 6 * rows * d + max(2 * rows * block_kv, 8 * d)
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
@@ -158,11 +158,11 @@ def append_decode_mosaic(qkv, k, v, lengths, *, cos, sin, spec, phi=None, **opti
     # TMA fills up a single tile of rows, not the last of several.
     if parts > 8:
         qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, -parts % 8), (0, 0)))
-    turns = jnp.stack(
+    rotation = jnp.stack(
         [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)], axis=1
     ).reshape(b, 2, d)
     k, v = jax.new_ref(k), jax.new_ref(v)
-    operands = {"qkv": qkv, "turns": turns, "k": k, "v": v, "lengths": lengths, "phi": phi}
+    operands = {"qkv": qkv, "rotation": rotation, "k": k, "v": v, "lengths": lengths, "phi": phi}
     o, _, reruns = _launch(operands, t=1, group=group, spec=spec, return_lse=False, **options)
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
     return o, jax.freeze(k), jax.freeze(v), reruns
@@ -215,7 +215,7 @@ def _launch(
     if "qkv" in operands:
         front = plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES)
         token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
-        unions += [({"turns": plgpu.SMEM((2, d), jnp.float32)}, p), ({"swapped": front}, token)]
+        unions += [({"rotation": plgpu.SMEM((2, d), jnp.float32)}, p), ({"swapped": front}, token)]
         scratch |= {
             "qkv": front,
             "q_arrived": plgpu.Barrier(num_arrivals=1 + 3 * staged // 8),

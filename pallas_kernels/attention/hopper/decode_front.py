@@ -28,14 +28,14 @@ def load_front(inputs, smem, row, head):
                 smem["swapped"].at[to, pl.ds(i * half, half)],
                 smem["q_arrived"],
             )
-    plgpu.copy_gmem_to_smem(inputs["turns"].at[row], smem["turns"], smem["q_arrived"])
+    plgpu.copy_gmem_to_smem(inputs["rotation"].at[row], smem["rotation"], smem["q_arrived"])
 
 
 def rotate_rows(smem):
     """RoPE of all staged rows: x cos + swapped(x) sin, with the sign of the first half in sin."""
     x, swapped = (_load_rows(smem[name]) for name in ("qkv", "swapped"))
     cos, sin = (
-        lax.broadcast_in_dim(plgpu.load(smem["turns"].at[i], layout=COLUMN), x.shape, [0])
+        lax.broadcast_in_dim(plgpu.load(smem["rotation"].at[i], layout=COLUMN), x.shape, [0])
         for i in range(2)
     )
     rotated = (x * cos + swapped * sin).astype(smem["q"].dtype)

@@ -27,8 +27,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
     """One block of the grid (row, tile of query rows, split).
 
     Args:
-      inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and turns
-        [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if any.
+      inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
+        rotation [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if
+        any.
       outputs: by name, o [B,Hkv·tiles,R,D], or parts of it and lm [B,Hkv·tiles,splits,2,R] for
         `combine`; where asked for, lse [B,Hkv·tiles,R], and reruns [B,Hkv·tiles,splits] int32,
         whether each block ran again.
@@ -236,7 +237,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         o, l, m = pl.run_scoped(accumulate, plgpu.ACC((d, padded), jnp.float32))
         return o, l.sum(axis=0), m
 
-    def attend_synchronised():
+    def attend_with_running_maximum():
         """The same with the running maximum of the split."""
 
         def step(i, keys, values, carry):
@@ -280,10 +281,10 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         # A row that sees no slot of this split has l = 0, and is well.
         broken = jnp.where(seen > 0, jnp.maximum(broken, out_of_range), 0.0)
         reruns = broken.max() > 0
-        part = cond(reruns, attend_synchronised, lambda: (o, l, m))
+        part = cond(reruns, attend_with_running_maximum, lambda: (o, l, m))
     else:
         reruns = jnp.bool_(False)
-        part = attend_synchronised()
+        part = attend_with_running_maximum()
     if "reruns" in outputs:
         outputs["reruns"][row, tile, split] = reruns.astype(jnp.int32)
 

@@ -48,8 +48,8 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
     MATRIX,
     SAFE,
-    bend,
     operands,
+    scale_and_mask,
     visible_blocks,
 )
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
@@ -359,9 +359,9 @@ def _consume(
     def pass_turn():
         plgpu.barrier_arrive(turn.at[1 - warpgroup])
 
-    def bent(z, j, masked, shift):
-        bending = dict(spec=spec, slope=slope, shift=shift, masked=masked)
-        return bend(z, j * bk, position, length, **bending)
+    def log2_scores(z, j, masked, shift):
+        options = dict(spec=spec, slope=slope, shift=shift, masked=masked)
+        return scale_and_mask(z, j * bk, position, length, **options)
 
     def before(stage):
         return lax.rem(stage + config.stages - 1, config.stages)
@@ -381,7 +381,7 @@ def _consume(
 
         z = pl.run_scoped(product, plgpu.ACC((_ROWS, bk), jnp.float32))
         plgpu.barrier_arrive(k_empty.at[stage])
-        return bent(z, j, masked, shift)
+        return log2_scores(z, j, masked, shift)
 
     def add_values(acc, z, l, stage):
         """Queues acc += P·V; returns l [64,8] + the sums of P over columns that are 8 apart."""

@@ -88,7 +88,7 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
             each(load)
             c, s = (plgpu.load(a.at[row, tokens], layout=layout) for a in (cos, sin))
 
-            def turn(tile):
+            def rotate_tile(tile):
                 a, b = (plgpu.load(tile.at[i], layout=layout).astype(jnp.float32) for i in range(2))
                 tile.at[0][...] = (a * c - b * s).astype(tile.dtype)
                 tile.at[1][...] = (b * c + a * s).astype(tile.dtype)
@@ -96,7 +96,7 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
 
             def finish(tile, barrier, part):
                 plgpu.barrier_wait(barrier)
-                when(part <= group)(lambda: turn(tile))
+                when(part <= group)(lambda: rotate_tile(tile))
 
                 @when(part < group)
                 def _():

@@ -164,26 +164,26 @@ class Block:
 
     # Within the block: when weights of the next stage may be asked for.
 
-    def done(self, stage: Work, i: Array) -> None:
-        """`tell`, if the i-th tile is the last of this block, and a stage comes after it."""
+    def finish_tile(self, stage: Work, i: Array) -> None:
+        """Call `mark_done` after this block's last tile of a stage, unless it is the last stage."""
         if self.is_followed(stage):
-            when(i == self.share(stage).count - 1)(self.tell)
+            when(i == self.share(stage).count - 1)(self.mark_done)
 
-    def tell(self) -> None:
-        """Tell `await_told` that this block is done with its part of a stage."""
-        plgpu.barrier_arrive(self.smem["told"])
+    def mark_done(self) -> None:
+        """Let `await_done` pass: this block has finished its part of a stage."""
+        plgpu.barrier_arrive(self.smem["done"])
 
-    def told_before(self, layer: Layer, at: int) -> Array | None:
-        """Whether this block has a part of the stage before the at-th; None: there is none."""
+    def worked_before(self, layer: Layer, at: int) -> Array | None:
+        """Whether this block works on the stage before the at-th; None if no stage comes before."""
         if at == 0 and self.layers == 1:
             return None
-        told = self.share(self.stages[at - 1]).count > 0
-        return told if at else told & (layer > 0)
+        worked = self.share(self.stages[at - 1]).count > 0
+        return worked if at else worked & (layer > 0)
 
-    def await_told(self, told: Array | None, now: Array) -> None:
-        """Wait until this block is done with the stage before, if it has a part and it is time."""
-        if told is not None:
-            when(told & now)(lambda: plgpu.barrier_wait(self.smem["told"]))
+    def await_done(self, worked: Array | None, now: Array) -> None:
+        """If `now`, wait until this block has finished the stage before, if it `worked` on it."""
+        if worked is not None:
+            when(worked & now)(lambda: plgpu.barrier_wait(self.smem["done"]))
 
     # Among all blocks.
 

@@ -109,9 +109,9 @@ def _bring_x(block: Block) -> None:
 def _bring_weights(block: Block) -> None:
     def run(layer, tiles):
         for at, stage in enumerate(block.stages):
-            told = block.told_before(layer, at)
-            count, tiles = stage.bring_weights(block, layer, told, tiles)
-            block.await_told(told, count <= block.config.ahead)
+            worked = block.worked_before(layer, at)
+            count, tiles = stage.bring_weights(block, layer, worked, tiles)
+            block.await_done(worked, count <= block.config.ahead)
         return tiles
 
     # Tiles that were asked for, and how many of them have been waited for.

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from fdjax.pallas_kernels.dispatch import Shape, needs_half
 from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, with_rings
-from fdjax.pallas_kernels.hopper.persistent.product import Norm, Product, Scaled
+from fdjax.pallas_kernels.hopper.persistent.product import InputNorm, Product, Scaled
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, MAX_ROWS, TILE_BRICKS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 
@@ -17,7 +17,7 @@ def projection(weight: str, *, width: int, n: int, eps: float) -> Product:
     # Wide tiles where they make enough blocks.
     n //= BRICK
     wide = 2 if n >= CLUSTERS * 2 else 1
-    deep, norm = TILE_BRICKS // wide, Norm("next_squares", eps)
+    deep, norm = TILE_BRICKS // wide, InputNorm("next_squares", eps)
     return Product(weight, "next_x", width // BRICK, n, wide, deep, 1, norm=norm, y="y")
 
 
@@ -28,7 +28,7 @@ def after_attention(
     width, heads, hidden = (size // BRICK for size in (width, heads, hidden))
     mlp = Scaled("mlp_x", "mlp_scale", "mlp_squares")
     following = Scaled("next_x", "next_scale", "next_squares", next_layer=True)
-    norm = Norm("mlp_squares", eps)
+    norm = InputNorm("mlp_squares", eps)
     return (
         Product("out", "o", heads, width, 1, 4, 2, residual="x", scaled=mlp),
         Product("gate_up", "mlp_x", width, hidden, 2, 1, 1, gate, norm, y="hidden"),
@@ -43,7 +43,7 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
     wide = max(stage.wide for stage in stages)
     return Memory(
         matrices={
-            "kept": ((rounds, rows, BRICK), dtype),  # the residual stream, this block's part
+            "residual": ((rounds, rows, BRICK), dtype),  # the residual stream, this block's part
             "y": ((wide, rows, BRICK), dtype),
             "partial": ((BRICK, rows), jnp.float32),
             "squares": ((square_tiles, BRICK, rows), jnp.float32),
@@ -53,7 +53,7 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
             "factors": ((rows,), jnp.float32),
         },
         barriers={
-            "kept_arrived": rounds,
+            "residual_arrived": rounds,
             "mlp_squares_arrived": square_tiles,
             "next_squares_arrived": square_tiles,
             "partial_arrived": 1,

@@ -58,5 +58,5 @@ def with_rings(memory: Memory, rows: int, dtype: Any, copies: int) -> dict[str, 
         "w_used": plgpu.Barrier(num_barriers=slots),
         "x_arrived": plgpu.Barrier(num_barriers=X_SLOTS),
         "x_used": plgpu.Barrier(num_barriers=X_SLOTS),
-        "told": plgpu.Barrier(),
+        "done": plgpu.Barrier(),
     }

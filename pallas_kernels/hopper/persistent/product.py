@@ -21,7 +21,7 @@ from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, 
 
 
 @dataclasses.dataclass(frozen=True)
-class Norm:
+class InputNorm:
     """RMS norm of the input of a product.
 
     Attributes:
@@ -74,7 +74,7 @@ class Product(Stage):
     deep: int
     split: int
     gate: str | None = None
-    norm: Norm | None = None
+    norm: InputNorm | None = None
     residual: str | None = None
     y: str | None = None
     scaled: Scaled | None = None
@@ -100,7 +100,7 @@ class Product(Stage):
         return -(-self.k // (self.deep * self.split))
 
     def bring_weights(
-        self, block: Block, layer: Layer, told: Array | None, tiles: Pair
+        self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
         """This block's tiles of the weight."""
         config, share = block.config, block.share(self)
@@ -108,7 +108,7 @@ class Product(Stage):
 
         def bring(i, tiles):
             tile, step = share.first + lax.div(i, self.steps) * share.stride, lax.rem(i, self.steps)
-            block.await_told(told, i == config.ahead)
+            block.await_done(worked, i == config.ahead)
 
             def sources():
                 ks = bricks((share.rank * self.steps + step) * self.deep, self.deep)
@@ -145,11 +145,11 @@ class Product(Stage):
 
             @when(layer == 0)
             def _():
-                kept = smem["kept"]
-                for i in range(kept.shape[0]):
+                residual = smem["residual"]
+                for i in range(residual.shape[0]):
                     columns = bricks(block.cluster + i * CLUSTERS, 1)
                     source = gmem[self.residual].at[block.rows, columns]
-                    plgpu.copy_gmem_to_smem(source, kept.at[i], smem["kept_arrived"])
+                    plgpu.copy_gmem_to_smem(source, residual.at[i], smem["residual_arrived"])
 
         if self.norm:
             name = self.norm.squares
@@ -168,8 +168,8 @@ class Product(Stage):
         tile = share.first + i * share.stride
         scale = None
         if self.scaled:  # early, as it comes from memory
-            of = block.following(layer) if self.scaled.next_layer else layer
-            source = block.gmem[self.scaled.scale].at[of, bricks(tile, 1)]
+            scale_layer = block.following(layer) if self.scaled.next_layer else layer
+            source = block.gmem[self.scaled.scale].at[scale_layer, bricks(tile, 1)]
             scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
         products = self._multiply(block, i, used)
         if self.split == 1:
@@ -187,7 +187,7 @@ class Product(Stage):
                     cluster_dim="rank",
                     optimized=False,
                 )
-                block.done(self, i)
+                block.finish_tile(self, i)
 
             @when(owner == block.rank)
             def _():
@@ -263,7 +263,7 @@ class Product(Stage):
         plgpu.wait_smem_to_gmem(0)
         if block.is_followed(self):
             block.signal(layer)
-        block.done(self, i)
+        block.finish_tile(self, i)
 
     def _store(self, block, tile, values) -> None:
         """Begin to store results that are no part of the residual stream."""
@@ -279,12 +279,14 @@ class Product(Stage):
         """Add to the residual stream, and begin to store what comes of it."""
         gmem, smem = block.gmem, block.smem
         columns = bricks(tile, 1)
-        kept = smem["kept"].at[i]
+        residual = smem["residual"].at[i]
         if self.residual:
             # Of this block's tiles, the first that it finishes.
-            when((i < self.split) & (layer == 0))(lambda: plgpu.barrier_wait(smem["kept_arrived"]))
-        rounded = (value + load(kept.T)).astype(block.dtype)
-        kept.T[...] = rounded
+            when((i < self.split) & (layer == 0))(
+                lambda: plgpu.barrier_wait(smem["residual_arrived"])
+            )
+        rounded = (value + load(residual.T)).astype(block.dtype)
+        residual.T[...] = rounded
         x = rounded.astype(jnp.float32)
         put(smem["y"].at[0], x * lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, [0]))
         plgpu.commit_smem()
@@ -293,7 +295,7 @@ class Product(Stage):
 
             @when(layer == block.layers - 1)
             def _():
-                plgpu.copy_smem_to_gmem(kept, gmem[self.y].at[block.rows, columns])
+                plgpu.copy_smem_to_gmem(residual, gmem[self.y].at[block.rows, columns])
 
         smem["square_row"][...] = jnp.sum(x * x, axis=0)
         plgpu.commit_smem()

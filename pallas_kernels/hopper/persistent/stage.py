@@ -12,12 +12,12 @@ class Stage(Work, abc.ABC):
 
     @abc.abstractmethod
     def bring_weights(
-        self, block: Block, layer: Layer, told: Array | None, tiles: Pair
+        self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
         """Fill the ring with what does not depend on the stage before.
 
         Args:
-          told: what `Block.await_told` takes, for all but the first `config.ahead` tiles.
+          worked: for `Block.await_done`, which must precede all but the first `config.ahead` tiles.
           tiles: that were asked for, and that have been waited for, since the kernel began.
 
         Returns:

@@ -68,7 +68,7 @@ class Heads(Stage):
         return tiles, jnp.maximum(mine, 1)
 
     def bring_weights(
-        self, block: Block, layer: Layer, told: Array | None, tiles: Pair
+        self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
         """Keys and values."""
         gmem, config, share = block.gmem, block.config, block.share(self)
@@ -78,7 +78,7 @@ class Heads(Stage):
 
             def bring(j, carry):
                 count, tiles = carry
-                block.await_told(told, count == config.ahead)
+                block.await_done(worked, count == config.ahead)
 
                 def sources():
                     at = bricks(share.rank + self.split * j, 1)
@@ -127,11 +127,11 @@ class Heads(Stage):
         def fetch(i):
             """What of the i-th comes from memory: it is asked for early."""
             row, _ = self._head(block, i)
-            turns = (
+            rotation = (
                 plgpu.load(block.gmem[name].at[row], layout=LAYOUT.reduce(1), optimized=False)
                 for name in ("cos", "sin")
             )
-            return block.gmem["lengths"][row], *turns
+            return block.gmem["lengths"][row], *rotation
 
         def one(i, carry):
             (w_used, x_used), (filled, cos, sin) = carry
@@ -143,7 +143,7 @@ class Heads(Stage):
 
         used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
         arrive(mine - 1)
-        when(mine > 0)(block.tell)
+        when(mine > 0)(block.mark_done)
         return used
 
     def _receive(self, block, cos, sin, x_used) -> None:
@@ -256,8 +256,8 @@ def _add_token(token, tile, inside) -> None:
         found = plgpu.load(tile[b], layout=LAYOUT, optimized=False)
         new = plgpu.load(token.at[b], layout=LAYOUT.reduce(0), optimized=False)
         new = lax.broadcast_in_dim(new, found.shape, [1])
-        kept = jnp.where(at < inside, found, jnp.zeros_like(found))
-        tile[b][...] = jnp.where(at == inside, new, kept)
+        live = jnp.where(at < inside, found, jnp.zeros_like(found))
+        tile[b][...] = jnp.where(at == inside, new, live)
     plgpu.commit_smem()
 
 
