@@ -263,7 +263,7 @@ def _prefill_kernel(
 
         return over_blocks(step, nothing)
 
-    def attend_online(**options):
+    def attend_with_running_maximum(**options):
         """o, l and the maximum of each row, in natural units."""
 
         def step(j, carry, masked):
@@ -278,7 +278,7 @@ def _prefill_kernel(
         return o, l, top * (1 / LOG2E)
 
     if not config.unified:
-        o, l, top = attend_online()
+        o, l, top = attend_with_running_maximum()
     else:
         o, l = attend_unified()
         top = nothing[1] if phi is None else nothing[1] + phi
@@ -287,7 +287,9 @@ def _prefill_kernel(
         scratch["unsafe"][...] = jnp.where(safe, 0.0, jnp.where(padding, 0.0, 1.0))
         unsafe = plgpu.load(scratch["unsafe"], layout=MATRIX.reduce(0))
         scratch["again"][0] = unsafe.max(axis=0).astype(jnp.int32)
-        again = functools.partial(attend_online, mask_all=True)  # rare, and so half the code
+        again = functools.partial(
+            attend_with_running_maximum, mask_all=True
+        )  # rare, and so half the code
         o, l, top = cond(scratch["again"][0] > 0, again, lambda: (o, l, top))
 
     seen = ~padding & (l > 0.0)

@@ -432,7 +432,7 @@ def _consume(
         l = over_blocks(block, 0, nothing)
         return acc[...], l.sum(axis=1)
 
-    def attend_online(done):
+    def attend_with_running_maximum(done):
         """o, l and the maximum m of each row of all blocks; `done` steps went before."""
 
         def block(j, stage, carry, masked):
@@ -469,12 +469,12 @@ def _consume(
 
     when(blocks.steps > 0)(lambda: plgpu.barrier_wait(scratch["q_full"].at[warpgroup]))
 
-    def run_online(done):
-        o, l, m = attend_online(done)
+    def run_with_running_maximum(done):
+        o, l, m = attend_with_running_maximum(done)
         store(o, l, m * (1 / LOG2E))
 
     if not config.unified:
-        run_online(0)
+        run_with_running_maximum(0)
     else:
         o, l = pl.run_scoped(attend_unified, plgpu.ACC((_ROWS, d), jnp.float32))
         finite = (o * 0.0).sum(axis=1) == 0.0  # 0 · x is 0 for every finite x
@@ -489,7 +489,7 @@ def _consume(
         @when(_is_again(scratch))
         def _():
             plgpu.wait_smem_to_gmem(0)  # the two stores of a tile must not pass each other
-            run_online(blocks.steps)
+            run_with_running_maximum(blocks.steps)
 
     plgpu.wait_smem_to_gmem(0)
 
