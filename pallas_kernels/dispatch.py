@@ -1,8 +1,8 @@
-"""Which implementation of an op runs for which shape: what a plan is made of.
+"""Chooses the implementation that runs an op at a shape.
 
-An implementation is described by an `Implementation` that stands beside its kernel. A `Dispatch`
-holds those of all ops and only looks up. It is frozen and hashable, so it is a static argument
-under `jax.jit`: no op looks at global state while it is traced. This module imports no op; the
+An `Implementation` describes one implementation and stands beside its kernel. A `Dispatch` holds
+the implementations of all ops and looks them up. It is frozen and hashable, so it can be a static
+argument of `jax.jit`: no op reads global state while it is traced. This module imports no op; the
 composed `Plan` is in `fdjax.pallas_kernels.plan`.
 """
 
@@ -20,8 +20,8 @@ Features = frozenset[str]
 NAMES = ("xla", "cudnn", "mosaic_gpu")
 NO_FEATURES: Features = frozenset()
 
-# A measurement at one value of these says nothing about another: other code runs, or none at all,
-# or blocks that filled the device leave a part of it idle.
+# A measurement at one value of these keys says nothing about another value: the kernel may run
+# other code, may not run at all, or may leave a part of the device idle.
 _EXACT_KEYS = ("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden")
 
 _DTYPES = {1: "float8", 4: "float32", 8: "float64"}
@@ -38,12 +38,12 @@ def _always(shape: Shape, capability: Capability | None) -> bool:
 
 
 def never(shape: Shape, capability: Capability | None) -> bool:
-    """The heuristic of what runs by name or by table only."""
+    """Heuristic of an implementation that runs only where a name or a table chooses it."""
     return False
 
 
 def on_gpu(shape: Shape, capability: Capability | None) -> bool:
-    """The heuristic of what runs wherever it can on a GPU."""
+    """Heuristic of an implementation that runs on every GPU that supports it."""
     return capability is not None
 
 
@@ -53,26 +53,30 @@ def _no_candidates(shape: Shape) -> Sequence[Any]:
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Implementation:
-    """One implementation of an op. All functions are plain ones of a module, so that plans
-    pickle.
+    """One implementation of an op.
+
+    All its functions are module-level functions, so that plans pickle.
 
     Attributes:
       op: the op's name.
-      name: "xla" | "cudnn" | "mosaic_gpu", or another from outside this package.
-      run: the op by this implementation; its arguments are the op's own convention.
-      can: features of a spec that it can do, by name. It refuses every other: closed by default.
-      fits: shape → why sizes or dtypes do not fit, or None.
-      heuristic: (shape, compute capability) → whether it runs where nothing was measured, before
-        those that follow it in a plan.
-      capabilities: compute capabilities that it runs on, as (first, end); None is any device.
+      name: "xla" | "cudnn" | "mosaic_gpu", or a name from outside this package.
+      run: runs the op; each op has its own convention for the arguments.
+      can: names of the spec's features that it supports. It refuses all others.
+      fits: shape → why the sizes or the dtype do not fit, or None.
+      heuristic: (shape, compute capability) → whether it runs at a shape that was not measured. The
+        plan asks its implementations in order.
+      capabilities: compute capabilities that it runs on, as (first, end), end excluded; None for
+        every device.
       config: class of its tuning configurations, or None.
-      revision: of the kernel. A change that would change what measures best is a new revision,
-        which refuses the tables of the old one.
+      revision: revision of the kernel. Increase it with every change that may change which
+        configuration is fastest; tables of another revision are then refused.
       candidates: shape → configurations that `fdjax tune` tries.
-      append: of attention, what does RoPE of new tokens and their way into the cache with it.
-      parts: ops that it stands for. Where one of them is named otherwise, it does not run.
-      forced: whether naming its implementation for all ops names it too; False for what runs by
-        table only.
+      append: for attention, the implementation that also rotates new tokens and writes them to the
+        cache, or None.
+      parts: ops that it replaces. It does not run where another implementation is named for one of
+        them.
+      forced: whether it also runs where its name is forced for all ops. False if only a table
+        chooses it.
     """
 
     op: str
@@ -90,12 +94,12 @@ class Implementation:
     forced: bool = True
 
     def __repr__(self) -> str:
-        """The same in every process, as programs on disk are found by it."""
+        """Same text in every process: it is part of the key of programs on disk."""
         run = f"{self.run.__module__}.{self.run.__qualname__}"
         return f"Implementation({self.op}, {self.name}, {run}, revision {self.revision})"
 
     def runs_on(self, capability: Capability | None) -> bool:
-        """Whether a device of that compute capability runs it; a device that is not known does."""
+        """Whether it runs on this compute capability; None, for an unknown device, gives True."""
         if self.capabilities is None or capability is None:
             return True
         first, end = self.capabilities
@@ -104,7 +108,7 @@ class Implementation:
     def refusal(
         self, shape: Shape, features: Features = NO_FEATURES, capability: Capability | None = None
     ) -> str | None:
-        """Why it cannot run, as the end of a sentence that begins with its name; None if it can."""
+        """Why it cannot run, to be put after its name in a sentence; None if it can run."""
         if unknown := sorted(features - self.can):
             return f"cannot do {', '.join(unknown)}"
         if not self.runs_on(capability):
@@ -121,14 +125,14 @@ class Implementation:
 
 
 def needs_half(shape: Shape) -> str | None:
-    """A part of `Implementation.fits`: operands must have two bytes."""
+    """Check for `Implementation.fits`: elements of the operands must have two bytes."""
     if shape["itemsize"] == 2:
         return None
     return f"needs bfloat16 or float16, got {_DTYPES[shape['itemsize']]}"
 
 
 def used_features(spec: Any) -> Features:
-    """Names of the fields of a frozen dataclass that are not at their defaults."""
+    """Names of the dataclass fields whose values are not their defaults."""
     return frozenset(
         field.name
         for field in dataclasses.fields(spec)
@@ -137,7 +141,7 @@ def used_features(spec: Any) -> Features:
 
 
 def refuse_unknown(op: str, features: Features, can: Features) -> None:
-    """Raise NotImplementedError for a feature that is not on the list."""
+    """Raise NotImplementedError if a feature is missing from `can`."""
     if unknown := sorted(features - can):
         raise NotImplementedError(f"{op}: cannot do {', '.join(unknown)}")
 
@@ -149,8 +153,8 @@ class Choice:
     Attributes:
       implementation: its name.
       config: kernel configuration as sorted (field, value) pairs, or None for the default.
-      source: "named" | "table" | "nearest" | "heuristic", or "only" where there is no other, for
-        `fdjax info`.
+      source: why it was chosen, for `fdjax info`: "named" | "table" | "nearest" | "heuristic", or
+        "only" if there was no alternative.
     """
 
     implementation: str
@@ -160,7 +164,7 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One measured row of a dataflow table: op and shape to implementation."""
+    """One measured row of a dataflow table: the fastest implementation of an op at a shape."""
 
     op: str
     shape: tuple[tuple[str, int], ...]
@@ -169,21 +173,22 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Dispatch:
-    """Frozen answer to "which implementation runs here?".
+    """Frozen lookup of the implementation that runs.
 
     Lookup order: an implementation forced by name, the exact entry of the measured table, the
-    nearest measured shape, the first whose heuristic takes it. What cannot run is never chosen.
+    nearest measured shape, the first implementation whose heuristic accepts the shape. The table
+    and the heuristics choose only implementations that can run.
 
     Attributes:
       device_kind: `jax.Device.device_kind`, such as "NVIDIA H100 80GB HBM3" or "cpu".
       compute_capability: (major, minor) of a CUDA device, None elsewhere.
-      batch_invariant: ask XLA bodies for results that do not depend on what else is in the batch,
-        bitwise. On by default on CPU, where it costs little.
-      named: implementations forced by name, as ((op, implementation), ...). These never fall back:
+      batch_invariant: XLA implementations give bitwise the same row whatever the rest of the batch.
+        On by default on CPU, where it costs little.
+      named: implementations forced by name, as ((op, implementation), ...). They never fall back:
         an op that cannot run as named raises `NotImplementedError`.
       table: measured entries.
-      only_xla: ops for which there is nothing else here, unless they are named.
-      implementations: of all ops; of one op, the order is that of preference.
+      only_xla: ops that run through XLA unless they are named.
+      implementations: of all ops, the preferred one of each op first.
     """
 
     device_kind: str = "cpu"
@@ -199,17 +204,17 @@ class Dispatch:
             check_name(op, implementation, self.implementations)
 
     def of(self, op: str) -> tuple[Implementation, ...]:
-        """The implementations of an op that its device runs."""
+        """The implementations of an op that run on this device."""
         return tuple(
             i for i in self.implementations if i.op == op and i.runs_on(self.compute_capability)
         )
 
     def able(self, op: str, features: Features, shape: Shape) -> list[Implementation]:
-        """Those that can run an op at a shape, in order of preference."""
+        """The implementations that can run an op at a shape, in order of preference."""
         return [i for i in self.of(op) if i.supports(shape, features)]
 
     def candidates(self, op: str, features: Features, shape: Shape) -> Sequence[Any]:
-        """Configurations that `fdjax tune` tries of the first implementation that has any."""
+        """Configurations that `fdjax tune` tries: those of the first implementation with any."""
         found = (i.candidates(shape) for i in self.able(op, features, shape))
         return next(filter(None, found), ())
 
@@ -223,7 +228,7 @@ class Dispatch:
 
         Args:
           op: the op's name.
-          features: what the call asks for beyond its shape, see `Implementation.can`.
+          features: features that the call needs, see `Implementation.can`.
           **shape: sizes.
         """
         for name, implementation in self.named:
@@ -249,16 +254,16 @@ class Dispatch:
         return choice
 
     def summary(self) -> dict[str, Any]:
-        """What a benchmark's record says of it: its fields, with the table's number of entries."""
+        """The fields that a benchmark record stores; of the table, the number of entries."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "implementations"]
         return {name: getattr(self, name) for name in names} | {"table": len(self.table)}
 
     def with_xla(self, op: str) -> Self:
-        """This plan, with XLA for an op unless that is named already."""
+        """A copy of this plan that runs an op through XLA unless the op is named."""
         return dataclasses.replace(self, only_xla=(*self.only_xla, op))
 
     def _has_parts(self, implementation: Implementation) -> bool:
-        """Whether nothing that it stands for is named to be of another kind."""
+        """Whether no op that it replaces is named, or limited to XLA, to run otherwise."""
         wanted = [*self.named, *((part, "xla") for part in self.only_xla)]
         return all(
             name not in implementation.parts or choice == implementation.name
@@ -273,10 +278,10 @@ def resolve(
     features: Features = NO_FEATURES,
     **shape: int,
 ) -> tuple[Implementation, Any]:
-    """What an op runs: its `implementation` argument, else what its plan chooses, else "xla".
+    """The implementation an op runs: its `implementation` argument, else its plan's, else "xla".
 
     Args:
-      own: the op's implementations, for calls without a plan and plans without any of this op.
+      own: the op's implementations, used without a plan or if the plan has none of this op.
       plan, implementation: arguments of the op.
       features, **shape: see `Dispatch.choose`.
 
@@ -284,8 +289,8 @@ def resolve(
       (implementation, its measured configuration or None).
 
     Raises:
-      ValueError: there is no such name.
-      NotImplementedError: the op has no such implementation, or that cannot do this.
+      ValueError: the name is unknown.
+      NotImplementedError: the op has no implementation of this name, or it cannot run here.
     """
     op = own[0].op
     capability = plan.compute_capability if plan is not None else None
@@ -307,27 +312,27 @@ def resolve(
 
 
 def check_name(op: str, name: str, implementations: Sequence[Implementation] = ()) -> None:
-    """Raise ValueError for a name that is no implementation at all."""
+    """Raise ValueError for a name that no implementation has."""
     names = dict.fromkeys((*NAMES, *(i.name for i in implementations)))
     if name not in names:
         raise ValueError(f"{op}: implementation must be one of {', '.join(names)}, got {name!r}")
 
 
 def _distance(measured: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int], ...]) -> float:
-    """Largest log-ratio between two shapes; infinite where other code would run."""
+    """Largest log-ratio between two shapes; infinite if the measurement does not apply."""
     if [k for k, _ in measured] != [k for k, _ in asked]:
         return math.inf
     far = 0.0
     for (key, x), (_, y) in zip(measured, asked, strict=True):
         if x == y:
             continue
-        # One query token is another kernel than several.
+        # One query token and several run different kernels.
         if key in _EXACT_KEYS or (key == "t" and 1 in (x, y)) or x <= 0 or y <= 0:
             return math.inf
-        # Rows are padded to those of the next measurement; one of fewer may have no room for them.
+        # A configuration measured with fewer rows may have no room for more.
         if key == "m" and x < y:
             return math.inf
-        # Kernels take caches of a multiple of 8 slots.
+        # Kernels need a multiple of 8 slots.
         if key == "s" and (x % 8 == 0) != (y % 8 == 0):
             return math.inf
         far = max(far, abs(math.log(x / y)))

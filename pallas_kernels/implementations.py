@@ -1,6 +1,7 @@
-"""All implementations of all ops: the one list that a new kernel is added to.
+"""All implementations of all ops. A new kernel is added to its op's tuple.
 
-Of one op, the first that can run and whose heuristic takes a shape runs it.
+Where nothing was measured, the first implementation of an op that can run and whose heuristic
+accepts the shape runs it.
 """
 
 from fdjax.pallas_kernels import attention, gemm, layers

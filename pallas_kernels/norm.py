@@ -1,4 +1,7 @@
-"""Normalisation: y = x / rms(x) * scale. Memory bound: 2·M·K·itemsize bytes, or none when fused."""
+"""RMS normalisation: y = x / rms(x) * scale.
+
+Memory bound: 2·M·K·itemsize bytes, or none where it is fused.
+"""
 
 import dataclasses
 

@@ -1,6 +1,6 @@
-"""The plan of a device: all implementations, and the measured table that says which one runs.
+"""The plan of a device: all implementations, and the measured table that chooses among them.
 
-Lookup is `Dispatch.choose`; the plan of an H100 can be built and tested on a CPU.
+`Dispatch.choose` looks an op up. The plan of an H100 can be built and tested on a CPU.
 """
 
 import dataclasses
@@ -27,13 +27,13 @@ __all__ = [
     "shipped_table_path",
 ]
 
-# What a table of today's kernels says of itself.
+# Written into new tables, to be compared when they are read.
 KERNEL_REVISIONS = tables.revisions_of(IMPLEMENTATIONS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Dispatch):
-    """Which implementations run; attributes are those of `Dispatch`."""
+    """A `Dispatch` that holds this package's implementations by default."""
 
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
 
@@ -48,8 +48,8 @@ class Plan(Dispatch):
         """Plan of a `jax.Device` (default: the first local one) with its shipped table.
 
         Args:
-          implementation: force this implementation for every op that has it; "xla" elsewhere.
-          table: file of a measured table, consulted before the shipped one.
+          implementation: force this implementation for every op that has it.
+          table: path of a measured table, consulted before the shipped one.
         """
         if device is None:
             import jax
@@ -77,12 +77,11 @@ class Plan(Dispatch):
         implementation: str | None = None,
         table: str | Path | None = None,
     ) -> "Plan":
-        """Plan of a device known by name only: no such device is needed.
+        """Plan of a device known by its name; the machine need not have it.
 
         Raises:
-          ValueError: `implementation` is not one, or see `read_table`.
-          NotImplementedError: no op has it, or not on this device; or the table's kernels need
-            another.
+          ValueError: `implementation` is unknown, or see `read_table`.
+          NotImplementedError: `implementation` or the table needs an NVIDIA GPU.
         """
         if implementation in ("cudnn", "mosaic_gpu") and compute_capability is None:
             raise NotImplementedError(
@@ -110,9 +109,10 @@ class Plan(Dispatch):
 
 
 def can_chain(device) -> bool:
-    """Whether a GPU may run `linear_chain` and `decode_layers`; on another they would never end.
+    """Whether a GPU has the multiprocessors that `linear_chain` and `decode_layers` need.
 
-    Their blocks wait for each other, so each needs a multiprocessor.
+    The blocks of these kernels wait for each other, so each needs a multiprocessor of its own. With
+    fewer, the kernels would never end.
     """
     return getattr(device, "core_count", None) in (None, MULTIPROCESSORS)
 
@@ -120,10 +120,10 @@ def can_chain(device) -> bool:
 def read_table(
     path: str | Path, *, device_kind: str | None = None, log_level: int = logging.WARNING
 ) -> tuple[Entry, ...]:
-    """Read a measured dataflow table of this package's kernels; see `table.read_entries`."""
+    """Read a measured dataflow table for this package's kernels; see `table.read_entries`."""
     return tables.read_entries(path, IMPLEMENTATIONS, device_kind=device_kind, log_level=log_level)
 
 
 def as_entry(row: dict[str, Any], revisions: Mapping[str, int], where: str) -> Entry:
-    """An entry of such a table from its row; see `table.entry_of`."""
+    """Parse one row of such a table; see `table.entry_of`."""
     return tables.entry_of(row, revisions, where, IMPLEMENTATIONS)

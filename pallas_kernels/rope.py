@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, section 3.4.2), half-split as in Hugging Face.
 
-Frequencies are a static property of a model, computed with NumPy when a program is traced, except
-those of `Dynamic` and `LongRope`, which depend on how long a sequence is. Memory bound; meant to be
-fused into whatever reads q and k.
+Frequencies are a static property of a model: NumPy computes them when a program is traced. Those of
+`Dynamic` and `LongRope` are the exception, as they depend on the length of a sequence. The rotation
+is memory bound and meant to be fused into the operation that reads q and k.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from jax import Array
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation (Chen et al. 2023): every frequency divided by `factor`."""
+    """Position interpolation (Chen et al. 2023): divides every frequency by `factor`."""
 
     factor: float
 
@@ -29,12 +29,13 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3:
-    """Llama 3.1: keep high frequencies, divide low ones by `factor`, blend in between.
+    """Llama 3.1: keeps high frequencies, divides low ones by `factor`, blends in between.
 
     Attributes:
-      factor: of the low frequencies.
-      low_freq_factor, high_freq_factor: turns within the original length that bound the blend.
-      original_max_position: tokens the model was first trained for.
+      factor: divisor of the low frequencies.
+      low_freq_factor, high_freq_factor: rotations within the original length between which the
+        two are blended.
+      original_max_position: context length of the first training, in tokens.
     """
 
     factor: float
@@ -61,14 +62,14 @@ class Llama3:
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
-    """YaRN (Peng et al. 2023, section 3.2): a ramp over the pairs from kept to divided.
+    """YaRN (Peng et al. 2023, section 3.2): a ramp from unchanged to divided frequencies.
 
     Attributes:
-      factor: of the low frequencies.
-      original_max_position: tokens the model was first trained for.
+      factor: divisor of the low frequencies.
+      original_max_position: context length of the first training, in tokens.
       attention_factor: multiplies rotated q and k (section 3.4).
-      beta_fast, beta_slow: turns within the original length where the ramp begins and ends.
-      truncate: the ramp begins and ends at whole pairs.
+      beta_fast, beta_slow: rotations within the original length where the ramp begins and ends.
+      truncate: whether the ramp begins and ends at whole pairs.
     """
 
     factor: float
@@ -94,14 +95,14 @@ class Yarn:
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        # A ramp of no width is a step.
+        # A ramp of zero width is a step.
         width = high - low or 1e-3
         ramp = np.clip((np.arange(dim // 2, dtype=np.float32) - low) / width, 0.0, 1.0)
         plain = _plain(dim, theta)
         return (plain / self.factor * ramp + plain * (1 - ramp)).astype(np.float32)
 
     def _pair(self, rotations: float, dim: int, theta: float) -> float:
-        """The pair that makes so many turns within the original length."""
+        """The pair of dimensions that makes `rotations` within the original length."""
         return (
             dim
             * math.log(self.original_max_position / (rotations * 2 * math.pi))
@@ -113,13 +114,13 @@ class Yarn:
 class Dynamic:
     """Dynamic NTK: beyond the original length, theta grows with the sequence.
 
-    A token is rotated by the length the sequence had when it was processed, and its key stays so in
-    the cache: the whole prompt by its own length, every later token by its position plus one. This
-    is what transformers does with a cache, for each sequence alone.
+    The frequencies of a token come from the length of the sequence when the token was processed:
+    the prompt's length for its tokens, position + 1 for each later token. The key stays in the
+    cache as it was rotated. transformers does the same with a cache and one sequence.
 
     Attributes:
-      factor: of the growth.
-      original_max_position: tokens up to which nothing is scaled.
+      factor: how fast theta grows.
+      original_max_position: length up to which nothing is scaled, in tokens.
     """
 
     factor: float
@@ -129,7 +130,7 @@ class Dynamic:
         _check_positive(self, "factor", "original_max_position")
 
     def lengths(self, positions: Array, prompt: Array, limit: Array) -> Array:
-        """[B, T] the length that decides for each token."""
+        """[B, T] the length that sets each token's frequencies."""
         return jnp.maximum(prompt[:, None], positions + 1)
 
     def inverse_frequencies(self, dim: int, theta: float, lengths: Array) -> Array:
@@ -143,14 +144,14 @@ class Dynamic:
 
 @dataclasses.dataclass(frozen=True)
 class LongRope:
-    """LongRoPE (Ding et al. 2024): a divisor per pair, of two sets by the length of the sequence.
+    """LongRoPE (Ding et al. 2024): one divisor per pair, from a short or a long set.
 
-    A sequence that may outgrow the original length takes the long set from its first token: keys
-    of both sets in one cache would not fit together.
+    A sequence that may outgrow the original length uses the long set from its first token, because
+    keys rotated with different sets do not fit together in one cache.
 
     Attributes:
       short_factors, long_factors: [dim/2] divisors.
-      original_max_position: tokens up to which the short set holds.
+      original_max_position: length up to which the short set applies, in tokens.
       attention_factor: multiplies rotated q and k.
     """
 
@@ -165,7 +166,7 @@ class LongRope:
             raise ValueError("Rope: short_factors and long_factors must be positive")
 
     def lengths(self, positions: Array, prompt: Array, limit: Array) -> Array:
-        """[B, 1] the length that decides for each token."""
+        """[B, 1] the length that sets each token's frequencies."""
         return limit[:, None]
 
     def inverse_frequencies(self, dim: int, theta: float, lengths: Array) -> Array:
@@ -186,9 +187,9 @@ class Rope:
     """Static description of a rotary embedding.
 
     Attributes:
-      dim: rotated dimensions of a head (all of them, or the first `dim`).
+      dim: rotated dimensions of a head, counted from the first.
       theta: base of the frequencies.
-      scaling: how they are changed for long contexts, or None.
+      scaling: changes the frequencies for long contexts, or None.
     """
 
     dim: int
@@ -212,22 +213,22 @@ class Rope:
 
     @property
     def depends_on_length(self) -> bool:
-        """Whether frequencies depend on how long a sequence is."""
+        """Whether frequencies depend on the length of a sequence."""
         return isinstance(self.scaling, Dynamic | LongRope)
 
     @property
     def attention_factor(self) -> float:
-        """Multiplies rotated q and k."""
+        """Factor that multiplies rotated q and k."""
         return getattr(self.scaling, "attention_factor", 1.0)
 
     def inverse_frequencies(self, lengths: Array | None = None) -> np.ndarray | Array:
         """Angles per position, float32.
 
         Args:
-          lengths: [...] int32 tokens of the sequence, where frequencies depend on them.
+          lengths: [...] int32 lengths of the sequences, needed if frequencies depend on them.
 
         Returns:
-          [dim/2], with lengths [..., dim/2].
+          [dim/2], or [..., dim/2] if frequencies depend on lengths.
         """
         if self.scaling is None:
             return _plain(self.dim, self.theta)
@@ -239,19 +240,19 @@ class Rope:
 def rotation(
     positions: Array, rope: Rope, *, prompt: Array | None = None, limit: Array | None = None
 ) -> tuple[Array, Array]:
-    """The turns of a rotary embedding, which all heads and all layers of one `Rope` share.
+    """The angles of a rotary embedding; all heads and all layers with the same `Rope` share them.
 
     Args:
       positions: [B, T] int32, absolute.
       rope: static description.
-      prompt: [B] int32 tokens of each sequence that are known from the start; `Dynamic` needs it.
-      limit: [B] int32 tokens each sequence may come to hold; `LongRope` needs it.
+      prompt: [B] int32 tokens of each prompt; needed if frequencies depend on lengths.
+      limit: [B] int32 tokens each sequence may hold at most; needed with `prompt`.
 
     Returns:
       (cos, sin), each [B, T, rope.dim / 2] fp32, times the attention factor.
 
     Raises:
-      ValueError: frequencies depend on lengths that are not given.
+      ValueError: frequencies depend on lengths and `prompt` or `limit` is not [B].
     """
     if rope.depends_on_length:
         for name, lengths in (("prompt", prompt), ("limit", limit)):
@@ -273,9 +274,9 @@ def rotation(
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotate the heads of x [B,T,H,D]; cos and sin are those of `rotation`, [B,T,dim/2].
+    """Rotate the heads of x [B,T,H,D] by cos and sin [B,T,dim/2] from `rotation`.
 
-    Returns [B,T,H,D] in the dtype of x, rotated in fp32; dimensions past dim are passed through.
+    Returns [B,T,H,D] in the dtype of x. It computes in fp32; dimensions past dim stay as they are.
     """
     dim = 2 * cos.shape[-1]
     cos, sin = cos[:, :, None], sin[:, :, None]
@@ -301,14 +302,14 @@ def apply_rope(
     Args:
       x: [B, T, H, D].
       positions: [B, T] int32, absolute.
-      rope: static description; `rope.dim` <= D, dimensions past it are passed through.
+      rope: static description, `rope.dim` <= D; dimensions past it stay as they are.
       prompt, limit: see `rotation`.
 
     Returns:
       [B, T, H, D] in the dtype of x; angles and rotation are computed in fp32.
 
     Raises:
-      ValueError: shapes disagree, or frequencies depend on lengths that are not given.
+      ValueError: shapes disagree, or see `rotation`.
     """
     if x.ndim != 4 or positions.shape != x.shape[:2]:
         raise ValueError(
@@ -323,8 +324,9 @@ def apply_rope(
 def _product(a: Array, b: Array) -> Array:
     """a * b, rounded before anything is added to it.
 
-    A CPU compiler would contract one of two products and their sum to an FMA, and which one depends
-    on the shape: a row's bits would depend on its batch. It does not see that this is no bound.
+    A CPU compiler may fuse one of two products with their sum into an FMA. The shape decides which
+    one, so a row's bits would depend on its batch. The bound below changes no finite value, but the
+    compiler does not know that and keeps it between product and sum.
     """
     return jnp.maximum(a * b, jnp.finfo(jnp.float32).min)
 

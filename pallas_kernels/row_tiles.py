@@ -1,7 +1,7 @@
-"""Rows computed in tiles of fixed height, so that their bits do not depend on their batch.
+"""Computes rows in tiles of fixed height, so that a row's bits do not depend on its batch.
 
-XLA picks another blocking and another vectorisation for another shape, so the rows of one large
-operation and of several small ones differ in the last bit.
+XLA chooses blocking and vectorisation by shape. So a row computed in a large operation and the same
+row computed in a small one can differ in the last bit.
 """
 
 from collections.abc import Callable
@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-# Rows of a prefill chunk; in the decode phase a tile is one row.
+# Rows of a tile in prefill. In the decode phase a tile is one row.
 _PREFILL_TILE = 128
 
 
@@ -18,7 +18,7 @@ def in_row_tiles(function: Callable[..., Array], *operands: Array) -> Array:
     """`function(*operands)`, one tile of rows at a time.
 
     Args:
-      function: [R, ...] each → [R, N...], any R, row by row.
+      function: operands [R, ...] → [R, N...] for any R; each row depends on its own row only.
       *operands: [M, ...].
 
     Returns:
@@ -39,8 +39,8 @@ def in_row_tiles(function: Callable[..., Array], *operands: Array) -> Array:
         return lax.dynamic_update_index_in_dim(y, part, i, 0)
 
     out = jax.eval_shape(function, *(a[0] for a in tiles))
-    # A single tile takes the loop too, at a count the compiler does not know: unrolled, it would be
-    # fused with its neighbours and rounded otherwise.
+    # The barrier hides the count from the compiler, so that a single tile runs in the loop too.
+    # Unrolled, it would be fused with its neighbours and rounded differently.
     unknown = lax.optimization_barrier(jnp.int32(count))
     y = lax.fori_loop(0, unknown, one, jnp.zeros((count, *out.shape), out.dtype))
     return y.reshape(count * tile, *out.shape[1:])[:m]

@@ -1,4 +1,4 @@
-"""Measured dataflow tables (FlashDecoding++, section 5): files of shapes and what ran fastest."""
+"""Measured dataflow tables (FlashDecoding++, section 5): the fastest implementation by shape."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ logger = logging.getLogger("fdjax")
 
 
 def shipped_table_path(device_kind: str) -> Path:
-    """Where the table of a device is, if it has one."""
+    """Path of the table shipped for a device; the file may not exist."""
     return Path(__file__).parent / "tables" / f"{device_kind.replace(' ', '_')}.json"
 
 
@@ -24,7 +24,7 @@ def shipped_table_path(device_kind: str) -> Path:
 def shipped_table(
     device_kind: str, implementations: tuple[Implementation, ...]
 ) -> tuple[Entry, ...]:
-    """The table of a device; none where there is no such file."""
+    """Entries of the table shipped for a device; () if there is none."""
     path = shipped_table_path(device_kind)
     return read_entries(path, implementations, log_level=logging.INFO) if path.exists() else ()
 
@@ -39,16 +39,16 @@ def read_entries(
     """Read a measured dataflow table.
 
     Args:
-      path: of the file.
-      implementations: that its entries may name.
-      device_kind: the device it is for, where that is known.
-      log_level: at which it is said that the table was measured with another JAX or on another
-        device.
+      path: path of the file.
+      implementations: the implementations that its entries may name.
+      device_kind: the device that will use it, or None.
+      log_level: level of the message that the table was measured with another JAX version or on
+        another device.
 
     Raises:
-      ValueError: the file is no such table, has another schema, is of another revision of a kernel
-        that it configures, names an unknown implementation, or holds a configuration that its
-        kernel cannot have.
+      ValueError: the file is not a table, has another schema, was measured with another revision of
+        a kernel that it configures, names an unknown implementation, or holds an invalid
+        configuration.
     """
     where = f"dataflow table {path}"
     try:
@@ -76,7 +76,7 @@ def read_entries(
 
 
 def revisions_of(implementations: Sequence[Implementation]) -> dict[str, int]:
-    """The revision of each op's kernel that takes a configuration, as tables hold it."""
+    """The revision of each op's configurable kernel, as tables store it."""
     return {i.op: i.revision for i in implementations if i.config is not None}
 
 
@@ -86,7 +86,7 @@ def entry_of(
     where: str,
     implementations: Sequence[Implementation],
 ) -> Entry:
-    """An entry of a table from its row in the file; `where` begins errors, see `read_entries`."""
+    """Parse one row of a table; error messages begin with `where`. See `read_entries`."""
     op, shape, config = row["op"], row["shape"], row.get("config")
     ops = tuple(dict.fromkeys(i.op for i in implementations))
     if op not in ops:
@@ -94,7 +94,7 @@ def entry_of(
     check_name(f"{where}: {op}", row["implementation"], implementations)
     found = [i for i in implementations if (i.op, i.name) == (op, row["implementation"])]
     if not found:
-        raise ValueError(f"{where}: there is no {row['implementation']!r} of {op}")
+        raise ValueError(f"{where}: {row['implementation']!r} does not implement {op}")
     for kind, mapping in (("shape", shape), ("config", config or {})):
         wrong = [f"{k!r}: {v!r}" for k, v in mapping.items() if type(v) is not int]
         if wrong:
@@ -110,12 +110,12 @@ def entry_of(
 
 
 def _check_config(row, revisions, where, found) -> None:
-    """Raise ValueError for the configuration of a row that its kernel cannot have."""
+    """Raise ValueError if the configuration of a row is invalid for its kernel."""
     op, config = row["op"], row["config"]
     tuned = next((i for i in found if i.config is not None), None)
     if tuned is None:
         raise ValueError(
-            f"{where}: {row['implementation']!r} of {op} takes no config, got {config}"
+            f"{where}: {row['implementation']!r} for {op} takes no config, got {config}"
         )
     if revisions.get(op) != tuned.revision:
         raise ValueError(
@@ -125,5 +125,5 @@ def _check_config(row, revisions, where, found) -> None:
         tuned.config(**config)
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"{where}: a config must be one of {op}, got {config} for {row['shape']}, {error}"
+            f"{where}: a config must be valid for {op}, got {config} for {row['shape']}, {error}"
         ) from None

@@ -1,7 +1,6 @@
-"""Attention with what comes before it: RoPE of the new tokens, and their way into the cache.
+"""Attention with the work before it: RoPE of new tokens, and writing them to the cache.
 
-Where the plan runs "mosaic_gpu", all of a decode step with one token per row is one launch, and a
-prefill chunk is two.
+With "mosaic_gpu", a decode step of one token per row takes one launch, and a prefill chunk two.
 """
 
 from collections.abc import Sequence
@@ -34,20 +33,20 @@ def append_decode_attention(
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, ...]:
-    """Attention of T new tokens of each row against its cache and each other.
+    """Append T new tokens of each row to its cache and compute their attention.
 
     Args:
       qkv: [B, T, Hkv, G+2, D], T in 1..16: the G queries of each KV head, its key and its value,
         before RoPE.
-      k_cache, v_cache: [B, Hkv, S, D]; updated in place where they are donated or in a loop.
-      lengths: [B] int32 slots filled before; token t goes to slot lengths[b] + t, or nowhere if
+      k_cache, v_cache: [B, Hkv, S, D]; updated in place if they are donated or carried by a loop.
+      lengths: [B] int32 slots filled before. Token t goes to slot lengths[b] + t, or is dropped if
         there is no such slot.
       spec: the attention.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
       return_reruns, implementation, plan: see `decode_attention`.
 
     Returns:
-      (o [B, T, H, D], k_cache, v_cache), and reruns [] fp32 where they are asked for.
+      (o [B, T, H, D], k_cache, v_cache), and with `return_reruns` reruns [] fp32.
 
     Raises:
       ValueError: shapes or dtypes disagree.
@@ -99,13 +98,13 @@ def append_prefill_attention(
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, Array, Array]:
-    """Attention of a chunk of each row's tokens against its cache and each other.
+    """Append a chunk of each row's prompt to its cache and compute its attention.
 
     Args:
       qkv: [R, T, Hkv, G+2, D]: the G queries of each KV head, its key and its value, before RoPE.
-      k_cache, v_cache: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in
-        place where they are donated or in a loop. Slots past a row's length may lose what they
-        held, up to slot offsets[r] + T, unless the row has no live token in this chunk.
+      k_cache, v_cache: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in place
+        if they are donated or carried by a loop. Slots from a row's length up to offsets[r] + T may
+        be overwritten, unless the row has no live token in this chunk.
       lengths: [R] int32 live slots per row, the chunk included; tokens past them are padding.
       offsets: [R] int32 slot of the first token; offsets + T <= S.
       spec: the attention, causal.
@@ -135,7 +134,7 @@ def append_prefill_attention(
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         slots = offsets[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
-        # Padding goes to a slot that does not exist, and is dropped.
+        # Padding gets a slot that does not exist, so that the scatter drops it.
         slots = jnp.where(slots < lengths[:, None], slots, k_cache.shape[-2])
         k_cache, v_cache = (
             _write(cache, new, index, slots, layer) for cache, new in ((k_cache, k), (v_cache, v))
@@ -164,7 +163,7 @@ def _with_append(
     plan: Dispatch | None,
     implementation: str | None,
 ) -> tuple[Implementation | None, Any]:
-    """What appends for the attention that runs, if it can, and the configuration of that."""
+    """(what appends in the chosen attention's own kernels, or None; the attention's config)."""
     if not len(q):
         return None, None
     shape = attention_shape(q, k_cache, spec)
@@ -175,7 +174,7 @@ def _with_append(
 
 
 def _checked(op, qkv, k_cache, v_cache, lengths, spec, layer=None, rows=None):
-    """q, k and v of operands that fit together."""
+    """Check the operands and return q, k and v."""
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
     q, k, v = split_qkv(qkv)
@@ -195,10 +194,10 @@ def split_qkv(qkv: Array) -> tuple[Array, Array, Array]:
 
 
 def append(cache: Array, new: Array, lengths: Array) -> Array:
-    """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on, if they exist."""
+    """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on, while slots exist."""
     b, t = new.shape[:2]
     if b == t == 1:
-        # A slice that sticks out is moved back, onto live slots: there it must change nothing.
+        # JAX moves a slice that ends past the cache back onto live slots, which must not change.
         slot = lengths[0]
         old = lax.dynamic_slice_in_dim(cache, slot, 1, axis=2)
         new = jnp.where(slot < cache.shape[2], new.transpose(0, 2, 1, 3), old)
@@ -210,10 +209,10 @@ def append(cache: Array, new: Array, lengths: Array) -> Array:
 def _write(
     cache: Array, new: Array, rows: Array, slots: Array, layer: Array | int | None = None
 ) -> Array:
-    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T], if they exist.
+    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T] that exist.
 
     With `layer`, the cache is a stack [L,B,Hkv,S,D].
-    Every axis but D is indexed: a window over the heads would have XLA transpose the whole cache.
+    Every axis but D is indexed. A slice over the heads would make XLA transpose the whole cache.
     """
     heads = jnp.arange(cache.shape[-3], dtype=jnp.int32)
     index = rows[:, None, None], heads[None, :, None], slots[:, None, :]

@@ -1,8 +1,8 @@
 """Attention through cuDNN's fused kernels, straight from the cache layout `[B,Hkv,S,D]`.
 
-`jax.nn.dot_product_attention` takes `[B,S,Hkv,D]` only, which would cost two cache-sized transposes
-a call. The function below it takes the layout as an argument and is not public; both JAX versions
-we support have it, and the tests compile against both.
+`jax.nn.dot_product_attention` takes only `[B,S,Hkv,D]`, which would cost two transposes of the
+cache per call. So this module calls the private function below it, which takes the layout as an
+argument. Both supported JAX versions have that function, and the tests compile against both.
 """
 
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, nee
 
 
 def decode_cudnn(q, k, v, lengths, spec, *, return_lse):
-    """One query token per row. The G query heads of a KV head become G rows of one product."""
+    """Attention of one query token per row; the G queries of a KV head are rows of one product."""
     b, _, h, d = q.shape
     kv_heads = k.shape[1]
     o, lse = _attend(
@@ -25,10 +25,10 @@ def decode_cudnn(q, k, v, lengths, spec, *, return_lse):
 
 
 def prefill_cudnn(q, k, v, lengths, offsets, spec):
-    """A chunk against itself (causal) and against the cached prefix, merged by logsumexp.
+    """Attention of a chunk to itself and to the cached prefix, merged by logsumexp.
 
-    cuDNN aligns its causal mask with the first key, so a chunk that starts at an offset cannot be
-    one call.
+    cuDNN aligns its causal mask with the first key, so a chunk that starts at an offset needs two
+    calls.
     """
     t, s, scale = q.shape[1], k.shape[2], spec.scale
     rows = q.transpose(0, 2, 1, 3)
@@ -51,7 +51,7 @@ def prefill_cudnn(q, k, v, lengths, offsets, spec):
 
 
 def _attend(q, k, v, q_lengths, kv_lengths, scale, return_lse, causal=False):
-    """q [B,H,T,D], k and v [B,Hkv,S,D]; rows that see nothing give zeros and -inf."""
+    """q [B,H,T,D], k and v [B,Hkv,S,D]; queries that see no key give zeros and -inf."""
     b, h, t, _ = q.shape
     if q_lengths is None:
         q_lengths = jnp.full((b,), t, jnp.int32)
@@ -59,7 +59,7 @@ def _attend(q, k, v, q_lengths, kv_lengths, scale, return_lse, causal=False):
         q,
         k,
         v,
-        # cuDNN leaves rows of length 0 undefined; they are replaced below.
+        # cuDNN leaves rows of length 0 undefined. They get length 1 here and are replaced below.
         q_seqlen=jnp.maximum(q_lengths, 1).astype(jnp.int32),
         kv_seqlen=jnp.maximum(kv_lengths, 1).astype(jnp.int32),
         scale=scale,
@@ -78,7 +78,7 @@ def _attend(q, k, v, q_lengths, kv_lengths, scale, return_lse, causal=False):
 
 def _fits(shape: Shape) -> str | None:
     if shape["masks"]:
-        return "has no window, soft cap or ALiBi here"
+        return "supports no window, soft cap or ALiBi"
     if shape["d"] % 8 or shape["d"] > 256:
         return f"needs D to be a multiple of 8 up to 256, got {shape['d']}"
     return needs_half(shape)
@@ -89,7 +89,7 @@ def _decode_fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """It reads only the live part of the cache; XLA's einsum reads every slot."""
+    """True on GPUs: cuDNN reads only the live part of the cache, XLA's einsum every slot."""
     return capability is not None and shape["d"] <= 128
 
 
@@ -103,7 +103,7 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, **_):
 
 
 _CAPABILITIES = (8, 0), (99, 0)
-# What it can do beside causal attention; φ it has no use for.
+# Features beside causal attention. It ignores φ, which changes no result.
 _CAN = frozenset({"rope", "phi", "unified"})
 
 DECODE_CUDNN = Implementation(

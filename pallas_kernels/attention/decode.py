@@ -1,7 +1,7 @@
 """Decode attention: o = softmax(q Kᵀ · scale) V for a few query tokens per row against the cache.
 
-FlashDecoding++ (Hong et al. 2024), section 3. Memory bound: it cannot avoid reading the live part
-of the cache once, 2 · sum(lengths) · Hkv · D · itemsize bytes.
+FlashDecoding++ (Hong et al. 2024), section 3. Memory bound: it must read the live part of the cache
+once, 2 · sum(lengths) · Hkv · D · itemsize bytes.
 """
 
 import jax.numpy as jnp
@@ -34,25 +34,24 @@ def decode_attention(
 ):
     """Attention of the last T tokens of each row against its KV cache, their own slots included.
 
-    Query t of row b stands at position lengths[b] - T + t and sees the slots up to its position.
+    Query t of row b has position lengths[b] - T + t and sees the slots up to its position.
 
     Args:
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
-        never reach the result, whatever they hold; "cudnn" needs them finite, it multiplies
-        masked probabilities of zero with what is there.
+        never affect the result. "cudnn" needs finite values there, as it multiplies them by zero.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
-      spec: the attention; its RoPE must be done already.
+      spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
       return_lse: also return the logsumexp of the scores.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
-        left the range of the unified maximum, so that they ran again with their own.
+        left the range of the unified maximum, so that they ran again with a running maximum.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
-      plan: consulted when no implementation is named; without either, XLA.
+      plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:
-      o [B, T, H, D] in the dtype of q, or a tuple of it and what else is asked for: lse [B, T, H]
-      fp32, reruns [] fp32, 0 where nothing runs again.
+      o [B, T, H, D] in the dtype of q. With `return_lse` or `return_reruns` a tuple: o, then
+      lse [B, T, H] fp32, then reruns [] fp32, 0 for implementations that never rerun.
 
     Raises:
       ValueError: shapes or dtypes disagree.
@@ -82,6 +81,6 @@ def decode_attention(
 
 
 def _asked_for(o, *others):
-    """o, or a tuple with those of the others that are not False."""
+    """o alone, or (o, *others) without the others that are False."""
     others = [other for other in others if other is not False]
     return (o, *others) if others else o

@@ -12,10 +12,10 @@ def merge_attention(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Arr
 
     Args:
       o1, o2: [..., D], one dtype.
-      lse1, lse2: [...] fp32; -inf where a result saw nothing.
+      lse1, lse2: [...] fp32; -inf where a result saw no key.
 
     Returns:
-      (o [..., D] in the dtype of o1, lse [...] fp32). Zeros and -inf where neither saw anything.
+      (o [..., D] in the dtype of o1, lse [...] fp32). Zeros and -inf where neither saw a key.
 
     Raises:
       ValueError: shapes disagree.

@@ -1,4 +1,4 @@
-"""What all attention ops do with their operands: check them, name their shape, take a layer."""
+"""Operands of attention ops: checks, the shape for the plan, selection of a layer."""
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,7 +17,7 @@ def check_attention(
     spec: AttentionSpec,
     rows: Array | None = None,
 ) -> None:
-    """Raise ValueError when the operands of an attention op do not fit together."""
+    """Raise ValueError if the operands of an attention op do not fit together."""
     stacked = layer is not None
     if q.ndim != 4:
         raise ValueError(f"{op}: q must be [B,T,H,D], got {list(q.shape)}")
@@ -58,7 +58,7 @@ def check_attention(
 
 
 def attention_shape(q: Array, k: Array, spec: AttentionSpec) -> dict[str, int]:
-    """The shape by which a plan knows attention of q [B,T,H,D] against k [...,Hkv,S,D]."""
+    """The plan's shape key for attention of q [B,T,H,D] against k [...,Hkv,S,D]."""
     b, t, h, d = q.shape
     return {
         "b": b,
@@ -73,12 +73,12 @@ def attention_shape(q: Array, k: Array, spec: AttentionSpec) -> dict[str, int]:
 
 
 def slots_are_tiled(shape: Shape) -> str | None:
-    """A part of `Implementation.fits`: TMA takes tiles of 8 slots."""
+    """Check for `Implementation.fits`: TMA copies tiles of 8 slots."""
     return None if shape["s"] % 8 == 0 else f"needs S to be a multiple of 8, got {shape['s']}"
 
 
 def rotation_features(rotation: tuple[Array, Array] | None, d: int) -> Features:
-    """What a rotation asks for beside RoPE of whole heads, see `Implementation.can`."""
+    """Features that a rotation needs beyond RoPE of whole heads, see `Implementation.can`."""
     if rotation is None:
         return frozenset({"no_rope"})
     return frozenset() if 2 * rotation[0].shape[-1] == d else frozenset({"partial_rope"})
@@ -87,7 +87,7 @@ def rotation_features(rotation: tuple[Array, Array] | None, d: int) -> Features:
 def take_layer(
     k: Array, v: Array, layer: Array | int | None, rows: Array | None = None
 ) -> tuple[Array, Array]:
-    """The caches [R,Hkv,S,D] of a layer of a stack, and of some rows."""
+    """The caches [R,Hkv,S,D] of one layer of a stack, of all rows or of `rows` [R]."""
     if layer is not None:
         k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
     if rows is not None:

@@ -1,7 +1,7 @@
-"""Prefill attention: a chunk of a prompt against the cache that already holds it and its prefix.
+"""Prefill attention: a chunk of a prompt against the cache, which already holds the chunk's keys.
 
-Compute bound: 4 · H · D FLOPs for each (query, key) pair that is seen, about
-2 · B · H · D · T · (2·offset + T) in all when causal.
+Compute bound: 4 · H · D FLOPs for each visible (query, key) pair, about
+2 · B · H · D · T · (2·offset + T) in total when causal.
 """
 
 import jax.numpy as jnp
@@ -34,23 +34,23 @@ def prefill_attention(
 ):
     """Attention of a chunk of queries against the cache.
 
-    Query t of row b stands at position offsets[b] + t. Queries at or past lengths[b] are padding
-    and give zeros; no implementation lets what they hold reach another row or query.
+    Query t of row b has position offsets[b] + t. Queries at or past lengths[b] are padding: they
+    give zeros, and their content affects no other row or query.
 
     Args:
       q: [B, T, H, D].
-      k, v: [B, Hkv, S, D], the chunk's own keys already written, or with `layer` a stack
-        [L, B, Hkv, S, D]. Slots at and past `lengths` never reach the result; "cudnn" needs them
-        finite.
+      k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. They hold the chunk's own
+        keys and values already. Slots at and past `lengths` never affect the result, but "cudnn"
+        needs finite values there.
       lengths: [B] int32 live slots per row, the chunk included.
       offsets: [B] int32 position of the first query, default 0.
-      spec: the attention; its RoPE must be done already.
+      spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
-      rows: [B] int32, those of k and v that the rows of q attend to, where there are others.
+      rows: [B] int32 row of k and v for each row of q; default the same row.
       return_lse: also return the logsumexp of the scores.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
-      plan: consulted when no implementation is named; without either, XLA. Of two kernels of
-        "mosaic_gpu" it takes that for Ampere on compute capability 8.x.
+      plan: chooses if no implementation is named; without either, XLA runs. With a plan for compute
+        capability 8.x, "mosaic_gpu" is the Ampere kernel, otherwise the Hopper kernel.
 
     Returns:
       o [B, T, H, D] in the dtype of q, or (o, lse [B, T, H] fp32; -inf for padding).

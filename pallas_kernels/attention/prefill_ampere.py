@@ -1,4 +1,4 @@
-"""Prefill attention on Ampere: warps that multiply from registers, and copies one product ahead.
+"""Prefill attention on Ampere: warps multiply from registers, and copies run one product ahead.
 
 FlashAttention-2 (Dao 2023) with the two-level tiles and the masks of FastAttention (Lin et al.
 2024), sections 4.1 and 4.3, and the unified maximum of FlashDecoding++ (Hong et al. 2024), section
@@ -6,20 +6,21 @@ FlashAttention-2 (Dao 2023) with the two-level tiles and the masks of FastAttent
 is older than what Mosaic compiles for.)
 
 A block of the grid is four warps with 64 or 128 query rows of a head, 16 or 32 for each warp.
-ldmatrix takes slots of the cache from shared memory to registers, and mma.m16n8k16 multiplies
-there: P never leaves them. cp.async brings the values of a block of slots under the product with
-its keys, and the keys of the next block under that with its values. So one buffer for each is
-enough, (block_q + 2·block_kv)·D·2 bytes in all, and two blocks of the grid share a multiprocessor:
-the vector units of one work under the tensor cores of the other.
+ldmatrix loads slots of the cache from shared memory into registers, and mma.m16n8k16 multiplies
+there, so P never leaves the registers. While a block of slots is multiplied by its keys, cp.async
+loads its values; while it is multiplied by its values, cp.async loads the next block's keys. So one
+buffer for each is enough, (block_q + 2·block_kv)·D·2 bytes in all, and two blocks of the grid share
+a multiprocessor: the vector units work for one while the tensor cores work for the other.
 
-The maximum, the check that makes it safe, what happens where it is not (on a path that masks every
-block) and the masks are those of `prefill_mosaic`.
+The unified maximum, the check that makes it safe, the rerun of an unsafe tile and the masks are
+those of `hopper.prefill`, except that a rerun masks every block.
 
-It cannot avoid 4·D FLOPs for each (query, key) pair that is seen, and reads K and V once for each
-block_q query rows of each head, mostly from L2.
+It must spend 4·D FLOPs on each visible (query, key) pair. It reads K and V once for every block_q
+query rows of each head, mostly from L2.
 
-In bfloat16 it compiles for an A100 without spills at D = 64 and, up to 8192 slots, 128; its results
-and its speed were measured on an H100 only, which has these instructions too (benchmarks/LOG.md).
+In bfloat16 it compiles for an A100 without spills at D = 64, and at D = 128 up to 8192 slots. Its
+results and its speed were measured on an H100 only, which has the same instructions
+(benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -51,14 +52,14 @@ _K = 16  # slots of an mma
 
 @dataclasses.dataclass(frozen=True)
 class PrefillAmpereConfig:
-    """How the work is cut.
+    """Tile sizes and options.
 
     Attributes:
-      block_q: query rows of a tile, 64 or 128. More of them need more registers and read the
-        cache less often.
+      block_q: query rows of a tile, 64 or 128. More rows need more registers and read the cache
+        less often.
       block_kv: slots per step, a multiple of 32.
       held: keep the query rows in registers; otherwise read them from shared memory at each step.
-      unified: False runs online softmax.
+      unified: use the unified maximum; False uses a running maximum.
     """
 
     block_q: int = 64
@@ -74,7 +75,7 @@ class PrefillAmpereConfig:
 
 
 def default_config(d: int, s: int) -> PrefillAmpereConfig:
-    """What measured best on an H100 at D = 64 and 128 (benchmarks/LOG.md); otherwise what fits."""
+    """The fastest on an H100 at D = 64 and 128 (benchmarks/LOG.md); otherwise one that fits."""
     if d == 64:
         return PrefillAmpereConfig(block_q=128)
     if d == 256:
@@ -86,10 +87,10 @@ def default_config(d: int, s: int) -> PrefillAmpereConfig:
 def prefill_ampere(
     q, k, v, lengths, offsets, *, spec, return_lse=True, config=None, interpret=None, **named
 ):
-    """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
+    """`prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
 
     Jitted, so that the layers of a model share one lowering. `named` are `phi` [H], `layer`, and
-    `rows` [B] int32: with these, k and v have more rows than q, and they are its.
+    `rows` [B] int32, the row of k and v for each row of q.
     """
     b, t, h, d = q.shape
     s = k.shape[-2]
@@ -138,7 +139,7 @@ def prefill_ampere(
         scratch_types=tuple(scratch.values()),
         grid=(h, tiles, b),
         grid_names=("head", "tile", "row"),
-        # Inference of the layouts, all of which are given here, takes minutes with `Warpgroup`.
+        # All layouts are given. With `Warpgroup`, inferring them would take minutes.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -173,7 +174,7 @@ def _prefill_kernel(
     kv_head = lax.div(head, inputs["q"].shape[2] // d // kv_heads)
     cache_row = inputs["rows"][row] if "rows" in inputs else row
     k, v = (cache.at[cache_row, kv_head] for cache in caches)
-    # The longest tiles first.
+    # Tiles that see the most slots start first.
     first = (pl.cdiv(t, m) - 1 - lax.axis_index("tile")) * m
     length, offset = inputs["lengths"][row], inputs["offsets"][row]
     phi = inputs["phi"][head] if "phi" in inputs else None
@@ -193,7 +194,7 @@ def _prefill_kernel(
         return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
 
     def start_of(j):
-        """The last block ends with the cache, so it may repeat slots of the one before it."""
+        """First slot of block j. The last block ends with the cache and may repeat slots."""
         return jnp.minimum(j * n, slots - n)
 
     def copy(cache, j, block):
@@ -210,7 +211,7 @@ def _prefill_kernel(
         copy(v, j, v_s)
         rows = q if config.held else plgpu.load(q_s, layout=left)
         z = plgpu.mma(full((m, n), 0.0, MATRIX), rows, plgpu.load(k_s.T, layout=right))
-        copy(k, j + 1, k_s)  # past the last block, one that nobody reads
+        copy(k, j + 1, k_s)  # after the last block, this copy is not read
         return scale_and_mask(
             z,
             start,
@@ -224,7 +225,7 @@ def _prefill_kernel(
         )
 
     def add_values(o, z, j, masked):
-        """o + P·V and the row sums of P."""
+        """(o + P·V, row sums of P)."""
         p = jnp.exp2(z).astype(dtype)
         l = p.astype(jnp.float32).sum(axis=1)
         plgpu.wait_gmem_to_smem(1)
@@ -237,7 +238,7 @@ def _prefill_kernel(
         return o, l
 
     def over_blocks(step, carry, *, mask_all=False):
-        """Runs step(j, carry, masked) over the blocks of slots."""
+        """Run step(j, carry, masked) over the blocks of slots."""
         copy(k, blocks.begin, k_s)
         masked = functools.partial(step, masked=True)
         if mask_all:
@@ -254,7 +255,7 @@ def _prefill_kernel(
     nothing = full((m, d), 0.0, MATRIX), full((m,), 0.0, COLUMN)
 
     def attend_unified():
-        """o and l with φ for a maximum."""
+        """o and l, with φ as the maximum."""
 
         def step(j, carry, masked):
             o, l = carry
@@ -287,14 +288,13 @@ def _prefill_kernel(
         scratch["unsafe"][...] = jnp.where(safe, 0.0, jnp.where(padding, 0.0, 1.0))
         unsafe = plgpu.load(scratch["unsafe"], layout=MATRIX.reduce(0))
         scratch["again"][0] = unsafe.max(axis=0).astype(jnp.int32)
-        again = functools.partial(
-            attend_with_running_maximum, mask_all=True
-        )  # rare, and so half the code
+        # A rerun is rare, so it masks every block, which halves its code.
+        again = functools.partial(attend_with_running_maximum, mask_all=True)
         o, l, top = cond(scratch["again"][0] > 0, again, lambda: (o, l, top))
 
     seen = ~padding & (l > 0.0)
     inverse = across(jnp.where(seen, 1.0 / l, 0.0), d)
-    # By way of shared memory, so that whole lines are written.
+    # The result goes through shared memory, so that whole cache lines are written.
     q_s[...] = jnp.where(inverse > 0.0, o * inverse, 0.0).astype(dtype)
     whole = plgpu.Layout.SMEM_GMEM_COPY((m, d), dtype, _SWIZZLE)
     outputs["o"].at[tile][...] = plgpu.load(q_s, layout=whole)
@@ -304,12 +304,12 @@ def _prefill_kernel(
 
 
 def _copy(src, dst):
-    """By cp.async, which cannot stop at the end of an array."""
+    """Copy with cp.async, which does not check the bounds of the array."""
     plgpu.copy_gmem_to_smem(src, dst, oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS)
 
 
 def _zero_dead(values, live):
-    """Slots past the length may hold NaN, which a probability of zero does not stop."""
+    """Zero the values of dead slots: they may be NaN, and 0 * NaN is NaN."""
     n, d = values.shape
     layout = plgpu.Layout.SMEM_GMEM_COPY((n, d), values.dtype, _SWIZZLE)
     x = plgpu.load(values, layout=layout)
@@ -318,7 +318,7 @@ def _zero_dead(values, live):
 
 
 def _as_left(x):
-    """A result of mma as the left operand of the next: the same registers under another name."""
+    """Reinterpret a result of mma as the left operand of the next, in the same registers."""
     left = plgpu.Layout.MMA_LHS(x.dtype)
 
     @plgpu.inline_mgpu(

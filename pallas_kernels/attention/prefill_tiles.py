@@ -1,4 +1,4 @@
-"""What prefill kernels share: what they read, slots that a tile sees, bent scores, safe sums."""
+"""What prefill kernels share: operands, visible blocks of slots, scaled and masked scores."""
 
 from typing import NamedTuple
 
@@ -9,11 +9,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.scores import LOG2E
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
-# The least and the largest l of a row that is right with a constant maximum; see `prefill_mosaic`.
+# With a constant maximum, the l of every row must be in this range; see `hopper.prefill`.
 SAFE = (2.0**-60, 2.0**100)
 
-# In registers: a tile [64·n, 8·m], as wgmma leaves it, and mma of four warps one above another; a
-# value for each of its rows.
+# Register layouts: of a tile [64·n, 8·m], as wgmma returns it, or mma of four warps stacked in M;
+# and of one value for each of its rows.
 MATRIX = plgpu.Layout.WGMMA
 COLUMN = MATRIX.reduce(1)
 
@@ -30,7 +30,7 @@ def operands(
     layer: Array | int | None = None,
     rows: Array | None = None,
 ) -> dict[str, Array]:
-    """What a kernel reads, by name; of what need not be there, what is."""
+    """The arrays that a kernel reads, by name; optional ones only if they are given."""
     named = {
         "q": q,
         "k": k,
@@ -46,16 +46,20 @@ def operands(
 
 
 class Blocks(NamedTuple):
-    """Blocks of slots that a tile of query rows sees, as scalars."""
+    """Blocks of slots that a tile of query rows sees, as scalar indices.
+
+    Blocks `begin` to `end` are visible to some row. In blocks `bare_begin` to `bare_end` every row
+    sees every slot.
+    """
 
     begin: Array
-    bare_begin: Array  # from here every row sees every slot,
-    bare_end: Array  # to here
+    bare_begin: Array
+    bare_end: Array
     end: Array
 
     @property
     def steps(self) -> Array:
-        """How many there are."""
+        """Number of blocks."""
         return self.end - self.begin
 
 
@@ -69,9 +73,9 @@ def visible_blocks(
     block_kv: int,
     spec: AttentionSpec,
 ) -> Blocks:
-    """Blocks of `block_kv` slots that the query rows from `first` see.
+    """Blocks of `block_kv` slots that `rows` query rows from `first` see, of T rows in all.
 
-    Their positions begin at `offset + first`; there are `rows` of them, T at most.
+    The first of these rows has position `offset + first`.
     """
     top = offset + first
     bottom = jnp.minimum(jnp.minimum(top + rows, offset + t), length)
@@ -100,16 +104,18 @@ def scale_and_mask(
     masked: bool = True,
     skipped: Array | None = None,
 ) -> Array:
-    """Products q·k [R,N] to scores in units of log2, less `shift`; -inf where they are not seen.
+    """Turn products q·k [R,N] into scores in units of log2, less `shift`; -inf where masked.
 
     Args:
-      z: of the query rows at `position` [R] and the slots from `start` on.
-      length: live slots.
+      z: products of the query rows at `position` [R] with the slots from `start` on.
+      start: first slot.
+      position: [R] positions of the query rows.
+      length: number of live slots.
       spec: as in `prefill_attention`.
-      slope: of the head, with ALiBi.
+      slope: slope of the head, with ALiBi.
       shift: in natural units.
-      masked: False where every row sees every slot.
-      skipped: how many of the first slots no row sees, if masked.
+      masked: False if every row sees every slot.
+      skipped: number of slots at the beginning that no row sees; used only if masked.
     """
     rows, n = z.shape
 

@@ -1,4 +1,4 @@
-"""What every attention implementation must equal: masked softmax in fp32, nothing clever."""
+"""The reference of every attention implementation: masked softmax in fp32."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -23,14 +23,14 @@ def attention_reference(
       k, v: [B, Hkv, S, D]; slots at and past lengths may hold anything, NaN included.
       lengths: [B] live slots.
       offsets: [B] position of the first query.
-      spec: the attention; RoPE is not part of it.
+      spec: the attention; RoPE must have been applied already.
 
     Returns:
-      (o [B, T, H, D] fp32, lse [B, T, H] fp32). A query that sees nothing, or that stands at or
-      past `lengths`, gives zeros and -inf.
+      (o [B, T, H, D] fp32, lse [B, T, H] fp32). A query that sees no slot, or whose position is at
+      or past `lengths`, gives zeros and -inf.
 
     Raises:
-      NotImplementedError: a field of the spec that it does not know is not at its default.
+      NotImplementedError: the spec uses a feature that this reference does not know.
     """
     refuse_unknown("attention_reference", spec.features, ALL_FEATURES)
     f32 = jnp.float32

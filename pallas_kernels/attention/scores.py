@@ -1,7 +1,7 @@
-"""Scores as the kernels hold them: in units of log2, so that their exponentials are powers of 2."""
+"""Constants of scores in units of log2, in which kernels compute exponentials as powers of 2."""
 
 import math
 
 LOG2E = math.log2(math.e)
-# Below every score, and finite: the difference of two is zero, not NaN.
+# Below every score, and finite, so that LOWEST - LOWEST is zero and not NaN.
 LOWEST = -(2.0**120)

@@ -1,4 +1,4 @@
-"""What an attention is, statically: `AttentionSpec`."""
+"""`AttentionSpec`, the static description of an attention."""
 
 import dataclasses
 import functools
@@ -10,29 +10,29 @@ from jax import Array
 from fdjax.pallas_kernels.dispatch import Features, used_features
 from fdjax.pallas_kernels.rope import Rope
 
-# Features that change how scores are made or which are seen, and so what a measurement says.
+# Features that do not count as masks: what was measured without them holds with them.
 _NOT_MASKS = frozenset({"rope", "causal", "phi", "unified"})
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """Static description of one layer's attention, from the model to the kernel.
+    """Static description of one layer's attention, passed from the model to the kernel.
 
-    An implementation lists the fields that it can do and refuses every other that is not at its
-    default.
+    An implementation lists the fields it supports. It refuses a spec in which any other field is
+    not at its default.
 
     Attributes:
       scale: multiplies q·k, usually D ** -0.5.
-      rope: rotary embedding of q and k, or None; applied before attention.
-      window: a query at position p sees positions above p - window, or None.
-      soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2), or None.
-      alibi: slope per query head, or None; slope * (key position - query position) is added to the
-        scores (Press et al. 2022).
+      rope: rotary embedding of q and k, applied before attention, or None.
+      window: a query at position p sees only positions above p - window; None for no window.
+      soft_cap: scores become soft_cap * tanh(scores / soft_cap) (Gemma 2); None for no cap.
+      alibi: one slope per query head, or None; slope * (key position - query position) is added to
+        the scores (Press et al. 2022).
       phi: unified maximum per query head in natural units (FlashDecoding++, section 3.1), or None
-        for 0; used by "mosaic_gpu" only. It changes the speed, never a result.
-      unified: False takes the maximum of the rows seen so far instead, for heads whose scores leave
-        the range of any φ too often; "mosaic_gpu" only.
-      causal: a query sees no later position; False, for prompts only, sees every live slot.
+        for 0. Only "mosaic_gpu" uses it. It changes the speed but no result.
+      unified: whether "mosaic_gpu" may use the unified maximum. False makes it use a running
+        maximum, for heads whose scores leave the safe range of any φ too often.
+      causal: a query sees no later position. False, for prompts only: it sees every live slot.
     """
 
     scale: float
@@ -51,14 +51,14 @@ class AttentionSpec:
 
     @property
     def is_masked(self) -> bool:
-        """Whether it is more than causal attention: other kernels may run it."""
+        """Whether it has a feature that counts as a mask: a window, a soft cap or ALiBi."""
         return bool(self.features - _NOT_MASKS)
 
     def for_kernels(self) -> tuple["AttentionSpec", Array | None]:
-        """What kernels are compiled for, and φ [H] fp32 or None.
+        """The spec that kernels are compiled for, and φ [H] fp32 or None.
 
-        φ is an operand, and RoPE is done elsewhere, so that layers which differ in them share one
-        lowering.
+        The spec leaves out φ, which is an operand, and RoPE, which is applied elsewhere. So layers
+        that differ only in them share one lowering.
         """
         phi = None if self.phi is None else jnp.array(self.phi, jnp.float32)
         return dataclasses.replace(self, rope=None, phi=None), phi

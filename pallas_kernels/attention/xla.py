@@ -1,4 +1,4 @@
-"""Attention as two einsums. Reads every slot of the cache; scores are [B,H,T,S] in fp32."""
+"""Attention as two einsums. It reads every slot of the cache; its scores are [B,H,T,S] in fp32."""
 
 import math
 
@@ -9,11 +9,11 @@ from fdjax.pallas_kernels.attention.operands import take_layer
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
 from fdjax.pallas_kernels.dispatch import Implementation
 
-# The scores of a block of query rows stay below this many bytes.
+# Limit of the scores of a block of query rows, in bytes.
 _SCORES_BYTES = 256 * 2**20
-# Rows of P per KV head that a decode step may have.
+# Rows of P per KV head up to which a call counts as a decode step.
 _DECODE_ROWS = 64
-# Slots per block where V is masked in blocks.
+# Slots per block where V is masked block by block.
 _MASKED_BLOCK = 128
 # Query rows per block in batch-invariant mode, whatever the length of the chunk.
 _INVARIANT_BLOCK = 128
@@ -29,14 +29,14 @@ def attention_xla(
     *,
     batch_invariant: bool = False,
 ) -> tuple[Array, Array]:
-    """Arguments and results of `attention_reference`, o in the dtype of q.
+    """Same arguments and results as `attention_reference`, with o in the dtype of q.
 
     P is rounded to the dtype of v before the second product, and the denominator sums the rounded
     P, so a row dominated by one key returns that key's value exactly.
 
     Args:
-      batch_invariant: one row of the batch at a time, for results that do not depend on B, nor,
-        for T a multiple of 128, on how a prompt is cut into chunks.
+      batch_invariant: compute one row of the batch at a time. Then results do not depend on B, and
+        if T is a multiple of 128, they do not depend on how a prompt is cut into chunks.
     """
     t = q.shape[1]
     if batch_invariant:
@@ -111,10 +111,10 @@ def _attention(q, k, v, lengths, offsets, spec):
 def _weighted_values(p, v, lengths, precision):
     """P V over live slots. p [B,Hkv,R,S], zero past the lengths, and v [B,Hkv,S,D] → fp32.
 
-    0 * NaN is NaN, so what dead slots hold must not reach the product. For one row of P the mask
-    fuses into it. For the few of a decode step it would cost a masked copy of V: the product is
-    taken with V as it is, and again in small blocks where that is not finite. For the many of a
-    prefill the copy is little.
+    0 * NaN is NaN, so V must be masked where slots are dead. For one row of P, XLA fuses the mask
+    into the product. For the few rows of a decode step it would copy all of V. So the product uses
+    V unmasked. Only if a result is not finite, a second product uses small masked blocks of V and
+    replaces it. For the many rows of a prefill, the copy costs little.
     """
     s = v.shape[2]
 

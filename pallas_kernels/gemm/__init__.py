@@ -1,4 +1,4 @@
-"""Linear layers of a decoder: one with its neighbours fused, or all between two attentions."""
+"""Linear layers of a decoder: `matmul` for one, `linear_chain` for all between two attentions."""
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.gemm.chain import LINEAR_CHAIN, chain_key, linear_chain

@@ -1,7 +1,7 @@
 """The linear layers between two attentions: output projection, gated MLP, Q, K and V of the next.
 
-In the decode phase they are bound by their weights, as each of them is by itself (see `matmul`).
-Together they can be one launch, in which memory goes on while one product waits for another.
+In the decode phase each of them is bound by reading its weights (see `matmul`). In one launch, the
+next weights can load while one product waits for another.
 """
 
 from typing import Any
@@ -32,25 +32,25 @@ def linear_chain(
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, Array]:
-    """From the heads of one attention to Q, K and V of the next.
+    """Compute Q, K and V of the next attention from the output of one.
 
     x = x + o @ out, then x = x + (gate(n @ gate_up[:, 0]) * (n @ gate_up[:, 1])) @ down with
-    n = mlp_norm(x), and y = next_norm(x) @ following. Roundings are those of `matmul`.
+    n = mlp_norm(x), and y = next_norm(x) @ following. Each product rounds like `matmul`.
 
     Args:
-      o: [M, K], the heads.
-      x: [M, E], what is added to them.
-      counters: of `chain_counters`, one for all chains of a step.
-      index: row of them that is this chain's, traced or static; a row serves once.
+      o: [M, K], output of the attention heads.
+      x: [M, E], the residual stream.
+      counters: from `chain_counters`, shared by all chains of a step.
+      index: row of `counters` for this chain, traced or static. Use each row once.
       out: [K, E].
       mlp_norm, next_norm: norms of x, scale [E].
       gate_up: [E, 2, F], gate, then up.
       down: [F, E].
       following: [E, N].
-      gate: activation name.
-      implementation: "xla", which is one `matmul` after the other, each as the plan has it, or
-        "mosaic_gpu", one kernel for 132 multiprocessors; it never falls back.
-      plan: consulted when no implementation is named; without either, XLA.
+      gate: name of the activation.
+      implementation: "xla" runs one `matmul` after the other, each as the plan chooses it.
+        "mosaic_gpu" is one kernel for 132 multiprocessors. It never falls back.
+      plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:
       (x [M, E], y [M, N]).
@@ -59,7 +59,7 @@ def linear_chain(
       ValueError: shapes or dtypes disagree, or an unknown activation.
       NotImplementedError: the named implementation cannot do this.
 
-    Costs (K·E + 3·E·F + E·N)·itemsize bytes of weight and 2·M FLOPs for each of them.
+    Costs (K·E + 3·E·F + E·N)·itemsize bytes of weights, and 2·M FLOPs for each weight.
     """
     _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate)
     key = chain_key(len(x), *out.shape, len(down), following.shape[1], x.dtype.itemsize)
@@ -86,7 +86,7 @@ LINEAR_CHAIN = (
 
 
 def chain_key(m: int, k: int, width: int, hidden: int, n: int, itemsize: int) -> dict[str, int]:
-    """The shape by which `Plan.choose` knows `linear_chain`: M, K, E, F, N there."""
+    """The key of `linear_chain` for `Plan.choose`, from its M, K, E, F and N."""
     return {"m": m, "k": k, "width": width, "hidden": hidden, "n": n, "itemsize": itemsize}
 
 

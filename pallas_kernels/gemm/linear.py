@@ -1,9 +1,9 @@
-"""Linear layer: residual + act(norm(x) @ w + bias), or act(norm(x) @ w_gate) * (norm(x) @ w_up).
+"""Linear layer: norm(x) @ w + bias + residual, or with a gate act(gate) * up + residual.
 
 FlashDecoding++ (Hong et al. 2024), sections 4 and 5: in the decode phase M is the number of rows in
-flight (1-128) and the product is bound by the weight, K·N·itemsize bytes. No implementation runs
-faster than those bytes over the memory bandwidth; norm, bias, activation and residual are fused so
-that nothing else is read or written but x and y.
+flight (1-128), and the product is bound by reading K·N·itemsize bytes of weight. No implementation
+can run faster than those bytes over the memory bandwidth. Norm, bias, activation and residual are
+fused, so that beside the weight only x and y (and a residual) are read or written.
 """
 
 import jax.numpy as jnp
@@ -31,22 +31,22 @@ def matmul(
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> Array:
-    """Linear layer with its neighbours fused.
+    """Linear layer fused with norm, bias, gate and residual.
 
-    Accumulates in fp32; fp32 operands are multiplied in full fp32 precision (never TF32). "xla"
-    rounds the product to the result's dtype once before bias, gate and residual.
+    It accumulates in fp32 and multiplies fp32 operands in full fp32 precision, never TF32. "xla"
+    also rounds the product to the result's dtype before bias, gate and residual.
 
     Args:
-      x: [..., K]; the leading axes together are M.
-      w: [K, N], or [K, 2, N] (gate, then up) with `gate`; with `layer` a stack of those, [L, ...].
+      x: [..., K]; M is the product of the leading axes.
+      w: [K, N], or [K, 2, N] (gate, then up) with `gate`; with `layer` a stack of these, [L, ...].
       layer: index into stacked weights, traced or static.
       norm: RMSNorm applied to the rows of x first.
       bias: [N], or [2, N] with `gate`; added to the product.
-      gate: activation name; the result is act(gate) * up.
+      gate: name of the activation; the result is then act(gate) * up.
       residual: [..., N], added last.
       preferred_element_type: dtype of the result, default that of x.
       implementation: "xla" | "mosaic_gpu"; it never falls back.
-      plan: consulted when no implementation is named; without either, XLA.
+      plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:
       [..., N].
@@ -88,7 +88,7 @@ def matmul(
 
 
 def _check(x, w, layer, norm, bias, gate, residual) -> tuple[int, int]:
-    """Validate shapes; returns (K, N)."""
+    """Check shapes and dtypes; returns (K, N)."""
     if gate is not None and gate not in ACTIVATIONS:
         raise ValueError(f"matmul: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}")
     axes = ("L," if layer is not None else "") + ("K,2,N" if gate else "K,N")

@@ -1,4 +1,4 @@
-"""What `matmul` must equal."""
+"""The reference of `matmul`."""
 
 import jax.numpy as jnp
 from jax import Array
@@ -7,7 +7,7 @@ from fdjax.pallas_kernels.activations import ACTIVATIONS
 
 
 def matmul_reference(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Array:
-    """What `matmul` must equal: every step in fp32. x [M,K], w [K,N] or [K,2,N]; returns fp32."""
+    """The reference of `matmul`, every step in fp32. x [M,K], w [K,N] or [K,2,N]; returns fp32."""
     f32 = jnp.float32
     x = x.astype(f32)
     if norm is not None:

@@ -1,4 +1,4 @@
-"""`matmul` through XLA: one dot with elementwise neighbours."""
+"""`matmul` through XLA: one dot, with elementwise operations before and after it."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -10,11 +10,11 @@ from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 
 def matmul_xla(x, w, *, norm, bias, gate, residual, dtype):
-    """One dot with elementwise neighbours, which XLA fuses. x [M,K], w [K,N] or [K,2,N]."""
+    """One dot and elementwise operations that XLA may fuse. x [M,K], w [K,N] or [K,2,N]."""
     if norm is not None:
         x = rms_norm(x, norm.scale, eps=norm.eps)
-    # The product is rounded to the result's dtype before its epilogue. On an H100 that is worth
-    # 8 % of a Llama2-7B decode step over an fp32 product (benchmarks/LOG.md).
+    # The product is rounded to the result's dtype before the epilogue. On an H100 a Llama2-7B
+    # decode step is 8 % faster so than with an fp32 product (benchmarks/LOG.md).
     y = lax.dot_general(
         x,
         w.reshape(w.shape[0], -1),
@@ -34,16 +34,16 @@ def matmul_xla(x, w, *, norm, bias, gate, residual, dtype):
 
 
 def _is_rounded_by_term(x, w) -> bool:
-    """Whether XLA would round every term of the sums to the dtype of the result.
+    """Whether XLA may round every term of the sums to the dtype of the result.
 
-    It does where it turns a small matrix-vector product, up to about 10 million weights on a GPU,
-    into a multiplication and a sum.
+    It does so when it turns a small matrix-vector product into a multiplication and a sum, on a GPU
+    up to about 10 million weights.
     """
     return min(x.shape[0], w.size // w.shape[0]) == 1 and w.size < 2**24
 
 
 def matmul_row_tiles(x, w, *, norm, bias, gate, residual, dtype):
-    """`matmul_xla` over tiles of fixed height: a row's bits do not depend on its batch."""
+    """`matmul_xla` over tiles of fixed height, so that a row's bits do not depend on its batch."""
 
     def product(x, residual=None):
         return matmul_xla(x, w, norm=norm, bias=bias, gate=gate, residual=residual, dtype=dtype)

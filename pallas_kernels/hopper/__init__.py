@@ -1,3 +1,3 @@
-"""The devices whose memory kernels must fill: H100 (SXM) and H200."""
+"""What Hopper kernels share. MULTIPROCESSORS is the number on an H100 (SXM) and an H200."""
 
 MULTIPROCESSORS = 132

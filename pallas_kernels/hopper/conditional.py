@@ -1,7 +1,7 @@
-"""Conditionals of kernels, quick to lower.
+"""Conditionals for kernels that lower quickly.
 
-`pl.when` and `lax.cond` turn their condition into an index, for which Mosaic GPU of JAX 0.11 starts
-ptxas each time, 9 ms and more. A selected index needs no such conversion.
+`pl.when` and `lax.cond` convert their condition to an index. For each conversion, Mosaic GPU of JAX
+0.11 starts ptxas, which takes 9 ms or more. Selecting the index with `jnp.where` avoids it.
 """
 
 from collections.abc import Callable
@@ -13,12 +13,12 @@ from jax.experimental import pallas as pl
 
 
 def when(condition: bool | Array) -> Callable[[Callable[[], None]], None]:
-    """Runs the decorated function where the condition holds, as `pl.when` does."""
+    """Run the decorated function if the condition holds, like `pl.when`."""
     if isinstance(condition, bool):
         return pl.when(condition)
     return lambda run: cond(condition, run, lambda: None)
 
 
 def cond(condition: Array, if_true: Callable[[], Any], if_false: Callable[[], Any]) -> Any:
-    """What one of both returns, as of `lax.cond`."""
+    """Run one of two functions and return its result, like `lax.cond`."""
     return lax.switch(jnp.where(condition, 1, 0), (if_false, if_true))

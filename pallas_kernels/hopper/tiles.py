@@ -1,4 +1,4 @@
-"""What kernels with products of matrices share: memory, layouts, activations."""
+"""What kernels that multiply matrices share: memory, layouts, activations."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ LAYOUT = plgpu.Layout.WGMMA
 
 
 def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory in tiles of 8 rows with the widest swizzle that divides a row."""
+    """Shared memory tiled by 8 rows, with the widest swizzle that divides a row."""
     itemsize = jnp.dtype(dtype).itemsize
     swizzle = next(s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0)
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
@@ -21,18 +21,18 @@ def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
 
 
 def shared_bytes(buffers: dict[str, tuple[tuple[int, ...], Any]]) -> int:
-    """Shared memory that buffers take, each from a multiple of 1024 bytes on."""
+    """Bytes of shared memory for buffers (shape, dtype), each aligned to 1024 bytes."""
     sizes = (math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in buffers.values())
     return sum(-(-size // 1024) * 1024 for size in sizes)
 
 
 def load(ref, layout=LAYOUT) -> Array:
-    """Shared memory to registers, in fp32."""
+    """Load shared memory into registers, as fp32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
 def put(ref, values: Array) -> None:
-    """Registers to shared memory, transposed, in its dtype."""
+    """Store registers into shared memory, transposed and in its dtype."""
     ref.T[...] = values.astype(ref.dtype)
 
 

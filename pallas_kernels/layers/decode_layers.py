@@ -1,8 +1,8 @@
-"""All layers of a decode step: attention, output projection, gated MLP, one after the other.
+"""All layers of a decode step: attention, output projection and gated MLP, layer after layer.
 
-Memory bound: it cannot avoid reading every weight and the live part of the cache once. One launch
-for all of them keeps memory busy where one waits for another, and spares the host what each launch
-and each array costs it.
+Memory bound: it must read every weight and the live part of the cache once. One launch for all
+layers keeps memory busy while one operation waits for another. It also saves the host time that
+each launch and each array costs.
 """
 
 import math
@@ -21,11 +21,11 @@ from fdjax.pallas_kernels.norm import RMSNorm
 
 
 class LayerWeights(NamedTuple):
-    """Weights of all layers, each kind in one array.
+    """Weights of all layers, stacked in one array for each kind.
 
     Attributes:
       attention_norm, mlp_norm: [L, E] scales of the RMS norms.
-      qkv: [L, E, Hkv, G+2, D], of each KV head its G queries, its key and its value.
+      qkv: [L, E, Hkv, G+2, D]: for each KV head its G queries, its key and its value.
       out: [L, H·D, E].
       gate_up: [L, E, 2, F], gate, then up.
       down: [L, F, E].
@@ -53,23 +53,23 @@ def decode_layers(
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, Array, Array]:
-    """One new token of each row through all layers.
+    """Run one new token of each row through all layers.
 
-    In each, x = x + attention(norm(x) @ qkv) @ out, then x = x + mlp(norm(x)) @ down. Roundings are
-    those of `matmul` and `append_decode_attention`.
+    Each layer computes x = x + attention(norm(x) @ qkv) @ out, then x = x + mlp(norm(x)) @ down. It
+    rounds like `matmul` and `append_decode_attention`.
 
     Args:
       x: [B, E], the embedded tokens.
-      k, v: [L, B, Hkv, S, D], caches; updated in place where they are donated or in a loop.
-      lengths: [B] int32 slots filled before; the token goes to the next one, if there is one.
+      k, v: [L, B, Hkv, S, D], caches; updated in place if they are donated or carried by a loop.
+      lengths: [B] int32 slots filled before. The token goes to the next slot, if the cache has it.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, [B, 1, D/2] fp32 each.
-      weights: of all layers.
-      eps: of the norms.
-      gate: activation of the MLP, by name.
+      weights: the weights of all layers.
+      eps: added to the mean square in the norms.
+      gate: name of the MLP's activation.
       scale: multiplies q·k, usually D ** -0.5.
-      implementation: "xla", which is one operation after the other and copies what it takes of
-        stacked arrays, or "mosaic_gpu", one kernel for 132 multiprocessors; it never falls back.
-      plan: consulted when no implementation is named; without either, XLA.
+      implementation: "xla" runs one operation after the other and copies slices of stacked arrays.
+        "mosaic_gpu" is one kernel for 132 multiprocessors. It never falls back.
+      plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:
       (x [B, E] after the last layer, k, v).
@@ -78,8 +78,7 @@ def decode_layers(
       ValueError: shapes or dtypes disagree, or an unknown activation.
       NotImplementedError: the named implementation cannot do this.
 
-    Costs the bytes of all weights but the embedding's and the head's, and
-    2·L·sum(lengths)·Hkv·D·itemsize of the cache.
+    Costs the bytes of `weights`, and 2·L·sum(lengths)·Hkv·D·itemsize bytes of the cache.
     """
     _check(x, k, v, lengths, rotation, weights, gate)
     key = layers_key(len(x), weights, k.shape)
@@ -95,7 +94,7 @@ def decode_layers(
 
 
 def layers_key(rows: int, weights: LayerWeights, cache: tuple[int, ...]) -> dict[str, int]:
-    """The shape by which `Plan.choose` knows `decode_layers`, but for the itemsize."""
+    """The key of `decode_layers` for `Plan.choose`, without its itemsize."""
     _, heads, width = weights.out.shape
     _, _, kv_heads, slots, d = cache
     n = math.prod(weights.qkv.shape[2:])
@@ -104,7 +103,7 @@ def layers_key(rows: int, weights: LayerWeights, cache: tuple[int, ...]) -> dict
 
 
 def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, config):
-    """One layer after the other, by XLA."""
+    """Run one layer after the other through XLA."""
     spec = AttentionSpec(scale)
     for layer, w in enumerate(map(LayerWeights._make, zip(*weights, strict=True))):
         qkv = matmul(x, w.qkv.reshape(len(w.qkv), -1), norm=RMSNorm(w.attention_norm, eps))

@@ -139,7 +139,7 @@ def test_refuses_mixed_dtypes():
         (33, {}, r"takes 1..32 rows, got 33"),
         (2, dict(hidden=440), "multiples of 64"),
         (2, dict(width=576), "up to 512 or a multiple of it, got 576"),
-        (2, dict(d=64), "takes D of 128 and up to 6 queries to a KV head, got 64 and 3"),
+        (2, dict(d=64), "takes D of 128 and up to 6 queries per KV head, got 64 and 3"),
         (2, dict(kv_heads=1, heads=7), "got 128 and 7"),
         (2, dict(slots=196), "S to be a multiple of 8, got 196"),
         (32, dict(width=40960), "no room in shared memory for 32 rows of width 40960"),

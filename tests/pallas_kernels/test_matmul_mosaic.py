@@ -131,8 +131,8 @@ def test_configs_that_cannot_be(change, message):
         (2, 64, 72, None, "mosaic_gpu needs K and N that are multiples of 64, got 64 and 72"),
         (
             *(64, 4096, 256, FlatGemmConfig(256, 256, 4)),
-            "no room in shared memory for FlatGemmConfig(block_n=256, block_k=256, stages=4, "
-            "split=1, block_m=64) at M = 64",
+            "FlatGemmConfig(block_n=256, block_k=256, stages=4, split=1, block_m=64) does not "
+            "fit into shared memory at M = 64",
         ),
     ],
 )

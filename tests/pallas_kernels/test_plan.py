@@ -264,43 +264,49 @@ def test_a_file_that_is_no_table(tmp_path, text, problem):
     [
         ({"op": "frobnicate"}, "op must be one of matmul, linear_chain, .* got 'frobnicate'"),
         ({"op": ["matmul"]}, "op must be one of"),
-        ({"implementation": "cudnn"}, "there is no 'cudnn' of matmul"),
-        ({"op": "linear_chain", "implementation": "cudnn"}, "there is no 'cudnn' of linear_chain"),
-        ({"op": "decode_layers", "implementation": "cudnn"}, "there is no .* of decode_layers"),
+        ({"implementation": "cudnn"}, "'cudnn' does not implement matmul"),
+        (
+            {"op": "linear_chain", "implementation": "cudnn"},
+            "'cudnn' does not implement linear_chain",
+        ),
+        (
+            {"op": "decode_layers", "implementation": "cudnn"},
+            "'cudnn' does not implement decode_layers",
+        ),
         ({"shape": GEMM | {"m": "1"}}, "a shape must hold integers, got 'm': '1'"),
         ({"shape": GEMM | {"m": None, "k": 2.0}}, ".* got 'm': None, 'k': 2.0"),
         ({"config": {"stages": True}}, "a config must hold integers, got 'stages': True"),
         (
             {"config": {"blok_n": 64}},
-            "a config must be one of matmul, got {'blok_n': 64} for .* unexpected .* 'blok_n'",
+            "a config must be valid for matmul, got {'blok_n': 64} for .* unexpected .* 'blok_n'",
         ),
         (
             {"config": {"block_n": 65}},
-            "a config must be one of matmul, got {'block_n': 65} for .*, flat_gemm: block_n",
+            "a config must be valid for matmul, got {'block_n': 65} for .*, flat_gemm: block_n",
         ),
         (
             {"op": "linear_chain", "config": {"shared": 0}},
-            "a config must be one of linear_chain, got {'shared': 0} for .*, linear_chain: must",
+            "a config must be valid for linear_chain, got {'shared': 0} for .*, linear_chain: must",
         ),
         (
             {"op": "decode_layers", "config": {"ahead": -1}},
-            "a config must be one of decode_layers, got {'ahead': -1} for .*, decode_layers: must",
+            "a config must be valid for decode_layers, got {'ahead': -1} for .*: must",
         ),
         (
             {"op": "decode_layers", "config": {"stages": 2}},
-            "a config must be one of decode_layers, got .* for .* unexpected .* 'stages'",
+            "a config must be valid for decode_layers, got .* for .* unexpected .* 'stages'",
         ),
         (
             {"op": "decode_attention", "shape": DECODE, "config": {"stages": 2}},
-            "a config must be one of decode_attention, got .* for .* missing .* 'splits'",
+            "a config must be valid for decode_attention, got .* for .* missing .* 'splits'",
         ),
         (
             {"op": "prefill_attention", "shape": PREFILL, "config": {"stages": 2}},
-            "'mosaic_gpu' of prefill_attention takes no config, got {'stages': 2}",
+            "'mosaic_gpu' for prefill_attention takes no config, got {'stages': 2}",
         ),
         (
             {"implementation": "xla", "config": {"block_n": 64}},
-            "'xla' of matmul takes no config, got {'block_n': 64}",
+            "'xla' for matmul takes no config, got {'block_n': 64}",
         ),
     ],
     ids=str,

@@ -1,31 +1,31 @@
 """Decode attention on Hopper: split-KV, tensor cores with swapped operands, a unified maximum.
 
-FlashDecoding++ (Hong et al. 2024), section 3. The G·T query rows that share a KV head are one tile,
-or as many as registers ask for; they are the N of the wgmma, padded to 8 and not to 64: Sᵀ = K Qᵀ,
-Oᵀ = Vᵀ Pᵀ. The cache of a row is cut into splits by its own length, one block of the grid each. A
-split computes (equations 3-4)
+FlashDecoding++ (Hong et al. 2024), section 3. The G·T query rows that share a KV head form one
+tile, or several if one would spill registers. They are the N of the wgmma, so they are padded to 8
+and not to 64: Sᵀ = K Qᵀ, Oᵀ = Vᵀ Pᵀ. The cache of a row is cut into splits by the row's own length,
+and each split is one block of the grid. A split computes (equations 3-4)
 
     p = 2^(s·log2(e) − m),   l = Σ p,   o = Σ p·v
 
-with a constant m in place of the running maximum: no maximum and no rescaling in its loop. m is φ
-of the head, or, where the maximum of the first block is further than 2^±32 from φ, that maximum: a
-row that lies elsewhere as a whole costs one reduction and not a recomputation. The splits are
-combined by their own m: o = Σ 2^(m−M) o / Σ 2^(m−M) l.
+with a constant m in place of the running maximum, so its loop needs no maximum and no rescaling. m
+is φ of the head. If the maximum of the first block is further than 2^±32 from φ, m is that maximum
+instead: a row whose scores all lie elsewhere then costs one reduction, not a recomputation. The
+splits are combined by their own m: o = Σ 2^(m−M) o / Σ 2^(m−M) l.
 
-**Recomputation.** A split is healthy where every row that sees a slot has 2^-64 ≤ l ≤ 2^64 and a
-finite o; otherwise it runs again with a running maximum, on the device, in the same launch. This is
-all that needs checking, once per split and not per score:
-- p and l are fp32 and P enters P·V in bf16, whose exponents are those of fp32. A score far above m
-  gives p > 2^64 or inf, so l > 2^64; NaN fails both comparisons.
-- With l ≥ 2^-64, a term that fp32 flushed to zero (below 2^-126) is below 2^-62·l: n slots lose at
-  most n·2^-62 of the weight, for n < 2^30 less than the rounding of fp32. The same holds for
-  products p·v: what they lose is at most n·2^-62 in units of l.
+**Recomputation.** A split is healthy if every row that sees a slot has 2^-64 ≤ l ≤ 2^64 and a
+finite o. Otherwise it runs again with a running maximum, on the device, in the same launch. One
+check per split, not per score, is enough:
+- p and l are fp32, and P enters P·V in bf16, which has the exponent range of fp32. A score far
+  above m gives p > 2^64 or inf, so l > 2^64; NaN fails both comparisons.
+- With l ≥ 2^-64, a term that fp32 flushed to zero (below 2^-126) is below 2^-62·l. So n slots lose
+  at most n·2^-62 of the weight, which for n < 2^30 is less than the rounding of fp32. Products p·v
+  also lose at most n·2^-62 in units of l.
 - l sums the rounded P that enters P·V, so a row dominated by one key returns its value exactly.
-- p·v < 2^64·|v| overflows only for |v| ≥ 2^63; that o is not finite, and p ≤ 1 saves it.
-fp16 ends at 65504 and has no such range: there the running maximum is used at once.
+- p·v < 2^64·|v| overflows only for |v| ≥ 2^63. Then o is not finite, and the running maximum, with
+  p ≤ 1, avoids the overflow.
+fp16 ends at 65504 and has no such range, so it uses the running maximum from the start.
 
-It cannot avoid reading the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize
-bytes.
+It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes.
 """
 
 import dataclasses
@@ -45,21 +45,21 @@ from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 
 _MAX_CLUSTER = 8
-# Shared memory of a block of the grid, less what Mosaic takes for sums over warps and barriers.
+# Shared memory of a block of the grid, less what Mosaic uses for sums over warps and for barriers.
 _SMEM_BYTES = 227 * 1024 - 2304
 
 
 @dataclasses.dataclass(frozen=True)
 class DecodeAttentionConfig:
-    """How the work is cut.
+    """Tile sizes and options.
 
     Attributes:
-      splits: parts into which a row's cache is cut.
+      splits: number of parts that a row's cache is cut into.
       block_kv: slots per step, a multiple of 64.
       stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
       cluster: the splits of a row form a thread block cluster and combine through its shared
         memory; otherwise a second, small kernel combines them.
-      unified: False runs with a running maximum, as FlashDecoding does.
+      unified: use the unified maximum; False uses a running maximum, as FlashDecoding does.
     """
 
     splits: int
@@ -78,11 +78,11 @@ class DecodeAttentionConfig:
 
 
 def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> DecodeAttentionConfig:
-    """What measured best on an H100 (benchmarks/LOG.md); `rows` of a tile, as they are staged.
+    """The fastest on an H100 (benchmarks/LOG.md); `rows` are the rows staged for a tile.
 
-    64 blocks with 100 KB in flight each already draw the whole bandwidth, and a cluster of two
-    combines faster than one of eight; a second launch costs 2-6 us. With more KV heads than
-    multiprocessors, small blocks that share one hide each other's start and end.
+    64 blocks with 100 KB in flight each reach the full bandwidth. A cluster of two combines faster
+    than a cluster of eight, and a second launch costs 2-6 us. With more KV heads than
+    multiprocessors, small blocks that share a multiprocessor hide each other's start and end.
     """
     stages = functools.partial(_stages, d=d, rows=rows)
     heads = b * kv_heads
@@ -99,7 +99,7 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
         return DecodeAttentionConfig(
             splits, block_kv=128, stages=min(2, stages(2, 128)), cluster=splits > 1
         )
-    # Few steps: a running maximum costs less than looking after a constant one.
+    # With few steps, a running maximum costs less than the checks of a constant one.
     few = s // splits <= 8 * 64
     wanted = 3 if few or d == 128 else 6
     return DecodeAttentionConfig(
@@ -108,8 +108,8 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
 
 
 def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
-    """As many stages as fit into shared memory, where D = 128 would take `wanted`."""
-    # q, k and v of the new token, as loaded and as rotated; P, or the rotation.
+    """Stages with the bytes that `wanted` take at D = 128, or as many as fit into shared memory."""
+    # q, k and v of the new token, as loaded and as rotated, and P or the rotation.
     others = 6 * rows * d + max(2 * rows * block_kv, 8 * d)
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
@@ -119,7 +119,7 @@ _STATIC = ("spec", "config", "return_reruns", "interpret")
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
 def decode_mosaic(q, k, v, lengths, *, spec, phi=None, layer=None, return_lse=True, **options):
-    """Arguments of `decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
+    """`decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
     Jitted, so that the layers of a model share one lowering. `options` are those of `_launch`.
     """
@@ -130,7 +130,7 @@ def decode_mosaic(q, k, v, lengths, *, spec, phi=None, layer=None, return_lse=Tr
     if t > 1:
         q = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
     q = q.reshape(b, kv_heads, rows, d)
-    # TMA fills up and cuts off a single tile of 8 rows, not the last of several.
+    # TMA zero-fills and clips a single tile of 8 rows, but not the last of several tiles.
     tiles, tile_rows = query_tiles(rows, d)
     if rows > 8:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
@@ -148,14 +148,14 @@ def decode_mosaic(q, k, v, lengths, *, spec, phi=None, layer=None, return_lse=Tr
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def append_decode_mosaic(qkv, k, v, lengths, *, cos, sin, spec, phi=None, **options):
-    """Arguments of `append_decode_attention` for T = 1: qkv [B,Hkv,G+2,D], cos, sin [B,1,D/2].
+    """`append_decode_attention` for T = 1, with qkv [B,Hkv,G+2,D] and cos, sin [B,1,D/2].
 
-    RoPE, append and attention in one launch; the caches are updated where they are. Returns
-    o [B,1,H,D], both caches, and reruns or None.
+    One launch does RoPE, append and attention and updates the caches in place. Returns o [B,1,H,D],
+    both caches, and reruns or None.
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
-    # TMA fills up a single tile of rows, not the last of several.
+    # TMA zero-fills a single tile of rows, but not the last of several tiles.
     if parts > 8:
         qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, -parts % 8), (0, 0)))
     rotation = jnp.stack(
@@ -171,15 +171,15 @@ def append_decode_mosaic(qkv, k, v, lengths, *, cos, sin, spec, phi=None, **opti
 def _launch(
     operands, *, t, group, spec, return_lse, config=None, return_reruns=False, interpret=None
 ):
-    """o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R], reruns []; what is not asked for is None.
+    """Launch the kernel; returns o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R] and reruns [].
 
-    `operands` by name, or None.
+    lse and reruns are None unless asked for. An operand that is None is left out.
     """
     b, kv_heads, s, d = operands["k"].shape[-4:]
     dtype = operands["k"].dtype
     tiles, padded = query_tiles(group * t, d)
     stored = group * t if group * t < 8 else padded
-    # q and, of a fused front, the k and v of the new token as further rows.
+    # Rows of q; with a fused front, k and v of the new token are two more rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     config = config or default_config(b, kv_heads * tiles, s, d, staged)
     if dtype == jnp.float16 or not spec.unified:
@@ -194,18 +194,18 @@ def _launch(
 
     loaded = plgpu.SMEM((config.stages, config.block_kv, d), dtype, transforms=TILES)
     p = {"p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES)}
-    # Plain rows of 32 columns would all begin in the same bank.
+    # Without tiling, rows of 32 columns would all begin in the same bank of shared memory.
     partial = TILES_FP32 if padded % 32 == 0 else ()
     result = {
-        "o": plgpu.SMEM((d, padded), jnp.float32, transforms=partial),  # of this split, with l, m
+        "o": plgpu.SMEM((d, padded), jnp.float32, transforms=partial),  # o, l, m of this split
         "l": plgpu.SMEM((padded,), jnp.float32),
         "m": plgpu.SMEM((padded,), jnp.float32),
         "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
     }
     if return_lse:
         result["lse"] = plgpu.SMEM((padded,), jnp.float32)
-    # What is not needed at once shares memory, so that three blocks of the grid with 64 slots and
-    # two stages share a multiprocessor.
+    # Buffers that are not needed at the same time share memory. So three blocks of the grid with 64
+    # slots and two stages fit on a multiprocessor.
     unions = [({"k": loaded, "v": loaded}, result)]
     scratch = {
         "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
@@ -262,7 +262,7 @@ def _launch(
         out_type=tuple(jax.ShapeDtypeStruct(*o) for o in outs.values()),
         kernel_name="decode_attention",
         scratch_types=(*scratch.values(), *(plgpu.RefUnion(*parts) for parts in unions)),
-        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -279,9 +279,9 @@ def _launch(
 
 
 def query_tiles(rows: int, d: int) -> tuple[int, int]:
-    """Tiles into which the query rows of a KV head are cut, and the rows of each.
+    """(number of tiles that the query rows of a KV head are cut into, rows of each tile).
 
-    Each tile reads the cache anew, and finds it in L2. Larger ones would spill registers.
+    Each tile reads the cache again, from L2. Larger tiles would spill registers.
     """
     tiles = -(-rows // (32 if d <= 128 else 16))
     return tiles, -(-rows // (8 * tiles)) * 8

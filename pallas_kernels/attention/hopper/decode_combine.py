@@ -1,4 +1,4 @@
-"""Combining the splits of decode attention by their maxima, in a cluster or a second launch."""
+"""Combines the splits of decode attention by their maxima, in a cluster or in a second launch."""
 
 import functools
 
@@ -15,7 +15,7 @@ _PIPELINE_BYTES = 128 * 1024
 
 
 def merge(os, ls, ms):
-    """Combine splits, os [D, R], by their maxima; one that saw nothing has l = 0 and any m."""
+    """Combine splits, with o [D, R] each, by their maxima. A split with l = 0 may have any m."""
     ms = [jnp.where(l > 0, m, LOWEST) for l, m in zip(ls, ms, strict=True)]
     m = functools.reduce(jnp.maximum, ms)
     weights = [jnp.exp2(part - m) for part in ms]
@@ -27,7 +27,7 @@ def merge(os, ls, ms):
 
 
 def write_result(o, l, m, out_s, lse_s):
-    """Write o/l, and the logsumexp where it has a place. o [D, R], l and m [R]."""
+    """Write o / l [D, R] to out_s, and the logsumexp [R] to lse_s unless that is None."""
     inverse = jnp.where(l > 0, 1.0 / l, 0.0)
     out = (o * lax.broadcast_in_dim(inverse, o.shape, [1])).astype(out_s.dtype)
     out_s.T[...] = plgpu.layout_cast(out, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -36,7 +36,10 @@ def write_result(o, l, m, out_s, lse_s):
 
 
 def combine(o, lm, rows, dtype, interpret):
-    """The splits in a kernel of their own. o [B,Hkv,splits,D,R], lm [B,Hkv,splits,2,R]."""
+    """Combine splits o [B,Hkv,splits,D,R] and lm [B,Hkv,splits,2,R] in a kernel of its own.
+
+    Returns o [B,Hkv,rows,D] in `dtype`, and lse [B,Hkv,R] fp32.
+    """
     b, kv_heads, splits, d, padded = o.shape
 
     def body(o_g, lm_g, out_g, lse_g, lm_s, out_s, lse_s, barrier):

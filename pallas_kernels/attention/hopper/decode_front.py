@@ -1,7 +1,7 @@
-"""What surrounds attention in a decode step: RoPE of q and k, append of k and v to the cache.
+"""The work around attention in a decode step: RoPE of q and k, append of k and v to the cache.
 
-q, k and v of a KV head are the rows of one tile. It is loaded twice, as it is and with the halves
-of D exchanged, so that the rotation is x cos + swapped(x) sin, element by element.
+q, k and v of a KV head are the rows of one tile. The tile is loaded twice, unchanged and with the
+halves of D exchanged, so that RoPE is the elementwise x cos + swapped(x) sin.
 """
 
 import jax.numpy as jnp
@@ -14,11 +14,11 @@ from fdjax.pallas_kernels.hopper.conditional import when
 
 
 def load_front(inputs, smem, row, head):
-    """Begin to load q, k and v of the new token, as they are and with their halves exchanged."""
+    """Begin to load q, k and v of the new token, unchanged and with the halves of D exchanged."""
     staged, d = smem["qkv"].shape
     half = d // 2
     for start in range(0, staged, 8):
-        # A tile that sticks out is filled up with zeros.
+        # TMA zero-fills a tile that reaches past the end.
         source = inputs["qkv"].at[row, head, pl.ds(row * 0 + start, 8)]
         to = pl.ds(start, 8)
         plgpu.copy_gmem_to_smem(source, smem["qkv"].at[to], smem["q_arrived"])
@@ -32,7 +32,7 @@ def load_front(inputs, smem, row, head):
 
 
 def rotate_rows(smem):
-    """RoPE of all staged rows: x cos + swapped(x) sin, with the sign of the first half in sin."""
+    """Rotate all staged rows: x cos + swapped(x) sin. The first half of sin is negated."""
     x, swapped = (_load_rows(smem[name]) for name in ("qkv", "swapped"))
     cos, sin = (
         lax.broadcast_in_dim(plgpu.load(smem["rotation"].at[i], layout=COLUMN), x.shape, [0])
@@ -50,7 +50,7 @@ def _load_rows(ref):
 
 
 def receive_token(smem, group):
-    """Keep the rotated k and v of the new token in "new"; returns q·k of all rows, [R]."""
+    """Store the rotated k, and v, of the new token in smem["new"]; returns q·k of all rows, [R]."""
     padded, d = smem["p"].shape[0], smem["q"].shape[1]
 
     def column(ref, index):
@@ -66,7 +66,7 @@ def receive_token(smem, group):
 
 
 def write_token(inputs, smem, row, head, slot):
-    """Begin to write the new k and v to their slot, if there is room."""
+    """Begin to write the new k and v to their slot, if the cache has it."""
 
     @when(slot < inputs["k"].shape[-2])
     def _():

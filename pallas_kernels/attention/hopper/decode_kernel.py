@@ -1,4 +1,4 @@
-"""The kernel of decode attention: a split of a row's cache for one KV head; see `decode_mosaic`."""
+"""The kernel of decode attention: one split of a row's cache for one KV head; see `decode`."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,9 +16,9 @@ from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, ROW, TILE
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 
-# In log2 units: a split is healthy with a denominator in this range about its m, and m is moved to
-# the maximum of the first block where that is further away.
+# A split is healthy if its denominator is within 2^±64.
 _SAFE_LOG2 = 64
+# m moves to the maximum of the first block if that is further away from φ than this, in log2.
 _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
 
@@ -30,12 +30,14 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
         rotation [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if
         any.
-      outputs: by name, o [B,Hkv·tiles,R,D], or parts of it and lm [B,Hkv·tiles,splits,2,R] for
-        `combine`; where asked for, lse [B,Hkv·tiles,R], and reruns [B,Hkv·tiles,splits] int32,
-        whether each block ran again.
+      outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
+        [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
+        and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
       smem: buffers and barriers by name.
-      tiles: into which the G·T query rows of a KV head are cut.
-      t, group, spec, config: see `decode_mosaic`.
+      t: query tokens per row.
+      group: G, query heads per KV head.
+      tiles: number of tiles that the G·T query rows of a KV head are cut into.
+      spec, config: see `decode_mosaic`.
     """
     q_s, k_s, v_s, p_s = (smem[name] for name in ("q", "k", "v", "p"))
     partial = [smem[name] for name in ("o", "l", "m")]
@@ -47,7 +49,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
     if "qkv" in inputs:
         load_front(inputs, smem, row, head)
     else:
-        # Rows past G·T are outside of q: TMA fills them with zeros, and drops them from the result.
+        # Rows past G·T are outside q: TMA loads zeros for them and does not store them.
         source = inputs["q"].at[row, tile, pl.ds(zero, padded)]
         plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
     caches = [inputs["k"], inputs["v"]]
@@ -62,20 +64,20 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             source, to = cache.at[pl.ds(start, size)], loaded.at[stage, pl.ds(0, size)]
             plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
 
-    # Without a window splits take blocks in turn. So the first one does not depend on the length of
-    # the row, and is on its way while that is read.
+    # Without a window, splits take blocks in turn. So a split's first block does not depend on the
+    # length of the row, and its load starts before the length is read.
     in_turn = spec.window is None
     if in_turn:
         load(split * bk, zero)
     n = inputs["lengths"][row]
-    # Slots that are read: a new token takes part by itself.
+    # Number of slots to read from the cache. A new token is added at the end.
     cached = n
     if "qkv" in inputs:
         n = n + 1
     end_block = lax.div(cached + (bk - 1), jnp.int32(bk))
     if in_turn:
         first, stride = split, splits
-        # One that is past the length has been asked for: nothing of it is seen.
+        # The first block was requested already. If it is past the length, no query sees it.
         count = jnp.maximum(lax.div(end_block - split + (splits - 1), jnp.int32(splits)), 1)
     else:
         start_block = lax.div(jnp.maximum(n - t + 1 - spec.window, 0), jnp.int32(bk))
@@ -83,13 +85,14 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         first, stride = jnp.minimum(start_block + split * chunk, end_block), 1
         count = jnp.minimum(chunk, end_block - first)
 
-    # The largest tile leaves no register to tell slots that are read twice.
+    # The largest tile has no registers left to mask slots that are read twice.
     ends_with_cache = bk * padded < 128 * 32
 
     def block_start(step):
-        """The last block ends where the cache does: it begins with slots of the block before.
+        """First slot of a step. The last block ends where the cached slots end, rounded up to 8.
 
-        A first one that was asked for before the length was known does not.
+        So it may begin with slots of the block before. A first block that was requested before the
+        length was known is not moved.
         """
         start = (first + step * stride) * bk
         if not ends_with_cache:
@@ -99,11 +102,11 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         return jnp.where(step == 0, start, moved) if in_turn else moved
 
     def query_rows():
-        """[block, R] which of the G·T query rows of the head a column is."""
+        """[block, R] the query row of the head, of G·T, that each column stands for."""
         return plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE) + first_query
 
     def per_row(values):
-        """values[head's g] at every query row, as a register array that broadcasts."""
+        """[block, R] the value of each query row's head, from `values` per query head."""
         rows = query_rows()
         spread = jnp.zeros_like(rows).astype(jnp.float32)
         for g in range(group):
@@ -113,7 +116,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         return spread
 
     def visible(step):
-        """[block, R] whether a slot is seen by a query row, and its distance to it."""
+        """[block, R] each: whether a query row sees a slot, and slot minus query position."""
         slots = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + block_start(step)
         query = n - 1
         if t > 1:
@@ -128,7 +131,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         return seen, distance
 
     def log2_scores(z):
-        """Products q·k as scores in units of log2, without position bias."""
+        """Turn products q·k into scores in units of log2, without position bias."""
         if spec.soft_cap is not None:
             return jnp.tanh(z * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)
         return z * (spec.scale * LOG2E)
@@ -143,7 +146,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
                 smem["score"][...] = log2_scores(receive_token(smem, group))
 
     def scores(step, keys):
-        """[block, R] scores in units of log2, and which of them count."""
+        """[block, R] each: scores in units of log2, and whether they are visible."""
 
         def product(acc):
             plgpu.wgmma(acc, keys, q_s.at[pl.ds(0, padded)].T)
@@ -157,7 +160,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         return z, seen
 
     def zero_dead_values(step, values):
-        """Slots past the length may hold NaN, which a probability of zero does not stop."""
+        """Zero the values of dead slots: they may be NaN, and 0 * NaN is NaN."""
         begin = block_start(step)
 
         @when(begin + bk > cached)
@@ -169,7 +172,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
                 part[...] = jnp.where(slots < cached, found, jnp.zeros_like(found))
 
     def down(values, size):
-        """values [R] as every row of [size, R]."""
+        """Broadcast values [R] to [size, R]."""
         return lax.broadcast_in_dim(values, (size, padded), [1])
 
     def put(p):
@@ -177,9 +180,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         plgpu.commit_smem()
 
     def pipeline(step, carry, first_pass):
-        """Runs step(i, keys [block, D], values, carry) over the blocks, loading ahead of it.
+        """Run step(i, keys [block, D], values, carry) over the blocks, and load ahead of it.
 
-        The first pass receives the queries while its first blocks are on their way.
+        The first pass receives the queries while its first blocks are in flight.
         """
         stages = config.stages
 
@@ -205,7 +208,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         """o [D, R], l [R], m [R] of this split, with a constant m after the first block."""
 
         def nearest(m, z, seen):
-            """φ, or the maximum of the first block where that is far from φ."""
+            """φ, or the maximum of the first block if that is far from φ."""
             top = jnp.where(seen, z, LOWEST).max(axis=0)
             far = jnp.where(jnp.abs(top - m) > _NEAR_LOG2, top, m)
             return plgpu.layout_cast(jnp.where(top > LOWEST, far, m), ROW)
@@ -238,7 +241,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         return o, l.sum(axis=0), m
 
     def attend_with_running_maximum():
-        """The same with the running maximum of the split."""
+        """The same as `attend_unified`, with the running maximum of the split."""
 
         def step(i, keys, values, carry):
             o, l, m = carry
@@ -278,7 +281,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             l >= 2.0**-_SAFE_LOG2, jnp.where(l <= 2.0**_SAFE_LOG2, 0.0, 1.0), 1.0
         )
         broken = jnp.where(jnp.abs(o) < _LARGEST, 0.0, 1.0).max(axis=0)
-        # A row that sees no slot of this split has l = 0, and is well.
+        # A row that sees no slot of this split has l = 0, which is healthy.
         broken = jnp.where(seen > 0, jnp.maximum(broken, out_of_range), 0.0)
         reruns = broken.max() > 0
         part = cond(reruns, attend_with_running_maximum, lambda: (o, l, m))
@@ -289,7 +292,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         outputs["reruns"][row, tile, split] = reruns.astype(jnp.int32)
 
     def with_token(*parts):
-        """Parts (o, l, m) as one, with the new token as one more of one slot at distance 0."""
+        """Merge parts (o, l, m) with the new token, which is a part of one slot."""
         if "qkv" in inputs:
             value = plgpu.load(smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
             value = lax.broadcast_in_dim(value, (d, padded), [0])
@@ -312,7 +315,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         if config.cluster:
             plgpu.barrier_arrive(smem["cluster"])
         if "qkv" in inputs:
-            # Not before the last block is loaded, which the slot may be in.
+            # The last block may contain the slot, so it must be loaded before.
             write_token(inputs, smem, row, head, cached)
         plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[row, tile, pl.ds(zero, padded)])
         if "lse" in outputs:
@@ -321,13 +324,13 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
 
     if config.cluster:
         when(split > 0)(lambda: save(part))
-        # One thread arrives for a warpgroup, so each arrival follows a commit, which waits for all.
+        # One thread arrives for a warpgroup. The commit before waits for all its threads.
         plgpu.commit_smem()
         plgpu.barrier_arrive(smem["cluster"])
         plgpu.barrier_wait(smem["cluster"])
         when(split == 0)(finish)
 
-        # A block outlives those that read its shared memory or arrive at its barrier.
+        # A block must not end before others have read its shared memory or arrived at its barrier.
         when(split > 0)(lambda: plgpu.barrier_arrive(smem["cluster"]))
         plgpu.barrier_wait(smem["cluster"])
     elif splits == 1:

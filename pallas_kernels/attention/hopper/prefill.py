@@ -1,31 +1,31 @@
-"""Prefill attention on Hopper: two-level tiling, warpgroups that take turns, a unified maximum.
+"""Prefill attention on Hopper: two-level tiling, alternating warpgroups, a unified maximum.
 
 FastAttention (Lin et al. 2024), section 4.1 and appendix B, and FlashDecoding++ (Hong et al. 2024),
-section 3. The first level of tiles is what TMA brings to shared memory: 128 query rows of a head,
-and block by block the slots of the cache that they see. The second is what one of two warpgroups
-takes through the tensor cores and the vector units, 64 query rows at a time. The warpgroups take
-turns at the tensor cores, so that the exponentials of one run under the products of the other: a
-turn queues P·V of a block and Q·K of the next, and is passed on when Q·K alone is left. A third
+section 3. Tiles of the first level are loaded to shared memory by TMA: 128 query rows of a head,
+and the slots of the cache that they see, block by block. Tiles of the second level are 64 query
+rows, which one of two warpgroups multiplies and exponentiates. The warpgroups alternate at the
+tensor cores, so that one computes its exponentials while the other multiplies. A turn queues P·V of
+a block and Q·K of the next; it passes to the other warpgroup when only Q·K is left. A third
 warpgroup only loads.
 
     p = 2^(s·log2(e) − φ),   l = Σ p,   o = Σ p·v / l
 
-with the constant φ of the head: no maximum and no rescaling in the loop. l sums the rounded P that
-enters P·V, so a row dominated by one key returns its value exactly; each lane sums what it holds,
-and lanes are added up once, at the end.
+φ is a constant of the head, so the loop needs no maximum and no rescaling. l sums the rounded P
+that enters P·V, so a row dominated by one key returns its value exactly. Each lane sums its own
+part; lanes are added up once, at the end.
 
-**Staying exact.** A tile is right where each of its rows has 2^-60 ≤ l ≤ 2^100 and a finite o:
-- bf16 has the exponents of fp32, so P loses nothing but its mantissa;
+**Exactness.** A tile is exact if each of its rows has 2^-60 ≤ l ≤ 2^100 and a finite o:
+- bf16 has the exponent range of fp32, so P loses only mantissa bits;
 - a term that fp32 flushed to zero (below 2^-126) is below 2^-66·l;
-- everything that overflowed shows in l or in o, which NaN fails as well.
-This is checked once per tile and not per score; a tile that fails runs again with a running
-maximum (online softmax), on the device, in the same launch. fp16 ends at 65504 and has no such
-range: there, and with `unified=False`, every tile runs that way at once.
+- every overflow shows in l or in o, and NaN fails both checks.
+The check runs once per tile, not per score. A tile that fails runs again with a running maximum
+(online softmax), on the device, in the same launch. fp16 ends at 65504 and has no such range: in
+fp16, and with `unified=False`, every tile uses the running maximum from the start.
 
-**Masks.** There is none in memory. Blocks of slots that no row of a tile sees are skipped, those
-that every row sees take a path without masking, and the others compare positions.
+**Masks.** No mask is stored in memory. Blocks of slots that no row of a tile sees are skipped.
+Blocks that every row sees take a path without masking. The others compare positions.
 
-It cannot avoid 4·D FLOPs for each (query, key) pair that is seen.
+It must spend 4·D FLOPs on each visible (query, key) pair.
 """
 
 import dataclasses
@@ -65,14 +65,14 @@ _BLOCKS = {64: (128, 4), 96: (128, 2), 128: (128, 2), 256: (64, 2)}  # slots, st
 
 @dataclasses.dataclass(frozen=True)
 class PrefillAttentionConfig:
-    """How the work is cut.
+    """Tile sizes and options.
 
     Attributes:
       block_kv: slots per step, a multiple of 64. Above 128 the registers do not hold two products
         in flight, and the compiler waits for each.
       stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
-      unified: False runs online softmax.
-      skip_masks: False takes every block of slots for one that needs spec.
+      unified: use the unified maximum; False uses a running maximum.
+      skip_masks: skip masking in blocks that every row sees; False masks every block.
     """
 
     block_kv: int = 128
@@ -88,7 +88,7 @@ class PrefillAttentionConfig:
 
 
 def default_config(d: int) -> PrefillAttentionConfig:
-    """What measured best on an H100 at D = 64 and 128 (benchmarks/LOG.md); otherwise what fits."""
+    """The fastest on an H100 at D = 64 and 128 (benchmarks/LOG.md); otherwise one that fits."""
     block_kv, stages = _BLOCKS[d]
     return PrefillAttentionConfig(block_kv=block_kv, stages=stages)
 
@@ -97,10 +97,10 @@ def default_config(d: int) -> PrefillAttentionConfig:
 def prefill_mosaic(
     q, k, v, lengths, offsets, *, spec, return_lse=True, config=None, interpret=None, **named
 ):
-    """Arguments of `prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
+    """`prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
 
     Jitted, so that the layers of a model share one lowering. `named` are `phi` [H], `layer`, and
-    `rows` [B] int32: with these, k and v have more rows than q, and they are its.
+    `rows` [B] int32, the row of k and v for each row of q.
     """
     b, t, h, d = q.shape
     config = config or default_config(d)
@@ -112,7 +112,7 @@ def prefill_mosaic(
     inputs = operands(q, k, v, lengths, offsets, spec=spec, **named)
     outputs = dict(o=jax.ShapeDtypeStruct(q.shape, q.dtype))
     if return_lse:
-        # A store of one row is not cut off at the end of the array.
+        # A one-dimensional store is not clipped at the end of the array, so lse is padded.
         outputs["lse"] = jax.ShapeDtypeStruct((b, h, tiles * _TILE), jnp.float32)
 
     swizzle = 128 if d % 64 == 0 else 64
@@ -128,7 +128,7 @@ def prefill_mosaic(
         q=smem(_CONSUMERS, _ROWS, d),
         k=smem(stages, bk, d),
         v=smem(stages, bk, d),
-        o=smem(_CONSUMERS, _ROWS, d if d <= 128 else 64),  # stored in parts
+        o=smem(_CONSUMERS, _ROWS, d if d <= 128 else 64),  # a larger D is stored in parts
         unsafe=plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32),
         again=plgpu.SMEM((_CONSUMERS,), jnp.int32),
         q_full=plgpu.Barrier(num_barriers=_CONSUMERS),
@@ -142,7 +142,7 @@ def prefill_mosaic(
     )
     if return_lse:
         scratch["lse"] = plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32)
-    if interpret is not None:  # which takes no operand of a product from registers
+    if interpret is not None:  # the interpreter takes no operand of a product from registers
         scratch["p"] = smem(_CONSUMERS, _ROWS, bk, swizzle=128)
 
     def body(*refs):
@@ -154,7 +154,7 @@ def prefill_mosaic(
             config=config,
         )
 
-    # Heads side by side: with the tiles of one head side by side it measured 0.54 times as fast.
+    # Heads are the fastest axis of the grid. With tiles as the fastest it ran at 0.54 of the speed.
     out = plgpu.kernel(
         body,
         out_type=tuple(outputs.values()),
@@ -164,7 +164,7 @@ def prefill_mosaic(
         grid_names=("head", "tile", "row"),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
-        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
@@ -189,7 +189,7 @@ def _prefill_kernel(
     _, kv_heads, slots, _ = caches[0].shape
     row, head, warpgroup = (lax.axis_index(axis) for axis in ("row", "head", "warpgroup"))
     kv_head = lax.div(head, inputs["q"].shape[2] // kv_heads)
-    # The longest tiles first.
+    # Tiles that see the most slots start first.
     first = (pl.cdiv(t, _TILE) - 1 - lax.axis_index("tile")) * _TILE
     length = jnp.minimum(inputs["lengths"][row], slots)
     offset = inputs["offsets"][row]
@@ -233,7 +233,7 @@ def _prefill_kernel(
 
 
 def _produce(k, v, length, blocks, scratch, config):
-    """Load k, v [S,D], block by block, and again where the consumers vote for it."""
+    """Load k, v [S,D] block by block, and a second time if the consumers vote for a rerun."""
     k_s, v_s, tail_full = (scratch[name] for name in ("k", "v", "tail_full"))
     k_full, v_full, k_empty, v_empty = (
         scratch[name] for name in ("k_full", "v_full", "k_empty", "v_empty")
@@ -279,7 +279,7 @@ def _produce(k, v, length, blocks, scratch, config):
 
 
 def _zero_dead(values, live):
-    """Slots past the length may hold NaN, which a probability of zero does not stop."""
+    """Zero the values of dead slots: they may be NaN, and 0 * NaN is NaN."""
     bk, d = values.shape
     width = 64 if d % 64 == 0 else 32
     for start in range(0, bk, 64):
@@ -291,7 +291,7 @@ def _zero_dead(values, live):
 
 
 def _widened(p):
-    """bf16 [64,N] in fp32, by an instruction for each element; `astype` takes two."""
+    """Convert bf16 [64,N] to fp32 with one instruction per element; `astype` needs two."""
 
     @plgpu.inline_mgpu(
         arg_types=(MATRIX,),
@@ -327,7 +327,7 @@ def _consume(
     phi,  # scalars or None
     slope,
     top,  # position of the first row
-    bottom,  # of the first that is padding
+    bottom,  # position of the first row of padding
     length,
     blocks,
     scratch,
@@ -335,7 +335,7 @@ def _consume(
     spec,
     config,
 ):
-    """64 query rows of one warpgroup."""
+    """Attention of one warpgroup's 64 query rows."""
     warpgroup = lax.axis_index("warpgroup")
     q_s, o_s, unsafe_s = (scratch[name].at[warpgroup] for name in ("q", "o", "unsafe"))
     lse_s, p_s = (scratch[n].at[warpgroup] if n in scratch else None for n in ("lse", "p"))
@@ -371,11 +371,11 @@ def _consume(
 
         def product(acc):
             plgpu.wgmma(acc, q_s, k_s.at[stage].T)
-            plgpu.wgmma_wait(1)  # for P·V of the block before
+            plgpu.wgmma_wait(1)  # waits for P·V of the block before
             pass_turn()
             when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
-            # Not where V is needed: the compiler would sink below the wait what should run beside
-            # the exponentials.
+            # The wait stands here, not where V is needed: there the compiler would move work below
+            # it that should run beside the exponentials.
             plgpu.barrier_wait(v_full.at[stage])
             return acc[...]
 
@@ -384,9 +384,9 @@ def _consume(
         return log2_scores(z, j, masked, shift)
 
     def add_values(acc, z, l, stage):
-        """Queues acc += P·V; returns l [64,8] + the sums of P over columns that are 8 apart."""
-        # Without the barrier the compiler converts every element twice over, one by one, in the
-        # unit that is busy with the exponentials.
+        """Queue acc += P·V; returns l [64,8] plus sums of P over columns that are 8 apart."""
+        # Without the barrier the compiler converts every element twice, one by one, in the unit
+        # that is busy with the exponentials.
         p = lax.optimization_barrier(jnp.exp2(z).astype(dtype))
         wide = _widened(p) if p_s is None and dtype == jnp.bfloat16 else p.astype(jnp.float32)
         l, p = lax.optimization_barrier((l + sum(wide[:, i : i + 8] for i in range(0, bk, 8)), p))
@@ -399,13 +399,13 @@ def _consume(
         return l
 
     def over_blocks(block, done, carry):
-        """Runs block(j, stage, carry, masked) over the blocks of slots."""
+        """Run block(j, stage, carry, masked) over the blocks of slots."""
 
         def step(j, carry, *, masked):
             return block(j, lax.rem(done + j - blocks.begin, config.stages), carry, masked)
 
         masked = functools.partial(step, masked=True)
-        when(warpgroup == 1)(take_turn)  # half a block behind the other
+        when(warpgroup == 1)(take_turn)  # runs half a block behind the other warpgroup
         if spec.window is not None:
             carry = lax.fori_loop(blocks.begin, blocks.bare_begin, masked, carry)
         bare = functools.partial(step, masked=False)
@@ -421,11 +421,11 @@ def _consume(
     nothing = full((_ROWS, 8), 0.0, MATRIX)
 
     def attend_unified(acc):
-        """o and l of all blocks, with φ for a maximum."""
+        """o and l of all blocks, with φ as the maximum."""
 
         def block(j, stage, l, masked):
             l = add_values(acc, scores(j, stage, masked, phi), l, stage)
-            if masked:  # which needs the registers
+            if masked:  # masking needs the registers
                 plgpu.wgmma_wait(0)
             return l
 
@@ -433,7 +433,7 @@ def _consume(
         return acc[...], l.sum(axis=1)
 
     def attend_with_running_maximum(done):
-        """o, l and the maximum m of each row of all blocks; `done` steps went before."""
+        """o, l and the maximum m of each row over all blocks, after `done` steps of a first run."""
 
         def block(j, stage, carry, masked):
             o, l, m = carry
@@ -452,7 +452,7 @@ def _consume(
         return over_blocks(block, done, start)
 
     def store(o, l, m):
-        """m in natural units."""
+        """Store o / l, and the logsumexp if asked for; m is in natural units."""
         seen = (position < bottom) & (l > 0.0)
         width = o_s.shape[-1]
         inverse = across(jnp.where(seen, 1.0 / l, 0.0), width)
@@ -488,7 +488,7 @@ def _consume(
 
         @when(_is_again(scratch))
         def _():
-            plgpu.wait_smem_to_gmem(0)  # the two stores of a tile must not pass each other
+            plgpu.wait_smem_to_gmem(0)  # the second store of a tile must come after the first
             run_with_running_maximum(blocks.steps)
 
     plgpu.wait_smem_to_gmem(0)

@@ -1,10 +1,10 @@
-"""What comes before attention in a prefill chunk: RoPE of q and k, and k and v into the cache.
+"""The work before attention in a prefill chunk: RoPE of q and k, and writing k and v to the cache.
 
-It cannot avoid reading q, k and v once and writing them once, 2·R·T·(H + 2·Hkv)·D elements. XLA
-takes a kernel for each of the three and twice that time.
+It must read q, k and v once and write them once, 2·R·T·(H + 2·Hkv)·D elements. XLA needs a kernel
+for each of the three and twice the time.
 
-A block takes 64 tokens of a KV head: its queries, its key and its value, each two tiles [64, D/2]
-that TMA brings to shared memory, that are turned there, and that TMA takes to where they belong.
+A block handles 64 tokens of a KV head: queries, key and value, each as two tiles [64, D/2]. TMA
+loads the tiles to shared memory, q and k are rotated there, and TMA stores them.
 """
 
 import functools
@@ -21,28 +21,27 @@ from fdjax.pallas_kernels.dispatch import Implementation, Shape
 from fdjax.pallas_kernels.hopper.conditional import when
 
 _TOKENS = 64
-_PARTS = 6  # heads of a block at most: more blocks of fewer hide more latency
+_PARTS = 6  # most heads of a block: more blocks with fewer heads hide more latency
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, interpret=None):
-    """RoPE of a chunk of tokens, and their keys and values to where they belong in the cache.
+    """Rotate a chunk of tokens and write their keys and values to the cache.
 
     Jitted, so that the layers of a model share one lowering.
 
     Args:
       qkv: [R, T, Hkv, G+2, D], T a multiple of 64, D of 64 or 128.
-      k, v: caches [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated where they
-        are.
+      k, v: caches [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in place.
       rows: [R] int32 rows of the cache.
-      offsets: [R] int32 the slot of the first token; offsets + T <= S.
-      live: [R] int32 tokens that are no padding. Of the others nothing reaches the cache but
-        for the slots up to the next multiple of 64 tokens, which hold nothing of meaning.
+      offsets: [R] int32 slot of the first token; offsets + T <= S.
+      live: [R] int32 number of tokens that are not padding. Padding may overwrite slots up to the
+        next multiple of 64 tokens, which hold no live token.
       cos, sin: [R, T, D/2] fp32.
       layer: index into stacked caches.
 
     Returns:
-      (q [R, T, H, D], of padding anything; k; v).
+      (q [R, T, H, D], undefined for padding; k; v).
     """
     r, t, kv_heads, parts, d = qkv.shape
     group = parts - 2
@@ -58,7 +57,7 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
         if layers:
             k, v = (cache.at[layers[0][0]] for cache in (k, v))
         row, block, index = (lax.axis_index(name) for name in ("row", "tokens", "head"))
-        # Static where there is one group, so that the conditions below are, too.
+        # `first` is static if there is one group, and so are the conditions below.
         head, first = index, 0
         if groups > 1:
             head, first = lax.div(index, groups), lax.rem(index, groups) * held
@@ -66,13 +65,13 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
         slots = pl.ds(offsets[row] + block * _TOKENS, _TOKENS)
 
         def each(do):
-            """do(tile, barrier, part) for the parts of this block."""
+            """Call do(tile, barrier, part) for the parts of this block."""
             for i in range(held):
                 args = tiles.at[i], arrived.at[i], first + i
                 when(first + i < parts)(functools.partial(do, *args))
 
         def halves(tile, head):
-            """Both halves of D, of a tile [2,64,D/2] and of a head's tokens [64,D] in memory."""
+            """Pairs of halves of D: of a tile [2,64,D/2] and of a head's tokens [64,D]."""
             return [(tile.at[i], head.at[:, pl.ds(i * half, half)]) for i in range(2)]
 
         def load(tile, barrier, part):
@@ -120,7 +119,7 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
         ),
         grid=(kv_heads * groups, t // _TOKENS, r),
         grid_names=("head", "tokens", "row"),
-        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
     )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin, *layers)

@@ -1,23 +1,23 @@
 """Flat GEMM on Hopper's tensor cores: epilogue(norm(x) @ w) for a few rows x, in one launch.
 
 FlashDecoding++ (Hong et al. 2024), section 4. With M = 1-128 rows the product is bound by its
-weight: K·N·itemsize bytes (twice that with a gate) are read once, x and y are M·(K + N)·itemsize
-and stay in L2. At 3 TB/s and about 0.8 us of latency 2.5 MB must be under way at all times, 20 kB
-for each of 132 SMs; the rest of the time over bytes/bandwidth is the ramp at both ends, about 2 us.
+weight: K·N·itemsize bytes (twice that with a gate) are read once. x and y take M·(K + N)·itemsize
+bytes and stay in L2. At 3 TB/s and about 0.8 us of latency, 2.5 MB must be in flight at all times,
+20 kB for each of 132 SMs. The ramps at both ends take about 2 us more than bytes / bandwidth.
 
 The operands are swapped, y^T = w^T x^T: the 64 rows that a wgmma instruction needs come from N, and
-M is padded to a multiple of 8 only. A block owns `block_n` columns and walks K; its weight tiles
-come through a ring of `stages` TMA copies. All blocks should run at once, each at its share of the
-bandwidth: behind a second wave most SMs would idle while the last ones stream
-(`FlatGemmConfig.for_shape`). Where N alone makes too few blocks, `split` blocks of a cluster share
-K, and the first adds the others' partial sums, in their order, from its own shared memory: no
-second launch, no atomics, the same bits in every run.
+M is padded only to a multiple of 8. A block owns `block_n` columns and walks along K; a ring of
+`stages` TMA copies loads its weight tiles. All blocks should run at once, each with its share of
+the bandwidth: in a second wave, most SMs would be idle while the last blocks stream
+(`FlatGemmConfig.for_shape`). If N gives too few blocks, `split` blocks of a cluster share K. The
+first adds the others' partial sums in a fixed order from its own shared memory: no second launch,
+no atomics, the same bits in every run.
 
 The norm is y = r · ((x · scale) @ w) with r = 1 / sqrt(mean(x²) + eps). Each block scales the tiles
-of x on their way to the tensor core and sums their squares beside; r multiplies the accumulator.
-x · scale is rounded where XLA rounds x · r · scale, so the errors are alike. More than 64 rows
-would be scaled for longer than they are multiplied, by every block: XLA normalises them first. The
-epilogue is fp32 and rounds once.
+of x before they are multiplied and sums their squares; r multiplies the accumulator. x · scale is
+rounded where XLA rounds x · r · scale, so the errors are alike. For more than 64 rows, scaling in
+every block would take longer than the product, so XLA normalises them first. The epilogue is fp32
+and rounds once.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from fdjax.pallas_kernels.hopper.tiles import (
 )
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 
-_SMEM_BYTES = 227 * 1024 - 256  # what a block may take, less its barriers
+_SMEM_BYTES = 227 * 1024 - 256  # shared memory of a block, less its barriers
 _MAX_GROUPS = 8
 _MAX_SCALED_ROWS = 64
 
@@ -52,11 +52,11 @@ class FlatGemmConfig:
     """Tiling of `matmul_flat_gemm`.
 
     Attributes:
-      block_n: columns of a block, a multiple of 64; with a gate, of each half.
+      block_n: columns of a block, a multiple of 64; with a gate, columns of each half.
       block_k: rows of a weight tile, a multiple of 64 up to 256.
-      stages: weight tiles in the ring; fewer where K or shared memory has no room for them.
-      split: blocks that share K, at most 8.
-      block_m: rows of a block at most, 64 or 128; no tile has more than M needs.
+      stages: most weight tiles in the ring; K or shared memory may allow fewer.
+      split: number of blocks that share K, at most 8.
+      block_m: most rows of a block, 64 or 128; a tile has no more than M needs.
     """
 
     block_n: int = 64
@@ -79,7 +79,7 @@ class FlatGemmConfig:
 
     @classmethod
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "FlatGemmConfig":
-        """A good tiling of an unmeasured shape: one wave of as many blocks as there are SMs."""
+        """A good tiling for an unmeasured shape: one wave, with at most one block per SM."""
         widest = 128 if gate or m > 32 else 256
         block_n = next((b for b in range(64, widest, 64) if -(-n // b) <= MULTIPROCESSORS), widest)
         columns = block_n * (2 if gate else 1)
@@ -104,13 +104,13 @@ def matmul_flat_gemm(
     dtype: Any,
     config: FlatGemmConfig | None = None,
 ) -> Array:
-    """`matmul` of x [M,K], as one Mosaic GPU kernel, after a norm of more than 64 rows.
+    """`matmul` of x [M,K] as one Mosaic GPU kernel. For more than 64 rows, XLA runs the norm first.
 
     Args:
       x: [M,K] bfloat16 or float16.
-      w: [K,N], or [K,2,N] with `gate`; with `layer` stacks of those.
+      w: [K,N], or [K,2,N] with `gate`; with `layer` stacks of these.
       layer, norm, bias, gate, residual: as for `matmul`; residual is [M,N].
-      dtype: of the result.
+      dtype: dtype of the result.
       config: default `FlatGemmConfig.for_shape`.
 
     Returns:
@@ -149,22 +149,22 @@ def matmul_flat_gemm(
 
 
 def _groups(m: int) -> int | None:
-    """Equal groups in which TMA takes rows: of fewer than 8, or all in one where 8 divides M.
+    """Number of equal groups of at most 8 rows, in which TMA copies them; 1 if 8 divides M.
 
-    None where a block has no room for them: the rows must be padded.
+    None if that takes more than `_MAX_GROUPS` groups: then the rows must be padded.
     """
     if m % 8 == 0:
         return 1
     return next((g for g in range(-(-m // 8), _MAX_GROUPS + 1) if m % g == 0), None)
 
 
-# A function of its own under jit, so that layers of the same shape share one lowering.
+# Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(jax.jit, static_argnames=("eps", "gate", "dtype", "config"))
 def _launch(operands, *, eps, gate, dtype, config):
-    """One kernel; `operands` are the arrays that are there, by name.
+    """Launch the kernel; `operands` are arrays by name, without those that are None.
 
-    x, residual and the result are [groups, rows, ...]; in shared memory groups take 8 rows each
-    where there are several.
+    x, residual and the result are [groups, rows, ...]. In shared memory, each of several groups
+    takes 8 rows.
     """
     groups, m, k = operands["x"].shape
     n = operands["w"].shape[-1]
@@ -191,11 +191,11 @@ def _launch(operands, *, eps, gate, dtype, config):
     stage = {"w": ((parts, block_k, block_n), in_dtype), "x": ((block_m, block_k), in_dtype)}
     if normed:
         stage["scale"] = ((block_k,), operands["scale"].dtype)
-    # The sum of squares crosses the warps of a block through 8 bytes for each row.
+    # The sum of squares over the warps of a block takes 8 bytes per row.
     room = _SMEM_BYTES - 8 * block_m - shared_bytes(buffers)
     stages = min(config.stages, steps, room // shared_bytes(stage))
     if stages < min(2, steps):
-        raise NotImplementedError(f"matmul: no room in shared memory for {config} at M = {m}")
+        raise NotImplementedError(f"matmul: {config} does not fit into shared memory at M = {m}")
     buffers |= {name: ((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
     scratch = {
         name: (plgpu.SMEM if name in ("scale", "bias") else matrix)(*buffer)
@@ -219,7 +219,7 @@ def _launch(operands, *, eps, gate, dtype, config):
         layer = (gmem["layer"][0],) if "layer" in gmem else ()
 
         def fetch(step, slot, names):
-            """Copy a tile of each operand into its ring; what lies beyond K, M or N is zero."""
+            """Copy a tile of each named operand into its ring; past K, M or N it is zero."""
             ks = pl.ds((rank * steps + step) * block_k, block_k)
             arrived = smem["arrived"].at[slot]
             if "w" in names:
@@ -233,8 +233,8 @@ def _launch(operands, *, eps, gate, dtype, config):
             if "scale" in names:
                 plgpu.copy_gmem_to_smem(gmem["scale"].at[ks], smem["scale"].at[slot], arrived)
 
-        # [block_m, block_k] → the squares of the tile, by 64 of K [64, block_m], added up.
         def scale_x(slot, scaled, squares):
+            """Scale a tile [block_m, block_k] of x; add its squares to `squares` [64, block_m]."""
             for start in range(0, block_k, 64):
                 ks = pl.ds(start, 64)
                 x = load(smem["x"].at[slot, :, ks].T)  # [64, block_m]
@@ -255,7 +255,7 @@ def _launch(operands, *, eps, gate, dtype, config):
                     squares = scale_x(slot, x, squares)
                 for part, accumulator in enumerate(accumulators):
                     plgpu.wgmma(accumulator, smem["w"].at[slot, part].T, x.T)
-                # Products of the previous step are done with their tiles, this step's go on.
+                # The previous step's products have finished reading their tiles. This step's run.
                 plgpu.wgmma_wait(parts)
                 refill = i - 1 + stages
 
@@ -347,13 +347,13 @@ def _launch(operands, *, eps, gate, dtype, config):
         grid_names=("n", "m"),
         cluster=(split,),
         cluster_names=("k",),
-        # All layouts are given here: to infer them would take longer than the rest of the lowering.
+        # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
 
 
-# (block_n, block_k, stages, split) for up to 64 rows; in sweeps over all, the fastest was always
-# one of these.
+# (block_n, block_k, stages, split) for up to 64 rows. In sweeps over all combinations, the fastest
+# was always one of these.
 CANDIDATES = tuple(
     FlatGemmConfig(*c)
     for c in (
@@ -376,7 +376,7 @@ TALL_CANDIDATES = tuple(
 
 
 def _candidates(shape: Shape) -> list[FlatGemmConfig]:
-    """Tilings with enough blocks to stream, but not more than can run at once."""
+    """Tilings with enough blocks to use the bandwidth, but no more than run at once."""
     tilings = CANDIDATES if shape["m"] <= 64 else TALL_CANDIDATES
     return [config for config in tilings if _runs_at_once(shape, config)]
 
@@ -399,7 +399,7 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """An H100 was measured at such sizes: the kernel is 0.93 to 2.7 times as fast as XLA's."""
+    """True for sizes where an H100 ran the kernel at 0.93 to 2.7 times the speed of XLA's."""
     usual = 512 <= shape["k"] <= 2**14 and 512 <= shape["n"] <= 2**15
     return capability is not None and shape["m"] <= 32 and usual
 

@@ -1,27 +1,25 @@
 """The linear layers between two attentions of a decode step, as one persistent kernel for Hopper.
 
 Output projection, gate and up, down, and Q, K and V of the next layer read 405 MB of weights in
-Llama 2 7B. As four launches each starts and ends with memory idle, for about 2 us. Here a block of
-the grid goes through all four products, and a barrier of all blocks stands between two of them.
-One warpgroup multiplies, one brings x, one brings weights: those of the next product do not depend
-on the barrier, so memory goes on while blocks wait for each other, as long as there is room.
+Llama 2 7B. As four launches, each would start and end with about 2 us of idle memory. Here every
+block of the grid runs all four products, with a barrier of all blocks between two of them. One
+warpgroup multiplies, one loads x, one loads weights. Loading the next weights does not depend on
+the barrier, so it continues while blocks wait for each other, as long as there is room.
 
-What it rests on, measured on an H100 (benchmarks/LOG.md, 2026-11-22):
+The design rests on these measurements on an H100 (benchmarks/LOG.md, 2026-11-22):
 
-* All columns of a product are under way at once, in rows of memory that are as wide as can be:
-  the tiles of `linear_layers`. Two blocks of a cluster share K where N makes too few of them.
-* Few tiles of 32 kB in flight for a block; with more, memory is read in worse order.
-* An answer of the memory system queues behind what is in flight. So a block asks for weights of
-  the next product, all but the first two at most, when it has told the others that its part of
-  this one is done, not before.
-* No product scales its input by a norm: the one before writes x · scale, and the sums of squares
-  of its columns beside, which become a factor of the accumulators.
+* All columns of a product are in flight at once, in rows of memory that are as wide as possible
+  (see the tiles in `linear_layers`). If N gives too few blocks, two blocks of a cluster share K.
+* Few tiles of 32 kB are in flight per block. With more, memory is read in a worse order.
+* A reply of the memory system queues behind what is in flight. So a block requests weights of the
+  next product, except the first few (`ahead`), only after its part of this product is done.
+* No product normalises its own input. The product before it writes x · scale and the sums of
+  squares of x, which later scale the accumulators.
 * The counters of finished tiles are zeroed once for all layers of a step.
 
-As the blocks wait for each other, all of them must run at once: 132, one to a multiprocessor. A
-plan asks the device whether it has as many. Two processes that share a GPU through MPS, which runs
-their kernels side by side, could wait for each other's blocks forever; name "xla" for
-`linear_chain` there.
+The blocks wait for each other, so all 132 must run at once, one on each multiprocessor. A plan asks
+the device whether it has as many. Two processes that share a GPU through MPS run their kernels side
+by side and could wait for each other's blocks forever. There, name "xla" for `linear_chain`.
 """
 
 import dataclasses
@@ -46,14 +44,14 @@ from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 
 @dataclasses.dataclass(frozen=True)
 class LinearChainConfig:
-    """How many tiles of weights, of 32 kB each, are on their way to a block.
+    """How many tiles of weights, of 32 kB each, a block has in flight.
 
-    The default is enough for all but the last percent; tables know better (benchmarks/LOG.md).
+    The default is within about a percent of the best; tables hold the best (benchmarks/LOG.md).
 
     Attributes:
-      shared: in products where two blocks share K, so that nearly all blocks have a part.
-      alone: in the others, where 96 or fewer do.
-      ahead: of the next product, while the block still works on its part of one.
+      shared: tiles in products where two blocks share K, so that nearly all blocks have work.
+      alone: tiles in other products, where 96 or fewer blocks have work.
+      ahead: tiles of the next product that a block requests while it still works on this one.
     """
 
     shared: int = 2
@@ -62,20 +60,22 @@ class LinearChainConfig:
 
     def __post_init__(self):
         if self.shared < 1 or self.alone < 1 or self.ahead < 0:
-            raise ValueError(f"linear_chain: must have tiles in flight, got {self}")
+            raise ValueError(
+                f"linear_chain: must have shared and alone >= 1 and ahead >= 0, got {self}"
+            )
 
 
 def chain_counters(chains: int) -> Any:
-    """A reference to zeros [chains, ...] int32: a row for each chain of a step, to be used once."""
+    """A reference to zeros [chains, ...] int32: one row per chain of a step, to be used once."""
     return new_counters(chains)
 
 
 def chain_mosaic(
     o, x, counters, index, *, out, mlp_norm, gate_up, down, next_norm, following, gate, config=None
 ):
-    """`linear_chain` of o [M,H·D] and x [M,E], of sizes that `CHAIN_HOPPER` fits."""
+    """`linear_chain` of o [M,H·D] and x [M,E], for sizes that `CHAIN_HOPPER` supports."""
     m = len(x)
-    if m > 8 and m % 8:  # TMA fills up a single tile of rows, not the last of several.
+    if m > 8 and m % 8:  # TMA zero-fills a single tile of rows, but not the last of several.
         o, x = (jnp.pad(a, ((0, -m % 8), (0, 0))) for a in (o, x))
     layer = {
         "out": out,
@@ -97,7 +97,7 @@ def chain_mosaic(
     return x[:m], y[:m]
 
 
-# A function of its own under jit, so that layers share one lowering.
+# Jitted separately, so that layers share one lowering.
 @functools.partial(jax.jit, static_argnames=("gate", "eps", "config"))
 def _launch(operands, *, gate, eps, config):
     m, width = operands["x"].shape
@@ -145,7 +145,7 @@ def _run(o, x, counters, index, *, plan, **keywords):
     return chain_mosaic(o, x, counters, index, **keywords)
 
 
-# The least in flight, what measured best on an H100, and on an H200, whose memory is faster.
+# The default, the fastest on an H100, and the fastest on an H200, whose memory is faster.
 CHAIN_CANDIDATES = (
     LinearChainConfig(),
     LinearChainConfig(ahead=2),
@@ -159,7 +159,7 @@ def _candidates(shape: Shape) -> tuple[LinearChainConfig, ...]:
 
 CHAIN_HOPPER = Implementation(
     *("linear_chain", "mosaic_gpu", _run),
-    # Of a block of a decoder; its norms come as operands, with their offsets.
+    # Features of a decoder block. Its norms are operands, with their offsets already added.
     can=frozenset({"qk_norm", "norm_offset"}),
     fits=_fits,
     heuristic=never,

@@ -1,10 +1,10 @@
-"""Persistent kernels for Hopper: stages that all blocks of the grid go through one after the other.
+"""Persistent kernels for Hopper: all blocks of the grid run the same stages, one after the other.
 
-===============  =====================================================
-`stage`          what each warpgroup of a block does for a stage
+===============  ======================================================
+`stage`          interface of a stage: one method for each warpgroup
 `product`        a linear layer as a stage
-`linear_layers`  those of a decoder's layer, and what they need
+`linear_layers`  the linear layers of a decoder layer, and their memory
 `block`          a block's place in the grid, memory and signals
-`launch`         the kernel, made of stages repeated for every layer
-===============  =====================================================
+`launch`         the kernel: stages repeated for every layer
+===============  ======================================================
 """

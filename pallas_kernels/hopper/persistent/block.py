@@ -1,4 +1,4 @@
-"""A block of the grid: its place, its shared memory, and what it tells the others."""
+"""A block of the grid: its place, its shared memory, and its signals to the other blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -18,12 +18,12 @@ Pair = tuple[Array, Array]
 
 
 class Work:
-    """What a block needs to know of a stage.
+    """What a block needs to know about a stage.
 
     Attributes:
-      tiles: parts of the work, which blocks take in turn.
-      split: blocks of a cluster that share a tile.
-      copies: asynchronous copies that fill one tile of the ring.
+      tiles: number of tiles that the stage's work is cut into; blocks take them in turn.
+      split: number of blocks of a cluster that share a tile.
+      copies: number of asynchronous copies that fill one tile of the ring.
     """
 
     tiles: int
@@ -35,8 +35,8 @@ class Share(NamedTuple):
     """A block's part of a stage.
 
     Attributes:
-      first, stride, count: its tiles.
-      rank: which part of each tile, where blocks share them.
+      first, stride, count: its tiles, `count` of them from `first` in steps of `stride`.
+      rank: its part of each tile, if blocks share tiles.
     """
 
     first: Array
@@ -46,18 +46,20 @@ class Share(NamedTuple):
 
 
 class Block:
-    """What stages know of the block that they run in.
+    """The block that a stage runs in.
 
     Attributes:
       gmem, smem: references to global and shared memory, by name.
-      stages: of a layer.
-      layers: how many.
-      config: how many tiles are on their way: `ahead` of the next stage, the others as stages say.
-      cluster, rank: of the block.
-      zero: no constant, so that slices from it on may reach past an end, where TMA fills up.
-      padded: rows of x, filled up to a multiple of 8.
-      rows: all of them.
-      dtype: of x and weights.
+      stages: the stages of one layer.
+      layers: number of layers.
+      config: the op's limits on tiles in flight. `ahead` limits those of the next stage; each stage
+        picks the limit for its own.
+      cluster, rank: index of the block's cluster, and of the block in it.
+      zero: a traced 0. A slice that starts here may reach past the end of an array, where TMA
+        fills in zeros.
+      padded: rows of x, rounded up to a multiple of 8.
+      rows: the slice of all these rows.
+      dtype: dtype of x and of the weights.
     """
 
     def __init__(
@@ -87,7 +89,7 @@ class Block:
             first, stride, rank = self.cluster * 2 + self.rank, MULTIPROCESSORS, self.zero
         return Share(first, stride, lax.div(stage.tiles - first + stride - 1, stride), rank)
 
-    # Layers. One alone is unrolled, and its number is known.
+    # Layers. A single layer is unrolled, so that its index is static.
 
     def for_layers(self, body: Callable[[Layer, Any], Any], carry: Any) -> Any:
         """`lax.fori_loop` over all layers."""
@@ -100,22 +102,26 @@ class Block:
         return 0 if self.layers == 1 else jnp.minimum(layer + 1, self.layers - 1)
 
     def is_followed(self, stage: Work) -> bool:
-        """Whether any stage comes after this one, in some layer at least."""
+        """Whether a stage follows this one in any layer."""
         return self.layers > 1 or stage is not self.stages[-1]
 
     # The ring of weights.
 
     def w_slot(self, at: Array) -> Array:
-        """Where the at-th tile since the start is in the ring."""
+        """Ring slot of tile number `at`, counted since the kernel began."""
         return lax.rem(at, self._slots)
 
     def bring_tile(self, tiles: Pair, in_flight: int, sources: Callable[[], Sequence[Any]]) -> Pair:
-        """One more tile for the ring, once there is room, and less than `in_flight` on their way.
+        """Request one more tile, once the ring has room and fewer than `in_flight` are in flight.
 
         Args:
-          tiles: that were asked for, and that have been waited for.
-          sources: gives references to global memory, of equal size, that make up the tile; called
-            when there is room.
+          tiles: (tiles requested, tiles waited for) since the kernel began.
+          in_flight: limit of requested tiles that have not arrived.
+          sources: returns references to global memory, of equal size, that make up the tile. It is
+            called when there is room.
+
+        Returns:
+          The updated `tiles`.
         """
         loaded, seen = tiles
         slot = self.w_slot(loaded)
@@ -145,11 +151,11 @@ class Block:
     # The ring of x.
 
     def x_slot(self, at: Array) -> Array:
-        """Where the at-th brick since the start is in the ring."""
+        """Ring slot of brick number `at`, counted since the kernel began."""
         return lax.rem(at, X_SLOTS)
 
     def bring_brick(self, loaded: Array, source: Any) -> Array:
-        """One more brick of x, or the first rows of one; `loaded` counts them."""
+        """Request one more brick of x, or its first rows; returns `loaded`, the count, plus one."""
         slot = self.x_slot(loaded)
 
         @when(loaded >= X_SLOTS)
@@ -162,7 +168,7 @@ class Block:
         plgpu.copy_gmem_to_smem(source, target, self.smem["x_arrived"].at[slot])
         return loaded + 1
 
-    # Within the block: when weights of the next stage may be asked for.
+    # Within the block: when weights of the next stage may be requested.
 
     def finish_tile(self, stage: Work, i: Array) -> None:
         """Call `mark_done` after this block's last tile of a stage, unless it is the last stage."""
@@ -174,7 +180,7 @@ class Block:
         plgpu.barrier_arrive(self.smem["done"])
 
     def worked_before(self, layer: Layer, at: int) -> Array | None:
-        """Whether this block works on the stage before the at-th; None if no stage comes before."""
+        """Whether this block works on the stage before stage `at`; None if none comes before."""
         if at == 0 and self.layers == 1:
             return None
         worked = self.share(self.stages[at - 1]).count > 0
@@ -192,7 +198,7 @@ class Block:
         counters.signal(self._counter(layer))
 
     def await_stages(self, layer: Layer, at: int) -> None:
-        """Wait until all blocks have finished what is before the at-th stage."""
+        """Wait until all blocks have finished the stages before stage `at` of this layer."""
         if at:
             counters.wait(self._counter(layer), sum(stage.tiles for stage in self.stages[:at]))
         else:
@@ -204,12 +210,12 @@ class Block:
 
 
 def bricks(start: Array | int, count: int) -> Any:
-    """A slice of rows or columns."""
+    """The slice of `count` bricks of rows or columns, from brick `start` on."""
     return pl.ds(start * BRICK, count * BRICK)
 
 
 def brick_of(ref: Any, rows: Any, at: Array) -> Any:
-    """The at-th brick of columns of [M,N], which may have its columns in parts: [M,_,_,D]."""
+    """Brick `at` of the columns of [M,N], whose columns may be split into axes: [M,_,_,D]."""
     if len(ref.shape) == 2:
         return ref.at[rows, bricks(at, 1)]
     _, _, parts, d = ref.shape

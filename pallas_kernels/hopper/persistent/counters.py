@@ -1,4 +1,4 @@
-"""Counters of finished tiles in global memory, by which all blocks wait for each other."""
+"""Counters of finished tiles in global memory. All blocks wait for each other through them."""
 
 from typing import Any
 
@@ -7,16 +7,16 @@ import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-_STRIDE = 32  # int32, so that no two layers share a line
+_STRIDE = 32  # int32 values, so that no two layers share a cache line
 
 
 def new_counters(layers: int) -> Any:
-    """A reference to zeros [layers, ...] int32: a row for each layer of a step, to be used once."""
+    """A reference to zeros [layers, ...] int32: one row per layer of a step, to be used once."""
     return jax.new_ref(jnp.zeros((layers, _STRIDE), jnp.int32))
 
 
 def signal(counter: Any) -> None:
-    """Count a tile as finished, once all threads of the warpgroup are here."""
+    """Count a tile as finished, once all threads of the warpgroup have arrived."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_, counter):
@@ -27,12 +27,13 @@ def signal(counter: Any) -> None:
 
 
 def wait(counter: Any, tiles: int) -> None:
-    """Wait until so many tiles are finished, in all blocks."""
+    """Wait until all blocks together have finished this number of tiles."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_, counter):
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(counter))
         semaphore.wait(tiles, decrement=False, memory_scope="gpu")
-        mgpu.inline_ptx("fence.proxy.async;", has_side_effects=True)  # TMA reads what they wrote
+        # TMA reads what the other blocks wrote.
+        mgpu.inline_ptx("fence.proxy.async;", has_side_effects=True)
 
     run(counter)

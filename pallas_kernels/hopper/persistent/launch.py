@@ -1,8 +1,7 @@
-"""A persistent kernel: stages, repeated for every layer, with a warpgroup for each of three tasks.
+"""A persistent kernel: stages repeated for every layer, run by three warpgroups of each block.
 
-One warpgroup computes, one brings what was computed in other blocks, and one brings what does not
-depend on that, weights for the most part: memory goes on while blocks wait for each other, as long
-as there is room.
+One warpgroup computes. One loads what other blocks have computed. One loads the rest, mostly
+weights: these loads continue while blocks wait for each other, as long as shared memory has room.
 """
 
 import functools
@@ -37,16 +36,16 @@ def launch(
     """Run a kernel of 132 blocks, which must all run at once.
 
     Args:
-      name: of the kernel.
-      operands: arrays and references by name. Of them, x [M,E] is the residual stream, and counters
-        are those of `new_counters`: a row for each layer, or the one that index [1] says.
+      name: name of the kernel.
+      operands: arrays and references by name. "x" [M,E] is the residual stream. "counters" come
+        from `new_counters`, one row per layer; with "index" [1], its value is the row to use.
       results: (shape, dtype) by name.
-      stages: of a layer.
-      layers: how many.
+      stages: the stages of one layer.
+      layers: number of layers.
       memory: shared memory of the stages.
-      config: of the op, with tiles on their way.
-      registers: of a thread that computes, brings x, brings weights.
-      approx_math: of the compiler.
+      config: configuration of the op, with its limits on tiles in flight.
+      registers: registers per thread of the warpgroups that compute, load x and load weights.
+      approx_math: whether the compiler may use approximate math.
 
     Returns:
       The results by name.
@@ -92,7 +91,7 @@ def _compute(block: Block) -> None:
             used = stage.compute(block, layer, used)
         return used
 
-    # Tiles of the ring, bricks of x.
+    # Counts tiles of the ring and bricks of x.
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
 
 
@@ -114,5 +113,5 @@ def _bring_weights(block: Block) -> None:
             block.await_done(worked, count <= block.config.ahead)
         return tiles
 
-    # Tiles that were asked for, and how many of them have been waited for.
+    # Counts tiles that were requested, and tiles that were waited for.
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))

@@ -1,4 +1,4 @@
-"""The linear layers of a decoder's layer as stages of a persistent kernel."""
+"""The linear layers of a decoder layer as stages of a persistent kernel."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,8 +13,8 @@ from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 
 
 def projection(weight: str, *, width: int, n: int, eps: float) -> Product:
-    """Q, K and V of the residual stream [M, width]; n are the columns of the weight."""
-    # Wide tiles where they make enough blocks.
+    """Projection of the residual stream [M, width] to Q, K and V, n columns in all."""
+    # Wide tiles where they still occupy enough blocks.
     n //= BRICK
     wide = 2 if n >= CLUSTERS * 2 else 1
     deep, norm = TILE_BRICKS // wide, InputNorm("next_squares", eps)
@@ -24,7 +24,7 @@ def projection(weight: str, *, width: int, n: int, eps: float) -> Product:
 def after_attention(
     *, width: int, heads: int, hidden: int, gate: str, eps: float
 ) -> tuple[Product, Product, Product]:
-    """Output projection of o [M, heads], gate and up, and down to the residual stream."""
+    """The output projection of o [M, heads], gate and up, and down, which ends in [M, width]."""
     width, heads, hidden = (size // BRICK for size in (width, heads, hidden))
     mlp = Scaled("mlp_x", "mlp_scale", "mlp_squares")
     following = Scaled("next_x", "next_scale", "next_squares", next_layer=True)
@@ -37,7 +37,7 @@ def after_attention(
 
 
 def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: Any) -> Memory:
-    """Shared memory of these stages, for a residual stream [rows, width]."""
+    """Shared memory of these stages for a residual stream [rows, width]."""
     rounds = -(-(width // BRICK) // CLUSTERS)
     square_tiles = -(-width // BRICK**2)
     wide = max(stage.wide for stage in stages)
@@ -62,10 +62,10 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
 
 
 def products_fit(shape: Shape, sizes: tuple[int, ...]) -> str | None:
-    """A part of `Implementation.fits`: what products take, of a residual stream [m, width].
+    """Check for `Implementation.fits`: whether products can run these sizes.
 
     Args:
-      shape: of the op.
+      shape: shape of the op, with the residual stream [m, width].
       sizes: K and N of all products.
     """
     if problem := needs_half(shape):
@@ -74,7 +74,7 @@ def products_fit(shape: Shape, sizes: tuple[int, ...]) -> str | None:
         return f"takes 1..{MAX_ROWS} rows, got {shape['m']}"
     if any(size % BRICK for size in sizes):
         return f"needs sizes that are multiples of {BRICK}, got {sizes}"
-    # TMA fills up a single tile of 8 sums of squares, not the last of several.
+    # TMA zero-fills a single tile of 8 sums of squares, but not the last of several tiles.
     if (width := shape["width"]) // BRICK > 8 and width % (8 * BRICK):
         return f"needs a width of up to {8 * BRICK} or a multiple of it, got {width}"
     return None
@@ -83,12 +83,12 @@ def products_fit(shape: Shape, sizes: tuple[int, ...]) -> str | None:
 def room_for(
     stages: Sequence[Stage], *, rows: int, width: int, others: Memory = NO_MEMORY
 ) -> str | None:
-    """A part of `Implementation.fits`: whether shared memory has room for stages in half precision.
+    """Check for `Implementation.fits`: whether shared memory holds stages in half precision.
 
     Args:
-      stages: of a layer.
-      rows, width: of the residual stream.
-      others: what stages that are no products take.
+      stages: the stages of one layer.
+      rows, width: shape of the residual stream.
+      others: shared memory of the stages that are not products.
     """
     dtype = jnp.dtype(jnp.bfloat16)
     padded = -(-rows // 8) * 8

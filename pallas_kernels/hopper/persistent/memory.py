@@ -1,4 +1,4 @@
-"""Shared memory of a block."""
+"""The shared memory of a block."""
 
 import dataclasses
 from typing import Any
@@ -11,12 +11,12 @@ from fdjax.pallas_kernels.hopper.tiles import matrix, shared_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What stages need beside the rings, by name.
+    """What stages need beside the two rings, by name.
 
     Attributes:
-      matrices: (shape, dtype) of what is copied or multiplied in tiles.
-      vectors: (shape, dtype) of what is not.
-      barriers: arrivals that each waits for.
+      matrices: (shape, dtype) of tiled buffers.
+      vectors: (shape, dtype) of buffers without tiles.
+      barriers: number of arrivals that completes each barrier.
     """
 
     matrices: dict[str, tuple[tuple[int, ...], Any]]
@@ -35,14 +35,16 @@ NO_MEMORY = Memory({}, {}, {})
 
 
 def with_rings(memory: Memory, rows: int, dtype: Any, copies: int) -> dict[str, Any] | None:
-    """Scratch of a kernel: memory, a ring of bricks of x, and one of tiles that takes what is left.
+    """Scratch of a kernel: `memory`, a ring of bricks of x, and a ring of tiles in the rest.
 
     Args:
-      rows: of x, a multiple of 8.
-      copies: that arrive for each tile.
+      memory: what the stages need.
+      rows: rows of x, a multiple of 8.
+      dtype: dtype of x and of the weights.
+      copies: number of copies that fill one tile.
 
     Returns:
-      None where there is no room for two tiles.
+      Scratch by name, or None if the rest has no room for two tiles.
     """
     matrices = memory.matrices | {"x": ((X_SLOTS, rows, BRICK), dtype)}
     slot_bytes = TILE_BRICKS * BRICK * BRICK * dtype.itemsize

@@ -1,8 +1,8 @@
-"""A linear layer as a stage of a persistent kernel, with what comes before and after it fused.
+"""A linear layer as a stage of a persistent kernel, fused with its neighbours.
 
-No product scales its input by a norm: the one before writes x · scale, and the sums of squares of
-its columns beside, which become a factor of the accumulators. The residual stream stays in shared
-memory, as a block has the same columns of it in every product that adds to it.
+No product normalises its own input. The product before it writes x · scale and the sums of squares
+of x, which later scale the accumulators. The residual stream stays in shared memory: a block owns
+the same columns of it in every product that adds to it.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ class InputNorm:
     """RMS norm of the input of a product.
 
     Attributes:
-      squares: sums of squares of each brick of columns of x before its scale, by name.
-      eps: of the norm.
+      squares: name of the sums of squares, one for each brick of columns of x before scaling.
+      eps: added to the mean square.
     """
 
     squares: str
@@ -35,12 +35,12 @@ class InputNorm:
 
 @dataclasses.dataclass(frozen=True)
 class Scaled:
-    """x · scale, for a product whose input is normalised.
+    """Writes x · scale for a later product whose input is normalised.
 
     Attributes:
-      x, squares: results, by name.
-      scale: [L, E], by name.
-      next_layer: whether the scale is of the layer after this one.
+      x, squares: names of the results: x · scale, and the sums of squares of x.
+      scale: name of the scales [L, E].
+      next_layer: whether to use the scale of the next layer.
     """
 
     x: str
@@ -54,16 +54,17 @@ class Product(Stage):
     """x · weight.
 
     Attributes:
-      weight, x: operands [L, K, N], with a gate [L, K, 2, N], and [M, K], by name.
-      k, n: of the weight, in bricks; of each half, with a gate.
-      wide, deep: bricks of a tile.
-      split: blocks of a cluster that share K.
-      gate: activation.
-      norm: of x.
-      residual: the residual stream before the first layer, by name, if this is what adds to it
-        first.
-      y: result, by name; where it is the residual stream, of the last layer only.
-      scaled: what the residual stream becomes, once the product is added to it.
+      weight: name of the weights [L, K, N], or [L, K, 2, N] with a gate.
+      x: name of the input [M, K].
+      k, n: K and N in bricks.
+      wide, deep: columns and rows of a tile of the weight, in bricks.
+      split: number of blocks of a cluster that share K.
+      gate: name of the activation, or None.
+      norm: RMS norm of x, or None.
+      residual: name of the residual stream before the first layer, if this product is the first
+        that adds to it.
+      y: name of the result, or None. With `scaled`, it is the residual stream after the last layer.
+      scaled: add the product to the residual stream, and write this for the next norm.
     """
 
     weight: str
@@ -81,28 +82,28 @@ class Product(Stage):
 
     @property
     def parts(self) -> int:
-        """Gate and up, or the weight itself."""
+        """2 for gate and up, 1 without a gate."""
         return 2 if self.gate else 1
 
     @property
     def copies(self) -> int:
-        """Pieces of a tile of the weight, with accumulators of their own."""
+        """Pieces of a tile of the weight, each with its own accumulator."""
         return self.parts * self.wide
 
     @property
     def tiles(self) -> int:
-        """Tiles of columns."""
+        """Number of tiles of columns."""
         return -(-self.n // self.wide)
 
     @property
     def steps(self) -> int:
-        """Tiles of a block along its share of K."""
+        """Number of tiles along a block's share of K."""
         return -(-self.k // (self.deep * self.split))
 
     def bring_weights(
         self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
-        """This block's tiles of the weight."""
+        """Load this block's tiles of the weight."""
         config, share = block.config, block.share(self)
         weight = block.gmem[self.weight]
 
@@ -124,7 +125,7 @@ class Product(Stage):
         return count, lax.fori_loop(0, count, bring, tiles)
 
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
-        """This block's share of x, again for each tile of columns, and what else it multiplies."""
+        """Load this block's share of x for each tile of columns, and residual and squares once."""
         share = block.share(self)
         each = self.steps * self.deep
 
@@ -132,14 +133,14 @@ class Product(Stage):
             at = share.rank * each + lax.rem(i, each)
             return block.bring_brick(loaded, brick_of(block.gmem[self.x], block.rows, at))
 
-        # What is needed last comes after the first of x.
+        # Residual and squares are needed later than the first bricks of x.
         ahead = jnp.minimum(share.count * each, X_SLOTS)
         loaded = lax.fori_loop(0, ahead, bring, loaded)
         when(share.count > 0)(functools.partial(self._bring_rest, block, layer))
         return lax.fori_loop(ahead, share.count * each, bring, loaded)
 
     def _bring_rest(self, block: Block, layer: Layer) -> None:
-        """The residual stream, sums of squares."""
+        """Load the residual stream and the sums of squares."""
         gmem, smem = block.gmem, block.smem
         if self.residual:
 
@@ -158,16 +159,16 @@ class Product(Stage):
                 plgpu.copy_gmem_to_smem(source, smem["squares"].at[i], smem[f"{name}_arrived"])
 
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """This block's tiles of columns."""
+        """Compute this block's tiles of columns."""
         run = functools.partial(self._compute_tile, block, layer)
         return lax.fori_loop(0, block.share(self).count, run, used)
 
     def _compute_tile(self, block: Block, layer: Layer, i: Array, used: Pair) -> Pair:
-        """The block's i-th tile of columns."""
+        """Compute tile number i of this block."""
         smem, share = block.smem, block.share(self)
         tile = share.first + i * share.stride
         scale = None
-        if self.scaled:  # early, as it comes from memory
+        if self.scaled:  # loaded early: it comes from global memory
             scale_layer = block.following(layer) if self.scaled.next_layer else layer
             source = block.gmem[self.scaled.scale].at[scale_layer, bricks(tile, 1)]
             scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
@@ -197,7 +198,7 @@ class Product(Stage):
         return w_used + self.steps, x_used + self.steps * self.deep
 
     def _multiply(self, block: Block, i: Array, used: Pair) -> list[Array]:
-        """This block's share of the sums of a tile, [64, padded] for each of its copies."""
+        """This block's share of a tile's sums: [64, padded] for each of the `copies`."""
         smem = block.smem
         w_used, x_used = used
         middle = self.steps // 2
@@ -222,7 +223,7 @@ class Product(Stage):
                     for c, accumulator in enumerate(accumulators):
                         w = smem["w"].at[slot, bricks(c * self.deep + k, 1)]
                         plgpu.wgmma(accumulator, w.T, smem["x"].at[x_slot].T)
-                # Products of the previous step are done with their tiles.
+                # The products of the previous step have finished reading their tiles.
                 plgpu.wgmma_wait(self.deep * self.copies)
                 when(step > 0)(lambda: release(step - 1))
 
@@ -235,7 +236,7 @@ class Product(Stage):
         return pl.run_scoped(accumulate, *[accumulator] * self.copies)
 
     def _prepare(self, block: Block) -> None:
-        """Sums of squares to what the norm multiplies by, while weights are on their way."""
+        """Turn sums of squares into the norm's factors, while weights are in flight."""
         smem = block.smem
         plgpu.barrier_wait(smem[f"{self.norm.squares}_arrived"])
         squares = [load(smem["squares"].at[at]) for at in range(smem["squares"].shape[0])]
@@ -244,7 +245,7 @@ class Product(Stage):
         plgpu.commit_smem()
 
     def _finish(self, block, layer, i, tile, products, scale) -> None:
-        """Sums to results."""
+        """Turn a tile's sums into results and store them."""
         smem = block.smem
         total = list(products)
         if self.split > 1:
@@ -266,7 +267,7 @@ class Product(Stage):
         block.finish_tile(self, i)
 
     def _store(self, block, tile, values) -> None:
-        """Begin to store results that are no part of the residual stream."""
+        """Begin to store results that do not belong to the residual stream."""
         smem, y = block.smem, block.gmem[self.y]
         targets = [brick_of(y, block.rows, tile * self.wide + c) for c in range(self.wide)]
         for c, value in enumerate(values):
@@ -276,12 +277,12 @@ class Product(Stage):
             plgpu.copy_smem_to_gmem(smem["y"].at[c], target)
 
     def _store_residual(self, block, layer, i, tile, value, scale) -> None:
-        """Add to the residual stream, and begin to store what comes of it."""
+        """Add to the residual stream, and begin to store x · scale and the squares."""
         gmem, smem = block.gmem, block.smem
         columns = bricks(tile, 1)
         residual = smem["residual"].at[i]
         if self.residual:
-            # Of this block's tiles, the first that it finishes.
+            # Before the first tile that this block finishes.
             when((i < self.split) & (layer == 0))(
                 lambda: plgpu.barrier_wait(smem["residual_arrived"])
             )

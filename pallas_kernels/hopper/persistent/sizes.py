@@ -1,10 +1,10 @@
-"""Sizes that all persistent kernels have in common."""
+"""Sizes that all persistent kernels share."""
 
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 
 MAX_ROWS = 32
 CLUSTERS = MULTIPROCESSORS // 2
-BRICK = 64  # rows and columns of weight, and columns of x, that are copied and multiplied at once
-TILE_BRICKS = 4  # of a slot in the ring of weights, 32 kB
+BRICK = 64  # a brick: this many rows and columns of a weight, or columns of x
+TILE_BRICKS = 4  # bricks of a slot in the ring of weights, 32 kB
 X_SLOTS = 12
-SMEM_BYTES = 225 * 1024  # what a block may take, less its barriers
+SMEM_BYTES = 225 * 1024  # shared memory of a block, less its barriers

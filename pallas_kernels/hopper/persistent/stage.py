@@ -8,26 +8,27 @@ from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, Wor
 
 
 class Stage(Work, abc.ABC):
-    """What all blocks do between two barriers; a method for each warpgroup of a block."""
+    """The work of all blocks between two barriers, with one method for each warpgroup."""
 
     @abc.abstractmethod
     def bring_weights(
         self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
-        """Fill the ring with what does not depend on the stage before.
+        """Fill the ring with tiles that do not depend on the stage before.
 
         Args:
-          worked: for `Block.await_done`, which must precede all but the first `config.ahead` tiles.
-          tiles: that were asked for, and that have been waited for, since the kernel began.
+          worked: argument of `Block.await_done`, which must be called before all but the first
+            `config.ahead` tiles.
+          tiles: (tiles requested, tiles waited for) since the kernel began.
 
         Returns:
-          (how many of this stage were asked for, tiles).
+          (number of tiles that this stage requested, updated `tiles`).
         """
 
     @abc.abstractmethod
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
-        """Bring what the stage before has made, in bricks; `loaded` counts all since the start."""
+        """Load the results of earlier stages as bricks; `loaded` counts them since the start."""
 
     @abc.abstractmethod
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Make results of both; `used` counts tiles of the ring and bricks of x since the start."""
+        """Compute the stage; `used` counts tiles of the ring and bricks of x since the start."""

@@ -1,1 +1,1 @@
-"""The kernel for Hopper (H100, H200) that runs all layers of a decode step."""
+"""The Hopper kernel (H100, H200) that runs all layers of a decode step."""

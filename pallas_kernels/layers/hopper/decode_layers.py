@@ -1,13 +1,12 @@
 """All layers of a decode step, as one persistent kernel for Hopper.
 
-A block of the grid goes through Q, K and V, attention, output projection, gate and up, and down of
-one layer after the other; a barrier of all blocks stands between two of them. One warpgroup
-computes, one brings what is multiplied with weights, one brings weights, keys and values through a
-single ring: those do not depend on the barriers, so memory goes on while blocks wait for each
-other. See `chain_mosaic` for the products, `heads` for attention.
+Every block of the grid runs Q, K and V, attention, output projection, gate and up, and down of one
+layer after the other, with a barrier of all blocks between two of them. One warpgroup computes, one
+loads what is multiplied by weights, and one loads weights, keys and values through a single ring.
+These do not depend on the barriers, so their loads continue while blocks wait for each other. See
+`chain_mosaic` for the products, `heads` for attention.
 
-Weights and caches are stacked over the layers: as arrays of their own they would be hundreds of
-descriptors.
+Weights and caches are stacked over the layers: separate arrays would need hundreds of descriptors.
 """
 
 import dataclasses
@@ -33,13 +32,13 @@ from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, hea
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLayersConfig:
-    """How many tiles of 32 kB are on their way to a block.
+    """How many tiles of 32 kB a block has in flight.
 
     Attributes:
-      shared: in products where two blocks share K, so that nearly all blocks have a part.
-      alone: in the others, where 96 or fewer do.
-      cache: of keys and values.
-      ahead: of the next stage, while the block still works on its part of one.
+      shared: tiles in products where two blocks share K, so that nearly all blocks have work.
+      alone: tiles in other products, where 96 or fewer blocks have work.
+      cache: tiles of keys and values.
+      ahead: tiles of the next stage that a block requests while it still works on this one.
     """
 
     shared: int = 2
@@ -49,11 +48,13 @@ class DecodeLayersConfig:
 
     def __post_init__(self):
         if min(self.shared, self.alone, self.cache) < 1 or self.ahead < 0:
-            raise ValueError(f"decode_layers: must have tiles in flight, got {self}")
+            raise ValueError(
+                f"decode_layers: must have shared, alone and cache >= 1 and ahead >= 0, got {self}"
+            )
 
 
 def layers_mosaic(x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, config=None):
-    """`decode_layers`, of sizes that `LAYERS_HOPPER` fits."""
+    """`decode_layers`, for sizes that `LAYERS_HOPPER` supports."""
     layers, m, *_, d = k.shape
     width, parts, dtype = x.shape[1], weights.qkv.shape[3], x.dtype
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
@@ -119,7 +120,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
 
 
 def _stages(m, width, heads, hidden, n, kv_heads, group, cache_slots, *, gate, eps, scale):
-    # Heads that two blocks share are quicker through; whole ones have less to do for each.
+    # A head that two blocks share takes less time. With many heads, whole ones take less work.
     split = 2 if m * kv_heads <= CLUSTERS else 1
     return (
         projection("qkv", width=width, n=n, eps=eps),
@@ -135,7 +136,7 @@ def _fits(shape: Shape) -> str | None:
     parts = n // (shape["hkv"] * shape["d"])
     if shape["d"] != HEAD_DIM or parts > PARTS:
         return (
-            f"takes D of {HEAD_DIM} and up to {PARTS - 2} queries to a KV head, "
+            f"takes D of {HEAD_DIM} and up to {PARTS - 2} queries per KV head, "
             f"got {shape['d']} and {parts - 2}"
         )
     if problem := slots_are_tiled(shape):
@@ -145,7 +146,7 @@ def _fits(shape: Shape) -> str | None:
     return room_for(stages, rows=m, width=width, others=heads_memory(jnp.bfloat16))
 
 
-# What measured best on an H100, and on an H200, whose memory is faster.
+# The fastest on an H100 and on an H200, whose memory is faster.
 LAYERS_CANDIDATES = (
     DecodeLayersConfig(),
     DecodeLayersConfig(alone=3),
@@ -159,7 +160,7 @@ def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
 
 LAYERS_HOPPER = Implementation(
     *("decode_layers", "mosaic_gpu", layers_mosaic),
-    # Of a block of a decoder. Its maximum is the running one, whatever calibration found.
+    # Features of a decoder block. The kernel uses a running maximum and ignores φ.
     can=frozenset({"attention.rope", "attention.phi", "attention.unified"}),
     fits=_fits,
     heuristic=never,

@@ -1,9 +1,9 @@
 """Attention of a decode step as a stage of a persistent kernel.
 
-A block takes a KV head of a row, tiles of 64 slots one after the other, with the maximum of what it
-has seen. Where there are few heads, the two blocks of a cluster take tiles in turn, and merge
-through shared memory. The new token is put in its place in the last tile in shared memory, so that
-nothing waits for the cache to hold it.
+A block computes one KV head of a row, 64 slots at a time, with a running maximum. If there are few
+heads, the two blocks of a cluster share a head: they take its tiles in turn and merge their results
+through shared memory. The new token is put into its place in the last tile in shared memory, so
+that attention need not wait until the cache holds it.
 """
 
 import dataclasses
@@ -24,21 +24,21 @@ from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
 
 HEAD_DIM = 2 * BRICK
-PARTS = 8  # queries of a KV head, key and value: rows of a tile
+PARTS = 8  # rows of a tile: the queries of a KV head, its key and its value
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads(Stage):
-    """Attention of y [M,Hkv,G+2,D], queries, key and value, to o [M,Hkv,G,D], all by name.
+    """Attention of queries, key and value "y" [M,Hkv,G+2,D], with the result "o" [M,Hkv,G,D].
 
-    Keys and values of earlier tokens are in k and v [L,M,Hkv,S,D], as many as lengths [M] says; cos
-    and sin [M,D/2] turn queries and key.
+    "k" and "v" [L,M,Hkv,S,D] hold the keys and values of earlier tokens, "lengths" [M] their
+    number. "cos" and "sin" [M,D/2] rotate queries and key.
 
     Attributes:
       rows, kv_heads, group: M, Hkv, G.
       cache_slots: S.
-      split: blocks of a cluster that share a KV head.
-      scale: of scores.
+      split: number of blocks of a cluster that share a KV head.
+      scale: multiplies q·k.
     """
 
     rows: int
@@ -52,17 +52,17 @@ class Heads(Stage):
 
     @property
     def tiles(self) -> int:
-        """KV heads of all rows."""
+        """Number of KV heads in all rows."""
         return self.rows * self.kv_heads
 
     def _head(self, block: Block, i: Array) -> tuple[Array, Array]:
-        """Row and KV head of this block's i-th."""
+        """Row and KV head of this block's share number i."""
         share = block.share(self)
         unit = jnp.minimum(share.first + i * share.stride, self.tiles - 1)
         return lax.div(unit, self.kv_heads), lax.rem(unit, self.kv_heads)
 
     def _cache_tiles(self, block: Block, filled: Array) -> tuple[Array, Array]:
-        """Tiles of slots, the new token's included, and those of this block: one at least."""
+        """Number of tiles, the new token's included, and number of this block's, at least one."""
         tiles = lax.div(filled, BRICK) + 1
         mine = lax.div(tiles - block.share(self).rank + self.split - 1, self.split)
         return tiles, jnp.maximum(mine, 1)
@@ -70,7 +70,7 @@ class Heads(Stage):
     def bring_weights(
         self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
-        """Keys and values."""
+        """Load keys and values."""
         gmem, config, share = block.gmem, block.config, block.share(self)
 
         def bring_head(i, carry):
@@ -97,12 +97,12 @@ class Heads(Stage):
         return lax.fori_loop(0, share.count, bring_head, (jnp.int32(0), tiles))
 
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
-        """Queries, key and value of the new token."""
+        """Load queries, key and value of the new token."""
 
         def bring(i, loaded):
             row, head = self._head(block, i)
             for half in range(2):
-                # Parts that there are not are filled up with zeros.
+                # TMA zero-fills missing parts.
                 parts = pl.ds(block.zero, PARTS)
                 source = block.gmem["y"].at[row, head, parts, bricks(half, 1)]
                 loaded = block.bring_brick(loaded, source)
@@ -111,11 +111,11 @@ class Heads(Stage):
         return lax.fori_loop(0, block.share(self).count, bring, loaded)
 
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Attention of this block's KV heads."""
+        """Compute attention of this block's KV heads."""
         mine = block.share(self).count
 
         def store_is_under_way(i):
-            """Whether this block's result of its i-th is not yet known to have arrived."""
+            """Whether this block began to store its head number i and may not have finished."""
             return (i >= 0) & ((self.split == 1) | (lax.rem(i, self.split) == block.rank))
 
         def arrive(i):
@@ -125,7 +125,7 @@ class Heads(Stage):
                 block.signal(layer)
 
         def fetch(i):
-            """What of the i-th comes from memory: it is asked for early."""
+            """Length, cos and sin for head number i, from global memory; requested early."""
             row, _ = self._head(block, i)
             rotation = (
                 plgpu.load(block.gmem[name].at[row], layout=LAYOUT.reduce(1), optimized=False)
@@ -147,7 +147,7 @@ class Heads(Stage):
         return used
 
     def _receive(self, block, cos, sin, x_used) -> None:
-        """Queries and the new token, with RoPE."""
+        """Receive queries and the new token, and apply RoPE."""
         smem = block.smem
         cos, sin = (lax.broadcast_in_dim(a, (BRICK, PARTS), [0]) for a in (cos, sin))
         halves = []
@@ -169,7 +169,7 @@ class Heads(Stage):
         plgpu.commit_smem()
 
     def _attend(self, block, layer, i, filled, w_used, arrive_before) -> None:
-        """A KV head of a row: this block's tiles of slots."""
+        """Attention of a KV head of a row to this block's tiles of slots."""
         row, head = self._head(block, i)
         tiles_in_all, mine = self._cache_tiles(block, filled)
         rank = block.share(self).rank
@@ -194,9 +194,9 @@ class Heads(Stage):
             _merge(block, i, row, head, o, l, m)
 
     def _step(self, block, filled, w_used, tiles_in_all, first, count, j, carry):
-        """Some tiles at once: less waiting for one thing after the other.
+        """Attention to `count` tiles at once, which waits less often than one tile at a time.
 
-        The carry is o, in halves, and l [64, 8], sums that are spread over rows, and m [8].
+        The carry is o in two halves [64, 8], l [64, 8] as partial sums in each row, and m [8].
         """
         smem, rank = block.smem, block.share(self).rank
         *o, l, m = carry
@@ -245,12 +245,12 @@ class Heads(Stage):
 
 
 def _down(values: Array) -> Array:
-    """Values [R] as every row of [64, R]."""
+    """Broadcast values [R] to [64, R]."""
     return lax.broadcast_in_dim(values, (BRICK, values.shape[0]), [1])
 
 
 def _add_token(token, tile, inside) -> None:
-    """The new key and value in their slot of a tile, zeros in those after it."""
+    """Put the new key and value into their slot of a tile, and zeros into the slots after it."""
     at = plgpu.broadcasted_iota(jnp.int32, (BRICK, BRICK), 0, layout=LAYOUT)
     for b in range(4):
         found = plgpu.load(tile[b], layout=LAYOUT, optimized=False)
@@ -262,7 +262,7 @@ def _add_token(token, tile, inside) -> None:
 
 
 def _write_token(block, layer, row, head, slot) -> None:
-    """The new key and value to the cache."""
+    """Write the new key and value to the cache."""
     for b in range(4):
         target = block.gmem["kv"[b // 2]].at[layer, row, head, slot, bricks(b % 2, 1)]
         plgpu.copy_smem_to_gmem(block.smem["new"].at[b], target)
@@ -270,7 +270,7 @@ def _write_token(block, layer, row, head, slot) -> None:
 
 
 def _merge(block, i, row, head, o, l, m) -> None:
-    """The parts of two blocks, each with its own maximum."""
+    """Merge the parts of two blocks, each with its own maximum, and store the result."""
     smem = block.smem
     owner = lax.rem(i, 2)
 
@@ -298,7 +298,7 @@ def _merge(block, i, row, head, o, l, m) -> None:
 
 
 def _store(block, row, head, o, l) -> None:
-    """Begin to store the result of a KV head."""
+    """Begin to store the result o / l of a KV head."""
     o_smem = block.smem["o"]
     inverse = _down(1.0 / l)
     for half in range(2):
