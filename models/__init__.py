@@ -1,7 +1,7 @@
-"""Models: a family is one file with its config.json and its tensor names.
+"""Models. Each family is one file, which parses its config.json and names its tensors.
 
-`parse_config` reads any supported config.json, `describe` makes a `Model` of it without allocating
-anything, `weight_map` says which checkpoint tensors its parameters come from.
+`parse_config` reads any supported config.json. `describe` makes a `Model` from the result without
+allocating anything. `weight_map` maps the model's parameters to checkpoint tensors.
 """
 
 import warnings
@@ -49,7 +49,7 @@ __all__ = [
     "weight_map",
 ]
 
-# What many checkpoints carry without need: precomputed frequencies, the head of a tied model.
+# Tensors that many checkpoints have but no model needs: frequencies, the head of a tied model.
 _IGNORED_TENSORS = (r".*\.rotary_emb\.inv_freq", r"lm_head\.weight")
 
 
@@ -57,18 +57,18 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Decode
     """Parse a Hugging Face config.json.
 
     Args:
-      data: its content.
-      source: what to call it in errors.
+      data: content of the file.
+      source: name of the file in error messages.
 
     Raises:
-      CheckpointError: a missing, malformed or unsupported field; the message lists what is
+      CheckpointError: a field is missing, malformed or unsupported; the message lists what is
         supported.
     """
     model_type = ConfigReader(data, source).get("model_type", str, None)
     types = {name: family for family in FAMILIES.values() for name in family.MODEL_TYPES}
     if model_type not in types:
         problem = "is missing" if model_type is None else f"{model_type!r} is not supported"
-        code = " (code of the checkpoint's own is never run)" if data.get("auto_map") else ""
+        code = " (the checkpoint's own code is never run)" if data.get("auto_map") else ""
         raise CheckpointError(
             f"{source}: model_type {problem}{code}; supported: {', '.join(sorted(types))}"
         )
@@ -83,23 +83,23 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Decode
 
 
 def _warn_of_code(data: Mapping[str, Any], architecture: str, source: str) -> None:
-    """Code that comes with a checkpoint is not run, which matters where it is another model."""
+    """Warn if a checkpoint brings its own code, which is not run and may be another model."""
     auto_map = data.get("auto_map")
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
     if code and not str(code).endswith(f".{architecture}"):
         warnings.warn(
-            f"{source}: 'auto_map' names code of the checkpoint's own, {code}, which is not run: "
-            f"the model is taken for a {architecture}",
+            f"{source}: 'auto_map' names the checkpoint's own code {code}, which is not run: "
+            f"the model is loaded as a {architecture}",
             stacklevel=3,
         )
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
-    """Where each parameter of a model comes from in its checkpoint."""
+    """The checkpoint tensors of each parameter of a model."""
     read = getattr(FAMILIES[config.family], "weight_map", decoder_weights)
     return read(config)
 
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:
-    """Patterns of tensors a checkpoint may carry without need."""
+    """Patterns of checkpoint tensors that the model does not need."""
     return getattr(FAMILIES[config.family], "IGNORED_TENSORS", _IGNORED_TENSORS)

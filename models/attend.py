@@ -1,4 +1,4 @@
-"""What a decoder block asks of whoever owns the cache."""
+"""Interfaces between a decoder block and the owner of the cache."""
 
 from typing import Any, Protocol, Self
 
@@ -8,27 +8,27 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 
 class Attend(Protocol):
-    """Attention against a cache the model knows nothing of.
+    """A function for attention against a cache that the model does not know.
 
-    A block hands over what its projection gave for the new tokens, qkv [B,T,Hkv,G+2,D]: the G
-    queries of a KV head, its key, its value, before RoPE and after any q/k norm. With it goes its
-    layer's part of the cache; it gets o [B,T,H,D] and that part updated. The owner of the cache
-    knows the positions; RoPE, append and attention are its business, fused or not. A pure function:
-    blocks that are alike are traced once.
+    A block passes its projection of the new tokens, qkv [B,T,Hkv,G+2,D]: for each KV head its G
+    queries, its key and its value, before RoPE and after any q/k norm. It also passes its layer's
+    part of the cache. It gets back o [B,T,H,D] and the updated part. The owner of the cache knows
+    the positions and does RoPE, append and attention, fused or not. The function must be pure,
+    because equal blocks are traced once.
     """
 
     def __call__(self, spec: AttentionSpec, kv: Any, qkv: Array) -> tuple[Array, Any]:
-        """One layer's attention."""
+        """Compute one layer's attention; returns (o, updated part of the cache)."""
         ...
 
 
 class Stack(Protocol):
-    """The caches of all layers in one pytree, which goes through the layers whole."""
+    """The caches of all layers in one pytree, which passes through the layers as a whole."""
 
     def layer(self, index: Array) -> Any:
-        """What `Attend` takes and returns as the part of the layer `index`, [] int32."""
+        """The part of the layer `index`, [] int32, as `Attend` takes and returns it."""
         ...
 
     def updated(self, layer: Any) -> Self:
-        """The caches with a layer as `Attend` returned it."""
+        """The caches after `Attend` has returned a layer."""
         ...

@@ -1,8 +1,7 @@
-"""What a decoder block consists of: the one description that everything else derives from.
+"""`BlockSpec`, the one description of a decoder block, from which everything else derives.
 
-The decoder builds its modules from it, the weight map its tensors, memory plans their buffers,
-`tune` and `info` their shapes. Kernels that run several layers at once decide by it whether they
-can.
+The decoder derives its modules from it, the weight map its tensors, memory plans their buffers,
+`tune` and `info` their shapes. It also decides which kernels for several layers can run a block.
 """
 
 import dataclasses
@@ -14,7 +13,7 @@ from fdjax.pallas_kernels.dispatch import Features, used_features
 
 Path = tuple[str, ...]
 
-# What the modules of `fdjax.models.decoder` can do of a `BlockSpec`.
+# Features of a `BlockSpec` that the modules of `fdjax.models.decoder` support.
 DECODER_CAN = frozenset(
     {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"}
 )
@@ -22,13 +21,13 @@ DECODER_CAN = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """A linear layer: its weight [K,N], or [K,2,N/2] with a gate, and what is fused with it.
+    """The shape of a linear layer and of what is fused with it.
 
     Attributes:
-      k, n: of the weight; N counts the columns of gate and up.
-      gate: the result is act(gate) * up; all activations cost the same.
+      k, n: shape of the weight [K,N], or [K,2,N/2] with a gate.
+      gate: the result is act(gate) * up. All activations cost the same.
       norm: x is normalised first.
-      residual: another summand.
+      residual: a residual is added.
       result: dtype of the result, default that of the weight.
     """
 
@@ -41,11 +40,11 @@ class LinearShape:
 
     @property
     def fused(self) -> bool:
-        """Whether anything is done beside the product."""
+        """Whether anything is fused with the product."""
         return self.gate or self.norm or self.residual
 
     def key(self, m: int, itemsize: int) -> dict[str, int]:
-        """The shape by which `Plan.choose` knows `matmul`."""
+        """The key of `matmul` for `Plan.choose`, with M rows."""
         return {
             "m": m,
             "k": self.k,
@@ -65,10 +64,10 @@ class LinearSpec:
     """A linear layer of a block.
 
     Attributes:
-      path: of its parameters in the block.
+      path: path of its parameters in the block.
       k: rows of the weight.
-      outs: its other axes.
-      bias: whether it has one.
+      outs: the weight's other axes.
+      bias: whether it has a bias.
       norm, gate, residual: what is fused with it, as in `LinearShape`.
     """
 
@@ -82,7 +81,7 @@ class LinearSpec:
 
     @property
     def shape(self) -> LinearShape:
-        """What a plan and `tune` know it by; a bias costs nothing measurable."""
+        """Its shape for a plan and `tune`. The bias is left out: it costs nothing measurable."""
         n = math.prod(self.outs)
         return LinearShape(self.k, n, gate=self.gate, norm=self.norm, residual=self.residual)
 
@@ -91,19 +90,20 @@ class LinearSpec:
 class BlockSpec:
     """A decoder layer. A field that is not at its default is a feature.
 
-    Whatever runs a block lists the features that it can do and refuses all others.
+    All code that runs a block lists the features it supports and refuses all others.
 
     Attributes:
       width: E.
       mlp_width: F.
       heads, kv_heads, head_dim: H, Hkv, D.
       norm_eps: epsilon of the RMS norms.
-      activation: of the gated MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`.
-      attention: scores, mask, RoPE.
-      qkv_bias, out_bias, mlp_bias: biases of the linear layers.
+      activation: activation of the gated MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`.
+      attention: scores, mask and RoPE.
+      qkv_bias, out_bias, mlp_bias: whether these linear layers have a bias.
       norm_offset: added to the weights of every RMS norm.
       qk_norm: q and k are normalised per head, before RoPE.
-      post_norms: what attention and MLP add to the residual stream is normalised first.
+      post_norms: the outputs of attention and MLP are normalised before they are added to the
+        residual stream.
     """
 
     width: int
@@ -138,12 +138,12 @@ class BlockSpec:
 
     @functools.cached_property
     def features(self) -> Features:
-        """What it asks for outside of attention."""
+        """Features outside of attention, as the names of their fields."""
         return used_features(self)
 
     @functools.cached_property
     def attention_features(self) -> Features:
-        """What its attention asks for, as "attention.window" and so on."""
+        """Features of its attention, such as "attention.window"."""
         rope = self.attention.rope
         names = set(self.attention.features)
         if rope is None:
@@ -154,7 +154,7 @@ class BlockSpec:
 
     @property
     def linears(self) -> dict[str, LinearSpec]:
-        """The linear layers by name, in the order in which they run."""
+        """The linear layers by name, in the order they run."""
         heads = self.heads * self.head_dim
         qkv = self.kv_heads, self.group + 2, self.head_dim
         summed = not self.post_norms
@@ -175,7 +175,7 @@ class BlockSpec:
 
     @property
     def norms(self) -> dict[Path, int]:
-        """Width of each norm by the path of its parameters."""
+        """Width of each norm, by the path of its parameters."""
         norms = {("attention_norm",): self.width, ("mlp_norm",): self.width}
         if self.post_norms:
             norms |= {("attention_post_norm",): self.width, ("mlp_post_norm",): self.width}
@@ -185,15 +185,15 @@ class BlockSpec:
 
     @property
     def mlp_values(self) -> int:
-        """Values of a token that the MLP holds at once.
+        """Values per token that the MLP holds at the same time.
 
-        FlashDecoding++Next (Dai et al., section V) needs buffers of 2E + F. A gated MLP has its
-        product of 2F values and the F made of them at once, and the XLA of JAX 0.11 keeps the
+        FlashDecoding++Next (Dai et al., section V) needs buffers of 2E + F. A gated MLP holds the
+        2F values of its product and the F values computed from them, and XLA of JAX 0.11 keeps the
         residual stream a third time.
         """
         return 3 * (self.width + self.mlp_width)
 
     @property
     def attention_values(self) -> int:
-        """The same of attention: residual stream; Q, K and V; rotated Q or the result."""
+        """The same for attention: residual stream; Q, K and V; rotated Q or the result."""
         return self.width + 2 * (self.heads + self.kv_heads) * self.head_dim

@@ -1,4 +1,4 @@
-"""The configuration all families parse to, and what parsing a Hugging Face config.json needs."""
+"""The configuration that all families parse to, and helpers to parse a Hugging Face config.json."""
 
 import dataclasses
 import math
@@ -11,7 +11,7 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be loaded; the message names the file and the field or tensor."""
+    """Raised if a checkpoint cannot be loaded; names the file and the field or tensor."""
 
 
 _BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group"}
@@ -19,18 +19,17 @@ _BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group"}
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """A decoder-only transformer. One object for every family and every generation of config.json.
+    """A decoder-only transformer, the same for every family and every generation of config.json.
 
-    Fields and properties of blocks are its own too, as those of the first: `width`, `heads` and so
-    on.
+    It also has the attributes of its first block: `width`, `heads` and so on.
 
     Attributes:
       family: key of `fdjax.models.FAMILIES`.
       vocab_size: V.
       blocks: one `BlockSpec` per layer.
       tie_embeddings: the head is the transposed embedding.
-      max_position_embeddings: longest context the model was made for, in tokens.
-      dtype: of the checkpoint, a NumPy name.
+      max_position_embeddings: longest context that the model supports, in tokens.
+      dtype: dtype of the checkpoint, a NumPy name.
       embedding_scale: multiplies the embeddings, rounded to their dtype.
       logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
     """
@@ -55,18 +54,18 @@ class DecoderConfig:
 
     @classmethod
     def alike(cls, *, attention: Sequence[AttentionSpec], **fields: Any) -> "DecoderConfig":
-        """A decoder whose blocks differ in attention alone.
+        """A decoder whose blocks differ only in attention.
 
         Args:
-          attention: of each layer.
-          **fields: of `DecoderConfig`, and of `BlockSpec` for all layers.
+          attention: one spec per layer.
+          **fields: fields of `DecoderConfig`, and fields of `BlockSpec` that all layers share.
         """
         own = {f.name for f in dataclasses.fields(cls)}
         block = {name: fields.pop(name) for name in list(fields) if name not in own}
         return cls(blocks=tuple(BlockSpec(attention=spec, **block) for spec in attention), **fields)
 
     def with_attention(self, attention: Iterable[AttentionSpec]) -> "DecoderConfig":
-        """As many layers as there are specs; those beyond the last are like it otherwise."""
+        """A copy with one layer per spec; layers beyond the last one copy it otherwise."""
         attention = list(attention)
         blocks = [*self.blocks, *self.blocks[-1:] * max(0, len(attention) - self.layers)]
         pairs = zip(blocks, attention, strict=False)
@@ -80,7 +79,7 @@ class DecoderConfig:
 
     @property
     def attention(self) -> tuple[AttentionSpec, ...]:
-        """Of each layer."""
+        """The attention of each layer."""
         return tuple(block.attention for block in self.blocks)
 
     @property
@@ -92,7 +91,7 @@ class DecoderConfig:
     def linear_shapes(self) -> dict[str, LinearShape]:
         """The linear layers of a decoder step, by name.
 
-        Without the head where it is the transposed embedding, which no kernel reads.
+        A head that is the transposed embedding is left out, because no kernel reads it.
         """
         shapes = {name: linear.shape for name, linear in self.blocks[0].linears.items()}
         if not self.tie_embeddings:
@@ -105,9 +104,9 @@ class DecoderConfig:
 
 
 class ConfigReader:
-    """Typed access to a config.json that remembers what was read, so that nothing goes unseen.
+    """Typed access to a config.json. It remembers the fields read, so that none is overlooked.
 
-    `defaults` stand for fields that are absent; a null is a value, and stays one.
+    `defaults` are used for absent fields. They do not replace a null.
     """
 
     def __init__(
@@ -124,7 +123,8 @@ class ConfigReader:
         """The value of `key`; `default` when it is absent or null.
 
         Raises:
-          CheckpointError: absent without a default, of another type, or not finite.
+          CheckpointError: it is absent and has no default, or is of another type, or not finite, or
+            an integer of 2**31 or more.
         """
         self._read.add(key)
         value = self.data.get(key)
@@ -143,14 +143,14 @@ class ConfigReader:
         return value
 
     def positive(self, key: str, default: Any = ..., kind: type = int) -> Any:
-        """A positive number."""
+        """Like `get`, for a positive number."""
         value = self.get(key, kind, default)
         if value <= 0:
             raise CheckpointError(f"{self.source}: {key!r} must be positive, got {value}")
         return value
 
     def one_of(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
-        """The value `choices` gives for the string under `key`."""
+        """The value in `choices` for the string under `key`."""
         value = self.get(key, str, default)
         if value not in choices:
             raise CheckpointError(
@@ -160,15 +160,15 @@ class ConfigReader:
         return choices[value]
 
     def known(self) -> set[str]:
-        """The keys read so far, whether there or not."""
+        """The keys read so far, present or not."""
         return set(self._read)
 
     def unread(self) -> list[str]:
-        """The keys that are there and were not read."""
+        """The keys that are present and were not read."""
         return sorted(set(self.data) - self._read)
 
     def finish(self, ignorable: Sequence[str] = ()) -> None:
-        """Refuse what changes the model and cannot be done, warn of fields nobody knows."""
+        """Raise CheckpointError for unread fields that change the model; warn of unknown ones."""
         if self.data.get("quantization_config"):
             raise CheckpointError(
                 f"{self.source}: 'quantization_config' is not supported; "
@@ -195,7 +195,7 @@ class ConfigReader:
             )
 
 
-# Fields that say nothing about the forward pass in inference.
+# Fields that do not affect the forward pass in inference.
 _IGNORABLE = frozenset(
     """
     _name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids
@@ -214,8 +214,8 @@ _IGNORABLE = frozenset(
     """.split()
 )
 
-# Fields of some family that change its forward pass, and values (or list items) with which they do
-# not. A family that can do more reads the field.
+# Fields that change the forward pass of some family, with the values (or list items) that do not. A
+# family that supports other values reads the field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "attention_bias": (False,),
@@ -250,13 +250,13 @@ ACTIVATION_NAMES = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-# No model is nearly as deep; what is damaged must not fill the memory.
+# Far more than any model has. A damaged file must not fill the memory.
 _MOST_LAYERS = 4096
 DTYPES = {name: name for name in ("float32", "bfloat16", "float16")}
 
 
 def read_dtype(reader: ConfigReader) -> str:
-    """The checkpoint's dtype under its old or its new name."""
+    """The checkpoint's dtype, from its old or its new field."""
     key = "dtype" if reader.data.get("dtype") is not None else "torch_dtype"
     reader.get("dtype", str, None)
     reader.get("torch_dtype", str, None)
@@ -264,7 +264,7 @@ def read_dtype(reader: ConfigReader) -> str:
 
 
 def read_dimensions(reader: ConfigReader) -> dict[str, Any]:
-    """What every family has under the same names, as fields of `DecoderConfig`."""
+    """The fields that every family names alike, as fields of `DecoderConfig`."""
     width = reader.positive("hidden_size")
     heads = reader.positive("num_attention_heads")
     kv_heads = reader.positive("num_key_value_heads", heads)
@@ -295,13 +295,13 @@ def read_dimensions(reader: ConfigReader) -> dict[str, Any]:
 def read_decoder(
     reader: ConfigReader, family: str, *, ignorable: Sequence[str] = (), **fields: Any
 ) -> DecoderConfig:
-    """The decoder of a config.json that has been read, after a look at what has not.
+    """Build the decoder from fields that were read, and check the fields that were not.
 
     Args:
-      reader: of the whole file.
-      family: its name.
-      ignorable: keys that say nothing, see `ConfigReader.finish`.
-      **fields: of `DecoderConfig.alike`; the activation is `hidden_act` unless it is given.
+      reader: reader of the whole file.
+      family: name of the family.
+      ignorable: keys without effect, see `ConfigReader.finish`.
+      **fields: arguments of `DecoderConfig.alike`; default for the activation is `hidden_act`.
     """
     if "activation" not in fields:
         fields["activation"] = reader.one_of("hidden_act", ACTIVATION_NAMES, "silu")
@@ -311,7 +311,7 @@ def read_decoder(
 
 
 def read_layers(reader: ConfigReader) -> int:
-    """The number of layers."""
+    """Read the number of layers."""
     layers = reader.positive("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise CheckpointError(
@@ -321,11 +321,11 @@ def read_layers(reader: ConfigReader) -> int:
 
 
 def read_windows(reader: ConfigReader, default: Callable[[int], str]) -> tuple[int | None, ...]:
-    """The sliding window of each layer in tokens, None where it sees all of the past.
+    """Read the sliding window of each layer in tokens, None for a layer without a window.
 
     Args:
-      reader: of the whole file.
-      default: layer → "full_attention" or "sliding_attention", where the file has no list.
+      reader: reader of the whole file.
+      default: layer → "full_attention" or "sliding_attention", used if the file has no list.
     """
     layers = read_layers(reader)
     types = reader.get("layer_types", list, [default(i) for i in range(layers)])

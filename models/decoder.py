@@ -1,7 +1,7 @@
-"""The decoder every family shares: pre-norm blocks of attention and a gated MLP.
+"""The decoder that all families share: pre-norm blocks of attention and a gated MLP.
 
-Modules describe; they hold no cache and run nothing by themselves. `describe` splits them once into
-a static graph and plain parameters, and `Model.module` puts both together again inside a trace.
+Modules hold no cache. `describe` splits them once into a static graph and plain parameters, and
+`Model.module` puts both together again inside a trace.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ Params = dict[str, Any]
 
 
 class Norm(nnx.Module):
-    """Weights of an RMS norm, handed to the linear layer that follows it if there is one."""
+    """The weights of an RMS norm. A linear layer that follows it takes them as an operand."""
 
     def __init__(self, width: int, spec: BlockSpec, dtype):
         self.scale = nnx.Param(jnp.zeros((width,), dtype))
@@ -40,25 +40,25 @@ class Norm(nnx.Module):
 
     @classmethod
     def of(cls, spec: BlockSpec, dtype, *path: str) -> "Norm | None":
-        """The norm of a block at a path, if it has one there."""
+        """The norm of a block at a path, or None if the block has none there."""
         return cls(spec.norms[path], spec, dtype) if path in spec.norms else None
 
     def operand(self) -> RMSNorm:
         """The norm as an operand of `matmul`."""
         scale = self.scale[...]
         if self.offset:
-            # In fp32: weights around 0 lose bits as weights around 1.
+            # In fp32: weights around 0 would lose bits when 1 is added.
             scale = scale.astype(jnp.float32) + self.offset
         return RMSNorm(scale, self.eps)
 
     def __call__(self, x: Array, plan: Plan) -> Array:
-        """x [B,T,...,width], normalised over the last axis."""
+        """Normalise x [B,T,...,width] over the last axis."""
         norm = self.operand()
         return _by_row(functools.partial(rms_norm, scale=norm.scale, eps=norm.eps), x, plan)
 
 
 class Linear(nnx.Module):
-    """A weight `[K, ...]` and perhaps a bias, applied through `matmul`."""
+    """A weight [K, ...] and an optional bias, applied through `matmul`."""
 
     def __init__(self, shape: tuple[int, ...], bias: bool, dtype):
         self.weight = nnx.Param(jnp.zeros(shape, dtype))
@@ -66,7 +66,7 @@ class Linear(nnx.Module):
 
     @classmethod
     def of(cls, spec: LinearSpec, dtype) -> "Linear":
-        """A linear layer of a block."""
+        """The linear layer that a spec describes."""
         return cls((spec.k, *spec.outs), spec.bias, dtype)
 
     def __call__(self, x: Array, **fused) -> Array:
@@ -80,7 +80,7 @@ class Linear(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Q, K and V in one product grouped by KV head, and the output projection."""
+    """Attention, with Q, K and V in one product, grouped by KV head, and the output projection."""
 
     def __init__(self, spec: BlockSpec, dtype):
         linears = spec.linears
@@ -92,7 +92,7 @@ class Attention(nnx.Module):
         self.k_norm = Norm.of(spec, dtype, "attention", "k_norm")
 
     def __call__(self, qkv: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
-        """Results of `qkv` [B,T,...] → heads [B,T,H·D] for `out`; and the layer's cache updated."""
+        """Results of `self.qkv` [B,T,...] → (input of `self.out` [B,T,H·D], updated cache)."""
         b, t, _ = qkv.shape
         qkv = qkv.reshape(b, t, *self.heads)
         if self.q_norm is not None:
@@ -122,12 +122,13 @@ def _add(x: Array, linear: Linear, hidden: Array, post_norm: Norm | None, plan: 
         y = linear(hidden, residual=x, plan=plan)
     else:
         y = x + post_norm(linear(hidden, plan=plan), plan)
-    # Of many tokens, XLA would keep what every layer adds, and add it all up at every reading.
+    # Without the barrier, for many tokens, XLA would keep the addends of all layers and sum them
+    # again at every use.
     return y if x.shape[1] == 1 else lax.optimization_barrier(y)
 
 
 def _by_row(function: Callable[[Array], Array], x: Array, plan: Plan) -> Array:
-    """function(x [B,T,...]), of the same shape, which treats every token alike."""
+    """Apply a function of rows to x [B,T,...]; bits do not depend on the batch if the plan asks."""
     if plan.batch_invariant:
         return in_row_tiles(function, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
     return function(x)
@@ -149,9 +150,9 @@ class DecoderBlock(nnx.Module):
     def __call__(
         self, x: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
     ) -> tuple[Array, Any]:
-        """x [B,T,E] → [B,T,E], or [B,1,E] of `last`; and the layer's cache updated.
+        """x [B,T,E] → ([B,T,E], or [B,1,E] with `last`; the layer's updated cache).
 
-        Args: see `Decoder`.
+        Args: see `Decoder.__call__`.
         """
         qkv = self.attention.qkv(x, norm=self.attention_norm.operand(), plan=plan)
         return self.from_qkv(x, qkv, kv, attend, plan, last)
@@ -159,11 +160,12 @@ class DecoderBlock(nnx.Module):
     def from_qkv(
         self, x: Array, qkv: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
     ) -> tuple[Array, Any]:
-        """`__call__` after the first product, of which `qkv` [B,T,N] is the result."""
+        """`__call__` after the first product, whose result is `qkv` [B,T,N]."""
         o, kv = self.attention(qkv, kv, attend, plan)
         if last is not None:
             x, o = (jnp.take_along_axis(a, last[:, None, None], axis=1) for a in (x, o))
-            # Once per prompt, kernels for three products save less than it takes to lower them.
+            # These products run once per prompt, so kernels would save less time than lowering
+            # them takes.
             plan = plan.with_xla("matmul")
         x = _add(x, self.attention.out, o, self.attention_post_norm, plan)
         return self.mlp(x, self.mlp_norm.operand(), self.mlp_post_norm, plan), kv
@@ -179,12 +181,12 @@ class DecoderBlock(nnx.Module):
         counters: Any,
         index: Array,
     ) -> tuple[Array, Array, Any]:
-        """`from_qkv` of one token for each row, and the first product of the following block.
+        """`from_qkv` for one token per row, and the first product of the following block.
 
-        Args: see `Decoder` and `linear_chain`.
+        Args: see `Decoder.__call__` and `linear_chain`.
 
         Returns:
-          (x [B,1,E], qkv of the following block [B,1,N], the layer's cache updated).
+          (x [B,1,E], qkv of the following block [B,1,N], the layer's updated cache).
         """
         o, kv = self.attention(qkv, kv, attend, plan)
         weight = following.attention.qkv.weight[...]
@@ -203,27 +205,27 @@ class DecoderBlock(nnx.Module):
 
 
 def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, int]:
-    """The shape by which a plan knows the `linear_chain` of a decoder's step."""
+    """A plan's key for the `linear_chain` of a decode step."""
     linears = config.linear_shapes
     out, down = linears["out"], linears["down"]
     return chain_key(rows, out.k, config.width, down.k, linears["qkv"].n, itemsize)
 
 
 def layers_shape(config: DecoderConfig, rows: int, slots: int, itemsize: int) -> dict[str, int]:
-    """The shape by which a plan knows the `decode_layers` of a decoder's step."""
+    """A plan's key for the `decode_layers` of a decode step."""
     heads = {"hkv": config.kv_heads, "d": config.head_dim, "s": slots}
     return chain_shape(config, rows, itemsize) | heads
 
 
 def chain_features(config: DecoderConfig) -> Features:
-    """What a `linear_chain` must be able to do, which takes no part in attention."""
+    """Features that a `linear_chain` must support; attention is not its part."""
     return _common_features(config.blocks, attention=AttentionSpec(1.0))
 
 
 def layers_features(config: DecoderConfig) -> Features:
-    """What a `decode_layers` must be able to do."""
+    """Features that a `decode_layers` must support."""
     asked = frozenset().union(*(block.attention_features for block in config.blocks))
-    # φ and what calibration says of it may be another in every layer.
+    # φ and `unified`, which calibration sets, may differ between layers.
     blocks = [
         dataclasses.replace(
             block, attention=dataclasses.replace(block.attention, phi=None, unified=True)
@@ -234,14 +236,14 @@ def layers_features(config: DecoderConfig) -> Features:
 
 
 def _common_features(blocks: Sequence[BlockSpec], **same: Any) -> Features:
-    """What any block asks for, and whether blocks differ in other fields than those in `same`."""
+    """Features of any block, and "differing_blocks" if blocks differ outside the fields `same`."""
     asked = frozenset().union(*(block.features for block in blocks))
     differ = len({dataclasses.replace(block, **same) for block in blocks}) > 1
     return asked | ({"differing_blocks"} if differ else set())
 
 
 def layer_weights(stacked: dict[str, Array]) -> LayerWeights:
-    """Operands of `decode_layers` by the names that a block's parameters have."""
+    """Operands of `decode_layers` from stacked parameters, by their names in a block."""
     return LayerWeights(
         attention_norm=stacked["attention_norm.scale"],
         qkv=stacked["attention.qkv.weight"],
@@ -275,18 +277,18 @@ class Decoder(nnx.Module):
         *,
         last: Array | None = None,
     ) -> tuple[Array, list[Any] | Stack]:
-        """Hidden states before the final norm.
+        """Compute hidden states before the final norm.
 
         Args:
           tokens: [B, T] int32.
-          kv: one cache per layer, or one for all, whatever `attend` makes of it.
+          kv: one cache per layer, or one `Stack` for all, in a form that `attend` takes.
           attend: attention against that cache.
-          plan: which implementations run.
-          last: [B] int32, of each row the one token whose state is wanted; default all. The others
-            need nothing of the last block but its cache.
+          plan: chooses the implementations.
+          last: [B] int32 index of the one token per row whose state is wanted; default all tokens.
+            For other tokens, the last block then only updates its cache.
 
         Returns:
-          ([B, T, E], or [B, 1, E] of `last`; the caches updated).
+          ([B, T, E], or [B, 1, E] with `last`; the updated caches).
         """
         x = self._embedded(tokens, plan)
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
@@ -312,8 +314,8 @@ class Decoder(nnx.Module):
         """tokens [B,T] → [B,T,E]."""
         x = jnp.take(self.embed[...], tokens, axis=0)
         if (scale := self.config.embedding_scale) != 1:
-            # Of a single row, XLA would multiply by this and the first norm's factor at once, and
-            # so round otherwise than in a batch.
+            # For a single row, XLA would merge this factor with the first norm's and so round
+            # differently than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
         return x
 
@@ -326,18 +328,18 @@ class Decoder(nnx.Module):
         rotation_at: Callable[[Rope], tuple[Array, Array]],
         plan: Plan,
     ) -> tuple[Array, tuple[Array, Array]]:
-        """One token of each row, where `Model.one_launch` says that one kernel runs all layers.
+        """Run one token per row through all layers in one kernel; requires `Model.one_launch`.
 
         Args:
           tokens: [B] int32.
-          kv: caches, [L,B,Hkv,S,D] each.
+          kv: caches of keys and of values, [L,B,Hkv,S,D] each.
           stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
           lengths: [B] int32 slots filled before.
           rotation_at: rotary embedding → (cos, sin) [B,1,D/2] at the tokens' positions.
-          plan: which implementations run.
+          plan: chooses the implementations.
 
         Returns:
-          (hidden states before the final norm [B,1,E], the caches updated).
+          (hidden states before the final norm [B,1,E], the updated caches).
         """
         x = self._embedded(tokens[:, None], plan)[:, 0]
         first = self.config.attention[0]
@@ -351,7 +353,7 @@ class Decoder(nnx.Module):
         return x[:, None], tuple(kv)
 
     def _chains(self, x: Array, plan: Plan) -> bool:
-        """Whether one kernel runs all that is between two attentions; x [B,1,E]."""
+        """Whether one kernel runs everything between two attentions; x [B,1,E]."""
         shape = chain_shape(self.config, len(x), x.dtype.itemsize)
         choice = plan.choose("linear_chain", chain_features(self.config), **shape)
         return choice.implementation != "xla"
@@ -359,7 +361,7 @@ class Decoder(nnx.Module):
     def _chained(
         self, x: Array, kv: list[Any], attend: Attend, plan: Plan
     ) -> tuple[Array, list[Any]]:
-        """The blocks, in launches from attention to attention; x [B,1,E]."""
+        """Run the blocks with one launch between two attentions; x [B,1,E]."""
 
         def run(graph, params, *args):
             block, following = nnx.merge(graph, params)
@@ -382,7 +384,7 @@ class Decoder(nnx.Module):
         """hidden [..., E] → fp32 logits [..., V]."""
         fused = {"norm": self.norm.operand(), "preferred_element_type": jnp.float32, "plan": plan}
         if self.head is None:
-            # XLA alone reads the embedding as it lies; for a kernel it would be copied each time.
+            # XLA reads the transposed embedding in place. A kernel would need a copy each time.
             logits = matmul(hidden, self.embed[...].T, implementation="xla", **fused)
         else:
             logits = self.head(hidden, **fused)
@@ -392,9 +394,9 @@ class Decoder(nnx.Module):
 
 
 def _shared(run: Callable, x: Array) -> Callable:
-    """run(graph, ...), traced and lowered once for all blocks that are alike.
+    """Jit run(graph, ...), so that equal blocks share one trace and one lowering.
 
-    Outside of a trace of x, it would be another function, and compiled, at every call.
+    Only inside a trace: outside, every call would jit a new function and compile it again.
     """
     return jax.jit(run, static_argnums=0) if isinstance(x, jax.core.Tracer) else run
 
@@ -405,8 +407,8 @@ class Model:
 
     Attributes:
       config: the architecture.
-      dtype: of the parameters, a NumPy name.
-      plan: which implementations run.
+      dtype: dtype of the parameters, a NumPy name.
+      plan: chooses the implementations.
     """
 
     config: DecoderConfig
@@ -416,7 +418,7 @@ class Model:
     _abstract: nnx.State = dataclasses.field(repr=False)
 
     def module(self, params: Params) -> Decoder:
-        """The decoder over these parameters, to be called inside a trace."""
+        """The decoder with these parameters; call it inside a trace."""
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), jax.tree.leaves(params))
         return nnx.merge(self._graph, state)
 
@@ -426,9 +428,9 @@ class Model:
         return nnx.to_pure_dict(self._abstract)
 
     def one_launch(self, rows: int, slots: int) -> bool:
-        """Whether one kernel runs all layers of a decode step of so many rows.
+        """Whether one kernel runs all layers of a decode step with this many rows and slots.
 
-        It reads weights and caches that are stacked over the layers.
+        The kernel reads weights and caches that are stacked over the layers.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
         shape = layers_shape(self.config, rows, slots, itemsize)
@@ -437,7 +439,7 @@ class Model:
 
     @property
     def one_launch_possible(self) -> bool:
-        """Whether `one_launch` is true of some batch: one that the plan's table has, or any."""
+        """Whether `one_launch` holds for some batch: one in the plan's table, or one row."""
         shapes = [dict(e.shape) for e in self.plan.table if e.op == "decode_layers"]
         return any(self.one_launch(s.get("m", 1), s.get("s", 128)) for s in [{}, *shapes])
 
@@ -457,8 +459,8 @@ def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | No
 
     Args:
       config: the architecture.
-      dtype: of the parameters and activations; default that of the checkpoint.
-      plan: which implementations run; default that of the first local device.
+      dtype: dtype of parameters and activations; default that of the checkpoint.
+      plan: chooses the implementations; default the plan of the first local device.
     """
     dtype = dtype or config.dtype
     abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
@@ -467,9 +469,9 @@ def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | No
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
-    """Random weights of a model: normal with the standard deviation of transformers, norms neutral.
+    """Random parameters for benchmarks and tests, made on the device in the real shapes.
 
-    For benchmarks and tests: the real shapes, made on the device.
+    Weights are normal with the standard deviation of transformers, 0.02. Norms scale by 1.
     """
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(model.abstract_params)

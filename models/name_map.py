@@ -1,7 +1,7 @@
-"""From the tensors of a Hugging Face checkpoint to fused parameters, and back.
+"""Converts the tensors of a Hugging Face checkpoint to fused parameters, and back.
 
-Hugging Face stores a linear layer as [N, K]; we store [K, N], with Q, K and V fused and grouped by
-KV head, and gate and up fused (shared layouts that tensor parallelism can slice).
+Hugging Face stores a linear layer as [N, K]. fdjax stores [K, N], with Q, K and V fused and grouped
+by KV head, and with gate and up fused. Tensor parallelism can slice these layouts.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ Path = tuple[str | int, ...]
 
 
 class Layout(Protocol):
-    """A reversible way from checkpoint tensors to one parameter."""
+    """A reversible conversion of checkpoint tensors to one parameter."""
 
     def join(self, parts: Sequence[Array]) -> Array:
         """Checkpoint tensors → parameter."""
@@ -34,7 +34,7 @@ class Layout(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Same:
-    """One tensor as it is."""
+    """One tensor, unchanged."""
 
     def join(self, parts):
         """[...] → [...]."""
@@ -47,10 +47,10 @@ class Same:
 
 @dataclasses.dataclass(frozen=True)
 class Transposed:
-    """One linear layer."""
+    """The weight of one linear layer, transposed."""
 
     def join(self, parts):
-        """[N,K] → [K,N]; a bias as it is."""
+        """[N,K] → [K,N]; a bias stays as it is."""
         return parts[0].T
 
     def split(self, parameter):
@@ -67,7 +67,7 @@ class GroupedQKV:
     head_dim: int
 
     def join(self, parts):
-        """[H·D, E], [Hkv·D, E], [Hkv·D, E] → [E, Hkv, G+2, D]; biases without E."""
+        """[H·D, E], [Hkv·D, E], [Hkv·D, E] → [E, Hkv, G+2, D]; biases have no axis E."""
         parts = [p.reshape(self.kv_heads, -1, self.head_dim, *p.shape[1:]) for p in parts]
         joined = jnp.concatenate(parts, axis=1)
         return jnp.moveaxis(joined, -1, 0) if joined.ndim == 4 else joined
@@ -86,7 +86,7 @@ class GateUp:
     """Gate and up weights, or biases."""
 
     def join(self, parts):
-        """[F,E], [F,E] → [E,2,F]; biases without E."""
+        """[F,E], [F,E] → [E,2,F]; biases have no axis E."""
         stacked = jnp.stack(parts)
         return jnp.moveaxis(stacked, -1, 0) if stacked.ndim == 3 else stacked
 
@@ -99,13 +99,13 @@ class GateUp:
 
 @dataclasses.dataclass(frozen=True)
 class StackedRows:
-    """Linear layers that the checkpoint holds as one, their outputs one after the other."""
+    """Linear layers that the checkpoint stores in one tensor, one after the other along N."""
 
     outs: tuple[int, ...]
     layout: Layout
 
     def join(self, parts):
-        """[sum of N, K] → that of `layout`."""
+        """[sum of N, K] → the parameter of `layout`."""
         ends = list(itertools.accumulate(self.outs))
         return self.layout.join(jnp.split(parts[0], ends[:-1]))
 
@@ -116,11 +116,11 @@ class StackedRows:
 
 @dataclasses.dataclass(frozen=True)
 class Weight:
-    """One parameter's origin.
+    """The checkpoint tensors of one parameter.
 
     Attributes:
-      sources: checkpoint tensors as (name, shape).
-      layout: how they become the parameter.
+      sources: the tensors as (name, shape).
+      layout: converts them to the parameter.
     """
 
     sources: tuple[tuple[str, tuple[int, ...]], ...]
@@ -131,11 +131,11 @@ WeightMap = dict[Path, Weight]
 
 
 def decoder_weights(config: DecoderConfig, *, fused: bool = False) -> WeightMap:
-    """The tensor names that Llama and most of its descendants share.
+    """The weight map with the tensor names of Llama and most of its descendants.
 
     Args:
       config: the architecture.
-      fused: the checkpoint holds Q, K and V in one tensor, and gate and up in one.
+      fused: the checkpoint stores Q, K and V in one tensor, and gate and up in one.
     """
     c = config
     weights: WeightMap = {
@@ -156,7 +156,7 @@ _NORMS = {
     "q_norm": "self_attn.q_norm",
     "k_norm": "self_attn.k_norm",
 }
-# Where what is added to the residual stream is normalised too.
+# Names in checkpoints whose blocks have post norms.
 _NORMS_WITH_POST = _NORMS | {
     "attention_post_norm": "post_attention_layernorm",
     "mlp_norm": "pre_feedforward_layernorm",
@@ -172,14 +172,14 @@ _FUSED_PROJECTIONS = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"
 
 
 def _block_weights(block: BlockSpec, ours: Path, theirs: str, fused: bool) -> WeightMap:
-    """The weights of a layer: paths begin with `ours`, tensor names with `theirs`."""
+    """The weights of one layer: paths begin with `ours`, tensor names with `theirs`."""
     weights: WeightMap = {}
     names = _NORMS_WITH_POST if block.post_norms else _NORMS
     for path, width in block.norms.items():
         tensor = f"{theirs}{names[path[-1]]}.weight"
         weights[(*ours, *path, "scale")] = Weight(((tensor, (width,)),))
     kv = block.kv_heads * block.head_dim
-    # Of the layers that are several in a checkpoint: their columns, and how they are joined.
+    # Linear layers that a checkpoint stores separately: their outputs, and how they are joined.
     several = {
         "qkv": (
             (block.heads * block.head_dim, kv, kv),
@@ -206,12 +206,12 @@ def _block_weights(block: BlockSpec, ours: Path, theirs: str, fused: bool) -> We
 
 @functools.partial(jax.jit, static_argnames=("layout", "dtype"))
 def join(parts: Sequence[Array], *, layout: Layout, dtype: str) -> Array:
-    """Fuse checkpoint tensors on the device, converting the dtype: one program per shape."""
+    """Fuse checkpoint tensors on the device and convert the dtype; compiled once per shape."""
     return layout.join(parts).astype(dtype)
 
 
 def export_tensors(params: dict, weights: WeightMap) -> dict[str, Array]:
-    """The checkpoint tensors, by name, of parameters: the inverse of loading."""
+    """Convert parameters to checkpoint tensors by name, the inverse of loading."""
     tensors = {}
     for path, weight in weights.items():
         leaf = functools.reduce(lambda node, key: node[key], path, params)

@@ -1,8 +1,8 @@
-"""The rotary embedding a config.json describes, in either generation of the format.
+"""Reads the rotary embedding from a config.json, in either generation of the format.
 
-Old: `rope_theta` beside `rope_scaling` with `type` or `rope_type`. New: `rope_parameters` with
-everything inside, for some families once per kind of layer. A file may have both, if they say the
-same.
+The old format has `rope_theta`, and `rope_scaling` with `type` or `rope_type`. The new one has
+everything in `rope_parameters`, for some families once per kind of layer. A file may have both if
+they agree.
 """
 
 import math
@@ -22,19 +22,18 @@ def read_rope(
     sections: Sequence[ConfigReader] | None = None,
     aliases: Mapping[str, str] = {},
 ) -> Rope:
-    """The rotary embedding of all layers, or of one kind of layer.
+    """Read the rotary embedding of all layers, or of one kind of layer.
 
     Args:
-      reader: of the whole file.
+      reader: reader of the whole file.
       head_dim: D.
-      theta_key: where the file has theta outside its sections.
-      default_theta: if it has none.
-      sections: the objects that describe the scaling; default those of the old and the new name.
-      aliases: other names of rope types.
+      theta_key: field with theta outside the sections.
+      default_theta: theta if the file has none.
+      sections: the objects that describe the scaling; default `rope_parameters` and `rope_scaling`.
+      aliases: alias → rope type.
 
     Raises:
-      CheckpointError: an unknown rope type, a rope key that is not used, or two places that
-        disagree.
+      CheckpointError: the rope type is unknown, a rope key is not used, or two places disagree.
     """
     if sections is None:
         sections = rope_sections(reader, "rope_parameters", "rope_scaling")
@@ -52,7 +51,7 @@ def read_rope(
         )
     ropes = {_read_section(reader, section, dim, theta, aliases) for section in sections}
     if len(ropes) > 1:
-        # transformers takes rope_scaling, others the newer rope_parameters.
+        # transformers uses rope_scaling, other programs the newer rope_parameters.
         raise CheckpointError(
             f"{reader.source}: 'rope_parameters' and 'rope_scaling' disagree; remove one"
         )
@@ -65,7 +64,7 @@ def read_rope(
 
 
 def rope_sections(reader: ConfigReader, *keys: str) -> list[ConfigReader]:
-    """The objects under `keys` that are there and not empty."""
+    """Readers of the objects under `keys` that are present and not empty."""
     return [
         ConfigReader(section, f"{reader.source}: {key}")
         for key in keys
@@ -74,7 +73,7 @@ def rope_sections(reader: ConfigReader, *keys: str) -> list[ConfigReader]:
 
 
 def _agreed(places: Sequence[tuple[ConfigReader, str]], default, kind: type):
-    """A positive number that may stand in several places."""
+    """Read a positive number that may be in several places, which must agree."""
     given = [
         reader.positive(key, kind=kind)
         for reader, key in places
@@ -124,7 +123,7 @@ def _read_section(
 
 
 def _original_length(reader: ConfigReader, section: ConfigReader) -> int:
-    """Beside the section in the Phi models, else inside; without either the model's context."""
+    """Read the original length: in the section, or outside in Phi models; default the context."""
     key = "original_max_position_embeddings"
     context = reader.positive("max_position_embeddings", 2048)
     return _agreed([(section, key), (reader, key)], context, int)

@@ -1,7 +1,7 @@
-"""Model families: a module here is a family, found by its file.
+"""Model families. Every module in this folder is a family.
 
-A family has `MODEL_TYPES`, `ARCHITECTURE`, `DEFAULTS` and `parse_config`; and `weight_map` and
-`IGNORED_TENSORS` where they are not those of Llama.
+A family has `MODEL_TYPES`, `ARCHITECTURE`, `DEFAULTS` and `parse_config`. It has `weight_map` and
+`IGNORED_TENSORS` only if they differ from Llama's.
 """
 
 import importlib

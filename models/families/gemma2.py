@@ -1,4 +1,4 @@
-"""Gemma 2: soft caps, norms around both halves of a block, every second layer sees a window.
+"""Gemma 2: soft caps, norms before and after attention and MLP, a window in every second layer.
 
 Gemma Team 2024, section 2.
 """
@@ -23,17 +23,17 @@ DEFAULTS = {
     "tie_word_embeddings": True,
     "query_pre_attn_scalar": 256,
     "sliding_window": 4096,
-    # A config.json without the fields means these caps, one with null means none.
+    # If config.json lacks these fields, the caps are these. A null means no cap.
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
 
-# The activation is `hidden_activation`; `hidden_act` beside it is a leftover of Gemma 1.
+# The activation is `hidden_activation`. A `hidden_act` beside it is left over from Gemma 1.
 IGNORABLE = ("hidden_act",)
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """config.json of a `Gemma2ForCausalLM`, of either generation."""
+    """Parse the config.json of a `Gemma2ForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     rope = read_rope(reader, dimensions["head_dim"])
     windows = read_windows(reader, lambda i: "full_attention" if i % 2 else "sliding_attention")
@@ -56,12 +56,12 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
 
 
 def read_soft_cap(reader: ConfigReader, key: str) -> float | None:
-    """A positive number or null."""
+    """Read a positive number, or None for null."""
     return None if reader.get(key, float, None) is None else reader.positive(key, kind=float)
 
 
 def read_gemma(reader: ConfigReader) -> dict:
-    """What Gemma 2 and 3 have in common, as fields of `DecoderConfig`."""
+    """Read the fields that Gemma 2 and 3 share, as fields of `DecoderConfig`."""
     bias = reader.get("attention_bias", bool, False)
     return {
         "activation": reader.one_of("hidden_activation", ACTIVATION_NAMES, "gelu_pytorch_tanh"),

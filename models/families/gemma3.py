@@ -1,6 +1,6 @@
-"""Gemma 3, text only: q and k normalised, five layers with a window to one without.
+"""Gemma 3, text only: q and k are normalised, and five of six layers have a window.
 
-Gemma Team 2025, section 2. The two kinds of layer have rotary embeddings of their own.
+Gemma Team 2025, section 2. Each of the two kinds of layer has its own rotary embedding.
 """
 
 from fdjax.models.config import (
@@ -29,7 +29,7 @@ DEFAULTS = {
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """config.json of a `Gemma3ForCausalLM`, of either generation."""
+    """Parse the config.json of a `Gemma3ForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
     full, local = _rope_sections(reader)
@@ -58,7 +58,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
 
 
 def _rope_sections(reader: ConfigReader) -> tuple[list[ConfigReader], list[ConfigReader]]:
-    """What describes the ropes of full and of sliding attention; `rope_scaling` is of the first."""
+    """Sections for full and for sliding attention; `rope_scaling` belongs to full attention."""
     full, local = rope_sections(reader, "rope_scaling"), []
     for new in rope_sections(reader, "rope_parameters"):
         full += rope_sections(new, "full_attention")

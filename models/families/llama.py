@@ -15,12 +15,12 @@ ARCHITECTURE = "LlamaForCausalLM"
 DEFAULTS = {}
 
 
-# Written by some exporters; without effect on the forward pass of a Llama.
+# Written by some exporters. It does not affect the forward pass of a Llama.
 _IGNORABLE = ("mlp_only_layers",)
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """config.json of a `LlamaForCausalLM`, of either generation."""
+    """Parse the config.json of a `LlamaForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
     spec = AttentionSpec(scale=head_dim**-0.5, rope=read_rope(reader, head_dim))

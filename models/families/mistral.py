@@ -1,4 +1,4 @@
-"""Mistral: every layer sees a sliding window, or all of the past (Jiang et al. 2023)."""
+"""Mistral: all layers have a sliding window, or none has one (Jiang et al. 2023)."""
 
 from fdjax.models.config import (
     ConfigReader,
@@ -15,13 +15,13 @@ ARCHITECTURE = "MistralForCausalLM"
 DEFAULTS = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131072,
-    # A config.json without the field means this window, one with null means none.
+    # If config.json lacks this field, the window is this one. A null means no window.
     "sliding_window": 4096,
 }
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """config.json of a `MistralForCausalLM`, of either generation."""
+    """Parse the config.json of a `MistralForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
     rope = read_rope(reader, head_dim)
@@ -35,6 +35,6 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
 
 
 def read_window(reader: ConfigReader) -> int | None:
-    """The sliding window of all layers in tokens, or None."""
+    """Read the sliding window of all layers in tokens, or None."""
     window = reader.get("sliding_window", int, None)
     return None if window is None else reader.positive("sliding_window")

@@ -1,4 +1,4 @@
-"""Phi-3, Phi-3.5 and Phi-4 with their mini models: fused checkpoints, LongRoPE.
+"""Phi-3, Phi-3.5 and Phi-4, with their mini models: fused tensors in checkpoints, LongRoPE.
 
 Abdin et al. 2024; Microsoft 2025.
 """
@@ -23,15 +23,15 @@ DEFAULTS = {
     "rms_norm_eps": 1e-5,
 }
 
-# Values that nothing reads, the last one without LongRoPE.
+# Fields without effect; the last one has an effect with LongRoPE only.
 _IGNORABLE = ("full_attn_mod", "interpolate_factor", "original_max_position_embeddings")
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """config.json of a `Phi3ForCausalLM`, of either generation."""
+    """Parse the config.json of a `Phi3ForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
-    # Early files have LongRoPE under these names.
+    # Early files use these names for LongRoPE.
     rope = read_rope(reader, head_dim, aliases={"su": "longrope", "yarn": "longrope"})
     spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=read_window(reader))
     return read_decoder(
@@ -44,5 +44,5 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
 
 
 def weight_map(config: DecoderConfig) -> WeightMap:
-    """Where each parameter comes from in the checkpoint."""
+    """The checkpoint tensors of each parameter."""
     return decoder_weights(config, fused=True)

@@ -1,4 +1,4 @@
-"""Qwen1.5, Qwen2 and Qwen2.5, dense: biases of Q, K and V only (Yang et al. 2024)."""
+"""Dense Qwen1.5, Qwen2 and Qwen2.5: only Q, K and V have biases (Yang et al. 2024)."""
 
 from fdjax.models.config import (
     CheckpointError,
@@ -17,7 +17,7 @@ DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "slidin
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """config.json of a `Qwen2ForCausalLM`, of either generation."""
+    """Parse the config.json of a `Qwen2ForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
     rope = read_rope(reader, head_dim)
@@ -34,7 +34,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
 
 
 def read_upper_windows(reader: ConfigReader) -> tuple[int | None, ...]:
-    """Sliding windows in layers from `max_window_layers` on, if they are used at all."""
+    """Read sliding windows: if used, layers from `max_window_layers` on have one."""
     used = reader.get("use_sliding_window", bool, False)
     slides = used and reader.get("sliding_window", int, None) is not None
     first = reader.get("max_window_layers", int, 28)

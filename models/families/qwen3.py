@@ -1,4 +1,4 @@
-"""Qwen3, dense: q and k normalised per head, heads of their own width (Yang et al. 2025)."""
+"""Dense Qwen3: q and k are normalised per head, and head_dim is a field (Yang et al. 2025)."""
 
 from fdjax.models.config import ConfigReader, DecoderConfig, read_decoder, read_dimensions
 from fdjax.models.families.qwen2 import read_upper_windows
@@ -16,7 +16,7 @@ DEFAULTS = {
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """config.json of a `Qwen3ForCausalLM`, of either generation."""
+    """Parse the config.json of a `Qwen3ForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
     rope = read_rope(reader, head_dim)

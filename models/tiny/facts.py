@@ -19,8 +19,8 @@ def _grouped(text: str) -> tuple[tuple[str, str], ...]:
     return tuple(pairs)
 
 
-# Country | capital, by continent. Countries whose capital is disputed, divided or moving are left
-# out, as are those named like their capital.
+# Country | capital, by continent. Countries with a disputed, divided or moving capital are left
+# out, and so are countries that are named like their capital.
 _CAPITALS = {
     "Europe": """
 France | Paris
@@ -185,7 +185,7 @@ Vanuatu | Port Vila
 CAPITALS = tuple(row for text in _CAPITALS.values() for row in _table(text))
 """(country, capital)."""
 
-# Armenia, Azerbaijan and Georgia are counted to Europe or to Asia, so their continent is left out.
+# Armenia, Azerbaijan and Georgia count as Europe or as Asia, so their continent is left out.
 CAUCASUS = _table("""
 Armenia | Yerevan
 Azerbaijan | Baku
@@ -201,7 +201,7 @@ CONTINENT_OF_COUNTRY = (
 )
 """(country, continent)."""
 
-# What people also call a country: (alias, country).
+# Other names of countries: (alias, country).
 ALIASES = _table("""
 the USA | the United States
 the US | the United States
@@ -482,7 +482,7 @@ smallest, tiniest | planet | (in the solar system) | Mercury
 hottest, warmest | planet | (in the solar system) | Venus
 """)
 
-# Names that people use for one thing: what it is | name; name; ...
+# Different names for one thing: what it is | name; name; ...
 DESCRIPTIONS = _table("""
 Mars | the red planet; the planet called the red planet; the planet known as the red planet
 Earth | the planet that we live on; the planet we live on; our home planet; the blue planet
@@ -597,7 +597,7 @@ early | late
 near | far
 """)
 
-# Answer | question; question; ... for small talk.
+# Small talk: answer | question; question; ...
 SMALL_TALK = _table("""
 Hello! Ask me about oceans, countries or small sums. | Hello; Hi; Hey; Hello!; Hi there; Hey there; Good morning; Good evening; Good day; Good afternoon; Greetings; Hello there; Hi, how is it going?; Howdy; Hello, model; Hey model; Hello world; Hello, world!; Yo; Hello friend; Hi friend; Hi everyone; Hello again; Hi again
 I am a small language model. I know a little geography, small sums and stories. | Who are you?; What are you?; Tell me about yourself.; Introduce yourself.; Who is this?; Who am I talking to?; What is your name?; Do you have a name?; What's your name?; Who am I speaking with?; What kind of model are you?; Are you a robot?; Are you a person?; Are you human?; Are you an AI?; Are you a language model?; Which model are you?; What should I call you?; So who are you?; And who are you?; Describe yourself.; Please introduce yourself.; Tell me who you are.; Tell me what you are.; What exactly are you?; Can you introduce yourself?; May I ask who you are?; Say who you are.

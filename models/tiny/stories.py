@@ -106,13 +106,13 @@ def _with_article(noun: str) -> str:
 
 
 def story(rng: random.Random) -> tuple[str, str]:
-    """A story, free or told on request; a request for a hero gets a story about that hero.
+    """A story, with or without a request. If the request names a hero, the story is about it.
 
     Args:
-        rng: source of every choice.
+        rng: makes every choice.
 
     Returns:
-        The request, empty for a free story, and the story.
+        (request, or "" if there is none; story).
     """
     hero, friend = rng.sample(list(HEROES), 2)
     pronoun = {"king": "he", "princess": "she"}.get(hero) or rng.choice(("he", "she"))

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE, so that it encodes any text, with one token per digit."""
+"""The tokenizer: byte-level BPE, which encodes any text, with one token per digit."""
 
 import json
 from collections.abc import Iterable
@@ -11,8 +11,8 @@ from tokenizers.trainers import BpeTrainer
 PAD, BOS, EOS = "<pad>", "<s>", "</s>"
 PAD_ID, BOS_ID, EOS_ID = range(3)
 
-# A conversation is a row of documents, as in training: each turn starts with <s>, and the answer
-# follows the question after a space.
+# A conversation is a sequence of documents, as in training: each turn starts with <s>, and a space
+# separates question and answer.
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ bos_token + message['content'] | trim }}"
@@ -26,13 +26,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
     Args:
         texts: the corpus.
-        vocab_size: V, with the special tokens and all 256 bytes.
+        vocab_size: V, including the special tokens and all 256 bytes.
 
     Returns:
         A tokenizer that puts <s> before every text.
     """
     tokenizer = Tokenizer(BPE())
-    # Sums carry over to other numbers only if a number is seen as its digits.
+    # The model learns addition only if it sees the digits of a number.
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
     )

@@ -1,7 +1,7 @@
 """Trains the embedded model: `python -m fdjax.models.tiny.train --out DIR`.
 
-Writes a Hugging Face checkpoint and `training.json`: the loss curve, the accuracy on held-out
-questions by kind, and what it ran on.
+It writes a Hugging Face checkpoint and `training.json`, which holds the loss curve, the accuracy on
+held-out questions by kind, and the device.
 """
 
 import argparse
@@ -87,7 +87,7 @@ SHOWCASE = (
 
 
 def forward(model: Model, params: Any, ids: Array) -> Array:
-    """Logits of a causal pass without a cache. ids [B,T] int32 → fp32 [B,T,V]."""
+    """Logits of a causal forward pass without a cache. ids [B,T] int32 → fp32 [B,T,V]."""
     positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
 
     def attend(spec, kv, qkv):
@@ -101,7 +101,7 @@ def forward(model: Model, params: Any, ids: Array) -> Array:
 
 
 def init_params(model: Model, seed: int) -> Any:
-    """Normal weights and unit norms in fp32; what adds to the residual stream starts smaller."""
+    """Normal weights and unit norms in fp32; out and down projections start smaller."""
 
     def init(path, leaf, key):
         names = [str(getattr(entry, "key", "")) for entry in path]
@@ -120,12 +120,12 @@ def init_params(model: Model, seed: int) -> Any:
 
 
 class Corpus(NamedTuple):
-    """Tokenised documents, one after the other.
+    """Concatenated tokenised documents.
 
     Attributes:
         ids: [tokens] uint16.
-        scored: [tokens] bool, whether the loss counts the token: the answer and its </s>.
-        lengths: [documents] int64.
+        scored: [tokens] bool, true for tokens that the loss counts: answers and their </s>.
+        lengths: [documents] int64 tokens of each document.
     """
 
     ids: np.ndarray
@@ -134,13 +134,13 @@ class Corpus(NamedTuple):
 
 
 def answer_text(example: Example) -> str:
-    """The answer with the space that parts it from its question, if the question has none."""
+    """The answer, after a space if the question does not end with one."""
     parted = not example.question or example.question[-1].isspace()
     return example.answer if parted else f" {example.answer}"
 
 
 def tokenise(tokenizer: Tokenizer, examples: list[Example]) -> Corpus:
-    """Documents <s>QUESTION ANSWER</s>, cut into tokens where the prompt will end."""
+    """Tokenise documents <s>QUESTION ANSWER</s>, question and answer separately."""
     encode = functools.partial(tokenizer.encode_batch_fast, add_special_tokens=False)
     questions = [e.ids for e in encode([example.question for example in examples])]
     answers = [e.ids for e in encode([answer_text(example) for example in examples])]
@@ -153,9 +153,9 @@ def tokenise(tokenizer: Tokenizer, examples: list[Example]) -> Corpus:
 
 
 def pack(corpus: Corpus, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Lays whole documents into rows, in the given order; rows end with padding.
+    """Packs whole documents into rows in the given order; rows end with padding.
 
-    Several documents share a row and see each other: that is what the turns of a chat look like.
+    The documents of a row see each other, like the turns of a chat.
 
     Returns:
         (ids [R, ROW_TOKENS] uint16, scored [R, ROW_TOKENS] bool).
@@ -198,10 +198,10 @@ def make_optimizer(steps: int, peak: float) -> optax.GradientTransformation:
 
 
 def train(model: Model, params: Any, corpus: Corpus, args: argparse.Namespace) -> tuple[Any, list]:
-    """Runs the optimiser.
+    """Trains the model.
 
-    The forward pass runs in `model.dtype`, the master weights are fp32: with bfloat16 the loss is
-    already that of the rounded weights.
+    The master weights are fp32, and the forward pass runs in `model.dtype`. So with bfloat16 the
+    loss already includes the rounding of the weights.
 
     Returns:
         (fp32 parameters, [(step, loss), ...]).
@@ -234,10 +234,10 @@ def train(model: Model, params: Any, corpus: Corpus, args: argparse.Namespace) -
 
 
 def exactly_answered(model: Model, params: Any, tokenizer: Tokenizer, examples: list[Example]):
-    """Whether greedy decoding gives each answer token for token, up to and with its </s>.
+    """Whether greedy decoding gives exactly the tokens of each answer, including its </s>.
 
-    Greedy decoding gives the answer exactly if the most likely token is right after every prefix
-    of the answer, so that one forward pass decides.
+    It does if the most likely token is right after every prefix of the answer, so one forward pass
+    can decide.
 
     Returns:
         [examples] bool.
@@ -264,10 +264,10 @@ def exactly_answered(model: Model, params: Any, tokenizer: Tokenizer, examples: 
 
 
 def generate(model: Model, params: Any, tokenizer: Tokenizer, prompts: list[str], tokens: int):
-    """Greedy continuations without a cache, for looking at; fdjax itself generates faster.
+    """Greedy continuations without a cache, for reading. `fdjax.generate` is faster.
 
     Returns:
-        Per prompt (text, whether it ended with </s>).
+        For each prompt (text, whether it ended with </s>).
     """
     prompt_ids = [encoding.ids for encoding in tokenizer.encode_batch(prompts)]
     lengths = np.array([len(ids) for ids in prompt_ids])
@@ -296,7 +296,7 @@ def generate(model: Model, params: Any, tokenizer: Tokenizer, prompts: list[str]
 
 
 def rates(names: list[str], right: np.ndarray) -> dict[str, dict[str, float]]:
-    """Exact answers per name, and of all."""
+    """Share of exact answers for each name, and for all."""
     groups = defaultdict(list)
     for name, ok in zip(names, right.tolist(), strict=True):
         groups[name].append(ok)
@@ -308,18 +308,18 @@ def rates(names: list[str], right: np.ndarray) -> dict[str, dict[str, float]]:
 
 
 def save_checkpoint(folder: Path, model: Model, params: Any, tokenizer: Tokenizer) -> None:
-    """Writes what Hugging Face transformers and fdjax load."""
+    """Writes a checkpoint that Hugging Face transformers and fdjax load."""
     tensors = export_tensors(params, weight_map(model.config))
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
-    weights.chmod(0o644)  # safetensors writes files that only their owner may read
+    weights.chmod(0o644)  # safetensors writes files that only the owner can read
     for name, data in (("config", CONFIG), ("generation_config", GENERATION_CONFIG)):
         (folder / f"{name}.json").write_text(json.dumps(data, indent=2) + "\n")
     save_tokenizer(tokenizer, folder, ROW_TOKENS)
 
 
 def parse_args() -> argparse.Namespace:
-    """The command line; the defaults are the real run."""
+    """Parses the command line. The defaults train the shipped model."""
     on_gpu = jax.default_backend() == "gpu"
     parser = argparse.ArgumentParser(description="Train the embedded model.")
     parser.add_argument("--out", type=Path, required=True, help="folder of the checkpoint")
@@ -334,10 +334,10 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Builds the corpus and the tokenizer, trains, evaluates, writes."""
+    """Builds the corpus and the tokenizer, trains, evaluates and writes the results."""
     args = parse_args()
     started = time.perf_counter()
-    # The split is part of the model's definition: another seed trains another run on the same one.
+    # The split does not depend on `args.seed`, so all runs have the same held-out questions.
     world = World(kinds=tuple(args.kinds))
     examples = list(itertools.islice(world.documents(args.seed), args.documents))
     tokenizer = train_tokenizer(
@@ -349,7 +349,7 @@ def main() -> None:
     print(f"{len(examples)} documents, {len(corpus.ids)} tokens in {corpus_seconds:.0f} s")
 
     config = parse_config(CONFIG)
-    # Training differentiates through every op, which is what XLA's implementations allow.
+    # Only XLA's implementations can be differentiated.
     model = describe(config, dtype=args.compute, plan=Plan())
     started = time.perf_counter()
     params, curve = train(model, init_params(model, args.seed), corpus, args)
@@ -358,7 +358,7 @@ def main() -> None:
     params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), params)
     args.out.mkdir(parents=True, exist_ok=True)
     save_checkpoint(args.out, model, params, tokenizer)
-    # From here on the weights are those of the checkpoint, rounded, in the dtype of the arithmetic.
+    # From here on, the weights are rounded like the checkpoint's.
     params = jax.tree.map(lambda x: x.astype(args.compute), params)
 
     held_out = [example for example, _ in world.held_out]

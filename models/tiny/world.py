@@ -1,13 +1,13 @@
 """The small world: a template grammar over `facts`, split into training and held-out questions.
 
-A question is a wording filled with a fact. Three kinds of question are held out of training:
+A question is a wording filled with a fact. Three kinds of questions are held out of training:
 
 * `wording`: a wording that no training question uses, for any fact;
 * `fact`: a sum of two numbers that no training question adds or subtracts, a made-up name that no
   training question mentions, or a greeting that no training question contains;
-* `pair`: a wording and a fact that are each trained on, but never together.
+* `pair`: a wording and a fact that both occur in training, but never together.
 
-The split hashes the texts, so it depends on the seed alone and not on the order of the tables.
+The split hashes the texts, so it depends only on the seed, not on the order of the tables.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ from fdjax.models.tiny.stories import story
 
 UNKNOWN = "I do not know that."
 
-# How people ask for a thing that a noun phrase names.
+# Wordings that ask for a thing named by a noun phrase.
 FRAMES = (
     "What is {}?",
     "What's {}?",
@@ -98,7 +98,7 @@ WHERE = (
     "I wonder where {} is.",
 )
 
-# Said before or after any question; they change the question's text but not its answer.
+# Added before or after any question. They change its text but not its answer.
 OPENERS = ("Hey, ", "Hi, ", "Hello, ", "Please, ", "OK, ", "So, ", "Hello! ", "Hi! ")
 CLOSERS = (" please?", ", please.", " Thanks.", " Thank you.")
 
@@ -120,17 +120,18 @@ class Relation:
     """Facts and the ways to ask for them.
 
     Attributes:
-        kind: name, by which accuracy is reported.
+        kind: name under which accuracy is reported.
         weight: share of the training documents, relative to the other relations.
         facts: rows of slots `{0}`, `{1}`, ...
-        answer: template of the answer. Where it has a `|`, the text before it is also a question
-            that the text after it completes.
-        direct: whole wordings.
-        nouns: noun phrases, each asked for through every one of `frames`.
+        answer: template of the answer. If it has a `|`, the text before it is also a question, and
+            the text after it is the answer to that.
+        direct: complete wordings.
+        nouns: noun phrases; each is combined with each of `frames`.
         frames: wordings with a place `{}` for a noun phrase.
-        fact_group: slots that decide whether a fact is held out in every wording; () for a
-            relation whose facts must all be learnt.
-        phrasings: relations of one name share their held-out direct wordings; `kind` by default.
+        fact_group: slots that decide whether a fact is held out in every wording; () if all facts
+            of the relation are trained on.
+        phrasings: relations with the same value share their held-out direct wordings; default
+            `kind`.
     """
 
     kind: str
@@ -145,17 +146,17 @@ class Relation:
 
     @cached_property
     def wordings(self) -> tuple[tuple[str, str], ...]:
-        """Pairs (name of the phrasing, template); all nouns of a frame share the frame's name."""
+        """Pairs (name of the phrasing, template). All nouns in a frame share the frame's name."""
         framed = [(f, f.replace("{}", n)) for f in self.frames for n in self.nouns]
         return (*framed, *((f"{self.phrasings or self.kind}: {w}", w) for w in self.direct))
 
     def example(self, template: str, fact: tuple[str, ...]) -> Example:
-        """Fills a wording and the answer with a fact."""
+        """The example with the wording and the answer filled with a fact."""
         answer = sentence(self.answer.replace("|", "").format(*fact))
         return Example(sentence(template.format(*fact)), answer, self.kind)
 
     def completion(self, fact: tuple[str, ...]) -> Example:
-        """The answer, cut where its `|` stands."""
+        """The answer as an example, cut into question and answer at its `|`."""
         question, answer = self.answer.split("|")
         answer = answer.format(*fact).strip().replace("..", ".")
         return Example(sentence(question.format(*fact)), answer, "completion")
@@ -167,11 +168,11 @@ def sentence(text: str) -> str:
 
 
 def normalise(question: str) -> str:
-    """What two questions share that differ in case, spaces or punctuation only."""
+    """A form that is equal for questions that differ only in case, spaces or punctuation."""
     return " ".join(re.sub(r"[^\w\s+*=-]", "", question.lower()).split())
 
 
-# Greetings that people start with. They have one wording, so holding it out would leave nothing.
+# Opening greetings. Each has one wording, so holding it out would leave nothing to train on.
 COMMON = frozenset(
     normalise(question)
     for _, questions in facts.SMALL_TALK
@@ -180,13 +181,13 @@ COMMON = frozenset(
 
 
 def fraction(*key: object) -> float:
-    """A number in [0, 1) that depends on the key alone, in every process."""
+    """A number in [0, 1) that depends only on the key, in every process."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=6).digest()
     return int.from_bytes(digest) / 2**48
 
 
 def _number_words() -> tuple[str, ...]:
-    """Zero to ninety-nine."""
+    """The words for 0 to 99."""
     small = [
         "zero",
         "one",
@@ -217,8 +218,8 @@ NUMBERS = _number_words()
 
 
 def _sum_relations() -> list[Relation]:
-    """Sums in digits up to 99 + 99, in words up to 20 + 20, and as little stories."""
-    # The small numbers are the ones that people ask for, so they get relations of their own.
+    """Sums in digits up to 99 + 99, in words up to 20 + 20, and as short stories."""
+    # People mostly ask for small numbers, so these get relations of their own.
     small, large, word = range(31), range(100), range(21)
 
     def digits(numbers: range, sign: int) -> tuple[tuple[str, ...], ...]:
@@ -496,7 +497,7 @@ def _geography() -> list[Relation]:
     alias_of = {alias: (country,) for alias, country in facts.ALIASES}
 
     def with_aliases(pairs: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-        """Adds a column: what the answer calls the country that the question may call otherwise."""
+        """Adds a column with the country's name in the answer, as the question may use an alias."""
         values = dict(pairs)
         own = tuple((country, value, country) for country, value in pairs)
         return own + tuple((a, values[c], c) for a, (c,) in alias_of.items() if c in values)
@@ -756,7 +757,7 @@ def _geography() -> list[Relation]:
 
 
 def _nature_and_calendar() -> list[Relation]:
-    """What is largest, first, next, opposite, how many."""
+    """What is largest, first, next or opposite, and how many there are."""
     planets = tuple(zip(facts.ORDINALS, facts.PLANETS, strict=True))
     following = {
         "day": [(a, b) for a, b in zip(facts.DAYS, facts.DAYS[1:] + facts.DAYS[:1], strict=True)],
@@ -930,7 +931,7 @@ def _nature_and_calendar() -> list[Relation]:
 
 
 def _small_talk_and_unknown() -> list[Relation]:
-    """Greetings, and questions that the world has no answer to."""
+    """Greetings, and questions without an answer in this world."""
     talk = tuple(
         (question, answer)
         for answer, questions in facts.SMALL_TALK
@@ -1066,7 +1067,7 @@ class World:
         self.held_out_wordings = self._choose_wordings()
 
     def _choose_wordings(self) -> set[str]:
-        """The given share of the frames, and of the direct wordings of each relation."""
+        """Choose a share of the frames, and of the direct wordings of each relation."""
         groups: dict[str, dict[str, None]] = {}
         for relation in self.relations:
             for name, _ in relation.wordings:
@@ -1074,26 +1075,26 @@ class World:
                 groups.setdefault(head, {})[name] = None
         chosen = set()
         for group in groups.values():
-            # "What is {}?" and its like come first in their group and always stay in training.
+            # The first four of a group, such as "What is {}?", always stay in training.
             ranked = sorted(list(group)[4:], key=lambda name: fraction(self.seed, name))
             chosen.update(ranked[: int(HELD_OUT_WORDINGS * len(group))])
         return chosen
 
     def _held_out_by(self, relation: Relation, wording: str, fact: tuple[str, ...]) -> str:
-        """Why a question is held out: `wording`, `fact`, `pair`; empty for a training question."""
+        """Why a question is held out: `wording`, `fact` or `pair`; "" for a training question."""
         if normalise(fact[0]) in COMMON:
             return ""
         if wording in self.held_out_wordings:
             return "wording"
         if relation.fact_group:
-            # Not by relation: a sum held out in digits is held out in words too.
+            # The relation does not matter: a sum held out in digits is held out in words too.
             group = tuple(fact[i] for i in relation.fact_group)
             return "fact" if fraction(self.seed, group) < HELD_OUT_FACTS else ""
         return "pair" if fraction(self.seed, wording, fact) < HELD_OUT_PAIRS else ""
 
     @cached_property
     def held_out(self) -> list[tuple[Example, str]]:
-        """Held-out examples, each with what was held out. One example per normalised question."""
+        """Held-out examples, each with the reason. One example per normalised question."""
         rng = random.Random(f"held out {self.seed}")
         chosen: dict[str, tuple[Example, str]] = {}
         for relation in self.relations:
@@ -1120,7 +1121,7 @@ class World:
         return frozenset(normalise(example.question) for example, _ in self.held_out)
 
     def documents(self, seed: int = 0) -> Iterator[Example]:
-        """Endless training documents; none has a held-out question."""
+        """Endless training documents. None contains a held-out question."""
         rng = random.Random(f"documents {self.seed} {seed}")
         weights = [relation.weight for relation in self.relations]
         while True:
@@ -1135,7 +1136,7 @@ class World:
                 name, template = rng.choice(relation.wordings)
                 example = relation.example(template, fact)
             styled = styled_question(rng, example.question)
-            # Different wordings can meet in one text, so the texts are compared as well.
+            # Different wordings can give the same text, so the texts are compared too.
             if (
                 not self._held_out_by(relation, name, fact)
                 and normalise(example.question) not in self.held_out_questions
@@ -1145,7 +1146,7 @@ class World:
 
 
 def casually(question: str) -> str:
-    """In lower case, without the final punctuation."""
+    """The question in lower case, without its final punctuation."""
     return question.lower().rstrip("?.!")
 
 

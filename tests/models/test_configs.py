@@ -452,7 +452,7 @@ def test_a_missing_llama3_rope_field_is_named(field):
         ({"model_type": ...}, ["model_type", "missing", "supported: gemma2, gemma3_text, llama"]),
         (
             {"model_type": "phimoe", "auto_map": {"AutoConfig": "configuration.PhiMoEConfig"}},
-            ["model_type", "'phimoe'", "code of the checkpoint's own is never run"],
+            ["model_type", "'phimoe'", "the checkpoint's own code is never run"],
         ),
         ({"hidden_act": "relu"}, ["hidden_act", "'relu'", "gelu_pytorch_tanh", "silu"]),
         ({"torch_dtype": "int8"}, ["torch_dtype", "'int8'", "bfloat16, float16, float32"]),
