@@ -9,21 +9,21 @@ from fdjax.bench.compare import compare
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Adds the sub-commands; each sets `run`, a function of the parsed arguments."""
+    """Adds the sub-commands. Each sets `run`, a function of the parsed arguments."""
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser(
-        "compare", help="exits 1 if anything got slower, broke or is gone"
+        "compare", help="exit with 1 if anything got slower, broke or is missing"
     )
     command.add_argument("old")
     command.add_argument("new")
     command.add_argument("--tolerance", type=float, default=0.05, help="relative, default 0.05")
     command.add_argument("--allow-device", action="store_true", help="compare different devices")
-    command.add_argument("--allow-missing", action="store_true", help="the new may have fewer rows")
+    command.add_argument("--allow-missing", action="store_true", help="NEW may lack rows of OLD")
     command.set_defaults(run=_compare)
     command = commands.add_parser("ceiling", help="measure bandwidth and matrix-multiply rate")
-    command.add_argument("--bytes", type=int, default=2**30, help="bytes that a kernel reads")
-    command.add_argument("--matmul-size", type=int, default=8192, help="0 leaves it out")
-    command.add_argument("--commit", help="commit to record where git cannot be asked")
+    command.add_argument("--bytes", type=int, default=2**30, help="bytes that each kernel reads")
+    command.add_argument("--matmul-size", type=int, default=8192, help="0 skips it")
+    command.add_argument("--commit", help="commit to record if git cannot be asked")
     command.add_argument("--output", help="write the record to this file as well")
     command.set_defaults(run=_ceiling)
 
@@ -57,7 +57,7 @@ def _ceiling(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 1 for what failed, 2 for an error."""
+    """Runs the command line and returns the exit code: 1 if a result failed, 2 for an error."""
     parser = argparse.ArgumentParser(prog="python -m fdjax.bench")
     add_commands(parser)
     args = parser.parse_args(argv)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from fdjax.bench.timing import Timing, measure
 
-# Below this GB/s, about 88 % of the data sheet, something else was using or slowing the device.
+# Below this GB/s, about 88 % of the data sheet, something else used or slowed the device.
 _LEAST_GB_PER_S = {"NVIDIA H100 80GB HBM3": 2950.0, "NVIDIA H200": 4200.0}
 
 
@@ -16,7 +16,7 @@ def _normal(shape: tuple[int, ...], dtype: jnp.dtype, seed: int = 0) -> jax.Arra
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
 
-# name -> (function of a matrix and a matching vector, dtype, rows or columns the vector has)
+# name → (function of a matrix and a matching vector, dtype, length of the vector)
 _READS: dict[str, tuple[Callable, jnp.dtype, int]] = {
     "vector_matrix_bf16": (lambda w, v: v @ w, jnp.bfloat16, 4096),
     "matrix_vector_bf16": (lambda w, v: v @ w.T, jnp.bfloat16, 4096),
@@ -37,7 +37,7 @@ def _time_read(name: str, total_bytes: int, runs: int) -> tuple[float, Timing]:
 
 
 def matmul_ceiling(size: int = 8192, *, runs: int = 10) -> float:
-    """Measures TFLOP/s (1e12 per second) of a bf16 matrix product with M = N = K = `size`."""
+    """Measures the TFLOP/s (1e12 per second) of a bf16 matrix product with M = N = K = `size`."""
     a, b = (_normal((size, size), jnp.bfloat16, seed) for seed in (0, 1))
     return 2 * size**3 / measure(jnp.matmul, [(a, b)], runs=runs).median_us / 1e6
 
@@ -49,19 +49,20 @@ def measure_ceiling(
     kernels: Sequence[str] = tuple(_READS),
     runs: int = 20,
 ) -> dict[str, Any]:
-    """Measures what the first device can do at best and says whether to trust that.
+    """Measures the best rates of the first device, and whether to trust them.
 
     Args:
-        total_bytes: bytes that each read kernel reads; 1 GiB or more outside tests, so that a
+        total_bytes: bytes that each read kernel reads. Outside tests use 1 GiB or more, so that a
             buffer evicts itself from L2.
-        matmul_size: M = N = K of the matrix product; 0 leaves it out.
-        kernels: read kernels to try; the fastest, by its median, is the ceiling.
+        matmul_size: M = N = K of the matrix product; 0 skips it.
+        kernels: read kernels to try. The one with the fastest median is the ceiling.
         runs: timed calls of each.
 
     Returns:
         `device_kind`, `clock`, `bytes`, `reads` (1e9 bytes per second by kernel), `read_kernel`
-        and `read_gb_per_s` (the fastest), `matmul_tflop_per_s` (None if left out), `trusted`
-        (False where the device is known to do better, None where nothing is known), `reason`.
+        and `read_gb_per_s` (the fastest), `matmul_tflop_per_s` (None if skipped), `trusted` (False
+        if CUPTI did not measure it or the device is known to be faster, None if no expectation is
+        known), and `reason`.
     """
     kind, reads, clock = jax.devices()[0].device_kind, {}, ""
     for name in kernels:

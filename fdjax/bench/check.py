@@ -8,7 +8,7 @@ import numpy as np
 
 
 def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | None]:
-    """Compares two pytrees of arrays in float64, where `got` is.
+    """Compares two pytrees of arrays in float64, on the device of `got`.
 
     The error of a leaf is the larger of `|got - want|_2 / |want|_2` and
     `max|got - want| / max|want|`: the first alone would let one wrong row among many pass.
@@ -19,8 +19,8 @@ def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | N
         tolerance: largest error that passes.
 
     Returns:
-        `(error, problem)`: the largest error of all leaves, None where it cannot be computed, and
-        a sentence on what is wrong, None if nothing is. A NaN or infinity never passes.
+        `(error, problem)`: the largest error of all leaves, or None if it cannot be computed; and a
+        sentence that says what is wrong, or None. A NaN or infinity never passes.
     """
     got_leaves, got_tree = jax.tree.flatten(got)
     want_leaves, want_tree = jax.tree.flatten(want)
@@ -37,7 +37,7 @@ def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | N
             error, finite = jax.device_get(_error(got_leaf, want_leaf))
         if not finite:
             return None, "result and reference must be finite"
-        worst = float(np.maximum(worst, error))  # NaN, where squares overflow, is the largest
+        worst = float(np.maximum(worst, error))  # NaN, if squares overflow, counts as the largest
     if not worst <= tolerance:
         return worst, f"error {worst:.3g} above tolerance {tolerance:.3g}"
     return worst, None
@@ -45,7 +45,7 @@ def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | N
 
 @jax.jit
 def _error(got, want):
-    """The error of a leaf, and whether all of both is finite."""
+    """The error of a leaf, and whether all values of both arrays are finite."""
     got, want = (jnp.asarray(a).astype(jnp.float64) for a in (got, want))
     difference = got - want
 

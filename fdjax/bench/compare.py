@@ -1,4 +1,4 @@
-"""Holds two records against each other."""
+"""Compares two records."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ _FAILURES = ("regression", "broken", "incomparable", "missing")
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """How a row changed: `ratio` is new over old median time."""
+    """How a row changed. `ratio` is the new median time over the old one."""
 
     case: str
     implementation: str
@@ -22,7 +22,7 @@ class Change:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """Changes by row, and remarks on the two records as a whole."""
+    """The changes of all rows, and notes on the records as a whole."""
 
     changes: list[Change]
     notes: list[str]
@@ -52,20 +52,20 @@ def compare(
     allow_device: bool = False,
     allow_missing: bool = False,
 ) -> Comparison:
-    """Matches the rows of two records by case and implementation and judges the median times.
+    """Matches the rows of two records by case and implementation and compares the median times.
 
-    Nothing is normalised. A time counts as changed if it moved by more than `tolerance` and by
-    more than the larger spread of the two; beyond the tolerance but not the spread it is
-    `"within spread"`. Rows with another clock, byte or FLOP count or L2 state are
-    `"incomparable"`; a row that was right and is not any more is `"broken"`, one that is not there
-    any more is `"missing"`: a run that was cut off is no proof of anything.
+    Nothing is normalised. A time counts as changed if it moved by more than `tolerance` and by more
+    than the larger of the two spreads. If it moved by more than the tolerance but not the spread,
+    it is `"within spread"`. Rows with another clock, byte count, FLOP count or L2 state are
+    `"incomparable"`. A row that was right and no longer is, is `"broken"`. A row that is gone is
+    `"missing"`, and counts as a failure because the new run may have been cut off.
 
     Args:
         old: the earlier record.
-        new: the one to judge.
-        tolerance: relative change of the median that is let pass.
+        new: the record to judge.
+        tolerance: largest relative change of the median that counts as the same.
         allow_device: compare records of different devices or device counts.
-        allow_missing: rows of `old` that `new` has not are no failure.
+        allow_missing: rows of `old` that `new` lacks are not a failure.
 
     Raises:
         ValueError: the devices differ.

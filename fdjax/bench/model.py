@@ -1,4 +1,4 @@
-"""End-to-end benchmark of a model through `LM.generate` itself."""
+"""End-to-end benchmark of a model through `LM.generate`."""
 
 import dataclasses
 import functools
@@ -19,10 +19,10 @@ from fdjax.engine.generation import forward
 from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.models import Model, Params
 
-# An `fdjax.LM`, or what has as much of it as is used here.
+# An `fdjax.LM`, or an object with the attributes that are used here.
 LM = Any
 
-# Mean distance allowed between log-probabilities of decoding and of one pass over the whole text,
+# Largest mean difference between log-probabilities of decoding and of one pass over the whole text,
 # by bytes per element.
 _TOLERANCE = {2: 0.05, 4: 1e-3}
 
@@ -42,16 +42,16 @@ def bench_model(
 
     Args:
       lm: the model, with real or random weights.
-      batch: prompts at once.
-      prompt_tokens, new_tokens: of each prompt.
-      runs: timed calls, after three that are not.
-      ceiling_bytes: what the bandwidth measurement reads; default 1 GiB, on a CPU 16 MiB.
-      commit: to record where git cannot be asked.
-      progress: called with what is done next, in a few words.
+      batch: prompts per call.
+      prompt_tokens, new_tokens: tokens of each prompt and of each answer.
+      runs: timed calls, after calls that are not timed.
+      ceiling_bytes: bytes that the bandwidth measurement reads; default 1 GiB, on a CPU 16 MiB.
+      commit: commit to record if git cannot be asked.
+      progress: called with a few words on the next step.
 
     Returns:
-      A `Record` with the rows "first token" and "decode step" (one token for every prompt). Without
-      timings if decoding disagrees with one pass over the same text.
+      A `Record` with the rows "first token" and "decode step" (one token for every prompt). They
+      have no timings if decoding disagrees with one pass over the same text.
 
     Raises:
       ValueError: a number is too small, or prompt and new tokens exceed the model's context.
@@ -99,20 +99,25 @@ def model_rows(
     logits: Callable[[LM, Array, int], Array] | None = None,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> tuple[list[Measurement], dict[str, float]]:
-    """What `bench_model` measures between the ceilings: arguments and errors are its own.
+    """Measure the rows of `bench_model`, without the ceilings.
 
     Args:
-      implementation: what the rows call it.
-      check: "logprobs" holds the log-probabilities of decoding against one pass over the text;
-        "tokens" takes the likeliest of that pass in their place, which needs no program but those
-        that are timed.
-      seconds: of calls to warm up, and then of calls to time, after which no further one begins:
-        the first call counts as one to warm up, and two are timed at least.
-      logits: that pass, (model, ids [1,T], n) → [1,n,V] of the last n; default `one_pass`.
+      lm, batch, prompt_tokens, new_tokens, runs, progress: see `bench_model`.
+      implementation: name of the implementation in the rows.
+      check: "logprobs" compares the log-probabilities of decoding with those of one pass over the
+        text. "tokens" compares the largest log-probability of that pass instead, which needs no
+        other decoding programs than those that are timed.
+      seconds: limit for the warm-up calls, the first call included, and again for the timed calls.
+        No further call begins after it, but at least two are timed.
+      logits: the pass over the text, (lm, ids [1,T], n) → logits [1,n,V] of the last n tokens;
+        default `one_pass`.
 
     Returns:
-      (rows, costs), the latter the seconds of the first call and of compiling in it, and ms of
-      a step over all chunks of steps.
+      (rows, costs). The costs are seconds of the first call and of compiling in it, and
+      percentiles of the ms per step over all chunks of steps.
+
+    Raises:
+      ValueError: see `bench_model`.
     """
     _check(lm, batch, prompt_tokens, new_tokens, runs)
     rng = np.random.default_rng(0)
@@ -192,7 +197,7 @@ def _check(lm: LM, batch: int, prompt_tokens: int, new_tokens: int, runs: int) -
 
 
 def _calls(most: int, seconds: float, least: int = 0) -> Iterator[int]:
-    """0, 1, … as long as no more than `seconds` have passed."""
+    """Yield 0, 1, … up to `most` of them; after `least`, only while `seconds` have not passed."""
     began = time.perf_counter()
     for i in range(most):
         if i >= least and time.perf_counter() - began >= seconds:
@@ -202,7 +207,7 @@ def _calls(most: int, seconds: float, least: int = 0) -> Iterator[int]:
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="last")
 def one_pass_program(model: Model, params: Params, ids: Array, *, last: int) -> Array:
-    """Logits [1,last,V] of the last of ids [1,T], which are padded as kernels want them."""
+    """Logits [1,last,V] of the last tokens of ids [1,T], which are padded for the kernels."""
     t = ids.shape[1]
     padding = -t % SLOT_MULTIPLE
     padded = jnp.pad(ids, ((0, 0), (0, padding)))
@@ -211,14 +216,14 @@ def one_pass_program(model: Model, params: Params, ids: Array, *, last: int) -> 
 
 
 def one_pass(lm: LM, ids: Array, n: int) -> Array:
-    """Logits [1,n,V] of the last n of ids [1,T], without a cache."""
+    """Logits [1,n,V] of the last n tokens of ids [1,T], in one pass without a cache."""
     return one_pass_program(lm.model, lm.params, ids, last=n)
 
 
 def _decoding_error(lm: LM, prompt: list[int], result, logits: Callable) -> float:
-    """Mean |Δ log-probability| of the first row's tokens, decoded against one pass over them.
+    """Mean |Δ log-probability| of the first row's tokens between decoding and one pass over them.
 
-    Where the result has no log-probabilities, those of the likeliest tokens stand in for them.
+    If the result has no log-probabilities, the largest of the pass at each position replace them.
     """
     tokens = result.tokens[0]
     ids = jnp.asarray([prompt + tokens[:-1]], jnp.int32)

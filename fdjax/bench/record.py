@@ -24,18 +24,18 @@ _PACKAGES = (
 
 @dataclasses.dataclass
 class Measurement:
-    """One implementation of one case.
+    """The measurement of one implementation in one case, a row of a record.
 
     Attributes:
-        ok: True if right, False if wrong or failed (then without `timing`), None if it does not
-            support the case.
+        ok: True if the result was right, False if it was wrong or failed (then `timing` is None),
+            None if the implementation does not support the case.
         error: relative error against the reference, see `verify`.
         reason: why `ok` is not True.
         timing: fields of a `Timing`.
-        bytes, flops: of one call, the least it must move and compute.
-        gb_per_s, tflop_per_s: 1e9 bytes and 1e12 FLOP per second at the median.
-        fraction_of_ceiling: time at the ceiling (bytes or FLOPs, the longer) over the median.
-        notes: what makes the number doubtful.
+        bytes, flops: the least that one call must move and compute.
+        gb_per_s, tflop_per_s: 1e9 bytes and 1e12 FLOP per second at the median time.
+        fraction_of_ceiling: time at the ceiling (for bytes or FLOPs, the longer) over the median.
+        notes: reasons to doubt the number.
     """
 
     case: str
@@ -56,8 +56,8 @@ class Measurement:
 class Record:
     """A run: environment, configuration, ceilings, rows.
 
-    `ceiling` holds what `measure_ceiling` returned under `before` and `after`, `costs` what is
-    told but not compared, such as seconds of compiling.
+    `ceiling` holds the results of `measure_ceiling` under `before` and `after`. `costs` holds
+    numbers that are reported but not compared, such as seconds of compiling.
     """
 
     environment: dict[str, Any]
@@ -69,18 +69,18 @@ class Record:
 
     @property
     def failed(self) -> bool:
-        """Whether a row is wrong or nothing was measured."""
+        """Whether any row is wrong, or nothing was measured."""
         return any(row.ok is False for row in self.rows) or not any(row.ok for row in self.rows)
 
     def so_far(self) -> "Record":
-        """A finished copy, without a closing ceiling: what a run that is cut off leaves."""
+        """A finished copy without a closing ceiling, to be saved in case the run is cut off."""
         return copy.deepcopy(self).finish()
 
     def finish(self, after: dict[str, Any] | None = None, *, tolerance: float = 0.03) -> "Record":
-        """Stores the closing ceiling and fills the rates, fractions and notes of all rows.
+        """Stores the closing ceiling and fills in the rates, fractions and notes of all rows.
 
-        The better of the two ceilings is the one that counts. Where the read bandwidth moved by
-        more than `tolerance`, relative, the closing one is not trusted.
+        Fractions refer to the better of the two read ceilings. If the read bandwidth moved by more
+        than `tolerance` (relative), the closing ceiling is marked as not trusted.
         """
         before = self.ceiling.get("before")
         self.ceiling["after"] = after
@@ -166,13 +166,13 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """Describes the machine, the software and the command.
 
     Args:
-        commit: recorded as it is; None asks git, and stays None outside a checkout.
+        commit: commit to record. None asks git, and gives None outside a checkout.
     """
     import jax
 
     here = Path(__file__).resolve()
     dirty = None
-    # A package installed inside some other repository is not a checkout of that one.
+    # A package installed inside another repository must not report that repository's commit.
     if commit is None and _output("git", "ls-files", "--error-unmatch", here.name, cwd=here.parent):
         commit = _output("git", "rev-parse", "HEAD", cwd=here.parent)
         status = _output("git", "status", "--porcelain", cwd=here.parent)
@@ -200,7 +200,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "versions": versions,
         "commit": commit,
         "dirty": dirty,
-        # Of absolute paths the last name: folders above it are of one machine.
+        # Absolute paths are cut to their last name, as the folders above exist on one machine only.
         "command": shlex.join(
             [Path(sys.argv[0]).name, *(re.sub("(^|=)/(.*/)?(?=.)", r"\1", a) for a in sys.argv[1:])]
         ),
@@ -209,7 +209,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def emit(record: Record, path: str | Path | None = None) -> None:
-    """Prints the table and then, as the last line, the JSON; writes that to `path` as well."""
+    """Prints the table, then the JSON as the last line, and writes the JSON to `path` if given."""
     print(record.table())
     print(record.json(), flush=True)
     if path:
@@ -217,7 +217,7 @@ def emit(record: Record, path: str | Path | None = None) -> None:
 
 
 def write(record: Record, path: str | Path) -> None:
-    """Writes the record as JSON, making the folders above it."""
+    """Writes the record as JSON and creates missing folders."""
     write_whole(path, record.json() + "\n")
 
 
@@ -225,7 +225,7 @@ def read(path: str | Path) -> Record:
     """Reads a record from its file, or from the saved output of a run (its last line).
 
     Raises:
-        ValueError: not a record, or of another schema.
+        ValueError: the file is not a record, or has another schema.
     """
     lines = Path(path).read_text().strip().splitlines() or [""]
     try:
@@ -238,4 +238,4 @@ def read(path: str | Path) -> Record:
     try:
         return Record(**fields | {"rows": [Measurement(**row) for row in fields["rows"]]})
     except (KeyError, TypeError) as error:
-        raise ValueError(f"record: {path} is no record of schema {SCHEMA}, {error!r}") from None
+        raise ValueError(f"record: {path} is not a record of schema {SCHEMA}, {error!r}") from None

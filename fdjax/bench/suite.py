@@ -1,4 +1,4 @@
-"""Runs cases: ceiling, then every implementation checked and timed in turn, then ceiling."""
+"""Runs cases: measures the ceiling, checks and times every implementation, measures it again."""
 
 import argparse
 import dataclasses
@@ -21,13 +21,13 @@ class Case:
 
     Attributes:
         make_args: seed → argument tuple of random arrays.
-        implementations: name → function of those arguments; ours and peers alike. One that raises
-            `NotImplementedError` is recorded as not supporting the case.
-        reference: function of the arguments, more precise than what it judges; never timed.
-        bytes, flops: of one call, the least it must move and compute.
-        tolerance: largest error, see `verify`.
-        prepare: name → function from the arguments to those that this implementation takes, for
-            one that keeps its data in another layout; never timed.
+        implementations: name → function of those arguments, for fdjax and its peers. A function
+            that raises `NotImplementedError` is recorded as not supporting the case.
+        reference: function of the arguments, more precise than the implementations; never timed.
+        bytes, flops: the least that one call must move and compute.
+        tolerance: largest error that passes, see `verify`.
+        prepare: name → function that converts the arguments to the layout of this implementation;
+            never timed.
     """
 
     name: str
@@ -60,7 +60,7 @@ def _run_case(case: Case, runs: int, passes: int) -> list[Measurement]:
 
     for name in case.implementations:
         rows[name] = Measurement(case.name, name, None, bytes=case.bytes, flops=case.flops)
-    # Once more after timing: a race or a clobbered argument may show only then.
+    # The check is repeated after timing: a race or a clobbered argument may show only then.
     for step in (check, *[time] * passes, check):
         for name, row in rows.items():
             if (step is not check and not row.ok) or row.reason:
@@ -69,7 +69,7 @@ def _run_case(case: Case, runs: int, passes: int) -> list[Measurement]:
                 step(name)
             except NotImplementedError as error:
                 row.ok, row.reason = None, str(error) or "not implemented"
-            except Exception as error:  # one broken peer must not cost the run its record
+            except Exception as error:  # one broken peer must not lose the record of the run
                 row.ok, row.reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
     for name, row in rows.items():
         if row.ok:
@@ -88,21 +88,21 @@ def run_cases(
     commit: str | None = None,
     output: str | Path | None = None,
 ) -> Record:
-    """Measures every implementation of every case, beside the ceiling, in one process.
+    """Measures every implementation of every case, and the ceiling, in one process.
 
     Implementations are checked, then timed in interleaved passes (A B A B), then checked again. A
-    wrong one gets no time, and the record's `failed` is true.
+    wrong one gets no timing, and the record's `failed` is true.
 
     Args:
         cases: what to measure.
         runs: timed calls per pass.
         passes: passes over the implementations of a case.
-        config: what else belongs in the record; `runs` and `passes` are added.
-        ceiling_bytes: bytes that the ceiling's kernels read.
+        config: configuration to record, beside `runs` and `passes`.
+        ceiling_bytes: bytes that each kernel of the ceiling reads.
         matmul_size: see `measure_ceiling`.
         commit: see `environment`.
-        output: file to write the record to after every case: a run that is cut off keeps what it
-            has.
+        output: file for the record, written after every case, so that a run that is cut off keeps
+            its finished cases.
     """
     before = measure_ceiling(ceiling_bytes, matmul_size=matmul_size)
     config = {"runs": runs, "passes": passes, **(config or {})}
@@ -122,15 +122,15 @@ def main(cases: Sequence[Case], argv: Sequence[str] | None = None, **options: An
     Args:
         cases: what to measure.
         argv: command line without the program's name; None takes the process's.
-        options: passed on to `run_cases`.
+        options: arguments of `run_cases`.
 
     Returns:
         0, or 1 if a result was wrong or nothing was measured.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="run the cases whose name contains this")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
     parser.add_argument("--runs", type=int, default=20, help="timed calls per pass")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
     parser.add_argument("--output", help="write the record to this file as well")
     args = parser.parse_args(argv)
     chosen = [case for case in cases if args.only in case.name]

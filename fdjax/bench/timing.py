@@ -1,9 +1,9 @@
-"""Time on the device and on the host.
+"""Measures time on the device and on the host.
 
-On one GPU the clock is CUPTI: the sum over a call's kernels of end minus start. It leaves out the
-gaps between kernels, counts overlap twice, and does not see copies and fills (they are not
-kernels), so a `Timing` also carries the host's time per call and the size of the copies found in
-the compiled module. Elsewhere the clock is the host's.
+On one GPU the clock is CUPTI: the sum of end minus start over a call's kernels. It leaves out gaps
+between kernels, counts overlaps twice, and does not see copies and fills, which are not kernels. So
+a `Timing` also has the host's time per call and the bytes of copies found in the compiled module.
+Elsewhere the clock is the host's.
 """
 
 import collections
@@ -18,7 +18,8 @@ from typing import Any
 import jax
 import numpy as np
 
-# JAX does not report the size of L2; too large a guess costs memory, too small a one the truth.
+# JAX does not report the size of L2. A guess that is too large wastes memory; one that is too small
+# leaves data in L2 and falsifies the timing.
 _L2_MIB = {"A100": 40, "H100": 50, "H200": 50}
 _L2_MIB_OTHER_GPU = 128
 _CUPTI_LOCK = threading.Lock()  # Mosaic keeps one profiler state per process.
@@ -30,11 +31,11 @@ class Timing:
 
     Attributes:
         clock: `"cupti"` (device time) or `"host"`.
-        wall_us: host time per call when calls are queued back to back; None if not taken.
+        wall_us: host time per call when calls are queued back to back; None if not measured.
         cold_l2: whether the rotated data exceeded three times L2; None if not rotated.
-        uncounted_copy_bytes: bytes of device copies in the module, each counted once, that the
-            CUPTI clock does not see; 0 on the host clock, which sees all.
-        kernels: median time per call of each kernel name; empty on the host clock.
+        uncounted_copy_bytes: bytes of the module's device copies, which the CUPTI clock does not
+            see, each counted once; 0 on the host clock, which sees them.
+        kernels: kernel name → median time per call; empty on the host clock.
         samples_us: every sample, one list per pass.
     """
 
@@ -86,7 +87,7 @@ class Timing:
 
     @classmethod
     def merge(cls, timings: Sequence["Timing"]) -> "Timing":
-        """Joins passes over the same function; the kernels are those of the last pass."""
+        """Joins passes over the same function. `kernels` come from the last pass."""
         last = timings[-1]
         walls = [t.wall_us for t in timings if t.wall_us is not None]
         return cls.from_samples(
@@ -100,7 +101,7 @@ class Timing:
 
 
 def l2_bytes(device: jax.Device) -> int:
-    """Returns the size of the device's L2 in bytes, an upper bound where it is not known."""
+    """Returns the size of the device's L2 in bytes, or an upper bound if it is unknown."""
     if device.platform != "gpu":
         return 2**20
     known = (mib for name, mib in _L2_MIB.items() if name in device.device_kind)
@@ -118,13 +119,13 @@ def _devices(args: tuple) -> list[jax.Device]:
 def cold_sets(
     make_args: Callable[[int], tuple], bytes_per_set: int | None = None, *, limit: int = 256
 ) -> list[tuple]:
-    """Builds argument tuples to rotate through, so many that they exceed three times L2.
+    """Builds argument tuples to rotate through, enough to exceed three times L2.
 
     Args:
-        make_args: seed → argument tuple, random data. Sets may share arrays if a call reads a
-            different part of them in each set.
-        bytes_per_set: bytes that one call touches, where less than the size of its arguments.
-        limit: most sets built; beyond it the data stays warm, and `measure` says so.
+        make_args: seed → argument tuple of random data. Sets may share arrays if each set makes a
+            call read a different part of them.
+        bytes_per_set: bytes that one call touches, if fewer than the arguments have.
+        limit: most sets to build. If more are needed, data stays warm, and `measure` reports it.
     """
     first = make_args(0)
     touched = _touched_bytes(first, bytes_per_set)
@@ -138,14 +139,14 @@ def _touched_bytes(args: tuple, bytes_per_set: int | None) -> int:
 
 
 def compile_for(fn: Callable, args: tuple) -> jax.stages.Compiled:
-    """Compiles a function, jitted or not, for arguments like `args`; compiled ones pass through."""
+    """Compiles a function, jitted or not, for `args`. A compiled function is returned as it is."""
     if isinstance(fn, jax.stages.Compiled):
         return fn
     return (fn if hasattr(fn, "lower") else jax.jit(fn)).lower(*args).compile()
 
 
 def _copied_bytes(hlo: str) -> int:
-    """Sums the copies of a compiled module that run as memory copies, not inside a kernel."""
+    """Sums the bytes of a compiled module's copies that run as memory copies, not in a kernel."""
     fused, computation, total = set(re.findall(r"calls=%([\w.-]+)", hlo)), "", 0
     for line in hlo.splitlines():
         if start := re.match(r"(?:ENTRY )?%([\w.-]+) ", line):
@@ -158,11 +159,11 @@ def _copied_bytes(hlo: str) -> int:
 
 
 class _Rotation(jax.stages.Wrapped):
-    """A jitted function of no arguments that takes the next set at each call.
+    """A jitted function without arguments, which uses the next argument set at each call.
 
-    The profiler repeats a call on the same arguments, its warm-up included, which would leave them
-    in L2; and it would wrap anything but a `Wrapped` in a jit of its own. Each call is waited for:
-    queued kernels with programmatic dependent launch would start inside their predecessor.
+    The profiler repeats a call with the same arguments, which would leave them in L2. It would also
+    jit anything that is not a `Wrapped`. A call waits for its result, because queued kernels with
+    programmatic dependent launch would start before the previous one has ended.
     """
 
     def __init__(self, compiled: Callable, sets: Sequence[tuple]):
@@ -192,8 +193,8 @@ def _cupti_samples(call: _Rotation, runs: int) -> list[list[tuple[str, float]]]:
             try:
                 return session(runs)
             except RuntimeError as error:
-                # Kernels on several streams are not recorded in the same order every time, then
-                # only a session of its own tells one run from the next.
+                # Kernels on several streams are not always recorded in the same order. Then runs
+                # can be told apart only by giving each its own session.
                 if "iterations" not in str(error):
                     raise
         return [session(1) for _ in range(runs)]
@@ -217,18 +218,18 @@ def measure(
     bytes_per_set: int | None = None,
     clock: str | None = None,
 ) -> Timing:
-    """Times calls of `fn`, each on the next of `args_sets`.
+    """Times calls of `fn`, each with the next of `args_sets`.
 
     Args:
         fn: function of arrays: plain, jitted or compiled. It must not donate its arguments.
         args_sets: argument tuples of equal shapes, from `cold_sets`.
         runs: timed calls.
         warmup: calls before them.
-        bytes_per_set: bytes that one call touches, where less than the size of its arguments.
+        bytes_per_set: bytes that one call touches, if fewer than the arguments have.
         clock: `"cupti"` or `"host"`; None takes CUPTI if the arguments are on one GPU.
 
     Raises:
-        ValueError: no runs or no sets.
+        ValueError: `runs` is below 1 or there are no sets.
         RuntimeError: CUPTI saw no kernel.
     """
     if runs < 1 or not args_sets:
@@ -256,7 +257,7 @@ def measure(
     for kernels in _cupti_samples(call, runs):
         by_name: dict[str, float] = collections.defaultdict(float)
         for name, milliseconds in kernels:
-            by_name[name[:120]] += milliseconds * 1e3  # mangled names run to kilobytes
+            by_name[name[:120]] += milliseconds * 1e3  # mangled names may have kilobytes
         per_run.append(by_name)
     names = dict.fromkeys(name for by_name in per_run for name in by_name)
     return Timing.from_samples(
@@ -272,9 +273,9 @@ def measure(
 def wall(fn: Callable, *args: Any, runs: int = 10, warmup: int = 3) -> Timing:
     """Times whole calls of `fn(*args)` by the host's clock, dispatch and waiting included.
 
-    For programs that JAX code and Python make together, such as `generate`. `fn` is called as it
-    is, not jitted; what it returns is waited for. The first calls compile and capture CUDA graphs:
-    keep `warmup` at 3 or more.
+    Use it for programs of Python and JAX code, such as `generate`. `fn` is not jitted, and each
+    call waits for its result. The first calls compile and capture CUDA graphs, so keep `warmup` at
+    3 or more.
     """
     for _ in range(warmup):
         jax.block_until_ready(fn(*args))
