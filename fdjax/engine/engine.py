@@ -1,4 +1,4 @@
-"""Runs a batch of rows: programs, cache, dispatch."""
+"""The engine: compiles the programs, holds the cache and runs batches of rows."""
 
 import collections
 import dataclasses
@@ -38,30 +38,31 @@ from fdjax.sampling.options import per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs
 from fdjax.weights.stacked import layer_slices, stack_layers
 
-# Of XLA: a chunk of decode steps is one CUDA graph, its loop included. Outside a graph, the host
-# reads the condition of each step.
+# XLA options that capture a chunk of decode steps, with its loop, in one CUDA graph. Outside a
+# graph, the host reads the condition of each step.
 _DECODE_OPTIONS = {
-    # A list that replaces XLA's own, of all these but loops.
+    # XLA's default list, and WHILE.
     "xla_gpu_enable_command_buffer": (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     ),
-    # By default 5 operations; there are fewer outside of the loop.
+    # The default is 5 operations. The program has fewer outside the loop.
     "xla_gpu_graph_min_graph_size": 1,
-    # The small kernels before and after the layers do not wait for each other, nor do they share
-    # memory: large ones, those of a prefill call, would need a quarter more of it.
+    # The small kernels before and after the layers may then run concurrently. They cannot share
+    # memory then, so prefill, whose buffers are large, does not use this: it would need a quarter
+    # more memory.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
 
-# Parameters up to this size travel together with those of the same shape.
+# Parameters up to this size are packed with others of the same shape.
 _PACKED_BYTES = 2**16
 
 
 class ReusableState(NamedTuple):
-    """What a batch leaves behind.
+    """The state that a finished batch leaves for the next one.
 
     Attributes:
-      state: for the next one.
-      unread: tokens of the steps that were under way as it ended.
+      state: the state.
+      unread: tokens of steps that were still running when the batch ended.
     """
 
     state: DecodeState
@@ -69,10 +70,10 @@ class ReusableState(NamedTuple):
 
 
 class Programs(dict[Any, Program]):
-    """Programs by name, static arguments and device."""
+    """Programs by (name, static arguments, device)."""
 
 
-# Of each model, while an engine has them. They hold the model, but no weights.
+# The programs of each model, as long as an engine uses them. They hold the model, but no weights.
 _shared: weakref.WeakValueDictionary[Any, Programs] = weakref.WeakValueDictionary()
 
 
@@ -81,9 +82,9 @@ class Engine:
 
     Attributes:
       tree: the parameters.
-      params: the same as `ParamPacking` has them.
-      stacked_params: those with the layers stacked, for decode steps of one launch; or None.
-      programs: those of the model, whatever its weights.
+      params: the parameters, packed by `ParamPacking`.
+      stacked_params: the same with the layers stacked, for decode steps in one launch, or None.
+      programs: the programs of the model. Engines with other weights share them.
       reusable: what the last batch left behind, or None.
     """
 
@@ -95,11 +96,11 @@ class Engine:
         max_batch: int | None = None,
         memory_bytes: int | None = None,
     ):
-        """Nothing is compiled yet.
+        """Prepare the parameters without compiling anything.
 
         Args:
           model: the model.
-          params: its parameters, whose containers get what `stack_layers` makes of them.
+          params: its parameters. `stack_layers` may replace arrays in their containers.
           max_len, max_batch, memory_bytes: see `LM`.
         """
         self.model = model
@@ -121,14 +122,14 @@ class Engine:
 
     @property
     def context(self) -> int:
-        """Tokens that a row may hold."""
+        """Largest number of tokens that a row may hold."""
         return self.max_len or self.model.config.max_position_embeddings
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
-        """Advance rows until all have ended; yields each chunk after they took their part of it.
+        """Advance rows until all have ended, and yield each chunk after the rows have taken it.
 
         The first chunk holds the first tokens. Each chunk of `steps` decode steps is dispatched
-        before the one before it is read.
+        before the previous one is read.
         """
         prompts = [row.request.ids if row.finish_reason is None else [] for row in rows]
         active = [row.request for row in rows if row.finish_reason is None]
@@ -143,7 +144,7 @@ class Engine:
             static["return_reruns"] = True
         state = self.take_state(batch, slots, may_stack="return_reruns" not in static)
         stacked = isinstance(state.kv, StackedCache)
-        # Once per prompt, what is not asked for costs next to nothing.
+        # Prefill runs once per prompt, so processors that no row asked for cost almost nothing.
         prefill = self.program(step.prefill, stacked=stacked, processors=wanted.everything)
         decode = self.program(step.decode_steps, stacked=stacked, **static)
         params = self.stacked_params if stacked else self.params
@@ -156,7 +157,7 @@ class Engine:
         restarts = np.full(batch, EMPTY, np.int32)
         restarts[: len(prompts)] = [START if prompt else EMPTY for prompt in prompts]
         budget = max(r.config.max_new_tokens for r in active) - 1
-        sound = False  # what is not finite in a cache may outlive its row: such a cache is dropped
+        sound = False  # a cache with values that are not finite must not be used again
         waiting: collections.deque[tuple] = collections.deque()
         try:
             first, compile_seconds = [], 0.0
@@ -175,10 +176,11 @@ class Engine:
                 state, tokens, logprobs = prefill(self.params, state, host)
                 compile_seconds += prefill.compile_seconds
                 first.append((call, tokens, logprobs if wanted.logprobs else None))
-            # What the decode steps need goes to the device while it is busy with the prompts. Rows
-            # know there when they have enough; a number of steps for each call would be a transfer.
+            # The arguments of decode steps are transferred while the device is busy with prompts.
+            # All chunks share them: rows finish on the device, so no chunk needs its own count.
             every_chunk = jax.device_put(HostArrays.pack((sampling, np.int32(steps))))
-            # Read before anything else is dispatched: compiling must not delay the first token.
+            # The first tokens are read before the decode program is compiled, which would delay
+            # them.
             chunk = _first_tokens(first, batch, compile_seconds)
             sound = True
             while True:
@@ -204,17 +206,17 @@ class Engine:
             )
 
     def fitting_rows(self, op: str, rows: int, plan: Callable[[int], MemoryPlan]) -> int:
-        """So many of `rows` rows as there is memory for: all of them, or a power of two.
+        """The largest number of rows that fits into memory: `rows`, or a smaller power of two.
 
         Drops the reusable state, which memory plans do not count.
 
         Args:
-          op: for the error.
-          rows: at most.
-          plan: what so many rows take.
+          op: name of the operation in the error.
+          rows: number of rows wanted.
+          plan: number of rows → their memory plan.
 
         Raises:
-          MemoryError: one row does not fit.
+          MemoryError: not even one row fits.
         """
         self.reusable = None
         if self.memory_bytes is None:
@@ -225,10 +227,10 @@ class Engine:
         return rows
 
     def _slots(self, batch: int, longest_prompt: int, total: int) -> int:
-        """Cache slots per row; where memory is short, no more than `total` tokens need.
+        """Cache slots per row; if memory is short, no more than prompt and `total` tokens need.
 
         Raises:
-          MemoryError: they do not fit.
+          MemoryError: the cache does not fit.
         """
         slots = slots_for(longest_prompt, total, self.max_len)
         if self.memory_bytes is None:
@@ -243,17 +245,17 @@ class Engine:
         return slots
 
     def stack(self, params: Params) -> dict[str, jax.Array] | None:
-        """See `stack_layers`."""
+        """Stack the layers if a program needs it and memory allows it, see `stack_layers`."""
         return stack_layers(self.model, params, memory_bytes=self.memory_bytes)
 
     def stacks(self, batch: int, slots: int) -> bool:
-        """Whether decode steps of a batch run in one launch, over weights and cache stacked."""
+        """Whether decode steps of a batch run in one launch, with stacked weights and cache."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
     def take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
-        """The reusable state if it fits, else a new one in its place.
+        """The reusable state if it fits, else a new state.
 
-        Its cache is stacked where decode steps run in one launch, unless it may not be.
+        The cache is stacked if `may_stack` and decode steps run in one launch.
         """
         (state, unread), self.reusable = self.reusable or (None, []), None
         fits = state is not None and state.batch == batch and state.slots >= slots
@@ -264,26 +266,26 @@ class Engine:
         if fits and all(map(_is_finite, unread)):
             return state
         del state
-        # What a program returns is committed to a device, as it also returns to the host. A state
-        # that is not would have every program compiled once more.
+        # The programs also return to the host, so their results are committed to a device. A state
+        # that is not committed would compile every program once more.
         _refuse_trace()
         (device,) = self.params[0].devices()
         stacks = may_stack and self.stacks(batch, slots)
         return jax.device_put(start(init_cache(self.model, batch, slots, stacks)), device)
 
     def program(self, function: Callable, *, stacked: bool = False, **static) -> Program:
-        """The program of a step: one per set of processors, whatever the values.
+        """The program of a step, one for each set of processors, whatever their values.
 
-        It takes the step's parameters, its state, and its other arguments as `HostArrays`; results
-        other than the state are in the host's memory.
+        It takes parameters, state, and the step's other arguments as `HostArrays`. Results other
+        than the state are returned in the host's memory.
 
-        Parameters and state go in and out as flat lists: nested containers of a 32-layer model cost
-        0.15 ms of host time a call.
+        Parameters and state are passed as flat lists, because nested containers of a 32-layer model
+        cost 0.15 ms of host time per call.
 
         Args:
           function: `step.prefill` or `step.decode_steps`.
           stacked: the cache is stacked over the layers, and so are the parameters of decode steps.
-          **static: keywords of the function.
+          **static: static keyword arguments of the function.
         """
         name = function.__name__, *([("stacked", True)] * stacked), *static.items()
         (device,) = self.params[0].devices()
@@ -300,8 +302,8 @@ class Engine:
                     keywords = static | {"layers": params["blocks"]}
                     params = params | {"blocks": layer_slices(params["blocks"])}
                 state, *out = function(model, params, state, *args, **keywords)
-                # Where the program itself copies what the host reads, a prompt's first token is
-                # there 0.6 ms earlier than by a copy of its own.
+                # The program copies results to the host itself. So a prompt's first token arrives
+                # 0.6 ms earlier than with a separate copy.
                 return jax.tree.leaves(state), *jax.device_put(out, jax.memory.Space.Host)
 
             def describe(params, state, host):
@@ -323,7 +325,7 @@ class Engine:
         return self.programs[key]
 
     def program_counts(self) -> dict[str, int]:
-        """Programs compiled so far: of "prefill" and of "decode_steps"."""
+        """Number of compilations so far, of "prefill" and of "decode_steps"."""
         counts = {"prefill": 0, "decode_steps": 0}
         for (name, *_), program in self.programs.items():
             if name in counts:
@@ -333,11 +335,11 @@ class Engine:
 
 @dataclasses.dataclass(frozen=True)
 class ParamPacking:
-    """A tree of parameters as few arrays: each costs the host about a microsecond a call.
+    """Packs a tree of parameters into fewer arrays: each costs the host about 1 µs per call.
 
     Attributes:
-      treedef: of the tree.
-      groups: for each array, the leaves it holds: one as it is, or several of one shape, stacked.
+      treedef: structure of the tree.
+      groups: for each array, the indices of its leaves: one leaf, or several of one shape, stacked.
     """
 
     treedef: Any
@@ -345,7 +347,7 @@ class ParamPacking:
 
     @classmethod
     def of(cls, params: Params) -> "ParamPacking":
-        """The packing of a tree: small leaves of the same shape and dtype, such as norms."""
+        """The packing of a tree, which stacks small leaves of equal shape and dtype (norms)."""
         leaves, treedef = jax.tree.flatten(params)
         groups: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
@@ -354,7 +356,7 @@ class ParamPacking:
         return cls(treedef, tuple(map(tuple, groups.values())))
 
     def pack(self, params: Params) -> list[jax.Array]:
-        """The arrays."""
+        """Pack the tree."""
         leaves = jax.tree.leaves(params)
         return [
             leaves[group[0]] if len(group) == 1 else jnp.stack([leaves[i] for i in group])
@@ -362,7 +364,7 @@ class ParamPacking:
         ]
 
     def unpack(self, arrays: Sequence[jax.Array]) -> Params:
-        """The tree, inside a trace."""
+        """Unpack the tree, inside a trace."""
         leaves: dict[int, jax.Array] = {}
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
@@ -370,7 +372,7 @@ class ParamPacking:
 
 
 def compiler_options(function: Callable) -> dict[str, Any]:
-    """Of the program of a step, but for those that the environment variable `XLA_FLAGS` sets."""
+    """XLA options for the program of a step, without those that `XLA_FLAGS` sets."""
     options = _DECODE_OPTIONS if function is step.decode_steps else {}
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
@@ -379,12 +381,12 @@ def compiler_options(function: Callable) -> dict[str, Any]:
 def _refuse_trace() -> None:
     if isinstance(jnp.zeros(()), jax.core.Tracer):
         raise RuntimeError(
-            "generate: cannot be called in a function that JAX traces; fdjax.generate can"
+            "generate: LM.generate cannot be called inside a JAX trace; use fdjax.generate there"
         ) from None
 
 
 def _is_finite(tokens: np.ndarray | jax.Array) -> bool:
-    """Whether all of a chunk's tokens come from logits that are finite."""
+    """Whether all tokens of a chunk come from finite logits."""
     return not (np.asarray(tokens) == NOT_FINITE).any()
 
 
@@ -403,7 +405,7 @@ def _read(
 
 def _numpy(results: Any) -> Any:
     """Results of a program, which are in the host's memory, as numpy arrays."""
-    # To read what is not waited for takes longer than both.
+    # Reading without waiting first takes longer than waiting and reading.
     return jax.tree.map(np.asarray, jax.block_until_ready(results))
 
 
@@ -412,7 +414,7 @@ def _first_tokens(
     batch: int,
     compile_seconds: float,
 ) -> Chunk:
-    """The first token of every row, from the calls that ended its prompt."""
+    """The first token of every row, from the call that ended its prompt."""
     first = None
     for call, *out in calls:
         rows = np.arange(batch) if call.rows is None else call.rows

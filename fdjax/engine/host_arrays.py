@@ -1,6 +1,6 @@
-"""Arrays of the host that travel as one: each that a program takes is a transfer of its own.
+"""Packs host arrays into one, because each argument of a program is a transfer of its own.
 
-On the host of an H100 one takes 40 µs, before a prompt's first kernel can start.
+On the host of an H100, a transfer takes 40 µs, before a prompt's first kernel can start.
 """
 
 import dataclasses
@@ -14,12 +14,12 @@ from jax import Array, lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostArrays:
-    """A tree of small arrays, as one.
+    """A tree of small arrays, packed into one array.
 
     Attributes:
-      data: [N] int32, their bits one after another.
-      treedef: of the tree.
-      shapes: of its leaves, with their dtypes: int32, float32 or bool.
+      data: [N] int32, the bits of all leaves, one after another.
+      treedef: structure of the tree.
+      shapes: (shape, dtype) of each leaf; dtypes are int32, float32 or bool.
     """
 
     data: Array
@@ -30,14 +30,14 @@ class HostArrays:
 
     @classmethod
     def pack(cls, tree: Any) -> "HostArrays":
-        """From a tree of numpy arrays."""
+        """Pack a tree of numpy arrays."""
         leaves, treedef = jax.tree.flatten(tree)
         bits = [a.astype(np.int32) if a.dtype == bool else a.view(np.int32) for a in leaves]
         data = np.concatenate([a.ravel() for a in bits])
         return cls(data, treedef, tuple((a.shape, a.dtype) for a in leaves))
 
     def unpack(self) -> Any:
-        """The tree, inside a trace."""
+        """Unpack the tree, inside a trace."""
         leaves, start = [], 0
         for shape, dtype in self.shapes:
             size = int(np.prod(shape))

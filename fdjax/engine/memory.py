@@ -1,8 +1,9 @@
-"""What a model takes of a device's memory, known before anything is allocated.
+"""Plans how much memory a model takes on a device, before anything is allocated.
 
-Weights and cache are counted exactly. The workspace is what the compiler needs beside them for the
-largest call of a prompt or for a decode step: a model of XLA's buffers, checked against the
-compiler's own numbers in `tests/test_memory.py` and against an H100 in `benchmarks/memory.py`.
+Weights and cache are counted exactly. The workspace is what the compiler needs beside them, for the
+largest prefill call or for a decode step. It is estimated by a model of XLA's buffers, which
+`tests/engine/test_memory.py` compares with the compiler's numbers and `benchmarks/memory.py` with
+measurements on an H100.
 """
 
 import dataclasses
@@ -21,26 +22,26 @@ from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
 from fdjax.models import Model
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
-# cuBLAS takes this once a program has a product of its own.
+# cuBLAS takes this workspace once a program calls it.
 _CUBLAS_BYTES = {(9, 0): 32 * 2**20}
 _CUBLAS_BYTES_OTHER_GPU = 4 * 2**20
-# fp32 arrays [rows, V] that choosing a token with every processor on takes at once.
+# fp32 arrays [rows, V] that exist at the same time while a token is chosen with all processors.
 _LOGITS = 5.3
-# Scores that XLA's attention keeps below this many bytes, and their share with P beside them.
+# XLA's attention limits its scores to this many bytes. With P they take the factor below.
 _SCORES_BYTES = 256 * 2**20
 _SCORES_AND_P = 1.5
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes on a device for a batch of rows.
+    """Bytes that a batch of rows takes on a device.
 
     Attributes:
-      batch: rows at once.
-      max_len: tokens of each, prompt and answer.
-      weight_bytes: the parameters.
-      cache_bytes: keys and values, and the tokens they are of.
-      workspace_bytes: what a call takes beside them.
+      batch: number of rows.
+      max_len: tokens of each row, prompt and answer.
+      weight_bytes: bytes of the parameters.
+      cache_bytes: bytes of keys, values and token ids.
+      workspace_bytes: bytes that a call takes beside these.
     """
 
     batch: int
@@ -51,7 +52,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        """The peak."""
+        """Peak bytes."""
         return self.weight_bytes + self.cache_bytes + self.workspace_bytes
 
     def __str__(self) -> str:
@@ -63,7 +64,7 @@ class MemoryPlan:
         )
 
     def check(self, op: str, memory_bytes: int | None) -> None:
-        """Raise MemoryError with the numbers if this is more than `memory_bytes`."""
+        """Raise MemoryError if the total exceeds `memory_bytes`; None is no limit."""
         if memory_bytes is None or self.total_bytes <= memory_bytes:
             return
         if self.weight_bytes > memory_bytes:
@@ -82,14 +83,14 @@ def plan_memory(
     prompt_tokens: int | None = None,
     slots: int | None = None,
 ) -> MemoryPlan:
-    """The memory that `batch` rows of `max_len` tokens take.
+    """Plan the memory for `batch` rows of `max_len` tokens.
 
     Args:
-      model: the model; its plan says which implementations run.
-      batch: rows at once.
-      max_len: tokens of each, prompt and answer.
-      prompt_tokens: of the longest prompt; default `max_len`.
-      slots: cache slots of a row; default what prompts of `max_len` tokens need.
+      model: the model, with the plan that chooses its implementations.
+      batch: number of rows.
+      max_len: tokens of each row, prompt and answer.
+      prompt_tokens: tokens of the longest prompt; default `max_len`.
+      slots: cache slots per row; default what prompts of `max_len` tokens need.
 
     Raises:
       ValueError: a number is not a positive integer.
@@ -111,9 +112,10 @@ def plan_memory(
 
 
 def plan_up_to(model: Model, *, batch: int, max_len: int) -> MemoryPlan:
-    """The memory that any number of rows up to `batch` takes, of `max_len` tokens each.
+    """Plan the memory for any number of rows up to `batch`, of `max_len` tokens each.
 
-    As `plan_memory`, but for the workspace: a call takes all of a few rows, and half of many.
+    It differs from `plan_memory` in the workspace. A call takes all of a few rows but half of many,
+    so fewer rows may need more workspace.
     """
     plan = plan_memory(model, batch=batch, max_len=max_len)
     at_once = min(batch, most_rows_of_call(max_len))
@@ -129,17 +131,17 @@ def check_load(
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
 ) -> tuple[int | None, int | None]:
-    """What `fdjax.load` may use, before it allocates anything.
+    """Check the memory options of `fdjax.load` before it allocates anything.
 
     Args:
       model, max_batch, max_len, gpu_memory_utilization: see `fdjax.load`.
 
     Returns:
-      (max_len, bytes for weights, cache and workspace together); None where there is no limit.
+      (max_len, bytes for weights, cache and workspace together); None means no limit.
 
     Raises:
       ValueError: an argument is out of range.
-      MemoryError: the weights, or what is asked for beside them, do not fit.
+      MemoryError: the weights do not fit, or not with the batch and length asked for.
     """
     for name, value in (("max_batch", max_batch), ("max_len", max_len)):
         if value is None:
@@ -164,7 +166,7 @@ def check_load(
 
 
 def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
-    """Rows of `max_len` tokens that fit into `memory_bytes`, as fewer do; 0 if not one does."""
+    """Largest batch of rows of `max_len` tokens that fits into `memory_bytes`; 0 if none does."""
 
     def fits(batch: int) -> bool:
         return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
@@ -173,9 +175,9 @@ def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
 
 
 def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
-    """Tokens that each of `batch` rows may have within `memory_bytes`; 0 if not one.
+    """Largest number of tokens per row, for `batch` rows in `memory_bytes`; 0 if none fits.
 
-    What the model was made for, `max_position_embeddings`, is not looked at.
+    It ignores the model's `max_position_embeddings`.
     """
 
     def fits(multiples: int) -> bool:
@@ -186,7 +188,7 @@ def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
 
 
 def _largest(fits, most: int) -> int:
-    """The largest n in 0..most that fits, where those below what fits do too."""
+    """The largest n in 0..most that fits, by bisection: if n fits, smaller numbers must fit too."""
     least = 0
     while least < most:
         middle = (least + most + 1) // 2
@@ -199,9 +201,9 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
 
     Args:
       model: the model.
-      batch: rows at once.
-      max_len: tokens of each at most.
-      slots: cache slots of a row.
+      batch: number of rows.
+      max_len: tokens of the longest prompt.
+      slots: cache slots per row.
     """
     c, plan = model.config, model.plan
     itemsize = jnp.dtype(model.dtype).itemsize
@@ -211,11 +213,11 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     attention = tokens * max(block.attention_values for block in c.blocks) * itemsize
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
     runs = _prefill_implementations(model, rows, tokens // rows, slots)
-    if rows < batch and runs != {"mosaic_gpu"}:  # A copy of the rows that take part
+    if rows < batch and runs != {"mosaic_gpu"}:  # a copy of the cache of the rows in the call
         attention += 2 * rows * row_bytes
     if "xla" in runs:
         scores = 4 * rows * c.heads * (tokens // rows) * slots
-        # And the values with those that no query sees as zeros.
+        # Also counts a copy of the values with dead slots zeroed.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
     logits = int(_LOGITS * 4 * batch * c.vocab_size)
     if plan.compute_capability is None:
@@ -226,7 +228,7 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
 
 
 def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -> set[str]:
-    """What runs attention over a prompt, in some layer."""
+    """The implementations that run prefill attention in any layer."""
     c = model.config
     shape = {"b": rows, "t": tokens, "h": c.heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
     shape["itemsize"] = jnp.dtype(model.dtype).itemsize

@@ -1,4 +1,4 @@
-"""A jitted function that tells when it is compiled, which may take a minute."""
+"""A jitted function that reports its compilations, which may take a minute."""
 
 import functools
 import gc
@@ -13,13 +13,13 @@ logger = logging.getLogger("fdjax")
 
 
 class _Current(threading.local):
-    """A thread's call.
+    """The current call of a thread.
 
     Attributes:
-      compiles: what is being compiled, or None.
-      began: when that began.
-      seconds: what compiling took of the last call that ended.
-      collects: whether Python's garbage collector is to go on after it.
+      compiles: description of the program being compiled, or None.
+      began: time when that compilation began.
+      seconds: time that the last finished call spent compiling.
+      collects: whether to enable Python's garbage collector again after the call.
     """
 
     compiles: str | None = None
@@ -28,7 +28,8 @@ class _Current(threading.local):
     collects = False
 
     def begin(self, name: str) -> None:
-        # A tenth of a first call whose programs are cached would go into it (benchmarks/LOG.md).
+        # Garbage collection would take a tenth of a first call with cached programs
+        # (benchmarks/LOG.md).
         self.collects = self.collects or gc.isenabled()
         gc.disable()
         self.compiles, self.began = name, time.perf_counter()
@@ -41,29 +42,29 @@ class _Current(threading.local):
 
 
 class Program:
-    """`jax.jit` of a function of arrays: one compilation for each set of shapes and dtypes.
+    """`jax.jit` of a function of arrays, compiled once for each set of shapes and dtypes.
 
-    Each is logged as it begins and as it ends; `compiling`, an attribute of the log records, is
-    true and false.
+    Each compilation is logged when it begins and when it ends. The attribute `compiling` of the log
+    record is then True or False.
 
     Attributes:
-      compilations: how many there were.
+      compilations: number of compilations so far.
     """
 
     def __init__(self, function: Callable, describe: Callable[..., str], **options):
-        """Nothing is compiled yet.
+        """Wrap a function without compiling it.
 
         Args:
-          function: positional arguments only.
-          describe: (*arguments, arrays or tracers) → what is compiled, for people.
-          **options: of `jax.jit`.
+          function: function of positional arguments.
+          describe: (*arguments), which are arrays or tracers → description for the log.
+          **options: options of `jax.jit`.
         """
         self.compilations = 0
         self._describe = describe
         self._interrupted: set[str] = set()
         self._current = current = _Current()
 
-        # Runs only where there is something to compile, so that finding out costs a call nothing.
+        # JAX calls this only to compile, so a call that compiles nothing has no overhead.
         @functools.wraps(function)
         def traced(*args):
             if current.compiles is None:
@@ -74,17 +75,17 @@ class Program:
 
     @property
     def compile_seconds(self) -> float:
-        """What compiling took of this thread's last call, tracing included; 0 if it did not."""
+        """Time that this thread's last call spent compiling, tracing included; 0 if none."""
         return self._current.seconds
 
     def __call__(self, *args):
-        """The function's results, as soon as they are on their way."""
+        """Call the function. It returns when the program is dispatched, like `jax.jit`."""
         current = self._current
         if current.compiles is not None:
             self._interrupted.add(current.compiles)
             current.compiles = None
         try:
-            # JAX may have kept the trace of what it did not compile to the end.
+            # JAX may have cached the trace of an interrupted compilation, and not trace it again.
             if self._interrupted and (name := self._describe(*args)) in self._interrupted:
                 current.begin(name)
             out = self._jitted(*args)
@@ -94,7 +95,7 @@ class Program:
         return out
 
     def lower(self, *args) -> jax.stages.Lowered:
-        """As of `jax.jit`, for whoever compiles by himself; counted and told as ended by no one."""
+        """Lower like `jax.jit`, to compile separately. That compilation is not counted."""
         try:
             return self._jitted.lower(*args)
         finally:

@@ -1,4 +1,4 @@
-"""How a batch of prompts becomes calls of a few fixed shapes."""
+"""Splits a batch of prompts into calls of a few fixed shapes."""
 
 import dataclasses
 import functools
@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-# Widths of a prefill program. A prompt of any length is a sum of these.
+# Widths of prefill programs. A prompt of any length is covered by a sum of these.
 CHUNKS = (128, 512, 1024)
-# Prompt tokens per call, padding included, over all its rows.
+# Limit of prompt tokens per call over all its rows, padding included.
 _CALL_TOKENS = 8192
-# What one more call costs, in tokens of compute: the weights are read once more.
+# Cost of one more call, in tokens of compute, because it reads the weights again.
 _CALL_OVERHEAD_TOKENS = 128
 
 
@@ -19,7 +19,7 @@ class PrefillCall:
     """One call of `fdjax.engine.step.prefill`, as host arrays.
 
     Attributes:
-      rows: [R] state rows, or None for all of them in order.
+      rows: [R] rows of the state, or None for all of them in order.
       tokens: [R, T].
       lengths, offsets, final, prompts: [R].
     """
@@ -45,20 +45,20 @@ def widest_chunk(length: int) -> int:
 
 
 def covered_slots(length: int) -> int:
-    """Cache slots that prefilling `length` tokens needs, padding included."""
+    """Cache slots needed to prefill `length` tokens, padding included."""
     widest, rest = _widest_and_rest(length)
     return CHUNKS[-1] * widest + sum(rest)
 
 
 def _widest_and_rest(length: int) -> tuple[int, tuple[int, ...]]:
-    """The cheapest chunks: so many of the widest, and then these."""
+    """The cheapest chunks: (number of the widest, widths of the chunks after them)."""
     widest = max(0, -(-length // CHUNKS[-1]) - 2)
     return widest, _cheapest(-(-length // CHUNKS[0]) - widest * (CHUNKS[-1] // CHUNKS[0]))
 
 
 @functools.cache
 def _cheapest(units: int) -> tuple[int, ...]:
-    """The cheapest chunks for so many of the narrowest, of up to twice the widest."""
+    """The cheapest chunks that cover `units` of the narrowest; for up to twice the widest."""
     if units <= 0:
         return ()
     options = [(c, *_cheapest(units - c // CHUNKS[0])) for c in reversed(CHUNKS)]
@@ -66,9 +66,10 @@ def _cheapest(units: int) -> tuple[int, ...]:
 
 
 def rows_of_call(width: int, batch: int) -> int:
-    """Rows of a state of `batch` rows that a call with chunks of `width` takes.
+    """Rows of a call with chunks of `width`, for a state of `batch` rows.
 
-    All of them, or half, a quarter and so on, rounded down: a few numbers, whatever the prompts.
+    All rows, or half of them, a quarter and so on, rounded down. So there are few different
+    programs, whatever the prompts.
     """
     rows = batch
     while rows > 1 and rows * width > _CALL_TOKENS:
@@ -77,12 +78,12 @@ def rows_of_call(width: int, batch: int) -> int:
 
 
 def most_rows_of_call(length: int) -> int:
-    """Rows that a call with the widest chunks of prompts of `length` tokens takes at most."""
+    """Largest number of rows of a call with the widest chunk of prompts of `length` tokens."""
     return max(1, _CALL_TOKENS // widest_chunk(length))
 
 
 def call_tokens(length: int, batch: int) -> int:
-    """Tokens of the largest call for prompts of up to `length` tokens, padding included."""
+    """Tokens in the largest call for prompts of up to `length` tokens, padding included."""
     widest = widest_chunk(length)
     return max(rows_of_call(width, batch) * width for width in CHUNKS if width <= widest)
 
@@ -90,7 +91,7 @@ def call_tokens(length: int, batch: int) -> int:
 def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillCall]:
     """Calls that process `prompts` into rows 0, 1, … of a state of `batch` rows.
 
-    Rows of similar length share calls, of as many rows as `rows_of_call` says.
+    Prompts of similar length share a call, whose number of rows comes from `rows_of_call`.
     """
     order = sorted(
         (i for i in range(len(prompts)) if len(prompts[i])), key=lambda i: len(prompts[i])
@@ -98,12 +99,12 @@ def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillC
     calls = []
     while order:
         widths = chunks_for(len(prompts[order[-1]]))
-        # The longest prompt decides the widths; as many of the next longest join it as fit.
+        # The longest prompt sets the widths. The next longest prompts fill the rows of the call.
         count = rows_of_call(max(widths), batch)
         whole = count == batch
         work = {i: prompts[i] for i in order[-count:]}
         order = order[:-count]
-        # Distinct rows without work fill the call; some may have had theirs in an earlier one.
+        # Rows without work fill up the call. Some of them may have been processed already.
         group = list(work) + [i for i in range(batch) if i not in work][: count - len(work)]
         calls += _calls(work, sorted(group) if whole else group, widths, whole)
     return calls
@@ -135,8 +136,8 @@ def _calls(work, group, widths, whole):
 def slots_for(longest_prompt: int, total: int, limit: int | None) -> int:
     """Cache slots per row: the smallest of a few sizes that holds `total` tokens.
 
-    Few sizes mean few programs: 512, then four times that, and so on, or what `limit` tokens need,
-    as prompt or otherwise.
+    The sizes are 512, four times that, and so on, so that there are few programs. With a `limit`,
+    the size is always what a prompt of `limit` tokens needs.
     """
     if limit is not None:
         return covered_slots(limit)

@@ -1,4 +1,4 @@
-"""All state of a batch in flight: one pytree, allocated once, donated to every program."""
+"""The state of a batch in flight: one pytree, allocated once and donated to every program."""
 
 import dataclasses
 
@@ -12,14 +12,14 @@ from fdjax.models import Model
 # One layer's cache: keys and values, each [B, Hkv, S, D].
 LayerCache = tuple[Array, Array]
 
-# One layer of a `StackedCache`: all of that, and which layer it is, [] int32; traced, so that
-# layers that are alike share what is lowered.
+# One layer of a `StackedCache`: the whole cache, and the layer's index, [] int32. The index is
+# traced, so that equal layers share one lowering.
 StackedLayer = tuple[Array, Array, Array]
 
 # What `restart` does with a row.
 KEEP, START, EMPTY = 0, 1, 2
 
-# Cache slots come in multiples of this, so that a chunk of a prompt never sticks out.
+# Cache slots are a multiple of this, so that a chunk of a prompt always fits.
 SLOT_MULTIPLE = 128
 
 
@@ -36,11 +36,11 @@ class StackedCache:
     v: Array
 
     def layer(self, index: Array) -> StackedLayer:
-        """One layer of it."""
+        """One layer of the cache."""
         return self.k, self.v, index
 
     def updated(self, layer: StackedLayer) -> "StackedCache":
-        """The cache with that layer as it is now."""
+        """The cache after a layer was updated."""
         return StackedCache(*layer[:2])
 
 
@@ -50,11 +50,11 @@ class DecodeState:
     """A batch in flight.
 
     Attributes:
-      kv: one `LayerCache` per layer, or all in one; slots at and past `lengths` hold nothing of
-        meaning.
-      ids: [B, S] int32 the token in each slot.
-      progress: [4, B] int32, of which the properties `lengths`, `tokens`, `steps` and `finished`
-        are the rows; in one array because each that is donated costs the host microseconds a call.
+      kv: one `LayerCache` per layer, or a `StackedCache`. Slots at and past `lengths` are
+        meaningless.
+      ids: [B, S] int32 token in each slot.
+      progress: [4, B] int32, whose rows are the properties `lengths`, `tokens`, `steps` and
+        `finished`. It is one array because each donated array costs the host microseconds per call.
     """
 
     kv: list[LayerCache] | StackedCache
@@ -68,7 +68,7 @@ class DecodeState:
 
     @property
     def tokens(self) -> Array:
-        """[B] int32 the last chosen token, not yet in a slot."""
+        """[B] int32 last chosen token, which has no slot yet."""
         return self.progress[1]
 
     @property
@@ -78,7 +78,7 @@ class DecodeState:
 
     @property
     def finished(self) -> Array:
-        """[B] bool; an unused row is finished."""
+        """[B] bool; an empty row is finished."""
         return self.progress[3] != 0
 
     @property
@@ -93,14 +93,14 @@ class DecodeState:
 
 
 def pack_progress(lengths: Array, tokens: Array, steps: Array, finished: Array) -> Array:
-    """[4, B] from [B] each."""
+    """Pack four arrays [B] into `DecodeState.progress` [4, B]."""
     return jnp.stack([lengths, tokens, steps, finished.astype(jnp.int32)])
 
 
 def init_cache(
     model: Model, batch: int, slots: int, stacked: bool = False
 ) -> list[LayerCache] | StackedCache:
-    """An empty cache of `slots` tokens per row for every layer, `stacked` in one or apart."""
+    """An empty cache of `slots` tokens per row for every layer, stacked or one per layer."""
     c = model.config
     shape = (batch, c.kv_heads, slots, c.head_dim)
     if stacked:
@@ -110,35 +110,35 @@ def init_cache(
 
 
 def abstract_state(model: Model, stacked: bool = False) -> DecodeState:
-    """The structure of a state, with nothing in it."""
+    """The pytree structure of a state, with zeros as leaves."""
     kv = StackedCache(0, 0) if stacked else [(0, 0)] * model.config.layers
     return DecodeState(kv=kv, ids=0, progress=0)
 
 
 def cache_bytes(model: Model, batch: int, slots: int) -> int:
-    """Bytes of `init_cache`."""
+    """Bytes of the cache that `init_cache` makes."""
     itemsize = jnp.dtype(model.dtype).itemsize
     return batch * slots * model.config.kv_bytes_per_token(itemsize)
 
 
 def start(kv: list[LayerCache] | StackedCache) -> DecodeState:
-    """A batch whose prompts are not yet processed.
+    """A batch whose prompts are not processed yet.
 
-    What is not cache is on the host still: it travels with the first call, which costs a tenth of
-    what arrays made one by one do.
+    All arrays but the cache are still on the host. They are transferred with the first call, at a
+    tenth of the cost of making them on the device one by one.
 
     Args:
-      kv: caches, of any content.
+      kv: caches with any content.
     """
     batch, _, slots, _ = jax.tree.leaves(kv)[0].shape[-4:]
     return DecodeState(kv, np.zeros((batch, slots), np.int32), np.zeros((4, batch), np.int32))
 
 
 def restart(state: DecodeState, rows: Array) -> DecodeState:
-    """The state with some rows as those of `start`; where they are on the device, they stay there.
+    """Reset some rows of a state as `start` makes them. Arrays on the device stay there.
 
     Args:
-      state: of any content.
+      state: a state with any content.
       rows: [B] int32. `KEEP` leaves a row as it is, `START` begins it anew, `EMPTY` also marks it
         as finished.
     """

@@ -1,6 +1,6 @@
-"""The two device programs everything is a loop over: a chunk of prompts, a chunk of decode steps.
+"""The two programs that the engine runs in a loop: a chunk of prompts and a chunk of decode steps.
 
-Both are pure functions of `(params, state, ...)`; `Engine` jits them with the state donated.
+Both are pure functions of `(params, state, ...)`. `Engine` jits them with the state donated.
 """
 
 import dataclasses
@@ -42,25 +42,25 @@ def prefill(
     *,
     processors: Processors = Processors(),
 ) -> tuple[DecodeState, Array, Logprobs | None]:
-    """Process a chunk of some rows' prompts; where it is a prompt's last, choose its first token.
+    """Process a chunk of some rows' prompts, and choose the first token where a prompt ends.
 
     Args:
       model, params: the model.
-      state: the batch; other rows are left as they are, in whatever phase.
-      sampling: what each row of the batch asked for.
-      tokens: [R, T] int32 prompt tokens, padded at the end with anything in the vocabulary.
-      lengths: [R] int32 tokens of this chunk; 0 leaves a row untouched.
+      state: the batch. Other rows stay as they are, in any phase.
+      sampling: the options of each row of the batch.
+      tokens: [R, T] int32 prompt tokens, padded at the end with any tokens of the vocabulary.
+      lengths: [R] int32 tokens of this chunk; 0 leaves a row unchanged.
       offsets: [R] int32 tokens of the prompt already in the cache; offsets + T <= S.
-      final: [R] bool, the prompt ends with this chunk.
+      final: [R] bool, whether the prompt ends with this chunk.
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
-      prompts: [R] int32 tokens of each whole prompt; default what this call and those before it
-        hold. Only rotary embeddings that depend on a sequence's length look at it.
-      restarts: [B] int32 rows that begin anew before anything else, see `restart`; default none.
+      prompts: [R] int32 tokens of each whole prompt; default offsets + lengths. Only rotary
+        embeddings that depend on a sequence's length use it.
+      restarts: [B] int32 argument of `restart`, which is applied first; default no restart.
       processors: the active processors.
 
     Returns:
-      (state, first tokens [R] int32, -1 where not final, less where there is none, see
-      `next_tokens`; their log-probabilities or None).
+      (state, first tokens [R] int32, their log-probabilities or None). A first token is -1 if the
+      prompt goes on, and below -1 if none could be chosen, see `next_tokens`.
     """
     if restarts is not None:
         state = restart(state, restarts)
@@ -109,27 +109,28 @@ def decode_steps(
     return_reruns: bool = False,
     layers: dict[str, Array] | None = None,
 ) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array, ...]]:
-    """At most `n` decode steps in one device loop, fewer when every row finishes.
+    """Run at most `n` decode steps in one device loop, fewer if all rows finish.
 
-    The loop looks at the rows before each step. Where XLA captures it in a CUDA graph, as the
-    engine asks it to, that stays on the device: the call returns at once and the next one queues
-    behind it. Elsewhere on a GPU the host reads each condition.
+    The loop checks the rows before each step. The engine asks XLA to capture the loop in a CUDA
+    graph. Then the check stays on the device: the call returns at once, and the next call queues
+    behind it. On a GPU without such a graph, the host reads each condition.
 
     Args:
       model, params: the model.
-      state: the batch. Rows that are finished keep their state.
-      sampling: what each row asked for.
+      state: the batch. Finished rows keep their state.
+      sampling: the options of each row.
       n: traced number of steps, at most `max_steps`.
       max_steps: static width of the result.
       processors: the active processors.
       return_reruns: static, see `decode_attention`.
-      layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", for one
-        launch; the state's cache is stacked too. Default: layer by layer, of `params`.
+      layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", to run
+        them in one launch; the cache must be stacked too. Default: run layer by layer with
+        `params`.
 
     Returns:
-      (state, tokens [B, max_steps] int32, -1 where a row chose none and less where there is none,
-      see `next_tokens`; their log-probabilities, each [B, max_steps, ...], or None), and where they
-      are asked for reruns [L] fp32, of each layer, summed over the steps.
+      (state, tokens [B, max_steps] int32, their log-probabilities, each [B, max_steps, ...], or
+      None), and with `return_reruns` reruns [L] fp32 per layer, summed over the steps. A token is
+      -1 if its row was finished, and below -1 if none could be chosen, see `next_tokens`.
     """
     module = model.module(params)
     b = state.batch
@@ -153,7 +154,7 @@ def decode_steps(
         tokens = place(tokens, chosen)
         if logprobs is not None:
             logprobs = jax.tree.map(place, logprobs, chosen_logprobs)
-        # As `active`, but of the token: so one kernel behind the layers makes all that is below.
+        # Equal to `active`, but computed from the token, so that one kernel computes all of this.
         advance = (emitted != -1).astype(jnp.int32)
         steps = state.steps + advance
         finished = state.finished | (active & _is_final(emitted, steps, sampling))
@@ -167,7 +168,7 @@ def decode_steps(
 
     def goes_on(carry):
         state = carry[0]
-        # As one reduction, one kernel.
+        # One reduction makes one kernel.
         return ~jnp.all(state.finished | (state.steps - begun >= n))
 
     tokens = jnp.full((b, max_steps), -1, jnp.int32)
@@ -178,7 +179,7 @@ def decode_steps(
             jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
         )
     reruns = [[jnp.float32(0)] * model.config.layers] if return_reruns else []
-    # In the loop an array for each: of one for all, every step would make a copy.
+    # The loop carries four arrays, as XLA would copy a single one at every step.
     state = dataclasses.replace(state, progress=tuple(state.progress))
     carry = state, tokens, logprobs, *reruns
     state, tokens, logprobs, *reruns = lax.while_loop(goes_on, step, carry)
@@ -195,18 +196,18 @@ def run_layers(
     layers: dict[str, Array] | None = None,
     reruns: Sequence[list[Array]] = (),
 ) -> tuple[Array, Any, *tuple[list[Array], ...]]:
-    """The last chosen token of every row through all layers.
+    """Run the last chosen token of every row through all layers.
 
     Args:
       module: the decoder.
       state, sampling, layers: see `decode_steps`.
-      plan: which implementations run.
-      reruns: none, or one list [L], to which those of this step are added.
+      plan: chooses the implementations.
+      reruns: empty, or one list of L sums, to which the reruns of this step are added.
 
     Returns:
-      (hidden states [B, 1, E], the cache, and reruns if any).
+      (hidden states [B, 1, E], the cache, and updated `reruns` if given).
     """
-    # The first chosen token is in the cache one step after it was counted.
+    # Prompt tokens = slots filled - tokens chosen + 1: the last chosen token has no slot yet.
     rotation_at = _rotation_at(state.lengths - state.steps + 1, sampling.max_new_tokens)
     if layers is not None:
         rotation_at = functools.partial(rotation_at, state.lengths[:, None])
@@ -224,17 +225,17 @@ def run_layers(
 
 
 def _place(columns, array, values):
-    """An array [B, N, ...] with values [B, ...] in a column [B] of each row, if there is one."""
-    # Few columns: on a GPU a select is one kernel, and a scatter into one row several.
+    """Write values [B, ...] into one column [B] per row of an array [B, N, ...], if it exists."""
+    # For few columns, a select is one kernel on a GPU. A scatter into one row would be several.
     there = jax.nn.one_hot(columns, array.shape[1], dtype=bool)
     there = there.reshape(there.shape + (1,) * (array.ndim - 2))
     return jnp.where(there, values[:, None], array)
 
 
 def _is_final(tokens, steps, sampling):
-    """[B] whether these tokens, number `steps` of their rows, are the last ones."""
+    """[B] whether each token, number `steps` of its row, is the row's last."""
     final = (tokens < -1) | (steps >= sampling.max_new_tokens)
-    for stop in sampling.stop_tokens.T:  # one by one: a reduction would be a kernel of its own
+    for stop in sampling.stop_tokens.T:  # a loop, because a reduction would be another kernel
         final |= (tokens == stop) & (tokens >= 0)
     return final
 
@@ -248,7 +249,7 @@ def attend_decode(
     rotation_at: Callable,
     plan: Plan,
 ) -> tuple[Array, tuple[LayerCache, *tuple[Array, ...]]]:
-    """T new tokens of every row: RoPE, append, attention; of a layer's cache, and its reruns."""
+    """RoPE, append and attention of T new tokens per row. A layer is its cache, and its reruns."""
     kv, *reruns = layer
     t = qkv.shape[1]
     positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
@@ -275,7 +276,7 @@ def attend_prefill(
     rotation_at: Callable,
     plan: Plan,
 ) -> tuple[Array, LayerCache | StackedLayer]:
-    """A chunk of some rows' prompts: RoPE, write, attention."""
+    """RoPE, append and attention of a chunk of some rows' prompts."""
     t = qkv.shape[1]
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     k, v, *index = kv
@@ -295,7 +296,8 @@ def attend_prefill(
 
 
 def _rotation_at(prompts: Array, max_new_tokens: Array) -> Callable:
-    """`rotation` for rows with prompts of [R] tokens; the last token chosen is never rotated."""
+    """`rotation` with the lengths of rows, from their prompts [R] and new tokens [R] at most."""
+    # The last chosen token is never rotated.
     limits = prompts + max_new_tokens - 1
 
     def at(positions, rope):
