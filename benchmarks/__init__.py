@@ -1,1 +1,1 @@
-"""Measurements behind every claim: scripts here, records under `results/<device>/`."""
+"""The measurements behind every claim: scripts here, records under `results/<device>/`."""

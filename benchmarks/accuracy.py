@@ -1,9 +1,10 @@
 """Greedy tokens of the embedded model on 2000 prompts: `python -m benchmarks.accuracy`.
 
-In fp32 they must be those of transformers, to the last. In bf16 an answer may part from it only
-where the two likeliest tokens are so close that rounding decides: within 4 units in the last place
-of bf16, in fp32 logits. Every implementation that runs here is held against the same tokens, which
-`--reference` made: transformers in fp32, prompts of one length at a time.
+In fp32, every token must equal that of transformers. In bf16, an answer may differ only from a
+position on where the two likeliest tokens are so close that rounding decides: their fp32 logits
+differ by less than 4 units in the last place of bf16. All implementations that run here are
+compared with the same reference tokens. `--reference` makes these with transformers in fp32, one
+prompt length at a time.
 """
 
 import argparse
@@ -28,7 +29,7 @@ _BATCH = 64
 
 
 def prompts(count: int = PROMPTS) -> list[list[int]]:
-    """Ids of distinct questions as people would type them."""
+    """Token ids of distinct questions, as people would type them."""
     from fdjax.models.tiny.world import World
     from fdjax.text.tokenizer import Tokenizer
 
@@ -42,7 +43,7 @@ def prompts(count: int = PROMPTS) -> list[list[int]]:
 
 
 def transformers_tokens(ids: Sequence[Sequence[int]]) -> np.ndarray:
-    """Greedy tokens [N, NEW_TOKENS] by transformers in fp32 on the CPU, -1 after the end."""
+    """Greedy tokens [N, NEW_TOKENS] from transformers in fp32 on the CPU, -1 after the end."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -51,7 +52,7 @@ def transformers_tokens(ids: Sequence[Sequence[int]]) -> np.ndarray:
     tokens = np.full((len(ids), NEW_TOKENS), -1, np.int16)
     by_length = sorted(range(len(ids)), key=lambda i: len(ids[i]))
     for length, group in itertools.groupby(by_length, key=lambda i: len(ids[i])):
-        # No padding: a mask would change the sums.
+        # Prompts of one length need no padding, whose mask would change the sums.
         rows = list(group)
         batch = torch.tensor([ids[i] for i in rows])
         with torch.no_grad():
@@ -69,7 +70,7 @@ def transformers_tokens(ids: Sequence[Sequence[int]]) -> np.ndarray:
 
 
 def write_reference(path: Path, ids: Sequence[Sequence[int]], tokens: np.ndarray) -> None:
-    """Keeps prompts and tokens, and which weights they are of."""
+    """Write prompts, tokens and a digest of the weights."""
     np.savez_compressed(
         path,
         prompts=np.concatenate([np.asarray(row, np.int16) for row in ids]),
@@ -80,15 +81,15 @@ def write_reference(path: Path, ids: Sequence[Sequence[int]], tokens: np.ndarray
 
 
 def read_reference(path: Path = REFERENCE) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts, and the tokens that transformers chose.
+    """Read prompts, and the tokens that transformers chose.
 
     Raises:
-      ValueError: they are of other weights.
+      ValueError: the reference was made with other weights.
     """
     with np.load(path) as data:
         if str(data["weights"]) != _digest():
             raise ValueError(
-                f"{path}: must be of the weights in {CHECKPOINT}; --reference makes it"
+                f"{path}: must be made with the weights in {CHECKPOINT}; run --reference"
             )
         ids = np.split(data["prompts"], np.cumsum(data["lengths"])[:-1])
         tokens = [row[row >= 0].tolist() for row in data["tokens"]]
@@ -101,10 +102,10 @@ def _digest() -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """The first token of an answer that is another: between which two, and how close they are.
+    """The first token at which an answer differs from the reference.
 
-    `gap_ulps` is the distance of the two likeliest fp32 logits there, in units in the last place of
-    the likeliest as a bf16.
+    `want` and `got` are the two tokens, None after the end. `gap_ulps` is the difference of the two
+    largest fp32 logits at this position, in bf16 units in the last place of the largest.
     """
 
     prompt: int
@@ -126,7 +127,7 @@ def answers(lm, ids: Sequence[Sequence[int]]) -> list[list[int]]:
 def differences(
     exact, ids: Sequence[Sequence[int]], want: Sequence[list[int]], got: Sequence[list[int]]
 ) -> Iterator[Difference]:
-    """Where answers part; `exact` is the model in fp32."""
+    """The first difference of each answer that differs; `exact` is the model in fp32."""
     import jax
     import jax.numpy as jnp
 
@@ -150,7 +151,7 @@ def differences(
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompts", type=int, default=PROMPTS, help="the first so many")
+    parser.add_argument("--prompts", type=int, default=PROMPTS, help="use only the first N")
     parser.add_argument(
         "--implementations",
         nargs="*",
@@ -160,7 +161,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--reference", action="store_true", help="make the reference and stop")
     parser.add_argument("--output", help="write the record to this file as well")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
     return parser.parse_args(argv)
 
 

@@ -1,13 +1,13 @@
-"""Programs of a benchmark, compiled before it by several processes at once.
+"""Compiles the programs of a benchmark ahead, in several processes at once.
 
-A benchmark over many shapes spends nearly all of its time on tracing, lowering and compiling, one
-program after another. Here processes share the points of a run, and each runs the benchmark on
-stand-ins: arrays with a shape and next to no memory, from programs whose results are zeros. So they
-compile what the benchmark will ask for and nothing else, for the device as it is, and leave the
-executables in a folder. The process that measures loads them; what is not there, it compiles.
+A benchmark over many shapes spends nearly all its time tracing, lowering and compiling one program
+after another. Here several processes share the points of a run. Each runs the benchmark with
+stand-ins: arrays that have a shape but almost no memory, and programs that return zeros. So they
+compile exactly the programs that the benchmark needs, for the real device, and save the executables
+in a folder. The process that measures loads them and compiles those that are missing.
 
-What XLA finds by autotuning is kept in the folder too, so that a process which has the device to
-itself can do that for all: several that autotune at once disturb each other's timings.
+The folder also keeps XLA's autotuning results. So one process can autotune for all, with the device
+to itself: several that autotune at once would disturb each other's timings.
 """
 
 import contextlib
@@ -38,23 +38,26 @@ ROOT = Path(__file__).parent.parent
 
 
 def run_processes(command: Sequence[str], folder: Path, count: int) -> int:
-    """Runs so many processes of a module, which share a device and the work; how many failed.
+    """Run several processes of a module, which share a device and the work.
 
     Args:
-      command: of the module, its name first.
-      folder: where they leave what they compile, and what autotuning found.
-      count: of the processes.
+      command: name and arguments of the module.
+      folder: folder for the executables and autotuning results.
+      count: number of processes.
+
+    Returns:
+      How many processes failed.
     """
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        # For autotuning alone: programs are kept by `Compiler`.
+        # JAX's cache is only for autotuning results. `Compiler` saves the programs.
         "JAX_COMPILATION_CACHE_DIR": str(folder / "xla"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     processes = [
-        # The last line of what a benchmark prints is its record.
+        # Output is dropped: the last line that a benchmark prints must be its own record.
         subprocess.Popen(
             [sys.executable, "-m", *command], env=environment, stdout=subprocess.DEVNULL
         )
@@ -68,25 +71,25 @@ def run_processes(command: Sequence[str], folder: Path, count: int) -> int:
 
 
 class StandIn(np.ndarray):
-    """Zeros in no memory, on a device as far as a model can tell."""
+    """Zeros that take no memory and claim to be on a device."""
 
     def devices(self) -> set[jax.Device]:
-        """The device that they would be on."""
+        """The device that real arrays would be on."""
         return {jax.local_devices()[0]}
 
 
 def stand_ins(tree: Any) -> Any:
-    """Arrays of zeros of the same shapes, in no memory."""
+    """Zeros of the same shapes and dtypes that take no memory."""
     return jax.tree.map(
         lambda a: np.broadcast_to(np.zeros((), a.dtype), a.shape).view(StandIn), tree
     )
 
 
 class Compiler:
-    """Compiles what a model would run.
+    """Compiles the programs that a model would run.
 
     Attributes:
-      folder: of the executables, which several processes may share.
+      folder: folder of the executables, which several processes may share.
     """
 
     def __init__(self, folder: Path):
@@ -94,32 +97,32 @@ class Compiler:
         folder.mkdir(parents=True, exist_ok=True)
 
     def claim(self, name: str) -> bool:
-        """Whether no other process has claimed a piece of work before."""
+        """Claim a piece of work; False if another process has claimed it."""
         with contextlib.suppress(FileExistsError):
             (self.folder / f"{_digest(name)}.claim").touch(exist_ok=False)
             return True
         return False
 
     def params(self, model: Model) -> Params:
-        """Stand-ins of the weights."""
+        """Stand-ins for the weights."""
         return stand_ins(model.abstract_params)
 
     def engine(self, plan: str) -> Callable[..., Engine]:
-        """Makes the engine of a model that compiles, and answers zeros, where it would run."""
+        """Constructor of an engine that compiles its programs but returns zeros."""
         return functools.partial(_CompilingEngine, self, plan)
 
     def logits(self, lm: LM, ids: jax.Array, n: int, *, plan: str) -> Any:
-        """In place of `one_pass`."""
+        """Replaces `one_pass`: compiles its program and returns zeros."""
         name = _one_pass_name(plan, ids, n)
         if self.claim(name):
             self.save(name, one_pass_program.lower(lm.model, lm.params, ids, last=n))
         return np.zeros((1, n, lm.config.vocab_size), np.float32)
 
     def save(self, name: str, lowered: jax.stages.Lowered) -> None:
-        """Compile a program and leave it in the folder."""
+        """Compile a program and save it in the folder."""
         compiled = lowered.compile()
         payload, _, out_tree = serialize(compiled)
-        # A tree of numbers rather than its structure, which cannot be pickled.
+        # The structure cannot be pickled, but a tree of numbers with that structure can.
         tree = jax.tree.unflatten(out_tree, range(out_tree.num_leaves))
         path = self.folder / f"{_digest(name)}.executable"
         part = path.with_suffix(f".{os.getpid()}")
@@ -128,12 +131,12 @@ class Compiler:
 
 
 class Executables:
-    """Loads what a `Compiler` has left.
+    """Loads the executables that a `Compiler` has saved.
 
     Attributes:
-      folder: of the executables.
-      loaded: how many were loaded.
-      missing: what was not there, or could not be loaded.
+      folder: folder of the executables.
+      loaded: number of executables loaded.
+      missing: titles of executables that were not there or could not be loaded.
     """
 
     def __init__(self, folder: Path):
@@ -142,17 +145,17 @@ class Executables:
         self.missing: list[str] = []
 
     def engine(self, plan: str) -> Callable[..., Engine]:
-        """Makes the engine of a model that runs these where they are, and compiles the others."""
+        """Constructor of an engine that runs saved executables and compiles missing ones."""
         return functools.partial(_LoadingEngine, self, plan)
 
     def logits(self, lm: LM, ids: jax.Array, n: int, *, plan: str) -> Any:
-        """In place of `one_pass`."""
+        """Replaces `one_pass`: runs its executable, or compiles it if it is missing."""
         args = lm.params, ids
         executable = self.load(_one_pass_name(plan, ids, n), args)
         return one_pass(lm, ids, n) if executable is None else executable(*args)
 
     def load(self, name: str, args: tuple) -> jax.stages.Compiled | None:
-        """The executable for arguments like these, or None."""
+        """The executable saved under a name, for arguments like these, or None."""
         path = self.folder / f"{_digest(name)}.executable"
         if not path.exists():
             self.missing.append(_title(name))
@@ -162,7 +165,7 @@ class Executables:
             loaded = deserialize_and_load(
                 payload, jax.tree.structure((args, {})), jax.tree.structure(tree)
             )
-        except Exception as error:  # whatever a runtime raises: it can still be compiled
+        except Exception as error:  # whatever the runtime raises, the program can be compiled
             self.missing.append(f"{_title(name)}: {error}".splitlines()[0])
             return None
         self.loaded += 1
@@ -170,7 +173,7 @@ class Executables:
 
 
 class _AheadEngine(Engine):
-    """The engine of a model, its programs wrapped."""
+    """An engine that wraps its programs."""
 
     wrapper: Callable
 
@@ -190,7 +193,7 @@ class _AheadEngine(Engine):
 
 
 class _CompilingProgram:
-    """In place of a `Program`: compiles it for its arguments, and returns zeros."""
+    """Replaces a `Program`: compiles it for its arguments and returns zeros."""
 
     compile_seconds = 0.0
 
@@ -210,10 +213,10 @@ class _CompilingProgram:
 
 
 class _LoadedProgram:
-    """In place of a `Program`: runs the executable for its arguments.
+    """Replaces a `Program`: runs the executable for its arguments.
 
     Attributes:
-      compile_seconds: what loading it, or else compiling, took of the last call.
+      compile_seconds: time that the last call spent on loading or compiling.
     """
 
     def __init__(self, program: Program, executables: Executables, name: str):
@@ -245,7 +248,7 @@ class _CompilingEngine(_AheadEngine):
         return start(stand_ins(cache))
 
     def stack(self, params: Params) -> dict[str, Any] | None:
-        # As if there were memory for it: where there is none, other programs run, compiled there.
+        # Assumes that memory allows it. If not, the measuring process compiles other programs.
         return stand_ins(stacked_shapes(params)) if self.model.one_launch_possible else None
 
 
@@ -254,7 +257,7 @@ class _LoadingEngine(_AheadEngine):
 
 
 def _shapes(state, host) -> tuple:
-    """What the shapes of an engine's program depend on, in a few microseconds."""
+    """Key for the shapes of an engine's program, found in a few microseconds."""
     return state[0].shape, host.shapes
 
 

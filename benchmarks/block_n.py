@@ -1,6 +1,7 @@
 """Flat GEMM over N and B_N, like Fig. 7 of FlashDecoding++: `python -m benchmarks.block_n`.
 
-x [8,K] times w [K,N]: narrow blocks are many and fill the device, wide ones read more in a row.
+It multiplies x [8,K] by w [K,N]. Narrow blocks are many and fill the device. Wide blocks read
+longer contiguous pieces.
 """
 
 import functools

@@ -1,8 +1,8 @@
 """Predicted and measured rates of leaving the safe range: `python -m benchmarks.calibration`.
 
-The embedded model is calibrated on documents of its training and measured on questions held out of
-it, in rows of its whole context. Its scores fit into the safe range of the kernels with room to
-spare, so the rates are compared at narrower ranges too, where there is something to predict.
+The embedded model is calibrated on its training documents and measured on held-out questions, in
+rows of its whole context. Its scores are far inside the kernels' safe range. So the rates are also
+compared for narrower ranges, which they do leave.
 """
 
 import argparse
@@ -34,7 +34,7 @@ RANGES = (2, 4, 6, 8, 10, 12, 16, SAFE_LOG2)
 
 
 def rows_of(lm: fdjax.LM, examples: list[Example], count: int) -> list[list[int]]:
-    """Documents one after the other, as the turns of a chat, cut into rows of the whole context."""
+    """Concatenate documents like the turns of a chat, and cut them into rows of a whole context."""
     context = lm.config.max_position_embeddings
     (eos,) = lm.defaults.eos_token_ids
     ids: list[int] = []
@@ -45,7 +45,10 @@ def rows_of(lm: fdjax.LM, examples: list[Example], count: int) -> list[list[int]
 
 
 def leaving(maxima: np.ndarray, phi: np.ndarray | float, safe_log2: float) -> np.ndarray:
-    """Share of the rows [L, H, BINS] whose maximum is not within the safe range of φ [L, H]."""
+    """Share of rows whose maximum is outside the safe range of φ [L, H].
+
+    `maxima` [L, H, BINS] counts the rows by their maximum.
+    """
     centre = np.round(np.asarray(phi)[..., None] / np.diff(bin_edges())[0]) + BINS // 2
     bins, half = np.arange(BINS), round(safe_log2 / BIN_LOG2)
     inside = (bins >= centre - half) & (bins < centre + half)
@@ -54,7 +57,7 @@ def leaving(maxima: np.ndarray, phi: np.ndarray | float, safe_log2: float) -> np
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=32, help="of 512 tokens, of each text")
+    parser.add_argument("--rows", type=int, default=32, help="rows of 512 tokens of each text")
     parser.add_argument("--output")
     parser.add_argument("--plot")
     parser.add_argument("--commit")

@@ -1,9 +1,10 @@
-"""Decode attention beside cuDNN: `python -m benchmarks.decode_attention`.
+"""Decode attention compared with cuDNN: `python -m benchmarks.decode_attention`.
 
-At every shape the kernel as the plan runs it, its synchronised variant (FlashDecoding, a running
-maximum), and cuDNN on a cache in the layout it prefers. `recompute` cases hold rows whose scores
-leave the range of the unified maximum, a few of them or all. Of several tokens a row at once XLA is
-the peer: cuDNN has no lengths together with a causal mask at their end.
+Every shape runs the kernel with its default configuration, the kernel with a running maximum as in
+FlashDecoding ("synchronised" in records), and cuDNN with a cache in the layout it prefers. In
+`recompute` cases, the scores of some or all rows leave the range of the unified maximum. With
+several tokens per row the peer is XLA, because cuDNN cannot align a causal mask with the end of
+each row's length.
 """
 
 import dataclasses
@@ -31,8 +32,8 @@ SHAPES = (
     (8, 32, 8, 2048, 64),
 )
 
-# Rows of (B, H, Hkv, S, D) that leave the range of the unified maximum: the share measured on
-# Llama 2 7B in section 3 of FlashDecoding++, one row, and all.
+# (B, H, Hkv, S, D) and the share of rows that leave the range of the unified maximum: the share of
+# Llama 2 7B in section 3 of FlashDecoding++, one row, and all rows.
 RECOMPUTED = (
     ((64, 32, 8, 1024, 128), 0.0045),
     ((64, 32, 8, 1024, 128), 1.0),
@@ -40,7 +41,7 @@ RECOMPUTED = (
     ((1, 32, 32, 1024, 128), 1.0),
 )
 
-# Tokens a row and (B, H, Hkv, S, D): 32, 64 and 128 query rows of a KV head.
+# Tokens per row and (B, H, Hkv, S, D). They give 32, 64 and 128 query rows per KV head.
 SEVERAL_TOKENS = (
     (8, (4, 32, 8, 4096, 128)),
     (16, (4, 32, 8, 4096, 128)),
@@ -73,7 +74,7 @@ def _xla(q, k, v, lengths):
 
 
 def _for_cudnn(q, k, v, lengths):
-    """[B,Hkv,S,D] caches as [B,S,Hkv,D]."""
+    """Convert caches [B,Hkv,S,D] to [B,S,Hkv,D]."""
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lengths
 
 
@@ -83,7 +84,7 @@ def _reference(q, k, v, lengths):
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def _operands(seed, shape, outside, tokens):
-    """Random arrays; the scores of a share `outside` of the rows have a deviation of 100."""
+    """Random arrays; in a share `outside` of the rows, scores have a standard deviation of 100."""
     b, h, kv_heads, s, d = shape
     q, k, v = jax.random.split(jax.random.key(seed), 3)
     q = jax.random.normal(q, (b, tokens, h, d), jnp.bfloat16)

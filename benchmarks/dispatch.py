@@ -1,7 +1,7 @@
-"""Host cost of a dispatch of the decode chunk: `python -m benchmarks.dispatch [CONFIG]`.
+"""Host time to dispatch a decode chunk: `python -m benchmarks.dispatch [CONFIG]`.
 
-One step that is skipped: what is left is what the host pays for handing over parameters and state,
-and one launch. The clock stops when the call returns; the device is idle before it.
+The chunk has no step to run. So the time is what the host needs to pass parameters and state and to
+launch once. The clock stops when the call returns. The device is idle before the call.
 """
 
 import argparse
@@ -39,7 +39,7 @@ SLOTS = 1024
 
 
 def time_calls(call, runs: int) -> Timing:
-    """Host time until the call returns, each on an idle device."""
+    """Host time until a call returns, measured with an idle device."""
     samples = []
     for _ in range(runs + 5):
         begin = time.perf_counter()

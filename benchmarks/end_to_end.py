@@ -1,9 +1,10 @@
-"""First token and decode step of a model beside its peers: `python -m benchmarks.end_to_end`.
+"""First token and decode step compared with peers: `python -m benchmarks.end_to_end`.
 
-Random weights of the real shapes through `LM.generate`, greedy, at every batch and prompt length of
-a grid, with every plan: as loaded, XLA alone, XLA and cuDNN, and as loaded but for one kind of
-kernel or for what the kernels fuse. transformers, eager and with a static cache and torch.compile,
-in the same process. What does not fit is left out and said, what is wrong gets no time.
+A model with random weights in the real shapes runs `LM.generate`, greedy, at every batch and prompt
+length of a grid. It runs with several plans: the default, XLA alone, XLA and cuDNN, and the default
+without one kind of kernel or without fusion. transformers runs in the same process, eager and with
+a static cache and torch.compile. A point that does not fit into memory is skipped with a message. A
+wrong result gets no time.
 """
 
 import argparse
@@ -26,11 +27,11 @@ from pathlib import Path
 from benchmarks import peers
 from fdjax.bench.record import Measurement, Record, emit, environment, read, write
 
-# Kernels that multiply by weights.
+# Ops that multiply by weights.
 _LINEAR = ("matmul", "linear_chain", "decode_layers")
 
-# Implementations named beyond the measured choice, by op. Those without one kind of kernel run XLA,
-# those without an idea the same kernels.
+# For each plan, the implementations forced by name, by op. Plans without a kind of kernel run XLA
+# instead. "without unified maximum" and "without fusion" keep the kernels but change how they run.
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
     "xla": dict.fromkeys((*_LINEAR, "decode_attention", "prefill_attention"), "xla"),
@@ -44,7 +45,7 @@ PLANS: dict[str, dict[str, str]] = {
 }
 BREAKDOWN = ("fdjax", *(name for name in PLANS if name.startswith("without")))
 GRID = tuple((b, p) for b in (1, 2, 4, 8, 16, 32, 64) for p in (128, 1024, 4096, 16384))
-# A ceiling that moves by more than this has moved the times as well.
+# If the ceiling moves by more than this, the times are not trusted either.
 CEILING_TOLERANCE = 0.01
 
 Point = tuple[int, int]
@@ -62,17 +63,17 @@ def fdjax_rows(
     until: float = math.inf,
     **options,
 ) -> Iterator[tuple[list[Measurement], dict[str, float]]]:
-    """Rows and costs of each point and plan.
+    """Measure the rows and costs of each point and plan.
 
     Args:
-      model, params: the model; plans share its weights.
+      model, params: the model; all plans share its weights.
       plan_names: keys of `PLANS`.
       points: (batch, prompt tokens).
-      memory_bytes: for weights, cache and workspace; None where there is no limit.
-      new_tokens: of each prompt.
+      memory_bytes: limit for weights, cache and workspace, or None.
+      new_tokens: new tokens per prompt.
       ahead: a `Compiler` or `Executables` of `benchmarks.ahead`, or None.
-      until: `time.monotonic` after which no further plan of a point begins.
-      **options: of `model_rows`.
+      until: time by `time.monotonic` after which no further measurement begins.
+      **options: options of `model_rows`.
     """
     from benchmarks.ahead import Compiler
     from benchmarks.unfused import unfused
@@ -110,7 +111,7 @@ def fdjax_rows(
                 continue
             beyond = prompt + new_tokens > model.config.max_position_embeddings
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # quality is no matter of random weights
+                warnings.simplefilter("ignore")  # with random weights, quality does not matter
                 lm = LM(
                     planned,
                     params,
@@ -133,13 +134,13 @@ def fdjax_rows(
                         **options,
                     )
                 yield rows, _with_loads_named(costs, len(loads))
-            except Exception as error:  # one broken plan must not cost the run its record
+            except Exception as error:  # one broken plan must not lose the record of the run
                 reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 row = _failed("decode step", name, batch, prompt, reason)
                 if isinstance(error, NotImplementedError):
                     row.ok = None
                 yield [row], {}
-            # The cache goes before the next one comes.
+            # Frees the cache before the next one is allocated.
             del lm
             gc.collect()
 
@@ -147,7 +148,7 @@ def fdjax_rows(
 def peer_rows(
     config: Path, names: Sequence[str], points: Sequence[Point], **options
 ) -> Iterator[tuple[list[Measurement], dict[str, float]]]:
-    """Rows and costs of each peer and point."""
+    """Measure the rows and costs of each peer and point."""
     from fdjax.bench.timing import Timing
 
     for name, batch, prompt, samples in peers.measure(config, points, names, **options):
@@ -168,7 +169,7 @@ def _failed(case: str, name: str, batch: int, prompt: int, reason: str) -> Measu
 
 
 def fill_traffic(rows: Sequence[Measurement]) -> None:
-    """Peers have the bytes and FLOPs of our rows: what each case cannot avoid."""
+    """Copy bytes and FLOPs, the least that a case needs, from fdjax's rows to the peers' rows."""
     known = {row.case: row for row in rows if row.bytes or row.flops}
     for row in rows:
         if row.case in known:
@@ -177,7 +178,7 @@ def fill_traffic(rows: Sequence[Measurement]) -> None:
 
 @contextlib.contextmanager
 def _loads(ahead) -> Iterator[list[str]]:
-    """What is loaded within it rather than compiled: by JAX from its cache, or by `ahead`."""
+    """Collect loads of programs within the context, by JAX from its cache or by `ahead`."""
     loads: list[str] = []
 
     def listen(event: str, **_) -> None:
@@ -196,7 +197,7 @@ def _loads(ahead) -> Iterator[list[str]]:
 
 
 def _with_loads_named(costs: dict[str, float], loads: int) -> dict[str, float]:
-    """Costs that never call it compiling where programs were loaded."""
+    """Name the number of loaded programs in the keys of costs, if any were loaded."""
     if not loads:
         return costs
     loaded = f", {loads} programs loaded,"
@@ -207,7 +208,7 @@ def _with_loads_named(costs: dict[str, float], loads: int) -> dict[str, float]:
 
 
 def summary(rows: Sequence[Measurement]) -> str:
-    """Milliseconds, a line for each case and a column for each implementation, and `ratios`."""
+    """A table of milliseconds, with a line per case, a column per implementation, and `ratios`."""
     names = list(dict.fromkeys(row.implementation for row in rows))
     width = max([8, *map(len, names)]) + 2
     lines = [f"{'ms':28}" + "".join(f"{name:>{width}}" for name in names) + f"{'best / ours':>13}"]
@@ -230,7 +231,7 @@ def summary(rows: Sequence[Measurement]) -> str:
 
 
 def ratios(rows: Sequence[Measurement]) -> dict[str, float]:
-    """By case, the time of the best peer over ours."""
+    """For each case, the time of the best peer over that of fdjax."""
     found = {}
     for case in dict.fromkeys(row.case for row in rows):
         ms = _milliseconds(rows, case)
@@ -249,7 +250,7 @@ def say(doing: str) -> None:
 
 
 def parse_point(text: str) -> Point:
-    """A batch and a prompt length, from "8x1024"."""
+    """Parse a batch and a prompt length, such as "8x1024"."""
     found = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)", text)
     if not found:
         raise argparse.ArgumentTypeError(f"must be BATCHxPROMPT such as 8x1024, got {text!r}")
@@ -265,7 +266,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="*",
         choices=[*PLANS, "breakdown"],
         default=("fdjax", "xla", "cudnn"),
-        help=f"breakdown: {', '.join(BREAKDOWN)}",
+        help=f"breakdown stands for {', '.join(BREAKDOWN)}",
     )
     parser.add_argument("--peers", nargs="*", choices=peers.PEERS, default=())
     parser.add_argument(
@@ -279,19 +280,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--point-seconds",
         type=float,
         default=math.inf,
-        help="of calls to warm up and of calls to time at a point, where two are enough",
+        help="limit for warm-up and again for timed calls of a point; at least two are timed",
     )
     parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="after which no plan of a point begins"
+        "--seconds", type=float, default=math.inf, help="begin no measurement after this time"
     )
     parser.add_argument(
-        "--compile-jobs", type=int, default=0, help="processes that compile, before all is timed"
+        "--compile-jobs", type=int, default=0, help="processes that compile ahead of timing"
     )
     parser.add_argument("--compile-into", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--layers", type=int, help="of the model, to try things out")
+    parser.add_argument("--layers", type=int, help="use only the first N layers, for trials")
     parser.add_argument("--output", help="write the record to this file as well")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
-    parser.add_argument("--of", nargs="+", metavar="RECORD", help="only sum up earlier records")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
+    parser.add_argument("--of", nargs="+", metavar="RECORD", help="only summarise these records")
     args = parser.parse_args(argv)
     if args.config is None and not args.of:
         parser.error("a config.json, or --of records, must be given")
@@ -309,7 +310,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.compile_into:
         return compile_only(args)
     if args.peers:
-        # torch and JAX share the card.
+        # torch and JAX share the GPU's memory.
         os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with contextlib.ExitStack() as stack:
         folder, costs = None, {}
@@ -323,16 +324,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def compile_ahead(
     argv: Sequence[str], points: Sequence[Point], folder: Path, jobs: int
 ) -> dict[str, float]:
-    """Compile the programs of a run into a folder, in other processes; what that cost.
+    """Compile the programs of a run into a folder, in other processes; returns the cost.
 
-    This process must not have touched the device yet: theirs need some memory, to autotune.
+    This process must not have used the device yet, because the others need memory to autotune.
     """
     from benchmarks.ahead import run_processes
 
     began = time.monotonic()
     command = ("benchmarks.end_to_end", *argv, "--compile-into")
-    # XLA's products are autotuned by one process alone: those of a few layers are those of all, and
-    # the shortest prompt of each batch has them.
+    # First, one process alone autotunes XLA's products. A few layers have the products of all, and
+    # the shortest prompt of each batch is enough.
     shortest: dict[int, int] = {}
     for batch, prompt in points:
         shortest[batch] = min(prompt, shortest.get(batch, prompt))
@@ -344,12 +345,12 @@ def compile_ahead(
     found = len(list(folder.glob("*.executable")))
     say(f"compiled {found} programs ahead in {seconds:.0f} s, {jobs} processes")
     if failed:
-        say(f"{failed} of {jobs + 1} processes failed: what they left out is compiled later")
+        say(f"{failed} of {jobs + 1} processes failed: missing programs are compiled later")
     return {f"seconds of compiling ahead, {found} programs in {jobs} processes": seconds}
 
 
 def compile_only(args: argparse.Namespace) -> int:
-    """What the processes of `compile_ahead` run."""
+    """Run one process of `compile_ahead`."""
     from benchmarks.ahead import Compiler
     from fdjax.system.device_memory import free_memory_bytes
 
@@ -371,7 +372,7 @@ def compile_only(args: argparse.Namespace) -> int:
 
 
 def read_model(args: argparse.Namespace):
-    """The model of the command line."""
+    """Describe the model of the command line."""
     from fdjax.models import describe, parse_config
 
     config = parse_config(json.loads(args.config.read_text()))
@@ -380,7 +381,7 @@ def read_model(args: argparse.Namespace):
 
 
 def sorted_points(model, points: Sequence[Point]) -> list[Point]:
-    """Growing, so that what one point leaves is less than what the next one takes."""
+    """Sort by memory, so that a point needs at least the memory that the one before it leaves."""
     from fdjax.engine.memory import plan_memory
 
     return sorted(points, key=lambda p: plan_memory(model, batch=p[0], max_len=p[1]).total_bytes)
@@ -389,12 +390,12 @@ def sorted_points(model, points: Sequence[Point]) -> list[Point]:
 def measure(
     args: argparse.Namespace, costs: dict[str, float], folder: Path | None, until: float
 ) -> int:
-    """Measures, prints the summary, and the record as the last line.
+    """Measure, print the summary, and print the record as the last line.
 
     Args:
-      args: of the command line.
-      costs: so far.
-      folder: of programs compiled ahead.
+      args: the parsed command line.
+      costs: costs so far.
+      folder: folder of programs compiled ahead, or None.
       until: see `fdjax_rows`.
     """
     from fdjax.bench.ceiling import measure_ceiling
@@ -422,7 +423,7 @@ def measure(
         for rows, costs in measured:
             record.rows += rows
             record.costs |= costs
-            if args.output:  # a run that is cut off keeps what it has
+            if args.output:  # a run that is cut off keeps its finished rows
                 write(record.so_far(), args.output)
 
     if args.peers:
@@ -442,7 +443,7 @@ def measure(
         memory_bytes = free_memory_bytes()
         if memory_bytes is not None:
             memory_bytes += model.weight_bytes
-        # As in loading, so that the plans share this as well: each would have a copy of its own.
+        # Stacked here, as `load` does, so that all plans share it. Otherwise each would copy it.
         _stacked = stack_layers(model, params, owned=True, memory_bytes=memory_bytes)
         take(
             fdjax_rows(
@@ -459,7 +460,7 @@ def measure(
             )
         )
         for name, count in collections.Counter(ahead.missing if ahead else ()).items():
-            say(f"compiled here: {name}, {count} of them")
+            say(f"not compiled ahead: {name}, {count} times")
     fill_traffic(record.rows)
     after = measure_ceiling(ceiling_bytes, matmul_size=0, kernels=[before["read_kernel"]])
     record.finish(after, tolerance=CEILING_TOLERANCE)

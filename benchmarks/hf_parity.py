@@ -1,11 +1,12 @@
 """Agreement with transformers at real layer shapes: `python -m benchmarks.hf_parity`.
 
-Needs a GPU, torch and transformers. Builds a random Llama2-7B-shaped checkpoint in transformers,
-saves it, loads it with `fdjax.load`, and compares greedy tokens and log-probabilities of a prompt.
+It needs a GPU, torch and transformers. It builds a random Llama2-7B-shaped checkpoint in
+transformers, saves it, loads it with `fdjax.load`, and compares greedy tokens and log-probabilities
+for one prompt.
 
-* 4 layers in fp32: greedy tokens must be equal, or the first that differs have a top-2 gap < 1e-4.
-* 32 layers in bf16: on transformers' own tokens, our log-probabilities must be as close to those of
-  transformers in fp32 as transformers in bf16 is (at most 1.25 times its mean distance).
+* 4 layers in fp32: greedy tokens must be equal, or have a top-2 gap < 1e-4 where they first differ.
+* 32 layers in bf16: for the tokens of transformers, the log-probabilities of fdjax must be about as
+  close to transformers in fp32 as transformers in bf16 is (at most 1.25 times its mean distance).
 """
 
 import argparse
@@ -33,9 +34,10 @@ LLAMA2_7B = {
 
 
 def transformers_run(folder: Path, layers: int, dtype: str, prompt: list[int], new_tokens: int):
-    """Greedy tokens by transformers, top-2 gaps, their log-probabilities in `dtype` and in fp32.
+    """Run transformers greedily and save the checkpoint to `folder`.
 
-    The checkpoint is saved to `folder`.
+    Returns:
+      (tokens, top-2 gaps, log-probabilities in `dtype`, log-probabilities in fp32).
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -72,7 +74,7 @@ def transformers_run(folder: Path, layers: int, dtype: str, prompt: list[int], n
 
 
 def compare(layers: int, dtype: str, prompt_tokens: int, new_tokens: int) -> dict:
-    """One case: a row of the record."""
+    """Compare one case; returns a row of the record."""
     import jax
     import jax.numpy as jnp
     import torch
@@ -126,7 +128,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    # torch and JAX share the card.
+    # torch and JAX share the GPU's memory.
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     from fdjax.bench.record import environment
 

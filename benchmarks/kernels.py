@@ -1,4 +1,4 @@
-"""All kernels beside their peers, each with a record of its own: `python -m benchmarks.kernels`."""
+"""All kernels compared with their peers, one record each: `python -m benchmarks.kernels`."""
 
 import argparse
 import subprocess
@@ -12,9 +12,9 @@ SCRIPTS = ("matmul", "decode_attention", "prefill_attention")
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scripts", nargs="+", choices=SCRIPTS, default=SCRIPTS)
-    parser.add_argument("--only", default="", help="the cases whose name contains this")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
     parser.add_argument("--output", type=Path, help="folder for the records")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
     return parser.parse_args(argv)
 
 
@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.commit:
             options += ["--commit", args.commit]
         print(f"== {script}", flush=True)
-        # A process each: an illegal access of one kernel leaves the others their records.
+        # Each runs in its own process, so that an illegal access in one does not lose the others.
         if subprocess.run([sys.executable, "-m", f"benchmarks.{script}", *options]).returncode:
             failed.append(script)
     if failed:

@@ -1,8 +1,8 @@
 """lm-evaluation-harness on fdjax: `python -m benchmarks.lm_eval_adapter run --model fdjax ...`.
 
-Takes the harness's own command line, with `--model_args pretrained=FOLDER_OR_HUB_ID`; further
-arguments of the model are those of `FdjaxLM`. Prompts are encoded, cut and scored as the harness
-does it for transformers, so that scores can be compared.
+It takes the command line of the harness, with `--model_args pretrained=FOLDER_OR_HUB_ID` and other
+arguments of `FdjaxLM`. Prompts are encoded, cut and scored as the harness does for transformers, so
+scores can be compared.
 """
 
 import sys
@@ -26,16 +26,15 @@ import fdjax
 
 @register_model("fdjax")
 class FdjaxLM(TemplateLM):
-    """An `fdjax.LM` as the harness wants it.
+    """Adapts an `fdjax.LM` to the harness.
 
     Args:
       pretrained: a folder or hub id; "tiny" is the embedded model.
-      dtype: of the weights; default that of the checkpoint.
+      dtype: dtype of the weights; default that of the checkpoint.
       max_length: context in tokens; default that of the model.
-      max_gen_toks: tokens generated at most, where a task does not say.
-      batch_size: requests that run together at most.
-      max_batch_size, device: part of the harness's call; fdjax sizes batches itself and runs on
-        JAX's default device.
+      max_gen_toks: limit of generated tokens, for tasks without one.
+      batch_size: largest number of requests that run together.
+      max_batch_size, device: passed by the harness and ignored. fdjax runs on JAX's default device.
     """
 
     def __init__(
@@ -105,7 +104,7 @@ class FdjaxLM(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(self, requests, disable_tqdm: bool = False, **_):
-        """(log-likelihood, whether greedy decoding gives it) of continuations, in order."""
+        """(log-likelihood, whether greedy decoding gives it) of each continuation, in order."""
         results: list[tuple[float, bool] | None] = [None] * len(requests)
         order = sorted(range(len(requests)), key=lambda i: -sum(map(len, requests[i][1:])))
         for group in self._batches(order, disable_tqdm):
@@ -167,7 +166,7 @@ class FdjaxLM(TemplateLM):
             ids = self.tokenizer.encode(tokens.get(name, ""), add_special_tokens=False)
             if len(ids) == 1:
                 return ids[0]
-        raise ValueError(f"{self.tokenizer_name}: tokenizer_config.json names no {names[0]}")
+        raise ValueError(f"{self.tokenizer_name}: tokenizer_config.json must name {names[0]}")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Linear layers as the plan runs them against XLA: `python -m benchmarks.matmul`.
+"""Linear layers as the plan runs them, compared with XLA: `python -m benchmarks.matmul`.
 
-The weights of Llama 2 7B, Llama 2 13B and Llama 3 8B over M, as plain products, and for M up to 16
-with what a decoder fuses with them. XLA's side is its own compiled sequence of norm, product,
-activation and residual, on weights [K,N], which it likes best. Where the plan chose XLA, the ratio
-is 1 by definition.
+It runs the linear layers of Llama 2 7B, Llama 2 13B and Llama 3 8B for several M, as plain
+products, and for M up to 16 also fused as in a decoder. XLA compiles its own sequence of norm,
+product, activation and residual, with weights [K,N], the layout it is fastest with. Where the plan
+chooses XLA, the ratio is 1 by definition.
 """
 
 import argparse
@@ -53,7 +53,7 @@ FUSED_ROWS = tuple(m for m in ROWS if m <= 16)
 def measure_layer(
     name: str, shape: LinearShape, rows: Sequence[int], plan: Plan, runs: int, passes: int
 ) -> Iterator[Measurement]:
-    """XLA's row for each M, and the kernel's where the plan runs it."""
+    """Measure XLA for each M, and the kernel where the plan runs it."""
     gate = "silu" if shape.gate else None
 
     def reference(operands):
@@ -91,7 +91,7 @@ def measure_layer(
 
 
 def summary(rows: Sequence[Measurement]) -> str:
-    """XLA's time over that of the plan, a line for each layer, and their geometric means."""
+    """XLA's time over the plan's, one line per layer, and geometric means."""
     us: dict[str, dict[int, dict[str, float]]] = {}
     for row in rows:
         name, m = row.case.split(" M=")
@@ -124,18 +124,18 @@ def summary(rows: Sequence[Measurement]) -> str:
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="layers whose name contains this")
-    parser.add_argument("--table", help="a table of `fdjax tune`, before the shipped one")
-    parser.add_argument("--runs", type=int, default=10, help="timed calls of a pass")
-    parser.add_argument("--passes", type=int, default=2, help="over the implementations in turn")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--only", default="", help="run only layers whose name contains this")
+    parser.add_argument("--table", help="a table of `fdjax tune`, used before the shipped one")
+    parser.add_argument("--runs", type=int, default=10, help="timed calls per pass")
+    parser.add_argument("--passes", type=int, default=2, help="passes over the implementations")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
     parser.add_argument("--output", help="write the record to this file as well")
-    parser.add_argument("--of", nargs="+", metavar="RECORD", help="only sum up earlier records")
+    parser.add_argument("--of", nargs="+", metavar="RECORD", help="only summarise these records")
     return parser.parse_args(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints the summary, and the record as the last line."""
+    """Measure, print the summary, and print the record as the last line."""
     args = parse_args(argv)
     if args.of:
         print(summary([row for path in args.of for row in read(path).rows]))
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if args.only in name:
                 print(f"measuring {name}", file=sys.stderr, flush=True)
                 record.rows += measure_layer(name, shape, rows, plan, args.runs, args.passes)
-                if args.output:  # a run that is cut off keeps what it has
+                if args.output:  # a run that is cut off keeps its finished rows
                     write(record.so_far(), args.output)
     record.finish(measure_ceiling(matmul_size=0, kernels=[before["read_kernel"]]))
     print(summary(record.rows))

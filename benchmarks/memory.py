@@ -1,9 +1,9 @@
-"""Memory as planned beside memory as measured: `python -m benchmarks.memory`.
+"""Compares planned with measured memory: `python -m benchmarks.memory`.
 
-A model with random weights of the real shapes answers batches that grow; after each the allocator
-says what it has given out at most. Beside that, for each width of a prompt's chunk, the temporary
-memory of the compiled program and the three buffers, B·T·(2E + F) values, that FlashDecoding++Next
-(Dai et al., section V) calls enough.
+A model with random weights in the real shapes answers growing batches. After each one, the
+allocator reports its peak. For each chunk width of a prompt, it also compares the temporary memory
+of the compiled program with the three buffers of B·T·(2E + F) values that FlashDecoding++Next (Dai
+et al., section V) needs.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from fdjax.models import Model, Params, describe, parse_config, random_params
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.device_memory import device_memory_bytes, free_memory_bytes
 
-# Largest distance between a planned and a measured peak.
+# Largest relative difference between a planned and a measured peak.
 TOLERANCE = 0.03
 _LAYERS = 4
 
@@ -38,7 +38,7 @@ _LAYERS = 4
 def peaks(
     model: Model, params: Params, points: Sequence[Point], new_tokens: int, memory_bytes: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Planned and measured peak of each point; the measured one is None where nothing measures."""
+    """Planned and measured peak of each point; None if the device does not report a peak."""
     for batch, prompt in points:
         total = prompt + new_tokens
         plan = plan_memory(
@@ -61,7 +61,7 @@ def peaks(
             yield row | {"ok": None, "reason": f"does not fit into {memory_bytes} bytes"}
             continue
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a context beyond the model's is no matter here
+            warnings.simplefilter("ignore")  # a context beyond the model's does not matter here
             lm = LM(model, params, max_len=total)
         prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, prompt))
         out = lm.generate(prompts.tolist(), max_new_tokens=new_tokens, eos_token_id=None)
@@ -76,9 +76,9 @@ def peaks(
 
 
 def temporaries(model: Model, max_len: int) -> Iterator[dict[str, Any]]:
-    """Temporary bytes of the programs for chunks of one row and of as many as share a call.
+    """Temporary bytes of the programs for chunks of one row, and of as many rows as share a call.
 
-    Of a few layers only: XLA uses the buffers of one for the next.
+    A few layers are enough, because XLA reuses the buffers of one layer for the next.
     """
     c = model.config.with_attention(model.config.attention[:_LAYERS])
     model = describe(c, dtype=model.dtype, plan=model.plan)
@@ -121,7 +121,7 @@ def _temp_bytes(model: Model, batch: int, width: int, slots: int) -> int:
 
 
 def table(record: dict[str, Any]) -> str:
-    """The record as text."""
+    """Format the record as text."""
     lines = [f"{'rows x tokens':>16}{'planned GB':>14}{'peak GB':>10}{'off':>8}"]
     for r in record["peaks"]:
         where = f"{r['batch']} x {r['prompt_tokens']}+{r['new_tokens']}"
@@ -152,9 +152,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--no-temporaries", action="store_true", help="peaks alone")
+    parser.add_argument("--no-temporaries", action="store_true", help="measure only peaks")
     parser.add_argument("--output", help="write the record to this file as well")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,7 @@
-"""Hugging Face transformers on the same GPU, eager and compiled. Needs torch and transformers."""
+"""Times Hugging Face transformers on the same GPU, eager and compiled.
+
+Needs torch and transformers.
+"""
 
 import gc
 import importlib.util
@@ -15,7 +18,7 @@ PEERS = {
 
 
 class Samples(NamedTuple):
-    """Microseconds of the first token and of a decode step, one of each per run, or a problem."""
+    """Microseconds per run of the first token and of a decode step, or why there are none."""
 
     first_us: Sequence[float] = ()
     step_us: Sequence[float] = ()
@@ -24,7 +27,7 @@ class Samples(NamedTuple):
 
 
 def missing() -> str | None:
-    """Why there are no peers here, if there are none."""
+    """Why peers cannot run here, or None if they can."""
     for name in ("torch", "transformers"):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
@@ -43,17 +46,18 @@ def measure(
     runs: int,
     device: str = "cuda",
 ) -> Iterator[tuple[str, int, int, Samples]]:
-    """Times `generate` of a model with random weights of the real shapes, greedy.
+    """Time greedy `generate` of a model with random weights in the real shapes.
 
-    The first token is a call for one token; a decode step is what each further one adds.
+    The time of the first token is that of a call for one token. The time of a decode step is what
+    each further token adds.
 
     Args:
-      config: a config.json.
+      config: path of a config.json.
       points: (batch, prompt tokens).
       names: keys of `PEERS`.
-      dtype: of the weights.
-      new_tokens, runs: of each point.
-      device: where torch runs.
+      dtype: dtype of the weights.
+      new_tokens, runs: new tokens and timed calls at each point.
+      device: device of torch.
 
     Yields:
       (name, batch, prompt tokens, samples) for each name and point.
@@ -72,7 +76,7 @@ def measure(
             for batch, prompt in points:
                 try:
                     samples = _time(model, batch, prompt, new_tokens, runs, PEERS[name])
-                except Exception as error:  # a peer that fails must not cost the run its record
+                except Exception as error:  # a failing peer must not lose the record of the run
                     line = f"{type(error).__name__}: {error}".splitlines()[0]
                     samples = Samples(problem=line)
                 yield name, batch, prompt, samples
@@ -108,7 +112,7 @@ def _time(model, batch: int, prompt: int, new_tokens: int, runs: int, options: d
         return time.perf_counter() - began
 
     first_call = seconds(new_tokens)
-    # Both lengths, so that neither compiles while it is timed.
+    # Both lengths run before timing, so that neither compiles while it is timed.
     seconds(1), seconds(new_tokens)
     first = [seconds(1) for _ in range(runs)]
     whole = [seconds(new_tokens) for _ in range(runs)]

@@ -1,7 +1,7 @@
-"""The papers' figures, drawn from our records: `python -m benchmarks.plots`.
+"""Draws the papers' figures from the records: `python -m benchmarks.plots`.
 
 FD++ is FlashDecoding++ (Hong et al. 2024), FD++Next FlashDecoding++Next (Dai et al.). Each figure
-is written as PNG and SVG; one that has no record yet is left out, and said.
+is written as PNG and SVG. A figure without a record is skipped with a message.
 """
 
 import argparse
@@ -28,7 +28,7 @@ TABLES = ROOT / "pallas_kernels" / "tables"
 Point = tuple[str, int, int]
 
 OURS, PEER = "tab:blue", "0.6"
-# The same colour for the same implementation in every figure.
+# An implementation has the same colour in every figure.
 COLOURS = {
     "fdjax": OURS,
     "mosaic_gpu": OURS,
@@ -46,14 +46,14 @@ COLOURS = {
 
 
 class Results:
-    """The records in a folder, by what they hold."""
+    """The records in a folder, sorted by their kind."""
 
     def __init__(self, folder: Path, tables: Path = TABLES):
         self.end_to_end: list[Record] = []
         self.kernels: dict[str, Record] = {}
         self.memory: list[dict[str, Any]] = []
         self.calibration: list[dict[str, Any]] = []
-        # A table is named as its device; so is the folder, in lower case.
+        # A table is named after its device, and the folder too, in lower case.
         named = [p for p in tables.glob("*.json") if p.stem.lower() == folder.name]
         self.table = json.loads(named[0].read_text()) if named else None
         # The embedded model may have been calibrated on any device.
@@ -74,7 +74,7 @@ class Results:
                 self.kernels[path.stem] = record
 
     def by_record(self, case: str) -> Iterator[dict[Point, dict[str, float]]]:
-        """Of each record, the medians of a case in ms, by point and implementation."""
+        """For each record, the medians of a case in ms, by point and implementation."""
         for record in self.end_to_end:
             model = record.config["model"].split(".")[0]
             found: dict[Point, dict[str, float]] = {}
@@ -86,7 +86,7 @@ class Results:
             yield found
 
     def milliseconds(self, case: str) -> dict[Point, dict[str, float]]:
-        """Those of all records, the later one's where there are several."""
+        """The same for all records together. Later records replace earlier ones."""
         found: dict[Point, dict[str, float]] = {}
         for record in self.by_record(case):
             for point, times in record.items():
@@ -95,9 +95,9 @@ class Results:
 
 
 def first_and_each(results: Results) -> Figure | None:
-    """FD++ Fig. 1: latency of the first token against that of each token after it."""
+    """FD++ Fig. 1: latency of the first token against that of each further token."""
     shown = []
-    # All times of a panel are of one run.
+    # All times of a panel come from one run.
     for first, each in zip(*map(results.by_record, ("first token", "decode step")), strict=True):
         for point in each.keys() & first.keys():
             both = {
@@ -109,7 +109,7 @@ def first_and_each(results: Results) -> Figure | None:
                 shown.append((point, both))
     if not shown:
         return None
-    # Those with most to compare; of these the smallest batch, and its longest prompts.
+    # Shows the points with most implementations; among these, small batches and long prompts.
     shown = sorted(shown, key=lambda p: (-len(p[1]), p[0][1], -p[0][2], *p[1]))[:3]
     figure, panels = _panels(len(shown), (3.4, 3.2))
     for axes, (point, both) in zip(panels, shown, strict=True):
@@ -123,7 +123,7 @@ def first_and_each(results: Results) -> Figure | None:
 
 
 def softmax_inputs(results: Results) -> Figure | None:
-    """FD++ Fig. 5: where 99.99 % of the inputs of the softmax lie, layer by layer."""
+    """FD++ Fig. 5: the range of 99.99 % of the softmax inputs in each layer."""
     if not results.calibration:
         return None
     data = results.calibration[-1]
@@ -167,7 +167,7 @@ def block_n(results: Results) -> Figure | None:
 
 
 def dataflow(results: Results) -> Figure | None:
-    """FD++ Fig. 9: which implementation of a linear layer runs over M, and its speed over XLA's."""
+    """FD++ Fig. 9: speed over XLA of the implementation that runs each linear layer, by M."""
     if results.table is None:
         return None
     by_shape: dict[str, dict[int, float]] = {}
@@ -189,7 +189,7 @@ def dataflow(results: Results) -> Figure | None:
 def speed_up(results: Results) -> Figure | None:
     """FD++ Fig. 10: speed of a decode step over each peer, by batch and prompt length."""
     by_peer: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
-    # Both times of a ratio are of one run.
+    # Both times of a ratio come from one run.
     for ms in results.by_record("decode step"):
         for (model, batch, prompt), times in ms.items():
             for peer in times:
@@ -209,7 +209,7 @@ def speed_up(results: Results) -> Figure | None:
 
 
 def throughput(results: Results) -> Figure | None:
-    """FD++Next Fig. 12: tokens per second by batch; what is missing did not fit."""
+    """FD++Next Fig. 12: tokens per second by batch; missing points did not fit."""
     lines: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
     for (model, batch, prompt), times in results.milliseconds("decode step").items():
         for name, t in times.items():
@@ -239,12 +239,12 @@ def throughput(results: Results) -> Figure | None:
 
 
 def attention(results: Results) -> Figure | None:
-    """FD++Next Figs. 15 and 16: attention of a decode step and over a prompt beside its peers."""
+    """FD++Next Figs. 15 and 16: decode and prefill attention compared with peers."""
     found: dict[str, list[Measurement]] = {}
     for name in ("decode_attention", "prefill_attention"):
-        # Its cases may be in several records.
-        records = [r for stem, r in results.kernels.items() if stem.startswith(name)]
-        cases = [row for record in records for row in record.rows if row.ok]
+        # The cases may be in several records.
+        matching = [r for stem, r in results.kernels.items() if stem.startswith(name)]
+        cases = [row for record in matching for row in record.rows if row.ok]
         rows = [row for row in cases if not row.case.startswith(("recompute", "tokens"))]
         if rows:
             found[name] = rows
@@ -264,7 +264,7 @@ def attention(results: Results) -> Figure | None:
 
 
 def flat_gemm(results: Results) -> Figure | None:
-    """FD++Next Fig. 18: the linear layers as they run over cuBLAS and XLA's own kernels."""
+    """FD++Next Fig. 18: speed of the linear layers over XLA, with cuBLAS or its own kernels."""
     if "matmul" not in results.kernels:
         return None
     us: dict[str, dict[int, dict[str, float]]] = {}
@@ -296,7 +296,7 @@ def flat_gemm(results: Results) -> Figure | None:
 
 
 def memory(results: Results) -> Figure | None:
-    """FD++Next Fig. 19: memory as planned, and the peak that was measured."""
+    """FD++Next Fig. 19: planned memory and the measured peak."""
     bars = [
         (Path(data["config"]["model"]).name.split(".")[0], row)
         for data in results.memory
@@ -325,12 +325,12 @@ def memory(results: Results) -> Figure | None:
 
 
 def breakdown(results: Results) -> Figure | None:
-    """FD++Next Table II: a decode step as loaded, and without one kind of kernel or fusion."""
+    """FD++Next Table II: a decode step by default, and without one kind of kernel or fusion."""
     bars: dict[str, dict[str, float]] = {}
     for ms in results.by_record("decode step"):
         for point, times in ms.items():
             some = {name: t for name, t in times.items() if name.startswith("without")}
-            # Of several runs of a point, the last of those that left out most.
+            # Of several runs of a point, this shows the last one with the most plans.
             if some and "fdjax" in times and len(some) >= len(bars.get(_where(*point), {})) - 1:
                 bars[_where(*point)] = {"fdjax": times["fdjax"], **some}
     if not bars:
@@ -359,7 +359,7 @@ FIGURES: dict[str, Callable[[Results], Figure | None]] = {
 
 
 def _panels(count: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
-    """A figure of so many panels, up to three in a row, each of `size` in inches."""
+    """A figure of `count` panels, up to three in a row, each of `size` in inches."""
     columns = min(count, 3)
     rows = -(-count // columns)
     figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained", dpi=150)
@@ -429,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if figure is None:
             print(f"{name}: no record yet")
             continue
-        # The same records give the same bytes.
+        # With a fixed salt and no date, the same records give the same bytes.
         with matplotlib.rc_context({"svg.hashsalt": name}):
             figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
         figure.savefig(folder / f"{name}.png")

@@ -1,9 +1,9 @@
-"""Prefill attention beside cuDNN: `python -m benchmarks.prefill_attention`.
+"""Prefill attention compared with cuDNN: `python -m benchmarks.prefill_attention`.
 
-At every shape the kernel with its default configuration, cuDNN on a cache in the layout it prefers,
-and the ablations: online softmax in place of the unified maximum, other first-level blocks, and a
-mask on every block. `recompute` cases hold query heads whose scores leave the range of the unified
-maximum.
+Every shape runs the kernel with its default configuration, cuDNN with a cache in the layout it
+prefers, and ablations: a running maximum ("online" in records) instead of the unified one, other
+first-level blocks, and a mask on every block. In `recompute` cases, the scores of some query heads
+leave the range of the unified maximum.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from fdjax.bench.suite import Case, main
 from fdjax.pallas_kernels.attention import AttentionSpec, prefill_attention
 from fdjax.pallas_kernels.attention.hopper.prefill import default_config, prefill_mosaic
 
-# B, H, Hkv, S, D: all rows full, causal
+# B, H, Hkv, S, D; causal, and all rows are full
 SHAPES = (
     (1, 32, 32, 1024, 128),
     (16, 32, 32, 1024, 128),
@@ -30,7 +30,7 @@ SHAPES = (
 # block_kv and stages, by D
 BLOCKS = {128: ((64, 4), (128, 2)), 64: ((64, 4), (128, 2), (192, 2), (256, 2))}
 
-# Heads of 32 that leave the range of the unified maximum.
+# Number of heads, of 32, that leave the range of the unified maximum.
 RECOMPUTED = (1, 32)
 
 
@@ -57,7 +57,7 @@ def _cudnn(q, k, v, lengths):
 
 
 def _for_cudnn(q, k, v, lengths):
-    """[B,Hkv,S,D] caches as [B,S,Hkv,D]."""
+    """Convert caches [B,Hkv,S,D] to [B,S,Hkv,D]."""
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lengths
 
 
@@ -68,7 +68,7 @@ def _reference(q, k, v, lengths):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def _operands(seed, shape, outside):
-    """Random arrays; the scores of the first `outside` heads have a deviation of 100."""
+    """Random arrays; in the first `outside` heads, scores have a standard deviation of 100."""
     b, h, kv_heads, s, d = shape
     q, k, v = jax.random.split(jax.random.key(seed), 3)
     q = jax.random.normal(q, (b, s, h, d), jnp.bfloat16)

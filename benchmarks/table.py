@@ -11,7 +11,7 @@ from fdjax.bench import record as records
 ROOT = Path(__file__).parent.parent
 _BEGIN, _END = "<!-- measurements -->", "<!-- /measurements -->"
 
-# What others are called in records, and in the table.
+# Name of each peer in records → its name in the table.
 _PEERS = {
     "cudnn": "XLA + cuDNN",
     "xla": "XLA",
@@ -21,7 +21,7 @@ _PEERS = {
 
 
 class Point(NamedTuple):
-    """Where a line of the table comes from."""
+    """The point that a line of the table shows."""
 
     device: str
     model: str
@@ -30,7 +30,7 @@ class Point(NamedTuple):
 
 
 class PointTimes(NamedTuple):
-    """What a record has of a point, by implementation; rows of `fdjax.bench.record`."""
+    """A record's measurements at one point, by implementation."""
 
     date: str
     link: str
@@ -39,17 +39,18 @@ class PointTimes(NamedTuple):
 
 
 def measurements() -> str:
-    """Markdown of the end-to-end records under `results/`.
+    """The end-to-end records under `results/` as a Markdown table.
 
-    Of each point ours at its latest; of others the latest run that had them beside ours.
+    For each point it shows the latest run of fdjax, and for each peer the latest run that measured
+    the peer and fdjax together.
     """
     runs: dict[Point, list[PointTimes]] = {}
     for path in sorted((ROOT / "benchmarks/results").glob("*/*.json")):
         try:
             record = records.read(path)
-        except ValueError:  # a record of something else
+        except ValueError:  # a file in another format
             continue
-        # Plans that leave something out are what a figure shows.
+        # A figure shows the breakdown, the plans that leave something out.
         if "family" in record.config and not path.stem.startswith("breakdown"):
             link = f"benchmarks/results/{path.parent.name}/{path.name}"
             for point, measured in _points(record, link):
@@ -57,7 +58,7 @@ def measurements() -> str:
     head = "Device", "Model", "Batch × prompt", "First token", "Decode step", "Of the ceiling"
     lines = [(*head, *_PEERS.values()), ["---"] * (len(head) + len(_PEERS))]
     for point, measured in sorted(runs.items()):
-        # Of the many points of a grid, a figure shows those that have no record of their own.
+        # Points that only a grid has measured are left to a figure.
         measured.sort(key=lambda m: ("/grid" not in m.link, m.date))
         if "/grid" not in measured[-1].link:
             lines.append([*_ours(point, measured[-1]), *(_peer(name, measured) for name in _PEERS)])
@@ -65,7 +66,7 @@ def measurements() -> str:
 
 
 def _points(record: records.Record, link: str) -> Iterator[tuple[Point, PointTimes]]:
-    """What a record has, of the points where it has the plan that `load` chooses."""
+    """The points of a record that were measured with the plan that `load` chooses."""
     config = record.config
     if config["plan"]["named"]:
         return
@@ -97,7 +98,7 @@ def _ours(point: Point, measured: PointTimes) -> tuple[str, ...]:
 
 
 def _peer(name: str, measured: list[PointTimes]) -> str:
-    """Its decode step and first token in multiples of ours, where one run has both."""
+    """Decode step and first token as multiples of fdjax's, from a run that has both; else ""."""
     for run in reversed(measured):
         if name in run.step.keys() & run.first.keys():
             step, first = (_ms(rows[name]) / _ms(rows["fdjax"]) for rows in (run.step, run.first))
@@ -110,7 +111,7 @@ def _ms(row: records.Measurement) -> float:
 
 
 def updated(readme: str) -> str:
-    """The README with the table put between its marks."""
+    """The README with the table between its marks replaced."""
     before, rest = readme.split(_BEGIN)
     _, after = rest.split(_END)
     return f"{before}{_BEGIN}\n{measurements()}\n{_END}{after}"

@@ -1,9 +1,9 @@
-"""The kernels without what they fuse, to see what fusing is worth: `unfused`.
+"""Runs the kernels without fusion, to measure what fusion is worth: `unfused`.
 
-The same kernels run at the same shapes, the same tiles of weight among them, but the norm before a
-linear layer, the activation and the residual after it, RoPE and the append to the cache before
-attention are operations of their own. Of a decode step: over a prompt, the chunk's keys and values
-are written as before.
+The same kernels run at the same shapes with the same tiles of the weight. But these are separate
+operations: the norm before a linear layer, the activation and the residual after it, and RoPE and
+the append to the cache before attention. This changes decode attention only; in prefill, a chunk's
+keys and values are written as before.
 """
 
 import contextlib
@@ -27,7 +27,7 @@ from fdjax.pallas_kernels.rope import rotate
 
 @contextlib.contextmanager
 def unfused() -> Iterator[None]:
-    """Within it, programs are traced without fusion."""
+    """Context in which programs are traced without fusion."""
     with (
         mock.patch.object(decoder, "matmul", unfused_matmul),
         mock.patch.object(step, "append_decode_attention", unfused_append_decode_attention),
@@ -47,7 +47,7 @@ def unfused_matmul(
     implementation: str | None = None,
     plan: Plan,
 ) -> Array:
-    """`matmul`, of which "mosaic_gpu" runs the product alone."""
+    """`matmul`, where "mosaic_gpu" runs only the product."""
     k, n = w.shape[0], w[0].size
     rows = x.reshape(-1, k)
     fused = any(operand is not None for operand in (norm, bias, gate, residual))
@@ -75,7 +75,7 @@ def unfused_matmul(
     if norm is not None:
         rows = rms_norm(rows, norm.scale, eps=norm.eps)
     config = choice.config and FlatGemmConfig(**dict(choice.config))
-    if config and gate is not None:  # of each half
+    if config and gate is not None:  # block_n counts the columns of each half
         config = dataclasses.replace(config, block_n=min(2 * config.block_n, 256))
     dtype = jnp.dtype(preferred_element_type or x.dtype)
     y = matmul_flat_gemm(rows, w.reshape(k, n), dtype=dtype, config=config)
@@ -99,7 +99,7 @@ def unfused_append_decode_attention(
     rotation: tuple[Array, Array] | None = None,
     **options,
 ) -> tuple[Array, Array, Array]:
-    """`append_decode_attention` in three operations."""
+    """`append_decode_attention` as three operations."""
     if rotation is None:
         return append_decode_attention(qkv, k_cache, v_cache, lengths, **options)
     q, k, v = split_qkv(qkv)
