@@ -546,7 +546,7 @@ def test_the_reference_is_of_the_embedded_model():
 
 def test_the_reference_of_other_weights_is_refused(monkeypatch):
     monkeypatch.setattr(accuracy, "_digest", lambda: "other")
-    with pytest.raises(ValueError, match="must be of the weights"):
+    with pytest.raises(ValueError, match="must be made with the weights"):
         accuracy.read_reference()
 
 
