@@ -1,4 +1,4 @@
-"""What a block does not know is refused by everything that runs blocks: closed by default."""
+"""Everything that runs blocks refuses a feature that it does not know."""
 
 import dataclasses
 
@@ -29,7 +29,7 @@ from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
 from fdjax.pallas_kernels.plan import Plan
 
-# Sizes that every kernel takes.
+# Sizes that every kernel supports.
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 512,
@@ -46,14 +46,14 @@ ROWS, SLOTS, ITEMSIZE = 8, 256, 2
 
 @dataclasses.dataclass(frozen=True)
 class NewBlock(BlockSpec):
-    """A block with a field that nothing in the package knows."""
+    """A block with a field that no code of the package knows."""
 
     flag_nobody_knows: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
 class NewAttention(AttentionSpec):
-    """The same of attention."""
+    """An attention with a field that no code of the package knows."""
 
     flag_nobody_knows: bool = False
 
@@ -63,7 +63,7 @@ def _fields(spec) -> dict:
 
 
 def _config(block: bool = False, attention: bool = False) -> DecoderConfig:
-    """A Llama of blocks with the new fields, set or not."""
+    """A Llama config of blocks with the new fields, set or not."""
     config = parse_config(LLAMA)
     first = config.blocks[0]
     spec = NewAttention(**_fields(first.attention), flag_nobody_knows=attention)
@@ -73,7 +73,7 @@ def _config(block: bool = False, attention: bool = False) -> DecoderConfig:
 
 
 def _requests(config: DecoderConfig) -> dict:
-    """What plans are asked of kernels that run several layers."""
+    """The requests to a plan for kernels that run several layers."""
     return {
         "linear_chain": (chain_shape(config, ROWS, ITEMSIZE), chain_features(config)),
         "decode_layers": (
@@ -84,7 +84,7 @@ def _requests(config: DecoderConfig) -> dict:
 
 
 def test_every_kernel_takes_what_it_knows():
-    """So that what refuses below refuses the flag."""
+    """Without the flag no kernel refuses, so the tests below show that the flag is refused."""
     for op, (shape, features) in _requests(_config()).items():
         assert Plan().has_kernel(op, features, **shape), op
     assert describe(_config()).parameter_count == describe(parse_config(LLAMA)).parameter_count
@@ -104,7 +104,7 @@ def test_the_decoder_refuses_an_unknown_flag():
 
 
 def test_one_launch_refuses_an_unknown_flag_of_attention():
-    """The chain has no part in attention; whatever runs attention refuses for itself."""
+    """The chain does not run attention, so it accepts the flag; attention itself refuses it."""
     requests = _requests(_config(attention=True))
     shape, features = requests["decode_layers"]
     for i in IMPLEMENTATIONS:

@@ -1,4 +1,4 @@
-"""config.json of both generations: the same object from either, and no field that goes unseen."""
+"""Both generations of config.json give the same object, and no field is overlooked."""
 
 import json
 import math
@@ -37,7 +37,7 @@ def read(path: Path) -> dict:
 
 
 def config(**changes) -> dict:
-    """A small valid config.json; a change to ... takes the field out."""
+    """A small valid config.json with changes; `...` as a value removes the field."""
     fields = {
         "model_type": "llama",
         "hidden_size": 64,
@@ -102,7 +102,7 @@ def test_a_published_model_has_its_published_size_and_is_never_allocated(name, a
     leaves = jax.tree.leaves(model.abstract_params)
     assert {type(leaf) for leaf in leaves} == {jax.ShapeDtypeStruct}
     assert arrays_made() == 0
-    # Every parameter has an origin, and the origins hold exactly those weights.
+    # Every parameter has source tensors, and these hold exactly the model's weights.
     assert len(weight_map(model.config)) == len(leaves)
 
 
@@ -135,7 +135,7 @@ def test_what_is_special_in_published_configs():
     assert only_spec("vicuna-7b-v1.5-16k").rope == Rope(128, 10000.0, LinearScaling(4.0))
     assert only_spec("mistral-7b-v0.1").window == 4096
     assert only_spec("phi-3-mini-4k").window == 2047
-    # Their windows are there and not in use.
+    # These files have windows that are switched off.
     for name in ("qwen1.5-7b", "qwen1.5-72b", "qwen2-7b", "qwen3-8b"):
         assert set(windows(name)) == {None}
     for name in ("qwen1.5-7b", "qwen2-7b"):
@@ -235,7 +235,7 @@ def test_llama3_rope_however_it_is_written(fields):
     ("kind", "section", "scaling"),
     [
         ("linear", {"factor": 4}, LinearScaling(4.0)),
-        # From the context of the model, as transformers has it.
+        # The default comes from the model's context, as in transformers.
         ("dynamic", {"factor": 2.0}, Dynamic(2.0, 2048)),
         ("yarn", YARN, Yarn(4.0, 512, 0.1 * math.log(4) + 1)),
         ("yarn", {"factor": 4.0}, Yarn(4.0, 2048, 0.1 * math.log(4) + 1)),
@@ -277,7 +277,7 @@ TABLES = sorted(read(FIXTURES / "rope_configs.json"))
 
 @pytest.mark.parametrize("key", TABLES)
 def test_tables_are_those_of_transformers(key):
-    """Frequencies to fp32 accuracy, cos and sin to what that does to an angle."""
+    """Frequencies agree to fp32 accuracy, cos and sin to the resulting error of an angle."""
     with np.load(FIXTURES / "rope_tables.npz") as arrays:
         table = {
             n: arrays[f"{key}.{n}"] for n in ("positions", "inverse_frequencies", "cos", "sin")
@@ -300,7 +300,7 @@ def test_tables_are_those_of_transformers(key):
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        # transformers takes rope_scaling when both are there, other readers rope_parameters.
+        # If both are present, transformers uses rope_scaling and other readers rope_parameters.
         (
             {
                 "rope_scaling": {"rope_type": "llama3", **LLAMA3},
@@ -515,7 +515,7 @@ def test_a_missing_llama3_rope_field_is_named(field):
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "attention_factor": 2.0}},
             ["rope_scaling", "attention_factor", "low_freq_factor"],
         ),
-        # One set of parameters per kind of layer, as Gemma 3 has it.
+        # One set of parameters per kind of layer, as in Gemma 3.
         (
             {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             ["rope_parameters", "full_attention", "known: "],
@@ -584,7 +584,7 @@ def test_a_field_of_another_family_that_changes_the_forward_pass_is_refused(fiel
     ids=str,
 )
 def test_the_same_field_saying_nothing_is_no_matter(fields):
-    # Warnings are errors here, so these say nothing either.
+    # Warnings are errors here, so this also checks that there are none.
     assert parse_config(config(**fields)) == parse_config(config())
 
 
@@ -624,7 +624,7 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 24}
     ids=str,
 )
 def test_windows(model_type, fields, expected):
-    # Widths at which no default of a family is in the way.
+    # Widths that do not conflict with any family's defaults.
     fields = {"num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 16} | fields
     assert [s.window for s in family(model_type, **fields).attention] == expected
 

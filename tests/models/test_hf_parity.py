@@ -1,4 +1,4 @@
-"""Logits, greedy tokens and log-probabilities of Hugging Face transformers, from its fixtures."""
+"""Compares logits, greedy tokens and log-probabilities with fixtures from transformers."""
 
 import functools
 import json
@@ -15,32 +15,33 @@ import fdjax
 from fdjax.pallas_kernels.plan import Plan
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
-# A new family is a case of make_hf_fixtures.py: its folder is found.
+# Every folder of make_hf_fixtures.py is a case, so a new family is found.
 CASES = sorted(p.parent.name for p in FIXTURES.glob("*/expected.npz") if p.parent.name != "tiny")
 BF16_CASES = [case for case in CASES if case.endswith("_bf16")]
-# Their rotary frequencies depend on how long a sequence is.
+# Cases whose rotary frequencies depend on the length of a sequence.
 BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
-# What is the engine's rather than a family's is tested on these; the rest is for the slow tests.
+# Cases for tests of the engine, which no family changes. Slow tests run the other cases.
 FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
-# A rotary embedding of each row's own.
+# A case in which each row has its own rotary embedding.
 FAST_BATCH = {"phi3_longrope"}
-# What differs between the families once: biases, windows, soft caps, norms of queries and keys,
-# rotary embeddings by length.
+# Covers each difference between families once: biases, windows, soft caps, q/k norms, rotary
+# embeddings by length.
 FULL_BATCH = {"gemma2", "gemma3", "phi3_longrope", "qwen2_mixed"}
-# Every family once.
+# One case per family.
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
-# A Llama, what is the least like it, and a rotary embedding that depends on the length.
+# A Llama, the family most unlike it, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
-# And what else a rotary embedding or a checkpoint can be.
+# Also covers the other kinds of rotary embeddings and checkpoints.
 FAST_LOGITS = FAST | FAMILIES | {"llama2_mha", "llama_yarn", "llama_d128_bf16", "llama_dynamic"}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 PROMPTS = range(5)
 NEW_TOKENS = 64
-MAX_LEN = 264  # the longest prompt and its continuation
-# Of the largest logit; the fixtures keep the gap of every chosen token above twice this.
+MAX_LEN = 264  # tokens of the longest prompt and its continuation
+# Allowed error relative to the largest logit. In the fixtures, the gap of every chosen token is
+# more than twice this.
 LOGITS_BAR = 1e-4
 
 GREEDY = {
@@ -59,10 +60,10 @@ def slow_unless_fast(cases, fast=FAST):
 
 @functools.cache
 def load(case, dtype="float32", compiled="quick", implementation=None):
-    """One LM, and so one set of programs, for each way to compile them."""
+    """One LM, with one set of programs, for each way to compile them."""
     plan = implementation and Plan.for_device(implementation=implementation)
     with warnings.catch_warnings(), mock.patch("fdjax.lm._loaded", {}):
-        # Dynamic scaling is for sequences longer than the model's context.
+        # Dynamic scaling needs sequences longer than the model's context.
         warnings.filterwarnings("ignore", "max_len 264 exceeds the model's", UserWarning)
         return fdjax.load(
             str(FIXTURES / case),
@@ -82,7 +83,7 @@ def expected(case):
 
 @functools.cache
 def same_in_a_batch():
-    """By case, the prompts that transformers continues in a ragged batch as it does alone."""
+    """For each case, the prompts that transformers continues alike alone and in a ragged batch."""
     return json.loads((FIXTURES / "ragged.json").read_text(encoding="utf-8"))
 
 
@@ -126,7 +127,7 @@ def test_logits(case):
 
 @pytest.mark.parametrize("case", sorted(BY_LENGTH))
 def test_logits_of_prompts_whose_length_decides(case):
-    """A prompt and its continuation are no prompt of that length: only the prompt is compared."""
+    """Compares only the prompt: prompt and continuation differ from a prompt of that length."""
     lm = load(case)
     ids = np.zeros((len(PROMPTS), MAX_LEN), np.int32)
     for i in PROMPTS:
@@ -158,7 +159,7 @@ def assert_batch_is_each_alone(case, order, compiled):
     each = [alone(case, i, compiled) for i in order]
     assert batch.tokens == [one.tokens[0] for one in each]
     assert batch.logprobs == [one.logprobs[0] for one in each]
-    # And so that of transformers, where padding a row does not change what it makes of it.
+    # Also equal to transformers, for rows whose result does not depend on padding there.
     for i, tokens in zip(order, batch.tokens, strict=True):
         if i in same_in_a_batch()[case]:
             assert tokens == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
@@ -200,12 +201,12 @@ def rms(a):
 
 
 def bf16_error(case):
-    """Root mean square of what bfloat16 does to a logit in transformers' own runs."""
+    """Root mean square error of a logit that bfloat16 causes in transformers."""
     e = expected(case)
     return rms(np.concatenate([e[f"bf16_logits_{i}"] - e[f"logits_{i}"] for i in PROMPTS]))
 
 
-# As planned for the device, and with every kernel there is.
+# With the plan of the device, and with all kernels.
 PLANNED = pytest.mark.parametrize(
     "implementation", [None, pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
 )
@@ -219,19 +220,19 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(case, implementat
     for i, logits in zip(PROMPTS, forced, strict=True):
         kept, length = expected(case)[f"logits_{i}"], len(prompt(case, i))
         errors.append(logits[length - len(kept) : length] - kept)
-    # Rounding in another order: of the same size, not the same.
+    # Another order of rounding gives errors of the same size, not the same errors.
     assert rms(np.concatenate(errors)) <= 1.25 * bf16_error(case)
 
 
 @PLANNED
 @pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES))
 def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case, implementation):
-    """Against the float32 tokens, which are the truth that bfloat16 approximates.
+    """Compares with the float32 tokens, which bfloat16 approximates.
 
-    A token may differ where the gap between the two best float32 logits is below four standard
+    A token may differ if the gap between the two best float32 logits is below four standard
     deviations of a difference of two bfloat16 logits, which is sqrt(2) times the error of one.
-    Behind its first difference a run is another text: the runs are compared up to there, and every
-    token once more after the expected prefix.
+    After its first difference a run is another text, so runs are compared only up to there. Every
+    token is also compared after the expected prefix.
     """
     lm = load(case, "bfloat16", implementation=implementation)
     result = lm.generate([prompt(case, i) for i in PROMPTS], **GREEDY | {"return_logprobs": False})
@@ -245,5 +246,5 @@ def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case, implementation)
         for steps in (run, forced):
             assert (gaps[steps] <= bar).all(), f"prompt {i}: steps {steps}, gaps {gaps[steps]}"
         close_calls.append(gaps <= bar)
-    # Most calls are not close: a wrong engine cannot hide behind those that are.
+    # Most choices are not close, so close ones cannot hide a wrong engine.
     assert np.mean(close_calls) < 1 / 3

@@ -79,7 +79,7 @@ def test_another_seed_splits_otherwise(world):
 def test_a_question_has_one_answer(world, documents):
     answers = {}
     for relation in world.relations:
-        # Every wording with some facts, and every fact with some wordings.
+        # Covers every wording with some facts, and every fact with some wordings.
         for fact in relation.facts[:: max(1, len(relation.facts) // 40)]:
             for _, template in relation.wordings:
                 example = relation.example(template, fact)
@@ -157,7 +157,7 @@ def test_the_tokenizer_has_its_special_tokens_and_splits_digits(tokenizer):
 
 
 def test_a_prompt_is_tokenised_as_in_training(tokenizer, documents):
-    """The answer starts a token of its own, so prompt and answer can be tokenised apart."""
+    """The answer begins with a new token, so prompt and answer can be tokenised separately."""
     for document in documents[:500]:
         if document.question and not document.question[-1].isspace():
             whole = tokenizer.encode(f"{document.question} {document.answer}").ids

@@ -1,4 +1,4 @@
-"""What the shared suites run: the fp32 reference and every implementation, each where it runs.
+"""What the shared suites run: the fp32 reference and every implementation, on its platforms.
 
 To add an implementation, add its line to `MATMUL` or `ATTENTION`.
 """
@@ -13,9 +13,9 @@ import pytest
 
 from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
 
-# The suite is after results; without a search among equivalent kernels a GPU is done in minutes.
+# The suite tests results, not speed. Without autotuning, a run on a GPU takes minutes.
 _COMPILER_OPTIONS = {"cpu": None, "gpu": {"xla_gpu_autotune_level": 0}}
-# The same HLO after XLA's own passes, less optimised by LLVM: half the time to compile.
+# XLA's passes give the same HLO, and LLVM optimises it less. Compiling takes half the time.
 _QUICK_OPTIONS = {"cpu": {"xla_backend_optimization_level": 0}, "gpu": _COMPILER_OPTIONS["gpu"]}
 
 
@@ -31,7 +31,7 @@ class Implementation:
       name: the op's `implementation`, or "reference".
       platform: "cpu" | "gpu".
       cannot: cases that must raise NotImplementedError.
-      quick: compile fast rather than for speed, where many cases run once each.
+      quick: optimise less to compile faster, for many cases that run once each.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Implementation:
         return self.name == "reference"
 
     def computes_in(self, dtype: str) -> str:
-        """The dtype in which intermediate results may be held."""
+        """The dtype that intermediate results may have."""
         return "float32" if self.is_reference else dtype
 
     def jit(self, fn: Callable, **static) -> Callable:
-        """`fn` compiled for the platform; one compile for the same statics and shapes."""
+        """Compile `fn` for the platform, once for the same static arguments and shapes."""
         quick = self.quick or self.is_reference
         return _jit(fn, self.platform, quick, tuple(sorted(static.items())))
 
@@ -67,7 +67,7 @@ def _jit(fn: Callable, platform: str, quick: bool, static: tuple) -> Callable:
 
 @contextlib.contextmanager
 def on(platform: str) -> Iterator[None]:
-    """Run on this platform, also where JAX would prefer another."""
+    """Run on this platform, even if JAX prefers another."""
     with jax.default_device(jax.devices(platform)[0]):
         yield
 
@@ -81,7 +81,7 @@ def _run(name: str, platform: str = "cpu"):
 
 
 def _record_cannot(name: str, case) -> bool:
-    """What the implementation's own record says of a case."""
+    """Whether the implementation's own record refuses a case."""
     shape, features = case.request
     records = [i for i in IMPLEMENTATIONS if (i.op, i.name) == (case.op_name, name)]
     return not records[0].supports(shape, features)
@@ -98,7 +98,7 @@ ATTENTION = [
     _run("cudnn", "gpu"),
     _run("mosaic_gpu", "gpu"),
 ]
-# Ops with one implementation only.
+# For ops with only one implementation.
 PLATFORMS = [_run("xla"), _run("xla", "gpu")]
 # `Plan.batch_invariant` is on by default on a CPU. Elsewhere XLA may tune the kernels of two
 # programs differently, so equal bits are not promised.
@@ -108,11 +108,9 @@ _REFERENCE = pytest.param(Implementation("reference"), id="reference-cpu")
 
 
 def across(implementations: list, cases: list, *, quick: list = ()):
-    """Parametrize over (implementation, case), with the reference for the cases in fp32.
+    """Parametrize over (implementation, case). Cases in `quick` are compiled fast.
 
-    Cases in `quick` are compiled fast.
-
-    The reference begins by converting to fp32, so other dtypes say nothing new about it.
+    The reference runs fp32 cases only, because it converts operands to fp32 first.
     """
     return pytest.mark.parametrize(
         ("implementation", "case"),

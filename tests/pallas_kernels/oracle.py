@@ -1,7 +1,7 @@
-"""Every op in NumPy float64, written from its docstring; shares no code with what it judges.
+"""Every op in NumPy float64, written from its docstring. It shares no code with what it tests.
 
-Beside each exact value stands its magnitude: the factor that turns a relative rounding error of the
-terms into an error of the result (first order). `tolerance.py` makes bounds of both.
+Each exact value comes with its magnitude: the factor from a relative rounding error of the terms to
+an error of the result (to first order). `tolerance.py` makes bounds from both.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ NO_MASKS = MappingProxyType({})
 
 @dataclasses.dataclass(frozen=True)
 class Exact:
-    """A value and its magnitude; of `matmul` also that of the product before its epilogue."""
+    """A value and its magnitude; for `matmul` also the magnitude before the epilogue."""
 
     value: np.ndarray
     magnitude: np.ndarray
@@ -27,16 +27,16 @@ class Exact:
 
 @dataclasses.dataclass(frozen=True)
 class ExactAttention:
-    """`o` and `lse` with what their errors are proportional to, per query and head [B,T,H].
+    """`o` and `lse`, with the quantities that their errors are proportional to [B,T,H].
 
     Attributes:
       o: [B,T,H,D].
-      lse: [B,T,H], -inf where nothing is seen.
+      lse: [B,T,H], -inf for a query that sees no slot.
       o_magnitude: sum of p |v|, [B,T,H,D].
-      o_per_score: bound of the sum of p · |score terms| · |v - o|, which is what relative errors of
-        the scores do to o.
+      o_per_score: bound of the sum of p · |score terms| · |v - o|, the error of o per relative
+        error of the scores.
       lse_per_score: sum of p · |score terms|.
-      largest_value: largest |v| that is seen, [B,T,H].
+      largest_value: largest visible |v|, [B,T,H].
     """
 
     o: np.ndarray
@@ -91,7 +91,7 @@ def matmul(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Exact:
         )
         magnitude = (
             magnitude
-            # 1 + erf(g) and 1 + tanh(g) cancel for negative g, so the error is one of g itself.
+            # 1 + erf(g) and 1 + tanh(g) cancel for negative g, so the error scales with g itself.
             + np.abs(y[..., :n] * up)
         )
         y = act * up
@@ -103,7 +103,7 @@ def matmul(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Exact:
 def attention(
     q, k, v, lengths, offsets, *, scale, causal=True, window=None, soft_cap=None, alibi=None
 ) -> ExactAttention:
-    """q [B,T,H,D]; k, v [B,Hkv,S,D]. One query token at a time, over the slots it sees only."""
+    """q [B,T,H,D]; k, v [B,Hkv,S,D]. One query token at a time, over its visible slots only."""
     q, k, v = _f64(q), _f64(k), _f64(v)
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -134,7 +134,7 @@ def attention(
         o[b, t] = (p @ values).reshape(heads, dim)
         o_magnitude[b, t] = (p @ np.abs(values)).reshape(heads, dim)
         lse_per_score[b, t] = weighted.sum(axis=2).reshape(heads)
-        # |v_i - o| <= (1 - p_i) |v_i| + sum of the other p |v|: none where one key has all weight.
+        # |v_i - o| <= (1 - p_i) |v_i| + sum of the other p |v|, which is 0 if a key has all weight.
         o_per_score[b, t] = (((1 - 2 * p) * weighted) @ np.abs(values)).reshape(
             heads, dim
         ) + lse_per_score[b, t, :, None] * o_magnitude[b, t]
@@ -163,7 +163,7 @@ def inverse_frequencies(dim: int, theta: float, scaling=None, length: int = 0) -
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         undivided = np.interp(rotations, [low, high], [0.0, 1.0])
     elif kind == "Yarn":
-        # The pair, not rounded, that makes so many turns; the ramp is linear in pairs.
+        # The pair, not rounded, that makes n rotations. The ramp is linear in pairs.
         first, last = (
             dim / 2 * math.log(scaling.original_max_position / (2 * math.pi * n)) / math.log(theta)
             for n in (scaling.beta_fast, scaling.beta_slow)
@@ -175,9 +175,9 @@ def inverse_frequencies(dim: int, theta: float, scaling=None, length: int = 0) -
 
 
 def rope(x, positions, frequencies: np.ndarray, attention_factor: float = 1.0) -> Exact:
-    """x [B,T,H,D], positions [B,T]: pairs (i, i + dim/2) turn as complex numbers.
+    """Rotate x [B,T,H,D] at positions [B,T]: pairs (i, i + dim/2) are complex numbers.
 
-    The magnitude is that of a pair.
+    The magnitude is the length of a pair.
     """
     x = _f64(x)
     half = len(frequencies)

@@ -1,4 +1,4 @@
-"""RoPE, append and attention of a decode step: equal to the three ops one after another."""
+"""RoPE, append and attention of a decode step equal the three ops one after another."""
 
 import functools
 import re
@@ -43,7 +43,7 @@ def rotated(qkv, cos_sin):
 
 
 def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, seed=0):
-    """qkv, caches, lengths, rotation; NaN in the slots that are not filled."""
+    """qkv, caches, lengths, (cos, sin); unfilled slots are NaN."""
     rng = np.random.default_rng(seed)
     b = len(lengths)
     lengths = np.array(lengths, np.int32)
@@ -58,7 +58,7 @@ def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, 
 
 
 def _expected(qkv, k_cache, v_cache, lengths, cos_sin, **masks):
-    """fp32 o, and the caches row by row."""
+    """Expected o in fp32, and the caches, computed row by row."""
     t, d = qkv.shape[1], qkv.shape[-1]
     q, k, v = rotated(qkv, cos_sin)
     caches = []
@@ -129,7 +129,7 @@ def test_without_rope(implementation):
     ("lengths", "t"), [([200, 100], 1), ([200], 1), ([199], 1), ([198], 3), ([192], 16)], ids=str
 )
 def test_a_full_row_keeps_its_cache(implementation, lengths, t):
-    """A finished row may be full; what it computes is not looked at."""
+    """A finished row may be full. Its output is ignored."""
     operands = _operands(lengths, t=t)
     _, *caches = jax.jit(functools.partial(_run, implementation=implementation))(*operands)
     _, want = _expected(*operands)
@@ -163,7 +163,7 @@ def test_interpreted_without_races(splits):
             interpret=INTERPRET,
         )[:3]
 
-    # After two tokens the new one has a third of the weight.
+    # After two tokens, the new one has about a third of the weight.
     _check(_operands([0, 2, 64, 130], kv_heads=1), run)
 
 
@@ -214,7 +214,7 @@ def test_the_cache_of_one_row_stays_where_it_is(t):
 @pytest.mark.parametrize(
     ("d", "batch"),
     [
-        # Each once; with any other, `soak`.
+        # Each value occurs once; other combinations are `soak`.
         pytest.param(d, batch, marks=() if (d, batch) in kept else pytest.mark.soak)
         for kept in [{(64, 2), (128, 64), (256, 128)}]
         for d in (64, 128, 256)
@@ -236,7 +236,7 @@ H200 = Plan.for_kind("NVIDIA H200", (9, 0))
 
 
 def _doubled():
-    """Shapes with configurations of their own, but twice the query heads, which is near to them."""
+    """Measured shapes with twice the query heads, for which these measurements are the nearest."""
     shapes = [dict(e.shape) for e in H200.table if e.op == "decode_attention"]
     return [shape | {"h": 2 * shape["h"]} for shape in shapes]
 
@@ -261,13 +261,13 @@ def test_shipped_configurations_have_room_for_larger_groups(shape, monkeypatch, 
 
 @pytest.mark.deviceless
 def test_three_blocks_share_a_multiprocessor(monkeypatch, capfd):
-    """With as many heads as fill the device, where small blocks hide each other's start and end."""
+    """With heads enough to fill the device, small blocks hide each other's start and end."""
     from ..deviceless import compile_for
 
     specs = jax.eval_shape(lambda: _operands([5] * 8, d=128, kv_heads=32, s=1024, group=1))
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
     compile_for("h100", functools.partial(_run, implementation="mosaic_gpu"), *specs)
-    # Barriers are the last in shared memory, and their addresses are taken one after another.
+    # Barriers are last in shared memory, and their addresses are computed in order.
     begins = capfd.readouterr().out.rpartition("mbarrier.init")[0]
     last_barrier = int(re.findall(r"add\.s32\s+%r\d+, %r\d+, (\d+);", begins)[-1])
     assert last_barrier + 8 <= 228 * 1024 // 3 - 1024

@@ -1,4 +1,4 @@
-"""RoPE, write and attention of a prefill chunk: equal to the three ops one after another."""
+"""RoPE, write and attention of a prefill chunk equal the three ops one after another."""
 
 import functools
 
@@ -21,14 +21,14 @@ from .test_decode_mosaic import INTERPRET
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-# The mosaic kernel writes tiles of so many tokens.
+# Tokens of a tile that the Mosaic kernel writes.
 TILE = 64
 
 
 def _operands(
     live, offsets, rows=None, *, batch=None, t=128, group=2, kv_heads=2, s=256, d=64, rope_dim=None
 ):
-    """qkv, caches, lengths, offsets, rotation, rows; NaN in the slots that are not filled."""
+    """qkv, caches, lengths, offsets, (cos, sin), rows; unfilled slots are NaN."""
     rng = np.random.default_rng(0)
     r = len(live)
     rows = np.arange(r) if rows is None else np.array(rows, int)
@@ -49,7 +49,7 @@ def _operands(
 
 
 def _check(operands, o, k_cache, v_cache, **masks):
-    """o None: of attention nothing is known."""
+    """Check o and the caches; o may be None, to check only the caches."""
     qkv, k_before, v_before, lengths, offsets, cos_sin, rows = operands
     q, k, v = rotated(qkv, cos_sin)
     t = qkv.shape[1]
@@ -116,7 +116,7 @@ LAYERS = 3
 
 
 def _in_stacks(layer, *caches):
-    """Each cache as one layer of a stack, the others all NaN."""
+    """Each cache as one layer of a stack whose other layers are NaN."""
     stacks = [np.full((LAYERS, *c.shape), np.nan, jnp.bfloat16) for c in caches]
     for stack, cache in zip(stacks, caches, strict=True):
         stack[layer] = cache
@@ -124,7 +124,7 @@ def _in_stacks(layer, *caches):
 
 
 def _check_stacked(run, operands, layer):
-    """run(*operands, layer) gives, bit for bit, what it gives of the layer's own caches."""
+    """run(*operands, layer) must give the same bits as with the layer's caches alone."""
     want, *wanted_caches = run(*operands, None)
     qkv, k, v, *rest = operands
     got, *stacks = run(qkv, *_in_stacks(layer, k, v), *rest, np.int32(layer))

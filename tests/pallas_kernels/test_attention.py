@@ -1,7 +1,6 @@
 """Attention: the reference and every implementation against the oracle, on the same cases.
 
-Slots at and past `lengths` hold large finite garbage everywhere, and NaN and inf in tests of their
-own.
+Slots at and past `lengths` always hold large finite garbage. Separate tests put NaN and inf there.
 """
 
 import dataclasses
@@ -39,7 +38,7 @@ INVARIANT = Plan(batch_invariant=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is static in a call; `layer` None, "static" or "traced"."""
+    """The static part of a call; `layer` is None, "static" or "traced"."""
 
     op: str
     t: int = 1
@@ -110,7 +109,7 @@ class Operands:
         return Operands(*(array[rows] for array in self.arrays))
 
     def with_dead_slots(self, value: float) -> "Operands":
-        """The same, with another value at and past `lengths`."""
+        """The same operands with another value at and past `lengths`."""
         dead = np.arange(self.k.shape[2])[None] >= self.lengths[:, None]
         dead = dead[:, None, :, None]
         k, v = (np.where(dead, np.asarray(value, a.dtype), a) for a in (self.k, self.v))
@@ -170,7 +169,7 @@ def _exact(case: Case, operands: Operands) -> oracle.ExactAttention:
 
 
 def _check(implementation, case: Case, operands: Operands, plan: Plan | None = None) -> None:
-    """The case is computed right, or raises where the implementation says that it cannot."""
+    """The result must be right, or the call must raise if the implementation cannot do it."""
     if implementation.cannot(case):
         with pytest.raises(
             NotImplementedError, match=rf"^{case.op}_attention: {implementation.name}"
@@ -186,7 +185,7 @@ def _check(implementation, case: Case, operands: Operands, plan: Plan | None = N
     assert not np.asarray(o)[np.isneginf(exact.lse)].any(), "what sees nothing must be zero"
 
 
-# Around the tiles of 64 and 128 slots that kernels use; 160 is the full cache.
+# Lengths around the tiles of 64 and 128 slots that kernels use; 160 is the full cache.
 LENGTHS = (0, 1, 2, 63, 64, 65, 127, 128, 129, 160)
 # (length, offset) of a chunk of 24: empty, from 0, partial, behind a prefix, padding, to the end.
 CHUNKS = (
@@ -202,7 +201,7 @@ def _typical(case: Case, seed: int = 0) -> Operands:
     return _operands(case, *zip(*CHUNKS, strict=True), seed=seed)
 
 
-# Tests below take their cases from these lists and keep to `ROWS` rows: a compile each is enough.
+# The tests below use these cases with `ROWS` rows, so that each case compiles once.
 PLAIN = [Decode(), Decode(dtype="bfloat16"), Prefill(), Prefill(dtype="bfloat16")]
 MASKED = [
     Decode(t=3, window=5),
@@ -246,7 +245,7 @@ def test_against_the_oracle(implementation, case):
 
 @pytest.mark.parametrize("implementation", ATTENTION)
 def test_prefill_without_offsets_starts_at_zero(implementation):
-    """Among others the branch without a prefix: no row has one."""
+    """No row has a prefix, so this also runs the branch without one."""
     case = Prefill(dtype="bfloat16")
     operands = _operands(case, np.resize([0, 1, 15, 24], ROWS), np.zeros(ROWS))
     _check(implementation, case, operands)
@@ -308,7 +307,7 @@ def test_any_case(implementation, case, data, invariant):
     _check(implementation, case, operands, INVARIANT if invariant else None)
 
 
-# Every pair of sizes with one dtype in turn; the other two dtypes are for `soak`.
+# Every combination of sizes with one of the dtypes in turn; the other two dtypes are `soak`.
 _SWEEP = [
     pytest.param(group, d, t, dtype, marks=pytest.mark.slow if i % 3 == j else pytest.mark.soak)
     for i, (group, d, t) in enumerate(
@@ -334,7 +333,7 @@ def test_decode_of_every_length(implementation):
 
 @across([p for p in ATTENTION if p.values[0].name != "cudnn"], PLAIN + MASKED)
 def test_dead_slots_do_not_leak(implementation, case):
-    """cuDNN needs finite slots: all other tests fill them with garbage that is."""
+    """cuDNN needs finite values in dead slots, so it is tested with the other tests' garbage."""
     for value in (np.nan, np.inf, -np.inf):
         _check(implementation, case, _typical(case).with_dead_slots(value))
 
@@ -357,7 +356,7 @@ def test_padded_queries_do_not_leak(implementation, case):
 
 @across(ATTENTION, PLAIN)
 def test_rows_are_independent(implementation, case):
-    """NaN in the live part of a row stays there."""
+    """NaN in the live part of a row does not reach other rows."""
     if implementation.cannot(case):
         return
     operands = _typical(case)
@@ -371,7 +370,7 @@ def test_rows_are_independent(implementation, case):
 
 @across(ATTENTION, [Decode(t=3, window=5), Decode(t=4, d=80, group=1)])
 def test_decode_of_rows_shorter_than_the_new_tokens(implementation, case):
-    """Queries before position 0 see nothing, and what they hold goes nowhere."""
+    """Queries before position 0 see no slot, and their content affects nothing."""
     if implementation.cannot(case):
         return
     operands = _operands(case, np.resize(np.arange(case.t + 1), ROWS))
@@ -385,9 +384,9 @@ def test_decode_of_rows_shorter_than_the_new_tokens(implementation, case):
 
 @across(ATTENTION, PLAIN + MASKED)
 def test_huge_scores(implementation, case):
-    """Up to ±10 000, where exp overflows or vanishes unless the maximum is subtracted."""
+    """Scores up to ±10 000, where exp overflows or vanishes unless the maximum is subtracted."""
     operands = _typical(case)
-    # Products of these are exact in every dtype and their sums in fp32: 64 · 32 · 39 / 8 = 9984.
+    # Products are exact in every dtype and sums are exact in fp32: 64 · 32 · 39 / 8 = 9984.
     operands.q, operands.k = (
         np.asarray(size * np.sign(a.astype(np.float32)), a.dtype)
         for size, a in ((32, operands.q), (39, operands.k))
@@ -402,7 +401,7 @@ def test_huge_scores(implementation, case):
 @pytest.mark.parametrize("sign", [1, -1])
 @across(ATTENTION, PLAIN)
 def test_scores_all_huge_and_alike(implementation, case, sign):
-    """Every score is ±9984: only the maximum of the row makes this the mean of the values."""
+    """All scores are ±9984. Only with the row's maximum is the result the mean of the values."""
     operands = _typical(case)
     operands.q[:], operands.k[:] = 32 * sign, 39
     _check(implementation, case, operands.with_dead_slots(GARBAGE))
@@ -481,7 +480,7 @@ def test_decode_is_the_end_of_prefill(implementation, case):
     "implementation", [p for p in ATTENTION if p.values[0].name != "mosaic_gpu"]
 )
 def test_phi_never_changes_the_result(implementation, case):
-    """Only "mosaic_gpu" uses it, and there it may change roundings."""
+    """Only "mosaic_gpu" uses φ, and there it may change roundings."""
     operands = _typical(case)
 
     def with_phi(q, k, v, lengths, offsets):
@@ -519,12 +518,12 @@ def test_without_lse_the_result_is_the_same(implementation, case):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_blocks_of_queries(monkeypatch, dtype):
-    """Long chunks are cut so that the scores stay small; here a budget of 8 query rows."""
+    """Long chunks are cut to limit the scores, here to 8 query rows."""
     case = Prefill(dtype=dtype, t=19 if dtype == "float32" else 24, window=60, alibi=True)
     operands = _typical(case)
     monkeypatch.setattr(xla, "_SCORES_BYTES", 4 * ROWS * case.heads * case.s * 8)
 
-    def blocked(q, k, v, lengths, offsets):  # a function of its own, so that it is traced now
+    def blocked(q, k, v, lengths, offsets):  # a new function, so that it is traced now
         return _attention(
             q, k, v, lengths, offsets, implementation="xla", case=case, plan=None
         )  # fmt: skip
@@ -562,7 +561,7 @@ class TestBatchInvariant:
         [("float32", {}), ("bfloat16", {}), ("bfloat16", dict(window=100, alibi=True))],
     )
     def test_chunks_of_a_prompt(self, implementation, dtype, masks):
-        """128 tokens at a time or 512 at once; the last chunk is partly padding."""
+        """128 tokens at a time give the same as 512 at once; the last chunk is partly padding."""
         case = Prefill(t=512, s=640, group=2, kv_heads=1, dtype=dtype, **masks)
         operands = _operands(case, (600, 530), (70, 128))
         full = _run(implementation, case, operands, INVARIANT)
@@ -589,7 +588,7 @@ def _merge(platform, *sides):
 
 @across(ATTENTION, [Prefill(t=1, causal=False, dtype=t) for t in ("float32", "bfloat16")])
 def test_merged_halves_are_the_whole(implementation, case):
-    """Slots below and from 80, either side of which may be empty."""
+    """The halves are the slots below 80 and from 80 on. Either may be empty."""
     if implementation.cannot(case):
         return
     whole = _operands(case, LENGTHS, np.zeros(ROWS))
@@ -607,7 +606,7 @@ def test_merged_halves_are_the_whole(implementation, case):
     dtype = implementation.computes_in(case.dtype)
     assert o.dtype == jnp.dtype(dtype)
     assert_attention(o, lse, _exact(case, whole), dtype=dtype, d=case.d, s=case.s)
-    # An empty side changes nothing.
+    # Merging with an empty half changes nothing.
     short = whole.lengths <= 80
     assert_same_bits(o[short], sides[0][short])
     assert_same_bits(lse[short], sides[1][short])
@@ -745,7 +744,7 @@ def test_no_rows(op, t, keys):
 
 
 def test_no_row_runs_again():
-    """There is no share of no blocks."""
+    """With no rows there are no blocks, and the share of reruns is 0."""
     empty = {name: FITTING[name][:0] for name in ("q", "k", "v", "lengths")}
     _, reruns = _call(decode_attention, empty | {"return_reruns": True})
     assert (reruns.shape, reruns.dtype, float(reruns)) == ((), jnp.float32, 0.0)
@@ -786,7 +785,7 @@ def _shapes(dtype: str = "bfloat16", t: int = 1, d: int = 64) -> dict:
 
 
 def _refused(op, implementation: str, how: str, shapes: dict, **fields) -> str:
-    """What is said of a call by an implementation that is named and cannot do it."""
+    """The error message of a named implementation that cannot do a call."""
     static = {"spec": AttentionSpec(0.25, **fields)}
     if how == "argument":
         static["implementation"] = implementation
@@ -831,5 +830,5 @@ def test_a_named_implementation_never_falls_back(op, implementation, shapes, sta
 @pytest.mark.parametrize("op", [decode_attention, prefill_attention])
 @pytest.mark.parametrize("shapes", [_shapes("float32"), _shapes(d=60)], ids=["float32", "D=60"])
 def test_mosaic_gpu_never_falls_back(op, shapes, how):
-    """It refuses these in every op; its own tests know the words."""
+    """It refuses these in every op. Its own tests check the messages."""
     assert re.match(rf"{op.__name__}: .*mosaic_gpu", _refused(op, "mosaic_gpu", how, shapes))

@@ -1,7 +1,7 @@
 """The linear layers between two attentions, in every implementation.
 
-The kernel is made of clusters that wait for each other, which is beyond the interpreter, so what it
-computes is tested on a GPU only; that it compiles, without spills and in place, is tested here.
+The clusters of the kernel wait for each other, which the interpreter cannot do. So its results are
+tested on a GPU only. Tests without a GPU check that it compiles without spills and in place.
 """
 
 import dataclasses
@@ -57,14 +57,14 @@ def _operands(m, k, width, hidden, n, dtype="bfloat16", scale_dtype=None):
 
 
 def _planned(config, m, k, width, hidden, n):
-    """A plan that runs the kernel so."""
+    """A plan that runs the kernel with a configuration."""
     shape = dict(m=m, k=k, width=width, hidden=hidden, n=n, itemsize=2)
     choice = Choice("mosaic_gpu", tuple(dataclasses.asdict(config).items()), source="table")
     return Plan(table=(Entry("linear_chain", tuple(sorted(shape.items())), choice),))
 
 
 def _run(arrays, weights, **options):
-    """(x, y, what the counters count)."""
+    """(x, y, values of the counters)."""
     counters = chain_counters(3)
     x, y = linear_chain(
         arrays["o"], arrays["x"], counters, 1, **weights, **{"gate": "silu"} | options
@@ -217,7 +217,7 @@ def test_kernel_refuses_what_shared_memory_has_no_room_for():
 
 
 def _steps(arrays, layers, n, **options):
-    """n steps of some layers, the result of one the input of the next, kept small."""
+    """Run n steps of some layers, each with the result of the step before, kept small."""
 
     def step(_, carry):
         x, y = carry
@@ -279,7 +279,7 @@ def test_kernel_is_as_exact_as_xla(m, shape, dtype):
         *xla, _ = run(arrays, weights, implementation="xla", gate=gate)
         for g, x, w in zip(got, xla, want, strict=True):
             assert _error(g, w) < max(1.5 * _error(x, w), 2 * float(jnp.finfo(dtype).eps))
-        # Three barriers, of a row of its own.
+        # The three barriers of the launch use only their own row.
         assert not np.asarray(counts)[[0, 2]].any()
         tiles = 2 * shape["width"] // 64 + -(-shape["hidden"] // 128)
         assert np.asarray(counts)[1, 0] == tiles
@@ -291,7 +291,7 @@ def test_kernel_is_as_exact_as_xla(m, shape, dtype):
     ("m", "shape"), [(1, LLAMA2_7B), (32, LLAMA2_7B), (9, UNEVEN), (5, TWO_ROUNDS)], ids=str
 )
 def test_what_is_in_flight_changes_no_bit(m, shape):
-    """Few, as measured, more than there is room for, more than there is of a product."""
+    """Few tiles, as measured, more than fit, and more than a product has."""
     arrays, weights = _operands(m, **shape)
     run = jax.jit(_run, static_argnames=("implementation", "plan"))
     want = jax.device_get(run(arrays, weights, implementation="mosaic_gpu"))

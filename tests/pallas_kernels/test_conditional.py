@@ -1,4 +1,4 @@
-"""Conditions of kernels."""
+"""Conditionals of kernels."""
 
 import jax
 import jax.numpy as jnp
@@ -73,7 +73,7 @@ def inner_jaxprs(equation):
 
 
 def equations(jaxpr, inside=False):
-    """Every equation of the kernels in it."""
+    """Every equation inside the kernels of a jaxpr."""
     for equation in jaxpr.eqns:
         if inside:
             yield equation
@@ -84,7 +84,7 @@ def equations(jaxpr, inside=False):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_truth_value_becomes_an_integer(name):
-    """On JAX 0.11 each starts ptxas while the kernel is lowered."""
+    """On JAX 0.11 each such conversion starts ptxas while the kernel is lowered."""
     function, *operands = KERNELS[name]
     found = list(equations(jax.make_jaxpr(function)(*operands).jaxpr))
     assert any(e.primitive.name == "cond" for e in found)

@@ -1,7 +1,7 @@
 """All layers of a decode step, in every implementation.
 
-The kernel is made of clusters that wait for each other, which is beyond the interpreter, so what it
-computes is tested on a GPU only; that it compiles, without spills and in place, is tested here.
+The clusters of the kernel wait for each other, which the interpreter cannot do. So its results are
+tested on a GPU only. Tests without a GPU check that it compiles without spills and in place.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ def _operands(rows, width, heads, kv_heads, hidden, layers=3, slots=256, dtype="
         down=normal(layers, hidden, width, scale=hidden**-0.5),
     )
     angles = normal(rows, 1, d // 2, dtype="float32")
-    # Filled are none, one, and all but one of a tile, and all but one of the cache.
+    # Slots filled: none, a tile but one, a tile, the cache but one, and 150.
     lengths = [(0, 63, 64, slots - 1, 150)[i % 5] for i in range(rows, 0, -1)]
     return {
         "x": normal(rows, width),
@@ -62,7 +62,7 @@ def _run(operands, **options):
 
 
 def _exact(x, k, v, lengths, rotation, weights):
-    """(x, k, v) in float64, each cache with what is appended."""
+    """(x, k, v) in float64, with the new token in each cache."""
     x, k, v = (np.asarray(a).astype(np.float64) for a in (x, k, v))
     rows = np.arange(len(x))
     cos, sin = (np.asarray(a, np.float64)[:, 0, None] for a in rotation)
@@ -169,7 +169,7 @@ def test_impossible_configs_raise(config):
 
 
 def _planned(config, operands):
-    """A plan that runs the kernel so."""
+    """A plan that runs the kernel with a configuration."""
     (m, width), (_, _, kv_heads, s, d) = operands["x"].shape, operands["k"].shape
     weights = operands["weights"]
     shape = dict(m=m, k=weights.out.shape[1], width=width, hidden=weights.down.shape[1])
@@ -230,11 +230,11 @@ def multiprocessors():
     ids=str,
 )
 def test_kernel_is_as_exact_as_xla(rows, shape, dtype):
-    layers = 1 if shape["width"] == 4096 else 3  # in float64 they take long
+    layers = 1 if shape["width"] == 4096 else 3  # large layers take long in float64
     operands = _operands(rows, **shape, layers=layers, dtype=dtype)
     exact = _exact(**operands)
     xla = jax.jit(_run)(operands)
-    # What is not filled reaches no result, whatever it holds.
+    # Unfilled slots must not affect the result, whatever they hold.
     slots = np.arange(operands["k"].shape[3])
     filled = slots < np.asarray(operands["lengths"])[:, None]
     for name in "kv":
@@ -272,7 +272,7 @@ def test_a_full_cache_is_left_as_it_is(rows):
 @pytest.mark.usefixtures("multiprocessors")
 @pytest.mark.parametrize(("rows", "shape"), [(1, LLAMA2_7B), (8, LLAMA3_8B), (5, SMALL)], ids=str)
 def test_what_is_in_flight_changes_no_bit(rows, shape):
-    """Few, as measured, more than there is room for, more than there is of a product."""
+    """Few tiles, as measured, more than fit, and more than a product has."""
     operands = _operands(rows, **shape)
     run = jax.jit(_run, static_argnames=("implementation", "plan"))
     want = jax.device_get(run(operands, implementation="mosaic_gpu"))

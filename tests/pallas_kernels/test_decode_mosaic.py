@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel of decode attention: interpreted, compiled for an H100, and run on one.
 
-What it computes on a GPU is tested with every other implementation in `test_attention.py`.
+`test_attention.py` tests its results on a GPU, together with all other implementations.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ try:
 except AttributeError:  # JAX 0.11.2
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as InterpretParams
 
-# A slot that is not in the first block of its split, of one or of three.
+# A slot outside the first block of its split, with one split or with three.
 OUTLIER = 195
 INTERPRET = InterpretParams(detect_races=True)
 ONE = DecodeAttentionConfig(splits=1)
@@ -94,14 +94,14 @@ def test_interpreted_with_every_mask(t):
 
 
 def test_interpreted_with_many_query_rows():
-    """128 of a KV head, as four tiles."""
+    """A KV head has 128 query rows, in four tiles."""
     _check(_operands([17, 130], t=16, group=8), interpreted, config=ONE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("group", [1, 2])
 def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
-    """With 16 query rows it begins with slots of the block before, with 32 it is padded."""
+    """With 16 query rows the last block repeats slots of the block before; with 32 it is padded."""
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
     _check(_operands([20, 130, 257, 264], t=16, group=group, s=264), interpreted, config=config)
 
@@ -138,10 +138,10 @@ def test_scores_outside_the_safe_range(config):
 
 
 def _out_of_range(**shape):
-    """Scores far outside the safe range on both sides, in one split and in all."""
+    """Operands with scores far outside the safe range on both sides, in one split and in all."""
     q, k, v, lengths = _operands([130, 200], **shape)
     q[:] = 1.0
-    k[0, :, :130] = -16.0  # all scores -128: the maximum starts there
+    k[0, :, :130] = -16.0  # all scores are -128, where the maximum starts
     k[1, :, :200] = 0.0
     k[1, :, OUTLIER] = 100.0  # a score of 800
     return q, k, v, lengths
@@ -166,7 +166,7 @@ def _check_reruns(run, config, expected):
     ids=["one", "split", "running_maximum"],
 )
 def test_reruns_are_counted(config, expected):
-    """In blocks of (row, head, split): one of row 1 starts at a maximum of 0 and meets 800."""
+    """Counted in blocks of (row, head, split): one of row 1 starts at maximum 0 and meets 800."""
     _check_reruns(interpreted, config, expected)
 
 
@@ -179,7 +179,7 @@ def test_reruns_are_counted_on_a_gpu():
 
 
 def test_without_a_unified_maximum(monkeypatch):
-    """`unified=False` is the variant with a running maximum of whatever configuration runs."""
+    """With `unified=False` in the spec, any configuration runs with a running maximum."""
     configs = []
 
     def kernel(*args, config, **kwargs):
@@ -301,7 +301,7 @@ def _on_gpu(operands, config, **options):
 @pytest.mark.parametrize("splits", [2, 4, 8])
 @pytest.mark.parametrize("t", [1, 8, 16])
 def test_cluster_equals_two_launches(t, splits, scale):
-    """Clusters are beyond the interpreter."""
+    """On a GPU, because the interpreter does not support clusters."""
     operands = _operands([0, t, 77, 1000], t=t, kv_heads=3, s=1000, d=128, scale=scale)
     two = DecodeAttentionConfig(splits=splits, stages=2)
     expected = _on_gpu(operands, two)

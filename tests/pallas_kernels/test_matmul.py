@@ -24,7 +24,7 @@ INVARIANT = Plan(batch_invariant=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """M, K, N and what is fused; `layer` None, "static" or "traced"."""
+    """M, K, N and what is fused; `layer` is None, "static" or "traced"."""
 
     m: int = 5
     k: int = 63
@@ -127,7 +127,7 @@ def _exact(case: Case, operands: dict) -> oracle.Exact:
 
 
 def _check(implementation, case: Case, seed: int = 0, plan: Plan | None = None) -> None:
-    """The case is computed right, or raises where the implementation says that it cannot."""
+    """The result must be right, or the call must raise if the implementation cannot do it."""
     operands = _operands(case, seed)
     if implementation.cannot(case):
         with pytest.raises(NotImplementedError, match=r"^matmul: "):
@@ -162,7 +162,7 @@ EPILOGUES = [
         (False, True), (False, True), (None, *ACTIVATIONS), (False, True)
     )
     for dtype in ("float32", "bfloat16")
-    # What is computed is the same; half precision adds roundings, which are few.
+    # All dtypes compute the same; half precision adds a few roundings.
     if dtype == "float32" or (residual and gate in (None, "silu"))
 ]
 ALL = dict(norm=True, bias=True, gate="silu", residual=True)
@@ -184,7 +184,7 @@ VARIANTS = [
     Case(dtype="float32", result="bfloat16"),
     Case(dtype="float16", **ALL),
 ]
-# What tensor core kernels take: K and N in whole tiles, but not in whole blocks.
+# Sizes that tensor core kernels support: K and N are whole tiles, but not whole blocks.
 TILES = [
     *(Case(m, k=192, n=192, dtype="bfloat16") for m in (1, 7, 8, 9, 12, 33, 49, 64, 65, 200)),
     *(Case(m, k=2112, n=320, dtype="bfloat16", **ALL) for m in (2, 20)),
@@ -272,7 +272,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 @pytest.mark.parametrize(
     ("m", "dtype"),
     [
-        # Of each number one dtype; of the others it is one of a grid.
+        # One dtype for each number of rows; other combinations are `soak`.
         pytest.param(m, dtype, marks=pytest.mark.slow if i % 3 == j else pytest.mark.soak)
         for i, m in enumerate([*range(1, 34), 63, 65, 96, 127, 129, 191, 199, 200])
         for j, dtype in enumerate(DTYPES)
@@ -292,7 +292,7 @@ FUSED = [
 
 
 def _of_rows(operands: dict, rows) -> dict:
-    """The same operands with some rows of x only."""
+    """The same operands with only some rows of x."""
     picked = {name: operands[name][rows] for name in ("x", "residual") if name in operands}
     return operands | picked
 
@@ -300,7 +300,7 @@ def _of_rows(operands: dict, rows) -> dict:
 @pytest.mark.parametrize("case", FUSED, ids=str)
 @pytest.mark.parametrize("implementation", BATCH_INVARIANT)
 class TestBatchInvariant:
-    """A row's bits do not depend on what else is in the batch, within each phase."""
+    """Within each phase, a row's bits do not depend on the rest of the batch."""
 
     def test_decode_batches(self, implementation, case):
         operands = _operands(dataclasses.replace(case, m=64))

@@ -79,7 +79,7 @@ def _check_no_spills(capfd) -> None:
 
 
 def _shipped() -> list[tuple[dict, FlatGemmConfig]]:
-    """Operands and tiling of the shipped choices, at the most rows that a tiling was chosen for."""
+    """Operands and tilings of the shipped tables, each tiling with the most rows it runs."""
     devices = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
     tables = (read_table(shipped_table_path(device)) for device in devices)
     entries = [e for e in itertools.chain.from_iterable(tables) if e.op == "matmul"]
@@ -90,7 +90,7 @@ def _shipped() -> list[tuple[dict, FlatGemmConfig]]:
             norm = fused and (gate or n > k)
             kinds = {
                 "gate": "silu" if gate else None,
-                "norm": norm and m <= 64,  # more are normalised before the kernel
+                "norm": norm and m <= 64,  # more rows are normalised before the kernel
                 "residual": fused and not norm,
             }
             kernel = (k, n // 2 if gate else n, *kinds.values(), entry.choice.config)

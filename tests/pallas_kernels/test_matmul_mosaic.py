@@ -1,7 +1,7 @@
 """The flat GEMM, interpreted: every copy and barrier of its inner loop, and its refusals.
 
-What it computes on a GPU is tested with every other implementation in `test_matmul.py`; clusters
-(`split` above 1) are beyond the interpreter, so they are tested on a GPU only.
+`test_matmul.py` tests its results on a GPU, together with all other implementations. The
+interpreter does not support clusters (`split` above 1), so they are tested on a GPU only.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ from .tolerance import assert_matmul, assert_same_bits
 
 try:
     from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
-except ImportError:  # it moves between versions; there is no public name
+except ImportError:  # it has no public name, and its place differs between versions
     get_races = None
 
 EPS = 1e-5
@@ -75,7 +75,7 @@ ALL = dict(norm=True, bias=True, gate="silu", residual=True)
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
-        (dict(m=8, k=640, n=128), SMALL),  # the ring goes round more than twice
+        (dict(m=8, k=640, n=128), SMALL),  # goes around the ring more than twice
         (dict(m=3, k=64, n=64, bias=True), SMALL),  # fewer steps than stages
         (dict(m=8, k=192, n=192), FlatGemmConfig(128, 128, 2)),  # partial blocks of K and of N
         (dict(m=5, k=448, n=64, **ALL), SMALL),
@@ -83,10 +83,10 @@ ALL = dict(norm=True, bias=True, gate="silu", residual=True)
         (dict(m=100, k=192, n=64, **ALL), TALL),  # one block of rows
         (dict(m=136, k=64, n=64, residual=True), TALL),
         (dict(m=12, k=128, n=64, **ALL), SMALL),  # two groups of rows
-        (dict(m=9, k=64, n=64, residual=True), SMALL),  # three, as two would not be equal
+        (dict(m=9, k=64, n=64, residual=True), SMALL),  # three groups of equal size
         (dict(m=11, k=128, n=64, residual=True), SMALL),  # rows that must be padded
         (dict(m=4, k=128, n=64, bias=True, dtype=jnp.float16), SMALL),
-        (dict(m=2, k=512, n=64, norm=True), FlatGemmConfig(64, 64, 8)),  # as deep as a tile is high
+        (dict(m=2, k=512, n=64, norm=True), FlatGemmConfig(64, 64, 8)),  # as many stages as rows
     ],
     ids=str,
 )
@@ -149,7 +149,7 @@ def test_what_it_cannot_do(m, k, n, config, message):
 @pytest.mark.parametrize("columns", [512, 8448, 12288, 16896, 32768])
 @pytest.mark.parametrize("gate", [None, "silu"])
 def test_there_is_room_where_nothing_was_measured(gate, columns):
-    """For all that can be fused, in the tiling by default, where a plan runs it by a rule."""
+    """The default tiling has room for all fusions wherever the heuristic runs the kernel."""
     plan = Plan(device_kind="some Hopper", compute_capability=(9, 0))
     shape = dict(k=2112, n=columns, itemsize=2, gate=int(gate is not None), fused=1)
 
@@ -179,7 +179,7 @@ def _run(operands, config) -> np.ndarray:
 @pytest.mark.parametrize("split", [2, 3, 4, 8])
 @pytest.mark.parametrize("fused", [{}, ALL], ids=["plain", "fused"])
 def test_clusters(split, fused):
-    """Right, and equal to what one block computes but for the order of a few sums."""
+    """The result is right, and equal to one block's except for the order of a few sums."""
     operands = _operands(16, 1984, 192, **fused)
     _check(_run(operands, dataclasses.replace(SMALL, split=split)), operands)
 
@@ -191,7 +191,7 @@ def test_clusters(split, fused):
     [
         *((TALL, fused) for fused in ({}, ALL, dict(residual=True))),
         *((FlatGemmConfig(64, 64, 6, 2), fused) for fused in ({}, ALL, dict(residual=True))),
-        # Its partial sums leave no room for a gate.
+        # The partial sums of this configuration leave no room for a gate.
         *((FlatGemmConfig(128, 64, 4, 2, 128), fused) for fused in ({}, dict(residual=True))),
     ],
     ids=str,
@@ -217,7 +217,7 @@ def test_a_thousand_reruns_have_the_same_bits(split):
         first = run(x)
 
         def compare(i, count):
-            # Depends on i, so that it is not moved out of the loop.
+            # The input depends on i, so that the run is not moved out of the loop.
             again = run(x + (0 * i).astype(x.dtype))
             return count + (again != first).any().astype(jnp.int32)
 

@@ -21,7 +21,7 @@ def _operands(shape, dtype, seed=0):
 
 
 def _assert_norm(actual, exact, dtype, k):
-    # The mean is a sum of positive terms, and its root halves the error.
+    # The mean sums positive terms, and its root halves the relative error.
     bound = (tolerance(dtype, k).sum + tolerance(dtype, k).rounding) * exact.magnitude
     assert_within(actual, exact.value, bound + tolerance(dtype, 1).underflow, "rms_norm")
 

@@ -1,4 +1,4 @@
-"""Which implementation a plan chooses, why, and that the ops run what was chosen."""
+"""Tests which implementation a plan chooses and why, and that ops run it."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def _write(path, entries, schema=1):
 
 
 def _h100(**keys) -> Plan:
-    """The plan of an H100 with no table, or that of a test."""
+    """The plan of an H100, without a table or with a test's table."""
     return Plan(device_kind=H100, compute_capability=(9, 0), **keys)
 
 
@@ -130,7 +130,7 @@ def test_elsewhere_xla_runs(op, capability):
 
 @pytest.mark.parametrize("op", ["decode_attention", "prefill_attention"])
 def test_exact_then_nearest_then_heuristic(tmp_path, op):
-    """One entry says what the heuristic would not."""
+    """The table has one entry, which differs from the heuristic's choice."""
     shape = OPS[op]
     guess = _h100().choose(op, **shape).implementation
     measured, size = "mosaic_gpu", 64
@@ -153,7 +153,7 @@ def test_exact_then_nearest_then_heuristic(tmp_path, op):
 
 
 def test_rows_between_two_measurements_run_as_the_larger(tmp_path):
-    """A tiling for fewer rows may have no room for them."""
+    """A tiling that was measured with fewer rows may have no room for these."""
     entries = [
         ("matmul", GEMM | dict(m=1), "xla"),
         ("matmul", GEMM | dict(m=4), "mosaic_gpu"),
@@ -197,9 +197,10 @@ def test_a_named_implementation_overrides_the_table(tmp_path):
     ids=str,
 )
 def test_what_cannot_run_here_is_not_near(tmp_path, change):
-    """A measurement for bf16, D = 128, T = 1 must not send to cuDNN what it cannot do.
+    """A measurement for bf16, D = 128, T = 1 must not send to cuDNN what cuDNN cannot do.
 
-    Nor a cache of odd length to a kernel, and so many KV heads are other blocks of the device.
+    It must not send a cache of odd length to a kernel, nor apply to another number of KV heads,
+    which occupies the device differently.
     """
     table = read_table(_write(tmp_path / "table.json", [("decode_attention", DECODE, "cudnn")]))
     plan = _h100(table=table)
@@ -407,7 +408,7 @@ def test_what_is_not_measured_is_logged(caplog):
 
 
 def _nothing():
-    """What an implementation of these tests runs."""
+    """The `run` of the implementations in these tests."""
 
 
 _OP = (Implementation("some_op", "xla", _nothing),)
@@ -446,7 +447,7 @@ def test_one_implementation_for_all_ops_that_have_it():
     ids=str,
 )
 def test_matmul_asks_for_what_is_fused_with_it(tmp_path, keys, runs):
-    """The one entry is for a fused product without a gate, and configures the kernel."""
+    """The table's one entry is for a fused product without a gate and configures the kernel."""
     shape = dict(m=8, k=128, n=128, itemsize=2, gate=0, fused=1)
     config = dict(block_n=64, block_k=64, stages=2, split=1)
     entry = dict(op="matmul", shape=shape, implementation="mosaic_gpu", config=config)
@@ -528,7 +529,7 @@ def _attention_shapes(dtype, t, d=128):
 
 @pytest.fixture
 def cudnn_installed(monkeypatch):
-    """Lowering asks for the version of cuDNN, which a machine without a GPU need not have."""
+    """Fakes cuDNN's version, which lowering needs and a machine without a GPU may lack."""
     from jax._src.cudnn import fused_attention_stablehlo
 
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)
@@ -558,7 +559,7 @@ def test_attention_runs_what_the_plan_chose(cudnn_installed, op, t):
 
 
 def test_the_cudnn_call_reads_the_cache_where_it_lies(cudnn_installed):
-    """No transpose or copy of `[B,Hkv,S,D]` in front of the call."""
+    """No transpose or copy of [B,Hkv,S,D] comes before the call."""
     text = _lowered(
         decode_attention,
         *_attention_shapes("bfloat16", 1),
@@ -598,7 +599,7 @@ def test_matmul_runs_what_the_plan_chose(m):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_fp32_operands_are_never_multiplied_in_less(dtype):
-    """HIGHEST keeps a GPU from TF32."""
+    """Precision HIGHEST keeps a GPU from using TF32."""
     text = _lowered(matmul, ((4, 64), dtype), ((64, 32), dtype), implementation="xla")
     text += _lowered(decode_attention, *_attention_shapes(dtype, 1), implementation="xla")
     products = text.count("stablehlo.dot_general")
@@ -614,7 +615,7 @@ def test_kernels_need_a_gpu(implementation):
 
 @pytest.mark.parametrize("cores", [None, 132, 114, 16])
 def test_kernels_that_wait_for_each_other_are_for_devices_with_room(cores):
-    """On a part of an H100, as by MIG, some blocks of the chain would never begin."""
+    """On a part of an H100, as with MIG, some blocks of the chain would never begin."""
     device = SimpleNamespace(platform="gpu", device_kind=H100, compute_capability="9.0")
     if cores is not None:
         device.core_count = cores
@@ -652,7 +653,7 @@ def test_no_launch_stands_for_what_is_forced(named, runs):
 
 
 def test_longer_caches_on_an_h200_run_as_measured():
-    """In blocks of 64 slots, four in flight, where an H100 takes two of 128."""
+    """They use blocks of 64 slots with four stages. An H100 uses blocks of 128 with two."""
     plan = Plan.for_kind("NVIDIA H200", (9, 0))
     for s in (8320, 16384):
         choice = plan.choose("decode_attention", **DECODE | dict(b=1, s=s))
@@ -663,7 +664,7 @@ def test_longer_caches_on_an_h200_run_as_measured():
 
 
 def _outside(x, w, *, layer, norm, bias, gate, residual, dtype, config, batch_invariant):
-    """What somebody else's product might be."""
+    """A product as another package might implement it."""
     return jnp.full((len(x), w.shape[-1]), 42, dtype)
 
 
@@ -675,7 +676,7 @@ OUTSIDE = Implementation("matmul", "outside", _outside, can=frozenset({"norm"}),
 
 
 def test_an_implementation_from_outside_the_package():
-    """It is chosen where it can run, named, refused, part of the plan's value, and pickled."""
+    """It can be chosen, named, refused and pickled, and it is part of the plan's value."""
     plan = Plan(implementations=(OUTSIDE, *Plan().implementations))
     x, w = jnp.ones((4, 8)), jnp.ones((8, 2))
     assert (matmul(x, w, plan=plan) == 42).all()
@@ -697,7 +698,7 @@ def test_an_implementation_from_outside_the_package():
 
 
 def test_what_cannot_run_is_not_taken_from_a_table(tmp_path):
-    """An entry measured for a plain product says nothing of a fusion that the kernel cannot do."""
+    """An entry for a plain product does not apply to a fusion that the kernel cannot do."""
     row = dict(op="matmul", shape=GEMM | {"m": 4}, implementation="outside")
     data = dict(schema=1, entries=[row])
     path = tmp_path / "table.json"
@@ -711,5 +712,5 @@ def test_what_cannot_run_is_not_taken_from_a_table(tmp_path):
 
 
 def test_an_implementation_says_the_same_of_itself_in_every_process():
-    """Programs on disk are found by it."""
+    """Its `repr` is part of the key of programs on disk."""
     assert "0x" not in repr(Plan())

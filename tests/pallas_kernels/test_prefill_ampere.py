@@ -1,6 +1,6 @@
 """The Ampere kernel of prefill attention: interpreted, compiled for an A100, and run on newer GPUs.
 
-There it runs as it would on Ampere, by cp.async and mma, which every later GPU has as well.
+On newer GPUs it runs as on Ampere, with cp.async and mma, which they also have.
 """
 
 import concurrent.futures
@@ -45,9 +45,9 @@ EVERY_MASK = dict(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
 
 @pytest.fixture
 def interpreted(monkeypatch):
-    """The kernel in the interpreter, which knows neither mma nor cp.async.
+    """The kernel in the interpreter, with replacements for mma and cp.async.
 
-    Copies land at once, so a buffer that is filled too early shows.
+    Copies finish at once, so a buffer that is filled too early gives a wrong result.
     """
 
     def copy(src, dst):
@@ -65,7 +65,7 @@ def interpreted(monkeypatch):
 
 @pytest.fixture
 def as_ampere(monkeypatch):
-    """Mosaic takes whatever GPU there is for one of compute capability 8.0."""
+    """Makes Mosaic treat any GPU as one of compute capability 8.0."""
     monkeypatch.setattr(mosaic_gpu_utils, "_infer_arch", lambda: (8, 0))
 
 
@@ -134,7 +134,7 @@ def test_impossible_configs_raise(config):
 
 @pytest.mark.slow
 def test_interpreted_without_causality(interpreted):
-    """With less slots than a block, and with a window."""
+    """With fewer slots than a block, and with a window."""
     operands = _operands([20], [0], t=64, s=24)
     _check(operands, interpreted, config=SMALL, masks=dict(causal=False))
     operands = _operands([100], [0], t=64)
@@ -153,9 +153,9 @@ def test_interpreted_recomputation(interpreted):
 
 
 def _alone(function, *args, **kwargs):
-    """In a process of its own: Mosaic compiles for the device that it has compiled for before."""
+    """Run in a new process, because Mosaic keeps compiling for the first device of a process."""
     context = multiprocessing.get_context("spawn")
-    path = [*sys.path, str(Path(__file__).parents[2])]  # which the process takes over
+    path = [*sys.path, str(Path(__file__).parents[2])]  # inherited by the process
     with (
         mock.patch.object(sys, "path", path),
         concurrent.futures.ProcessPoolExecutor(1, context) as pool,
@@ -246,7 +246,7 @@ def test_a_plan_for_ampere_takes_this_kernel(capability):
     ids=str,
 )
 def test_many_tiles(d, masks, dtype):
-    """Several tiles and blocks, ragged, at offsets; none of the sizes is a multiple of a tile."""
+    """Several tiles and blocks, ragged, at offsets, with sizes that are not multiples of a tile."""
     lengths, offsets = [712, 301, 0, 555], [215, 0, 0, 100]
     shape = dict(t=497, heads=8, kv_heads=2, s=712, d=d)
     _check(_operands(lengths, offsets, **shape, dtype=dtype), prefill_ampere, masks=masks)
@@ -257,7 +257,7 @@ def test_many_tiles(d, masks, dtype):
 @pytest.mark.parametrize("row", [0, 63, 64, 127, 299])
 @pytest.mark.parametrize("size", [300.0, -300.0])
 def test_one_row_out_of_range(row, size):
-    """Far above and far below, wherever the row stands; rows of other tiles keep their bits."""
+    """Scores far above and below, in any row; rows of other tiles keep their bits."""
     q, k, v, *rest = _operands([304], [4], t=300, heads=4, kv_heads=4, s=304, d=128)
     k[:] = np.abs(k)
     run = functools.partial(prefill_ampere, spec=AttentionSpec(0.1))
@@ -278,7 +278,7 @@ def test_many_configs(config):
 
 
 def _check_rows_of_a_stack(run):
-    """Rows of one layer of a stack, in another order, among rows and layers of NaN."""
+    """Uses rows of one layer of a stack in another order; other rows and layers are NaN."""
     q, k, v, *rest = _operands([100, 37], [50, 0], t=50)
     run = functools.partial(run, spec=AttentionSpec(0.1), config=SMALL)
     alone = run(q, k, v, *rest)

@@ -1,6 +1,6 @@
 """The Mosaic GPU kernel of prefill attention: interpreted, compiled for an H100, and run on one.
 
-What it computes on a GPU is tested with every other implementation in `test_attention.py`.
+`test_attention.py` tests its results on a GPU, together with all other implementations.
 """
 
 import dataclasses
@@ -65,7 +65,7 @@ def _check(operands, run, *, masks=NO_MASKS, **options):
 
 @pytest.mark.slow
 def test_interpreted_without_races():
-    """Ragged rows at offsets, tiles and a row without queries."""
+    """Ragged rows at offsets, and tiles and a row without queries."""
     operands = _operands([133, 70, 0], [3, 60, 0], t=130)
     _check(operands, interpreted, config=SMALL)
 
@@ -149,7 +149,7 @@ def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masks=NO_MASKS, dtype=j
     ids=str,
 )
 def test_compiles_for_an_h100(case, spilled_bytes, monkeypatch, capfd):
-    """All masks at once spill three registers, and D = 256 many."""
+    """All masks together spill three registers; D = 256 spills many."""
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     text = _compiled(**case).as_text()
     assert "prefill_attention" in text
@@ -181,7 +181,7 @@ EVERY_MASK = dict(window=300, soft_cap=20.0, alibi=alibi_slopes(8))
     ids=str,
 )
 def test_many_tiles(d, masks, scale):
-    """Several tiles and blocks, ragged, at offsets; none of the sizes is a multiple of a tile."""
+    """Several tiles and blocks, ragged, at offsets, with sizes that are not multiples of a tile."""
     operands = _operands(
         [700, 301, 0, 555], [203, 0, 0, 100], t=497, heads=8, kv_heads=2, s=704, d=d, scale=scale
     )
@@ -192,7 +192,7 @@ def test_many_tiles(d, masks, scale):
 @pytest.mark.parametrize("row", [0, 63, 64, 127, 128, 299])
 @pytest.mark.parametrize("size", [300.0, -300.0])
 def test_one_row_out_of_range(row, size):
-    """Far above and far below, wherever the row stands; the other rows keep their bits."""
+    """Scores far above and below, in any row; the other rows keep their bits."""
     q, k, v, *rest = _operands([304], [4], t=300, heads=4, kv_heads=4, s=304, d=128)
     k[:] = np.abs(k)
     run = functools.partial(prefill_mosaic, spec=AttentionSpec(0.1))

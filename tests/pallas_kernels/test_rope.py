@@ -1,4 +1,4 @@
-"""Rotary embedding against the oracle, by its properties, and against transformers' tables."""
+"""Tests the rotary embedding against the oracle, its properties, and transformers' tables."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -46,13 +46,14 @@ def _frequencies(rope: Rope, length: int) -> np.ndarray:
 
 
 def _frequency_roundoffs(rope: Rope) -> float:
-    """Relative error of a frequency that is computed in fp32, in units of the roundoff.
+    """Relative error of a frequency computed in fp32, in units of the roundoff.
 
-    The exponent e = 2i/dim is rounded, which theta ** e multiplies by e·ln(theta); power, inverse
-    and product with the position add one each. The blend of llama3 subtracts numbers of the size of
-    `high_freq_factor` and is then divided by a frequency that may be `factor` times smaller. That
-    of yarn is a quotient of pairs, which cancels near its ends in the same way. Dynamic scaling
-    rounds a base up to 2 ** 12 times as large, and its growth three times.
+    The exponent e = 2i/dim is rounded, and theta ** e multiplies that error by e·ln(theta). Power,
+    inverse and the product with the position add one unit each. The blend of llama3 subtracts
+    numbers as large as `high_freq_factor`, and is then divided by a frequency that may be `factor`
+    times smaller. The ramp of yarn is a quotient of pairs, which cancels near its ends in the same
+    way. Dynamic scaling rounds a base up to 2 ** 12 times as large, and rounds its growth three
+    times.
     """
     roundoffs = np.log(rope.theta) + 4
     if isinstance(rope.scaling, Llama3):
@@ -67,13 +68,13 @@ def _frequency_roundoffs(rope: Rope) -> float:
 
 
 def _bound(exact, positions, rope, frequencies, dtype):
-    """An angle is off in proportion to itself: 100 000 rad by 0.024 in fp32 at theta = 10 000.
+    """The error of an angle is proportional to it: in fp32, 0.024 at 100 000 rad, theta = 10 000.
 
-    So positions of 100 000 are good to that share of a pair's length, as in every fp32 RoPE.
+    So at position 100 000, a result is off by that share of a pair's length, as in any fp32 RoPE.
     """
     angles = np.abs(positions)[:, :, None, None] * frequencies
     angles = np.concatenate([angles, angles, np.zeros((*angles.shape[:3], 1))], axis=-1)
-    # One column for all that is passed through.
+    # One column for all dimensions that are not rotated.
     index = np.minimum(np.arange(exact.value.shape[-1]), rope.dim)
     errors = _frequency_roundoffs(rope) * ROUNDOFF * angles[..., index] + tolerance(dtype, 2).sum
     return errors * exact.magnitude + tolerance(dtype, 1).rounding * np.abs(exact.value) + 2**-25
@@ -121,7 +122,7 @@ def test_against_the_oracle(platform, dtype, name):
     rope = ROPES[name]
     x = _x((2, 5, 3, HEAD_DIM.get(name, 64)), dtype)
     positions = np.array([[0, 1, 2, 3, 4], [7, 4095, 8192, 31, 99_999]], np.int32)
-    # The first sequence is short, the second long from its first token on.
+    # The first sequence is short, the second is long from its first token on.
     lengths = np.array([5, 100_000], np.int32)
     rotate = platform.jit(apply_rope, rope=rope)
     y = rotate(x, positions, prompt=lengths, limit=lengths)
@@ -156,8 +157,8 @@ def test_scores_depend_on_the_distance_only(platform, name):
     k = rotate(np.repeat(k, 5, axis=1), bases).astype(np.float64)
     scores = (q * k).sum(axis=-1)
     terms = np.hypot(q[..., :32], q[..., 32:]) * np.hypot(k[..., :32], k[..., 32:])
-    # Here the error of a frequency counts for the distance, and that of the fp32 product of
-    # position and frequency for both positions.
+    # The error of a frequency counts for the distance. The error of the fp32 product of position
+    # and frequency counts for both positions.
     angles = bases[..., None] * 2.0 + 13
     error = (_frequency_roundoffs(ROPES[name]) * 13 + 2 * angles + 16) * ROUNDOFF
     assert_within(scores, np.full_like(scores, scores[0, 0, 0]), 2 * (error * terms.sum(axis=-1)))
@@ -172,7 +173,7 @@ def test_positions_are_per_row():
 
 
 def test_dynamic_scaling_goes_by_the_prompt_and_then_by_the_position():
-    """As if each token were processed when it comes, the prompt at once."""
+    """The prompt is rotated by its own length, each later token by its position plus one."""
     rope = ROPES["dynamic"]
     x, positions = _x((1, 4, 1, 64)), np.array([[0, 2499, 2500, 9000]], np.int32)
     rotate = PLATFORMS[0].values[0].jit(apply_rope, rope=rope)

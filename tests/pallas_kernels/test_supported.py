@@ -1,7 +1,7 @@
-"""What every implementation supports, as a committed list: `supported.json`.
+"""Compares what every implementation supports with a committed list, `supported.json`.
 
-`python tests/pallas_kernels/test_supported.py` writes it anew. A kernel that learns more adds to
-it, and what is on it must not go.
+`python tests/pallas_kernels/test_supported.py` rewrites the list. Cases may be added to it, but
+none may be removed.
 """
 
 import itertools
@@ -72,7 +72,7 @@ def layers_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]
 
 
 def supported() -> dict[str, list[str]]:
-    """Cases by op, implementation and the first compute capability that runs it."""
+    """Supported cases by op, implementation and the first compute capability that runs them."""
     found = {}
     for i in IMPLEMENTATIONS:
         if "attention" in i.op:

@@ -1,19 +1,19 @@
-"""How far from the float64 oracle an op may be: one table, by dtype and reduction length.
+"""How far an op may be from the float64 oracle: one table, by dtype and reduction length.
 
-Operands are rounded before the oracle sees them, so what is left are the roundings inside an op:
+Operands are rounded before the oracle sees them, so only the roundings inside an op remain:
 
-* fp32 arithmetic. A sum of n terms is off by 4·√n·2⁻²⁴ of the sum of absolute terms (Higham and
-  Mary 2019: roundings are as good as independent, so they grow as √n; 4 standard deviations), and
-  exp, tanh, erf and the few operations around them add at most 16 units: `Tolerance.sum`.
-  TF32 or a bf16 accumulator miss this by orders of magnitude.
-* Results that pass through a narrower dtype on the way (a normalised x, a product before its
-  epilogue, P before the second product, a partial result before a merge) are off by its unit
-  roundoff: `Tolerance.rounding`.
-* P below the smallest subnormal of the dtype vanishes, which only float16 notices:
-  `Tolerance.underflow`, per term of the sum and relative to the largest P, which is 1.
-* The result is rounded once to the dtype it is returned in.
+* fp32 arithmetic, `Tolerance.sum`. A sum of n terms is off by at most 4·√n·2⁻²⁴ of the sum of
+  absolute terms (Higham and Mary 2019: roundings are almost independent, so they grow as √n; 4
+  standard deviations). exp, tanh, erf and the few operations around them add at most 16 units.
+  TF32 or a bf16 accumulator would exceed this by orders of magnitude.
+* Intermediate results in a narrower dtype, `Tolerance.rounding`. A normalised x, a product before
+  its epilogue, P before the second product and a partial result before a merge are off by the unit
+  roundoff of that dtype.
+* Underflow, `Tolerance.underflow`. P below the smallest subnormal of the dtype vanishes, which
+  matters for float16 only. It counts per term of the sum, relative to the largest P, which is 1.
+* The result is rounded once to its own dtype.
 
-Each is multiplied by the magnitude the oracle gives beside the exact value.
+Each is multiplied by the magnitude that the oracle gives with the exact value.
 """
 
 import dataclasses
@@ -40,13 +40,13 @@ class Tolerance:
 
 
 def tolerance(dtype: str, length: int) -> Tolerance:
-    """The row of the table for operands of `dtype` and sums over `length` terms."""
+    """The tolerances for operands of `dtype` and sums of `length` terms."""
     roundoff, underflow = _FORMATS[dtype]
     return Tolerance((4 * length**0.5 + 16) * _FP32_ROUNDOFF, roundoff, length * underflow)
 
 
 def assert_within(actual, value, bound, what: str = "") -> None:
-    """|actual - value| <= bound everywhere; infinities must agree and NaN never does."""
+    """Assert |actual - value| <= bound everywhere. Infinities must agree; NaN always fails."""
     actual, value = np.asarray(actual).astype(np.float64), np.asarray(value, np.float64)
     assert actual.shape == value.shape, f"{what}: shape {actual.shape}, expected {value.shape}"
     bound = np.broadcast_to(bound, value.shape)
@@ -71,12 +71,12 @@ def assert_same_bits(a, b, what: str = "") -> None:
 def assert_matmul(
     actual, exact: Exact, *, dtype: str, result: str, k: int, normed: bool, fused: bool
 ) -> None:
-    """`dtype` is what the operands, and with a norm the normalised x, are held in.
+    """Assert that a product is right; `dtype` is that of the operands and of the normalised x.
 
-    With a fused epilogue the product may be rounded to the dtype of the result before it.
+    Before a fused epilogue, the product may be rounded to the dtype of the result.
     """
     row, output = tolerance(dtype, k), tolerance(result, 1)
-    # The norm is one more sum over K and one more rounding, to the dtype of x.
+    # The norm adds one more sum over K and one more rounding to the dtype of x.
     inner = 2 * row.sum + row.rounding if normed else row.sum
     bound = inner * exact.magnitude + output.rounding * np.abs(exact.value)
     if fused:
@@ -86,9 +86,9 @@ def assert_matmul(
 
 
 def attention_bounds(exact: ExactAttention, *, dtype: str, d: int, s: int):
-    """Bounds of (o, lse). `dtype` is what P, partial results and o are held in."""
+    """Bounds of (o, lse); `dtype` is that of P, partial results and o."""
     scores, weights = tolerance(dtype, d), tolerance(dtype, s)
-    # Rounding P moves numerator and denominator, and two halves may be rounded before a merge.
+    # Rounding P changes numerator and denominator, and two halves may be rounded before a merge.
     o = (
         2 * scores.sum * exact.o_per_score
         + (3 * weights.rounding + weights.sum) * exact.o_magnitude
