@@ -72,7 +72,7 @@ def fdjax_rows(
       memory_bytes: limit for weights, cache and workspace, or None.
       new_tokens: new tokens per prompt.
       ahead: a `Compiler` or `Executables` of `benchmarks.ahead`, or None.
-      until: time by `time.monotonic` after which no further measurement begins.
+      until: deadline on the clock `time.monotonic`; no measurement begins after it.
       **options: options of `model_rows`.
     """
     from benchmarks.ahead import Compiler

@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.commit:
             options += ["--commit", args.commit]
         print(f"== {script}", flush=True)
-        # Each runs in its own process, so that an illegal access in one does not lose the others.
+        # Each runs in its own process: an illegal access in one must not lose the others' records.
         if subprocess.run([sys.executable, "-m", f"benchmarks.{script}", *options]).returncode:
             failed.append(script)
     if failed:

@@ -38,7 +38,7 @@ _LAYERS = 4
 def peaks(
     model: Model, params: Params, points: Sequence[Point], new_tokens: int, memory_bytes: int | None
 ) -> Iterator[dict[str, Any]]:
-    """Planned and measured peak of each point; None if the device does not report a peak."""
+    """Planned and measured peak of each point. The latter is None if the device reports none."""
     for batch, prompt in points:
         total = prompt + new_tokens
         plan = plan_memory(

@@ -47,10 +47,10 @@ class DecoderConfig:
         if self.vocab_size < 1:
             raise ValueError(f"config: vocab_size must be positive, got {self.vocab_size}")
         if not self.blocks:
-            raise ValueError("config: there must be at least one layer, got 0")
+            raise ValueError("config: layers must be at least 1, got 0")
         for name in ("width", "kv_heads", "head_dim"):
             if len(sizes := {getattr(block, name) for block in self.blocks}) > 1:
-                raise ValueError(f"config: {name} must be that of every layer, got {sizes}")
+                raise ValueError(f"config: {name} must be the same in all layers, got {sizes}")
 
     @classmethod
     def alike(cls, *, attention: Sequence[AttentionSpec], **fields: Any) -> "DecoderConfig":
@@ -123,8 +123,8 @@ class ConfigReader:
         """The value of `key`; `default` when it is absent or null.
 
         Raises:
-          CheckpointError: it is absent and has no default, or is of another type, or not finite, or
-            an integer of 2**31 or more.
+          CheckpointError: it is absent or null and has no default, has another type, is not finite,
+            or is an integer of 2**31 or more.
         """
         self._read.add(key)
         value = self.data.get(key)

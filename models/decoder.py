@@ -218,12 +218,12 @@ def layers_shape(config: DecoderConfig, rows: int, slots: int, itemsize: int) ->
 
 
 def chain_features(config: DecoderConfig) -> Features:
-    """Features that a `linear_chain` must support; attention is not its part."""
+    """Features that `linear_chain` must support; it does not run attention."""
     return _common_features(config.blocks, attention=AttentionSpec(1.0))
 
 
 def layers_features(config: DecoderConfig) -> Features:
-    """Features that a `decode_layers` must support."""
+    """Features that `decode_layers` must support."""
     asked = frozenset().union(*(block.attention_features for block in config.blocks))
     # φ and `unified`, which calibration sets, may differ between layers.
     blocks = [

@@ -9,6 +9,6 @@
 `append_prefill_attention`  a chunk of a prompt: RoPE, append to the cache, attention
 `rope.apply_rope`           rotary position embedding
 `norm.rms_norm`             RMS normalisation
-`plan.Plan`                 which implementation runs for which shape
+`plan.Plan`                 chooses the implementation for each shape
 ==========================  =========================================================
 """

@@ -120,7 +120,7 @@ class Implementation:
     def supports(
         self, shape: Shape, features: Features = NO_FEATURES, capability: Capability | None = None
     ) -> bool:
-        """Whether it can run."""
+        """Whether it can run, that is, whether `refusal` gives no reason."""
         return self.refusal(shape, features, capability) is None
 
 

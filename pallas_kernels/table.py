@@ -65,7 +65,7 @@ def read_entries(
         revisions = data.get("revisions", {})
         entries = tuple(entry_of(row, revisions, where, implementations) for row in data["entries"])
     except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"{where}: entries must be those of schema {schema}, {error!r}") from None
+        raise ValueError(f"{where}: entries must follow schema {schema}, {error!r}") from None
     if device_kind is not None and measured_on not in (None, device_kind):
         logger.log(log_level, "%s: measured on %s, not %s", where, measured_on, device_kind)
     if measured_with not in (None, version("jax")):

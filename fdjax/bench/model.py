@@ -44,7 +44,7 @@ def bench_model(
       lm: the model, with real or random weights.
       batch: prompts per call.
       prompt_tokens, new_tokens: tokens of each prompt and of each answer.
-      runs: timed calls, after calls that are not timed.
+      runs: timed calls, after a few that are not timed.
       ceiling_bytes: bytes that the bandwidth measurement reads; default 1 GiB, on a CPU 16 MiB.
       commit: commit to record if git cannot be asked.
       progress: called with a few words on the next step.
@@ -191,8 +191,8 @@ def _check(lm: LM, batch: int, prompt_tokens: int, new_tokens: int, runs: int) -
     context = lm.max_len or lm.config.max_position_embeddings
     if prompt_tokens + new_tokens > context:
         raise ValueError(
-            f"bench: prompt_tokens and new_tokens make {prompt_tokens + new_tokens}, "
-            f"the context is {context}"
+            f"bench: prompt_tokens + new_tokens is {prompt_tokens + new_tokens}, "
+            f"but the context is {context}"
         )
 
 

@@ -43,6 +43,7 @@ def read_upper_windows(reader: ConfigReader) -> tuple[int | None, ...]:
     )
     if any(windows) and not used:
         raise CheckpointError(
-            f"{reader.source}: 'layer_types' has sliding_attention, 'use_sliding_window' is false"
+            f"{reader.source}: 'layer_types' has sliding_attention, "
+            "but 'use_sliding_window' is false"
         )
     return windows

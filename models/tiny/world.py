@@ -163,7 +163,7 @@ class Relation:
 
 
 def sentence(text: str) -> str:
-    """Starts with a capital letter and ends with at most one full stop."""
+    """The text with a capital first letter and at most one full stop at its end."""
     return (text[:1].upper() + text[1:]).replace("..", ".")
 
 

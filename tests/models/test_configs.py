@@ -63,7 +63,7 @@ def family(model_type: str, **changes):
 
 
 def refusal(fields: dict) -> str:
-    """The one-line error of a config that cannot be loaded."""
+    """The one-line error for a config that cannot be loaded."""
     with pytest.raises(CheckpointError) as caught:
         parse_config(fields, "folder/config.json")
     message = str(caught.value)

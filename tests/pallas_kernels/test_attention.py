@@ -81,7 +81,7 @@ class Case:
 
     @property
     def request(self) -> tuple[dict[str, int], frozenset[str]]:
-        """What a plan is asked for."""
+        """The request to a plan for this case."""
         q = jax.ShapeDtypeStruct((1, self.t, self.heads, self.d), self.dtype)
         k = jax.ShapeDtypeStruct((1, self.kv_heads, self.s, self.d), self.dtype)
         return attention_shape(q, k, self.spec), self.spec.features
@@ -149,7 +149,7 @@ def _attention(q, k, v, lengths, offsets, layer=None, *, implementation, case, p
 
 
 def _run(implementation, case: Case, operands: Operands, plan: Plan | None = None):
-    """(o, lse)."""
+    """Run a case; returns (o, lse)."""
     fn = implementation.jit(_attention, implementation=implementation.name, case=case, plan=plan)
     k, v = operands.k, operands.v
     layer = ()

@@ -48,7 +48,7 @@ class Case:
 
     @property
     def request(self) -> tuple[dict[str, int], frozenset[str]]:
-        """What a plan is asked for."""
+        """The request to a plan for this case."""
         fused = {name for name in ("norm", "bias", "gate", "residual") if getattr(self, name)}
         gate = int(self.gate is not None)
         itemsize = jnp.dtype(self.dtype).itemsize

@@ -244,11 +244,11 @@ def test_a_table_without_a_schema(tmp_path):
     [
         ("", "must be JSON, Expecting value: line 1 column 1 (char 0)"),
         ("[1]", "schema must be 1, got None"),
-        ('{"schema": 1}', "entries must be those of schema 1, KeyError('entries')"),
-        ('{"schema": 1, "entries": [{}]}', "entries must be those of schema 1, KeyError('op')"),
+        ('{"schema": 1}', "entries must follow schema 1, KeyError('entries')"),
+        ('{"schema": 1, "entries": [{}]}', "entries must follow schema 1, KeyError('op')"),
         (
             '{"schema": 1, "entries": [3]}',
-            "entries must be those of schema 1, TypeError(\"'int' object is not subscriptable\")",
+            "entries must follow schema 1, TypeError(\"'int' object is not subscriptable\")",
         ),
     ],
 )

@@ -144,7 +144,7 @@ def test_interpreted_without_causality(interpreted):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_interpreted_recomputation(interpreted):
-    """A score of 800 in the last row of one tile, one of -800 in all of another."""
+    """Scores of 800 in the last row of one tile, and of -800 in all rows of another."""
     q, k, v, lengths, offsets = _operands([130, 20], [2, 0], t=128)
     q[0, 127], k[0, 0, 128] = 10.0, 10.0
     q[1, :, 1], k[1, 0, :20] = 10.0, -10.0

@@ -74,7 +74,9 @@ class DecodeAttentionConfig:
         if self.block_kv < 64 or self.block_kv % 64:
             raise ValueError(f"decode_attention: block_kv must be a multiple of 64, got {self}")
         if self.cluster and self.splits > _MAX_CLUSTER:
-            raise ValueError(f"decode_attention: a cluster has at most {_MAX_CLUSTER}, got {self}")
+            raise ValueError(
+                f"decode_attention: a cluster must have at most {_MAX_CLUSTER} splits, got {self}"
+            )
 
 
 def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> DecodeAttentionConfig:
@@ -305,12 +307,12 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _append_fits(shape: Shape) -> str | None:
-    """Of one new token, whose queries, key and value are one tile."""
+    """Check for one new token per row, whose queries, key and value must fit into one tile."""
     group = shape["h"] // shape["hkv"]
     if shape["t"] != 1:
         return f"needs T = 1, got {shape['t']}"
     if group > 16 or query_tiles(group, shape["d"])[0] > 1:
-        return f"takes up to 16 query heads to a KV head in one tile, got {group}"
+        return f"takes up to 16 query heads per KV head in one tile, got {group}"
     return _fits(shape)
 
 

@@ -6,7 +6,7 @@ block of the grid runs all four products, with a barrier of all blocks between t
 warpgroup multiplies, one loads x, one loads weights. Loading the next weights does not depend on
 the barrier, so it continues while blocks wait for each other, as long as there is room.
 
-The design rests on these measurements on an H100 (benchmarks/LOG.md, 2026-11-22):
+The design rests on these points, measured on an H100 (benchmarks/LOG.md, 2026-11-22):
 
 * All columns of a product are in flight at once, in rows of memory that are as wide as possible
   (see the tiles in `linear_layers`). If N gives too few blocks, two blocks of a cluster share K.

@@ -24,7 +24,7 @@ def projection(weight: str, *, width: int, n: int, eps: float) -> Product:
 def after_attention(
     *, width: int, heads: int, hidden: int, gate: str, eps: float
 ) -> tuple[Product, Product, Product]:
-    """The output projection of o [M, heads], gate and up, and down, which ends in [M, width]."""
+    """Three stages: output projection of o [M, heads], gate and up, and down to [M, width]."""
     width, heads, hidden = (size // BRICK for size in (width, heads, hidden))
     mlp = Scaled("mlp_x", "mlp_scale", "mlp_squares")
     following = Scaled("next_x", "next_scale", "next_squares", next_layer=True)

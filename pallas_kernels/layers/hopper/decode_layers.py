@@ -120,7 +120,7 @@ def _launch(operands, *, parts, gate, eps, scale, config):
 
 
 def _stages(m, width, heads, hidden, n, kv_heads, group, cache_slots, *, gate, eps, scale):
-    # A head that two blocks share takes less time. With many heads, whole ones take less work.
+    # Two blocks that share a head finish it sooner. With many heads, sharing would only add work.
     split = 2 if m * kv_heads <= CLUSTERS else 1
     return (
         projection("qkv", width=width, n=n, eps=eps),
