@@ -149,9 +149,9 @@ def matmul_flat_gemm(
 
 
 def _groups(m: int) -> int | None:
-    """Number of equal groups of at most 8 rows, in which TMA copies them; 1 if 8 divides M.
+    """Number of equal groups in which TMA copies the rows: 1 if 8 divides M, else of under 8 rows.
 
-    None if that takes more than `_MAX_GROUPS` groups: then the rows must be padded.
+    None if there is no such number up to `_MAX_GROUPS`. Then the rows must be padded.
     """
     if m % 8 == 0:
         return 1
