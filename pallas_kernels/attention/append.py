@@ -163,7 +163,7 @@ def _with_append(
     plan: Dispatch | None,
     implementation: str | None,
 ) -> tuple[Implementation | None, Any]:
-    """(what appends in the chosen attention's own kernels, or None; the attention's config)."""
+    """(what appends for the chosen attention, or None; configuration of that attention)."""
     if not len(q):
         return None, None
     shape = attention_shape(q, k_cache, spec)

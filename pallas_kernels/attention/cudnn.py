@@ -89,7 +89,7 @@ def _decode_fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """True on GPUs: cuDNN reads only the live part of the cache, XLA's einsum every slot."""
+    """True on a GPU for D up to 128: cuDNN reads only live slots, XLA's einsum every slot."""
     return capability is not None and shape["d"] <= 128
 
 

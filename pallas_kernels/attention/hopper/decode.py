@@ -8,9 +8,9 @@ and each split is one block of the grid. A split computes (equations 3-4)
     p = 2^(s·log2(e) − m),   l = Σ p,   o = Σ p·v
 
 with a constant m in place of the running maximum, so its loop needs no maximum and no rescaling. m
-is φ of the head. If the maximum of the first block is further than 2^±32 from φ, m is that maximum
-instead: a row whose scores all lie elsewhere then costs one reduction, not a recomputation. The
-splits are combined by their own m: o = Σ 2^(m−M) o / Σ 2^(m−M) l.
+is φ of the head. If the maximum of the first block is more than 32 away from φ in log2, m is that
+maximum instead: a row whose scores all lie elsewhere then costs one reduction, not a recomputation.
+The splits are combined by their own m: o = Σ 2^(m−M) o / Σ 2^(m−M) l.
 
 **Recomputation.** A split is healthy if every row that sees a slot has 2^-64 ≤ l ≤ 2^64 and a
 finite o. Otherwise it runs again with a running maximum, on the device, in the same launch. One
