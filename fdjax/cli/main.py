@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 import fdjax
 from fdjax.cli.arguments import Parser, UsageError
+from fdjax.models.readable import readable
 from fdjax.system import interrupts
 
 _EXAMPLES = """examples:
@@ -105,7 +106,7 @@ class _CompileNotice(logging.Handler):
 
 
 def _fail(reason: Exception | str, code: int = 1) -> int:
-    print(f"fdjax: error: {reason}", file=sys.stderr)
+    print(f"fdjax: error: {readable(reason)}", file=sys.stderr)
     return code
 
 
@@ -137,7 +138,7 @@ def _flush() -> None:
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
-    print(f"fdjax: warning: {message}", file=file or sys.stderr)
+    print(f"fdjax: warning: {readable(message)}", file=file or sys.stderr)
 
 
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:

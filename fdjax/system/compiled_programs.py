@@ -1,7 +1,7 @@
 """Entries of JAX's compilation cache that are damaged: found, and written anew.
 
-A full disk cuts an entry or leaves it empty, a bad one flips its bits. JAX warns of an entry that it
-cannot read, compiles, and keeps the file, so every later process would do the same.
+A full disk cuts an entry or leaves it empty, a bad one flips its bits. JAX warns of an entry that
+it cannot read, compiles, and keeps the file, so every later process would do the same.
 """
 
 import functools

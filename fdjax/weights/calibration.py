@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from fdjax.models import CheckpointError, DecoderConfig
+from fdjax.models.readable import readable
 from fdjax.system.files import json_by_line, write_whole
-from fdjax.weights.checkpoint import fingerprint, read_json
+from fdjax.weights.checkpoint import fingerprint, is_there, read_json
 
 FILE = "fdjax_calibration.json"
 SCHEMA = 1
@@ -133,8 +134,10 @@ def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | N
         raise CheckpointError(f"{error}; {_REMEDY}") from None
     if data.get("schema") != SCHEMA:
         warnings.warn(
-            f"{path}: not used, the schema must be {SCHEMA}, got {data.get('schema')!r}; "
-            "run `fdjax calibrate` again",
+            readable(
+                f"{path}: not used, the schema must be {SCHEMA}, got {data.get('schema')!r}; "
+                "run `fdjax calibrate` again"
+            ),
             stacklevel=4,
         )
         return None
@@ -176,7 +179,7 @@ def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
       UserWarning: the calibration is of another schema, and not used.
     """
     path = folder / FILE
-    if not path.exists():
+    if not is_there(path):
         return config
     calibration = read_calibration(path, config)
     if calibration is None:

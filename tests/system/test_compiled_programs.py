@@ -61,9 +61,7 @@ def process(tmp_path):
 
 
 def test_a_damaged_entry_is_written_anew(process, tmp_path):
-    missed, hit = (
-        [word for name in DAMAGE for word in (name, found)] for found in ("miss", "hit")
-    )
+    missed, hit = ([word for name in DAMAGE for word in (name, found)] for found in ("miss", "hit"))
     assert process() == (missed, 0)
     assert damaged_entries(tmp_path) == []
     for name, damage in DAMAGE.items():
