@@ -6,6 +6,7 @@ from pathlib import Path
 import fdjax
 from fdjax.cli.arguments import Parser, UsageError, integer, model_name
 from fdjax.cli.shared import (
+    EMBEDDED,
     MODEL_OR_CONFIG,
     add_dtype,
     add_table,
@@ -24,7 +25,7 @@ DESCRIPTION = (
 
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
-    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     default = "default: %(default)s"
     for option, least, value, text in (
         ("--batch", 1, 1, "prompts at once"),

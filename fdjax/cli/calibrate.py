@@ -7,6 +7,7 @@ from pathlib import Path
 import fdjax
 from fdjax.cli.arguments import Parser, integer, model_name
 from fdjax.cli.shared import (
+    EMBEDDED,
     MODEL,
     add_dtype,
     check_writable,
@@ -26,7 +27,7 @@ _CALIBRATION_TOKENS = 1000
 
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
-    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL)
+    parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL)
     parser.add_argument(
         "--text",
         action="append",

@@ -5,6 +5,7 @@ import json
 
 from fdjax.cli.arguments import Parser, byte_count, integer, model_name
 from fdjax.cli.shared import (
+    EMBEDDED,
     MODEL_OR_CONFIG,
     add_dtype,
     add_table,
@@ -17,7 +18,7 @@ DESCRIPTION = "Say how large a model is, what fits on the device and which kerne
 
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
-    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     parser.add_argument(
         "--batch", type=integer(1), metavar="B", default=1, help="rows at once; default: 1"
     )

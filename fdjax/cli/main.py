@@ -1,4 +1,4 @@
-"""The command line: `fdjax generate | chat | info | doctor | bench | calibrate | tune`."""
+"""The command line: `fdjax generate | chat | score | info | doctor | bench | calibrate | tune`."""
 
 import argparse
 import contextlib
@@ -11,8 +11,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError
-from fdjax.models.readable import readable
+from fdjax.cli.arguments import Parser, UsageError, did_you_mean
 from fdjax.system import interrupts
 
 _EXAMPLES = """examples:
@@ -20,6 +19,7 @@ _EXAMPLES = """examples:
   fdjax generate --model meta-llama/Llama-3.2-1B --max-new-tokens 64 "The ocean is"
   echo "What is 7 + 5?" | fdjax generate
   fdjax chat
+  fdjax score --file book.txt --stride 256
   fdjax info path/to/checkpoint --memory 80GB --batch 8
   fdjax doctor
   fdjax bench path/to/checkpoint --batch 8
@@ -28,7 +28,7 @@ _EXAMPLES = """examples:
 """
 logger = logging.getLogger("fdjax")
 
-_COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate", "tune")
+_COMMANDS = ("generate", "chat", "score", "info", "doctor", "bench", "calibrate", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,7 +57,10 @@ def _run(argv: Sequence[str] | None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser(next((word for word in argv if not word.startswith("-")), ""))
+    command = next((word for word in argv if not word.startswith("-")), "")
+    parser = _parser(command)
+    if command not in ("", *_COMMANDS):
+        parser.error(f"there is no command {command!r}{did_you_mean(command, _COMMANDS)}")
     args = parser.parse_args(argv)
     if "run" not in args:
         parser.print_help(sys.stderr)
@@ -106,6 +109,8 @@ class _CompileNotice(logging.Handler):
 
 
 def _fail(reason: Exception | str, code: int = 1) -> int:
+    from fdjax.models.readable import readable
+
     print(f"fdjax: error: {readable(reason)}", file=sys.stderr)
     return code
 
@@ -138,6 +143,8 @@ def _flush() -> None:
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
+    from fdjax.models.readable import readable
+
     print(f"fdjax: warning: {readable(message)}", file=file or sys.stderr)
 
 
@@ -156,7 +163,7 @@ def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION)
         if chosen in (None, name):
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, parser=command)
     return parser
 
 

@@ -97,6 +97,11 @@ def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pat
         raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
     path = user_path(name_or_path)
     if path.is_dir():
+        if name_or_path == EMBEDDED and not is_there(path / "config.json"):
+            raise CheckpointError(
+                f"{name_or_path}: this folder has no config.json; the embedded model is meant only "
+                "where there is no folder of its name"
+            )
         return path
     if name_or_path == EMBEDDED:
         return Path(str(importlib.resources.files("fdjax.models.tiny")))

@@ -4,6 +4,7 @@ import codecs
 import copy
 import io
 import json
+import math
 import os
 import re
 import select
@@ -35,7 +36,7 @@ from fdjax.weights.checkpoint import locate
 
 QUESTION = "What is the largest ocean?"
 ANSWER = "The largest ocean is the Pacific Ocean."
-COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate", "tune")
+COMMANDS = ("generate", "chat", "score", "info", "doctor", "bench", "calibrate", "tune")
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -166,11 +167,36 @@ def test_several_samples_are_as_many_objects(run, lm, loaded, monkeypatch):
     ]
 
 
-def test_several_samples_of_the_likeliest_are_refused(run, loaded):
-    code, out, err = run("generate", "hi", "--num-return-sequences", "2")
-    assert (code, out) == (1, "")
+@pytest.mark.parametrize("options", [[], ["--temperature", "0"]])
+def test_several_samples_of_the_likeliest_are_refused_before_loading(run, loaded, options):
+    code, out, err = run("generate", "hi", "--num-return-sequences", "2", *options)
+    assert (code, out, loaded) == (2, "", [])
     assert is_one_line(err)
-    assert "num_return_sequences must be 1" in err
+    assert "--num-return-sequences needs a --temperature" in err
+
+
+def test_several_samples_by_a_checkpoint_that_samples(run, lm, folder, loaded, monkeypatch):
+    edit(folder / "generation_config.json", do_sample=True, temperature=0.5)
+    result = fdjax.GenerateResult(
+        [[5], [6]], ["a", "b"], ["stop"] * 2, logprobs=None, stats=fdjax.Stats()
+    )
+    monkeypatch.setattr(lm, "generate", lambda *_, **__: result)
+    argv = ["generate", "hi", "--model", str(folder), "--num-return-sequences", "2"]
+    assert run(*argv) == (0, "a\n---\nb\n", "")
+    code, _, err = run(*argv, "--temperature", "0")
+    assert (code, is_one_line(err)) == (2, True)
+
+
+def test_a_system_message_makes_the_prompt_a_question(run, asked, lm, monkeypatch):
+    assert run("generate", "hi", "--system", "Be brief.", "--seed", "1")[:2] == (0, "word \n")
+    messages = [("system", "Be brief."), ("user", "hi")]
+    assert asked == [(messages, {"seed": 1})]
+    chat = []
+    result = fdjax.GenerateResult([[5]], ["a"], ["stop"], logprobs=None, stats=fdjax.Stats())
+    monkeypatch.setattr(lm, "chat", lambda *args, **_: chat.append(args) or result)
+    assert run("generate", "hi", "--system", "Be brief.", "--json")[0] == 0
+    assert chat == [([dict(role=role, content=text) for role, text in messages],)]
+    assert run("generate", "hi", "--system", "")[0] == 2
 
 
 @pytest.mark.parametrize("prompt", ["two\nlines", "an emoji 🌊", "-5 + 8 =", "tab\tand \x00"])
@@ -341,6 +367,95 @@ def test_a_conversation_is_remembered_until_reset(run, asked):
         [system, one, ("assistant", "word"), ("user", " two")],
         [system, ("user", "three")],
     ]
+
+
+@pytest.mark.parametrize("leave", ["/quit", "/exit", "quit", " exit "])
+def test_what_leaves_a_conversation(run, asked, leave):
+    assert run("chat", stdin=f"one\n{leave}\ntwo".encode()) == (0, "word \n", "")
+    assert len(asked) == 1
+
+
+def test_the_system_message_may_be_changed(run, asked):
+    piped = b"/system Be brief.\none\n/system\ntwo\n"
+    assert run("chat", "--system", "Be long.", stdin=piped)[0] == 0
+    assert [messages for messages, _ in asked] == [
+        [("system", "Be brief."), ("user", "one")],
+        [("user", "one"), ("assistant", "word"), ("user", "two")],
+    ]
+
+
+def test_a_conversation_is_saved_as_messages(run, asked, tmp_path):
+    code, _, err = run("chat", "--system", "Be brief.", stdin="één\n/save a/talk.json".encode())
+    assert (code, err) == (0, "fdjax: 3 messages written to a/talk.json\n")
+    assert json.loads((tmp_path / "a" / "talk.json").read_text()) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "één"},
+        {"role": "assistant", "content": "word"},
+    ]
+    for command in ("/save", f"/save {tmp_path}"):
+        code, _, err = run("chat", stdin=command.encode())
+        assert (code, is_one_line(err)) == (1, True)
+
+
+def test_a_quoted_message_has_several_lines(run, asked):
+    piped = b'"""/reset\n\n  two\n"""\n"""one"""\n""" a\nb"""\n'
+    assert run("chat", stdin=piped)[0] == 0
+    assert [messages[-1][1] for messages, _ in asked] == ["/reset\n\n  two", "one", " a\nb"]
+    code, _, err = run("chat", stdin=b'"""one\ntwo')
+    assert (code, is_one_line(err), len(asked)) == (1, True, 3)
+
+
+def test_an_unknown_command_is_named_and_a_path_is_a_message(run, asked):
+    code, _, err = run("chat", stdin=b"/etc/hosts\n/ what\n/resett now\nhi")
+    assert (code, err) == (
+        1,
+        "fdjax: error: chat: there is no /resett; /help lists the commands\n",
+    )
+    assert [messages[-1][1] for messages, _ in asked] == ["/etc/hosts", "/ what"]
+
+
+def test_help_in_a_conversation_lists_the_commands(run, asked):
+    code, out, err = run("chat", stdin=b"/help\n/?")
+    assert (code, out) == (0, "")
+    for command in ("/system", "/reset", "/save", "/quit", "/exit", "/help"):
+        assert err.count(command) >= 2
+
+
+# Scoring
+
+
+def test_scores_are_a_line_for_each_text(run, lm, loaded, tmp_path):
+    texts = ["The capital of Japan is Tokyo.", "The largest ocean"]
+    (tmp_path / "a.txt").write_text("two\nlines")
+    expected = lm.score([*texts, "two\nlines"])
+    code, out, err = run("score", *texts, "--file", "a.txt")
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line.get("text") for line in lines] == [*texts, None]
+    assert lines[2]["file"] == "a.txt"
+    assert [line["perplexity"] for line in lines] == expected.perplexities
+    assert [line["tokens"] for line in lines] == [len(ids) for ids in expected.tokens]
+    assert lines[0]["logprob"] == pytest.approx(sum(expected.logprobs[0]))
+    assert "logprobs" not in lines[0]
+    piped = f"{texts[0]}\r\n\n{texts[1]}".encode()
+    code, out, _ = run("score", "--tokens", stdin=piped)
+    piped_lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["ids"] for line in piped_lines] == expected.tokens[:2]
+    for line, ids in zip(piped_lines, expected.tokens, strict=False):
+        assert len(line["logprobs"]) == len(ids) - 1
+
+
+def test_a_long_text_is_scored_with_a_stride(run, lm, loaded, monkeypatch):
+    calls = []
+
+    def score(*args, **options):
+        calls.append((args, options))
+        return types.SimpleNamespace(tokens=[[3]], logprobs=[[]], perplexities=[math.nan])
+
+    monkeypatch.setattr(lm, "score", score)
+    code, out, _ = run("score", "--stride", "8", "--batch-size", "2", "x")
+    assert (code, json.loads(out)["perplexity"]) == (0, None)
+    assert calls == [((["x"],), {"stride": 8, "batch_size": 2})]
 
 
 def test_chat_options_reach_the_model(run, asked, tmp_path):
@@ -584,6 +699,11 @@ def test_a_wrong_option_is_found_before_anything_is_loaded(run, loaded, options)
         (["generate", "What is \udcff?"], None),
         (["generate", "What is \ud800?"], None),
         (["chat", "What is 7 + 5?"], None),
+        (["score"], None),
+        (["score"], b"\n"),
+        (["score"], b"\xff"),
+        (["score", "a", " "], None),
+        (["score", "a", "--stride", "0"], None),
         (["chat", "--max-new-tokens", "x"], None),
         (["doctor", "--batch", "1"], None),
         (["info", ""], None),
@@ -629,6 +749,34 @@ def test_version(run):
     assert run("--version") == (0, f"fdjax {fdjax.__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            "generate hi --max-tokens 5",
+            "fdjax generate: error: unrecognized arguments: "
+            "--max-tokens 5, did you mean --max-new-tokens?; see fdjax generate --help",
+        ),
+        (
+            "bench --bach=2",
+            "fdjax bench: error: unrecognized arguments: "
+            "--bach=2, did you mean --batch?; see fdjax bench --help",
+        ),
+        (
+            "generate hi you",
+            "fdjax generate: error: unrecognized arguments: you; see fdjax generate --help",
+        ),
+        ("--xyz", "fdjax: error: unrecognized arguments: --xyz; see fdjax --help"),
+        (
+            "genrate hi",
+            "fdjax: error: there is no command 'genrate', did you mean generate?; see fdjax --help",
+        ),
+    ],
+)
+def test_a_mistyped_word_is_told_by_its_command(run, argv, told):
+    assert run(*argv.split()) == (2, "", told + "\n")
+
+
 # Failure
 
 
@@ -670,6 +818,23 @@ def test_a_damaged_model_is_one_line(run, folder, damage):
     code, out, err = run("generate", "hi", "--model", str(folder))
     assert (code, out) == (1, "")
     assert is_one_line(err)
+
+
+def test_a_folder_of_the_name_of_the_embedded_model(run, tmp_path, loaded, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    assert run("generate", "--max-new-tokens", "0", "hi") == (0, "\n", "")
+    assert run("info")[0] == 0
+    assert loaded[0][0] == str(locate(loaded[0][0])) and Path(loaded[0][0]).is_absolute()
+    code, _, err = run("info", "tiny")
+    assert (code, is_one_line(err)) == (1, True)
+    assert "tiny: this folder has no config.json; the embedded model is meant only" in err
+    shutil.copy(locate(loaded[0][0]) / "config.json", tmp_path / "tiny")
+    assert run("info", "tiny")[0] == 0
+
+
+def test_messages_with_control_characters_reach_no_terminal(run):
+    code, _, err = run("info", "no\x1b[2Jwhere")
+    assert (code, is_one_line(err), "\x1b" in err) == (1, True, False)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/dev/null"])
