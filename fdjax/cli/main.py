@@ -5,7 +5,6 @@ import contextlib
 import importlib
 import logging
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
@@ -65,22 +64,17 @@ def _run(argv: Sequence[str] | None) -> int:
     if "run" not in args:
         parser.print_help(sys.stderr)
         return 2
-    with warnings.catch_warnings(), _told(getattr(args, "verbose", False)):
+    logged = _logged() if getattr(args, "verbose", False) else contextlib.nullcontext()
+    with warnings.catch_warnings(), logged:
         warnings.showwarning = _show_warning
         return args.run(args)
 
 
 @contextlib.contextmanager
-def _told(verbose: bool) -> Iterator[None]:
-    """With `verbose`, what fdjax logs goes to standard error; else a terminal sees compilations."""
-    if verbose:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
-    elif sys.stderr is not None and sys.stderr.isatty():
-        handler = _CompileNotice()
-    else:
-        yield
-        return
+def _logged() -> Iterator[None]:
+    """What fdjax logs goes to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -89,23 +83,6 @@ def _told(verbose: bool) -> Iterator[None]:
     finally:
         logger.removeHandler(handler)
         logger.setLevel(level)
-
-
-class _CompileNotice(logging.Handler):
-    """Says on a terminal, wherever the cursor is, what is compiled, for as long as it takes."""
-
-    def emit(self, record):
-        compiling = getattr(record, "compiling", None)
-        if compiling is None:
-            return
-        if compiling:
-            # The first token of an answer may be on this line; what wraps cannot be taken back.
-            room = max(0, shutil.get_terminal_size().columns - 24)
-            self._notice = f" [{record.getMessage()}]"[:room]
-            print(self._notice, end="", file=sys.stderr, flush=True)
-        else:
-            back = "\b" * len(self._notice)
-            print(back + " " * len(back) + back, end="", file=sys.stderr, flush=True)
 
 
 def _fail(reason: Exception | str, code: int = 1) -> int:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import jax
 
+from fdjax.system.notice import Notice
+
 logger = logging.getLogger("fdjax")
 
 
@@ -20,6 +22,7 @@ class _Current(threading.local):
       began: when that began.
       seconds: what compiling took of the last call that ended.
       collects: whether Python's garbage collector is to go on after it.
+      notice: what a terminal shows meanwhile, unless it is logged.
     """
 
     compiles: str | None = None
@@ -27,14 +30,21 @@ class _Current(threading.local):
     seconds = 0.0
     collects = False
 
+    def __init__(self):
+        self.notice = Notice()
+
     def begin(self, name: str) -> None:
         # A tenth of a first call whose programs are cached would go into it (benchmarks/LOG.md).
         self.collects = self.collects or gc.isenabled()
         gc.disable()
         self.compiles, self.began = name, time.perf_counter()
         logger.info("compiling %s", name, extra={"compiling": True})
+        if not logger.isEnabledFor(logging.INFO):
+            self.notice.show(f"compiling {name}")
 
-    def resume_collecting(self) -> None:
+    def leave_off(self) -> None:
+        """Undo what `begin` did to the process and its terminal."""
+        self.notice.clear()
         if self.collects:
             gc.enable()
             self.collects = False
@@ -44,7 +54,7 @@ class Program:
     """`jax.jit` of a function of arrays: one compilation for each set of shapes and dtypes.
 
     Each is logged as it begins and as it ends; `compiling`, an attribute of the log records, is
-    true and false.
+    true and false. Where that is not logged, a terminal shows it.
 
     Attributes:
       compilations: how many there were.
@@ -89,7 +99,7 @@ class Program:
                 current.begin(name)
             out = self._jitted(*args)
         finally:
-            current.resume_collecting()
+            current.leave_off()
         current.seconds = 0.0 if current.compiles is None else self._end()
         return out
 
@@ -99,7 +109,7 @@ class Program:
             return self._jitted.lower(*args)
         finally:
             self._current.compiles = None
-            self._current.resume_collecting()
+            self._current.leave_off()
 
     def _end(self) -> float:
         name, self._current.compiles = self._current.compiles, None

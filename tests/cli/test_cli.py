@@ -23,6 +23,7 @@ import pytest
 
 try:
     import pty
+    import termios
 except ImportError:  # not a Unix
     pty = None
 
@@ -582,8 +583,9 @@ class Terminal:
     def __init__(self, *argv, folder):
         self.shown = ""
         self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 80))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fdjax.cli.main", *argv],
+            [sys.executable, *argv],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -617,7 +619,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
     # No end of sequence: a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)
     edit(folder / "tokenizer_config.json", eos_token="<pad>")
-    terminal = Terminal("chat", "--model", str(folder), folder=tmp_path)
+    terminal = Terminal("-m", "fdjax.cli.main", "chat", "--model", str(folder), folder=tmp_path)
     terminal.until("> ")
     terminal.type("Once upon a time\n")
     terminal.until("time\r\n")
@@ -634,6 +636,28 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=60) == 0
+
+
+SCRIPT = """
+import fdjax
+lm = fdjax.load("tiny")
+print(lm.generate("What is the largest ocean?", max_new_tokens=2).text)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(pty is None, reason="needs pseudo-terminals")
+def test_a_script_in_a_terminal_shows_what_it_does(tmp_path):
+    terminal = Terminal("-c", SCRIPT, folder=tmp_path)
+    terminal.until("tiny: ")
+    terminal.until("%")
+    terminal.until("[compiling prefill of 1 x ")
+    terminal.until("\b")
+    terminal.until("The largest")
+    assert terminal.process.wait(timeout=60) == 0
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
+    piped = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, check=True)
+    assert (piped.stdout.strip(), piped.stderr) == (b"The largest", b"")
 
 
 # Misuse
