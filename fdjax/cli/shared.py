@@ -74,11 +74,18 @@ def add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` me
 
 
 def plan_of(args: argparse.Namespace):
-    """The device's plan as --implementation and --table change it; None if neither does."""
+    """The plan of --device, or the device's as --implementation and --table change it.
+
+    None if there is none of these arguments.
+    """
     from fdjax.pallas_kernels.plan import Plan
     from fdjax.system.platform import default_backend
+    from fdjax.tools.devices import DEVICES
 
-    implementation = getattr(args, "implementation", None)
+    implementation, name = getattr(args, "implementation", None), getattr(args, "device", None)
+    if name is not None:
+        device = DEVICES[name]
+        return Plan.for_kind(device.kind, device.compute_capability, table=args.table)
     if args.table is None and implementation is None:
         return None
     default_backend()

@@ -78,7 +78,7 @@ class Calibration:
 
     def __str__(self) -> str:
         """A table for people."""
-        head = ("layer", "99.99 % of scores", "extremes", "phi", "leaving", "applies")
+        head = ("layer", "99.99 % of scores", "all scores", "constant", "outside", "uses it")
         cells = [head]
         for i, layer in enumerate(self.layers):
             ranges = (
@@ -96,11 +96,14 @@ class Calibration:
             )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
-        applies = sum(layer.applies for layer in self.layers)
+        count = sum(layer.applies for layer in self.layers)
         lines += [
             "",
-            f"A unified maximum applies in {applies} of {len(self.layers)} layers: at most "
-            f"{RATE_LIMIT:.0%} of the rows leave phi +- {SAFE_LOG2 / _LOG2E:.2f}.",
+            f"{count} of {len(self.layers)} layers subtract a constant in the softmax, not each row's "
+            "largest score, which is faster.",
+            "A layer does where the largest score of at most "
+            f"{RATE_LIMIT:.0%} of its rows is outside constant +- {SAFE_LOG2 / _LOG2E:.2f}.",
+            "Rows outside may be computed again: no answer changes. docs/performance.md says more.",
         ]
         return "\n".join(lines)
 

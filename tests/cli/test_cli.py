@@ -30,9 +30,11 @@ except ImportError:  # not a Unix
 import fdjax
 from fdjax.bench import record as records
 from fdjax.cli.main import _parser, main
+from fdjax.engine import results
 from fdjax.engine.program import Program
 from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.system import platform
+from fdjax.tools.devices import DEVICES
 from fdjax.weights.checkpoint import locate
 
 QUESTION = "What is the largest ocean?"
@@ -1010,6 +1012,25 @@ def test_info_of_folder_config_and_embedded_model_agree(run, folder):
     assert "3,705,600" in said[0][1]
     assert "7.411 MB" in said[0][1]
     assert run("info")[1] == said[0][1]
+
+
+def test_info_plans_for_a_gpu_that_is_not_here(run, tmp_path):
+    config = Path(__file__).parents[1] / "fixtures" / "hf" / "configs" / "llama-2-7b.new.json"
+    code, out, err = run("info", str(config), "--device", "h100", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["device"] == "NVIDIA H100 80GB HBM3"
+    assert data["device_bytes"] == 63_763_906_560
+    assert "mosaic_gpu" in {runs for _, _, runs, _ in data["choices"]}
+    code, out, _ = run("info", str(config), "--device", "a100", "--memory", "40GB", "--json")
+    data = json.loads(out)
+    assert (data["device"], data["device_bytes"]) == ("NVIDIA A100-SXM4-80GB", 40 * 10**9)
+    assert run("info", "--device", "abacus")[0] == 2
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_known_devices_are_known_to_the_statistics_too(name):
+    assert DEVICES[name].kind in results.PEAK_GB_PER_S
 
 
 def test_info_as_json(run):
