@@ -99,8 +99,8 @@ class Calibration:
         count = sum(layer.applies for layer in self.layers)
         lines += [
             "",
-            f"{count} of {len(self.layers)} layers subtract a constant in the softmax, not each row's "
-            "largest score, which is faster.",
+            f"{count} of {len(self.layers)} layers subtract a constant in the softmax, not "
+            "the largest score of each row, which is faster.",
             "A layer does where the largest score of at most "
             f"{RATE_LIMIT:.0%} of its rows is outside constant +- {SAFE_LOG2 / _LOG2E:.2f}.",
             "Rows outside may be computed again: no answer changes. docs/performance.md says more.",

@@ -1059,16 +1059,19 @@ BENCH = "--batch 2 --prompt-tokens 8 --new-tokens 4 --runs 1".split()
 
 
 @pytest.mark.slow
-def test_bench_prints_and_writes_a_record(run, loaded, quick_ceiling, tmp_path):
+def test_bench_prints_a_table_and_writes_a_record(run, loaded, quick_ceiling, tmp_path):
+    from fdjax.bench import model
+
     code, out, err = run("bench", *BENCH, "--commit", "abc", "--output", "a/record.json")
     assert code == 0
     assert all(line.startswith("fdjax: ") for line in err.splitlines())
     assert [word in err for word in ("loading", "bandwidth", "compiling", "warm up")] == [True] * 4
-    record = json.loads(out.splitlines()[-1])
-    assert record["environment"]["commit"] == "abc"
-    assert (record["config"]["batch"], record["config"]["prompt_tokens"]) == (2, 8)
-    assert [row["ok"] for row in record["rows"]] == [True, True]
-    assert records.read(tmp_path / "a/record.json").rows[0].timing["runs"] == 1
+    record = records.read(tmp_path / "a/record.json")
+    assert record.environment["commit"] == "abc"
+    assert (record.config["batch"], record.config["prompt_tokens"]) == (2, 8)
+    assert [row.ok for row in record.rows] == [True, True]
+    assert [row.timing["runs"] for row in record.rows] == [1, 1]
+    assert out == f"{record.table()}\n{model.summary(record)}\n" and "tokens/s" in out
 
 
 @pytest.fixture
@@ -1088,13 +1091,18 @@ def benched(monkeypatch):
 
 
 def test_the_last_line_of_bench_is_the_record(run, lm, loaded, benched, tmp_path):
-    code, out, err = run("bench", *BENCH, "--commit", "abc", "--output", "a/record.json")
-    assert (code, err) == (0, "fdjax: loading 3,705,600 parameters in bfloat16 on cpu\n")
+    code, out, err = run("bench", *BENCH, "--commit", "abc")
+    loading = "fdjax: loading 3,705,600 parameters in bfloat16 on cpu\n"
+    assert (code, err) == (0, loading)
     assert json.loads(out.splitlines()[-1])["rows"][0]["case"] == "case"
-    assert records.read(tmp_path / "a/record.json").rows[0].ok
     options = {"batch": 2, "prompt_tokens": 8, "new_tokens": 4, "runs": 1, "commit": "abc"}
     ((benched_lm, given),) = benched
     assert (benched_lm, given.pop("progress") is not None, given) == (lm, True, options)
+    code, out, err = run("bench", "--output", "a/record.json")
+    assert (code, err) == (0, f"{loading}fdjax: the record is in a/record.json\n")
+    assert "case" in out and "{" not in out
+    assert records.read(tmp_path / "a/record.json").rows[0].ok
+    assert benched[1][1]["runs"] == 15
 
 
 def test_bench_of_a_config_alone_takes_random_weights(run, folder, benched):
