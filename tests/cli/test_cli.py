@@ -440,12 +440,13 @@ def test_scores_are_a_line_for_each_text(run, lm, loaded, tmp_path):
     assert [line["tokens"] for line in lines] == [len(ids) for ids in expected.tokens]
     assert lines[0]["logprob"] == pytest.approx(sum(expected.logprobs[0]))
     assert "logprobs" not in lines[0]
-    piped = f"{texts[0]}\r\n\n{texts[1]}".encode()
+    piped = f"{texts[0]}\r\n\n{texts[1]}\n{texts[0]}".encode()
     code, out, _ = run("score", "--tokens", stdin=piped)
     piped_lines = [json.loads(line) for line in out.splitlines()]
-    assert [line["ids"] for line in piped_lines] == expected.tokens[:2]
-    for line, ids in zip(piped_lines, expected.tokens, strict=False):
-        assert len(line["logprobs"]) == len(ids) - 1
+    assert [line["ids"] for line in piped_lines] == [expected.tokens[i] for i in (0, 1, 0)]
+    assert [len(line["logprobs"]) for line in piped_lines] == [
+        len(line["ids"]) - 1 for line in piped_lines
+    ]
 
 
 def test_a_long_text_is_scored_with_a_stride(run, lm, loaded, monkeypatch):
