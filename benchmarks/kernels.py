@@ -18,8 +18,17 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def backend() -> str:
+    """The platform JAX runs on, asked in a process that holds no GPU memory afterwards."""
+    program = "import jax; print(jax.default_backend())"
+    return subprocess.check_output([sys.executable, "-c", program], text=True).strip()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    if backend() != "gpu":
+        print("kernels: needs an NVIDIA GPU, JAX sees none", file=sys.stderr)
+        return 2
     failed = []
     for script in args.scripts:
         options = ["--only", args.only]

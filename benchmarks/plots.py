@@ -414,7 +414,9 @@ def _where(model: str, batch: int, prompt: int) -> str:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of records")
-    parser.add_argument("--output", type=Path, help="folder; default: figures/ beside the records")
+    parser.add_argument(
+        "--output", type=Path, default=Path("figures"), help="folder; default: %(default)s, here"
+    )
     parser.add_argument("--only", choices=FIGURES, nargs="+", default=list(FIGURES))
     return parser.parse_args(argv)
 
@@ -422,7 +424,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     results = Results(args.results)
-    folder = args.output or args.results / "figures"
+    folder = args.output
     folder.mkdir(parents=True, exist_ok=True)
     for name in args.only:
         figure = FIGURES[name](results)

@@ -24,6 +24,7 @@ from fdjax.models.decoder import (
 )
 from fdjax.models.families import FAMILIES
 from fdjax.models.name_map import WeightMap, decoder_weights, export_tensors
+from fdjax.models.readable import readable
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 __all__ = [
@@ -88,8 +89,10 @@ def _warn_of_code(data: Mapping[str, Any], architecture: str, source: str) -> No
     code = auto_map.get("AutoModelForCausalLM") if isinstance(auto_map, dict) else auto_map
     if code and not str(code).endswith(f".{architecture}"):
         warnings.warn(
-            f"{source}: 'auto_map' names the checkpoint's own code {code}, which is not run: "
-            f"the model is loaded as a {architecture}",
+            readable(
+                f"{source}: 'auto_map' names the checkpoint's own code {code}, which is not run: "
+                f"the model is loaded as a {architecture}"
+            ),
             stacklevel=3,
         )
 

@@ -7,11 +7,15 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from fdjax.models.block import BlockSpec, LinearShape
+from fdjax.models.readable import readable
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 
 class CheckpointError(ValueError):
     """Raised if a checkpoint cannot be loaded; names the file and the field or tensor."""
+
+    def __init__(self, message: str):
+        super().__init__(readable(message))
 
 
 _BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group"}
@@ -191,7 +195,8 @@ class ConfigReader:
         )
         if unknown:
             warnings.warn(
-                f"{self.source}: ignoring unknown fields {', '.join(unknown)}", stacklevel=2
+                readable(f"{self.source}: ignoring unknown fields {', '.join(unknown)}"),
+                stacklevel=2,
             )
 
 

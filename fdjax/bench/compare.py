@@ -4,6 +4,9 @@ import dataclasses
 
 from fdjax.bench.record import Measurement, Record
 
+# Relative changes that are let pass. On a CPU, which other programs use too, the same program may
+# take twice as long in another run.
+_TOLERANCE, _TOLERANCE_OF_CPU = 0.05, 1.0
 _FAILURES = ("regression", "broken", "incomparable", "missing")
 
 
@@ -47,7 +50,7 @@ class Comparison:
 def compare(
     old: Record,
     new: Record,
-    tolerance: float = 0.05,
+    tolerance: float | None = None,
     *,
     allow_device: bool = False,
     allow_missing: bool = False,
@@ -63,7 +66,8 @@ def compare(
     Args:
         old: the earlier record.
         new: the record to judge.
-        tolerance: largest relative change of the median that counts as the same.
+        tolerance: largest relative change of the median that counts as the same; default 0.05, and
+            1 for records of a CPU, where only more than a factor of two counts.
         allow_device: compare records of different devices or device counts.
         allow_missing: rows of `old` that `new` lacks are not a failure.
 
@@ -74,6 +78,11 @@ def compare(
     if devices[0] != devices[1] and not allow_device:
         raise ValueError(f"compare: devices must be the same, got {devices[0]} and {devices[1]}")
     notes = []
+    if tolerance is None:
+        on_cpu = new.environment.get("platform") == "cpu"
+        tolerance = _TOLERANCE_OF_CPU if on_cpu else _TOLERANCE
+        if on_cpu:
+            notes.append("on a CPU, which other programs use too, only a factor of 2 counts")
     for name in ("device_kind", "device_count", "versions", "nvidia_smi"):
         a, b = old.environment.get(name), new.environment.get(name)
         if a != b:
@@ -108,7 +117,7 @@ def _judge(old: Measurement | None, new: Measurement | None, tolerance: float) -
         return ("incomparable", None, None, None, detail)
     ratio = b["median_us"] / a["median_us"]
     status = "same"
-    if abs(ratio - 1) > tolerance:
+    if max(ratio, 1 / ratio) - 1 > tolerance:
         moved = abs(b["median_us"] - a["median_us"]) > max(a["spread_us"], b["spread_us"])
         status = ("regression" if ratio > 1 else "improvement") if moved else "within spread"
     return (status, a["median_us"], b["median_us"], ratio)

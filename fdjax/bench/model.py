@@ -179,6 +179,17 @@ def model_rows(
     return rows, costs
 
 
+def summary(record: Record) -> str:
+    """What `bench_model` found, in a line for people; "" where it found nothing."""
+    median_us = {r.case.split(" B")[0]: r.timing["median_us"] for r in record.rows if r.timing}
+    if not median_us.keys() >= {"first token", "decode step"}:
+        return ""
+    first_ms, rate = median_us["first token"] / 1e3, 1e6 / median_us["decode step"]
+    rows = record.config["batch"]
+    each = f" ({rate:.1f} for each of {rows} prompts)" if rows > 1 else ""
+    return f"first token after {first_ms:.1f} ms, then {rows * rate:.1f} tokens/s{each}"
+
+
 def _check(lm: LM, batch: int, prompt_tokens: int, new_tokens: int, runs: int) -> None:
     for name, value, least in (
         ("batch", batch, 1),

@@ -1,8 +1,9 @@
 """Types of the command line's options, and the one line in which its misuse is told."""
 
 import argparse
+import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 
@@ -16,9 +17,29 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
+    def parse_args(self, args=None, namespace=None):
+        """As of the base class; what no command takes is told by the command itself."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            parser = getattr(parsed, "parser", self)
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.hint(unknown)}")
+        return parsed
+
+    def hint(self, unknown: Sequence[str]) -> str:
+        """The option that the first unknown one may stand for, as `did_you_mean` says it."""
+        options = [name for action in self._actions for name in action.option_strings]
+        given = next((word for word in unknown if word.startswith("-")), "")
+        return did_you_mean(given.partition("=")[0], options)
+
     def error(self, message):
         """Exit with 2."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def did_you_mean(word: str, known: Sequence[str]) -> str:
+    """ ", did you mean ...?" with the known word that is most like this one, "" if none is."""
+    close = difflib.get_close_matches(word, known, n=1)
+    return f", did you mean {close[0]}?" if close else ""
 
 
 def model_name(text: str) -> str:

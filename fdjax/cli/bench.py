@@ -6,6 +6,7 @@ from pathlib import Path
 import fdjax
 from fdjax.cli.arguments import Parser, UsageError, integer, model_name
 from fdjax.cli.shared import (
+    EMBEDDED,
     MODEL_OR_CONFIG,
     add_dtype,
     add_table,
@@ -17,24 +18,26 @@ from fdjax.cli.shared import (
 HELP = "time the first token and the decode step"
 DESCRIPTION = (
     "Time the first token and the decode step of random prompts. A config.json "
-    "alone gives random weights. The last line printed is the JSON record; "
-    "`python -m fdjax.bench compare OLD NEW` holds two against each other."
+    "alone gives random weights. The last line printed is the JSON record, unless --output "
+    "names a file for it; `python -m fdjax.bench compare OLD NEW` holds two against each other."
 )
 
 
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
-    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     default = "default: %(default)s"
     for option, least, value, text in (
         ("--batch", 1, 1, "prompts at once"),
         ("--prompt-tokens", 1, 128, "length of each prompt"),
         ("--new-tokens", 2, 128, "tokens generated for each"),
-        ("--runs", 1, 5, "timed calls"),
     ):
         parser.add_argument(
             option, type=integer(least), metavar="N", default=value, help=f"{text}; {default}"
         )
+    parser.add_argument(
+        "--runs", type=integer(1), metavar="N", help="timed calls; default: 5, 15 on a CPU"
+    )
     add_dtype(parser)
     parser.add_argument(
         "--implementation",
@@ -42,14 +45,14 @@ def add_arguments(parser: Parser) -> None:
         help="force this one for every op that has it",
     )
     add_table(parser)
-    parser.add_argument("--output", metavar="FILE", help="also write the JSON record here")
+    parser.add_argument("--output", metavar="FILE", help="write the JSON record here")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
 
 
 def run(args: argparse.Namespace) -> int:
     """Run it; the exit code."""
-    from fdjax.bench.model import bench_model
-    from fdjax.bench.record import emit
+    from fdjax.bench.model import bench_model, summary
+    from fdjax.bench.record import write
     from fdjax.engine.memory import check_load, plan_memory
     from fdjax.lm import LM
     from fdjax.models import random_params
@@ -84,9 +87,16 @@ def run(args: argparse.Namespace) -> int:
         batch=args.batch,
         prompt_tokens=args.prompt_tokens,
         new_tokens=args.new_tokens,
-        runs=args.runs,
+        runs=args.runs or (15 if default_backend() == "cpu" else 5),
         commit=args.commit,
         progress=say,
     )
-    emit(record, args.output)
+    print(record.table())
+    if line := summary(record):
+        print(line)
+    if args.output:
+        write(record, args.output)
+        say(f"the record is in {args.output}")
+    else:
+        print(record.json())
     return int(record.failed)

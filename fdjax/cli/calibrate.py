@@ -1,4 +1,4 @@
-"""`fdjax calibrate`: choose the unified maximum by a text."""
+"""`fdjax calibrate`: choose the constants of attention by a text."""
 
 import argparse
 import warnings
@@ -7,6 +7,7 @@ from pathlib import Path
 import fdjax
 from fdjax.cli.arguments import Parser, integer, model_name
 from fdjax.cli.shared import (
+    EMBEDDED,
     MODEL,
     add_dtype,
     check_writable,
@@ -14,11 +15,12 @@ from fdjax.cli.shared import (
     say,
 )
 
-HELP = "choose the unified maximum of decode attention by a text"
+HELP = "measure attention scores on a text, for faster attention"
 DESCRIPTION = (
-    "Run a text through a model and choose, head by head, the constant that decode "
-    "attention subtracts in place of a maximum (FlashDecoding++, section 3). It changes the "
-    "speed, never a result."
+    "Run a text through a model and choose, for each attention head, a constant near its scores. "
+    "Attention subtracts it before the exponential, which is faster than the largest score of each "
+    "row (the unified maximum of FlashDecoding++, section 3). It changes the speed, never a "
+    "result. docs/performance.md says more."
 )
 # With fewer, a share of 1 % is a guess.
 _CALIBRATION_TOKENS = 1000
@@ -26,7 +28,7 @@ _CALIBRATION_TOKENS = 1000
 
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
-    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL)
+    parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL)
     parser.add_argument(
         "--text",
         action="append",
@@ -46,7 +48,8 @@ def add_arguments(parser: Parser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="default: beside the checkpoint, the only place where a model's loading looks for it",
+        help="default: beside the checkpoint, where loading a model looks for it; for the "
+        "embedded model, in this folder",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the distribution here")
     parser.add_argument("--commit", help="commit to record where git cannot be asked")
@@ -62,7 +65,9 @@ def run(args: argparse.Namespace) -> int:
     # Whatever is wrong is found before the minutes that a large model takes.
     texts = [read_text(path) for path in args.text]
     folder = locate(args.model)
-    output = folder / FILE if args.output is None else args.output
+    # The embedded model is a part of the package, which stays as it is.
+    beside = Path() if folder.samefile(EMBEDDED) else folder
+    output = args.output or beside / FILE
     check_writable(output)
     if args.plot:
         calibrate.check_plot(args.plot)
@@ -95,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
     write_calibration(calibration, output)
     print(calibration)
     say(f"written to {output}")
+    if output.resolve().parent != folder.resolve():
+        say(f"a model is loaded with it only from {FILE} in the folder of its checkpoint")
     if args.plot:
         calibrate.plot(statistics, folder.name, args.plot)
     return 0

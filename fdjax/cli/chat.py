@@ -17,8 +17,9 @@ from fdjax.cli.shared import (
 HELP = "talk with a model"
 DESCRIPTION = (
     "Talk with a model: each line is answered in view of those before it, which "
-    "need a chat template. Lines may be piped in. /reset forgets the conversation, /quit or "
-    "the end of the input ends it, Ctrl-C stops an answer."
+    'need a chat template. Lines may be piped in; """ begins and ends a message of several lines. '
+    "/system sets the system message, /reset forgets the conversation, /save writes it to a file, "
+    "/help lists the commands, /quit or the end of the input leaves, Ctrl-C stops an answer."
 )
 # Answers of a conversation end by themselves; this is for those that do not.
 CHAT_TOKENS = 1024

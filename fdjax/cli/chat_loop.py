@@ -1,18 +1,30 @@
 """`fdjax chat`: a conversation in a terminal, or with lines that are piped in."""
 
 import contextlib
+import json
 import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
+from fdjax.cli.chat_input import QUOTES, piped, read_message, typed
+from fdjax.cli.shared import check_writable, say
 from fdjax.lm import LM
+from fdjax.system.files import write_whole
 from fdjax.text.conversation import chat_ids
 
 logger = logging.getLogger("fdjax")
 
-_HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HINT = "/help lists the commands, /quit or Ctrl-D leaves, Ctrl-C stops an answer"
+_HELP = f"""/system TEXT   set the system message; without TEXT, remove it
+/reset         forget the conversation, but not the system message
+/save FILE     write the conversation to a JSON file
+/quit, /exit   leave, as quit, exit and Ctrl-D do
+/help          list the commands
+{QUOTES}            begins and ends a message of several lines
+Ctrl-C         stop an answer"""
 
 
 class Conversation:
@@ -22,6 +34,7 @@ class Conversation:
     their answers; a system message never is.
 
     Attributes:
+      system: the system message, or None.
       messages: questions and answers in turn.
       forgotten: how many messages the last question pushed out.
       cut: the last answer ended only for want of room.
@@ -46,7 +59,7 @@ class Conversation:
         self.forgotten = 0
         self.cut = False
         self._lm = lm
-        self._system = [] if system is None else [{"role": "system", "content": system}]
+        self.system = system
         self._template = {} if chat_template is None else {"chat_template": chat_template}
         self._max_new_tokens = max_new_tokens
         self._options = options
@@ -64,7 +77,7 @@ class Conversation:
         try:
             self._make_room()
             stream = self._lm.stream_chat(
-                self._system + self.messages,
+                self.whole,
                 max_new_tokens=self._max_new_tokens,
                 **self._template,
                 **self._options,
@@ -81,12 +94,18 @@ class Conversation:
             else:
                 self.messages = before
 
+    @property
+    def whole(self) -> list[dict[str, str]]:
+        """The messages, the system message before them."""
+        first = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return first + self.messages
+
     def _make_room(self) -> None:
         limit = self._lm.config.max_position_embeddings
         wanted = min(self._max_new_tokens, limit // 4)
         count = len(self.messages)
         while len(self.messages) > 1:
-            prompt = chat_ids(self._lm.tokenizer, self._system + self.messages, **self._template)
+            prompt = chat_ids(self._lm.tokenizer, self.whole, **self._template)
             if len(prompt) + wanted <= limit:
                 break
             del self.messages[:2]
@@ -94,38 +113,82 @@ class Conversation:
 
 
 def talk(conversation: Conversation) -> None:
-    """Answer line after line of standard input until it ends or says /quit.
+    """Answer message after message of standard input until it ends or one leaves.
 
     In a terminal, Ctrl-C stops an answer and an error is told; elsewhere both end the program.
 
     Raises:
-      ValueError: a line that is piped in is not UTF-8, or cannot be answered.
+      ValueError: a line that is piped in is not UTF-8, is no command, or cannot be answered.
     """
     if sys.stdin is None:
         return
     in_terminal = sys.stdin.isatty() and sys.stdout is not None and sys.stdout.isatty()
     if in_terminal:
-        print(_HELP, file=sys.stderr)
-    for line in _typed() if in_terminal else _piped():
-        command = line.strip()
-        if command == "/quit":
-            return
-        if command == "/reset":
-            conversation.messages.clear()
-        elif re.fullmatch(r"/(help|\?)", command):
-            print(_HELP, file=sys.stderr)
-        elif command:
-            try:
-                _show(conversation.ask(line))
-                _remark(conversation)
-            except KeyboardInterrupt:
-                if not in_terminal:
-                    raise
-                print()
-            except ValueError as error:
-                if not in_terminal:
-                    raise
-                print(f"fdjax: error: {error}", file=sys.stderr)
+        print(_HINT, file=sys.stderr)
+    read = typed() if in_terminal else piped()
+    going_on = True
+    while going_on:
+        message = None
+        try:
+            message = read_message(read)
+            going_on = message is not None and _heed(conversation, *message)
+        except KeyboardInterrupt:
+            if not in_terminal:
+                raise
+            print("" if message else f"\n{_HINT}", file=sys.stderr)
+        except (ValueError, OSError) as error:
+            if not in_terminal:
+                raise
+            print(f"fdjax: error: {error}", file=sys.stderr)
+
+
+def _heed(conversation: Conversation, message: str, quoted: bool) -> bool:
+    """Do what a command says, or answer a message; false for a command that leaves."""
+    command = re.fullmatch(r"/([a-z]+|\?)(?:\s+(.*))?", message.strip())
+    if quoted or command is None:
+        if not quoted and message.strip() in ("quit", "exit"):
+            return False
+        if message.strip():
+            _show(conversation.ask(message))
+            _remark(conversation)
+        return True
+    name, rest = command[1], command[2] or ""
+    if name in ("quit", "exit"):
+        return False
+    if name not in _COMMANDS:
+        raise ValueError(f"chat: there is no /{name}; /help lists the commands")
+    _COMMANDS[name](conversation, rest)
+    return True
+
+
+def _reset(conversation: Conversation, _: str) -> None:
+    conversation.messages.clear()
+
+
+def _system(conversation: Conversation, text: str) -> None:
+    conversation.system = text or None
+
+
+def _save(conversation: Conversation, name: str) -> None:
+    if not name:
+        raise ValueError("chat: /save needs the name of a file")
+    path = Path(name).expanduser()
+    check_writable(path)
+    write_whole(path, json.dumps(conversation.whole, indent=1, ensure_ascii=False) + "\n")
+    say(f"{len(conversation.whole)} messages written to {path}")
+
+
+def _help(_: Conversation, __: str) -> None:
+    print(_HELP, file=sys.stderr)
+
+
+_COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
+    "reset": _reset,
+    "system": _system,
+    "save": _save,
+    "help": _help,
+    "?": _help,
+}
 
 
 def _show(answer: Iterator[str]) -> None:
@@ -145,24 +208,3 @@ def _remark(conversation: Conversation) -> None:
         print("fdjax: the oldest messages no longer fit and are forgotten", file=sys.stderr)
     if conversation.cut:
         print("fdjax: cut short; --max-new-tokens and the context end an answer", file=sys.stderr)
-
-
-def _typed() -> Iterator[str]:
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401 - `input` edits lines with it
-    while True:
-        try:
-            yield input("> ")
-        except EOFError:
-            print()
-            return
-        except KeyboardInterrupt:
-            print(f"\n{_HELP}", file=sys.stderr)
-
-
-def _piped() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, 1):
-        try:
-            yield line.decode("utf-8-sig").rstrip("\r\n")
-        except UnicodeDecodeError:
-            raise ValueError(f"chat: line {number} must be UTF-8") from None

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError, integer
+from fdjax.cli.arguments import Parser, UsageError, integer, some_text
 from fdjax.cli.shared import (
     add_model,
     add_sampling,
@@ -26,6 +26,12 @@ def add_arguments(parser: Parser) -> None:
     """What it takes."""
     parser.add_argument("prompt", nargs="?", help="default: standard input")
     add_model(parser)
+    parser.add_argument(
+        "--system",
+        type=some_text,
+        metavar="TEXT",
+        help="answer the prompt as one question of a chat, after this system message",
+    )
     add_sampling(parser, "default: the checkpoint's, else 128")
     parser.add_argument(
         "--num-return-sequences",
@@ -52,11 +58,17 @@ def run(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise UsageError("generate: --logprobs needs --json")
     prompt, options = _prompt(args.prompt), sampling_of(args)
+    if args.num_return_sequences > 1:
+        _check_sampled(args.model, options)
     lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
     options = with_room(options, lm.defaults.max_new_tokens)
+    generate, stream, given = lm.generate, lm.stream, prompt
+    if args.system is not None:
+        generate, stream = lm.chat, lm.stream_chat
+        given = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
     if args.json or args.num_return_sequences > 1:
         several = {"num_return_sequences": args.num_return_sequences}
-        result = lm.generate(prompt, return_logprobs=args.logprobs, **several, **options)
+        result = generate(given, return_logprobs=args.logprobs, **several, **options)
         if args.json:
             for sample in _samples(prompt, result):
                 print(json.dumps(sample))
@@ -66,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
             logger.info("%s", result.stats)
         return 0
     held: str | None = ""
-    stream = lm.stream(prompt, **options)
-    for piece in stream:
+    answer = stream(given, **options)
+    for piece in answer:
         if held is not None:
             held += piece
             if not held.strip():
@@ -77,8 +89,26 @@ def run(args: argparse.Namespace) -> int:
         print(piece, end="", flush=True)
     print()
     if args.verbose:
-        logger.info("%s", stream.stats)
+        logger.info("%s", answer.stats)
     return 0
+
+
+def _check_sampled(model: str, options: dict[str, Any]) -> None:
+    """Refuse several samples where nothing is sampled, before the weights are read."""
+    from fdjax.sampling.options import GenerationConfig
+    from fdjax.sampling.per_prompt import per_prompt
+    from fdjax.weights.checkpoint import locate, read_json
+
+    folder = locate(model, weights=False)
+    path = folder / "generation_config.json"
+    defaults = GenerationConfig.from_files(
+        read_json(path, required=False), read_json(folder / "config.json"), str(path)
+    )
+    if not per_prompt(defaults, None, options, 1)[0].sampled:
+        raise UsageError(
+            "generate: --num-return-sequences needs a --temperature above 0, as without one all "
+            "samples are the same"
+        )
 
 
 def _prompt(given: str | None) -> str:

@@ -5,11 +5,13 @@ import json
 
 from fdjax.cli.arguments import Parser, byte_count, integer, model_name
 from fdjax.cli.shared import (
+    EMBEDDED,
     MODEL_OR_CONFIG,
     add_dtype,
     add_table,
     model_of,
 )
+from fdjax.tools.devices import DEVICES
 
 HELP = "size of a model, what fits, which kernels run"
 DESCRIPTION = "Say how large a model is, what fits on the device and which kernels run."
@@ -17,7 +19,7 @@ DESCRIPTION = "Say how large a model is, what fits on the device and which kerne
 
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
-    parser.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     parser.add_argument(
         "--batch", type=integer(1), metavar="B", default=1, help="rows at once; default: 1"
     )
@@ -31,7 +33,12 @@ def add_arguments(parser: Parser) -> None:
         "--memory",
         type=byte_count,
         metavar="SIZE",
-        help="what would fit into this, such as 80GB; default: the memory JAX may use here",
+        help="what would fit into this, such as 80GB; default: the memory JAX may use",
+    )
+    parser.add_argument(
+        "--device",
+        choices=tuple(DEVICES),
+        help="plan for this GPU, wherever the command runs; default: the device here",
     )
     add_dtype(parser)
     add_table(parser)
@@ -43,6 +50,9 @@ def run(args: argparse.Namespace) -> int:
     from fdjax.tools.info import model_info
 
     model, _ = model_of(args)
-    info = model_info(model, batch=args.batch, slots=args.context, memory_bytes=args.memory)
+    memory_bytes = args.memory
+    if memory_bytes is None and args.device is not None:
+        memory_bytes = DEVICES[args.device].memory_bytes
+    info = model_info(model, batch=args.batch, slots=args.context, memory_bytes=memory_bytes)
     print(json.dumps(info.asdict()) if args.json else info)
     return 0

@@ -1,17 +1,16 @@
-"""The command line: `fdjax generate | chat | info | doctor | bench | calibrate | tune`."""
+"""The command line: `fdjax generate | chat | score | info | doctor | bench | calibrate | tune`."""
 
 import argparse
 import contextlib
 import importlib
 import logging
 import os
-import shutil
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError
+from fdjax.cli.arguments import Parser, UsageError, did_you_mean
 from fdjax.system import interrupts
 
 _EXAMPLES = """examples:
@@ -19,6 +18,7 @@ _EXAMPLES = """examples:
   fdjax generate --model meta-llama/Llama-3.2-1B --max-new-tokens 64 "The ocean is"
   echo "What is 7 + 5?" | fdjax generate
   fdjax chat
+  fdjax score --file book.txt --stride 256
   fdjax info path/to/checkpoint --memory 80GB --batch 8
   fdjax doctor
   fdjax bench path/to/checkpoint --batch 8
@@ -27,7 +27,7 @@ _EXAMPLES = """examples:
 """
 logger = logging.getLogger("fdjax")
 
-_COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate", "tune")
+_COMMANDS = ("generate", "chat", "score", "info", "doctor", "bench", "calibrate", "tune")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -56,27 +56,25 @@ def _run(argv: Sequence[str] | None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser(next((word for word in argv if not word.startswith("-")), ""))
+    command = next((word for word in argv if not word.startswith("-")), "")
+    parser = _parser(command)
+    if command not in ("", *_COMMANDS):
+        parser.error(f"there is no command {command!r}{did_you_mean(command, _COMMANDS)}")
     args = parser.parse_args(argv)
     if "run" not in args:
         parser.print_help(sys.stderr)
         return 2
-    with warnings.catch_warnings(), _told(getattr(args, "verbose", False)):
+    logged = _logged() if getattr(args, "verbose", False) else contextlib.nullcontext()
+    with warnings.catch_warnings(), logged:
         warnings.showwarning = _show_warning
         return args.run(args)
 
 
 @contextlib.contextmanager
-def _told(verbose: bool) -> Iterator[None]:
-    """With `verbose`, what fdjax logs goes to standard error; else a terminal sees compilations."""
-    if verbose:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
-    elif sys.stderr is not None and sys.stderr.isatty():
-        handler = _CompileNotice()
-    else:
-        yield
-        return
+def _logged() -> Iterator[None]:
+    """What fdjax logs goes to standard error."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
     level = logger.level
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
@@ -87,25 +85,10 @@ def _told(verbose: bool) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _CompileNotice(logging.Handler):
-    """Says on a terminal, wherever the cursor is, what is compiled, for as long as it takes."""
-
-    def emit(self, record):
-        compiling = getattr(record, "compiling", None)
-        if compiling is None:
-            return
-        if compiling:
-            # The first token of an answer may be on this line; what wraps cannot be taken back.
-            room = max(0, shutil.get_terminal_size().columns - 24)
-            self._notice = f" [{record.getMessage()}]"[:room]
-            print(self._notice, end="", file=sys.stderr, flush=True)
-        else:
-            back = "\b" * len(self._notice)
-            print(back + " " * len(back) + back, end="", file=sys.stderr, flush=True)
-
-
 def _fail(reason: Exception | str, code: int = 1) -> int:
-    print(f"fdjax: error: {reason}", file=sys.stderr)
+    from fdjax.models.readable import readable
+
+    print(f"fdjax: error: {readable(reason)}", file=sys.stderr)
     return code
 
 
@@ -137,7 +120,9 @@ def _flush() -> None:
 
 
 def _show_warning(message, category, filename, lineno, file=None, line=None):
-    print(f"fdjax: warning: {message}", file=file or sys.stderr)
+    from fdjax.models.readable import readable
+
+    print(f"fdjax: warning: {readable(message)}", file=file or sys.stderr)
 
 
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
@@ -155,7 +140,7 @@ def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION)
         if chosen in (None, name):
             module.add_arguments(command)
-            command.set_defaults(run=module.run)
+            command.set_defaults(run=module.run, parser=command)
     return parser
 
 

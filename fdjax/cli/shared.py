@@ -7,15 +7,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fdjax
 from fdjax.cli.arguments import UsageError, model_name, said, some_text
 
+# The folder and not its name, which a folder of the user may have.
+EMBEDDED = str(Path(fdjax.__file__).parent / "models" / "tiny")
 MODEL = "folder or hub id; default: the embedded model"
 MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """The arguments of a command that loads a model: which, in what dtype, with what table."""
-    parser.add_argument("--model", default="tiny", type=model_name, help=MODEL)
+    parser.add_argument("--model", default=EMBEDDED, type=model_name, help=MODEL)
     add_dtype(parser)
     add_table(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
@@ -71,11 +74,18 @@ def add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` me
 
 
 def plan_of(args: argparse.Namespace):
-    """The device's plan as --implementation and --table change it; None if neither does."""
+    """The plan of --device, or the device's as --implementation and --table change it.
+
+    None if there is none of these arguments.
+    """
     from fdjax.pallas_kernels.plan import Plan
     from fdjax.system.platform import default_backend
+    from fdjax.tools.devices import DEVICES
 
-    implementation = getattr(args, "implementation", None)
+    implementation, name = getattr(args, "implementation", None), getattr(args, "device", None)
+    if name is not None:
+        device = DEVICES[name]
+        return Plan.for_kind(device.kind, device.compute_capability, table=args.table)
     if args.table is None and implementation is None:
         return None
     default_backend()

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from fdjax.cli.arguments import Parser, UsageError, model_name
 from fdjax.cli.shared import (
+    EMBEDDED,
     MODEL_OR_CONFIG,
     add_dtype,
     add_table,
@@ -24,7 +25,7 @@ DESCRIPTION = (
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
     source = parser.add_mutually_exclusive_group()
-    source.add_argument("model", nargs="?", default="tiny", type=model_name, help=MODEL_OR_CONFIG)
+    source.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     source.add_argument(
         "--config", type=model_name, metavar="FILE", help="the same by a config.json"
     )

@@ -35,6 +35,8 @@ export.register_namedtuple_serialization(Logprobs, serialized_name="fdjax.Logpro
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "annotate_device_placement", "__cudnn$fmhaSoftmax")
 _CHECKS = tuple(map(export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
 
+_FOLDER = "fdjax"  # in that of JAX's cache
+_NAME = r"[0-9a-f]{64}"  # of a program; while it is written, the process's number follows
 _FOLDERS = (".", "models", "pallas_kernels")  # of the package; the latter two may be links
 _DIGEST_BYTES = 32
 _UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of another version, mostly
@@ -116,7 +118,7 @@ def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
         description,
         shapes,
     )
-    return Path(folder) / "fdjax" / hashlib.sha256(repr(origin).encode()).hexdigest()
+    return Path(folder) / _FOLDER / hashlib.sha256(repr(origin).encode()).hexdigest()
 
 
 def _modules() -> list[ModuleType]:
@@ -207,13 +209,22 @@ def _read(path: Path) -> export.Exported | None:
     except OSError as error:
         logger.info("%s cannot be read: %s", path, error)
         return None
-    digest, program = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-    if _digest(path, program) != digest:
+    if _is_damaged(path, data):
         logger.info("%s is damaged", path)
         return None
     with contextlib.suppress(OSError):  # of another user
         os.utime(path)
-    return export.deserialize(bytearray(program))
+    return export.deserialize(bytearray(data[_DIGEST_BYTES:]))
+
+
+def _is_damaged(path: Path, data: bytes) -> bool:
+    return _digest(path, data[_DIGEST_BYTES:]) != data[:_DIGEST_BYTES]
+
+
+def damaged_programs(folder: Path) -> list[Path]:
+    """The programs kept in JAX's cache folder that are not as they were written."""
+    programs = (p for p in sorted(folder.glob(f"{_FOLDER}/*")) if re.fullmatch(_NAME, p.name))
+    return [path for path in programs if _is_damaged(path, path.read_bytes())]
 
 
 def _digest(path: Path, program: bytes) -> bytes:
@@ -238,7 +249,7 @@ def _write(path: Path, exported: export.Exported) -> None:
 
 def _remove_unused(folder: Path) -> None:
     for path in folder.iterdir():
-        if re.fullmatch(r"[0-9a-f]{64}(\.\d+)?", path.name):
+        if re.fullmatch(rf"{_NAME}(\.\d+)?", path.name):
             with contextlib.suppress(OSError):  # gone already, or of another user
                 if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
                     path.unlink()

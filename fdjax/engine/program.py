@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import jax
 
+from fdjax.system.notice import Notice
+
 logger = logging.getLogger("fdjax")
 
 
@@ -20,12 +22,16 @@ class _Current(threading.local):
       began: time when that compilation began.
       seconds: time that the last finished call spent compiling.
       collects: whether to enable Python's garbage collector again after the call.
+      notice: what a terminal shows during the compilation, unless it is logged.
     """
 
     compiles: str | None = None
     began = 0.0
     seconds = 0.0
     collects = False
+
+    def __init__(self):
+        self.notice = Notice()
 
     def begin(self, name: str) -> None:
         # Garbage collection would take a tenth of a first call with cached programs
@@ -34,8 +40,12 @@ class _Current(threading.local):
         gc.disable()
         self.compiles, self.began = name, time.perf_counter()
         logger.info("compiling %s", name, extra={"compiling": True})
+        if not logger.isEnabledFor(logging.INFO):
+            self.notice.show(f"compiling {name}")
 
-    def resume_collecting(self) -> None:
+    def leave_off(self) -> None:
+        """Undo what `begin` did to the process and its terminal."""
+        self.notice.clear()
         if self.collects:
             gc.enable()
             self.collects = False
@@ -45,7 +55,7 @@ class Program:
     """`jax.jit` of a function of arrays, compiled once for each set of shapes and dtypes.
 
     Each compilation is logged when it begins and when it ends. The attribute `compiling` of the log
-    record is then True or False.
+    record is then True or False. Where nobody listens to the log, a terminal shows it.
 
     Attributes:
       compilations: number of compilations so far.
@@ -90,7 +100,7 @@ class Program:
                 current.begin(name)
             out = self._jitted(*args)
         finally:
-            current.resume_collecting()
+            current.leave_off()
         current.seconds = 0.0 if current.compiles is None else self._end()
         return out
 
@@ -100,7 +110,7 @@ class Program:
             return self._jitted.lower(*args)
         finally:
             self._current.compiles = None
-            self._current.resume_collecting()
+            self._current.leave_off()
 
     def _end(self) -> float:
         name, self._current.compiles = self._current.compiles, None

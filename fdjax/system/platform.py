@@ -8,6 +8,8 @@ from pathlib import Path
 
 import jax
 
+from fdjax.system.compiled_programs import write_damaged_anew
+
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 logger = logging.getLogger("fdjax")
@@ -28,9 +30,12 @@ def compilation_cache_folder() -> Path:
 def enable_compilation_cache(folder: Path | None = None) -> None:
     """Keep compiled programs on disk, unless JAX is already configured to.
 
+    An entry of JAX's cache that is damaged is written anew, wherever the cache is.
+
     Args:
       folder: default `$XDG_CACHE_HOME/fdjax/xla`, or `~/.cache/fdjax/xla`.
     """
+    write_damaged_anew()
     if jax.config.jax_compilation_cache_dir is not None:
         return
     try:

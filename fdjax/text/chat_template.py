@@ -19,6 +19,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fdjax.models import CheckpointError
+from fdjax.models.readable import readable
 from fdjax.weights.checkpoint import is_there, read_json
 
 Message = Mapping[str, Any]
@@ -56,7 +57,8 @@ class ChatTemplate:
         data = read_json(config, required=False)
         legacy = folder / "chat_template.json"
         single = folder / "chat_template.jinja"
-        files = {p.stem: p for p in sorted(folder.glob("additional_chat_templates/*.jinja"))}
+        additional = sorted(folder.glob("additional_chat_templates/*.jinja"))
+        files = {path.stem: path for path in additional if is_there(path)}
         files |= {"default": single} if is_there(single) else {}
         source, templates = single, {name: _read_text(path) for name, path in files.items()}
         if not templates:
@@ -164,7 +166,7 @@ class ChatTemplate:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return readable(" ".join(str(error).split()) or type(error).__name__)
 
 
 def _read_text(path: Path) -> str:

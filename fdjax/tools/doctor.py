@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 
 import fdjax
+from fdjax.engine.disk_cache import damaged_programs
 from fdjax.pallas_kernels.attention import AttentionSpec, decode_attention
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.system import platform
+from fdjax.system.compiled_programs import damaged_entries
 from fdjax.system.device_memory import device_memory_bytes
 
 # First driver that runs programs of this CUDA generation (NVIDIA's CUDA toolkit release notes).
@@ -27,6 +29,8 @@ _DRIVER_FOR_CUDA = {13: 580, 12: 525}
 _FAST_CAPABILITY = (8, 0)
 # What keeps JAX from a GPU.
 _KNOBS = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
+# Damaged programs that are named one by one; of more, the whole cache may go.
+_NAMED = 3
 _INSTALL = "pip install -U 'jax[cuda13]'"
 
 Status = Literal["ok", "note", "problem"]
@@ -235,7 +239,13 @@ def _cache() -> Finding:
             "set XDG_CACHE_HOME to a folder of yours",
         )
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    return Finding("compilation cache", "ok", f"{folder}, {size / 1e6:.1f} MB")
+    text = f"{folder}, {size / 1e6:.1f} MB"
+    if damaged := [*damaged_entries(folder), *damaged_programs(folder)]:
+        what = "1 program is" if len(damaged) == 1 else f"{len(damaged)} programs are"
+        remove = damaged if len(damaged) <= _NAMED else [folder]
+        cure = f"delete {', '.join(map(str, remove))}"
+        return Finding("compilation cache", "problem", f"{text}: {what} damaged", cure)
+    return Finding("compilation cache", "ok", text)
 
 
 def _version(name: str) -> str | None:

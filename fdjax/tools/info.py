@@ -58,11 +58,12 @@ class ModelInfo:
         ]
         if self.device_bytes is not None:
             lines.append(f"memory        {self.device_bytes / 1e9:.1f} GB")
-        lines.append(f"takes         {self.memory}")
+        lines.append(f"needs         {self.memory}")
         if self.device_bytes is not None:
             lines.append(f"fits          {self._fits()}")
         lines += ["", f"{'op':18} {'shape':44} {'runs':10} chosen by"]
         lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
+        lines += ["", "docs/performance.md says what these operations and implementations are."]
         return "\n".join(lines)
 
     def _fits(self) -> str:

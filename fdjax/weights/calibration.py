@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from fdjax.models import CheckpointError, DecoderConfig
+from fdjax.models.readable import readable
 from fdjax.system.files import json_by_line, write_whole
-from fdjax.weights.checkpoint import fingerprint, read_json
+from fdjax.weights.checkpoint import fingerprint, is_there, read_json
 
 FILE = "fdjax_calibration.json"
 SCHEMA = 1
@@ -77,7 +78,7 @@ class Calibration:
 
     def __str__(self) -> str:
         """A table for people."""
-        head = ("layer", "99.99 % of scores", "extremes", "phi", "leaving", "applies")
+        head = ("layer", "99.99 % of scores", "all scores", "constant", "outside", "uses it")
         cells = [head]
         for i, layer in enumerate(self.layers):
             ranges = (
@@ -95,11 +96,14 @@ class Calibration:
             )
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ["  ".join(c.rjust(w) for c, w in zip(row, widths, strict=True)) for row in cells]
-        applies = sum(layer.applies for layer in self.layers)
+        count = sum(layer.applies for layer in self.layers)
         lines += [
             "",
-            f"A unified maximum applies in {applies} of {len(self.layers)} layers: at most "
-            f"{RATE_LIMIT:.0%} of the rows leave phi +- {SAFE_LOG2 / _LOG2E:.2f}.",
+            f"{count} of {len(self.layers)} layers subtract a constant in the softmax, not "
+            "the largest score of each row, which is faster.",
+            "A layer does where the largest score of at most "
+            f"{RATE_LIMIT:.0%} of its rows is outside constant +- {SAFE_LOG2 / _LOG2E:.2f}.",
+            "Rows outside may be computed again: no answer changes. docs/performance.md says more.",
         ]
         return "\n".join(lines)
 
@@ -133,8 +137,10 @@ def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | N
         raise CheckpointError(f"{error}; {_REMEDY}") from None
     if data.get("schema") != SCHEMA:
         warnings.warn(
-            f"{path}: not used, the schema must be {SCHEMA}, got {data.get('schema')!r}; "
-            "run `fdjax calibrate` again",
+            readable(
+                f"{path}: not used, the schema must be {SCHEMA}, got {data.get('schema')!r}; "
+                "run `fdjax calibrate` again"
+            ),
             stacklevel=4,
         )
         return None
@@ -176,7 +182,7 @@ def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
       UserWarning: the calibration is of another schema, and not used.
     """
     path = folder / FILE
-    if not path.exists():
+    if not is_there(path):
         return config
     calibration = read_calibration(path, config)
     if calibration is None:

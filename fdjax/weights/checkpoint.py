@@ -29,6 +29,7 @@ from jax import Array
 
 from fdjax.models import CheckpointError, Model, Params, ignored_tensors, weight_map
 from fdjax.models.name_map import WeightMap, join
+from fdjax.models.readable import readable
 
 _DTYPES = {
     "F32": np.dtype(np.float32),
@@ -39,6 +40,8 @@ _DTYPES = {
 EMBEDDED = "tiny"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+# No file system has files of longer names.
+_NAME_BYTES = 255
 _DOWNLOAD_AGAIN = "download the file again"
 # What a clone without Git LFS has in place of a large file.
 _LFS_POINTER = b"version https://git-lfs"
@@ -94,6 +97,11 @@ def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pat
         raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
     path = user_path(name_or_path)
     if path.is_dir():
+        if name_or_path == EMBEDDED and not is_there(path / "config.json"):
+            raise CheckpointError(
+                f"{name_or_path}: this folder has no config.json; the embedded model is meant only "
+                "where there is no folder of its name"
+            )
         return path
     if name_or_path == EMBEDDED:
         return Path(str(importlib.resources.files("fdjax.models.tiny")))
@@ -132,11 +140,22 @@ def is_there(path: Path) -> bool:
     """Whether a file is there.
 
     Raises:
-      CheckpointError: it is a link to one that is not, as in a hub's cache that was cleaned up.
+      CheckpointError: it is a link to one that is not, as in a hub's cache that was cleaned up; or
+        no regular file.
     """
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path}: a broken link; download the checkpoint again")
-    return path.exists()
+    there = path.exists()
+    if there:
+        _refuse_irregular(path)
+    return there
+
+
+def _refuse_irregular(path: Path) -> None:
+    """Raise CheckpointError for a folder, and for a pipe or a device, whose reader might wait."""
+    if not path.is_file():
+        kind = "a folder" if path.is_dir() else "a pipe or a device"
+        raise CheckpointError(f"{path}: must be a regular file, is {kind}")
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
@@ -215,7 +234,8 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     for file in sorted(set(index.values())):
         first = min(name for name, f in index.items() if f == file)
         # Nothing outside the folder is read, whatever an index says.
-        if not file.isprintable() or file in ("", "..") or Path(file).name != file:
+        beside = file not in ("", "..") and Path(file).name == file
+        if not (beside and file.isprintable() and len(file.encode()) <= _NAME_BYTES):
             raise CheckpointError(
                 f"{_INDEX}: tensor {first!r} must be in a file beside the index, got {file!r}"
             )
@@ -223,6 +243,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
             raise CheckpointError(
                 f"{file}: shard is missing, needed for tensor {first!r}; {_DOWNLOAD_AGAIN}"
             )
+        _refuse_irregular(folder / file)
         for name, tensor in _read_header(folder / file).items():
             # What no index entry claims is kept, to be found unexpected.
             if index.get(name, file) == file:
@@ -237,7 +258,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
                 f"{file}: tensor {name!r} is in the index but not in the file; {_DOWNLOAD_AGAIN}"
             )
     for copy in copies:
-        warnings.warn(copy, stacklevel=3)
+        warnings.warn(readable(copy), stacklevel=3)
     return tensors
 
 
@@ -487,7 +508,9 @@ def _warn_of_damage(tensor: StoredTensor, largest: float) -> None:
         problem = "nothing but zeros"
     if problem:
         warnings.warn(
-            f"{tensor.file.name}: tensor {tensor.name!r} has {problem}; answers may be wrong",
+            readable(
+                f"{tensor.file.name}: tensor {tensor.name!r} has {problem}; answers may be wrong"
+            ),
             stacklevel=3,
         )
 

@@ -13,6 +13,7 @@ from fdjax.bench import __main__ as cli
 from fdjax.bench import ceiling, record, suite, timing
 from fdjax.bench.check import verify
 from fdjax.bench.compare import compare
+from fdjax.bench.model import summary
 
 gpu = pytest.mark.gpu
 
@@ -387,6 +388,32 @@ def test_compare_flags_what_moved_beyond_tolerance_and_spread():
     statuses, failed = _statuses(new, old)
     assert statuses["a"] == "improvement" and not failed
     assert not _statuses(old, new, tolerance=0.2)[1]
+
+
+def test_on_a_cpu_only_a_factor_of_two_is_a_change():
+    def of_cpu(median):
+        made = _record(a=[median])
+        made.environment["platform"] = "cpu"
+        return made
+
+    for median, status in ((157, "same"), (199, "same"), (201, "regression"), (49, "improvement")):
+        assert _statuses(of_cpu(100.0), of_cpu(float(median)))[0] == {"a": status}
+    assert _statuses(of_cpu(100.0), of_cpu(157.0), tolerance=0.05)[1]
+    assert "factor of 2" in compare(of_cpu(1.0), of_cpu(1.0)).table()
+
+
+def test_a_summary_is_of_all_rows():
+    made = _record(x=[1.0])
+    assert summary(made) == ""
+    made.config = {"batch": 4}
+    made.rows = [
+        record.Row(f"{case} B4 P8", "fdjax", True, timing={"median_us": us})
+        for case, us in (("first token", 12_340.0), ("decode step", 5_000.0))
+    ]
+    told = "first token after 12.3 ms, then 800.0 tokens/s"
+    assert summary(made) == f"{told} (200.0 for each of 4 prompts)"
+    made.config = {"batch": 1}
+    assert summary(made) == "first token after 12.3 ms, then 200.0 tokens/s"
 
 
 def test_compare_of_rows_that_do_not_match():

@@ -590,6 +590,7 @@ def test_kernels_run_in_processes_of_their_own(monkeypatch, tmp_path, capsys):
             self.returncode = int("matmul" in command[2])
 
     monkeypatch.setattr(kernels.subprocess, "run", Done)
+    monkeypatch.setattr(kernels, "backend", lambda: "gpu")
     argv = ["--only", "B1", "--output", str(tmp_path), "--commit", "c"]
     assert kernels.main([*argv, "--scripts", "matmul", "decode_attention"]) == 1
     assert ran == [
@@ -597,6 +598,14 @@ def test_kernels_run_in_processes_of_their_own(monkeypatch, tmp_path, capsys):
         for n in ("matmul", "decode_attention")
     ]
     assert "failed: matmul" in capsys.readouterr().err
+
+
+def test_kernels_are_not_started_on_a_cpu(monkeypatch, capsys):
+    ran = []
+    monkeypatch.setattr(kernels.subprocess, "check_output", lambda *_, **__: "cpu\n")
+    monkeypatch.setattr(kernels.subprocess, "run", ran.append)
+    assert (kernels.main([]), ran) == (2, [])
+    assert capsys.readouterr() == ("", "kernels: needs an NVIDIA GPU, JAX sees none\n")
 
 
 def test_products_that_are_cut_off_keep_what_they_have(monkeypatch, tmp_path):
@@ -775,20 +784,23 @@ def test_a_table_is_of_the_device_of_the_records(tables, monkeypatch, tmp_path):
 def test_figures_are_drawn_from_records(results, tables, monkeypatch, tmp_path, capsys):
     plots = plots_module(monkeypatch)
     monkeypatch.setattr(plots.Results.__init__, "__defaults__", (tables,))
+    monkeypatch.chdir(tmp_path)
     assert plots.main(["--results", str(results)]) == 0
-    drawn = {path.name for path in (results / "figures").iterdir()}
+    assert not (results / "figures").exists()
+    drawn = {path.name for path in (tmp_path / "figures").iterdir()}
     assert drawn == {f"{name}.{suffix}" for name in plots.FIGURES for suffix in ("png", "svg")}
     assert "no record" not in capsys.readouterr().out
-    first = (results / "figures" / "memory.svg").read_text()
+    first = (tmp_path / "figures" / "memory.svg").read_text()
     assert "weights" in first or "<path" in first
 
 
 def test_a_figure_without_a_record_is_left_out_and_said(monkeypatch, tmp_path, capsys):
     plots = plots_module(monkeypatch)
     monkeypatch.setattr(plots.Results.__init__, "__defaults__", (tmp_path,))
-    assert plots.main(["--results", str(tmp_path)]) == 0
+    folder = tmp_path / "drawn"
+    assert plots.main(["--results", str(tmp_path), "--output", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{n}: no record yet" for n in plots.FIGURES]
-    assert list((tmp_path / "figures").iterdir()) == []
+    assert list(folder.iterdir()) == []
 
 
 def plots_module(monkeypatch):

@@ -4,6 +4,7 @@ import codecs
 import copy
 import io
 import json
+import math
 import os
 import re
 import select
@@ -22,20 +23,23 @@ import pytest
 
 try:
     import pty
+    import termios
 except ImportError:  # not a Unix
     pty = None
 
 import fdjax
 from fdjax.bench import record as records
 from fdjax.cli.main import _parser, main
+from fdjax.engine import results
 from fdjax.engine.program import Program
 from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.system import platform
+from fdjax.tools.devices import DEVICES
 from fdjax.weights.checkpoint import locate
 
 QUESTION = "What is the largest ocean?"
 ANSWER = "The largest ocean is the Pacific Ocean."
-COMMANDS = ("generate", "chat", "info", "doctor", "bench", "calibrate", "tune")
+COMMANDS = ("generate", "chat", "score", "info", "doctor", "bench", "calibrate", "tune")
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -166,11 +170,36 @@ def test_several_samples_are_as_many_objects(run, lm, loaded, monkeypatch):
     ]
 
 
-def test_several_samples_of_the_likeliest_are_refused(run, loaded):
-    code, out, err = run("generate", "hi", "--num-return-sequences", "2")
-    assert (code, out) == (1, "")
+@pytest.mark.parametrize("options", [[], ["--temperature", "0"]])
+def test_several_samples_of_the_likeliest_are_refused_before_loading(run, loaded, options):
+    code, out, err = run("generate", "hi", "--num-return-sequences", "2", *options)
+    assert (code, out, loaded) == (2, "", [])
     assert is_one_line(err)
-    assert "num_return_sequences must be 1" in err
+    assert "--num-return-sequences needs a --temperature" in err
+
+
+def test_several_samples_by_a_checkpoint_that_samples(run, lm, folder, loaded, monkeypatch):
+    edit(folder / "generation_config.json", do_sample=True, temperature=0.5)
+    result = fdjax.GenerateResult(
+        [[5], [6]], ["a", "b"], ["stop"] * 2, logprobs=None, stats=fdjax.Stats()
+    )
+    monkeypatch.setattr(lm, "generate", lambda *_, **__: result)
+    argv = ["generate", "hi", "--model", str(folder), "--num-return-sequences", "2"]
+    assert run(*argv) == (0, "a\n---\nb\n", "")
+    code, _, err = run(*argv, "--temperature", "0")
+    assert (code, is_one_line(err)) == (2, True)
+
+
+def test_a_system_message_makes_the_prompt_a_question(run, asked, lm, monkeypatch):
+    assert run("generate", "hi", "--system", "Be brief.", "--seed", "1")[:2] == (0, "word \n")
+    messages = [("system", "Be brief."), ("user", "hi")]
+    assert asked == [(messages, {"seed": 1})]
+    chat = []
+    result = fdjax.GenerateResult([[5]], ["a"], ["stop"], logprobs=None, stats=fdjax.Stats())
+    monkeypatch.setattr(lm, "chat", lambda *args, **_: chat.append(args) or result)
+    assert run("generate", "hi", "--system", "Be brief.", "--json")[0] == 0
+    assert chat == [([dict(role=role, content=text) for role, text in messages],)]
+    assert run("generate", "hi", "--system", "")[0] == 2
 
 
 @pytest.mark.parametrize("prompt", ["two\nlines", "an emoji 🌊", "-5 + 8 =", "tab\tand \x00"])
@@ -343,6 +372,96 @@ def test_a_conversation_is_remembered_until_reset(run, asked):
     ]
 
 
+@pytest.mark.parametrize("leave", ["/quit", "/exit", "quit", " exit "])
+def test_what_leaves_a_conversation(run, asked, leave):
+    assert run("chat", stdin=f"one\n{leave}\ntwo".encode()) == (0, "word \n", "")
+    assert len(asked) == 1
+
+
+def test_the_system_message_may_be_changed(run, asked):
+    piped = b"/system Be brief.\none\n/system\ntwo\n"
+    assert run("chat", "--system", "Be long.", stdin=piped)[0] == 0
+    assert [messages for messages, _ in asked] == [
+        [("system", "Be brief."), ("user", "one")],
+        [("user", "one"), ("assistant", "word"), ("user", "two")],
+    ]
+
+
+def test_a_conversation_is_saved_as_messages(run, asked, tmp_path):
+    code, _, err = run("chat", "--system", "Be brief.", stdin="één\n/save a/talk.json".encode())
+    assert (code, err) == (0, "fdjax: 3 messages written to a/talk.json\n")
+    assert json.loads((tmp_path / "a" / "talk.json").read_text()) == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "één"},
+        {"role": "assistant", "content": "word"},
+    ]
+    for command in ("/save", f"/save {tmp_path}"):
+        code, _, err = run("chat", stdin=command.encode())
+        assert (code, is_one_line(err)) == (1, True)
+
+
+def test_a_quoted_message_has_several_lines(run, asked):
+    piped = b'"""/reset\n\n  two\n"""\n"""one"""\n""" a\nb"""\n'
+    assert run("chat", stdin=piped)[0] == 0
+    assert [messages[-1][1] for messages, _ in asked] == ["/reset\n\n  two", "one", " a\nb"]
+    code, _, err = run("chat", stdin=b'"""one\ntwo')
+    assert (code, is_one_line(err), len(asked)) == (1, True, 3)
+
+
+def test_an_unknown_command_is_named_and_a_path_is_a_message(run, asked):
+    code, _, err = run("chat", stdin=b"/etc/hosts\n/ what\n/resett now\nhi")
+    assert (code, err) == (
+        1,
+        "fdjax: error: chat: there is no /resett; /help lists the commands\n",
+    )
+    assert [messages[-1][1] for messages, _ in asked] == ["/etc/hosts", "/ what"]
+
+
+def test_help_in_a_conversation_lists_the_commands(run, asked):
+    code, out, err = run("chat", stdin=b"/help\n/?")
+    assert (code, out) == (0, "")
+    for command in ("/system", "/reset", "/save", "/quit", "/exit", "/help"):
+        assert err.count(command) >= 2
+
+
+# Scoring
+
+
+def test_scores_are_a_line_for_each_text(run, lm, loaded, tmp_path):
+    texts = ["The capital of Japan is Tokyo.", "The largest ocean"]
+    (tmp_path / "a.txt").write_text("two\nlines")
+    expected = lm.score([*texts, "two\nlines"])
+    code, out, err = run("score", *texts, "--file", "a.txt")
+    assert (code, err) == (0, "")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert [line.get("text") for line in lines] == [*texts, None]
+    assert lines[2]["file"] == "a.txt"
+    assert [line["perplexity"] for line in lines] == expected.perplexities
+    assert [line["tokens"] for line in lines] == [len(ids) for ids in expected.tokens]
+    assert lines[0]["logprob"] == pytest.approx(sum(expected.logprobs[0]))
+    assert "logprobs" not in lines[0]
+    piped = f"{texts[0]}\r\n\n{texts[1]}\n{texts[0]}".encode()
+    code, out, _ = run("score", "--tokens", stdin=piped)
+    piped_lines = [json.loads(line) for line in out.splitlines()]
+    assert [line["ids"] for line in piped_lines] == [expected.tokens[i] for i in (0, 1, 0)]
+    assert [len(line["logprobs"]) for line in piped_lines] == [
+        len(line["ids"]) - 1 for line in piped_lines
+    ]
+
+
+def test_a_long_text_is_scored_with_a_stride(run, lm, loaded, monkeypatch):
+    calls = []
+
+    def score(*args, **options):
+        calls.append((args, options))
+        return types.SimpleNamespace(tokens=[[3]], logprobs=[[]], perplexities=[math.nan])
+
+    monkeypatch.setattr(lm, "score", score)
+    code, out, _ = run("score", "--stride", "8", "--batch-size", "2", "x")
+    assert (code, json.loads(out)["perplexity"]) == (0, None)
+    assert calls == [((["x"],), {"stride": 8, "batch_size": 2})]
+
+
 def test_chat_options_reach_the_model(run, asked, tmp_path):
     (tmp_path / "mine.jinja").write_bytes(codecs.BOM_UTF8 + b"{{ messages }}")
     options = "--max-new-tokens 6 --temperature 1.5 --top-k 20 --top-p 0.9 --seed 7".split()
@@ -467,8 +586,9 @@ class Terminal:
     def __init__(self, *argv, folder):
         self.shown = ""
         self._master, slave = pty.openpty()
+        termios.tcsetwinsize(slave, (24, 80))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fdjax.cli.main", *argv],
+            [sys.executable, *argv],
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -502,7 +622,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
     # No end of sequence: a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)
     edit(folder / "tokenizer_config.json", eos_token="<pad>")
-    terminal = Terminal("chat", "--model", str(folder), folder=tmp_path)
+    terminal = Terminal("-m", "fdjax.cli.main", "chat", "--model", str(folder), folder=tmp_path)
     terminal.until("> ")
     terminal.type("Once upon a time\n")
     terminal.until("time\r\n")
@@ -519,6 +639,28 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
     terminal.until("> ")
     terminal.type("\x04")
     assert terminal.process.wait(timeout=60) == 0
+
+
+SCRIPT = """
+import fdjax
+lm = fdjax.load("tiny")
+print(lm.generate("What is the largest ocean?", max_new_tokens=2).text)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(pty is None, reason="needs pseudo-terminals")
+def test_a_script_in_a_terminal_shows_what_it_does(tmp_path):
+    terminal = Terminal("-c", SCRIPT, folder=tmp_path)
+    terminal.until("tiny: ")
+    terminal.until("%")
+    terminal.until("[compiling prefill of 1 x ")
+    terminal.until("\b")
+    terminal.until("The largest")
+    assert terminal.process.wait(timeout=60) == 0
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(tmp_path)}
+    piped = subprocess.run([sys.executable, "-c", SCRIPT], env=env, capture_output=True, check=True)
+    assert (piped.stdout.strip(), piped.stderr) == (b"The largest", b"")
 
 
 # Misuse
@@ -584,6 +726,11 @@ def test_a_wrong_option_is_found_before_anything_is_loaded(run, loaded, options)
         (["generate", "What is \udcff?"], None),
         (["generate", "What is \ud800?"], None),
         (["chat", "What is 7 + 5?"], None),
+        (["score"], None),
+        (["score"], b"\n"),
+        (["score"], b"\xff"),
+        (["score", "a", " "], None),
+        (["score", "a", "--stride", "0"], None),
         (["chat", "--max-new-tokens", "x"], None),
         (["doctor", "--batch", "1"], None),
         (["info", ""], None),
@@ -629,6 +776,34 @@ def test_version(run):
     assert run("--version") == (0, f"fdjax {fdjax.__version__}\n", "")
 
 
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (
+            "generate hi --max-tokens 5",
+            "fdjax generate: error: unrecognized arguments: "
+            "--max-tokens 5, did you mean --max-new-tokens?; see fdjax generate --help",
+        ),
+        (
+            "bench --bach=2",
+            "fdjax bench: error: unrecognized arguments: "
+            "--bach=2, did you mean --batch?; see fdjax bench --help",
+        ),
+        (
+            "generate hi you",
+            "fdjax generate: error: unrecognized arguments: you; see fdjax generate --help",
+        ),
+        ("--xyz", "fdjax: error: unrecognized arguments: --xyz; see fdjax --help"),
+        (
+            "genrate hi",
+            "fdjax: error: there is no command 'genrate', did you mean generate?; see fdjax --help",
+        ),
+    ],
+)
+def test_a_mistyped_word_is_told_by_its_command(run, argv, told):
+    assert run(*argv.split()) == (2, "", told + "\n")
+
+
 # Failure
 
 
@@ -670,6 +845,23 @@ def test_a_damaged_model_is_one_line(run, folder, damage):
     code, out, err = run("generate", "hi", "--model", str(folder))
     assert (code, out) == (1, "")
     assert is_one_line(err)
+
+
+def test_a_folder_of_the_name_of_the_embedded_model(run, tmp_path, loaded, monkeypatch):
+    (tmp_path / "tiny").mkdir()
+    assert run("generate", "--max-new-tokens", "0", "hi") == (0, "\n", "")
+    assert run("info")[0] == 0
+    assert loaded[0][0] == str(locate(loaded[0][0])) and Path(loaded[0][0]).is_absolute()
+    code, _, err = run("info", "tiny")
+    assert (code, is_one_line(err)) == (1, True)
+    assert "tiny: this folder has no config.json; the embedded model is meant only" in err
+    shutil.copy(locate(loaded[0][0]) / "config.json", tmp_path / "tiny")
+    assert run("info", "tiny")[0] == 0
+
+
+def test_messages_with_control_characters_reach_no_terminal(run):
+    code, _, err = run("info", "no\x1b[2Jwhere")
+    assert (code, is_one_line(err), "\x1b" in err) == (1, True, False)
 
 
 @pytest.mark.parametrize("name", ["nowhere", "./no/where", "/dev/null"])
@@ -823,6 +1015,25 @@ def test_info_of_folder_config_and_embedded_model_agree(run, folder):
     assert run("info")[1] == said[0][1]
 
 
+def test_info_plans_for_a_gpu_that_is_not_here(run, tmp_path):
+    config = Path(__file__).parents[1] / "fixtures" / "hf" / "configs" / "llama-2-7b.new.json"
+    code, out, err = run("info", str(config), "--device", "h100", "--json")
+    assert (code, err) == (0, "")
+    data = json.loads(out)
+    assert data["device"] == "NVIDIA H100 80GB HBM3"
+    assert data["device_bytes"] == 63_763_906_560
+    assert "mosaic_gpu" in {runs for _, _, runs, _ in data["choices"]}
+    code, out, _ = run("info", str(config), "--device", "a100", "--memory", "40GB", "--json")
+    data = json.loads(out)
+    assert (data["device"], data["device_bytes"]) == ("NVIDIA A100-SXM4-80GB", 40 * 10**9)
+    assert run("info", "--device", "abacus")[0] == 2
+
+
+@pytest.mark.parametrize("name", DEVICES)
+def test_known_devices_are_known_to_the_statistics_too(name):
+    assert DEVICES[name].kind in results.PEAK_GB_PER_S
+
+
 def test_info_as_json(run):
     code, out, err = run("info", "--json", "--batch", "4", "--dtype", "float32")
     assert (code, err, out.count("\n")) == (0, "", 1)
@@ -849,16 +1060,19 @@ BENCH = "--batch 2 --prompt-tokens 8 --new-tokens 4 --runs 1".split()
 
 
 @pytest.mark.slow
-def test_bench_prints_and_writes_a_record(run, loaded, quick_ceiling, tmp_path):
+def test_bench_prints_a_table_and_writes_a_record(run, loaded, quick_ceiling, tmp_path):
+    from fdjax.bench import model
+
     code, out, err = run("bench", *BENCH, "--commit", "abc", "--output", "a/record.json")
     assert code == 0
     assert all(line.startswith("fdjax: ") for line in err.splitlines())
     assert [word in err for word in ("loading", "bandwidth", "compiling", "warm up")] == [True] * 4
-    record = json.loads(out.splitlines()[-1])
-    assert record["environment"]["commit"] == "abc"
-    assert (record["config"]["batch"], record["config"]["prompt_tokens"]) == (2, 8)
-    assert [row["ok"] for row in record["rows"]] == [True, True]
-    assert records.read(tmp_path / "a/record.json").rows[0].timing["runs"] == 1
+    record = records.read(tmp_path / "a/record.json")
+    assert record.environment["commit"] == "abc"
+    assert (record.config["batch"], record.config["prompt_tokens"]) == (2, 8)
+    assert [row.ok for row in record.rows] == [True, True]
+    assert [row.timing["runs"] for row in record.rows] == [1, 1]
+    assert out == f"{record.table()}\n{model.summary(record)}\n" and "tokens/s" in out
 
 
 @pytest.fixture
@@ -878,13 +1092,18 @@ def benched(monkeypatch):
 
 
 def test_the_last_line_of_bench_is_the_record(run, lm, loaded, benched, tmp_path):
-    code, out, err = run("bench", *BENCH, "--commit", "abc", "--output", "a/record.json")
-    assert (code, err) == (0, "fdjax: loading 3,705,600 parameters in bfloat16 on cpu\n")
+    code, out, err = run("bench", *BENCH, "--commit", "abc")
+    loading = "fdjax: loading 3,705,600 parameters in bfloat16 on cpu\n"
+    assert (code, err) == (0, loading)
     assert json.loads(out.splitlines()[-1])["rows"][0]["case"] == "case"
-    assert records.read(tmp_path / "a/record.json").rows[0].ok
     options = {"batch": 2, "prompt_tokens": 8, "new_tokens": 4, "runs": 1, "commit": "abc"}
     ((benched_lm, given),) = benched
     assert (benched_lm, given.pop("progress") is not None, given) == (lm, True, options)
+    code, out, err = run("bench", "--output", "a/record.json")
+    assert (code, err) == (0, f"{loading}fdjax: the record is in a/record.json\n")
+    assert "case" in out and "{" not in out
+    assert records.read(tmp_path / "a/record.json").rows[0].ok
+    assert benched[1][1]["runs"] == 15
 
 
 def test_bench_of_a_config_alone_takes_random_weights(run, folder, benched):

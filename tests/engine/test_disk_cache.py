@@ -100,11 +100,24 @@ def test_whatever_changes_the_program_changes_its_name(folder, monkeypatch):
     assert len(list(folder.iterdir())) == 6
 
 
-@pytest.mark.parametrize("damage", [lambda d: d[:-1], lambda _: b"", lambda _: b"x" * 99])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda d: d[:-1],
+        lambda d: d[:40],
+        lambda _: b"",
+        lambda _: b"x" * 99,
+        lambda d: bytes([d[0] ^ 1]) + d[1:],
+        lambda d: d[:-1] + bytes([d[-1] ^ 128]),
+    ],
+    ids=["cut", "cut to its head", "emptied", "overwritten", "head flipped", "flipped"],
+)
 def test_a_damaged_program_is_traced_anew(folder, damage):
     expected = run(Doubled())
     (path,) = folder.iterdir()
+    assert lowered.damaged_programs(folder.parent) == []
     path.write_bytes(damage(path.read_bytes()))
+    assert lowered.damaged_programs(folder.parent) == [path]
     function = Doubled()
     jax.tree.map(np.testing.assert_array_equal, run(function), expected)
     assert function.traces == 1

@@ -2,7 +2,9 @@
 
 import concurrent.futures
 import gc
+import io
 import logging
+import sys
 import threading
 import time
 import types
@@ -75,6 +77,44 @@ def test_a_compilation_that_was_interrupted_is_told_again(told, monkeypatch, tra
         assert [record.compiling for record in told.records] == [True, False] * compiles
         assert bool(program.compile_seconds) == compiles
     assert program.compilations == 2
+
+
+class Terminal(io.StringIO):
+    """Standard error of a process that runs in a terminal."""
+
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_a_terminal_shows_what_is_compiled_for_as_long(monkeypatch, traced):
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    logging.getLogger("fdjax").setLevel(logging.NOTSET)
+    program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
+    for _ in "12":
+        program(jnp.zeros(3))
+    notice = " [compiling doubling of 3]"
+    back = "\b" * len(notice)
+    shown = notice + back + " " * len(back) + back
+    assert sys.stderr.getvalue() == shown
+    with monkeypatch.context() as patch:
+        patch.setattr(*(_COMPILE if traced else (time, "sleep")), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            program(jnp.zeros(5))
+    assert sys.stderr.getvalue() == shown + shown.replace("3", "5")
+
+
+def test_what_is_logged_or_seen_by_no_one_is_not_shown(monkeypatch, told):
+    program = Program(doubled, str)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    program(jnp.zeros(3))
+    assert sys.stderr.getvalue() == ""
+    told.set_level(logging.WARNING, "fdjax")
+    for stderr in (io.StringIO(), None):
+        monkeypatch.setattr(sys, "stderr", stderr)
+        program(jnp.zeros(4 if stderr else 5))
+        assert stderr is None or stderr.getvalue() == ""
+    assert program.compilations == 3
 
 
 def test_the_garbage_collector_rests_only_while_there_is_something_to_compile(monkeypatch):

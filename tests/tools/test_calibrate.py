@@ -355,7 +355,7 @@ def test_the_decision_is_made_layer_by_layer():
     both = Statistics(*map(np.concatenate, zip(*layers, strict=True)))
     calibration = calibrate.calibration_of(both, "", {})
     assert [layer.applies for layer in calibration.layers] == [True, False]
-    assert "applies in 1 of 2 layers" in str(calibration)
+    assert "1 of 2 layers subtract a constant" in str(calibration)
 
 
 def test_no_kernel_bears_less_than_the_safe_range():
@@ -610,7 +610,7 @@ def test_the_command_writes_beside_the_checkpoint(run, folder):
     path.write_text("damaged")
     code, out, err = run(folder, "--text", "text.txt", "--text", "text.txt", "--context", 50)
     assert code == 0, err
-    assert "A unified maximum applies in 5 of 5 layers" in out
+    assert "5 of 5 layers subtract a constant" in out and "docs/performance.md" in out
     assert f"fdjax: written to {path}\n" in err
     data = json.loads(path.read_text())
     assert data["provenance"]["texts"] == ["text.txt"] * 2
@@ -630,6 +630,16 @@ def test_the_command_writes_elsewhere_and_draws(run, folder, counted, monkeypatc
     assert Path("new/plot.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(*argv, "--plot", "plot.xyz")
     assert (code, err.count("\n")) == (1, 1) and "plot is one of" in err
+
+
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("model", [[], ["tiny"]])
+def test_the_calibration_of_the_embedded_model_is_written_here(run, counted, monkeypatch, model):
+    monkeypatch.setattr(calibrate, "gather", lambda *args, **options: counted)
+    code, _, err = run(*model, "--text", "text.txt")
+    assert code == 0 and Path(calibration_file.FILE).exists(), err
+    assert f"written to {calibration_file.FILE}\nfdjax: a model is loaded with it only from" in err
+    assert not (locate("tiny") / calibration_file.FILE).exists()
 
 
 def test_a_plot_without_matplotlib_is_told_at_once(run, monkeypatch):

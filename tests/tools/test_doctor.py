@@ -4,6 +4,7 @@ import dataclasses
 import importlib.metadata
 import json
 import logging
+import zlib
 from pathlib import Path
 
 import jax
@@ -225,6 +226,29 @@ def test_the_cache_folder(machine, cache_setting, monkeypatch, tmp_path):
     assert found("compilation cache") == Finding(
         "compilation cache", "problem", "no home", "set XDG_CACHE_HOME"
     )
+
+
+def test_damaged_programs_are_to_be_deleted(machine, cache_setting, tmp_path):
+    machine()
+    cache = tmp_path / "fdjax" / "xla"
+    (cache / "fdjax").mkdir(parents=True)
+    cut, sound = cache / "jit_cut-1-cache", cache / "jit_sound-2-cache"
+    cut.write_bytes(zlib.compress(bytes(range(99)))[:-1])
+    sound.write_bytes(zlib.compress(bytes(range(99))))
+    lowered = cache / "fdjax" / ("0" * 64)
+    lowered.touch()
+    assert found("compilation cache") == Finding(
+        "compilation cache",
+        "problem",
+        f"{cache}, 0.0 MB: 2 programs are damaged",
+        f"delete {cut}, {lowered}",
+    )
+    for i in range(2):
+        (cache / f"jit_emptied-{i}-cache").touch()
+    assert found("compilation cache").cure == f"delete {cache}"
+    for path in (cut, lowered, *cache.glob("jit_emptied*")):
+        path.unlink()
+    assert found("compilation cache").status == "ok"
 
 
 @pytest.mark.parametrize(

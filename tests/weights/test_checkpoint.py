@@ -658,7 +658,7 @@ def test_a_folder_where_a_file_should_be(tmp_path, file):
     make_single(tmp_path)
     (tmp_path / file).unlink()
     (tmp_path / file).mkdir()
-    refusal(tmp_path, file, "cannot be read")
+    refusal(tmp_path, file, "must be a regular file, is a folder")
 
 
 # --- where a checkpoint is

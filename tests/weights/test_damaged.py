@@ -5,6 +5,7 @@ tensor or token; the exit code of the command line for such an error is in test_
 """
 
 import json
+import os
 import struct
 import warnings
 from pathlib import Path
@@ -448,6 +449,73 @@ def test_what_is_merely_odd_loads_in_silence(folder, name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert load(folder).config.layers == 2
+
+
+# Files that are no files.
+
+CALIBRATION, INDEX_OF_TWO = "fdjax_calibration.json", {"weight_map": {NORM: "model-1.safetensors"}}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(CONFIG, GENERATION, TOKENIZER, SINGLE, INDEX, "model-1.safetensors", CALIBRATION),
+        *("tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/a.jinja"),
+    ],
+)
+def test_what_is_no_regular_file_is_refused_unread(folder, name, kind):
+    path = folder / name
+    if name in (INDEX, "model-1.safetensors"):
+        (folder / SINGLE).unlink()
+        write_json(folder / INDEX, INDEX_OF_TWO)
+    path.parent.mkdir(exist_ok=True)
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.mkdir()
+    what = "a folder" if kind == "folder" else "a pipe or a device"
+    with pytest.raises(CheckpointError, match=rf"{name}: must be a regular file, is {what}$"):
+        load(folder)
+
+
+LONG = "x" * 100_000
+HOSTILE = "\x1b[2J\r\n\x07\u202e"
+
+
+@pytest.mark.parametrize("name", [HOSTILE, LONG], ids=["control characters", "long"])
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda folder, name: put(name, lambda _: np.ones(2, np.float32))(folder),
+        lambda folder, name: write_json(folder / CONFIG, SOUND | {"model_type": name}),
+        lambda folder, name: write_json(folder / CONFIG, SOUND | {"layer_types": [name] * 2}),
+        lambda folder, name: (
+            write_json(folder / INDEX, {"weight_map": {name: name}}) or (folder / SINGLE).unlink()
+        ),
+        lambda folder, name: (folder / TOKENIZER).write_text(name),
+    ],
+    ids=["tensor", "model_type", "layer_types", "index", "tokenizer"],
+)
+def test_names_in_files_reach_no_terminal_as_they_are(folder, spoil, name):
+    spoil(folder, name)
+    with pytest.raises(CheckpointError) as raised:
+        load(folder)
+    message = str(raised.value)
+    assert message.isprintable() and len(message) < 1000
+
+
+@pytest.mark.parametrize("name", [HOSTILE, LONG], ids=["control characters", "long"])
+def test_warnings_show_no_names_as_they_are(folder, name):
+    write_json(folder / CONFIG, SOUND | {name: 5})
+    with pytest.warns(UserWarning, match="ignoring unknown fields") as warned:
+        load(folder)
+    messages = [str(warning.message) for warning in warned]
+    assert all(message.isprintable() and len(message) < 1000 for message in messages)
 
 
 # Found when it matters, not before.

@@ -1,0 +1,87 @@
+"""`fdjax score`: how likely a model finds texts."""
+
+import argparse
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import fdjax
+from fdjax.cli.arguments import Parser, UsageError, integer
+from fdjax.cli.shared import add_model, plan_of, read_text
+
+HELP = "perplexity of texts, as JSON lines"
+DESCRIPTION = (
+    "Print the perplexity of texts, a JSON object for each: the exponential of the mean negative "
+    "log-probability of its tokens. Lower is likelier."
+)
+
+
+def add_arguments(parser: Parser) -> None:
+    """What it takes."""
+    parser.add_argument("texts", nargs="*", metavar="TEXT", help="default: standard input's lines")
+    parser.add_argument(
+        "--file",
+        action="append",
+        type=Path,
+        default=[],
+        metavar="FILE",
+        help="a UTF-8 file that is one text; may be given several times",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--stride",
+        type=integer(1),
+        metavar="N",
+        help="see a text longer than the context through a window that moves by N tokens",
+    )
+    parser.add_argument(
+        "--batch-size", type=integer(1), default=16, metavar="B", help="texts at once; default: 16"
+    )
+    parser.add_argument("--tokens", action="store_true", help="also print each token's score")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run it; the exit code."""
+    texts = [("text", text) for text in args.texts]
+    texts += [("file", str(path)) for path in args.file]
+    contents = args.texts + [read_text(path) for path in args.file]
+    if not texts:
+        contents = _lines()
+        texts = [("text", text) for text in contents]
+    for text in contents:
+        if not text.strip():
+            raise UsageError("score: a text is empty")
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+    result = lm.score(contents, stride=args.stride, batch_size=args.batch_size)
+    for i, named in enumerate(texts):
+        print(json.dumps(dict([named]) | _scores(result, i, args.tokens)))
+    return 0
+
+
+def _lines() -> list[str]:
+    """The texts that are piped in, one a line; empty lines are none."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError("score: give texts or --file, or pipe lines in")
+    try:
+        lines = sys.stdin.buffer.read().decode("utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise UsageError(f"score: texts must be UTF-8, not so at {error.start}") from None
+    if not (texts := [line for line in lines if line.strip()]):
+        raise UsageError("score: there is no text")
+    return texts
+
+
+def _scores(result, i: int, with_tokens: bool) -> dict[str, Any]:
+    """What is printed of text `i`; its first token has no score."""
+    perplexity = result.perplexities[i]
+    scores = {
+        "tokens": len(result.tokens[i]),
+        # JSON has no NaN, which a text of one token has.
+        "perplexity": None if math.isnan(perplexity) else perplexity,
+        "logprob": math.fsum(result.logprobs[i]),
+    }
+    if with_tokens:
+        scores |= {"ids": result.tokens[i], "logprobs": result.logprobs[i]}
+    return scores
