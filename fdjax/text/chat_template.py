@@ -20,6 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fdjax.models import CheckpointError
 from fdjax.models.readable import readable
+from fdjax.text.tokenizer_files import TokenizerFiles
 from fdjax.weights.checkpoint import is_there, read_json
 
 Message = Mapping[str, Any]
@@ -44,8 +45,10 @@ class ChatTemplate:
     source: str = "this model"
 
     @classmethod
-    def from_folder(cls, folder: Path) -> "ChatTemplate":
+    def from_folder(cls, folder: Path, beside: TokenizerFiles | None = None) -> "ChatTemplate":
         """The templates of a checkpoint folder; without any, `render` needs one given.
+
+        `beside` saves reading what the folder says about special tokens.
 
         chat_template.jinja and additional_chat_templates/*.jinja go before the `chat_template` of
         tokenizer_config.json, a text or a list of named ones, and that before chat_template.json.
@@ -66,12 +69,8 @@ class ChatTemplate:
         if not templates:
             legacy_data = read_json(legacy, required=False)
             source, templates = legacy, _named(legacy_data.get("chat_template"), legacy)
-        older = read_json(folder / "special_tokens_map.json", required=False)
-        return cls(
-            templates,
-            _special_tokens(older) | _special_tokens(data),
-            str(source if templates else folder),
-        )
+        beside = TokenizerFiles.read(folder) if beside is None else beside
+        return cls(templates, beside.texts(), str(source if templates else folder))
 
     def __bool__(self) -> bool:
         return bool(self.templates)
@@ -192,16 +191,6 @@ def _named(value: Any, source: Path) -> dict[str, str]:
     if not all(isinstance(part, str) for pair in named for part in pair):
         raise CheckpointError(f"{source}: 'chat_template' must be a text or a list of named texts")
     return dict(named)
-
-
-def _special_tokens(data: Mapping[str, Any]) -> dict[str, str]:
-    """Texts under `*_token`, written out or as a dict with "content"."""
-    tokens = {}
-    for key, value in data.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if key.endswith("_token") and isinstance(text, str):
-            tokens[key] = text
-    return tokens
 
 
 def _plain(what: str, value: Any) -> Any:

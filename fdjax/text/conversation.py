@@ -55,7 +55,7 @@ def split_options(
     told = {*_TEMPLATE_OPTIONS, "chat_template_kwargs"}
     options = {name: value for name, value in options.items() if name not in told}
     ends_given = config is not None or "eos_token_id" in options or "eos_token_ids" in options
-    if not ends_given and (end := tokenizer.end_of_turn) is not None:
+    if not ends_given and (end := tokenizer.eos_token_id) is not None:
         # Not every generation_config.json names it.
         options["eos_token_id"] = tuple(dict.fromkeys((*defaults.eos_token_ids, end)))
     return template, options

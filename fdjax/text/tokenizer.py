@@ -1,15 +1,40 @@
-"""Text to ids and back, through the tokenizers package and a checkpoint's tokenizer.json."""
+"""Text to ids and back, through the tokenizers package and a checkpoint's tokenizer.json.
 
-from collections.abc import Sequence
+Methods have the names that they have in transformers, and mean the same.
+"""
+
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
 
 from fdjax.models import CheckpointError
-from fdjax.text.chat_template import ChatTemplate
-from fdjax.weights.checkpoint import is_there, refuse_pointer
+from fdjax.text.chat_template import ChatTemplate, Message
+from fdjax.text.tokenizer_files import TokenizerFiles
+from fdjax.weights.checkpoint import is_there
+
+
+_ROWS = list | tuple | np.ndarray | jax.Array
 
 
 class MissingTokenizerError(CheckpointError):
     """Text was given or asked for and the checkpoint has no tokenizer.json."""
+
+
+class Encoding(dict[str, Any]):
+    """What calling a tokenizer returns: a dict whose entries are attributes too."""
+
+    @property
+    def input_ids(self) -> Any:
+        """The ids of a text, or a list of them for each of several."""
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        """A one for each id: nothing is padded."""
+        return self["attention_mask"]
 
 
 class Tokenizer:
@@ -20,70 +45,176 @@ class Tokenizer:
     Attributes:
       folder: of the checkpoint, or None.
       chat_template: the checkpoint's chat templates; false when it has none.
+      special_tokens: texts of the special tokens by role, such as "eos_token".
 
     Raises:
-      CheckpointError: tokenizer.json, or a file with chat templates, is damaged.
+      CheckpointError: tokenizer.json, or a file with tokens or chat templates, is damaged.
     """
 
     def __init__(self, folder: Path | None = None):
         self.folder = folder
-        self.chat_template = (
-            ChatTemplate({}) if folder is None else ChatTemplate.from_folder(folder)
-        )
+        self.chat_template = ChatTemplate({})
+        self.special_tokens: dict[str, str] = {}
         self._tokenizer = None
-        if folder is not None and is_there(path := folder / "tokenizer.json"):
-            import tokenizers
+        if folder is None:
+            return
+        files = TokenizerFiles.read(folder)
+        self.special_tokens = files.texts()
+        self.chat_template = ChatTemplate.from_folder(folder, files)
+        if is_there(path := folder / "tokenizer.json"):
+            # Models without a tokenizer run without the package.
+            from fdjax.text.backend import build
 
-            try:
-                refuse_pointer(path)
-                self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-            except CheckpointError:
-                raise
-            except Exception as error:
-                raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
-            self._tokenizer.no_truncation()
-            self._tokenizer.no_padding()
+            self._tokenizer = build(path, files)
             added = self._tokenizer.get_added_tokens_decoder()
             self._special = frozenset(i for i, token in added.items() if token.special)
 
     def __bool__(self) -> bool:
         return self._tokenizer is not None
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt, with the special tokens the tokenizer adds unless declined.
+    def __len__(self) -> int:
+        """The number of ids, added tokens included."""
+        return self._required().get_vocab_size(with_added_tokens=True)
+
+    def __repr__(self) -> str:
+        if not self:
+            return f"Tokenizer(folder={self._folder_name}, no tokenizer.json)"
+        tokens = "".join(f", {name}={text!r}" for name, text in self.special_tokens.items())
+        template = "" if self.chat_template else ", no chat template"
+        return f"Tokenizer(folder={self._folder_name}, {len(self)} tokens{tokens}{template})"
+
+    def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
+        """`encode`, as a dict with "input_ids" and "attention_mask"; both are lists."""
+        ids = self.encode(text, add_special_tokens=add_special_tokens)
+        mask = [1] * len(ids) if isinstance(text, str) else [[1] * len(row) for row in ids]
+        return Encoding(input_ids=ids, attention_mask=mask)
+
+    def encode(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True
+    ) -> list[int] | list[list[int]]:
+        """Ids of a text, or a list of ids for each of several texts.
+
+        Args:
+          text: a text, or a list of texts.
+          add_special_tokens: whether to add the special tokens that the tokenizer adds.
 
         Raises:
           MissingTokenizerError: the checkpoint has no tokenizer.json.
-          ValueError: the text has lone surrogates, which no encoding can write.
+          ValueError: no text, or one with lone surrogates, which no encoding can write.
+          CheckpointError: tokenizer.json fails on this text.
         """
         tokenizer = self._required()
+        if isinstance(text, list | tuple):
+            return [self.encode(one, add_special_tokens=add_special_tokens) for one in text]
+        if not isinstance(text, str):
+            raise ValueError(f"encode: text must be a text or a list of texts, got {text!r:.80}")
         try:
             text.encode()
         except UnicodeEncodeError as error:
             raise ValueError(f"encode: not valid text ({error.reason})") from None
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        encode = tokenizer.encode
+        return self._run(lambda: encode(text, add_special_tokens=add_special_tokens).ids)
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens left out.
+    def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str | list[str]:
+        """Text of ids, or a list of texts for several lists of ids.
+
+        Args:
+          ids: an id, a sequence or an array of ids, or a list of sequences.
+          skip_special_tokens: whether to leave special tokens out, as the texts of results do. The
+            default of transformers is False.
 
         Raises:
           MissingTokenizerError: the checkpoint has no tokenizer.json.
+          ValueError: these are no ids.
+          CheckpointError: tokenizer.json fails on these ids.
         """
-        return self._required().decode(list(ids), skip_special_tokens=True)
+        decode = self._required().decode
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+        if isinstance(ids, int):
+            ids = [ids]
+        elif isinstance(ids, Sequence) and ids and isinstance(ids[0], _ROWS):
+            return [self.decode(row, skip_special_tokens=skip_special_tokens) for row in ids]
+        try:
+            return self._run(lambda: decode(list(ids), skip_special_tokens=skip_special_tokens))
+        except (OverflowError, TypeError):
+            raise ValueError(f"decode: ids must be integers from 0, got {ids!r:.80}") from None
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        *,
+        tokenize: bool = True,
+        return_dict: bool = True,
+        **template_options: Any,
+    ) -> Any:
+        """The prompt of a conversation, or a list of those of several.
+
+        Args:
+          messages: see `ChatTemplate.render`.
+          tokenize: return ids; without, the text that the template renders.
+          return_dict: return the ids as calling the tokenizer does; without, as a list.
+          **template_options: options of `ChatTemplate.render`, such as `add_generation_prompt`.
+
+        Raises:
+          ValueError: there is no template, or it refuses these messages.
+          MissingTokenizerError: ids are asked for and there is no tokenizer.json.
+        """
+        several = isinstance(messages, list | tuple) and messages
+        if several and isinstance(messages[0], list | tuple):
+            text = [self.chat_template.render(one, **template_options) for one in messages]
+        else:
+            text = self.chat_template.render(messages, **template_options)
+        if not tokenize:
+            return text
+        encoding = self(text, add_special_tokens=False)
+        return encoding if return_dict else encoding.input_ids
 
     def token(self, token_id: int) -> str | None:
         """The vocabulary entry of an id."""
         return self._required().id_to_token(token_id)
 
     @property
-    def end_of_turn(self) -> int | None:
-        """Id of the `eos_token` of tokenizer_config.json, which ends a turn where models chat."""
-        token = self.chat_template.special_tokens.get("eos_token")
-        return None if token is None else self._required().token_to_id(token)
+    def vocab_size(self) -> int:
+        """The size of the vocabulary without added tokens; `len` counts them too."""
+        return self._required().get_vocab_size(with_added_tokens=False)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        """Id of the token that begins a text; None where the checkpoint names none."""
+        return self._named_id("bos_token")
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Id of the token that ends a text, or a turn in a chat; None where none is named."""
+        return self._named_id("eos_token")
+
+    @property
+    def pad_token_id(self) -> int | None:
+        """Id of the token that fills up; None where the checkpoint names none."""
+        return self._named_id("pad_token")
 
     def is_silent(self, token_id: int) -> bool:
         """Whether `decode` leaves an id out: a special token, or one that does not exist."""
         return self.token(token_id) is None or token_id in self._special
+
+    @property
+    def _folder_name(self) -> str | None:
+        return None if self.folder is None else repr(str(self.folder))
+
+    def _named_id(self, name: str) -> int | None:
+        token = self.special_tokens.get(name)
+        return None if token is None else self._required().token_to_id(token)
+
+    def _run(self, call: Callable[[], Any]) -> Any:
+        """A call of the tokenizers package, whose panics are no `Exception`."""
+        try:
+            return call()
+        except BaseException as error:
+            if type(error) is not Exception and type(error).__name__ != "PanicException":
+                raise
+            raise CheckpointError(
+                f"{self.folder / 'tokenizer.json'}: the tokenizer fails on this input ({error})"
+            ) from None
 
     def _required(self):
         if self._tokenizer is None:

@@ -75,9 +75,9 @@ def test_where_templates_are_found_and_which_goes_first(tmp_path):
 
 
 def test_special_tokens_are_texts_or_dicts_of_either_file(tmp_path):
-    older = {"bos_token": {"content": "<old>"}, "pad_token": "<pad>", "additional": ["<a>"]}
+    older = {"bos_token": {"content": "<s>"}, "pad_token": "<pad>", "additional": ["<a>"]}
     (tmp_path / "special_tokens_map.json").write_text(json.dumps(older))
-    tokens = {"bos_token": "<s>", "eos_token": {"content": "</s>", "lstrip": False}}
+    tokens = {"bos_token": "<newer>", "eos_token": {"content": "</s>", "lstrip": False}}
     tokens |= {"image_token": "<img>", "unk_token": None, "add_bos_token": True}
     source = "{{ bos_token }}{{ eos_token }}{{ pad_token }}{{ image_token }}{{ unk_token }}"
     assert write_template(tmp_path, source, tokens).render(HI) == "<s></s><pad><img>"
@@ -336,10 +336,8 @@ def test_conversations_make_a_batch(lm, told):
 
 
 def test_an_answer_ends_where_tokenizer_config_says(lm, told, monkeypatch):
-    monkeypatch.setattr(
-        lm.tokenizer, "chat_template", ChatTemplate({"default": "x"}, {"eos_token": "<pad>"})
-    )
-    known, pad = lm.defaults.eos_token_ids, lm.tokenizer.end_of_turn
+    monkeypatch.setattr(lm.tokenizer, "special_tokens", {"eos_token": "<pad>"})
+    known, pad = lm.defaults.eos_token_ids, lm.tokenizer.eos_token_id
     assert lm.tokenizer.token(pad) == "<pad>" and pad not in known
     lm.chat(HI)
     lm.chat(HI, eos_token_id=7)

@@ -6,6 +6,8 @@ import random
 import shutil
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from fdjax.models import CheckpointError
@@ -280,3 +282,152 @@ def test_no_ids_have_no_text(case):
     detokenizer = Detokenizer(tokenizer(case))
     assert detokenizer.push([]) == ""
     assert detokenizer.push([], last=True) == ""
+
+
+# --- the small files beside tokenizer.json
+
+BESIDE = json.loads((FIXTURES / "tokenizers.json").read_text(encoding="utf-8"))["cases"]
+
+
+def write_folder(folder: Path, base: str, fields: dict, files: dict) -> Path:
+    """A committed tokenizer.json with other fields, and other files beside it."""
+    stored = json.loads((FIXTURES / base / "tokenizer.json").read_text(encoding="utf-8"))
+    for name, data in {"tokenizer.json": stored | fields, **files}.items():
+        (folder / name).write_text(json.dumps(data), encoding="utf-8")
+    return folder
+
+
+@pytest.mark.parametrize("case", BESIDE.values(), ids=BESIDE.keys())
+def test_files_beside_tokenizer_json_mean_what_they_mean_in_transformers(tmp_path, case):
+    given = Tokenizer(write_folder(tmp_path, case["base"], case["fields"], case["files"]))
+    for entry in case["texts"]:
+        ids = given.encode(entry["text"])
+        assert ids == entry["ids"], entry["text"]
+        assert given.encode(entry["text"], add_special_tokens=False) == entry["bare"]
+        assert given.decode(ids, skip_special_tokens=False) == entry["whole"]
+        assert given.decode(ids) == entry["decoded"]
+        assert given.decode(ids[len(ids) // 2 :]) == entry["half"]
+    assert (given.vocab_size, len(given)) == (case["vocab_size"], case["length"])
+    assert given.special_tokens == case["special_tokens"]
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(given, name) == case["ids"][name]
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"eos_token": 5}, "'eos_token' has a value of another type, 5"),
+        ({"eos_token": {"text": "a"}}, "'eos_token' has a value of another type"),
+        ({"extra_special_tokens": 3}, "'extra_special_tokens' has a value of another type, 3"),
+        ({"extra_special_tokens": [[]]}, "has a value of another type"),
+        ({"added_tokens_decoder": {"a": "b"}}, "the added tokens must be a dict by id"),
+        ({"added_tokens_decoder": 5}, "the added tokens must be a dict by id"),
+        ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of another type, 7"),
+        ({"added_tokens_decoder": {"400": {"content": "a", "lstrip": "b"}}}, "cannot be added"),
+    ],
+    ids=repr,
+)
+def test_a_damaged_tokenizer_config_is_named(tmp_path, files, message):
+    write_folder(tmp_path, "llama2_mha", {}, {"tokenizer_config.json": files})
+    with pytest.raises(CheckpointError) as caught:
+        Tokenizer(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path / 'tokenizer_config.json'}: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_post_processor_with_an_absent_token_is_refused_at_load(tmp_path):
+    stored = json.loads((FIXTURES / "llama2_mha/tokenizer.json").read_text())
+    lacking = stored["post_processor"] | {"special_tokens": {}}
+    for processor in (lacking, {"type": "Sequence", "processors": [lacking]}):
+        write_folder(tmp_path, "llama2_mha", {"post_processor": processor}, {})
+        with pytest.raises(
+            CheckpointError, match=r"tokenizer\.json: the post-processor adds '<s>'"
+        ):
+            Tokenizer(tmp_path)
+
+
+def test_a_normaliser_that_grows_a_text_without_bound_is_refused_at_load(tmp_path):
+    grow = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 40}
+    write_folder(tmp_path, "llama2_mha", {"normalizer": grow}, {})
+    assert len(Tokenizer(tmp_path).encode("a")) == 41
+    several = {"type": "Sequence", "normalizers": [grow] * 3}
+    write_folder(tmp_path, "llama2_mha", {"normalizer": several}, {})
+    with pytest.raises(CheckpointError, match=r"the normalizer can make a text 6\.4e\+04 times"):
+        Tokenizer(tmp_path)
+    empty = {"type": "Replace", "pattern": {"Regex": ""}, "content": "a" * 2000}
+    write_folder(tmp_path, "llama2_mha", {"decoder": empty}, {})
+    with pytest.raises(CheckpointError, match=r"the decoder can make a text 2e\+03 times"):
+        Tokenizer(tmp_path)
+
+
+def test_a_regex_that_explodes_is_the_files_fault(tmp_path):
+    split = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated"}
+    write_folder(tmp_path, "llama2_mha", {"pre_tokenizer": split | {"invert": False}}, {})
+    given = Tokenizer(tmp_path)
+    assert given.encode("aaa")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: .* fails on this input") as caught:
+        given.encode("a" * 2000 + "b")
+    assert "\n" not in str(caught.value)
+
+
+# --- the object
+
+
+def test_several_texts_are_a_list():
+    given = tokenizer("llama3_gqa_tied")
+    first, second = given.encode("a b"), given.encode("c")
+    assert given.encode(["a b", "c"]) == [first, second]
+    assert given.encode([]) == []
+    assert given(["a b", "c"]).input_ids == [first, second]
+    assert given("a b") == {"input_ids": first, "attention_mask": [1] * len(first)}
+    assert given(["a b", "c"]).attention_mask == [[1] * len(first), [1] * len(second)]
+    assert given("a b", add_special_tokens=False).input_ids == first[1:]
+    assert given.decode([first, second]) == ["a b", "c"]
+    assert given.decode([first, second], skip_special_tokens=False)[1] == "<|begin_of_text|>c"
+
+
+def test_ids_to_decode_may_be_an_array_or_one_id():
+    given = tokenizer("llama3_gqa_tied")
+    ids = given.encode("a b")
+    assert given.decode(np.array(ids)) == given.decode(jnp.array(ids)) == "a b"
+    assert given.decode([np.int32(i) for i in ids]) == "a b"
+    assert given.decode(np.array([ids, ids])) == ["a b", "a b"]
+    assert given.decode(ids[1]) == given.decode(np.int64(ids[1])) == given.decode([ids[1]])
+
+
+@pytest.mark.parametrize("ids", [[-1], ["a"], "text", [1.5], [2**40], [1, "a"]], ids=repr)
+def test_what_are_no_ids_to_decode(ids):
+    with pytest.raises(ValueError, match="decode: ids must be integers"):
+        tokenizer("llama2_mha").decode(ids)
+
+
+@pytest.mark.parametrize("text", [5, None, b"a", [5], {"a": 1}], ids=repr)
+def test_what_is_no_text_to_encode(text):
+    with pytest.raises(ValueError, match="encode: text must be a text or a list of texts, got"):
+        tokenizer("llama2_mha").encode(text)
+
+
+def test_a_repr_says_what_it_is(tmp_path):
+    shown = repr(tokenizer("llama2_mha"))
+    assert shown.startswith(f"Tokenizer(folder={str(FIXTURES / 'llama2_mha')!r}, 320 tokens")
+    assert ", eos_token='</s>'" in shown
+    assert repr(Tokenizer(tmp_path)) == f"Tokenizer(folder={str(tmp_path)!r}, no tokenizer.json)"
+    assert repr(Tokenizer()) == "Tokenizer(folder=None, no tokenizer.json)"
+
+
+def test_apply_chat_template():
+    given = tokenizer("llama2_mha")
+    messages = [{"role": "user", "content": "Hi"}]
+    text = given.apply_chat_template(messages, tokenize=False)
+    assert text == "<s>[INST] Hi [/INST]"
+    ids = given.apply_chat_template(messages, return_dict=False)
+    assert ids == given.encode(text, add_special_tokens=False)
+    assert ids.count(given.bos_token_id) == 1
+    assert given.apply_chat_template(messages).input_ids == ids
+    assert given.apply_chat_template([messages, messages], tokenize=False) == [text, text]
+    assert given.apply_chat_template([messages] * 2, return_dict=False) == [ids, ids]
+    opened = "{% if add_generation_prompt %}answer{% endif %}"
+    options = {"chat_template": opened, "tokenize": False}
+    assert given.apply_chat_template(messages, add_generation_prompt=True, **options) == "answer"
+    assert given.apply_chat_template(messages, **options) == ""

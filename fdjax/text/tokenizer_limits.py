@@ -1,0 +1,69 @@
+"""What a tokenizer.json may not do: refer to tokens it lacks, or grow a text without bound.
+
+The tokenizers package panics or exhausts memory on such files, so they are refused at load.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from fdjax.models import CheckpointError
+
+# Longest result of a normaliser or decoder, in bytes for each byte of its input. A space that
+# becomes "▁" makes three of one.
+_MAX_GROWTH = 1024
+
+
+def check_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+    """Refuse a tokenizer that would fail on every text.
+
+    Raises:
+      CheckpointError: its post-processor names a token that it does not define, or its normaliser
+        or decoder makes too much of a text.
+    """
+    missing = _undefined(_state(tokenizer.post_processor))
+    if missing:
+        raise CheckpointError(
+            f"{path}: the post-processor adds {missing[0]!r}, which its 'special_tokens' lack"
+        )
+    for part in ("normalizer", "decoder"):
+        growth = _growth(_state(getattr(tokenizer, part)))
+        if growth > _MAX_GROWTH:
+            raise CheckpointError(
+                f"{path}: the {part} can make a text {growth:.3g} times as long, "
+                f"allowed are {_MAX_GROWTH}"
+            )
+
+
+def _state(part: Any) -> dict[str, Any]:
+    return {} if part is None else json.loads(part.__getstate__())
+
+
+def _undefined(state: dict[str, Any]) -> list[str]:
+    if state.get("type") == "Sequence":
+        return [token for inner in state["processors"] for token in _undefined(inner)]
+    if state.get("type") != "TemplateProcessing":
+        return []
+    used = [piece["SpecialToken"]["id"] for piece in state["single"] if "SpecialToken" in piece]
+    return [token for token in used if token not in state["special_tokens"]]
+
+
+def _growth(state: dict[str, Any]) -> float:
+    """How many times as long a text can become."""
+    match state.get("type"):
+        case "Sequence":
+            growth = 1.0
+            for inner in state.get("normalizers") or state.get("decoders") or ():
+                growth *= _growth(inner)
+            return growth
+        case "Prepend":
+            return 1.0 + len(state["prepend"].encode())
+        case "Replace":
+            content = len(state["content"].encode())
+            # An expression can match nothing, between any two characters.
+            pattern = len(state["pattern"].get("String", "").encode())
+            return max(1.0, content / pattern) if pattern else 1.0 + content
+        case _:
+            return 1.0
