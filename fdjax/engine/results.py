@@ -111,7 +111,7 @@ class GenerateResult:
     Attributes:
       tokens: generated ids, the end-of-sequence id included.
       texts: their text, special tokens left out, up to where a stop string begins; None without a
-        tokenizer.
+        tokenizer. As in transformers, a text may begin with the space that joins it to the prompt.
       finish_reasons: "stop" (end of sequence, stop string, stopping criterion) or "length"; None
         for a stream that has not ended.
       logprobs: log-probability of each token under the raw model, if any row asked for it; empty

@@ -1,7 +1,7 @@
 """A checkpoint's chat templates: messages in, the text of one prompt out.
 
-Templates are Jinja programs that come with a checkpoint, so they run in a sandbox and see nothing
-but plain data.
+Templates are Jinja programs that come with a checkpoint, so they run in a sandbox with limits and
+see nothing but plain data.
 """
 
 import dataclasses
@@ -16,10 +16,10 @@ from typing import Any
 import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from fdjax.models import CheckpointError
 from fdjax.models.readable import readable
+from fdjax.text.template_limits import LimitedEnvironment, TemplateLimitError, limited
 from fdjax.text.tokenizer_files import TokenizerFiles
 from fdjax.weights.checkpoint import is_there, read_json
 
@@ -112,14 +112,19 @@ class ChatTemplate:
             if not isinstance(messages[-1].get("content"), str):
                 raise ValueError("chat: the message to continue must have a text as its content")
             messages[-1]["content"] += _OPEN_END
+        given = {
+            **self.special_tokens,
+            "messages": messages,
+            "tools": _plain("tools", tools),
+            "documents": _plain("documents", documents),
+            "add_generation_prompt": add_generation_prompt,
+            **_plain("template variables", variables),
+        }
         try:
-            text = _compile(source).render(
-                messages=messages,
-                tools=_plain("tools", tools),
-                documents=_plain("documents", documents),
-                add_generation_prompt=add_generation_prompt,
-                **{**self.special_tokens, **_plain("template variables", variables)},
-            )
+            with limited(given):
+                text = _compile(source).render(given)
+        except TemplateLimitError as error:
+            raise ValueError(f"chat: the template was stopped: {error}") from None
         except jinja2.TemplateSyntaxError as error:
             where = f"line {error.lineno}: {error.message}"
             if source == chat_template:
@@ -129,7 +134,10 @@ class ChatTemplate:
             ) from None
         except (jinja2.TemplateError, ArithmeticError, LookupError) as error:
             raise ValueError(f"chat: the template refuses these messages: {_line(error)}") from None
-        except (TypeError, ValueError, AttributeError, RecursionError, MemoryError) as error:
+        except (
+            *(TypeError, ValueError, AttributeError),
+            *(RecursionError, MemoryError, SyntaxError),  # nested too deeply
+        ) as error:
             raise ValueError(
                 f"chat: the template fails on these messages: {_line(error)}"
             ) from None
@@ -244,23 +252,11 @@ def _strftime_now(format):
     return datetime.datetime.now().strftime(format)
 
 
-def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own escapes what HTML would not like.
-    return json.dumps(
-        value,
-        ensure_ascii=ensure_ascii,
-        indent=indent,
-        separators=separators,
-        sort_keys=sort_keys,
-    )
-
-
 @functools.lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
-    environment = ImmutableSandboxedEnvironment(
+    environment = LimitedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment.from_string(source)

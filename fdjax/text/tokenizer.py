@@ -15,7 +15,6 @@ from fdjax.text.chat_template import ChatTemplate, Message
 from fdjax.text.tokenizer_files import TokenizerFiles
 from fdjax.weights.checkpoint import is_there
 
-
 _ROWS = list | tuple | np.ndarray | jax.Array
 
 

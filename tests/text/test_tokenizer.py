@@ -431,3 +431,10 @@ def test_apply_chat_template():
     options = {"chat_template": opened, "tokenize": False}
     assert given.apply_chat_template(messages, add_generation_prompt=True, **options) == "answer"
     assert given.apply_chat_template(messages, **options) == ""
+
+
+def test_a_continuation_keeps_the_space_that_joins_it_to_its_prompt():
+    """As in transformers' decode of new tokens, whose outputs the fixture has."""
+    entry = next(e for e in BESIDE["qwen3 as stored"]["texts"] if e["half"].startswith(" "))
+    new_tokens = entry["ids"][len(entry["ids"]) // 2 :]
+    assert tokenizer("llama3_gqa_tied").decode(new_tokens) == entry["half"]
