@@ -156,7 +156,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _AddChecks().visit(super()._parse(source, name, filename))
 
     def step(self) -> str:
-        """Count a pass of a loop or a macro."""
+        """Count a pass of a loop."""
         _budget.get().step()
         return ""
 
@@ -215,19 +215,12 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _AddChecks(NodeTransformer):
-    """Has loops and macros count their passes, and `~` and literals their size."""
+    """Has loops count their passes, and `~` and literals their size."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(_call("step")).set_lineno(node.lineno))
         return node
-
-    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
-        self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(_call("step")).set_lineno(node.lineno))
-        return node
-
-    visit_CallBlock = visit_Macro
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
         self.generic_visit(node)

@@ -83,6 +83,22 @@ def test_a_value_counts_as_often_as_it_appears(expression, monkeypatch):
         render(repeated(expression))
 
 
+@pytest.mark.parametrize("double", ["[{0}, {0}]", "({0}, {0})", "{{'a': {0}, 'b': {0}}}"])
+def test_a_value_counts_before_it_is_used(double, monkeypatch):
+    """A comparison looks at all of it, and makes nothing."""
+    monkeypatch.setattr(template_limits, "MAX_SIZE", 2**16)
+    source = (
+        "{% set n = namespace(x='ab', y='ab') %}{% for i in range(COUNT) %}"
+        f"{{% set n.x = {double.format('n.x')} %}}{{% set n.y = {double.format('n.y')} %}}"
+        "{% endfor %}{{ n.x == n.y }}"
+    )
+    assert render(source.replace("COUNT", "8")) == "True"
+    with pytest.raises(
+        ValueError, match=r"^chat: the template was stopped: it makes a text or list"
+    ):
+        render(source.replace("COUNT", "18"))
+
+
 @pytest.mark.parametrize(
     ("source", "what"),
     [
@@ -112,7 +128,8 @@ def test_other_ways_to_take_too_much(source, what):
     [
         "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}",
         "{% macro f(n) %}{% if n %}{{ f(n - 1) ~ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-        "{% for i in range(9999) %}{{ messages | length is odd }}{% endfor %}",
+        "{% set a = range(50) | list %}{% for i in a %}{% for j in a %}{% endfor %}{% endfor %}",
+        "{% for i in range(999) %}{{ messages | length is odd }}{% endfor %}",
     ],
 )
 def test_steps_are_counted(source, monkeypatch):
