@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from fdjax.models import CheckpointError
 from fdjax.text.tokenizer_files import StoredToken, TokenizerFiles
-from fdjax.text.tokenizer_limits import check_tokenizer
+from fdjax.text.tokenizer_limits import check_tokenizer, is_failure
 from fdjax.weights.checkpoint import refuse_pointer
 
 _QWEN_2_WORDS = (
@@ -33,7 +33,9 @@ def build(path: Path, files: TokenizerFiles) -> tokenizers.Tokenizer:
     refuse_pointer(path)
     try:
         stored = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and not is_failure(error):
+            raise
         raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
     check_tokenizer(stored, path)
     tokenizer, pipeline = stored, _PIPELINES.get(files.kind)

@@ -13,6 +13,7 @@ import numpy as np
 from fdjax.models import CheckpointError
 from fdjax.text.chat_template import ChatTemplate, Message
 from fdjax.text.tokenizer_files import TokenizerFiles
+from fdjax.text.tokenizer_limits import is_failure
 from fdjax.weights.checkpoint import is_there
 
 _ROWS = list | tuple | np.ndarray | jax.Array
@@ -209,7 +210,7 @@ class Tokenizer:
         try:
             return call()
         except BaseException as error:
-            if type(error) is not Exception and type(error).__name__ != "PanicException":
+            if not is_failure(error):
                 raise
             raise CheckpointError(
                 f"{self.folder / 'tokenizer.json'}: the tokenizer fails on this input ({error})"

@@ -5,18 +5,24 @@ The tokenizers package panics or exhausts memory on such files, so they are refu
 
 import json
 from pathlib import Path
-from typing import Any
-
-import tokenizers
+from typing import TYPE_CHECKING, Any
 
 from fdjax.models import CheckpointError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 # Longest result of a normaliser or decoder, in bytes for each byte of its input. A space that
 # becomes "▁" makes three of one.
 _MAX_GROWTH = 1024
 
 
-def check_tokenizer(tokenizer: tokenizers.Tokenizer, path: Path) -> None:
+def is_failure(error: BaseException) -> bool:
+    """Whether the tokenizers package failed: a plain `Exception`, or a panic, which is none."""
+    return type(error) is Exception or type(error).__name__ == "PanicException"
+
+
+def check_tokenizer(tokenizer: "tokenizers.Tokenizer", path: Path) -> None:
     """Refuse a tokenizer that would fail on every text.
 
     Raises:

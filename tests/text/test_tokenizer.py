@@ -336,6 +336,13 @@ def test_a_damaged_tokenizer_config_is_named(tmp_path, files, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_panic_while_a_tokenizer_is_read_is_the_files_fault(tmp_path):
+    broken = {"type": "Precompiled", "precompiled_charsmap": "/////w=="}
+    write_folder(tmp_path, "llama2_mha", {"normalizer": broken}, {})
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer \(Precompiled"):
+        Tokenizer(tmp_path)
+
+
 def test_a_post_processor_with_an_absent_token_is_refused_at_load(tmp_path):
     stored = json.loads((FIXTURES / "llama2_mha/tokenizer.json").read_text())
     lacking = stored["post_processor"] | {"special_tokens": {}}
