@@ -29,6 +29,9 @@ from fdjax.tools.calibrate import (
 )
 from fdjax.weights.calibration import SAFE_LOG2
 
+# Bins of the count that make one of a density.
+_BINS_OF_A_DENSITY = 4
+
 # Half the width of the safe range, in units of log2.
 RANGES = (2, 4, 6, 8, 10, 12, 16, SAFE_LOG2)
 
@@ -53,6 +56,21 @@ def leaving(maxima: np.ndarray, phi: np.ndarray | float, safe_log2: float) -> np
     bins, half = np.arange(BINS), round(safe_log2 / BIN_LOG2)
     inside = (bins >= centre - half) & (bins < centre + half)
     return 1 - (maxima * inside).sum(axis=-1) / maxima.sum(axis=-1)
+
+
+def density(scores: np.ndarray) -> dict[str, list]:
+    """Of scores counted in bins [L, H, BINS], the share of each layer per unit, in wider bins.
+
+    Bins beyond the outermost score of all layers are left out.
+    """
+    wider = scores.sum(axis=1).reshape(len(scores), -1, _BINS_OF_A_DENSITY).sum(axis=-1)
+    edges = bin_edges()[::_BINS_OF_A_DENSITY]
+    found = np.flatnonzero(wider.any(axis=0))
+    kept = slice(found[0], found[-1] + 1)
+    widths = np.diff(edges)[kept]
+    layers = wider[:, kept] / wider.sum(axis=1, keepdims=True) / widths
+    centres = edges[:-1][kept] + widths / 2
+    return {"centres": centres.round(4).tolist(), "layers": layers.tolist()}
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -104,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name: [end.round(4).tolist() for end in interval(s.scores)]
             for name, s in counted.items()
         },
+        "score_density": density(new.scores),
         "rates": rates,
     }
     if args.plot:

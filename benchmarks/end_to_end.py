@@ -2,9 +2,8 @@
 
 A model with random weights in the real shapes runs `LM.generate`, greedy, at every batch and prompt
 length of a grid. It runs with several plans: the default, XLA alone, XLA and cuDNN, and the default
-without one kind of kernel or without fusion. transformers runs in the same process, eager and with
-a static cache and torch.compile. A point that does not fit into memory is skipped with a message. A
-wrong result gets no time.
+without one kind of kernel or without fusion. Peers in PyTorch run in the same process. A point that
+does not fit into memory is skipped with a message. A wrong result gets no time.
 """
 
 import argparse
@@ -32,6 +31,8 @@ _LINEAR = ("matmul", "linear_chain", "decode_layers")
 
 # For each plan, the implementations forced by name, by op. Plans without a kind of kernel run XLA
 # instead. "without unified maximum" and "without fusion" keep the kernels but change how they run.
+# One launch has a running maximum in any case, so "without unified maximum" runs layer by layer and
+# is to be compared with "without launch".
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
     "xla": dict.fromkeys((*_LINEAR, "decode_attention", "prefill_attention"), "xla"),
@@ -40,7 +41,10 @@ PLANS: dict[str, dict[str, str]] = {
     "without flat GEMM": dict.fromkeys(_LINEAR, "xla"),
     "without launch": {"decode_layers": "xla"},
     "without chain": dict.fromkeys(("linear_chain", "decode_layers"), "xla"),
-    "without unified maximum": {},
+    "without unified maximum": {"decode_layers": "xla"},
+    "without attention": dict.fromkeys(
+        ("decode_layers", "decode_attention", "prefill_attention"), "xla"
+    ),
     "without fusion": dict.fromkeys(("linear_chain", "decode_layers"), "xla"),
 }
 BREAKDOWN = ("fdjax", *(name for name in PLANS if name.startswith("without")))
@@ -416,6 +420,8 @@ def measure(
         "check": args.check,
         "plan": model.plan.summary(),
     }
+    if args.peers:
+        config["peers"] = peers.versions()
     record = Record(environment(args.commit), config, {"before": before}, costs=costs)
     options = {"new_tokens": args.new_tokens, "runs": args.runs}
 
@@ -427,7 +433,7 @@ def measure(
                 write(record.so_far(), args.output)
 
     if args.peers:
-        problem = peers.missing()
+        problem = peers.missing(args.peers)
         if problem:
             say(f"no peers: {problem}")
         else:

@@ -1,20 +1,29 @@
-"""Times Hugging Face transformers on the same GPU, eager and compiled.
+"""Peers in PyTorch on the same GPU: transformers, eager and compiled, and a model like gpt-fast.
 
-Needs torch and transformers.
+They need torch, and transformers for its own two.
 """
 
+import contextlib
 import gc
+import importlib.metadata
 import importlib.util
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PEERS = {
+# Options of `generate` of transformers.
+_TRANSFORMERS: dict[str, dict[str, Any]] = {
     "hf eager": {},
     "hf static, compiled": {"cache_implementation": "static"},
 }
+# Modes of torch.compile of `benchmarks.gpt_fast`.
+_GPT_FAST = {"gpt-fast": "reduce-overhead", "gpt-fast, max-autotune": "max-autotune"}
+PEERS = (*_TRANSFORMERS, *_GPT_FAST)
+
+# (ids [B,P], new tokens) → tokens [B, P + new tokens]; torch tensors.
+Generate = Callable[[Any, int], Any]
 
 
 class Samples(NamedTuple):
@@ -26,14 +35,24 @@ class Samples(NamedTuple):
     problem: str | None = None
 
 
-def missing() -> str | None:
-    """Why peers cannot run here, or None if they can."""
-    for name in ("torch", "transformers"):
+def missing(names: Sequence[str] = PEERS) -> str | None:
+    """Why these peers cannot run here, if they cannot."""
+    needed = ["torch", *(["transformers"] if set(names) & set(_TRANSFORMERS) else [])]
+    for name in needed:
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
     import torch
 
     return None if torch.cuda.is_available() else "torch sees no GPU"
+
+
+def versions() -> dict[str, str]:
+    """Of the libraries that peers run on, those that are installed."""
+    found = {}
+    for name in ("torch", "transformers", "triton"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def measure(
@@ -46,7 +65,7 @@ def measure(
     runs: int,
     device: str = "cuda",
 ) -> Iterator[tuple[str, int, int, Samples]]:
-    """Time greedy `generate` of a model with random weights in the real shapes.
+    """Time greedy generation of a model with random weights in the real shapes.
 
     The time of the first token is that of a call for one token. The time of a decode step is what
     each further token adds.
@@ -54,7 +73,7 @@ def measure(
     Args:
       config: path of a config.json.
       points: (batch, prompt tokens).
-      names: keys of `PEERS`.
+      names: some of `PEERS`.
       dtype: dtype of the weights.
       new_tokens, runs: new tokens and timed calls at each point.
       device: device of torch.
@@ -63,56 +82,92 @@ def measure(
       (name, batch, prompt tokens, samples) for each name and point.
     """
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     data = json.loads(config.read_text())
+    for group, load in ((_TRANSFORMERS, _transformers), (_GPT_FAST, _gpt_fast)):
+        chosen = [name for name in names if name in group]
+        if not chosen:
+            continue
+        model = load(data, dtype, device)
+        try:
+            for name in chosen:
+                for batch, prompt in points:
+                    ids = torch.randint(data["vocab_size"], (batch, prompt), device=device)
+                    try:
+                        # By no name: that would keep the model from being freed.
+                        samples = _time(
+                            _generate(model, name, batch, prompt + new_tokens),
+                            ids,
+                            new_tokens,
+                            runs,
+                        )
+                    except Exception as error:  # a failing peer must not lose the record of the run
+                        line = f"{type(error).__name__}: {error}".splitlines()[0]
+                        samples = Samples(problem=line)
+                    torch.compiler.reset()
+                    yield name, batch, prompt, samples
+        finally:
+            del model
+            gc.collect()
+            if device == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _transformers(data: dict[str, Any], dtype: str, device: str):
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.set_default_dtype(getattr(torch, dtype))
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**data)).eval()
     torch.set_default_dtype(torch.float32)
-    try:
-        for name in names:
-            for batch, prompt in points:
-                try:
-                    samples = _time(model, batch, prompt, new_tokens, runs, PEERS[name])
-                except Exception as error:  # a failing peer must not lose the record of the run
-                    line = f"{type(error).__name__}: {error}".splitlines()[0]
-                    samples = Samples(problem=line)
-                yield name, batch, prompt, samples
-            torch.compiler.reset()
-    finally:
-        del model
-        gc.collect()
-        if device == "cuda":
-            torch.cuda.empty_cache()
+    return model
 
 
-def _time(model, batch: int, prompt: int, new_tokens: int, runs: int, options: dict[str, Any]):
+def _gpt_fast(data: dict[str, Any], dtype: str, device: str):
+    from benchmarks.gpt_fast import random_model
+
+    return random_model(data, dtype, device)
+
+
+def _generate(model, name: str, batch: int, slots: int) -> Generate:
+    """A function that generates with the model as the peer of this name does."""
     import torch
 
-    ids = torch.randint(model.config.vocab_size, (batch, prompt), device=model.device)
+    if name in _GPT_FAST:
+        from benchmarks.gpt_fast import Generator
 
-    def seconds(count: int) -> float:
-        _wait(model)
-        began = time.perf_counter()
+        model.make_cache(batch, slots)
+        return Generator(model, _GPT_FAST[name])
+
+    def generate(ids, count):
         with torch.no_grad():
-            out = model.generate(
+            return model.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
                 max_new_tokens=count,
                 min_new_tokens=count,
                 do_sample=False,
                 pad_token_id=0,
-                **options,
+                **_TRANSFORMERS[name],
             )
-        _wait(model)
-        if out.shape != (batch, prompt + count):
+
+    return generate
+
+
+def _time(generate: Generate, ids, new_tokens: int, runs: int) -> Samples:
+    def seconds(count: int) -> float:
+        _wait(ids)
+        began = time.perf_counter()
+        out = generate(ids, count)
+        _wait(ids)
+        if out.shape != (ids.shape[0], ids.shape[1] + count):
             raise RuntimeError(f"must generate {count} tokens, got {list(out.shape)}")
         return time.perf_counter() - began
 
     first_call = seconds(new_tokens)
-    # Both lengths run before timing, so that neither compiles while it is timed.
+    # Both lengths, so that neither compiles while it is timed.
     seconds(1), seconds(new_tokens)
     first = [seconds(1) for _ in range(runs)]
     whole = [seconds(new_tokens) for _ in range(runs)]
@@ -121,8 +176,8 @@ def _time(model, batch: int, prompt: int, new_tokens: int, runs: int, options: d
     return Samples([1e6 * s for s in first], steps, first_call)
 
 
-def _wait(model) -> None:
+def _wait(ids) -> None:
     import torch
 
-    if model.device.type == "cuda":
+    if ids.device.type == "cuda":
         torch.cuda.synchronize()

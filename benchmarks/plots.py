@@ -1,10 +1,12 @@
 """Draws the papers' figures from the records: `python -m benchmarks.plots`.
 
 FD++ is FlashDecoding++ (Hong et al. 2024), FD++Next FlashDecoding++Next (Dai et al.). Each figure
-is written as PNG and SVG. A figure without a record is skipped with a message.
+is written as PNG and SVG. A figure without a record is skipped with a message. docs/papers.md
+lists all of them.
 """
 
 import argparse
+import itertools
 import json
 import math
 import re
@@ -17,6 +19,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from benchmarks.table import HEADLINE, Source, points
 from fdjax.bench import record as records
 from fdjax.bench.record import Measurement, Record
 
@@ -42,6 +45,12 @@ COLOURS = {
     "without fusion": "tab:pink",
     "hf eager": "tab:red",
     "hf static, compiled": "tab:orange",
+    "gpt-fast": "tab:green",
+    "attention": OURS,
+    "GEMM": "tab:cyan",
+    "other": "0.75",
+    "without attention": "tab:red",
+    "naive": "tab:red",
 }
 
 
@@ -53,6 +62,8 @@ class Results:
         self.kernels: dict[str, Record] = {}
         self.memory: list[dict[str, Any]] = []
         self.calibration: list[dict[str, Any]] = []
+        self.default_path: list[Record] = []
+        self.runtime: list[dict[str, Any]] = []
         # A table is named after its device, and the folder too, in lower case.
         named = [p for p in tables.glob("*.json") if p.stem.lower() == folder.name]
         self.table = json.loads(named[0].read_text()) if named else None
@@ -67,7 +78,13 @@ class Results:
                     self.memory.append(data)
                 elif "scores_99_99" in data:
                     self.calibration.append(data)
+                elif "runtime" in data:
+                    self.runtime.append(data)
                 continue
+            if Source(path, record).is_default:
+                # Those of the headline command come last and replace earlier ones.
+                place = len(self.default_path) if path.stem.startswith(HEADLINE) else 0
+                self.default_path.insert(place, record)
             if "model" in record.config:
                 self.end_to_end.append(record)
             elif "family" not in record.config:
@@ -245,7 +262,7 @@ def attention(results: Results) -> Figure | None:
         # The cases may be in several records.
         matching = [r for stem, r in results.kernels.items() if stem.startswith(name)]
         cases = [row for record in matching for row in record.rows if row.ok]
-        rows = [row for row in cases if not row.case.startswith(("recompute", "tokens"))]
+        rows = [row for row in cases if not row.case.startswith(("recompute", "tokens", "naive"))]
         if rows:
             found[name] = rows
     if not found:
@@ -341,9 +358,168 @@ def breakdown(results: Results) -> Figure | None:
     return figure
 
 
+def headline(results: Results) -> Figure | None:
+    """Decode step and first token on the default path, beside the peers of the same run."""
+    steps: dict[str, dict[str, float]] = {}
+    firsts: dict[str, dict[str, float]] = {}
+    for record in results.default_path:
+        model = record.config["model"].split(".")[0]
+        for point, measured in points(record).items():
+            for found, rows in ((steps, measured.step), (firsts, measured.first)):
+                found[_where(model, *point)] = {
+                    name: row.timing["median_us"] / 1e3
+                    for name, row in rows.items()
+                    if not name.startswith("without")
+                }
+    if not steps:
+        return None
+    figure, panels = _panels(2, (5.2, 1 + 0.45 * sum(map(len, steps.values())) ** 0.9))
+    for axes, found, label in zip(
+        panels, (steps, firsts), ("decode step, ms", "first token, ms"), strict=True
+    ):
+        _bars(axes, dict(sorted(found.items())), label)
+    return figure
+
+
+def softmax_density(results: Results) -> Figure | None:
+    """FD++ Fig. 5: the density of the inputs of the softmax, a line for each layer."""
+    found = [data for data in results.calibration if "score_density" in data]
+    if not found:
+        return None
+    data = found[-1]
+    density = data["score_density"]
+    figure, (axes,) = _panels(1, (6, 3.2))
+    for layer, heights in enumerate(density["layers"]):
+        axes.plot(density["centres"], heights, label=f"layer {layer}")
+    axes.set_yscale("log")
+    axes.set_ylim(bottom=1e-7)
+    axes.set(title=f"{data['model']} model", xlabel="input of the softmax", ylabel="density")
+    axes.legend(fontsize=7)
+    return figure
+
+
+def prefill_speed_up(results: Results) -> Figure | None:
+    """FD++ Fig. 11: speed of the first token over each peer, by prompt length, of one prompt."""
+    lines: dict[str, dict[str, dict[int, float]]] = {}
+    # Both times of a ratio are of one run; a later run replaces an earlier one.
+    for ms in results.by_record("first token"):
+        for (model, batch, prompt), times in ms.items():
+            for peer, t in times.items():
+                if batch == 1 and "fdjax" in times and not peer.startswith(("fdjax", "without")):
+                    by_peer = lines.setdefault(model, {})
+                    by_peer.setdefault(peer, {})[prompt] = t / times["fdjax"]
+    lines = {model: peers for model, peers in lines.items() if max(map(len, peers.values())) > 1}
+    if not lines:
+        return None
+    figure, panels = _panels(len(lines), (5, 3.2))
+    for axes, (model, by_peer) in zip(panels, lines.items(), strict=True):
+        for peer, ratios in by_peer.items():
+            prompts = sorted(ratios)
+            speeds = [ratios[p] for p in prompts]
+            axes.plot(prompts, speeds, marker="o", color=COLOURS.get(peer), label=peer)
+        axes.axhline(1, color="0.5", linewidth=0.8)
+        axes.set_xscale("log", base=2)
+        ticks = sorted({p for ratios in by_peer.values() for p in ratios})
+        axes.set_xticks(ticks, [str(p) for p in ticks], fontsize=7)
+        axes.set(title=f"{model}, one prompt", xlabel="prompt tokens", ylabel="speed of prefill")
+        axes.legend(fontsize=7)
+    return figure
+
+
+def memory_per_token(results: Results) -> Figure | None:
+    """FD++Next Fig. 1, left: latency of a step of one row, and memory that each token adds."""
+    latency: dict[str, dict[str, float]] = {}
+    for record in results.default_path:
+        model = record.config["model"].split(".")[0]
+        for (batch, prompt), measured in points(record).items():
+            if batch == 1:
+                latency[_where(model, batch, prompt)] = {
+                    name: row.timing["median_us"] / 1e3
+                    for name, row in measured.step.items()
+                    if not name.startswith("without")
+                }
+    added: dict[str, dict[str, float]] = {}
+    for data in results.memory:
+        model = Path(data["config"]["model"]).name.split(".")[0]
+        rows = [r for r in data["peaks"] if r["batch"] == 1 and r.get("peak_bytes")]
+        rows.sort(key=lambda r: r["prompt_tokens"])
+        for a, b in itertools.pairwise(rows):
+            tokens = b["prompt_tokens"] - a["prompt_tokens"]
+            parts = {"peak, measured": "peak", "planned": "planned", "cache alone": "cache"}
+            added[f"{model}\n{a['prompt_tokens']} to {b['prompt_tokens']} tokens"] = {
+                name: (b[f"{key}_bytes"] - a[f"{key}_bytes"]) / tokens / 1e3
+                for name, key in parts.items()
+            }
+    if not latency or not added:
+        return None
+    figure, panels = _panels(2, (5, 3))
+    _bars(panels[0], dict(sorted(latency.items())), "ms per token")
+    _bars(panels[1], added, "kB per token of context")
+    return figure
+
+
+def runtime(results: Results) -> Figure | None:
+    """FD++Next Fig. 4: shares of attention, GEMM and the rest over the input length."""
+    if not results.runtime:
+        return None
+    figure, panels = _panels(len(results.runtime), (4.4, 3.2))
+    for axes, data in zip(panels, results.runtime, strict=True):
+        rows = data["runtime"]
+        bottom = [0.0] * len(rows)
+        for part in ("attention", "GEMM", "other"):
+            shares = [row["us"][part] / sum(row["us"].values()) for row in rows]
+            axes.bar(range(len(rows)), shares, 0.6, bottom, color=COLOURS[part], label=part)
+            bottom = [a + b for a, b in zip(bottom, shares, strict=True)]
+        axes.set_xticks(range(len(rows)), [str(row["prompt_tokens"]) for row in rows])
+        title = f"{data['config']['model'].split('.')[0]}, batch {rows[0]['batch']}"
+        axes.set(title=title, xlabel="input tokens", ylabel="share of the run time")
+        axes.legend(fontsize=7)
+    return figure
+
+
+def over_naive(results: Results) -> Figure | None:
+    """FastAttention Fig. 7: attention over a prompt, relative to attention without fusion."""
+    ratios: dict[int, dict[int, float]] = {}
+    for name, record in results.kernels.items():
+        times: dict[str, dict[str, float]] = {}
+        for row in record.rows if name.startswith("prefill_attention") else ():
+            if row.timing:
+                times.setdefault(row.case, {})[row.implementation] = row.timing["median_us"]
+        for case, of in times.items():
+            if {"naive", "mosaic_gpu"} <= of.keys():
+                s, d = (int(n) for n in re.search(r"S(\d+) D(\d+)", case).groups())
+                ratios.setdefault(d, {})[s] = of["naive"] / of["mosaic_gpu"]
+    if not ratios:
+        return None
+    figure, (axes,) = _panels(1, (5, 3.2))
+    for d, by_length in sorted(ratios.items()):
+        lengths = sorted(by_length)
+        axes.plot(lengths, [by_length[s] for s in lengths], marker="o", label=f"D = {d}")
+    axes.set_xscale("log", base=2)
+    axes.set(title="one prompt", xlabel="tokens", ylabel="speed over naive attention")
+    axes.legend()
+    return figure
+
+
+def with_and_without_attention(results: Results) -> Figure | None:
+    """FastAttention Table 6: tokens per second at 512 tokens, with our attention and with XLA's."""
+    rates: dict[str, dict[str, float]] = {}
+    for (model, batch, prompt), times in results.milliseconds("decode step").items():
+        if prompt == 512 and {"fdjax", "without attention"} <= times.keys():
+            rates[_where(model, batch, prompt)] = {
+                name: 1e3 * batch / times[name] for name in ("fdjax", "without attention")
+            }
+    if not rates:
+        return None
+    figure, (axes,) = _panels(1, (6, 1 + 0.7 * len(rates)))
+    _bars(axes, rates, "tokens/s")
+    return figure
+
+
 FIGURES: dict[str, Callable[[Results], Figure | None]] = {
     function.__name__: function
     for function in (
+        headline,
         first_and_each,
         softmax_inputs,
         block_n,
@@ -354,6 +530,12 @@ FIGURES: dict[str, Callable[[Results], Figure | None]] = {
         flat_gemm,
         memory,
         breakdown,
+        softmax_density,
+        prefill_speed_up,
+        memory_per_token,
+        runtime,
+        over_naive,
+        with_and_without_attention,
     )
 }
 

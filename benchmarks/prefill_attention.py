@@ -3,7 +3,8 @@
 Every shape runs the kernel with its default configuration, cuDNN with a cache in the layout it
 prefers, and ablations: a running maximum ("online" in records) instead of the unified one, other
 first-level blocks, and a mask on every block. In `recompute` cases, the scores of some query heads
-leave the range of the unified maximum.
+leave the range of the unified maximum. In `naive` cases the peer is attention without fusion, which
+writes its scores to memory.
 """
 
 import dataclasses
@@ -29,6 +30,9 @@ SHAPES = (
 )
 # block_kv and stages, by D
 BLOCKS = {128: ((64, 4), (128, 2)), 64: ((64, 4), (128, 2), (192, 2), (256, 2))}
+
+# Prompt tokens of the cases that compare with attention without fusion (one prompt, 32 heads).
+NAIVE = (512, 1024, 2048, 4096, 8192)
 
 # Number of heads, of 32, that leave the range of the unified maximum.
 RECOMPUTED = (1, 32)
@@ -61,6 +65,15 @@ def _for_cudnn(q, k, v, lengths):
     return q, k.swapaxes(1, 2), v.swapaxes(1, 2), lengths
 
 
+def _naive(q, k, v, lengths):
+    """Two products with a softmax between them; scores [B,H,S,S] in float32 go through memory."""
+    scores = jnp.einsum("bqhd,bhkd->bhqk", q, k, preferred_element_type=jnp.float32)
+    s = scores.shape[-1]
+    seen = jnp.tril(jnp.ones((s, s), bool))[None, None]
+    p = jax.nn.softmax(jnp.where(seen, q.shape[-1] ** -0.5 * scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bhqk,bhkd->bqhd", p.astype(q.dtype), v)
+
+
 def _reference(q, k, v, lengths):
     q, k, v = (a.astype(jnp.float32) for a in (q, k, v))
     return prefill_attention(q, k, v, lengths, spec=_spec(q), implementation="xla")
@@ -77,12 +90,15 @@ def _operands(seed, shape, outside):
     return q, k, v, jnp.full((b,), s, jnp.int32)
 
 
-def _case(shape, outside=0):
+def _case(shape, outside=0, naive=False):
     b, h, kv_heads, s, d = shape
     name = f"B{b} H{h} Hkv{kv_heads} S{s} D{d}"
     implementations = {"mosaic_gpu": _prefill}
     if outside:
         name = f"recompute {outside} heads {name}"
+    elif naive:
+        name = f"naive {name}"
+        implementations["naive"] = _naive
     else:
         default = default_config(d)
         implementations["cudnn"] = _cudnn
@@ -112,6 +128,7 @@ def _case(shape, outside=0):
 
 CASES = [_case(shape) for shape in SHAPES]
 CASES += [_case((1, 32, 32, 4096, 128), outside) for outside in RECOMPUTED]
+CASES += [_case((1, 32, 32, tokens, 128), naive=True) for tokens in NAIVE]
 
 if __name__ == "__main__":
     raise SystemExit(main(CASES))

@@ -1,131 +1,272 @@
-"""The README's table of measurements, generated from the records: `python -m benchmarks.table`."""
+"""Tables of measurements, generated from the records: `python -m benchmarks.table --write`.
+
+The README has the points of the default path and what the unified maximum is worth;
+docs/measurements.md has every record of a model and of attention.
+"""
 
 import argparse
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from fdjax.bench import record as records
+from fdjax.bench.record import Measurement, Record
+from fdjax.pallas_kernels.attention.hopper.decode import default_config
 
 ROOT = Path(__file__).parent.parent
-_BEGIN, _END = "<!-- measurements -->", "<!-- /measurements -->"
+RESULTS = ROOT / "benchmarks" / "results"
+# Records of `benchmarks.headline` begin with this.
+HEADLINE = "headline"
+# Those that were measured before there was that command, on the path that is still the default one.
+_EARLIER = "_one_launch"
+README_POINTS = {(1, 1024), (8, 1024)}
 
-# Name of each peer in records → its name in the table.
-_PEERS = {
+# What others are called in records, and in the tables.
+PEERS = {
     "cudnn": "XLA + cuDNN",
     "xla": "XLA",
     "hf static, compiled": "transformers, compiled",
+    "gpt-fast": "PyTorch like gpt-fast",
+    "gpt-fast, max-autotune": "the same, max-autotune",
     "hf eager": "transformers, eager",
 }
+_README_PEERS = ("cudnn", "hf static, compiled", "gpt-fast")
+_OURS = ("Batch × prompt", "First token", "Decode step", "Of the ceiling")
 
 
-class Point(NamedTuple):
-    """The point that a line of the table shows."""
+class Source(NamedTuple):
+    """A record and where it is."""
 
-    device: str
-    model: str
-    batch: int
-    prompt: int
+    path: Path
+    record: Record
+
+    @property
+    def is_default(self) -> bool:
+        """Whether its "fdjax" is what `load` chooses today."""
+        return self.path.stem.startswith(HEADLINE) or self.path.stem.endswith(_EARLIER)
+
+    @property
+    def model(self) -> str:
+        """The model, in words."""
+        config = self.record.config
+        name = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B"
+        return f"{name}, {config['dtype']}"
+
+    def link(self, text: str, folder: Path) -> str:
+        """A link to the record from a file in a folder."""
+        return f"[{text}]({self.path.relative_to(folder, walk_up=True).as_posix()})"
 
 
-class PointTimes(NamedTuple):
-    """A record's measurements at one point, by implementation."""
-
-    date: str
-    link: str
-    first: dict[str, records.Measurement]
-    step: dict[str, records.Measurement]
+def folder_of(device_kind: str) -> str:
+    """The folder of a device's records."""
+    return device_kind.lower().replace(" ", "_")
 
 
-def measurements() -> str:
-    """The end-to-end records under `results/` as a Markdown table.
-
-    For each point it shows the latest run of fdjax, and for each peer the latest run that measured
-    the peer and fdjax together.
-    """
-    runs: dict[Point, list[PointTimes]] = {}
-    for path in sorted((ROOT / "benchmarks/results").glob("*/*.json")):
+def sources() -> Iterator[Source]:
+    """All records of `fdjax.bench`, not those that are kept from before a change."""
+    for path in sorted(RESULTS.glob("*/*.json")):
         try:
-            record = records.read(path)
-        except ValueError:  # a file in another format
+            yield Source(path, records.read(path))
+        except ValueError:  # a record of something else
             continue
-        # A figure shows the breakdown, the plans that leave something out.
-        if "family" in record.config and not path.stem.startswith("breakdown"):
-            link = f"benchmarks/results/{path.parent.name}/{path.name}"
-            for point, measured in _points(record, link):
-                runs.setdefault(point, []).append(measured)
-    head = "Device", "Model", "Batch × prompt", "First token", "Decode step", "Of the ceiling"
-    lines = [(*head, *_PEERS.values()), ["---"] * (len(head) + len(_PEERS))]
-    for point, measured in sorted(runs.items()):
-        # Points that only a grid has measured are left to a figure.
-        measured.sort(key=lambda m: ("/grid" not in m.link, m.date))
-        if "/grid" not in measured[-1].link:
-            lines.append([*_ours(point, measured[-1]), *(_peer(name, measured) for name in _PEERS)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _points(record: records.Record, link: str) -> Iterator[tuple[Point, PointTimes]]:
-    """The points of a record that were measured with the plan that `load` chooses."""
-    config = record.config
-    if config["plan"]["named"]:
-        return
-    model = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B, {config['dtype']}"
-    points: dict[tuple[int, int], PointTimes] = {}
+def of_models() -> list[Source]:
+    """The records of a model from end to end."""
+    return [source for source in sources() if "family" in source.record.config]
+
+
+class Measured(NamedTuple):
+    """What a record has of a point, by implementation."""
+
+    first: dict[str, Measurement]
+    step: dict[str, Measurement]
+
+
+def points(record: Record) -> dict[tuple[int, int], Measured]:
+    """What a record has, by (batch, prompt tokens)."""
+    found: dict[tuple[int, int], Measured] = {}
     for row in record.rows:
         what, batch, prompt = row.case.rsplit(maxsplit=2)
         if row.timing:
-            key = int(batch[1:]), int(prompt[1:])
-            new = PointTimes(record.environment["date"], link, {}, {})
-            measured = points.setdefault(key, new)
-            rows = {"first token": measured.first, "decode step": measured.step}[what]
-            rows[row.implementation] = row
-    for key, measured in points.items():
-        if "fdjax" in measured.first.keys() & measured.step.keys():
-            yield Point(record.environment["device_kind"], model, *key), measured
+            measured = found.setdefault((int(batch[1:]), int(prompt[1:])), Measured({}, {}))
+            of_case = measured.first if what == "first token" else measured.step
+            of_case[row.implementation] = row
+    return {p: m for p, m in found.items() if "fdjax" in m.first.keys() & m.step.keys()}
 
 
-def _ours(point: Point, measured: PointTimes) -> tuple[str, ...]:
-    step = measured.step["fdjax"]
-    return (
-        point.device,
-        point.model,
-        f"{point.batch} × {point.prompt}",
-        f"{_ms(measured.first['fdjax']):.1f} ms",
-        f"[{_ms(step):.2f} ms]({measured.link})",
-        f"{step.fraction_of_ceiling:.0%}",
+def headline() -> dict[tuple[str, str, tuple[int, int]], tuple[Source, Measured]]:
+    """By device, model and point, the newest record of the default path."""
+    found = {}
+    # `benchmarks.headline` measures all of them at one commit, so its records go first.
+    order = sorted(
+        (source for source in of_models() if source.is_default),
+        key=lambda s: (s.path.stem.startswith(HEADLINE), s.record.environment["date"]),
     )
+    for source in order:
+        for point, measured in points(source.record).items():
+            device = source.record.environment["device_kind"]
+            found[device, source.model, point] = source, measured
+    return dict(sorted(found.items()))
 
 
-def _peer(name: str, measured: list[PointTimes]) -> str:
-    """Decode step and first token as multiples of fdjax's, from a run that has both; else ""."""
-    for run in reversed(measured):
-        if name in run.step.keys() & run.first.keys():
-            step, first = (_ms(rows[name]) / _ms(rows["fdjax"]) for rows in (run.step, run.first))
-            return f"[{step:.2f}; {first:.2f}]({run.link})"
-    return ""
+def readme_table() -> str:
+    """The points of the default path, ours and the peers that were measured in the same run."""
+    chosen = {key: value for key, value in headline().items() if key[2] in README_POINTS}
+    peers = [n for n in _README_PEERS if any(n in m.step for _, m in chosen.values())]
+    lines = [("Device", "Model", *_OURS, *(PEERS[name] for name in peers))]
+    for (device, model, point), (source, measured) in chosen.items():
+        own = _own(point, measured)
+        own[2] = source.link(own[2], ROOT)
+        lines.append((device, model, *own, *(_ratio(name, measured) for name in peers)))
+    return markdown(lines)
 
 
-def _ms(row: records.Measurement) -> float:
+def _own(point: tuple[int, int], measured: Measured) -> list[str]:
+    step = measured.step["fdjax"]
+    return [
+        f"{point[0]} × {point[1]}",
+        f"{ms(measured.first['fdjax']):.1f} ms",
+        f"{ms(step):.2f} ms",
+        f"{step.fraction_of_ceiling:.0%}",
+    ]
+
+
+def _ratio(name: str, measured: Measured) -> str:
+    """Decode step and first token of a peer in multiples of ours."""
+    if name not in measured.step.keys() & measured.first.keys():
+        return ""
+    pairs = ((rows[name], rows["fdjax"]) for rows in (measured.step, measured.first))
+    return "; ".join(f"{ms(theirs) / ms(ours):.2f}" for theirs, ours in pairs)
+
+
+def unified_maximum() -> dict[str, list[float]]:
+    """Time with a running maximum over that with the unified one, of the kernels of attention.
+
+    Where few steps are to be done, decode attention takes the running maximum by itself: there is
+    nothing to compare.
+    """
+    found = {}
+    for name, other in (("decode", "synchronised"), ("prefill", "online")):
+        record = records.read(RESULTS / "nvidia_h100_80gb_hbm3" / f"{name}_attention.json")
+        times: dict[str, dict[str, float]] = {}
+        for row in record.rows:
+            sizes = re.fullmatch(r"B(\d+) H\d+ Hkv(\d+) S(\d+) D(\d+)", row.case)
+            if not (sizes and row.timing):
+                continue
+            if name == "prefill" or default_config(*map(int, sizes.groups())).unified:
+                times.setdefault(row.case, {})[row.implementation] = row.timing["median_us"]
+        found[name] = [of[other] / of["mosaic_gpu"] for of in times.values() if other in of]
+    return found
+
+
+def unified_maximum_sentence() -> str:
+    """What `unified_maximum` has, in one line."""
+    parts = [
+        f"{name} attention {min(of):.2f} to {max(of):.2f}" for name, of in unified_maximum().items()
+    ]
+    return f"Speed over the same kernel with a running maximum, on an H100: {', '.join(parts)}."
+
+
+def measurements(folder: Path) -> str:
+    """Every record of a model and of attention; links start in `folder`."""
+    sections = ["## Models from end to end"]
+    for source in sorted(of_models(), key=lambda s: (not s.is_default, s.path)):
+        sections += [f"### {_title(source)}", _about(source, folder), _of_points(source)]
+    sections.append("## Attention")
+    for source in sources():
+        if source.path.stem in ("decode_attention", "prefill_attention"):
+            sections += [f"### {_title(source)}", _about(source, folder), _of_cases(source.record)]
+    return "\n\n".join(sections)
+
+
+def _title(source: Source) -> str:
+    return f"{source.record.environment['device_kind']}: {source.path.stem.replace('_', ' ')}"
+
+
+def _about(source: Source, folder: Path) -> str:
+    environment, config = source.record.environment, source.record.config
+    versions = environment["versions"] | config.get("peers", {})
+    known = ("jax", "nvidia-cudnn-cu13", "torch", "transformers")
+    libraries = ", ".join(f"{name} {versions[name]}" for name in known if name in versions)
+    about = [f"{source.model}, {config['new_tokens']} new tokens"] if "family" in config else []
+    if about and not source.is_default:
+        about.append("not the default path of today")
+    about += [environment["date"][:10], f"commit {environment['commit'][:8]}", libraries]
+    return f"{source.link('Record', folder)}: {'; '.join(about)}.\n`{environment['command']}`"
+
+
+def _of_points(source: Source) -> str:
+    found = points(source.record)
+    others = {name: PEERS.get(name, name) for m in found.values() for name in m.step}
+    others.pop("fdjax", None)
+    lines = [(*_OURS, "Spread of the step", *others.values())]
+    for point, measured in found.items():
+        spread = measured.step["fdjax"].timing["spread_us"]
+        ratios = (_ratio(name, measured) for name in others)
+        lines.append((*_own(point, measured), f"{spread:.0f} µs", *ratios))
+    return markdown(lines)
+
+
+def _of_cases(record: Record) -> str:
+    names = list(dict.fromkeys(row.implementation for row in record.rows))
+    cases: dict[str, dict[str, str]] = {}
+    for row in record.rows:
+        text = f"{row.timing['median_us']:.1f} µs" if row.timing else "-"
+        cases.setdefault(row.case, {})[row.implementation] = text
+    lines = [("Case", *names)]
+    lines += [(case, *(of.get(name, "") for name in names)) for case, of in cases.items()]
+    return markdown(lines)
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """A table of which the first line is the head."""
+    rule = ["---"] * len(lines[0])
+    return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
+
+
+def ms(row: Measurement) -> float:
+    """The median in milliseconds."""
     return row.timing["median_us"] / 1e3
 
 
-def updated(readme: str) -> str:
-    """The README with the table between its marks replaced."""
-    before, rest = readme.split(_BEGIN)
-    _, after = rest.split(_END)
-    return f"{before}{_BEGIN}\n{measurements()}\n{_END}{after}"
+def put(text: str, name: str, content: str) -> str:
+    """A text with what is between the marks of a name replaced.
+
+    Raises:
+      ValueError: the text does not have these marks once.
+    """
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"table: text must have {begin.strip()} and {end} once")
+    before, rest = text.split(begin)
+    return f"{before}{begin}{content}\n{end}{rest.split(end)[1]}"
 
 
-def main() -> int:
+def updated() -> dict[Path, str]:
+    """The files with tables, as they should be."""
+    readme, full = ROOT / "README.md", ROOT / "docs" / "measurements.md"
+    text = put(readme.read_text(encoding="utf-8"), "headline", readme_table())
+    text = put(text, "unified maximum", unified_maximum_sentence())
+    tables = put(full.read_text(encoding="utf-8"), "records", measurements(full.parent))
+    return {readme: text, full: tables}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--write", action="store_true", help="put the table into README.md")
-    args = parser.parse_args()
-    readme = ROOT / "README.md"
+    parser.add_argument("--write", action="store_true", help="bring README.md and docs up to date")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
     if args.write:
-        readme.write_text(updated(readme.read_text()))
+        for path, text in updated().items():
+            path.write_text(text, encoding="utf-8")
     else:
-        print(measurements())
+        print(readme_table())
     return 0
 
 

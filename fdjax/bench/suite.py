@@ -116,6 +116,16 @@ def run_cases(
     return record.finish(after)
 
 
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line of a script of cases."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
+    parser.add_argument("--runs", type=int, default=20, help="timed calls per pass")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
+    parser.add_argument("--output", help="write the record to this file as well")
+    return parser.parse_args(argv)
+
+
 def main(cases: Sequence[Case], argv: Sequence[str] | None = None, **options: Any) -> int:
     """Runs cases as a script: parses the command line, prints the record, returns the exit code.
 
@@ -127,12 +137,7 @@ def main(cases: Sequence[Case], argv: Sequence[str] | None = None, **options: An
     Returns:
         0, or 1 if a result was wrong or nothing was measured.
     """
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="", help="run only cases whose name contains this")
-    parser.add_argument("--runs", type=int, default=20, help="timed calls per pass")
-    parser.add_argument("--commit", help="commit to record if git cannot be asked")
-    parser.add_argument("--output", help="write the record to this file as well")
-    args = parser.parse_args(argv)
+    args = parse_args(argv)
     chosen = [case for case in cases if args.only in case.name]
     record = run_cases(chosen, runs=args.runs, commit=args.commit, output=args.output, **options)
     emit(record, args.output)

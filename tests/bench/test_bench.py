@@ -407,7 +407,7 @@ def test_a_summary_is_of_all_rows():
     assert summary(made) == ""
     made.config = {"batch": 4}
     made.rows = [
-        record.Row(f"{case} B4 P8", "fdjax", True, timing={"median_us": us})
+        record.Measurement(f"{case} B4 P8", "fdjax", True, timing={"median_us": us})
         for case, us in (("first token", 12_340.0), ("decode step", 5_000.0))
     ]
     told = "first token after 12.3 ms, then 800.0 tokens/s"

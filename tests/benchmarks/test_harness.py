@@ -12,7 +12,18 @@ import numpy as np
 import pytest
 
 import fdjax
-from benchmarks import accuracy, ahead, end_to_end, kernels, matmul, memory, peers, unfused
+from benchmarks import (
+    accuracy,
+    ahead,
+    calibration,
+    end_to_end,
+    kernels,
+    matmul,
+    memory,
+    peers,
+    runtime,
+    unfused,
+)
 from fdjax.bench import record as records
 from fdjax.bench.record import Measurement, Record
 from fdjax.bench.timing import Timing
@@ -72,7 +83,7 @@ def test_a_model_beside_its_peers(config, quick_ceiling, monkeypatch, tmp_path, 
             yield "hf eager", batch, prompt, peers.Samples([50.0, 60.0], [7.0, 8.0], 1.5)
             yield "hf static, compiled", batch, prompt, peers.Samples(problem="Error: no")
 
-    monkeypatch.setattr(peers, "missing", lambda: None)
+    monkeypatch.setattr(peers, "missing", lambda names: None)
     monkeypatch.setattr(peers, "measure", measure)
     monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
     output = tmp_path / "record.json"
@@ -205,8 +216,9 @@ def test_plans_do_without_what_they_are_named_for(name):
     }
     want = {
         "fdjax": {"launch", "chain"},
-        "without unified maximum": {"launch", "chain"},
+        "without unified maximum": {"chain"},
         "without launch": {"chain"},
+        "without attention": {"chain"},
     }
     assert {k for k, of in runs.items() if of.implementation != "xla"} == want.get(name, set())
 
@@ -676,13 +688,26 @@ def results(tmp_path):
         for b in (64, 128, 256)
     ]
     records.write(record_of(rows, {}), folder / "block_n.json")
+    rows = [
+        row_of(f"naive B1 H32 Hkv32 S{s} D128", name, [us * s])
+        for s in (512, 1024)
+        for name, us in (("mosaic_gpu", 1), ("naive", 3))
+    ]
+    records.write(record_of(rows, {}), folder / "prefill_attention_naive.json")
+    us = {"attention": 1.0, "GEMM": 2.0, "other": 0.5}
+    rows = [{"batch": 16, "prompt_tokens": p, "us": us} for p in (128, 1024)]
+    data = {"config": {"model": "llama-2-7b.old.json"}, "runtime": rows}
+    (folder / "runtime_llama2_7b.json").write_text(json.dumps(data))
     peak = {"batch": 1, "prompt_tokens": 1024, "peak_bytes": 15 * 10**9, "ok": True}
     peak |= {"weight_bytes": 13 * 10**9, "cache_bytes": 10**9, "workspace_bytes": 10**9}
     left_out = {"batch": 64, "prompt_tokens": 16384, "ok": None}
-    data = {"config": {"model": "llama-2-7b.json"}, "peaks": [peak, left_out]}
+    long = peak | {"prompt_tokens": 2048, "peak_bytes": 16 * 10**9, "planned_bytes": 16 * 10**9}
+    peak["planned_bytes"] = 15 * 10**9
+    data = {"config": {"model": "llama-2-7b.json"}, "peaks": [peak, long, left_out]}
     (folder / "memory.json").write_text(json.dumps(data))
     ends = [[-3.0, -4.0], [5.0, 6.0]]
     data = {"model": "tiny", "scores_99_99": {"calibration": ends, "held out": ends}}
+    data["score_density"] = {"centres": [-1.0, 0.0, 1.0], "layers": [[0.1, 0.8, 0.1]] * 2}
     (folder / "calibration.json").write_text(json.dumps(data))
     (folder / "dispatch.json").write_text("{}")
     return folder
@@ -783,6 +808,7 @@ def test_a_table_is_of_the_device_of_the_records(tables, monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_figures_are_drawn_from_records(results, tables, monkeypatch, tmp_path, capsys):
     plots = plots_module(monkeypatch)
+    write_with_and_without_attention(results)
     monkeypatch.setattr(plots.Results.__init__, "__defaults__", (tables,))
     monkeypatch.chdir(tmp_path)
     assert plots.main(["--results", str(results)]) == 0
@@ -801,6 +827,77 @@ def test_a_figure_without_a_record_is_left_out_and_said(monkeypatch, tmp_path, c
     assert plots.main(["--results", str(tmp_path), "--output", str(folder)]) == 0
     assert capsys.readouterr().out.splitlines() == [f"{n}: no record yet" for n in plots.FIGURES]
     assert list(folder.iterdir()) == []
+
+
+def write_with_and_without_attention(folder):
+    rows = [
+        row_of(f"{case} B{b} P512", name, [1e3 * us])
+        for b in (1, 8)
+        for name, us in (("fdjax", 4), ("without attention", 5))
+        for case in ("first token", "decode step")
+    ]
+    of_512 = {"model": "llama-2-7b.old.json"}
+    records.write(record_of(rows, of_512), folder / "headline_llama2_7b_1x512.json")
+
+
+def test_a_headline_figure_has_the_default_path_alone(results, monkeypatch, tmp_path):
+    """And what the headline command measured in place of an earlier record."""
+    plots = plots_module(monkeypatch)
+    write_with_and_without_attention(results)
+    config = {"model": "llama-2-7b.old.json"}
+    for name, us in (("end_to_end_one_launch", 7e3), ("headline_llama2_7b_1x1024", 5e3)):
+        rows = [
+            row_of(f"{case} B1 P1024", of, [us * scale])
+            for case in ("first token", "decode step")
+            for of, scale in (("fdjax", 1), ("gpt-fast", 2), ("without launch", 3))
+        ]
+        records.write(record_of(rows, config), results / f"{name}.json")
+    steps, _ = plots.headline(plots.Results(results, tmp_path)).axes
+    bars = {c.get_label(): [bar.get_width() for bar in c] for c in steps.containers}
+    assert bars == {"fdjax": [5.0, 4.0, 4.0], "gpt-fast": [10.0]}
+
+
+def test_prefill_is_compared_by_prompt_length(results, monkeypatch, tmp_path):
+    plots = plots_module(monkeypatch)
+    (axes,) = plots.prefill_speed_up(plots.Results(results, tmp_path)).axes
+    speeds = {line.get_label(): [*line.get_ydata()] for line in axes.lines}
+    assert speeds["xla"] == [2, 2] and speeds["cudnn"] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "part"),
+    [
+        ("mosaic_gpu_decode_attention_kernel", "attention"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop", "attention"),
+        ("mosaic_gpu_flat_gemm_kernel", "GEMM"),
+        ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "GEMM"),
+        ("gemm_fusion_dot_12", "GEMM"),
+        ("loop_add_fusion", "other"),
+    ],
+)
+def test_a_kernel_is_of_a_part_by_its_name(kernel, part):
+    us = runtime.by_part({kernel: 2.0, "copy": 1.0})
+    assert us == {"attention": 0, "GEMM": 0, "other": 1.0} | {part: 2.0 + (part == "other")}
+
+
+@pytest.mark.slow
+def test_run_time_is_of_a_gpu(config):
+    with pytest.raises(SystemExit, match="takes an NVIDIA GPU"):
+        runtime.main([str(config), *"--lengths 8 --batch 1 --new-tokens 2 --dtype float32".split()])
+
+
+def test_densities_are_of_each_layer():
+    """Each adds up to one, over the bins that have a score."""
+    scores = np.zeros((2, 3, calibration.BINS), np.int64)
+    middle = calibration.BINS // 2
+    scores[0, :, middle] = 5
+    scores[1, 1, middle + 8] = 7
+    found = calibration.density(scores)
+    width = np.diff(found["centres"])
+    assert len(found["centres"]) == 3
+    sums = (np.asarray(found["layers"]) * width[0]).sum(axis=1)
+    np.testing.assert_allclose(sums, 1, rtol=1e-3)
+    assert found["layers"][0][0] > 0 == found["layers"][1][0]
 
 
 def plots_module(monkeypatch):

@@ -1,0 +1,195 @@
+"""A Llama in plain PyTorch, in the manner of gpt-fast: static cache, torch.compile, CUDA graphs.
+
+gpt-fast (https://github.com/pytorch-labs/gpt-fast) shows what PyTorch reaches without kernels of
+its own. As there, q, k and v are one product, the cache has a fixed size, Inductor writes the
+attention of a decode step, and a step is one CUDA graph. Prompts run through FlashAttention.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._dynamo import mark_static_address
+from torch._inductor import config as inductor_config
+from torch.nn import functional as F
+
+
+class Attention(nn.Module):
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        width, self.heads = config["hidden_size"], config["num_attention_heads"]
+        self.kv_heads = config.get("num_key_value_heads") or self.heads
+        self.head_dim = config.get("head_dim") or width // self.heads
+        both = (self.heads + 2 * self.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(width, both, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
+
+    def make_cache(self, batch: int, slots: int) -> None:
+        """Empty caches [B, Hkv, S, D] in the dtype and on the device of the weights."""
+        for name in ("keys", "values"):
+            empty = self.qkv.weight.new_zeros(batch, self.kv_heads, slots, self.head_dim)
+            # A CUDA graph may then write into it.
+            mark_static_address(empty)
+            self.register_buffer(name, empty, persistent=False)
+
+    def forward(self, x: Tensor, turn: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+        """x [B,T,E] of these positions [T]; without a mask [1,S], x is a prompt from its start."""
+        b, t, _ = x.shape
+        parts = self.qkv(x).view(b, t, -1, self.head_dim).transpose(1, 2)
+        q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
+        q, k = rotate(q, turn), rotate(k, turn)
+        self.keys[:, :, positions] = k
+        self.values[:, :, positions] = v
+        if mask is None:
+            group = self.heads // self.kv_heads
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+            o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
+        else:
+            # Of one token, heads of a group are rows. Inductor makes one or two kernels of this.
+            q = q.view(b, self.kv_heads, -1, self.head_dim)
+            scores = (q @ self.keys.transpose(-1, -2)).float() * self.head_dim**-0.5
+            p = scores.masked_fill(~mask, -math.inf).softmax(-1).to(x.dtype)
+            o = p @ self.values
+        return self.out(o.reshape(b, t, -1))
+
+
+class Block(nn.Module):
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        width, hidden, eps = (
+            config[n] for n in ("hidden_size", "intermediate_size", "rms_norm_eps")
+        )
+        self.attention_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
+        self.attention = Attention(config)
+        self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: Tensor, *where: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), *where)
+        y = self.mlp_norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Llama(nn.Module):
+    """A Llama 2 or 3 of a config.json, with random weights.
+
+    Raises:
+      ValueError: the config asks for what this model does not do.
+    """
+
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        scaled = config.get("rope_scaling")
+        if config["model_type"] != "llama" or scaled or config.get("attention_bias"):
+            raise ValueError("gpt-fast: must be a Llama without rope_scaling and attention_bias")
+        self.config = config
+        self.embed = nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config["num_hidden_layers"]))
+        self.norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+        if config.get("tie_word_embeddings"):
+            self.head.weight = self.embed.weight
+
+    @torch.no_grad()
+    def make_cache(self, batch: int, slots: int) -> None:
+        """Caches of every layer, and the tables that depend on their size."""
+        for block in self.blocks:
+            block.attention.make_cache(batch, slots)
+        device, dim = self.embed.weight.device, self.blocks[0].attention.head_dim
+        theta = (self.config.get("rope_parameters") or self.config).get("rope_theta", 1e4)
+        exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
+        angles = torch.arange(slots, device=device)[:, None] * theta**-exponents
+        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+        causal = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
+        self.register_buffer("causal", causal, persistent=False)
+
+    def forward(self, ids: Tensor, positions: Tensor, prompt: bool) -> Tensor:
+        """Logits [B,V] after the last of the ids [B,T], which stand at positions [T]."""
+        mask = None if prompt else self.causal[positions]
+        turn = self.turns[:, positions]
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x, turn, positions, mask)
+        return self.head(self.norm(x[:, -1]))
+
+
+def rotate(x: Tensor, turn: Tensor) -> Tensor:
+    """RoPE of x [B,H,T,D] by halves, with cosines and sines [2,T,D/2]."""
+    a, b = x.float().chunk(2, dim=-1)
+    cos, sin = turn
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
+
+
+class Generator:
+    """Greedy generation with a compiled prompt pass and a compiled step.
+
+    Args:
+      model: with its weights.
+      mode: of torch.compile for the step; None runs eagerly.
+    """
+
+    def __init__(self, model: Llama, mode: str | None = "reduce-overhead"):
+        self.model = model
+        self._prefill, self._step = self._first, self._next
+        if mode:
+            inductor_config.coordinate_descent_tuning = True
+            self._prefill = torch.compile(self._first, fullgraph=True)
+            self._step = torch.compile(self._next, mode=mode, fullgraph=True)
+
+    def _first(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.model(ids, positions, True).argmax(-1, keepdim=True)
+
+    def _next(self, token: Tensor, position: Tensor) -> Tensor:
+        return self.model(token, position, False).argmax(-1, keepdim=True)
+
+    @torch.no_grad()
+    def __call__(self, ids: Tensor, new_tokens: int) -> Tensor:
+        """The prompts [B,P] and `new_tokens` greedy ones after each, [B, P + new_tokens]."""
+        device, length = ids.device, ids.shape[1]
+        token = self._prefill(ids, torch.arange(length, device=device)).clone()
+        tokens = [ids, token]
+        position = torch.tensor([length], device=device)
+        for _ in range(new_tokens - 1):
+            token = self._step(token, position).clone()
+            tokens.append(token)
+            position += 1
+        return torch.cat(tokens, dim=1)
+
+
+def random_model(config: dict[str, Any], dtype: str, device: str) -> Llama:
+    """A `Llama` with random weights of the scale of a trained one."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, dtype))
+    try:
+        with torch.device(device):
+            model = Llama({"rms_norm_eps": 1e-6} | config).eval()
+    finally:
+        torch.set_default_dtype(before)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=1 / math.sqrt(parameter.shape[-1]))
+    return model
+
+
+def load_transformers(model: Llama, weights: dict[str, Tensor]) -> None:
+    """Take the weights of a transformers Llama, by the names of its state dict."""
+    ours = {"embed.weight": weights["model.embed_tokens.weight"], "norm.weight": None}
+    ours["norm.weight"] = weights["model.norm.weight"]
+    ours["head.weight"] = weights.get("lm_head.weight", ours["embed.weight"])
+    names = {
+        "attention_norm": "input_layernorm",
+        "mlp_norm": "post_attention_layernorm",
+        "attention.out": "self_attn.o_proj",
+        "gate": "mlp.gate_proj",
+        "up": "mlp.up_proj",
+        "down": "mlp.down_proj",
+    }
+    for i in range(len(model.blocks)):
+        theirs = f"model.layers.{i}"
+        for name, their in names.items():
+            ours[f"blocks.{i}.{name}.weight"] = weights[f"{theirs}.{their}.weight"]
+        parts = [weights[f"{theirs}.self_attn.{n}_proj.weight"] for n in "qkv"]
+        ours[f"blocks.{i}.attention.qkv.weight"] = torch.cat(parts)
+    model.load_state_dict(ours)

@@ -1,0 +1,135 @@
+"""What docs/ says of the code, taken from the code: `python docs/generate.py`.
+
+The table of options in options.md comes from `fdjax.sampling.options`, the picture of the rooms in
+architecture.md from the imports. `python -m benchmarks.table --write` makes the measurements.
+"""
+
+import argparse
+import ast
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from benchmarks.table import markdown, put
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+
+
+def options_table() -> str:
+    """Every option of `GenerationConfig`: default, range, meaning, flag, and where it may stand."""
+    from fdjax.cli.shared import add_sampling
+    from fdjax.sampling.options import OPTIONS, GenerationConfig, Number
+
+    meanings = attributes(inspect.getdoc(GenerationConfig))
+    parser = argparse.ArgumentParser()
+    add_sampling(parser, "")
+    flags = {action.dest: action.option_strings[-1] for action in parser._actions}
+    lines = [("Option", "Default", "Takes", "Meaning", "Command line", "generation_config.json")]
+    for name, option in OPTIONS.items():
+        takes = str(option.check) if isinstance(option.check, Number) else ""
+        lines.append(
+            (
+                f"`{name}`",
+                f"`{getattr(GenerationConfig, name)!r}`",
+                takes.removeprefix("a number ").removeprefix("an integer "),
+                meanings[name],
+                f"`{flags[name]}`" if name in flags else "",
+                "yes" if option.in_files else "",
+            )
+        )
+    return markdown(lines)
+
+
+def attributes(doc: str) -> dict[str, str]:
+    """The texts of the section "Attributes" of a docstring, by name, each in one line."""
+    section = doc.partition("Attributes:\n")[2]
+    found = re.findall(r"^  (\w+(?:, \w+)*): (.*(?:\n {4}.*)*)", section, re.MULTILINE)
+    return {
+        name: " ".join(text.split()).replace("|", "\\|")
+        for names, text in found
+        for name in names.split(", ")
+    }
+
+
+# A room is a folder or a file of `fdjax`, or one of the packages beside it.
+def room_of(module: str) -> str | None:
+    """The room of a module by its name, None for what is no room."""
+    first, *rest = module.split(".")
+    if first == "benchmarks":
+        return first
+    if first != "fdjax" or not rest or rest[0].startswith("__"):
+        return None
+    return rest[0]
+
+
+def imports(folder: Path, package: str) -> Iterator[tuple[str, str]]:
+    """(room, room it imports) of every import in a folder, in functions and for types too."""
+    for path in sorted(folder.rglob("*.py")):
+        module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
+        here = room_of(module)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                # `from fdjax import lm` imports fdjax.lm.
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for there in map(room_of, names):
+                if here and there and here != there:
+                    yield here, there
+
+
+def rooms() -> dict[str, set[str]]:
+    """The rooms, each with those that it imports."""
+    folders = {"pallas_kernels": "fdjax.pallas_kernels", "models": "fdjax.models", "fdjax": "fdjax"}
+    found: dict[str, set[str]] = {}
+    for folder, package in (folders | {"benchmarks": "benchmarks"}).items():
+        for here, there in imports(ROOT / folder, package):
+            found.setdefault(here, set()).add(there)
+            found.setdefault(there, set())
+    # What `fdjax` itself exports are no rooms.
+    known = {path.stem for path in (ROOT / "fdjax").iterdir()} | {"benchmarks"}
+    return {name: of & known for name, of in found.items() if name in known}
+
+
+def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
+    """The arrows of a graph without circles that follow from no others."""
+
+    def reached(name: str) -> set[str]:
+        return {name}.union(*map(reached, graph[name]))
+
+    return {
+        name: {o for o in of if not any(o in reached(other) for other in of - {o})}
+        for name, of in graph.items()
+    }
+
+
+def picture() -> str:
+    """The rooms as Mermaid draws them; an arrow leads to what is imported."""
+    graph = reduced(rooms())
+    arrows = [f"  {name} --> {other}" for name in sorted(graph) for other in sorted(graph[name])]
+    return "\n".join(["```mermaid", "flowchart TD", *arrows, "```"])
+
+
+def updated() -> dict[Path, str]:
+    """The files with generated parts, as they should be."""
+    options, architecture = DOCS / "options.md", DOCS / "architecture.md"
+    return {
+        options: put(options.read_text(encoding="utf-8"), "options", options_table()),
+        architecture: put(architecture.read_text(encoding="utf-8"), "picture", picture()),
+    }
+
+
+def main() -> int:
+    """Bring the files up to date."""
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    for path, text in updated().items():
+        path.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
