@@ -46,7 +46,7 @@ class Attention(nn.Module):
             k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
             o = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
         else:
-            # Of one token, heads of a group are rows. Inductor makes one or two kernels of this.
+            # With one token, the query heads of a group are the rows of a product.
             q = q.view(b, self.kv_heads, -1, self.head_dim)
             scores = (q @ self.keys.transpose(-1, -2)).float() * self.head_dim**-0.5
             p = scores.masked_fill(~mask, -math.inf).softmax(-1).to(x.dtype)
@@ -72,7 +72,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """A Llama 2 or 3 of a config.json, with random weights.
+    """A Llama 2 or 3 described by a config.json.
 
     Raises:
       ValueError: the config asks for what this model does not do.
@@ -122,7 +122,7 @@ def rotate(x: Tensor, turn: Tensor) -> Tensor:
 
 
 class Generator:
-    """Greedy generation with a compiled prompt pass and a compiled step.
+    """Generates greedily with a compiled prefill and a compiled decode step.
 
     Args:
       model: with its weights.

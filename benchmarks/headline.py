@@ -1,9 +1,9 @@
-"""The headline table, measured anew on the default path: `python -m benchmarks.headline`.
+"""Measures the headline table on the default path: `python -m benchmarks.headline`.
 
-A part is one model at one batch and prompt length: what `load` chooses, XLA's products with cuDNN's
-attention, and the peers in PyTorch, all in one process of `benchmarks.end_to_end`. Each part writes
-a record. A part whose record is there, whole and of the same commit, is not measured again, so a
-call that was cut off resumes. At the end the tables and figures are drawn anew.
+A part measures one model at one batch and prompt length, in one process of `benchmarks.end_to_end`:
+the plan that `load` chooses, XLA's products with cuDNN's attention, and the peers in PyTorch. Each
+part writes a record. A part is skipped if its record is complete and of the same commit, so a call
+that was cut off can be repeated to resume. At the end, tables and figures are updated.
 """
 
 import argparse
@@ -25,7 +25,7 @@ CONFIGS = ROOT / "tests" / "fixtures" / "hf" / "configs"
 
 
 class Part(NamedTuple):
-    """What one process measures."""
+    """One model at one point, measured by one process."""
 
     name: str
     config: Path
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 
 LLAMA2_7B, LLAMA3_8B = CONFIGS / "llama-2-7b.old.json", CONFIGS / "llama-3-8b.old.json"
-# The most telling ones first: a session may end before all are measured.
+# The most important parts come first, in case time runs out.
 PARTS = (
     *(Part("llama2_7b", LLAMA2_7B, point) for point in ((1, 1024), (8, 1024))),
     *(Part("llama3_8b", LLAMA3_8B, point) for point in ((1, 1024), (8, 1024))),
@@ -47,7 +47,7 @@ PARTS = (
 )
 PLAN_NAMES = ("fdjax", "cudnn")
 PEER_NAMES = ("hf static, compiled", "gpt-fast")
-# What a part takes at least, before one was measured.
+# Expected seconds of the first part; later ones are expected to take as long as the longest.
 _SECONDS_OF_A_PART = 150.0
 
 
@@ -74,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
-    """The parts that are asked for, in the order in which they are measured."""
+    """The requested parts, in the order of measurement."""
     if args.config:
         points = args.points or [part.point for part in PARTS[:2]]
         return [Part(args.config.stem, args.config, point) for point in points]
@@ -82,7 +82,7 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
 
 
 def command(part: Part, args: argparse.Namespace, output: Path) -> list[str]:
-    """What measures a part."""
+    """Module and arguments that measure a part."""
     options = {
         "--points": ["{}x{}".format(*part.point)],
         "--plans": args.plans,
@@ -100,7 +100,7 @@ def command(part: Part, args: argparse.Namespace, output: Path) -> list[str]:
 
 
 def unmeasured(part: Part, args: argparse.Namespace, output: Path, commit: str) -> str | None:
-    """Why a part has to be measured, None where its record will do."""
+    """Why a part must be measured, or None if its record can be used."""
     if not output.exists():
         return "no record"
     record = records.read(output)
@@ -113,13 +113,13 @@ def unmeasured(part: Part, args: argparse.Namespace, output: Path, commit: str) 
         return f"ceiling not trusted: {after['reason']}"
     if not any(row.timing for row in record.rows if row.implementation == "fdjax"):
         return "no time of fdjax"
-    # A peer that failed has a row, which says why.
+    # A peer that failed has a row with the reason.
     missing = {*args.plans, *args.peers} - {row.implementation for row in record.rows}
     return f"no row of {', '.join(sorted(missing))}" if missing else None
 
 
 def measure(part: Part, args: argparse.Namespace, output: Path, seconds: float) -> None:
-    """Measures a part in a process of its own, which ends after so many seconds."""
+    """Measure a part in its own process, which is stopped after `seconds`."""
     words = command(part, args, output)
     say(f"python -m {shlex.join(words)}")
     try:
@@ -133,11 +133,11 @@ def say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: all parts are measured; 1: one failed; 3: time is up, call again."""
+    """Returns 0 if all parts are measured, 1 if one failed, 3 if time ran out: call again."""
     began = time.monotonic()
     args = parse_args(argv)
     commit = args.commit or _asked("git", "rev-parse", "HEAD")
-    # Not by this process: JAX would keep most of the memory from those that measure.
+    # This process must not start JAX on the GPU: it would take the memory that parts need.
     folder = args.output or RESULTS / folder_of(_asked(sys.executable, "-c", _DEVICE))
     longest, failed, waiting = _SECONDS_OF_A_PART, [], []
     for part in parts_of(args):
@@ -169,7 +169,7 @@ _DEVICE = "import jax; print(jax.devices()[0].device_kind)"
 
 
 def _asked(*command: str) -> str:
-    """The last line of what a command says.
+    """The last line that a command prints.
 
     Raises:
       SystemExit: it fails.
@@ -181,7 +181,7 @@ def _asked(*command: str) -> str:
 
 
 def draw(folder: Path) -> None:
-    """Bring tables up to date, and the figures of the records in a folder."""
+    """Update all tables, and the figures of the records in a folder."""
     figures = ["--results", str(folder), "--output", str(folder / "figures")]
     for module, *options in (("benchmarks.table", "--write"), ("benchmarks.plots", *figures)):
         if subprocess.run([sys.executable, "-m", module, *options], cwd=ROOT).returncode:

@@ -1,6 +1,6 @@
-"""Peers in PyTorch on the same GPU: transformers, eager and compiled, and a model like gpt-fast.
+"""Times peers in PyTorch on the same GPU: transformers, and a model in the manner of gpt-fast.
 
-They need torch, and transformers for its own two.
+Needs torch, and transformers for the peers that use it.
 """
 
 import contextlib
@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Options of `generate` of transformers.
+# Peer → options of `generate` in transformers.
 _TRANSFORMERS: dict[str, dict[str, Any]] = {
     "hf eager": {},
     "hf static, compiled": {"cache_implementation": "static"},
 }
-# Modes of torch.compile of `benchmarks.gpt_fast`.
+# Peer → mode of torch.compile in `benchmarks.gpt_fast`.
 _GPT_FAST = {"gpt-fast": "reduce-overhead", "gpt-fast, max-autotune": "max-autotune"}
 PEERS = (*_TRANSFORMERS, *_GPT_FAST)
 
@@ -36,7 +36,7 @@ class Samples(NamedTuple):
 
 
 def missing(names: Sequence[str] = PEERS) -> str | None:
-    """Why these peers cannot run here, if they cannot."""
+    """Why these peers cannot run here, or None if they can."""
     needed = ["torch", *(["transformers"] if set(names) & set(_TRANSFORMERS) else [])]
     for name in needed:
         if importlib.util.find_spec(name) is None:
@@ -47,7 +47,7 @@ def missing(names: Sequence[str] = PEERS) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of the libraries that peers run on, those that are installed."""
+    """Versions of the installed libraries that peers use."""
     found = {}
     for name in ("torch", "transformers", "triton"):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -95,7 +95,7 @@ def measure(
                 for batch, prompt in points:
                     ids = torch.randint(data["vocab_size"], (batch, prompt), device=device)
                     try:
-                        # By no name: that would keep the model from being freed.
+                        # No variable holds this function: it would keep the model alive.
                         samples = _time(
                             _generate(model, name, batch, prompt + new_tokens),
                             ids,
@@ -132,7 +132,7 @@ def _gpt_fast(data: dict[str, Any], dtype: str, device: str):
 
 
 def _generate(model, name: str, batch: int, slots: int) -> Generate:
-    """A function that generates with the model as the peer of this name does."""
+    """The function that generates like the named peer."""
     import torch
 
     if name in _GPT_FAST:

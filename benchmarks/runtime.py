@@ -1,8 +1,8 @@
-"""Where the device's time goes over the input length: `python -m benchmarks.runtime`.
+"""Measures where device time goes for several input lengths: `python -m benchmarks.runtime`.
 
-FlashDecoding++Next, Fig. 4: the shares of attention, of products by weights and of the rest, for
-prompts of several lengths and the tokens that follow them, in one program and by CUPTI. All layers
-run one after the other: one launch for all layers does not tell its parts apart.
+FlashDecoding++Next, Fig. 4: the shares of attention, of products with weights and of the rest, for
+a prompt and the tokens generated after it, by CUPTI. The layers run one after the other, because
+one launch of all layers is a single kernel.
 """
 
 import argparse
@@ -16,20 +16,20 @@ from fdjax.bench.record import environment
 from fdjax.system.files import write_whole
 
 LENGTHS = (128, 512, 1024, 2048)
-# Names of kernels: ours, cuDNN's, XLA's and those of cuBLAS.
+# Parts of the names of our kernels and those of cuDNN, XLA and cuBLAS.
 _ATTENTION = re.compile("attention|flash|fmha|sdpa", re.IGNORECASE)
 _GEMM = re.compile("gemm|matmul|gemv|dot|linear|cutlass|nvjet|cublas", re.IGNORECASE)
 
 
 def part_of(kernel: str) -> str:
-    """What a kernel is by its name: "attention", "GEMM" or "other"."""
+    """Classify a kernel by its name: "attention", "GEMM" or "other"."""
     if _ATTENTION.search(kernel):
         return "attention"
     return "GEMM" if _GEMM.search(kernel) else "other"
 
 
 def by_part(kernels: Mapping[str, float]) -> dict[str, float]:
-    """Microseconds of each part from those of each kernel."""
+    """Sum the microseconds of kernels by part."""
     us = dict.fromkeys(("attention", "GEMM", "other"), 0.0)
     for name, time in kernels.items():
         us[part_of(name)] += time
@@ -37,7 +37,7 @@ def by_part(kernels: Mapping[str, float]) -> dict[str, float]:
 
 
 def measure_lengths(args: argparse.Namespace) -> list[dict]:
-    """A row for each length: microseconds by part and by kernel."""
+    """One row per length, with microseconds by part and by kernel."""
     import jax
     import numpy as np
 

@@ -1,7 +1,7 @@
-"""Tables of measurements, generated from the records: `python -m benchmarks.table --write`.
+"""Generates the tables of measurements from the records: `python -m benchmarks.table --write`.
 
-The README has the points of the default path and what the unified maximum is worth;
-docs/measurements.md has every record of a model and of attention.
+README.md shows a few points of the default path and the speed-up by the unified maximum.
+docs/measurements.md shows every record of a model and of attention.
 """
 
 import argparse
@@ -17,13 +17,13 @@ from fdjax.pallas_kernels.attention.hopper.decode import default_config
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-# Records of `benchmarks.headline` begin with this.
+# Names of records of `benchmarks.headline` begin with this.
 HEADLINE = "headline"
-# Those that were measured before there was that command, on the path that is still the default one.
+# Names of older records of the default path end with this.
 _EARLIER = "_one_launch"
 README_POINTS = {(1, 1024), (8, 1024)}
 
-# What others are called in records, and in the tables.
+# Name of each peer in records → its name in the tables.
 PEERS = {
     "cudnn": "XLA + cuDNN",
     "xla": "XLA",
@@ -37,35 +37,35 @@ _OURS = ("Batch × prompt", "First token", "Decode step", "Of the ceiling")
 
 
 class Source(NamedTuple):
-    """A record and where it is."""
+    """A record and its file."""
 
     path: Path
     record: Record
 
     @property
     def is_default(self) -> bool:
-        """Whether its "fdjax" is what `load` chooses today."""
+        """Whether its "fdjax" rows ran the plan that `load` chooses today."""
         return self.path.stem.startswith(HEADLINE) or self.path.stem.endswith(_EARLIER)
 
     @property
     def model(self) -> str:
-        """The model, in words."""
+        """Family, size and dtype of the model, for people."""
         config = self.record.config
         name = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B"
         return f"{name}, {config['dtype']}"
 
     def link(self, text: str, folder: Path) -> str:
-        """A link to the record from a file in a folder."""
+        """A Markdown link to the record, for a document in `folder`."""
         return f"[{text}]({self.path.relative_to(folder, walk_up=True).as_posix()})"
 
 
 def folder_of(device_kind: str) -> str:
-    """The folder of a device's records."""
+    """Name of the folder that holds the records of a device."""
     return device_kind.lower().replace(" ", "_")
 
 
 def sources() -> Iterator[Source]:
-    """All records of `fdjax.bench`, not those that are kept from before a change."""
+    """All records of `fdjax.bench` except those in subfolders, which predate a change."""
     for path in sorted(RESULTS.glob("*/*.json")):
         try:
             yield Source(path, records.read(path))
@@ -74,19 +74,19 @@ def sources() -> Iterator[Source]:
 
 
 def of_models() -> list[Source]:
-    """The records of a model from end to end."""
+    """All end-to-end records of a model."""
     return [source for source in sources() if "family" in source.record.config]
 
 
 class Measured(NamedTuple):
-    """What a record has of a point, by implementation."""
+    """The rows of one point, by implementation."""
 
     first: dict[str, Measurement]
     step: dict[str, Measurement]
 
 
 def points(record: Record) -> dict[tuple[int, int], Measured]:
-    """What a record has, by (batch, prompt tokens)."""
+    """The points of a record, by (batch, prompt tokens)."""
     found: dict[tuple[int, int], Measured] = {}
     for row in record.rows:
         what, batch, prompt = row.case.rsplit(maxsplit=2)
@@ -98,7 +98,7 @@ def points(record: Record) -> dict[tuple[int, int], Measured]:
 
 
 def headline() -> dict[tuple[str, str, tuple[int, int]], tuple[Source, Measured]]:
-    """By device, model and point, the newest record of the default path."""
+    """The newest record of the default path for each device, model and point."""
     found = {}
     # `benchmarks.headline` measures all of them at one commit, so its records go first.
     order = sorted(
@@ -113,7 +113,7 @@ def headline() -> dict[tuple[str, str, tuple[int, int]], tuple[Source, Measured]
 
 
 def readme_table() -> str:
-    """The points of the default path, ours and the peers that were measured in the same run."""
+    """The table of README.md: a few points of the default path, and peers from the same run."""
     chosen = {key: value for key, value in headline().items() if key[2] in README_POINTS}
     peers = [n for n in _README_PEERS if any(n in m.step for _, m in chosen.values())]
     lines = [("Device", "Model", *_OURS, *(PEERS[name] for name in peers))]
@@ -135,7 +135,7 @@ def _own(point: tuple[int, int], measured: Measured) -> list[str]:
 
 
 def _ratio(name: str, measured: Measured) -> str:
-    """Decode step and first token of a peer in multiples of ours."""
+    """Decode step and first token of a peer, as multiples of ours."""
     if name not in measured.step.keys() & measured.first.keys():
         return ""
     pairs = ((rows[name], rows["fdjax"]) for rows in (measured.step, measured.first))
@@ -143,10 +143,10 @@ def _ratio(name: str, measured: Measured) -> str:
 
 
 def unified_maximum() -> dict[str, list[float]]:
-    """Time with a running maximum over that with the unified one, of the kernels of attention.
+    """Speed-up of attention kernels by the unified maximum over a running one.
 
-    Where few steps are to be done, decode attention takes the running maximum by itself: there is
-    nothing to compare.
+    Shapes for which decode attention uses a running maximum by default are left out, because both
+    columns of the record measured the same kernel.
     """
     found = {}
     for name, other in (("decode", "synchronised"), ("prefill", "online")):
@@ -163,7 +163,7 @@ def unified_maximum() -> dict[str, list[float]]:
 
 
 def unified_maximum_sentence() -> str:
-    """What `unified_maximum` has, in one line."""
+    """`unified_maximum` as one sentence."""
     parts = [
         f"{name} attention {min(of):.2f} to {max(of):.2f}" for name, of in unified_maximum().items()
     ]
@@ -171,7 +171,7 @@ def unified_maximum_sentence() -> str:
 
 
 def measurements(folder: Path) -> str:
-    """Every record of a model and of attention; links start in `folder`."""
+    """The tables of docs/measurements.md, with links for a document in `folder`."""
     sections = ["## Models from end to end"]
     for source in sorted(of_models(), key=lambda s: (not s.is_default, s.path)):
         sections += [f"### {_title(source)}", _about(source, folder), _of_points(source)]
@@ -222,7 +222,7 @@ def _of_cases(record: Record) -> str:
 
 
 def markdown(lines: Sequence[Sequence[str]]) -> str:
-    """A table of which the first line is the head."""
+    """A Markdown table; the first line is the header."""
     rule = ["---"] * len(lines[0])
     return "\n".join(f"| {' | '.join(line)} |" for line in (lines[0], rule, *lines[1:]))
 
@@ -233,7 +233,7 @@ def ms(row: Measurement) -> float:
 
 
 def put(text: str, name: str, content: str) -> str:
-    """A text with what is between the marks of a name replaced.
+    """Replace the text between the two marks of a name.
 
     Raises:
       ValueError: the text does not have these marks once.
@@ -246,7 +246,7 @@ def put(text: str, name: str, content: str) -> str:
 
 
 def updated() -> dict[Path, str]:
-    """The files with tables, as they should be."""
+    """The up-to-date text of each file that contains tables."""
     readme, full = ROOT / "README.md", ROOT / "docs" / "measurements.md"
     text = put(readme.read_text(encoding="utf-8"), "headline", readme_table())
     text = put(text, "unified maximum", unified_maximum_sentence())

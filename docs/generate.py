@@ -1,4 +1,4 @@
-"""What docs/ says of the code, taken from the code: `python docs/generate.py`.
+"""Generates the parts of docs/ that describe code: `python docs/generate.py`.
 
 The table of options in options.md comes from `fdjax.sampling.options`, the picture of the rooms in
 architecture.md from the imports. `python -m benchmarks.table --write` makes the measurements.
@@ -19,7 +19,7 @@ DOCS = ROOT / "docs"
 
 
 def options_table() -> str:
-    """Every option of `GenerationConfig`: default, range, meaning, flag, and where it may stand."""
+    """A table of all options of `GenerationConfig`."""
     from fdjax.cli.shared import add_sampling
     from fdjax.sampling.options import OPTIONS, GenerationConfig, Number
 
@@ -44,7 +44,7 @@ def options_table() -> str:
 
 
 def attributes(doc: str) -> dict[str, str]:
-    """The texts of the section "Attributes" of a docstring, by name, each in one line."""
+    """The entries of a docstring's section "Attributes", by name, each as one line."""
     section = doc.partition("Attributes:\n")[2]
     found = re.findall(r"^  (\w+(?:, \w+)*): (.*(?:\n {4}.*)*)", section, re.MULTILINE)
     return {
@@ -54,9 +54,8 @@ def attributes(doc: str) -> dict[str, str]:
     }
 
 
-# A room is a folder or a file of `fdjax`, or one of the packages beside it.
 def room_of(module: str) -> str | None:
-    """The room of a module by its name, None for what is no room."""
+    """The room that a module belongs to, or None: a folder or file of `fdjax`, or `benchmarks`."""
     first, *rest = module.split(".")
     if first == "benchmarks":
         return first
@@ -66,7 +65,7 @@ def room_of(module: str) -> str | None:
 
 
 def imports(folder: Path, package: str) -> Iterator[tuple[str, str]]:
-    """(room, room it imports) of every import in a folder, in functions and for types too."""
+    """Pairs (room, imported room) for every import in a folder, also inside functions."""
     for path in sorted(folder.rglob("*.py")):
         module = ".".join((package, *path.relative_to(folder).with_suffix("").parts))
         here = room_of(module)
@@ -83,20 +82,20 @@ def imports(folder: Path, package: str) -> Iterator[tuple[str, str]]:
 
 
 def rooms() -> dict[str, set[str]]:
-    """The rooms, each with those that it imports."""
+    """The rooms that each room imports."""
     folders = {"pallas_kernels": "fdjax.pallas_kernels", "models": "fdjax.models", "fdjax": "fdjax"}
     found: dict[str, set[str]] = {}
     for folder, package in (folders | {"benchmarks": "benchmarks"}).items():
         for here, there in imports(ROOT / folder, package):
             found.setdefault(here, set()).add(there)
             found.setdefault(there, set())
-    # What `fdjax` itself exports are no rooms.
+    # Names that `fdjax` itself exports are not rooms.
     known = {path.stem for path in (ROOT / "fdjax").iterdir()} | {"benchmarks"}
     return {name: of & known for name, of in found.items() if name in known}
 
 
 def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """The arrows of a graph without circles that follow from no others."""
+    """A graph without the arrows that follow from others. The graph must have no cycles."""
 
     def reached(name: str) -> set[str]:
         return {name}.union(*map(reached, graph[name]))
@@ -108,14 +107,14 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
 
 
 def picture() -> str:
-    """The rooms as Mermaid draws them; an arrow leads to what is imported."""
+    """The rooms as a Mermaid diagram; arrows point at the imported room."""
     graph = reduced(rooms())
     arrows = [f"  {name} --> {other}" for name in sorted(graph) for other in sorted(graph[name])]
     return "\n".join(["```mermaid", "flowchart TD", *arrows, "```"])
 
 
 def updated() -> dict[Path, str]:
-    """The files with generated parts, as they should be."""
+    """The up-to-date text of each file that has generated parts."""
     options, architecture = DOCS / "options.md", DOCS / "architecture.md"
     return {
         options: put(options.read_text(encoding="utf-8"), "options", options_table()),
@@ -124,7 +123,7 @@ def updated() -> dict[Path, str]:
 
 
 def main() -> int:
-    """Bring the files up to date."""
+    """Update the files."""
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     for path, text in updated().items():
         path.write_text(text, encoding="utf-8")

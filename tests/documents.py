@@ -1,4 +1,4 @@
-"""The project's documents and what is in them: code blocks, commands, links."""
+"""Reads the project's documents: code blocks, commands, links."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
-# How text in backquotes begins that is a command.
+# How a command in backquotes begins.
 _COMMAND = re.compile(
     r"(fdjax \w|pytest( |$)|pip install -e|python -m \w|python \w+/|\.ci/run( |$))"
 )
@@ -35,7 +35,7 @@ def python_of(path: Path) -> str:
 
 
 def prose(path: Path) -> str:
-    """A document without its blocks and without what is generated."""
+    """A document without code blocks and generated parts."""
     text = re.sub(r"^<!-- (.+?) -->\n.*?^<!-- /\1 -->$", "", text_of(path), flags=re.S | re.M)
     return re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
 
@@ -47,13 +47,13 @@ def commands(path: Path) -> list[str]:
 
 
 def inline_commands(path: Path) -> list[str]:
-    """The commands that stand in the text, in backquotes."""
+    """The commands in the text, in backquotes."""
     found = re.findall(r"`([^`]+)`", prose(path))
     return [" ".join(text.split()) for text in found if _COMMAND.match(text)]
 
 
 def every(of) -> list[str]:
-    """What a function finds in all documents, once each."""
+    """Everything a function finds in any document, without duplicates."""
     return list(dict.fromkeys(item for path in DOCUMENTS for item in of(path)))
 
 

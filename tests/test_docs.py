@@ -44,7 +44,7 @@ CONFIG = ROOT / "tests" / "fixtures" / "hf" / "configs" / "llama-2-7b.old.json"
 EXTENDING = ROOT / "docs" / "extending.md"
 # Variables that a command may begin with.
 VARIABLE = re.compile(r"(XLA_\w+=\S+) ")
-# They measure for minutes; tests of the command line run them with smaller numbers.
+# These measure for minutes. Tests of the command line run them with smaller numbers.
 NEEDS_GPU = ("fdjax tune path", "fdjax bench")
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -56,7 +56,7 @@ def program(name: str) -> list[str]:
     return list(dict.fromkeys(c for c in found if c == name or c.startswith(f"{name} ")))
 
 
-# What is said of commands
+# Commands are understood
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -86,7 +86,7 @@ def test_a_command_line_is_understood(command):
 def test_a_command_in_the_text_is_understood(command):
     words = shlex.split(command)
     if words[0] == "fdjax":
-        # Named without what it needs, a command can only be there.
+        # A command without its required arguments cannot be parsed further.
         with pytest.raises(SystemExit, match=r"^0$"):
             _parser().parse_args([words[1], "--help"])
         assert len(words) == 2 or _parser().parse_args(words[1:])
@@ -133,7 +133,7 @@ def test_an_extra_is_there(command):
     installs(shlex.split(command))
 
 
-# What commands do
+# Commands run
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +143,7 @@ def lm():
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch, lm):
-    """A folder with what the documents call path/to/..., and a `load` that is at once done."""
+    """A folder with the files that documents call path/to/..., and a `load` that takes no time."""
     there = tmp_path / "path" / "to"
     shutil.copytree(Path(fdjax.__file__).parent / "models" / "tiny", there / "checkpoint")
     shutil.copy(CONFIG, there / "config.json")
@@ -163,7 +163,7 @@ def folder(tmp_path, monkeypatch, lm):
     return tmp_path
 
 
-# A table of an H100 asks for its kernels, which a CPU has not.
+# The table of an H100 names kernels that a CPU does not have.
 RUN = [
     c for c in program("fdjax") if not c.startswith(NEEDS_GPU) and '--table table.json "' not in c
 ]
@@ -249,7 +249,7 @@ def test_every_document_is_linked_from_the_readme():
     assert linked == {f"docs/{path.name}" for path in DOCUMENTS if path != README}
 
 
-# What is made from code and from records
+# Generated parts
 
 
 def generator():
@@ -329,7 +329,7 @@ except ValueError as error:
 else:
     raise SystemExit("a value out of range was taken")
 
-# What is drawn, against NumPy: rows of one distribution, each with a seed of its own.
+# Compare the drawn tokens with NumPy: the same logits in every row, another seed in each.
 logits = np.random.default_rng(0).normal(size=24).astype(np.float32)
 logits[3] = -np.inf  # forbidden, so it does not count for the deviation
 finite = logits[np.isfinite(logits)]
@@ -374,7 +374,7 @@ def test_an_option_takes_two_files(tmp_path):
     assert done.stdout.endswith("done\n")
 
 
-# What the pages say of records
+# Numbers in the pages
 
 
 def medians(name: str, folder: str = "nvidia_h100_80gb_hbm3") -> dict[str, dict[str, float]]:

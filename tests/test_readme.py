@@ -8,15 +8,15 @@ from benchmarks import table
 from documents import README, ROOT, prose, text_of
 from fdjax.pallas_kernels.plan import Plan
 
-# What is measured has a unit or is a multiple.
+# A measured number has a unit, or is a range of multiples.
 MEASURED = re.compile(
     r"\d[\d.,]*\s?(%|×|[mµun]?s\b|[GMTk]?B(/s)?\b|times\b|tokens/s|percent|TFLOP)"
     r"|(?<![\d.])\d+\.\d+ to \d"
 )
 CAPABILITIES = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}
-# One launch came with this many entries of a device's table.
+# Entries of a device's table when one launch was added to it.
 ENTRIES = {"NVIDIA H100 80GB HBM3": 279, "NVIDIA H200": 196}
-# Dimensions of the models in the table, by their parameters in billions.
+# Dimensions of the models in the table; keys are billions of parameters.
 SHAPES = {
     "6.74": dict(k=4096, width=4096, hidden=11008, n=12288, hkv=32, d=128, itemsize=2),
     "8.03": dict(k=4096, width=4096, hidden=14336, n=6144, hkv=8, d=128, itemsize=2),
@@ -52,7 +52,7 @@ def test_the_search_for_numbers_finds():
 
 
 def test_its_measurements_are_of_the_default_path():
-    """One launch, in the run and still today; without a plan that was named."""
+    """One launch ran then and still runs today, with no implementation forced."""
     shown = {key: value for key, value in table.headline().items() if key[2] in table.README_POINTS}
     assert len(shown) >= 5
     for (device, model, (batch, prompt)), (source, measured) in shown.items():
