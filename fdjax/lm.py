@@ -44,7 +44,7 @@ class LM:
       model: static description; a jit static argument of `fdjax.forward` and `fdjax.generate`.
       params: the weights, a tree of plain dicts.
       tokenizer: false when the checkpoint has none; ids work without.
-      defaults: the checkpoint's `GenerationConfig`.
+      defaults: the checkpoint's `GenerationConfig`, for what a call does not give.
       max_len: slots of cache per row, or None to size it by need.
       max_batch: rows that may run at once, or None for as many as fit.
       engine: what runs it.
@@ -73,7 +73,7 @@ class LM:
             )
         self.model = model
         self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
-        self.defaults = defaults
+        self.defaults = defaults.filled()
         self.max_len = max_len
         self.max_batch = max_batch
         self._memory_bytes = memory_bytes
@@ -127,7 +127,8 @@ class LM:
 
         Args:
           prompts: a text, a sequence of token ids, or a sequence of either.
-          config: defaults to the checkpoint's generation_config.json.
+          config: fields that it does not give come from `defaults`, those of the checkpoint's
+            generation_config.json.
           **options: fields of `GenerationConfig`, over `config`. A list gives one value per prompt;
             for options that are sequences themselves, a list of sequences does. None is as if not
             given, but for `eos_token_id`, another name of `eos_token_ids`: of it None is no end.
@@ -253,9 +254,8 @@ class LM:
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
         configs = per_prompt(self.defaults, config, options, len(prompts))
-        asked = config is not None or options.get("max_new_tokens") is not None
         requests = []
-        for i, (prompt, row_config) in enumerate(zip(prompts, configs, strict=True)):
+        for i, (prompt, (row_config, asked)) in enumerate(zip(prompts, configs, strict=True)):
             ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
             self._check(row_config, i)
             row_config = self._within_context(row_config, ids, i, asked)

@@ -179,9 +179,11 @@ def test_max_len(lm):
 def test_without_a_number_of_new_tokens_max_len_is_filled(lm):
     small = fresh(lm, max_len=100)
     assert len(small.generate([5] * 90, eos_token_id=None).tokens[0]) == 10
-    config = fdjax.GenerationConfig()
+    config = fdjax.GenerationConfig(max_new_tokens=128)
     with pytest.raises(ValueError, match="may grow by 128"):
         small.generate([5] * 90, config)
+    filled = small.generate([5] * 90, fdjax.GenerationConfig(eos_token_ids=None))
+    assert len(filled.tokens[0]) == 10
 
 
 def test_containers_of_weights_are_copies(lm):
@@ -347,9 +349,36 @@ def test_an_option_out_of_range(lm):
 
 
 def test_defaults_are_those_of_the_checkpoint(lm):
-    assert lm.defaults == fdjax.GenerationConfig(
-        do_sample=True, temperature=0.6, top_p=0.9, eos_token_ids=(316, 319)
+    assert (
+        lm.defaults
+        == fdjax.GenerationConfig(
+            do_sample=True, temperature=0.6, top_p=0.9, eos_token_ids=(316, 319)
+        ).filled()
     )
+
+
+def test_what_a_configuration_does_not_give_is_the_checkpoints(lm, truth):
+    """As in transformers; `fdjax.generate` has no checkpoint to ask."""
+    prompt, tokens = truth[3]
+    defaults = fdjax.GenerationConfig(eos_token_ids=tokens[6], repetition_penalty=1.0)
+    ending = fresh(lm, defaults=defaults)
+    short = fdjax.GenerationConfig(max_new_tokens=20)
+    changed = dataclasses.replace(fdjax.GenerationConfig(), max_new_tokens=20)
+    for config in (short, changed, pickle.loads(pickle.dumps(short)), copy.deepcopy(short)):
+        assert ending.generate(prompt, config).tokens == [tokens[:7]]
+    stream = ending.stream(prompt, short)
+    assert "".join(stream) and stream.result.tokens == [tokens[:7]]
+    for nothing in (None, ()):
+        disabled = dataclasses.replace(short, eos_token_ids=nothing)
+        assert ending.generate(prompt, disabled).tokens == [tokens[:20]]
+    # A value that is the option's own default is a value too.
+    sampling = fresh(lm, defaults=dataclasses.replace(defaults, do_sample=True, temperature=1e3))
+    greedy = dataclasses.replace(short, do_sample=False)
+    assert sampling.generate(prompt, greedy).tokens == [tokens[:7]]
+    assert sampling.generate(prompt, short, seed=0).tokens != [tokens[:7]]
+    config = fdjax.GenerationConfig(max_new_tokens=8)
+    ours = fdjax.generate(lm.model, lm.params, [prompt], config)
+    assert ours.tolist() == [tokens[:8]]
 
 
 # --- sampling

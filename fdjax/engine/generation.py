@@ -80,9 +80,10 @@ def generate(
     Args:
       model, params: the model.
       ids: [B, P] int32 prompts, padded at the end.
-      config: the same for all rows; row i draws with seed `config.seed + i`, i without one. What
-        ends a row on the host (`stop_strings`, `stopping_criteria`) and `num_return_sequences`
-        must be off.
+      config: the same for all rows. There is no checkpoint here: a field that is not given has the
+        option's own default, and only `eos_token_ids` end a row. Row i draws with seed
+        `config.seed + i`, i without one. What ends a row on the host (`stop_strings`,
+        `stopping_criteria`) and `num_return_sequences` must be off.
       lengths: [B] int32 tokens of each prompt, at least 1; default P.
 
     Returns:
@@ -92,6 +93,9 @@ def generate(
     Raises:
       ValueError: shapes disagree, or an option works on the host only.
     """
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")
+    config = config.filled()
     for name in ("stop_strings", "stopping_criteria"):
         if getattr(config, name):
             raise ValueError(f"generate: {name} must be empty in a jitted function")

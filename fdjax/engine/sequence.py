@@ -15,7 +15,7 @@ class Request:
 
     Attributes:
       ids: the prompt.
-      config: how to go on.
+      config: how to go on, filled.
       prompt: which of the caller's prompts it is.
       sample: which sample of that prompt.
     """
