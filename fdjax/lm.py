@@ -152,7 +152,8 @@ class LM:
           UserWarning: an option has no effect, as nothing is sampled.
         """
         timer = Timer(self.model, self._params)
-        rows = [Row(r, self.tokenizer) for r in self._requests(prompts, config, options)]
+        requests = self._requests(prompts, config, options, self.defaults)
+        rows = [Row(request, self.tokenizer) for request in requests]
         with contextlib.closing(self.engine.run(rows, _STEPS)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
@@ -180,7 +181,8 @@ class LM:
         if not as_several(prompt, "stream: prompt")[1]:
             raise ValueError("stream: takes one prompt, a text or token ids")
         timer = Timer(self.model, self._params)
-        requests = self._requests(prompt, config, options)
+        one = dataclasses.replace(self.defaults, num_return_sequences=1)
+        requests = self._requests(prompt, config, options, one)
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
@@ -250,10 +252,10 @@ class LM:
         """
         return score.score(self.engine, self.tokenizer, texts, stride=stride, batch_size=batch_size)
 
-    def _requests(self, prompts, config, options) -> list[Request]:
+    def _requests(self, prompts, config, options, defaults) -> list[Request]:
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
-        configs = per_prompt(self.defaults, config, options, len(prompts))
+        configs = per_prompt(defaults, config, options, len(prompts))
         requests = []
         for i, (prompt, (row_config, asked)) in enumerate(zip(prompts, configs, strict=True)):
             ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
@@ -276,7 +278,7 @@ class LM:
         if config.num_return_sequences > 1 and not config.sampled:
             raise ValueError(
                 "generate: num_return_sequences must be 1 where nothing is sampled, got "
-                f"{config.num_return_sequences} for prompt {i}"
+                f"{config.num_return_sequences} for prompt {i}; give a temperature, or ask for one"
             )
 
     def _within_context(

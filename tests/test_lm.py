@@ -338,9 +338,26 @@ def test_a_list_of_another_length_is_refused(lm):
         lm.generate([[1], [2]], temperature=[1.0, 1.0, 1.0])
 
 
-def test_an_unknown_option_names_the_known_ones(lm):
-    with pytest.raises(TypeError, match=r"'max_tokens'; known: .*max_new_tokens.*temperature"):
-        lm.generate([1], max_tokens=3)
+@pytest.mark.parametrize(
+    ("unknown", "hint"),
+    [
+        ("max_tokens", "use max_new_tokens"),
+        ("max_length", "use max_new_tokens"),
+        ("stop", "use stop_strings"),
+        ("logprobs", "use return_logprobs"),
+        ("n", "use num_return_sequences"),
+        ("generation_config", "pass the configuration as `config`"),
+        ("streamer", "use `lm.stream`, which yields the text"),
+        ("num_beams", "beam search is not supported"),
+        ("temprature", "did you mean temperature?"),
+        ("nonsense", "help(fdjax.GenerationConfig) has the options"),
+    ],
+)
+def test_an_unknown_option_says_what_to_use(lm, unknown, hint):
+    message = f"generate: unknown option '{unknown}'; {hint}"
+    for call in (lm.generate, lm.stream):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            call([1], **{unknown: 3})
 
 
 def test_an_option_out_of_range(lm):

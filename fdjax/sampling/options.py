@@ -35,7 +35,7 @@ _ALWAYS = 2**31 - 1
 # What transformers would do on finding these in generation_config.json, and fdjax does not, with
 # the values that ask for nothing.
 _NOT_HONOURED = {
-    "num_beams": (1,),
+    "max_time": (),
     "num_beam_groups": (1,),
     "penalty_alpha": (),
     "guidance_scale": (1, 1.0),
@@ -49,7 +49,6 @@ _NOT_HONOURED = {
     "top_h": (),
     "watermarking_config": (),
     "min_length": (0,),
-    "num_return_sequences": (1,),
     "token_healing": (False,),
     "dola_layers": (),
     "force_words_ids": (),
@@ -226,6 +225,7 @@ class Option:
       column: "reals" or "counts" where each row has its value on the device, see `Sampling`.
       depth: of the sequences that it is itself; one level more is a value for each prompt.
       in_files: generation_config.json may have it.
+      elsewhere: what other libraries call it, for the error that names the option here.
     """
 
     default: Any
@@ -235,6 +235,7 @@ class Option:
     column: str | None = None
     depth: int = 0
     in_files: bool = True
+    elsewhere: tuple[str, ...] = ()
 
 
 def _option(default: Any, check: Callable[[str, Any], Any], role=None, flag=None, **about) -> Any:
@@ -267,7 +268,8 @@ class GenerationConfig:
       min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
       do_sample: draw from the distribution instead of taking its maximum.
       temperature: divides the logits; 0 means greedy.
-      top_k: draw from the k likeliest tokens; 0 is off.
+      top_k: draw from the k likeliest tokens; 0 is off. Off is the default: a temperature alone
+        draws from all tokens here, and from the 50 likeliest in transformers, whose default is 50.
       top_p: draw from the likeliest tokens that together hold this mass, at least one; 1 is off.
       min_p: draw from the tokens at least this likely, relative to the likeliest; 0 is off.
       typical_p: draw from the tokens whose information is nearest to the entropy and that together
@@ -290,7 +292,8 @@ class GenerationConfig:
         the same for the whole batch. They act after all penalties and before the temperature. Each
         set of them is a program of its own, so pass the same functions again, not new lambdas. What
         an object held when it was first called is part of the program.
-      num_return_sequences: samples of each prompt, side by side in the result.
+      num_return_sequences: samples of each prompt, side by side in the result. A stream has one,
+        whatever the checkpoint's default.
       seed: of the draws; None is another one in every call. Rows with the same prompt, seed and
         place among the samples of their prompt draw the same tokens, whatever else is in the batch.
       eos_token_ids: ids that end a row.
@@ -301,9 +304,18 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = _option(
-        128, _any_tokens, flag=("N", "tokens to generate at most; {default}"), column="counts"
+        128,
+        _any_tokens,
+        flag=("N", "tokens to generate at most; {default}"),
+        column="counts",
+        elsewhere=("max_tokens", "max_length", "n_predict", "max_completion_tokens"),
     )
-    min_new_tokens: int = _option(0, _any_tokens, flag=("N", "not to end before this many tokens"))
+    min_new_tokens: int = _option(
+        0,
+        _any_tokens,
+        flag=("N", "not to end before this many tokens"),
+        elsewhere=("min_tokens", "min_length"),
+    )
     do_sample: bool = _option(False, _flag)
     temperature: float = _option(1.0, _temperature, "draw", ("T", "above 0 samples; 0 is greedy"))
     top_k: int = _option(0, _any_tokens, "draw", ("K", "sample from the K likeliest"))
@@ -332,15 +344,19 @@ class GenerationConfig:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _option(
         (), _biases, "edit", in_files=False
     )
-    stop_strings: str | tuple[str, ...] = _option((), _strings, depth=1)
+    stop_strings: str | tuple[str, ...] = _option((), _strings, depth=1, elsewhere=("stop",))
     stopping_criteria: tuple[StoppingCriterion, ...] = _option((), _functions, **_OURS, depth=1)
     logits_processors: tuple[LogitsProcessor, ...] = _option(
-        (), _jitted_functions, **_OURS, depth=1
+        (), _jitted_functions, **_OURS, depth=1, elsewhere=("logits_processor",)
     )
-    num_return_sequences: int = _option(1, _samples, **_OURS)
+    num_return_sequences: int = _option(1, _samples, elsewhere=("n", "best_of", "num_samples"))
     seed: int | None = _option(None, _seed, flag=("N", "makes samples reproducible"), **_OURS)
-    eos_token_ids: tuple[int, ...] = _option((), _ids, **_OURS, depth=1)
-    return_logprobs: bool | int | None = _option(None, _top, **_OURS)
+    eos_token_ids: tuple[int, ...] = _option(
+        (), _ids, **_OURS, depth=1, elsewhere=("stop_token_ids",)
+    )
+    return_logprobs: bool | int | None = _option(
+        None, _top, **_OURS, elsewhere=("logprobs", "top_logprobs", "output_scores")
+    )
     return_reruns: bool = _option(False, _flag, **_OURS)
 
     def __post_init__(self):
@@ -473,6 +489,12 @@ class GenerationConfig:
             generation, source = config, str(Path(source).with_name("config.json"))
         names = {name for name, option in OPTIONS.items() if option.in_files}
         known = {n: generation[n] for n in names if generation.get(n) is not None}
+        if (beams := generation.get("num_beams")) not in (None, 1):
+            warnings.warn(
+                f"{source}: num_beams {beams!r} asks for beam search, which fdjax does not do; "
+                "it decodes greedily, or samples where do_sample is true",
+                stacklevel=3,
+            )
         for name, neutral in _NOT_HONOURED.items():
             value = generation.get(name)
             if value not in (None, [], {}, *neutral):

@@ -1,6 +1,7 @@
 """Options as they are given, for all prompts or a value for each, as a configuration of each."""
 
 import dataclasses
+import difflib
 import os
 import warnings
 from collections.abc import Mapping
@@ -10,6 +11,21 @@ import jax
 import numpy as np
 
 from fdjax.sampling.options import OPTIONS, SAMPLED_OPTIONS, UNSET, GenerationConfig
+
+# Arguments of other libraries that are no options here, and what to do instead.
+_INSTEAD = {
+    "generation_config": "pass the configuration as `config`",
+    "sampling_params": "pass a GenerationConfig as `config`",
+    "streamer": "use `lm.stream`, which yields the text",
+    "stream": "use `lm.stream`, which yields the text",
+    "num_beams": "beam search is not supported",
+    "max_time": "it is not supported; end rows with `stopping_criteria`",
+    "pad_token_id": "prompts of any lengths need no padding",
+    "attention_mask": "prompts of any lengths need no padding",
+    "input_ids": "pass the ids as the first argument",
+    "skip_special_tokens": "texts have none; the ids are in `result.tokens`",
+    "return_dict_in_generate": "the result always has all parts",
+}
 
 
 def per_prompt(
@@ -35,9 +51,7 @@ def per_prompt(
         options["eos_token_ids"] = () if eos is None else eos
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(
-                f"generate: unknown option {name!r}; known: {', '.join(sorted(OPTIONS))}"
-            )
+            raise TypeError(f"generate: unknown option {name!r}; {_hint(name)}")
     fresh = np.frombuffer(os.urandom(4 * count), np.uint32).tolist()
     rows, named = [], set()
     seed = defaults.seed if config.seed is UNSET else config.seed
@@ -60,6 +74,18 @@ def per_prompt(
     if len({row.logits_processors for row, _ in rows}) > 1:
         raise ValueError("generate: logits_processors must be the same for all prompts")
     return rows
+
+
+def _hint(unknown: str) -> str:
+    """What a caller who gives an unknown option may have meant."""
+    if unknown in _INSTEAD:
+        return _INSTEAD[unknown]
+    for name, option in OPTIONS.items():
+        if unknown in option.elsewhere:
+            return f"use {name}"
+    if close := difflib.get_close_matches(unknown, OPTIONS, n=1):
+        return f"did you mean {close[0]}?"
+    return "help(fdjax.GenerationConfig) has the options"
 
 
 def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:

@@ -547,6 +547,18 @@ def test_defaults_of_generation_config_are_honoured_and_overridden(lm):
     assert plain.tokens == lm.generate(prompts()[2], max_new_tokens=24, **GREEDY).tokens
 
 
+def test_samples_that_the_checkpoint_asks_for(lm):
+    files = {"num_return_sequences": 3, "do_sample": True, "num_beams": 1}
+    defaults = fdjax.GenerationConfig.from_files(files, {}, "generation_config.json")
+    other = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=defaults)
+    assert len(other.generate([5], max_new_tokens=2).tokens) == 3
+    assert len(other.generate([5], max_new_tokens=2, num_return_sequences=2).tokens) == 2
+    # As in transformers; `fdjax chat` must work with any checkpoint.
+    with pytest.raises(ValueError, match="num_return_sequences must be 1 where nothing is sampled"):
+        other.generate([5], max_new_tokens=2, do_sample=False)
+    assert len(list(other.stream([5], max_new_tokens=2, do_sample=False))) > 0
+
+
 @pytest.mark.parametrize("nothing", [None, [], {}])
 def test_a_field_that_asks_for_nothing_is_not_told(nothing):
     fdjax.GenerationConfig.from_files({"sequence_bias": nothing}, {}, "here")
@@ -570,11 +582,12 @@ def test_without_generation_config_an_old_config_has_the_defaults():
     assert new == fdjax.GenerationConfig(top_k=9, eos_token_ids=(2,))
     with pytest.raises(fdjax.CheckpointError, match=r"^a/config\.json: .*top_k"):
         from_files({}, old | {"top_k": -1}, "a/generation_config.json")
-    with pytest.warns(UserWarning, match=r"^a/config\.json: num_beams 4 is not supported"):
+    message = r"^a/config\.json: num_beams 4 asks for beam search, .* decodes greedily, or samples"
+    with pytest.warns(UserWarning, match=message):
         from_files({}, old | {"num_beams": 4}, "a/generation_config.json")
 
 
-NOT_HONOURED = ["num_beams", "penalty_alpha", "forced_eos_token_id", "num_return_sequences"]
+NOT_HONOURED = ["max_time", "penalty_alpha", "forced_eos_token_id", "min_length"]
 
 
 @pytest.mark.parametrize("field", NOT_HONOURED)
