@@ -363,8 +363,8 @@ def load(
       progress: show a progress bar; default when standard error is a terminal.
 
     Raises:
-      CheckpointError: the checkpoint is damaged or not supported, or its calibration is that of
-        another; one line says what and where.
+      CheckpointError: the checkpoint or its calibration is damaged or not supported; one line says
+        what and where.
       ValueError: an argument is out of range.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.

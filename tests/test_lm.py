@@ -104,6 +104,22 @@ def test_result(lm, truth):
         _ = result.text
 
 
+def test_a_result_is_a_sequence(lm, truth):
+    prompts = [truth[i][0] for i in (1, 2, 3)]
+    result = lm.generate(prompts, max_new_tokens=4, return_logprobs=1, **GREEDY)
+    assert len(result) == 3
+    for i, one in enumerate(result):
+        assert (one.tokens, one.text) == (result.tokens[i], result.texts[i])
+        assert (one.finish_reason, one.logprobs) == ("length", result.logprobs[i])
+        assert one.top_logprobs == result.top_logprobs[i]
+        assert result[i] == one and result[i - 3] == one
+    assert result[1:] == [result[1], result[2]]
+    with pytest.raises(IndexError):
+        _ = result[3]
+    bare = fresh(lm, tokenizer=None).generate(prompts, max_new_tokens=1, **GREEDY)
+    assert bare[0] == fdjax.Generation(truth[1][1][:1], None, "length")
+
+
 def test_no_logprobs_unless_asked_for(lm, truth):
     assert lm.generate(truth[0][0], max_new_tokens=2, **GREEDY).logprobs is None
 
@@ -527,6 +543,31 @@ def test_a_logits_processor_that_returns_something_else(lm, truth, returns):
 
     with pytest.raises(ValueError, match=r"must return scores \[B,V\] = \[1, 320\], got .*process"):
         fresh(lm).generate(truth[1][0], max_new_tokens=4, logits_processors=process, **GREEDY)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "bool"])
+def test_a_logits_processor_that_returns_no_real_numbers(lm, truth, dtype):
+    def process(ids, lengths, scores):
+        return scores.astype(dtype)
+
+    message = f"a logits processor must return real numbers, got {dtype} of .*process"
+    with pytest.raises(ValueError, match=message):
+        fresh(lm).generate(truth[1][0], max_new_tokens=4, logits_processors=process, **GREEDY)
+
+
+@pytest.mark.parametrize("what", ["stopping_criteria", "logits_processors"])
+@pytest.mark.parametrize("error", [StopIteration, GeneratorExit])
+def test_a_function_of_the_caller_does_not_end_our_loop(lm, truth, what, error):
+    def raises(*args):
+        raise error
+
+    options = {"max_new_tokens": 4, what: raises} | GREEDY
+    message = f"^generate: (stopping criterion|logits processor) .*raises.* raised {error.__name__}"
+    used = fresh(lm)
+    for call in (used.generate, lambda *args, **options: list(used.stream(*args, **options))):
+        with pytest.raises(RuntimeError, match=message):
+            call(truth[1][0], **options)
+    assert used.generate(truth[1][0], max_new_tokens=4, **GREEDY).tokens == [truth[1][1][:4]]
 
 
 def test_a_logits_processor_may_be_to_blame(lm, truth):

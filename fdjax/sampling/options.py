@@ -286,8 +286,9 @@ class GenerationConfig:
       logit_bias: added to the logits of these ids, {id: bias}; -100 to 100.
       stop_strings: end a row where its text has one of these. The text ends before it; the tokens
         end with the one that completed it. Prompts and special tokens are not searched.
+      include_stop_str_in_output: the text ends after the stop string instead, as in vLLM.
       stopping_criteria: functions of the tokens generated so far that end a row by returning true,
-        called on the host with every token.
+        called on the host with every token, each with a list of its own.
       logits_processors: jittable functions (ids [B,S], lengths [B], scores [B,V]) → scores [B,V],
         the same for the whole batch. They act after all penalties and before the temperature. Each
         set of them is a program of its own, so pass the same functions again, not new lambdas. What
@@ -345,6 +346,7 @@ class GenerationConfig:
         (), _biases, "edit", in_files=False
     )
     stop_strings: str | tuple[str, ...] = _option((), _strings, depth=1, elsewhere=("stop",))
+    include_stop_str_in_output: bool = _option(False, _flag, **_OURS)
     stopping_criteria: tuple[StoppingCriterion, ...] = _option((), _functions, **_OURS, depth=1)
     logits_processors: tuple[LogitsProcessor, ...] = _option(
         (), _jitted_functions, **_OURS, depth=1, elsewhere=("logits_processor",)

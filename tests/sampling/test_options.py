@@ -333,6 +333,16 @@ def test_a_stopping_criterion_sees_every_token(lm, at):
     assert "".join(stream) == result.text
 
 
+def test_a_stopping_criterion_cannot_change_the_result(lm):
+    def meddles(tokens):
+        tokens.append(5)
+        tokens.clear()
+
+    whole = lm.generate(prompts()[2], max_new_tokens=6, **GREEDY)
+    result = lm.generate(prompts()[2], max_new_tokens=6, stopping_criteria=[meddles] * 2, **GREEDY)
+    assert result.tokens == whole.tokens
+
+
 # --- stop strings
 
 
@@ -353,6 +363,20 @@ def test_a_stop_string_ends_the_text_before_it(lm):
         assert stop not in lm.tokenizer.decode(whole.tokens[0][: n - 1])
         pieces = list(lm.stream(prompt, max_new_tokens=60, stop_strings=stop, **GREEDY))
         assert "".join(pieces) == result.text
+
+
+def test_a_stop_string_may_be_part_of_the_text(lm):
+    prompt = prompts()[2]
+    whole = lm.generate(prompt, max_new_tokens=60, **GREEDY).text
+    for start in (0, 7, 12):
+        stop = whole[start : start + 3]
+        stops = [stop + whole[start + 3], stop]  # the longer one is not waited for
+        options = GREEDY | {"max_new_tokens": 60, "stop_strings": stops}
+        kept = lm.generate(prompt, include_stop_str_in_output=True, **options)
+        assert kept.text == whole[: whole.index(stop) + 3]
+        stream = lm.stream(prompt, include_stop_str_in_output=True, **options)
+        assert "".join(stream) == kept.text
+        assert lm.generate(prompt, **options).tokens == kept.tokens
 
 
 def test_stop_strings_of_each_prompt(lm):
