@@ -21,6 +21,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.per_prompt import per_prompt
 from fdjax.system import platform
+from fdjax.system.process import refuse_forked, transfers_allowed
 from fdjax.text.conversation import as_conversations, chat_ids, split_options
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
@@ -92,6 +93,7 @@ class LM:
         return jax.tree.map(lambda leaf: leaf, self._params)
 
     @params.setter
+    @transfers_allowed()
     def params(self, params: Params) -> None:
         params = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
@@ -373,6 +375,7 @@ def load(
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"load: plan must be a Plan, as of Plan.for_device, got {plan!r}")
+    refuse_forked()
     platform.warn_of_idle_gpu()
     if compilation_cache is not False:
         platform.enable_compilation_cache()
@@ -394,10 +397,10 @@ def load(
     if wrong := defaults.id_outside(config.vocab_size):
         raise CheckpointError(f"{folder}: {wrong}")
     tokenizer = Tokenizer(folder)
-    with _progress_bar(progress, folder.name) as update:
+    with transfers_allowed(), _progress_bar(progress, folder.name) as update:
         params = load_params(folder, description, progress=update)
-    # Here, as nobody else holds them yet, and held until the engine has them.
-    _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
+        # Here, as nobody else holds them yet, and held until the engine has them.
+        _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
     return LM(
         description,
         params,

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import os
 import pickle
 import re
 import subprocess
@@ -914,6 +915,52 @@ def test_a_call_in_a_traced_function_is_refused_and_leaves_nothing_behind(lm, re
     with pytest.raises(RuntimeError, match=r"use fdjax\.generate there"):
         traced(1)
     assert other.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens == want
+
+
+def test_a_transfer_guard_is_the_users(lm, truth):
+    """Transfers of ours are meant; those of the reader of a stream are not."""
+    prompt, tokens = truth[1]
+    with jax.transfer_guard("disallow"):
+        guarded = load(dtype="float32")
+        assert guarded.generate(prompt, max_new_tokens=4, **GREEDY).tokens == [tokens[:4]]
+        stream = guarded.stream(prompt, max_new_tokens=30, **GREEDY)
+        next(stream)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+            jnp.sin(np.ones(3, np.float32))
+        stream.close()
+        assert guarded.score(prompt).logprobs == lm.score(prompt).logprobs
+        guarded.params = jax.tree.map(np.asarray, lm.params)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_told_so():
+    """It would wait for threads that it does not have."""
+    code = """
+import os, sys, warnings
+import fdjax
+warnings.simplefilter("ignore")  # JAX warns of the fork itself
+lm = fdjax.load("tiny", compilation_cache=False)
+calls = [
+    lambda: lm.generate("hi"),
+    lambda: next(lm.stream("hi")),
+    lambda: lm.score("hi"),
+    lambda: fdjax.load("tiny", compilation_cache=False),
+    lambda: fdjax.forward(lm.model, lm.params, [[1]]),
+]
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+for call in calls:
+    try:
+        call()
+    except RuntimeError as error:
+        print(error, flush=True)
+os._exit(0)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    told = done.stdout.splitlines()
+    assert len(told) == 5
+    assert all("forked after fdjax had been used" in line and "'spawn'" in line for line in told)
 
 
 def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):

@@ -170,9 +170,11 @@ def _sample(scores, sampling, steps, processors):
     def draw(seed, index, step, scores):
         key = jax.random.key(seed, impl=_GENERATOR)
         key = jax.random.fold_in(jax.random.fold_in(key, index), step)
-        return jax.random.categorical(key, scores)
+        return jax.random.categorical(key, scores, mode="low")
 
-    tokens = jax.vmap(draw)(sampling.seed, sampling.sample_index, steps, scores)
+    # Settings of JAX that change what a key draws are pinned, so that a seed keeps its meaning.
+    with jax.threefry_partitionable(True):
+        tokens = jax.vmap(draw)(sampling.seed, sampling.sample_index, steps, scores)
     return tokens.astype(jnp.int32)
 
 

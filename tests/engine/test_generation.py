@@ -102,7 +102,7 @@ def test_one_new_token_of_whole_rows(lm):
 @pytest.mark.parametrize(
     ("shape", "lengths", "message"),
     [
-        ((7,), None, r"ids must be \[B,.\] and not empty, got \[7\]"),
+        ((7,), None, r"ids must be \[B,T\] and not empty, got \[7\]"),
         ((0, 7), None, r"got \[0, 7\]"),
         ((2, 0), None, r"got \[2, 0\]"),
         ((2, 7), (3,), r"lengths must be \[2\], got \[3\]"),
@@ -115,6 +115,48 @@ def test_shapes_that_are_refused(lm, shape, lengths, message):
         fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
     with pytest.raises(ValueError, match=message.replace("generate", "forward")):
         fdjax.forward(lm.model, lm.params, ids, lengths)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "message"),
+    [
+        ([[5, -1]], None, r"ids must be in 0\.\.319, the vocabulary, got -1"),
+        ([[5, 320]], None, "got 320"),
+        (np.array([[5, 2**32 + 5]]), None, f"got {2**32 + 5}"),
+        (jnp.asarray([[5, 400]]), None, "got 400"),
+        ([[5.0, 6.0]], None, "ids must be integers, got float64"),
+        ([[True, False]], None, "ids must be integers, got bool"),
+        ([[5, 6]], [3], r"lengths must be in 1\.\.2, what ids has room for, got 3"),
+        ([[5, 6]], [0], "got 0"),
+        ([[5, 6], [5, 6]], [1, -3], "got -3"),
+        ([[5, 6]], [1.0], "lengths must be integers, got float64"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused(lm, ids, lengths, message):
+    with pytest.raises(ValueError, match=f"^forward: .*{message}$"):
+        fdjax.forward(lm.model, lm.params, ids, lengths)
+    with pytest.raises(ValueError, match=f"^generate: .*{message}$"):
+        fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
+    # Closed over, they are concrete in a traced function too.
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda params: fdjax.forward(lm.model, params, ids, lengths))(lm.params)
+
+
+def test_options_that_a_pure_function_refuses(lm):
+    generate = functools.partial(fdjax.generate, lm.model, lm.params, [[5, 6]])
+    with pytest.raises(TypeError, match=r"generate: config must be a GenerationConfig, got {'max"):
+        generate({"max_new_tokens": 3})
+    with pytest.raises(ValueError, match="generate: suppress_tokens has id 320, the vocabulary"):
+        generate(GenerationConfig(suppress_tokens=320))
+
+
+def test_transfers_are_allowed_whatever_the_guard_says(lm):
+    ids = np.ones((1, 3), np.int32)
+    config = GenerationConfig(max_new_tokens=2, do_sample=True)
+    with jax.transfer_guard("disallow"):
+        assert fdjax.forward(lm.model, lm.params, ids).shape == (1, 3, 320)
+        assert fdjax.generate(lm.model, lm.params, ids, config).shape == (1, 2)
 
 
 @pytest.mark.slow
