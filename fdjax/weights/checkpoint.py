@@ -403,7 +403,7 @@ def load_params(
         another than its embedding.
 
     Warns:
-      UserWarning: a tensor has values that are not finite, or a matrix only zeros.
+      UserWarning: a tensor has values that are not finite, or a matrix or norm only zeros.
     """
     began = time.perf_counter()
     stored = stored_tensors(folder)
@@ -422,7 +422,7 @@ def load_params(
         nbytes = sum(part.nbytes for part in parts)
         parts = [jax.device_put(_staged(part)) for part in parts]
         for (name, _), part in zip(weight.sources, parts, strict=True):
-            _warn_of_damage(stored[name], float(_largest(part)))
+            _warn_of_damage(stored[name], float(_largest(part)), model)
         leaf = join(parts, layout=weight.layout, dtype=model.dtype)
         del parts
         # One at a time: queued transfers would hold every piece at once.
@@ -501,10 +501,12 @@ def _largest(tensor: Array) -> Array:
     return largest + jnp.sum(0 * tensor)  # on a CPU, a maximum in float32 may drop a NaN
 
 
-def _warn_of_damage(tensor: StoredTensor, largest: float) -> None:
+def _warn_of_damage(tensor: StoredTensor, largest: float, model: Model) -> None:
     """Tell what no model has on purpose: what failed downloads and trainings leave behind."""
     problem = None if math.isfinite(largest) else "values that are not finite"
-    if largest == 0 and len(tensor.shape) > 1:
+    # A bias may be all zeros, and so may the weights of a norm to which the model adds 1.
+    scales = tensor.name.endswith("norm.weight") and not model.config.norm_offset
+    if largest == 0 and (len(tensor.shape) > 1 or scales):
         problem = "nothing but zeros"
     if problem:
         warnings.warn(
