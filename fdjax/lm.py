@@ -155,11 +155,65 @@ class LM:
         """
         timer = Timer(self.model, self._params)
         requests = self._requests(prompts, config, options, self.defaults)
+        rows = self._run(requests, timer, _STEPS)
+        return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
+
+    def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
+        """Rows that have come to their end."""
         rows = [Row(request, self.tokenizer) for request in requests]
-        with contextlib.closing(self.engine.run(rows, _STEPS)) as chunks:
+        with contextlib.closing(self.engine.run(rows, steps)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
-        return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
+        return rows
+
+    def warmup(
+        self,
+        config: GenerationConfig | None = None,
+        *,
+        batch: int = 1,
+        prompt_tokens: int = 1,
+        streamed: bool = False,
+        **options,
+    ) -> float:
+        """Compile what a call needs before it comes, or load it from disk.
+
+        A call of about these sizes with these options then compiles nothing. Prompts of other
+        lengths, other numbers of new tokens and of prompts may need other programs.
+
+        Args:
+          config, **options: those of the call, as in `generate`.
+          batch: how many prompts it has.
+          prompt_tokens: tokens of its longest prompt.
+          streamed: whether it is one of `stream` or `stream_chat`.
+
+        Returns:
+          The seconds that compiling took.
+
+        Raises:
+          ValueError: a size is not positive; or as in `generate`.
+        """
+        for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
+        timer = Timer(self.model, self._params)
+        requests = [
+            dataclasses.replace(request, config=self._of_two_tokens(request.config))
+            for request in self._requests(
+                [[0] * prompt_tokens] * batch, config, options, self.defaults
+            )
+        ]
+        rows = self._run(requests, timer, _STREAM_STEPS if streamed else _STEPS)
+        return timer.stats(rows).compile_seconds
+
+    def _of_two_tokens(self, config: GenerationConfig) -> GenerationConfig:
+        """A configuration for the same programs whose rows end after the first decode step."""
+        never = range(self.config.vocab_size, self.config.vocab_size + len(config.eos_token_ids))
+        return dataclasses.replace(
+            config,
+            eos_token_ids=tuple(never),
+            stop_strings=(),
+            stopping_criteria=(lambda tokens: len(tokens) > 1,),
+        )
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -342,6 +396,9 @@ def load(
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
     plan: Plan | None = None,
+    device: jax.Device | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
     calibration: bool = True,
     compilation_cache: bool | None = None,
     progress: bool | None = None,
@@ -357,7 +414,12 @@ def load(
       gpu_memory_utilization: the share of the memory that JAX may still allocate that this model
         takes at most, weights, cache and workspace together; without `max_len`, that becomes the
         longest context that fits for `max_batch` rows (default 1). Default: all of it, by need.
-      plan: which implementations run; default that of the first local device.
+      plan: which implementations run; default that of the device.
+      device: where the weights go and everything runs, as of `jax.devices()`; default the first
+        local one. Weights that are assigned later run where they are.
+      revision: branch, tag or commit of a hub id.
+      token: for a hub id that asks for one; True and None take the one of `hf auth login`, False
+        takes none.
       calibration: use what `fdjax calibrate` wrote beside the checkpoint, if it did. It changes the
         speed, never a result.
       compilation_cache: keep compiled programs on disk between runs. Default: on, unless JAX is
@@ -375,15 +437,18 @@ def load(
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"load: plan must be a Plan, as of Plan.for_device, got {plan!r}")
+    if device is not None and not isinstance(device, jax.Device):
+        raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
     refuse_forked()
     platform.warn_of_idle_gpu()
     if compilation_cache is not False:
         platform.enable_compilation_cache()
-    folder = locate(model)
+    folder = locate(model, revision=revision, token=token)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
     if calibration:
         config = calibrated(config, folder)
+    plan = Plan.for_device(device) if plan is None else plan
     description = describe(config, dtype=dtype or unnamed_dtype(folder, data), plan=plan)
     description = _in_use(description)
     longest, memory_bytes = check_load(
@@ -391,6 +456,7 @@ def load(
         max_batch=max_batch,
         max_len=max_len,
         gpu_memory_utilization=gpu_memory_utilization,
+        device=device,
     )
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))
@@ -398,7 +464,7 @@ def load(
         raise CheckpointError(f"{folder}: {wrong}")
     tokenizer = Tokenizer(folder)
     with transfers_allowed(), _progress_bar(progress, folder.name) as update:
-        params = load_params(folder, description, progress=update)
+        params = load_params(folder, description, device=device, progress=update)
         # Here, as nobody else holds them yet, and held until the engine has them.
         _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
     return LM(

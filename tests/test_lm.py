@@ -617,6 +617,50 @@ def test_a_second_call_compiles_nothing(lm, truth):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_after_a_warmup_the_call_compiles_nothing(lm, truth, streamed):
+    used = fdjax.LM(dataclasses.replace(lm.model), lm.params, defaults=lm.defaults)  # no programs
+    prompt, options = truth[2][0], {"max_new_tokens": 40, "temperature": 0.8, "min_new_tokens": 2}
+    batch = 1 if streamed else 3
+    sizes = {"batch": batch, "prompt_tokens": len(prompt), "streamed": streamed}
+    assert used.warmup(**sizes, **options) > 0
+    assert used.program_counts() == {"prefill": 1, "decode_steps": 1}
+    assert used.warmup(fdjax.GenerationConfig(**options, do_sample=True), **sizes) == 0
+    if streamed:
+        used.tokenizer = lm.tokenizer
+        assert list(used.stream(prompt, **options))
+    else:
+        assert used.generate([prompt, [5], [6]], **options).stats.compile_seconds == 0
+    assert used.program_counts() == {"prefill": 1, "decode_steps": 1}
+    with pytest.raises(ValueError, match="warmup: batch must be a positive integer, got 0"):
+        used.warmup(batch=0)
+
+
+@pytest.mark.slow
+def test_a_model_runs_where_it_was_loaded():
+    code = """
+import jax, fdjax
+first, second = jax.devices()
+for device in (second, first, None):
+    lm = fdjax.load("tiny", device=device, compilation_cache=False)
+    print(lm.generate("What is 7 + 5?", max_new_tokens=9).text, end=" ")
+    used = lm.params["embed"].devices() | lm.engine.idle.state.ids.devices()
+    assert used == {device or first}, used
+    print(lm.score("hi").perplexity)
+"""
+    command = [sys.executable, "-c", code]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1
+    with pytest.raises(TypeError, match=r"device must be one of jax\.devices\(\), got 'cpu'"):
+        load(device="cpu")
+
+
+@pytest.mark.slow
 def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
     """To trace and lower each is a third of a first call whose programs are cached."""
     traced = []
