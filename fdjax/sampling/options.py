@@ -267,9 +267,9 @@ class GenerationConfig:
         first token on.
       min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
       do_sample: draw from the distribution instead of taking its maximum.
-      temperature: divides the logits; 0 means greedy.
-      top_k: draw from the k likeliest tokens; 0 is off. Off is the default: a temperature alone
-        draws from all tokens here, and from the 50 likeliest in transformers, whose default is 50.
+      temperature: divides the logits; 0 means greedy. A temperature alone draws from all tokens
+        here, and from the 50 likeliest in transformers, where `top_k` is 50 unless it is given.
+      top_k: draw from the k likeliest tokens; 0 is off, and the default.
       top_p: draw from the likeliest tokens that together hold this mass, at least one; 1 is off.
       min_p: draw from the tokens at least this likely, relative to the likeliest; 0 is off.
       typical_p: draw from the tokens whose information is nearest to the entropy and that together
