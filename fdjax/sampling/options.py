@@ -362,11 +362,14 @@ class GenerationConfig:
     return_reruns: bool = _option(False, _flag, **_OURS)
 
     def __post_init__(self):
-        for name in self.given:
+        given = frozenset(name for name in OPTIONS if getattr(self, name) is not UNSET)
+        # No field, as it follows from them; kept, as each row of a batch asks for it many times.
+        object.__setattr__(self, "_given", given)
+        for name in given:
             option, value = OPTIONS[name], getattr(self, name)
             value = option.default if value is None else option.check(name, value)
             object.__setattr__(self, name, value)
-        both = {"min_new_tokens", "max_new_tokens"} <= self.given
+        both = {"min_new_tokens", "max_new_tokens"} <= given
         if both and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 "generate: min_new_tokens must be between 0 and max_new_tokens "
@@ -380,7 +383,7 @@ class GenerationConfig:
     @property
     def given(self) -> frozenset[str]:
         """The names of the fields that have a value."""
-        return frozenset(name for name, value in vars(self).items() if value is not UNSET)
+        return self._given
 
     def filled(self, defaults: "GenerationConfig | None" = None) -> "GenerationConfig":
         """The same with a value in every field.
@@ -389,7 +392,7 @@ class GenerationConfig:
           defaults: what gives the fields that are not given here, as far as it has them. Of
             `min_new_tokens` and `max_new_tokens`, the one that is given here wins.
         """
-        if UNSET not in vars(self).values():
+        if len(self._given) == len(OPTIONS):
             return self
         values = {name: option.default for name, option in OPTIONS.items()}
         for config in (defaults, self):
