@@ -1008,7 +1008,7 @@ os._exit(0)
 
 
 def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda _: 10**9)
     lm = load(gpu_memory_utilization=0.5)
     limit = lm.config.max_position_embeddings
     result = lm.generate([7] * (limit - 3), max_new_tokens=128, **CHECKED)
