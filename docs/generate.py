@@ -33,7 +33,7 @@ def options_table() -> str:
         lines.append(
             (
                 f"`{name}`",
-                f"`{getattr(GenerationConfig, name)!r}`",
+                f"`{option.default!r}`",
                 takes.removeprefix("a number ").removeprefix("an integer "),
                 meanings[name],
                 f"`{flags[name]}`" if name in flags else "",

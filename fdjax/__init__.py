@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fdjax.engine.generation import forward, generate
-    from fdjax.engine.results import GenerateResult, Stats
+    from fdjax.engine.results import GenerateResult, Generation, Stats
     from fdjax.lm import LM, load
     from fdjax.models import CheckpointError, describe, parse_config
     from fdjax.sampling.options import GenerationConfig
@@ -28,6 +28,7 @@ _HOMES = {
     "describe": "fdjax.models",
     "parse_config": "fdjax.models",
     "GenerateResult": "fdjax.engine.results",
+    "Generation": "fdjax.engine.results",
     "Stats": "fdjax.engine.results",
 }
 
@@ -35,6 +36,7 @@ __all__ = [
     "LM",
     "CheckpointError",
     "GenerateResult",
+    "Generation",
     "GenerationConfig",
     "Stats",
     "__version__",

@@ -21,6 +21,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.per_prompt import per_prompt
 from fdjax.system import platform
+from fdjax.system.process import refuse_forked, transfers_allowed
 from fdjax.text.conversation import as_conversations, chat_ids, split_options
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
@@ -44,7 +45,7 @@ class LM:
       model: static description; a jit static argument of `fdjax.forward` and `fdjax.generate`.
       params: the weights, a tree of plain dicts.
       tokenizer: false when the checkpoint has none; ids work without.
-      defaults: the checkpoint's `GenerationConfig`.
+      defaults: the checkpoint's `GenerationConfig`, for what a call does not give.
       max_len: slots of cache per row, or None to size it by need.
       max_batch: rows that may run at once, or None for as many as fit.
       engine: what runs it.
@@ -73,7 +74,7 @@ class LM:
             )
         self.model = model
         self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
-        self.defaults = defaults
+        self.defaults = defaults.filled()
         self.max_len = max_len
         self.max_batch = max_batch
         self._memory_bytes = memory_bytes
@@ -92,6 +93,7 @@ class LM:
         return jax.tree.map(lambda leaf: leaf, self._params)
 
     @params.setter
+    @transfers_allowed()
     def params(self, params: Params) -> None:
         params = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
@@ -127,7 +129,8 @@ class LM:
 
         Args:
           prompts: a text, a sequence of token ids, or a sequence of either.
-          config: defaults to the checkpoint's generation_config.json.
+          config: fields that it does not give come from `defaults`, those of the checkpoint's
+            generation_config.json.
           **options: fields of `GenerationConfig`, over `config`. A list gives one value per prompt;
             for options that are sequences themselves, a list of sequences does. None is as if not
             given, but for `eos_token_id`, another name of `eos_token_ids`: of it None is no end.
@@ -151,11 +154,66 @@ class LM:
           UserWarning: an option has no effect, as nothing is sampled.
         """
         timer = Timer(self.model, self._params)
-        rows = [Row(r, self.tokenizer) for r in self._requests(prompts, config, options)]
-        with contextlib.closing(self.engine.run(rows, _STEPS)) as chunks:
+        requests = self._requests(prompts, config, options, self.defaults)
+        rows = self._run(requests, timer, _STEPS)
+        return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
+
+    def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
+        """Rows that have come to their end."""
+        rows = [Row(request, self.tokenizer) for request in requests]
+        with contextlib.closing(self.engine.run(rows, steps)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
-        return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
+        return rows
+
+    def warmup(
+        self,
+        config: GenerationConfig | None = None,
+        *,
+        batch: int = 1,
+        prompt_tokens: int = 1,
+        streamed: bool = False,
+        **options,
+    ) -> float:
+        """Compile what a call needs before it comes, or load it from disk.
+
+        A call of about these sizes with these options then compiles nothing. Prompts of other
+        lengths, other numbers of new tokens and of prompts may need other programs.
+
+        Args:
+          config, **options: those of the call, as in `generate`.
+          batch: how many prompts it has.
+          prompt_tokens: tokens of its longest prompt.
+          streamed: whether it is one of `stream` or `stream_chat`.
+
+        Returns:
+          The seconds that compiling took.
+
+        Raises:
+          ValueError: a size is not positive; or as in `generate`.
+        """
+        for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
+        timer = Timer(self.model, self._params)
+        requests = [
+            dataclasses.replace(request, config=self._of_two_tokens(request.config))
+            for request in self._requests(
+                [[0] * prompt_tokens] * batch, config, options, self.defaults
+            )
+        ]
+        rows = self._run(requests, timer, _STREAM_STEPS if streamed else _STEPS)
+        return timer.stats(rows).compile_seconds
+
+    def _of_two_tokens(self, config: GenerationConfig) -> GenerationConfig:
+        """A configuration for the same programs whose rows end after the first decode step."""
+        never = range(self.config.vocab_size, self.config.vocab_size + len(config.eos_token_ids))
+        return dataclasses.replace(
+            config,
+            eos_token_ids=tuple(never),
+            stop_strings=(),
+            stopping_criteria=(lambda tokens: len(tokens) > 1,),
+        )
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -179,7 +237,8 @@ class LM:
         if not as_several(prompt, "stream: prompt")[1]:
             raise ValueError("stream: takes one prompt, a text or token ids")
         timer = Timer(self.model, self._params)
-        requests = self._requests(prompt, config, options)
+        one = dataclasses.replace(self.defaults, num_return_sequences=1)
+        requests = self._requests(prompt, config, options, one)
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
@@ -249,13 +308,12 @@ class LM:
         """
         return score.score(self.engine, self.tokenizer, texts, stride=stride, batch_size=batch_size)
 
-    def _requests(self, prompts, config, options) -> list[Request]:
+    def _requests(self, prompts, config, options, defaults) -> list[Request]:
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
-        configs = per_prompt(self.defaults, config, options, len(prompts))
-        asked = config is not None or options.get("max_new_tokens") is not None
+        configs = per_prompt(defaults, config, options, len(prompts))
         requests = []
-        for i, (prompt, row_config) in enumerate(zip(prompts, configs, strict=True)):
+        for i, (prompt, (row_config, asked)) in enumerate(zip(prompts, configs, strict=True)):
             ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
             self._check(row_config, i)
             row_config = self._within_context(row_config, ids, i, asked)
@@ -276,7 +334,7 @@ class LM:
         if config.num_return_sequences > 1 and not config.sampled:
             raise ValueError(
                 "generate: num_return_sequences must be 1 where nothing is sampled, got "
-                f"{config.num_return_sequences} for prompt {i}"
+                f"{config.num_return_sequences} for prompt {i}; give a temperature, or ask for one"
             )
 
     def _within_context(
@@ -338,6 +396,9 @@ def load(
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
     plan: Plan | None = None,
+    device: jax.Device | None = None,
+    revision: str | None = None,
+    token: str | bool | None = None,
     calibration: bool = True,
     compilation_cache: bool | None = None,
     progress: bool | None = None,
@@ -353,7 +414,12 @@ def load(
       gpu_memory_utilization: the share of the memory that JAX may still allocate that this model
         takes at most, weights, cache and workspace together; without `max_len`, that becomes the
         longest context that fits for `max_batch` rows (default 1). Default: all of it, by need.
-      plan: which implementations run; default that of the first local device.
+      plan: which implementations run; default that of the device.
+      device: where the weights go and everything runs, as of `jax.devices()`; default the first
+        local one. Weights that are assigned later run where they are.
+      revision: branch, tag or commit of a hub id.
+      token: for a hub id that asks for one; True and None take the one of `hf auth login`, False
+        takes none.
       calibration: use what `fdjax calibrate` wrote beside the checkpoint, if it did. It changes the
         speed, never a result.
       compilation_cache: keep compiled programs on disk between runs. Default: on, unless JAX is
@@ -361,8 +427,8 @@ def load(
       progress: show a progress bar; default when standard error is a terminal.
 
     Raises:
-      CheckpointError: the checkpoint is damaged or not supported, or its calibration is that of
-        another; one line says what and where.
+      CheckpointError: the checkpoint or its calibration is damaged or not supported; one line says
+        what and where.
       ValueError: an argument is out of range.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.
@@ -371,14 +437,18 @@ def load(
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"load: plan must be a Plan, as of Plan.for_device, got {plan!r}")
+    if device is not None and not isinstance(device, jax.Device):
+        raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
+    refuse_forked()
     platform.warn_of_idle_gpu()
     if compilation_cache is not False:
         platform.enable_compilation_cache()
-    folder = locate(model)
+    folder = locate(model, revision=revision, token=token)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
     if calibration:
         config = calibrated(config, folder)
+    plan = Plan.for_device(device) if plan is None else plan
     description = describe(config, dtype=dtype or unnamed_dtype(folder, data), plan=plan)
     description = _in_use(description)
     longest, memory_bytes = check_load(
@@ -386,16 +456,17 @@ def load(
         max_batch=max_batch,
         max_len=max_len,
         gpu_memory_utilization=gpu_memory_utilization,
+        device=device,
     )
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))
     if wrong := defaults.id_outside(config.vocab_size):
         raise CheckpointError(f"{folder}: {wrong}")
     tokenizer = Tokenizer(folder)
-    with _progress_bar(progress, folder.name) as update:
-        params = load_params(folder, description, progress=update)
-    # Here, as nobody else holds them yet, and held until the engine has them.
-    _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
+    with transfers_allowed(), _progress_bar(progress, folder.name) as update:
+        params = load_params(folder, description, device=device, progress=update)
+        # Here, as nobody else holds them yet, and held until the engine has them.
+        _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
     return LM(
         description,
         params,

@@ -243,8 +243,8 @@ def _private_access(source: str) -> list[str]:
     return found
 
 
-# Methods of named tuples, and what ctypes asks a structure for.
-PUBLIC_UNDERSCORES = {"_asdict", "_fields", "_make", "_replace", "_fields_", "_src"}
+# Methods of named tuples, what ctypes asks a structure for, and `os._exit`.
+PUBLIC_UNDERSCORES = {"_asdict", "_exit", "_fields", "_make", "_replace", "_fields_", "_src"}
 
 
 def _is_self(node: ast.AST) -> bool:

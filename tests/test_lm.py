@@ -4,6 +4,7 @@ import contextlib
 import copy
 import dataclasses
 import itertools
+import os
 import pickle
 import re
 import subprocess
@@ -104,6 +105,22 @@ def test_result(lm, truth):
         _ = result.text
 
 
+def test_a_result_is_a_sequence(lm, truth):
+    prompts = [truth[i][0] for i in (1, 2, 3)]
+    result = lm.generate(prompts, max_new_tokens=4, return_logprobs=1, **GREEDY)
+    assert len(result) == 3
+    for i, one in enumerate(result):
+        assert (one.tokens, one.text) == (result.tokens[i], result.texts[i])
+        assert (one.finish_reason, one.logprobs) == ("length", result.logprobs[i])
+        assert one.top_logprobs == result.top_logprobs[i]
+        assert result[i] == one and result[i - 3] == one
+    assert result[1:] == [result[1], result[2]]
+    with pytest.raises(IndexError):
+        _ = result[3]
+    bare = fresh(lm, tokenizer=None).generate(prompts, max_new_tokens=1, **GREEDY)
+    assert bare[0] == fdjax.Generation(truth[1][1][:1], None, "length")
+
+
 def test_no_logprobs_unless_asked_for(lm, truth):
     assert lm.generate(truth[0][0], max_new_tokens=2, **GREEDY).logprobs is None
 
@@ -179,9 +196,11 @@ def test_max_len(lm):
 def test_without_a_number_of_new_tokens_max_len_is_filled(lm):
     small = fresh(lm, max_len=100)
     assert len(small.generate([5] * 90, eos_token_id=None).tokens[0]) == 10
-    config = fdjax.GenerationConfig()
+    config = fdjax.GenerationConfig(max_new_tokens=128)
     with pytest.raises(ValueError, match="may grow by 128"):
         small.generate([5] * 90, config)
+    filled = small.generate([5] * 90, fdjax.GenerationConfig(eos_token_ids=None))
+    assert len(filled.tokens[0]) == 10
 
 
 def test_containers_of_weights_are_copies(lm):
@@ -336,9 +355,26 @@ def test_a_list_of_another_length_is_refused(lm):
         lm.generate([[1], [2]], temperature=[1.0, 1.0, 1.0])
 
 
-def test_an_unknown_option_names_the_known_ones(lm):
-    with pytest.raises(TypeError, match=r"'max_tokens'; known: .*max_new_tokens.*temperature"):
-        lm.generate([1], max_tokens=3)
+@pytest.mark.parametrize(
+    ("unknown", "hint"),
+    [
+        ("max_tokens", "use max_new_tokens"),
+        ("max_length", "use max_new_tokens"),
+        ("stop", "use stop_strings"),
+        ("logprobs", "use return_logprobs"),
+        ("n", "use num_return_sequences"),
+        ("generation_config", "pass the configuration as `config`"),
+        ("streamer", "use `lm.stream`, which yields the text"),
+        ("num_beams", "beam search is not supported"),
+        ("temprature", "did you mean temperature?"),
+        ("nonsense", "help(fdjax.GenerationConfig) has the options"),
+    ],
+)
+def test_an_unknown_option_says_what_to_use(lm, unknown, hint):
+    message = f"generate: unknown option '{unknown}'; {hint}"
+    for call in (lm.generate, lm.stream):
+        with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+            call([1], **{unknown: 3})
 
 
 def test_an_option_out_of_range(lm):
@@ -347,9 +383,36 @@ def test_an_option_out_of_range(lm):
 
 
 def test_defaults_are_those_of_the_checkpoint(lm):
-    assert lm.defaults == fdjax.GenerationConfig(
-        do_sample=True, temperature=0.6, top_p=0.9, eos_token_ids=(316, 319)
+    assert (
+        lm.defaults
+        == fdjax.GenerationConfig(
+            do_sample=True, temperature=0.6, top_p=0.9, eos_token_ids=(316, 319)
+        ).filled()
     )
+
+
+def test_what_a_configuration_does_not_give_is_the_checkpoints(lm, truth):
+    """As in transformers; `fdjax.generate` has no checkpoint to ask."""
+    prompt, tokens = truth[3]
+    defaults = fdjax.GenerationConfig(eos_token_ids=tokens[6], repetition_penalty=1.0)
+    ending = fresh(lm, defaults=defaults)
+    short = fdjax.GenerationConfig(max_new_tokens=20)
+    changed = dataclasses.replace(fdjax.GenerationConfig(), max_new_tokens=20)
+    for config in (short, changed, pickle.loads(pickle.dumps(short)), copy.deepcopy(short)):
+        assert ending.generate(prompt, config).tokens == [tokens[:7]]
+    stream = ending.stream(prompt, short)
+    assert "".join(stream) and stream.result.tokens == [tokens[:7]]
+    for nothing in (None, ()):
+        disabled = dataclasses.replace(short, eos_token_ids=nothing)
+        assert ending.generate(prompt, disabled).tokens == [tokens[:20]]
+    # A value that is the option's own default is a value too.
+    sampling = fresh(lm, defaults=dataclasses.replace(defaults, do_sample=True, temperature=1e3))
+    greedy = dataclasses.replace(short, do_sample=False)
+    assert sampling.generate(prompt, greedy).tokens == [tokens[:7]]
+    assert sampling.generate(prompt, short, seed=0).tokens != [tokens[:7]]
+    config = fdjax.GenerationConfig(max_new_tokens=8)
+    ours = fdjax.generate(lm.model, lm.params, [prompt], config)
+    assert ours.tolist() == [tokens[:8]]
 
 
 # --- sampling
@@ -483,6 +546,31 @@ def test_a_logits_processor_that_returns_something_else(lm, truth, returns):
         fresh(lm).generate(truth[1][0], max_new_tokens=4, logits_processors=process, **GREEDY)
 
 
+@pytest.mark.parametrize("dtype", ["complex64", "bool"])
+def test_a_logits_processor_that_returns_no_real_numbers(lm, truth, dtype):
+    def process(ids, lengths, scores):
+        return scores.astype(dtype)
+
+    message = f"a logits processor must return real numbers, got {dtype} of .*process"
+    with pytest.raises(ValueError, match=message):
+        fresh(lm).generate(truth[1][0], max_new_tokens=4, logits_processors=process, **GREEDY)
+
+
+@pytest.mark.parametrize("what", ["stopping_criteria", "logits_processors"])
+@pytest.mark.parametrize("error", [StopIteration, GeneratorExit])
+def test_a_function_of_the_caller_does_not_end_our_loop(lm, truth, what, error):
+    def raises(*args):
+        raise error
+
+    options = {"max_new_tokens": 4, what: raises} | GREEDY
+    message = f"^generate: (stopping criterion|logits processor) .*raises.* raised {error.__name__}"
+    used = fresh(lm)
+    for call in (used.generate, lambda *args, **options: list(used.stream(*args, **options))):
+        with pytest.raises(RuntimeError, match=message):
+            call(truth[1][0], **options)
+    assert used.generate(truth[1][0], max_new_tokens=4, **GREEDY).tokens == [truth[1][1][:4]]
+
+
 def test_a_logits_processor_may_be_to_blame(lm, truth):
     def spoil(ids, lengths, scores):
         return scores * jnp.nan
@@ -526,6 +614,50 @@ def test_a_second_call_compiles_nothing(lm, truth):
     with compiled_programs() as names:
         used.generate(truth[1][0], max_new_tokens=40, **GREEDY)
     assert not names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streamed", [False, True])
+def test_after_a_warmup_the_call_compiles_nothing(lm, truth, streamed):
+    used = fdjax.LM(dataclasses.replace(lm.model), lm.params, defaults=lm.defaults)  # no programs
+    prompt, options = truth[2][0], {"max_new_tokens": 40, "temperature": 0.8, "min_new_tokens": 2}
+    batch = 1 if streamed else 3
+    sizes = {"batch": batch, "prompt_tokens": len(prompt), "streamed": streamed}
+    assert used.warmup(**sizes, **options) > 0
+    assert used.program_counts() == {"prefill": 1, "decode_steps": 1}
+    assert used.warmup(fdjax.GenerationConfig(**options, do_sample=True), **sizes) == 0
+    if streamed:
+        used.tokenizer = lm.tokenizer
+        assert list(used.stream(prompt, **options))
+    else:
+        assert used.generate([prompt, [5], [6]], **options).stats.compile_seconds == 0
+    assert used.program_counts() == {"prefill": 1, "decode_steps": 1}
+    with pytest.raises(ValueError, match="warmup: batch must be a positive integer, got 0"):
+        used.warmup(batch=0)
+
+
+@pytest.mark.slow
+def test_a_model_runs_where_it_was_loaded():
+    code = """
+import jax, fdjax
+first, second = jax.devices()
+for device in (second, first, None):
+    lm = fdjax.load("tiny", device=device, compilation_cache=False)
+    print(lm.generate("What is 7 + 5?", max_new_tokens=9).text, end=" ")
+    used = lm.params["embed"].devices() | lm.engine.idle.state.ids.devices()
+    assert used == {device or first}, used
+    print(lm.score("hi").perplexity)
+"""
+    command = [sys.executable, "-c", code]
+    env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=False, env=env
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 3 and len(set(lines)) == 1
+    with pytest.raises(TypeError, match=r"device must be one of jax\.devices\(\), got 'cpu'"):
+        load(device="cpu")
 
 
 @pytest.mark.slow
@@ -829,8 +961,54 @@ def test_a_call_in_a_traced_function_is_refused_and_leaves_nothing_behind(lm, re
     assert other.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens == want
 
 
+def test_a_transfer_guard_is_the_users(lm, truth):
+    """Transfers of ours are meant; those of the reader of a stream are not."""
+    prompt, tokens = truth[1]
+    with jax.transfer_guard("disallow"):
+        guarded = load(dtype="float32")
+        assert guarded.generate(prompt, max_new_tokens=4, **GREEDY).tokens == [tokens[:4]]
+        stream = guarded.stream(prompt, max_new_tokens=30, **GREEDY)
+        next(stream)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed host-to-device transfer"):
+            jnp.sin(np.ones(3, np.float32))
+        stream.close()
+        assert guarded.score(prompt).logprobs == lm.score(prompt).logprobs
+        guarded.params = jax.tree.map(np.asarray, lm.params)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_process_is_told_so():
+    """It would wait for threads that it does not have."""
+    code = """
+import os, sys, warnings
+import fdjax
+warnings.simplefilter("ignore")  # JAX warns of the fork itself
+lm = fdjax.load("tiny", compilation_cache=False)
+calls = [
+    lambda: lm.generate("hi"),
+    lambda: next(lm.stream("hi")),
+    lambda: lm.score("hi"),
+    lambda: fdjax.load("tiny", compilation_cache=False),
+    lambda: fdjax.forward(lm.model, lm.params, [[1]]),
+]
+if os.fork():
+    sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+for call in calls:
+    try:
+        call()
+    except RuntimeError as error:
+        print(error, flush=True)
+os._exit(0)
+"""
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    told = done.stdout.splitlines()
+    assert len(told) == 5
+    assert all("forked after fdjax had been used" in line and "'spawn'" in line for line in told)
+
+
 def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):
-    monkeypatch.setattr(memory, "free_memory_bytes", lambda: 10**9)
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda _: 10**9)
     lm = load(gpu_memory_utilization=0.5)
     limit = lm.config.max_position_embeddings
     result = lm.generate([7] * (limit - 3), max_new_tokens=128, **CHECKED)

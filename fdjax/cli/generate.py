@@ -104,7 +104,8 @@ def _check_sampled(model: str, options: dict[str, Any]) -> None:
     defaults = GenerationConfig.from_files(
         read_json(path, required=False), read_json(folder / "config.json"), str(path)
     )
-    if not per_prompt(defaults, None, options, 1)[0].sampled:
+    ((config, _),) = per_prompt(defaults, None, options, 1)
+    if not config.sampled:
         raise UsageError(
             "generate: --num-return-sequences needs a --temperature above 0, as without one all "
             "samples are the same"

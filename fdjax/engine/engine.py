@@ -36,6 +36,7 @@ from fdjax.engine.state import (
 from fdjax.models import Model, Params
 from fdjax.sampling.options import per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs
+from fdjax.system.process import refuse_forked, steps_may_transfer
 from fdjax.weights.stacked import layer_slices, stack_layers
 
 # XLA options that capture a chunk of decode steps, with its loop, in one CUDA graph. Outside a
@@ -103,6 +104,7 @@ class Engine:
           params: its parameters. `stack_layers` may replace arrays in their containers.
           max_len, max_batch, memory_bytes: see `LM`.
         """
+        refuse_forked()
         self.model = model
         self.max_len = max_len
         self.max_batch = max_batch
@@ -125,12 +127,14 @@ class Engine:
         """Largest number of tokens that a row may hold."""
         return self.max_len or self.model.config.max_position_embeddings
 
+    @steps_may_transfer
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows have taken it.
 
         The first chunk holds the first tokens. Each chunk of `steps` decode steps is dispatched
         before the previous one is read.
         """
+        refuse_forked()
         prompts = [row.request.ids if row.finish_reason is None else [] for row in rows]
         active = [row.request for row in rows if row.finish_reason is None]
         if not active:

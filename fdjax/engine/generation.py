@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
@@ -12,8 +13,10 @@ from fdjax.models import Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.system.process import refuse_forked, transfers_allowed
 
 
+@transfers_allowed()
 def forward(
     model: Model,
     params: Params,
@@ -24,27 +27,25 @@ def forward(
 ) -> Array:
     """Logits at every position, without a cache. Pure and jittable (`model`, `last` static).
 
+    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked: those that are out of range
+    give logits without meaning.
+
     Args:
       model, params: the model.
-      ids: [B, T] int32.
-      lengths: [B] int32 valid tokens per row, default T; logits past them mean nothing.
+      ids: [B, T] integers of the vocabulary.
+      lengths: [B] integers in 1..T, valid tokens per row, default T; logits past them mean nothing.
       last: only the logits of this many positions at the end of T.
 
     Returns:
       [B, T, V] fp32, or [B, last, V].
 
     Raises:
-      ValueError: `ids`, `lengths` or `last` are not of such a shape.
+      ValueError: `ids`, `lengths` or `last` are not of such a shape or out of range.
     """
-    ids = jnp.asarray(ids)
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(f"forward: ids must be [B,T] and not empty, got {list(ids.shape)}")
+    ids, lengths = _checked("forward", ids, lengths, model)
     b, t = ids.shape
     if last is not None and not 0 < last <= t:
         raise ValueError(f"forward: last must be in 1..{t}, got {last}")
-    if lengths is None:
-        lengths = jnp.full((b,), t, jnp.int32)
-    lengths = _checked_lengths("forward", lengths, b)
     positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
 
     def attend(spec, kv, qkv):
@@ -68,6 +69,7 @@ def forward(
     return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
 
 
+@transfers_allowed()
 def generate(
     model: Model,
     params: Params,
@@ -77,33 +79,39 @@ def generate(
 ) -> Array:
     """Generate from a batch of prompts. Pure and jittable (`model` and `config` static).
 
+    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked: those that are out of range
+    give tokens without meaning.
+
     Args:
       model, params: the model.
-      ids: [B, P] int32 prompts, padded at the end.
-      config: the same for all rows; row i draws with seed `config.seed + i`, i without one. What
-        ends a row on the host (`stop_strings`, `stopping_criteria`) and `num_return_sequences`
-        must be off.
-      lengths: [B] int32 tokens of each prompt, at least 1; default P.
+      ids: [B, P] integers of the vocabulary, prompts that are padded at the end by any of them.
+      config: the same for all rows. There is no checkpoint here: a field that is not given has the
+        option's own default, and only `eos_token_ids` end a row. Row i draws with seed
+        `config.seed + i`, i without one. What ends a row on the host (`stop_strings`,
+        `stopping_criteria`) and `num_return_sequences` must be off.
+      lengths: [B] integers in 1..P, tokens of each prompt; default P.
 
     Returns:
       [B, max_new_tokens] int32, -1 after a row has ended; less than that where its logits were not
       finite or all tokens forbidden.
 
     Raises:
-      ValueError: shapes disagree, or an option works on the host only.
+      ValueError: shapes disagree, a value is out of range, an option names an id that is not in the
+        vocabulary or works on the host only.
+      TypeError: `config` is no `GenerationConfig`.
     """
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")
+    config = config.filled()
     for name in ("stop_strings", "stopping_criteria"):
         if getattr(config, name):
             raise ValueError(f"generate: {name} must be empty in a jitted function")
     if config.num_return_sequences != 1:
         raise ValueError("generate: num_return_sequences must be 1: repeat the prompts")
-    ids = jnp.asarray(ids)
-    if ids.ndim != 2 or 0 in ids.shape:
-        raise ValueError(f"generate: ids must be [B,P] and not empty, got {list(ids.shape)}")
+    if wrong := config.id_outside(model.config.vocab_size):
+        raise ValueError(f"generate: {wrong}")
+    ids, lengths = _checked("generate", ids, lengths, model)
     b, p = ids.shape
-    if lengths is None:
-        lengths = jnp.full((b,), p, jnp.int32)
-    lengths = _checked_lengths("generate", lengths, b)
     if config.max_new_tokens == 0:
         return jnp.zeros((b, 0), jnp.int32)
     slots = -(-(p + config.max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -125,8 +133,40 @@ def generate(
     return jnp.concatenate([first[:, None], rest], axis=1)
 
 
-def _checked_lengths(function: str, lengths: Array, batch: int) -> Array:
-    lengths = jnp.asarray(lengths)
-    if lengths.shape != (batch,):
-        raise ValueError(f"{function}: lengths must be [{batch}], got {list(lengths.shape)}")
-    return lengths
+def _checked(function: str, ids: Array, lengths: Array | None, model: Model) -> tuple[Array, Array]:
+    """Ids [B,T] and lengths [B] as int32 arrays; of tracers, only shape and dtype are checked.
+
+    Raises:
+      ValueError: see `forward`.
+    """
+    refuse_forked()
+    ids = _integers(function, "ids", ids)
+    if ids.ndim != 2 or 0 in ids.shape:
+        raise ValueError(f"{function}: ids must be [B,T] and not empty, got {list(ids.shape)}")
+    b, t = ids.shape
+    lengths = np.full((b,), t, np.int32) if lengths is None else lengths
+    lengths = _integers(function, "lengths", lengths)
+    if lengths.shape != (b,):
+        raise ValueError(f"{function}: lengths must be [{b}], got {list(lengths.shape)}")
+    v = model.config.vocab_size
+    _check_within(function, "ids", ids, 0, v - 1, "the vocabulary")
+    _check_within(function, "lengths", lengths, 1, t, "what ids has room for")
+    return jnp.asarray(ids, jnp.int32), jnp.asarray(lengths, jnp.int32)
+
+
+def _integers(function: str, name: str, values: Array) -> Array:
+    """An array: of NumPy, where there are values to look at, which int32 might not hold."""
+    values = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer):
+        raise ValueError(f"{function}: {name} must be integers, got {values.dtype}")
+    return values
+
+
+def _check_within(
+    function: str, name: str, values: Array, least: int, most: int, what: str
+) -> None:
+    if isinstance(values, jax.core.Tracer):
+        return
+    outside = values[(values < least) | (values > most)]
+    if outside.size:
+        raise ValueError(f"{function}: {name} must be in {least}..{most}, {what}, got {outside[0]}")

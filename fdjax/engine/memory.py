@@ -9,6 +9,7 @@ measurements on an H100.
 import dataclasses
 import numbers
 
+import jax
 import jax.numpy as jnp
 
 from fdjax.engine.schedule import (
@@ -130,11 +131,12 @@ def check_load(
     max_batch: int | None = None,
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
+    device: jax.Device | None = None,
 ) -> tuple[int | None, int | None]:
     """Check the memory options of `fdjax.load` before it allocates anything.
 
     Args:
-      model, max_batch, max_len, gpu_memory_utilization: see `fdjax.load`.
+      model, max_batch, max_len, gpu_memory_utilization, device: see `fdjax.load`.
 
     Returns:
       (max_len, bytes for weights, cache and workspace together); None means no limit.
@@ -155,7 +157,7 @@ def check_load(
         raise ValueError(
             f"load: gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
         )
-    memory_bytes = free_memory_bytes()
+    memory_bytes = free_memory_bytes(device)
     if share is not None and memory_bytes is not None:
         memory_bytes = int(share * memory_bytes)
         if max_len is None:

@@ -6,6 +6,7 @@ import dataclasses
 import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
+from typing import overload
 
 import jax
 import jax.numpy as jnp
@@ -105,8 +106,21 @@ class Stats:
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerateResult:
+class Generation:
+    """One entry of a `GenerateResult`; the attributes are those of there, of this entry alone."""
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: str | None
+    logprobs: list[float] | None = None
+    top_logprobs: list[dict[int, float]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateResult(Sequence[Generation]):
     """The outcome of `LM.generate`, one entry per prompt, or for each sample of a prompt in turn.
+
+    It is a sequence of `Generation`: `result[0].text`, `for one in result`, `len(result)`.
 
     Attributes:
       tokens: generated ids, the end-of-sequence id included.
@@ -140,6 +154,21 @@ class GenerateResult:
             top_logprobs=[row.top_logprobs for row in rows] if any(asked) else None,
             stats=timer.stats(rows),
         )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @overload
+    def __getitem__(self, index: int) -> Generation: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[Generation]: ...
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        columns = self.tokens, self.texts, self.finish_reasons, self.logprobs, self.top_logprobs
+        return Generation(*(None if column is None else column[index] for column in columns))
 
     @property
     def text(self) -> str:

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 
+from fdjax.sampling.callbacks import called
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.sampler import ALL_FORBIDDEN
 from fdjax.text.tokenizer import Detokenizer, Tokenizer
@@ -15,7 +16,7 @@ class Request:
 
     Attributes:
       ids: the prompt.
-      config: how to go on.
+      config: how to go on, filled.
       prompt: which of the caller's prompts it is.
       sample: which sample of that prompt.
     """
@@ -67,11 +68,12 @@ class Row:
         self._stop_tokens = frozenset(config.eos_token_ids)
         self._text = None
         if streamed or config.stop_strings:
-            self._text = GrowingText(tokenizer, config.stop_strings)
+            keeps = config.include_stop_str_in_output
+            self._text = GrowingText(tokenizer, config.stop_strings, keeps_stop=keeps)
 
     @property
     def text(self) -> str:
-        """The text so far, up to where a stop string begins."""
+        """The text so far, up to where a stop string begins, or ends if it is included."""
         return self._tokenizer.decode(self.tokens) if self._text is None else self._text.whole
 
     def take(self, chunk: Chunk, row: int) -> None:
@@ -108,7 +110,9 @@ class Row:
             self._text.push(token)
             if self._text.stopped:
                 self.finish_reason = "stop"
-        if any(criterion(self.tokens) for criterion in config.stopping_criteria):
+        # Each gets a list of its own: what it does with that is not the result's.
+        criteria = config.stopping_criteria
+        if any(called("stopping criterion", c, list(self.tokens)) for c in criteria):
             self.finish_reason = "stop"
         if self.finish_reason is None and len(self.tokens) >= config.max_new_tokens:
             self.finish_reason = "length"
@@ -128,13 +132,18 @@ class Row:
 class GrowingText:
     """The text of a row while it grows, cut where the first of its stop strings begins.
 
+    With `keeps_stop` it is cut where that one ends.
+
     A stop string counts as soon as the tokens' text has it, even in a part that further tokens
     could still change: the row ends there, so there are none.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...] = ()):
+    def __init__(
+        self, tokenizer: Tokenizer, stops: tuple[str, ...] = (), *, keeps_stop: bool = False
+    ):
         self._detokenizer = Detokenizer(tokenizer)
         self._stops = stops
+        self._keeps_stop = keeps_stop
         self._held = max((len(stop) for stop in stops), default=1) - 1
         self._text = ""
         self._taken = 0
@@ -154,9 +163,10 @@ class GrowingText:
         if not self._stops:
             return
         recent = self._text[start:] + self._detokenizer.pending
-        found = [at for at in map(recent.find, self._stops) if at >= 0]
+        found = [(recent.find(stop), len(stop)) for stop in self._stops if stop in recent]
         if found:
-            self._text = self._text[:start] + recent[: min(found)]
+            at, length = min(found)
+            self._text = self._text[:start] + recent[: at + length * self._keeps_stop]
             self.stopped = self._finished = True
 
     def finish(self) -> None:

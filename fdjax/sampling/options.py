@@ -1,6 +1,7 @@
 """What can be asked of a generation: `GenerationConfig`, and a batch of them as arrays."""
 
 import dataclasses
+import enum
 import math
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -16,13 +17,25 @@ from fdjax.sampling.sampler import MAX_TOP_LOGPROBS, LogitsProcessor, Processors
 # (tokens generated so far) → whether the row ends with them.
 StoppingCriterion = Callable[[Sequence[int]], bool]
 
+
+class Unset(enum.Enum):
+    """The value of a field that nobody gave: the checkpoint's default holds."""
+
+    UNSET = "unset"
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+UNSET = Unset.UNSET
+
 # Where a bias is never lifted.
 _ALWAYS = 2**31 - 1
 
 # What transformers would do on finding these in generation_config.json, and fdjax does not, with
 # the values that ask for nothing.
 _NOT_HONOURED = {
-    "num_beams": (1,),
+    "max_time": (),
     "num_beam_groups": (1,),
     "penalty_alpha": (),
     "guidance_scale": (1, 1.0),
@@ -36,7 +49,6 @@ _NOT_HONOURED = {
     "top_h": (),
     "watermarking_config": (),
     "min_length": (0,),
-    "num_return_sequences": (1,),
     "token_healing": (False,),
     "dola_layers": (),
     "force_words_ids": (),
@@ -202,9 +214,10 @@ _penalty = _real("in [-2, 2]", lambda x: -2 <= x <= 2)
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What is known of an option beside its name and default. Everything else derives from it.
+    """What is known of an option beside its name. Everything else derives from it.
 
     Attributes:
+      default: what holds where neither the caller nor the checkpoint gives a value.
       check: (name, value) → the value as it is kept; raises ValueError.
       role: "draw": it says what to draw from, and naming it turns sampling on; "edit": it changes
         logits before a token is chosen.
@@ -212,21 +225,24 @@ class Option:
       column: "reals" or "counts" where each row has its value on the device, see `Sampling`.
       depth: of the sequences that it is itself; one level more is a value for each prompt.
       in_files: generation_config.json may have it.
+      elsewhere: what other libraries call it, for the error that names the option here.
     """
 
+    default: Any
     check: Callable[[str, Any], Any]
     role: str | None = None
     flag: tuple[str, str] | None = None
     column: str | None = None
     depth: int = 0
     in_files: bool = True
+    elsewhere: tuple[str, ...] = ()
 
 
 def _option(default: Any, check: Callable[[str, Any], Any], role=None, flag=None, **about) -> Any:
     if role and isinstance(check, Number):
         about["column"] = "reals" if check.kind is float else "counts"
     return dataclasses.field(
-        default=default, metadata={"option": Option(check, role, flag, **about)}
+        default=UNSET, metadata={"option": Option(default, check, role, flag, **about)}
     )
 
 
@@ -234,9 +250,13 @@ def _option(default: Any, check: Callable[[str, Any], Any], role=None, flag=None
 _OURS = {"in_files": False}
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class GenerationConfig:
     """How to choose tokens; names and meanings of transformers where it has the option.
+
+    A field that is not given is `UNSET`. `LM` takes it from the checkpoint's generation defaults,
+    `fdjax.generate` takes the default that stands here. A field that is given as None is at that
+    default, whatever the checkpoint says: `eos_token_ids=None` disables the end of sequence.
 
     `presence_penalty`, `frequency_penalty` and `logit_bias` mean what they mean in vLLM. Sequences
     may be given in any form and are kept as tuples.
@@ -247,8 +267,9 @@ class GenerationConfig:
         first token on.
       min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
       do_sample: draw from the distribution instead of taking its maximum.
-      temperature: divides the logits; 0 means greedy.
-      top_k: draw from the k likeliest tokens; 0 is off.
+      temperature: divides the logits; 0 means greedy. A temperature alone draws from all tokens
+        here, and from the 50 likeliest in transformers, where `top_k` is 50 unless it is given.
+      top_k: draw from the k likeliest tokens; 0 is off, and the default.
       top_p: draw from the likeliest tokens that together hold this mass, at least one; 1 is off.
       min_p: draw from the tokens at least this likely, relative to the likeliest; 0 is off.
       typical_p: draw from the tokens whose information is nearest to the entropy and that together
@@ -265,13 +286,15 @@ class GenerationConfig:
       logit_bias: added to the logits of these ids, {id: bias}; -100 to 100.
       stop_strings: end a row where its text has one of these. The text ends before it; the tokens
         end with the one that completed it. Prompts and special tokens are not searched.
+      include_stop_str_in_output: the text ends after the stop string instead, as in vLLM.
       stopping_criteria: functions of the tokens generated so far that end a row by returning true,
-        called on the host with every token.
+        called on the host with every token, each with a list of its own.
       logits_processors: jittable functions (ids [B,S], lengths [B], scores [B,V]) → scores [B,V],
         the same for the whole batch. They act after all penalties and before the temperature. Each
         set of them is a program of its own, so pass the same functions again, not new lambdas. What
         an object held when it was first called is part of the program.
-      num_return_sequences: samples of each prompt, side by side in the result.
+      num_return_sequences: samples of each prompt, side by side in the result. A stream has one,
+        whatever the checkpoint's default.
       seed: of the draws; None is another one in every call. Rows with the same prompt, seed and
         place among the samples of their prompt draw the same tokens, whatever else is in the batch.
       eos_token_ids: ids that end a row.
@@ -282,9 +305,18 @@ class GenerationConfig:
     """
 
     max_new_tokens: int = _option(
-        128, _any_tokens, flag=("N", "tokens to generate at most; {default}"), column="counts"
+        128,
+        _any_tokens,
+        flag=("N", "tokens to generate at most; {default}"),
+        column="counts",
+        elsewhere=("max_tokens", "max_length", "n_predict", "max_completion_tokens"),
     )
-    min_new_tokens: int = _option(0, _any_tokens, flag=("N", "not to end before this many tokens"))
+    min_new_tokens: int = _option(
+        0,
+        _any_tokens,
+        flag=("N", "not to end before this many tokens"),
+        elsewhere=("min_tokens", "min_length"),
+    )
     do_sample: bool = _option(False, _flag)
     temperature: float = _option(1.0, _temperature, "draw", ("T", "above 0 samples; 0 is greedy"))
     top_k: int = _option(0, _any_tokens, "draw", ("K", "sample from the K likeliest"))
@@ -313,54 +345,99 @@ class GenerationConfig:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = _option(
         (), _biases, "edit", in_files=False
     )
-    stop_strings: str | tuple[str, ...] = _option((), _strings, depth=1)
+    stop_strings: str | tuple[str, ...] = _option((), _strings, depth=1, elsewhere=("stop",))
+    include_stop_str_in_output: bool = _option(False, _flag, **_OURS)
     stopping_criteria: tuple[StoppingCriterion, ...] = _option((), _functions, **_OURS, depth=1)
     logits_processors: tuple[LogitsProcessor, ...] = _option(
-        (), _jitted_functions, **_OURS, depth=1
+        (), _jitted_functions, **_OURS, depth=1, elsewhere=("logits_processor",)
     )
-    num_return_sequences: int = _option(1, _samples, **_OURS)
+    num_return_sequences: int = _option(1, _samples, elsewhere=("n", "best_of", "num_samples"))
     seed: int | None = _option(None, _seed, flag=("N", "makes samples reproducible"), **_OURS)
-    eos_token_ids: tuple[int, ...] = _option((), _ids, **_OURS, depth=1)
-    return_logprobs: bool | int | None = _option(None, _top, **_OURS)
+    eos_token_ids: tuple[int, ...] = _option(
+        (), _ids, **_OURS, depth=1, elsewhere=("stop_token_ids",)
+    )
+    return_logprobs: bool | int | None = _option(
+        None, _top, **_OURS, elsewhere=("logprobs", "top_logprobs", "output_scores")
+    )
     return_reruns: bool = _option(False, _flag, **_OURS)
 
     def __post_init__(self):
-        for name, option in OPTIONS.items():
-            object.__setattr__(self, name, option.check(name, getattr(self, name)))
-        if self.min_new_tokens > self.max_new_tokens:
+        given = frozenset(name for name in OPTIONS if getattr(self, name) is not UNSET)
+        # No field, as it follows from them; kept, as each row of a batch asks for it many times.
+        object.__setattr__(self, "_given", given)
+        for name in given:
+            option, value = OPTIONS[name], getattr(self, name)
+            value = option.default if value is None else option.check(name, value)
+            object.__setattr__(self, name, value)
+        both = {"min_new_tokens", "max_new_tokens"} <= given
+        if both and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 "generate: min_new_tokens must be between 0 and max_new_tokens "
                 f"({self.max_new_tokens}), got {self.min_new_tokens}"
             )
 
+    def __repr__(self) -> str:
+        given = (f"{name}={getattr(self, name)!r}" for name in OPTIONS if name in self.given)
+        return f"GenerationConfig({', '.join(given)})"
+
+    @property
+    def given(self) -> frozenset[str]:
+        """The names of the fields that have a value."""
+        return self._given
+
+    def filled(self, defaults: "GenerationConfig | None" = None) -> "GenerationConfig":
+        """The same with a value in every field.
+
+        Args:
+          defaults: what gives the fields that are not given here, as far as it has them. Of
+            `min_new_tokens` and `max_new_tokens`, the one that is given here wins.
+        """
+        if len(self._given) == len(OPTIONS):
+            return self
+        values = {name: option.default for name, option in OPTIONS.items()}
+        for config in (defaults, self):
+            if config is None:
+                continue
+            given = {name: getattr(config, name) for name in config.given}
+            values |= given
+            if values["min_new_tokens"] > values["max_new_tokens"]:
+                wins, yields = "min_new_tokens", "max_new_tokens"
+                if yields in given:
+                    wins, yields = yields, wins
+                values[yields] = values[wins]
+        return GenerationConfig(**values)
+
     @property
     def sampled(self) -> bool:
         """Tokens are drawn, not the likeliest."""
-        return self.do_sample and self.temperature > 0
+        config = self.filled()
+        return config.do_sample and config.temperature > 0
 
     @property
     def processors(self) -> Processors:
         """The static set of active processors."""
+        config = self.filled()
         return Processors(
-            edit=bool(self.min_new_tokens and self.eos_token_ids) or self._asks(_EDITS),
-            sample=self.sampled,
-            truncate=self.sampled and self._asks(set(SAMPLED_OPTIONS) - {"temperature"}),
-            logprobs=self.return_logprobs is not None,
-            custom=self.logits_processors,
+            edit=bool(config.min_new_tokens and config.eos_token_ids) or config._asks(_EDITS),
+            sample=config.sampled,
+            truncate=config.sampled and config._asks(set(SAMPLED_OPTIONS) - {"temperature"}),
+            logprobs=config.return_logprobs is not None,
+            custom=config.logits_processors,
         )
 
     def _asks(self, names: Iterable[str]) -> bool:
         """Whether any of these options is not at its default."""
-        return any(getattr(self, name) != getattr(type(self), name) for name in names)
+        return any(getattr(self, name) != OPTIONS[name].default for name in names)
 
     @property
     def named_ids(self) -> dict[str, set[int]]:
         """The ids that options name, by option; end-of-sequence ids may lie anywhere."""
+        config = self.filled()
         return {
-            "bad_words_ids": {i for word in self.bad_words_ids for i in word},
-            "suppress_tokens": set(self.suppress_tokens),
-            "begin_suppress_tokens": set(self.begin_suppress_tokens),
-            "logit_bias": {i for i, _ in self.logit_bias},
+            "bad_words_ids": {i for word in config.bad_words_ids for i in word},
+            "suppress_tokens": set(config.suppress_tokens),
+            "begin_suppress_tokens": set(config.begin_suppress_tokens),
+            "logit_bias": {i for i, _ in config.logit_bias},
         }
 
     def id_outside(self, vocab_size: int) -> str | None:
@@ -373,21 +450,24 @@ class GenerationConfig:
     @property
     def biases(self) -> list[tuple[int, float, int]]:
         """(id, what is added to its logit, the step from which on it is not)."""
+        config = self.filled()
         return [
-            *((i, bias, _ALWAYS) for i, bias in self.logit_bias),
-            *((i, -math.inf, _ALWAYS) for i in self.suppress_tokens),
-            *((i, -math.inf, 1) for i in self.begin_suppress_tokens),
+            *((i, bias, _ALWAYS) for i, bias in config.logit_bias),
+            *((i, -math.inf, _ALWAYS) for i in config.suppress_tokens),
+            *((i, -math.inf, 1) for i in config.begin_suppress_tokens),
             *(
-                (i, -math.inf, self.min_new_tokens)
-                for i in self.eos_token_ids
-                if self.min_new_tokens
+                (i, -math.inf, config.min_new_tokens)
+                for i in config.eos_token_ids
+                if config.min_new_tokens
             ),
         ]
 
     @property
     def bad_words(self) -> list[tuple[int, ...]]:
         """As in transformers, an end-of-sequence id alone is no bad word."""
-        return [w for w in self.bad_words_ids if not (len(w) == 1 and w[0] in self.eos_token_ids)]
+        config = self.filled()
+        ends = {(i,) for i in config.eos_token_ids}
+        return [word for word in config.bad_words_ids if word not in ends]
 
     @classmethod
     def from_files(
@@ -414,18 +494,20 @@ class GenerationConfig:
             generation, source = config, str(Path(source).with_name("config.json"))
         names = {name for name, option in OPTIONS.items() if option.in_files}
         known = {n: generation[n] for n in names if generation.get(n) is not None}
+        if (beams := generation.get("num_beams")) not in (None, 1):
+            warnings.warn(
+                f"{source}: num_beams {beams!r} asks for beam search, which fdjax does not do; "
+                "it decodes greedily, or samples where do_sample is true",
+                stacklevel=3,
+            )
         for name, neutral in _NOT_HONOURED.items():
             value = generation.get(name)
             if value not in (None, [], {}, *neutral):
                 warnings.warn(
                     f"{source}: {name} {value!r} is not supported and has no effect", stacklevel=3
                 )
-        # A minimum above what fdjax generates by default asks for more, not for an error.
-        least = known.get("min_new_tokens")
-        if "max_new_tokens" not in known and isinstance(least, int):
-            known["max_new_tokens"] = max(cls.max_new_tokens, least)
         try:
-            return cls(**known, eos_token_ids=eos)
+            return cls(**known, **({"eos_token_ids": eos} if eos else {}))
         except ValueError as error:
             raise CheckpointError(f"{source}: {error}") from None
 
@@ -447,11 +529,11 @@ def per_row(
     """The requests of a batch as host arrays; rows without a request are greedy.
 
     Args:
-      configs: one per row.
+      configs: one per row; fields that are not given are at the option's own default.
       batch: B, at least as many.
       sample_indices: which sample of its prompt each row is; default the first.
     """
-    rows = [*configs, *[_NOTHING] * (batch - len(configs))]
+    rows = [config.filled() for config in configs] + [_NOTHING] * (batch - len(configs))
     indices = [0] * len(configs) if sample_indices is None else sample_indices
 
     # A greedy row draws from nothing.
@@ -499,4 +581,4 @@ def _width(rows, least: int) -> int:
     return width
 
 
-_NOTHING = GenerationConfig(max_new_tokens=0)
+_NOTHING = GenerationConfig(max_new_tokens=0).filled()

@@ -1,6 +1,7 @@
 """Options as they are given, for all prompts or a value for each, as a configuration of each."""
 
 import dataclasses
+import difflib
 import os
 import warnings
 from collections.abc import Mapping
@@ -9,7 +10,22 @@ from typing import Any
 import jax
 import numpy as np
 
-from fdjax.sampling.options import OPTIONS, SAMPLED_OPTIONS, GenerationConfig
+from fdjax.sampling.options import OPTIONS, SAMPLED_OPTIONS, UNSET, GenerationConfig
+
+# Arguments of other libraries that are no options here, and what to do instead.
+_INSTEAD = {
+    "generation_config": "pass the configuration as `config`",
+    "sampling_params": "pass a GenerationConfig as `config`",
+    "streamer": "use `lm.stream`, which yields the text",
+    "stream": "use `lm.stream`, which yields the text",
+    "num_beams": "beam search is not supported",
+    "max_time": "it is not supported; end rows with `stopping_criteria`",
+    "pad_token_id": "prompts of any lengths need no padding",
+    "attention_mask": "prompts of any lengths need no padding",
+    "input_ids": "pass the ids as the first argument",
+    "skip_special_tokens": "texts have none; the ids are in `result.tokens`",
+    "return_dict_in_generate": "the result always has all parts",
+}
 
 
 def per_prompt(
@@ -17,17 +33,17 @@ def per_prompt(
     config: GenerationConfig | None,
     options: dict[str, Any],
     count: int,
-) -> list[GenerationConfig]:
-    """The configuration of each of `count` prompts.
+) -> list[tuple[GenerationConfig, bool]]:
+    """The filled configuration of each of `count` prompts, and whether `max_new_tokens` was given.
 
     Args:
-      defaults: the checkpoint's, where there is no `config`.
+      defaults: the checkpoint's, for what neither `config` nor `options` gives.
       config, options: as in `LM.generate`.
       count: of the prompts.
     """
-    base = defaults if config is None else config
-    if not isinstance(base, GenerationConfig):
-        raise TypeError(f"generate: config must be a GenerationConfig, got {base!r}")
+    config = GenerationConfig() if config is None else config
+    if not isinstance(config, GenerationConfig):
+        raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")
     if "eos_token_id" in options:
         if "eos_token_ids" in options:
             raise TypeError("generate: eos_token_id and eos_token_ids are one option, got both")
@@ -35,31 +51,41 @@ def per_prompt(
         options["eos_token_ids"] = () if eos is None else eos
     for name in options:
         if name not in OPTIONS:
-            raise TypeError(
-                f"generate: unknown option {name!r}; known: {', '.join(sorted(OPTIONS))}"
-            )
+            raise TypeError(f"generate: unknown option {name!r}; {_hint(name)}")
     fresh = np.frombuffer(os.urandom(4 * count), np.uint32).tolist()
     rows, named = [], set()
+    seed = defaults.seed if config.seed is UNSET else config.seed
     for i in range(count):
         values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
         values = {name: value for name, value in values.items() if value is not None}
         named |= values.keys() & {"seed", *SAMPLED_OPTIONS}
         if not values.keys().isdisjoint(SAMPLED_OPTIONS):
             values.setdefault("do_sample", True)
-        if config is None and isinstance(most := values.get("max_new_tokens"), int):
-            # A checkpoint's minimum gives way to what is asked for.
-            values.setdefault("min_new_tokens", min(base.min_new_tokens, max(most, 0)))
-        row = dataclasses.replace(base, **values)
-        rows.append(row if row.seed is not None else dataclasses.replace(row, seed=fresh[i]))
-    if named and rows and not any(row.do_sample for row in rows):
+        if values.get("seed", seed) is None:
+            values["seed"] = fresh[i]
+        given = dataclasses.replace(config, **values)
+        rows.append((given.filled(defaults), "max_new_tokens" in given.given))
+    if named and rows and not any(row.do_sample for row, _ in rows):
         names = ", ".join(sorted(named))
         warnings.warn(
             f"{names}: no effect, as do_sample is False; set it, or a temperature",
             stacklevel=4,
         )
-    if len({row.logits_processors for row in rows}) > 1:
+    if len({row.logits_processors for row, _ in rows}) > 1:
         raise ValueError("generate: logits_processors must be the same for all prompts")
     return rows
+
+
+def _hint(unknown: str) -> str:
+    """What a caller who gives an unknown option may have meant."""
+    if unknown in _INSTEAD:
+        return _INSTEAD[unknown]
+    for name, option in OPTIONS.items():
+        if unknown in option.elsewhere:
+            return f"use {name}"
+    if close := difflib.get_close_matches(unknown, OPTIONS, n=1):
+        return f"did you mean {close[0]}?"
+    return "help(fdjax.GenerationConfig) has the options"
 
 
 def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.sampling.callbacks import called
 from fdjax.sampling.processors import edit_logits, where_asked
 from fdjax.sampling.values import Sampling
 
@@ -122,11 +123,16 @@ def next_tokens(
     if processors.edit:
         scores = edit_logits(scores, sampling, ids, lengths, steps)
     for process in processors.custom:
-        scores = process(ids, lengths, scores)
+        scores = called("logits processor", process, ids, lengths, scores)
         if getattr(scores, "shape", None) != logits.shape:
             raise ValueError(
                 f"generate: a logits processor must return scores [B,V] = {list(logits.shape)}, "
                 f"got {getattr(scores, 'shape', scores)} of {process}"
+            )
+        if not any(jnp.issubdtype(scores.dtype, kind) for kind in (jnp.floating, jnp.integer)):
+            raise ValueError(
+                f"generate: a logits processor must return real numbers, got {scores.dtype} "
+                f"of {process}"
             )
         scores = jnp.asarray(scores, jnp.float32)
     if processors.edit or processors.custom:
@@ -164,9 +170,11 @@ def _sample(scores, sampling, steps, processors):
     def draw(seed, index, step, scores):
         key = jax.random.key(seed, impl=_GENERATOR)
         key = jax.random.fold_in(jax.random.fold_in(key, index), step)
-        return jax.random.categorical(key, scores)
+        return jax.random.categorical(key, scores, mode="low")
 
-    tokens = jax.vmap(draw)(sampling.seed, sampling.sample_index, steps, scores)
+    # Settings of JAX that change what a key draws are pinned, so that a seed keeps its meaning.
+    with jax.threefry_partitionable(True):
+        tokens = jax.vmap(draw)(sampling.seed, sampling.sample_index, steps, scores)
     return tokens.astype(jnp.int32)
 
 

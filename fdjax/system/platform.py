@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 
+from fdjax.system import interrupts
 from fdjax.system.compiled_programs import write_damaged_anew
 
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -62,7 +63,8 @@ def default_backend() -> str:
       NoDeviceError: there is none; the message says what was asked for.
     """
     try:
-        return jax.default_backend()
+        with interrupts.held():
+            return jax.default_backend()
     except (RuntimeError, AssertionError) as error:  # JAX 0.11 asserts that one platform started
         reason = (str(error).splitlines() or [""])[0] or "it finds no such device"
         raise NoDeviceError(

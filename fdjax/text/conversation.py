@@ -54,7 +54,8 @@ def split_options(
     template |= {name: options[name] for name in _TEMPLATE_OPTIONS if name in options}
     told = {*_TEMPLATE_OPTIONS, "chat_template_kwargs"}
     options = {name: value for name, value in options.items() if name not in told}
-    ends_given = config is not None or "eos_token_id" in options or "eos_token_ids" in options
+    given = options.keys() | (config.given if isinstance(config, GenerationConfig) else set())
+    ends_given = not given.isdisjoint({"eos_token_id", "eos_token_ids"})
     if not ends_given and (end := tokenizer.eos_token_id) is not None:
         # Not every generation_config.json names it.
         options["eos_token_id"] = tuple(dict.fromkeys((*defaults.eos_token_ids, end)))

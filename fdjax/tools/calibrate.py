@@ -43,6 +43,7 @@ from fdjax.engine.state import LayerCache, init_cache
 from fdjax.models import AttentionSpec, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.rope import apply_rope
+from fdjax.system.process import transfers_allowed
 from fdjax.text.prompts import Prompt, as_several
 from fdjax.text.tokenizer import Tokenizer
 from fdjax.weights.calibration import SAFE_LOG2, Calibration, LayerCalibration
@@ -78,6 +79,7 @@ class Statistics(NamedTuple):
     highest: np.ndarray
 
 
+@transfers_allowed()
 def gather(
     engine: Engine,
     tokenizer: Tokenizer,

@@ -22,6 +22,7 @@ from fdjax.engine.state import LayerCache, init_cache
 from fdjax.engine.step import attend_prefill
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
+from fdjax.system.process import refuse_forked, transfers_allowed
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
 
@@ -56,6 +57,7 @@ class ScoreResult:
         return _perplexity([x for logprobs in self.logprobs for x in logprobs])
 
 
+@transfers_allowed()
 def score(
     engine: Engine,
     tokenizer: Tokenizer,
@@ -65,6 +67,7 @@ def score(
     batch_size: int = 16,
 ) -> ScoreResult:
     """Log-probabilities of the tokens of texts; see `LM.score`."""
+    refuse_forked()
     limit = engine.context
     if not _is_integer(batch_size) or batch_size < 1:
         raise ValueError(f"score: batch_size must be a positive integer, got {batch_size}")

@@ -176,10 +176,10 @@ def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
     A layer where the technique does not apply runs with the maximum of its rows.
 
     Raises:
-      CheckpointError: the calibration is damaged, or of another model.
+      CheckpointError: the calibration is damaged, or of a model of another shape.
 
     Warns:
-      UserWarning: the calibration is of another schema, and not used.
+      UserWarning: the calibration is of another schema or of other weights, and not used.
     """
     path = folder / FILE
     if not is_there(path):
@@ -188,7 +188,8 @@ def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
     if calibration is None:
         return config
     if calibration.fingerprint != fingerprint(folder):
-        raise _damaged(path, "made for other weights")
+        warnings.warn(f"{path}: not used, made for other weights; {_REMEDY}", stacklevel=3)
+        return config
     outside = [str(i) for i, layer in enumerate(calibration.layers) if not layer.applies]
     if outside:
         logger.info(

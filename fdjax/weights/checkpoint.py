@@ -80,7 +80,13 @@ class StoredTensor:
         return np.memmap(self.file, dtype, mode="r", offset=self.start, shape=self.shape)
 
 
-def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Path:
+def locate(
+    name_or_path: str | os.PathLike[str],
+    *,
+    weights: bool = True,
+    revision: str | None = None,
+    token: str | bool | None = None,
+) -> Path:
     """The folder of a checkpoint: a local one, or a hub id downloaded to the hub's cache.
 
     "tiny" is the model that comes with the package, unless there is a folder of that name.
@@ -88,14 +94,20 @@ def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pat
     Args:
       name_or_path: what to look for.
       weights: whether a download includes them.
+      revision, token: of the hub, see `fdjax.load`.
 
     Raises:
-      CheckpointError: neither a folder nor something the hub gives.
+      CheckpointError: neither a folder nor something the hub gives; or a folder, which has no
+        revision.
     """
     name_or_path = os.fspath(name_or_path)
     if not name_or_path:
         raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
     path = user_path(name_or_path)
+    if revision is not None and (path.exists() or name_or_path == EMBEDDED):
+        raise CheckpointError(
+            f"{name_or_path}: revision {revision!r} is for hub ids, this is on this machine"
+        )
     if path.is_dir():
         if name_or_path == EMBEDDED and not is_there(path / "config.json"):
             raise CheckpointError(
@@ -114,7 +126,10 @@ def locate(name_or_path: str | os.PathLike[str], *, weights: bool = True) -> Pat
     try:
         return Path(
             huggingface_hub.snapshot_download(
-                name_or_path, allow_patterns=["*.json", "*.jinja"] + ["*.safetensors"] * weights
+                name_or_path,
+                revision=revision,
+                token=token,
+                allow_patterns=["*.json", "*.jinja"] + ["*.safetensors"] * weights,
             )
         )
     except Exception as error:
@@ -386,9 +401,10 @@ def load_params(
     folder: Path,
     model: Model,
     *,
+    device: jax.Device | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
-    """Read, fuse and convert the parameters onto the default device.
+    """Read, fuse and convert the parameters onto a device.
 
     Pieces are read through a memory map and fused on the device, one parameter at a time: beyond
     the parameters themselves, no more than the largest fused one is held.
@@ -396,6 +412,7 @@ def load_params(
     Args:
       folder: the checkpoint.
       model: what it must contain.
+      device: where they go; default JAX's default device.
       progress: called with (bytes read, bytes in all).
 
     Raises:
@@ -403,7 +420,7 @@ def load_params(
         another than its embedding.
 
     Warns:
-      UserWarning: a tensor has values that are not finite, or a matrix only zeros.
+      UserWarning: a tensor has values that are not finite, or a matrix or norm only zeros.
     """
     began = time.perf_counter()
     stored = stored_tensors(folder)
@@ -420,9 +437,9 @@ def load_params(
     for path, weight in weights.items():
         parts = [views.pop(name) for name, _ in weight.sources]
         nbytes = sum(part.nbytes for part in parts)
-        parts = [jax.device_put(_staged(part)) for part in parts]
+        parts = [jax.device_put(_staged(part), device) for part in parts]
         for (name, _), part in zip(weight.sources, parts, strict=True):
-            _warn_of_damage(stored[name], float(_largest(part)))
+            _warn_of_damage(stored[name], float(_largest(part)), model)
         leaf = join(parts, layout=weight.layout, dtype=model.dtype)
         del parts
         # One at a time: queued transfers would hold every piece at once.
@@ -501,10 +518,12 @@ def _largest(tensor: Array) -> Array:
     return largest + jnp.sum(0 * tensor)  # on a CPU, a maximum in float32 may drop a NaN
 
 
-def _warn_of_damage(tensor: StoredTensor, largest: float) -> None:
+def _warn_of_damage(tensor: StoredTensor, largest: float, model: Model) -> None:
     """Tell what no model has on purpose: what failed downloads and trainings leave behind."""
     problem = None if math.isfinite(largest) else "values that are not finite"
-    if largest == 0 and len(tensor.shape) > 1:
+    # A bias may be all zeros, and so may the weights of a norm to which the model adds 1.
+    scales = tensor.name.endswith("norm.weight") and not model.config.norm_offset
+    if largest == 0 and (len(tensor.shape) > 1 or scales):
         problem = "nothing but zeros"
     if problem:
         warnings.warn(

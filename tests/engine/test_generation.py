@@ -1,6 +1,9 @@
 """The pure functions: `fdjax.generate` under jit, `fdjax.forward`, and their configuration."""
 
+import copy
+import dataclasses
 import functools
+import pickle
 from pathlib import Path
 
 import jax
@@ -14,6 +17,7 @@ from fdjax import CheckpointError, GenerationConfig
 from fdjax.engine.state import init_cache, start
 from fdjax.models import Decoder, chain_features, chain_shape, describe, parse_config
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.sampling.options import OPTIONS, UNSET
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -98,7 +102,7 @@ def test_one_new_token_of_whole_rows(lm):
 @pytest.mark.parametrize(
     ("shape", "lengths", "message"),
     [
-        ((7,), None, r"ids must be \[B,.\] and not empty, got \[7\]"),
+        ((7,), None, r"ids must be \[B,T\] and not empty, got \[7\]"),
         ((0, 7), None, r"got \[0, 7\]"),
         ((2, 0), None, r"got \[2, 0\]"),
         ((2, 7), (3,), r"lengths must be \[2\], got \[3\]"),
@@ -111,6 +115,48 @@ def test_shapes_that_are_refused(lm, shape, lengths, message):
         fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
     with pytest.raises(ValueError, match=message.replace("generate", "forward")):
         fdjax.forward(lm.model, lm.params, ids, lengths)
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "message"),
+    [
+        ([[5, -1]], None, r"ids must be in 0\.\.319, the vocabulary, got -1"),
+        ([[5, 320]], None, "got 320"),
+        (np.array([[5, 2**32 + 5]]), None, f"got {2**32 + 5}"),
+        (jnp.asarray([[5, 400]]), None, "got 400"),
+        ([[5.0, 6.0]], None, "ids must be integers, got float64"),
+        ([[True, False]], None, "ids must be integers, got bool"),
+        ([[5, 6]], [3], r"lengths must be in 1\.\.2, what ids has room for, got 3"),
+        ([[5, 6]], [0], "got 0"),
+        ([[5, 6], [5, 6]], [1, -3], "got -3"),
+        ([[5, 6]], [1.0], "lengths must be integers, got float64"),
+    ],
+    ids=str,
+)
+def test_values_out_of_range_are_refused(lm, ids, lengths, message):
+    with pytest.raises(ValueError, match=f"^forward: .*{message}$"):
+        fdjax.forward(lm.model, lm.params, ids, lengths)
+    with pytest.raises(ValueError, match=f"^generate: .*{message}$"):
+        fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
+    # Closed over, they are concrete in a traced function too.
+    with pytest.raises(ValueError, match=message):
+        jax.jit(lambda params: fdjax.forward(lm.model, params, ids, lengths))(lm.params)
+
+
+def test_options_that_a_pure_function_refuses(lm):
+    generate = functools.partial(fdjax.generate, lm.model, lm.params, [[5, 6]])
+    with pytest.raises(TypeError, match=r"generate: config must be a GenerationConfig, got {'max"):
+        generate({"max_new_tokens": 3})
+    with pytest.raises(ValueError, match="generate: suppress_tokens has id 320, the vocabulary"):
+        generate(GenerationConfig(suppress_tokens=320))
+
+
+def test_transfers_are_allowed_whatever_the_guard_says(lm):
+    ids = np.ones((1, 3), np.int32)
+    config = GenerationConfig(max_new_tokens=2, do_sample=True)
+    with jax.transfer_guard("disallow"):
+        assert fdjax.forward(lm.model, lm.params, ids).shape == (1, 3, 320)
+        assert fdjax.generate(lm.model, lm.params, ids, config).shape == (1, 2)
 
 
 @pytest.mark.slow
@@ -172,7 +218,6 @@ def test_more_last_logits_than_there_are(lm, last):
         ("max_new_tokens", 2.0),
         ("max_new_tokens", True),
         ("min_new_tokens", -1),
-        ("min_new_tokens", 129),  # above max_new_tokens
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
@@ -221,6 +266,40 @@ def test_a_configuration_is_a_static_argument():
     assert hash(one) == hash(other)
 
 
+def test_a_configuration_knows_what_was_given():
+    config = GenerationConfig(max_new_tokens=5, top_k=None, do_sample=False)
+    assert config.given == {"max_new_tokens", "top_k", "do_sample"}
+    assert (config.temperature, config.top_k) == (UNSET, 0)
+    assert repr(config) == "GenerationConfig(max_new_tokens=5, do_sample=False, top_k=0)"
+    for other in (pickle.loads(pickle.dumps(config)), copy.deepcopy(config), eval(repr(config))):
+        assert other == config and other.given == config.given and other.temperature is UNSET
+    other = dataclasses.replace(config, num_return_sequences=1)
+    assert other.given == config.given | {"num_return_sequences"} and other != config
+    defaults = GenerationConfig(max_new_tokens=9, top_k=7, do_sample=True, eos_token_ids=3)
+    filled = config.filled(defaults)
+    assert (filled.max_new_tokens, filled.top_k, filled.do_sample) == (5, 0, False)
+    assert (filled.eos_token_ids, filled.temperature) == ((3,), 1.0)
+    assert filled.filled(GenerationConfig(temperature=2.0)) is filled
+    assert GenerationConfig().filled().given == set(OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("given", "defaults", "least", "most"),
+    [
+        ({"min_new_tokens": 129}, {}, 129, 129),
+        ({"min_new_tokens": 9}, {"max_new_tokens": 5}, 9, 9),
+        ({"max_new_tokens": 5}, {"min_new_tokens": 9}, 5, 5),
+        ({"max_new_tokens": 5}, {"min_new_tokens": 9, "max_new_tokens": 20}, 5, 5),
+        ({}, {"min_new_tokens": 200}, 200, 200),
+    ],
+)
+def test_of_a_minimum_and_a_maximum_the_given_one_wins(given, defaults, least, most):
+    filled = GenerationConfig(**given).filled(GenerationConfig(**defaults))
+    assert (filled.min_new_tokens, filled.max_new_tokens) == (least, most)
+    with pytest.raises(ValueError, match="min_new_tokens must be between 0 and max_new_tokens"):
+        GenerationConfig(min_new_tokens=6, max_new_tokens=5)
+
+
 def test_temperature_0_is_greedy():
     assert not GenerationConfig(do_sample=True, temperature=0).sampled
     assert not GenerationConfig(temperature=0.7).sampled
@@ -239,7 +318,7 @@ def test_temperature_0_is_greedy():
 )
 def test_ends_of_sequence_of_a_checkpoint(generation, config, eos):
     found = GenerationConfig.from_files(generation, config, "generation_config.json")
-    assert found.eos_token_ids == eos
+    assert found.filled().eos_token_ids == eos
 
 
 def test_defaults_of_a_checkpoint():
@@ -247,7 +326,7 @@ def test_defaults_of_a_checkpoint():
     found = GenerationConfig.from_files(files, {}, "generation_config.json")
     assert found == GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9, top_k=50)
     found = GenerationConfig.from_files({"min_new_tokens": 200}, {}, "generation_config.json")
-    assert (found.min_new_tokens, found.max_new_tokens) == (200, 200)
+    assert (found.min_new_tokens, found.filled().max_new_tokens) == (200, 200)
 
 
 @pytest.mark.parametrize(

@@ -130,7 +130,7 @@ def small_device(monkeypatch):
     """A device with so many free bytes; loading anything on it fails the test."""
 
     def of(free):
-        monkeypatch.setattr(memory, "free_memory_bytes", lambda: free)
+        monkeypatch.setattr(memory, "free_memory_bytes", lambda _: free)
 
     return of
 

@@ -333,6 +333,16 @@ def test_a_stopping_criterion_sees_every_token(lm, at):
     assert "".join(stream) == result.text
 
 
+def test_a_stopping_criterion_cannot_change_the_result(lm):
+    def meddles(tokens):
+        tokens.append(5)
+        tokens.clear()
+
+    whole = lm.generate(prompts()[2], max_new_tokens=6, **GREEDY)
+    result = lm.generate(prompts()[2], max_new_tokens=6, stopping_criteria=[meddles] * 2, **GREEDY)
+    assert result.tokens == whole.tokens
+
+
 # --- stop strings
 
 
@@ -353,6 +363,20 @@ def test_a_stop_string_ends_the_text_before_it(lm):
         assert stop not in lm.tokenizer.decode(whole.tokens[0][: n - 1])
         pieces = list(lm.stream(prompt, max_new_tokens=60, stop_strings=stop, **GREEDY))
         assert "".join(pieces) == result.text
+
+
+def test_a_stop_string_may_be_part_of_the_text(lm):
+    prompt = prompts()[2]
+    whole = lm.generate(prompt, max_new_tokens=60, **GREEDY).text
+    for start in (0, 7, 12):
+        stop = whole[start : start + 3]
+        stops = [stop + whole[start + 3], stop]  # the longer one is not waited for
+        options = GREEDY | {"max_new_tokens": 60, "stop_strings": stops}
+        kept = lm.generate(prompt, include_stop_str_in_output=True, **options)
+        assert kept.text == whole[: whole.index(stop) + 3]
+        stream = lm.stream(prompt, include_stop_str_in_output=True, **options)
+        assert "".join(stream) == kept.text
+        assert lm.generate(prompt, **options).tokens == kept.tokens
 
 
 def test_stop_strings_of_each_prompt(lm):
@@ -547,6 +571,18 @@ def test_defaults_of_generation_config_are_honoured_and_overridden(lm):
     assert plain.tokens == lm.generate(prompts()[2], max_new_tokens=24, **GREEDY).tokens
 
 
+def test_samples_that_the_checkpoint_asks_for(lm):
+    files = {"num_return_sequences": 3, "do_sample": True, "num_beams": 1}
+    defaults = fdjax.GenerationConfig.from_files(files, {}, "generation_config.json")
+    other = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=defaults)
+    assert len(other.generate([5], max_new_tokens=2).tokens) == 3
+    assert len(other.generate([5], max_new_tokens=2, num_return_sequences=2).tokens) == 2
+    # As in transformers; `fdjax chat` must work with any checkpoint.
+    with pytest.raises(ValueError, match="num_return_sequences must be 1 where nothing is sampled"):
+        other.generate([5], max_new_tokens=2, do_sample=False)
+    assert len(list(other.stream([5], max_new_tokens=2, do_sample=False))) > 0
+
+
 @pytest.mark.parametrize("nothing", [None, [], {}])
 def test_a_field_that_asks_for_nothing_is_not_told(nothing):
     fdjax.GenerationConfig.from_files({"sequence_bias": nothing}, {}, "here")
@@ -570,11 +606,12 @@ def test_without_generation_config_an_old_config_has_the_defaults():
     assert new == fdjax.GenerationConfig(top_k=9, eos_token_ids=(2,))
     with pytest.raises(fdjax.CheckpointError, match=r"^a/config\.json: .*top_k"):
         from_files({}, old | {"top_k": -1}, "a/generation_config.json")
-    with pytest.warns(UserWarning, match=r"^a/config\.json: num_beams 4 is not supported"):
+    message = r"^a/config\.json: num_beams 4 asks for beam search, .* decodes greedily, or samples"
+    with pytest.warns(UserWarning, match=message):
         from_files({}, old | {"num_beams": 4}, "a/generation_config.json")
 
 
-NOT_HONOURED = ["num_beams", "penalty_alpha", "forced_eos_token_id", "num_return_sequences"]
+NOT_HONOURED = ["max_time", "penalty_alpha", "forced_eos_token_id", "min_length"]
 
 
 @pytest.mark.parametrize("field", NOT_HONOURED)

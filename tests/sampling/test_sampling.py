@@ -440,6 +440,26 @@ def test_draws_do_not_follow_the_generator_that_jax_is_told_to_use():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("setting", ["jax_threefry_partitionable", "jax_high_dynamic_range_gumbel"])
+def test_draws_do_not_follow_other_settings_of_jax(setting):
+    logits = random_logits(64, vocabulary=101)
+    operands = (
+        sampling(64, seed=np.arange(64), temperature=3.0),
+        NO_IDS[:64],
+        *[NO_LENGTHS[:64]] * 2,
+    )
+
+    def draw():  # traced anew
+        return jax.jit(lambda *args: next_tokens(*args, SAMPLE)[0])(logits, *operands)
+
+    tokens, was = draw(), getattr(jax.config, setting)
+    jax.config.update(setting, not was)
+    try:
+        np.testing.assert_array_equal(draw(), tokens)
+    finally:
+        jax.config.update(setting, was)
+
+
 def test_a_row_draws_the_same_alone_and_in_any_batch():
     rng = np.random.default_rng(4)
     logits = random_logits(16, vocabulary=99)

@@ -65,6 +65,59 @@ def test_one_that_became_another_error():
         raise RuntimeError("another")
 
 
+def test_in_an_import_it_waits_for_the_end(tmp_path, monkeypatch):
+    """Some turn it into an ImportError, a module in C++ ends the process."""
+    code = "import signal\nsignal.raise_signal(signal.SIGINT)\ndone = True"
+    (tmp_path / "imported_once.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(KeyboardInterrupt), interrupts.delivered():
+        import imported_once  # noqa: F401
+
+        wait()
+    assert sys.modules["imported_once"].done
+
+
+def test_what_holds_it_ends_first():
+    ended = False
+    with pytest.raises(KeyboardInterrupt), interrupts.delivered():
+        with interrupts.held():
+            signal.raise_signal(signal.SIGINT)
+            ended = True
+        wait()
+    assert ended
+
+
+# Ctrl-C while a module is imported or JAX starts.
+INTERRUPTED = """
+import signal, sys
+from fdjax.__main__ import main
+
+class Finder:
+    def find_spec(name, path, target=None):
+        if name == MODULE:
+            signal.raise_signal(signal.SIGINT)
+
+MODULE = sys.argv.pop(1)
+sys.meta_path.insert(0, Finder)
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "argparse",
+        "jax_plugins",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("numpy", "jax", "fdjax.lm")),
+    ],
+)
+def test_the_command_line_ends_without_a_traceback(module):
+    command = [sys.executable, "-c", INTERRUPTED, module, "generate", "hi"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (130, "")
+    assert not done.stderr.strip()
+
+
 def test_other_ignored_exceptions_are_told_as_before(monkeypatch):
     told = []
     monkeypatch.setattr(sys, "unraisablehook", told.append)

@@ -341,8 +341,10 @@ def test_an_answer_ends_where_tokenizer_config_says(lm, told, monkeypatch):
     assert lm.tokenizer.token(pad) == "<pad>" and pad not in known
     lm.chat(HI)
     lm.chat(HI, eos_token_id=7)
-    lm.chat(HI, fdjax.GenerationConfig())
-    assert [options.get("eos_token_id") for _, options in told] == [(*known, pad), 7, None]
+    lm.chat(HI, fdjax.GenerationConfig(max_new_tokens=5))
+    lm.chat(HI, fdjax.GenerationConfig(eos_token_ids=7))
+    ends = [options.get("eos_token_id") for _, options in told]
+    assert ends == [(*known, pad), 7, (*known, pad), None]
 
 
 def test_without_template_or_tokenizer_an_error_says_so(lm, monkeypatch):

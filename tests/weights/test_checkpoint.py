@@ -709,14 +709,22 @@ def test_a_hub_id_the_hub_does_not_give(monkeypatch, error, says):
     lost("owner/name", "no such folder", "the hub", says)
 
 
+def test_a_revision_is_for_hub_ids(tmp_path):
+    for name in (str(tmp_path), "tiny"):
+        with pytest.raises(CheckpointError, match="revision 'main' is for hub ids"):
+            locate(name, revision="main")
+
+
 def test_a_hub_id_is_downloaded_without_pickles(tmp_path, monkeypatch):
-    def download(name, allow_patterns):
-        assert name == "owner/name"
+    def download(name, revision, token, allow_patterns):
+        assert (name, revision, token) == ("owner/name", "v1", "hf_x")
         assert not any(pattern.endswith((".bin", ".pth", ".py")) for pattern in allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
-    assert locate("owner/name") == tmp_path
+    assert locate("owner/name", revision="v1", token="hf_x") == tmp_path
+    with pytest.raises(CheckpointError, match=r"no config\.json"):
+        fdjax.load("owner/name", revision="v1", token="hf_x", compilation_cache=False)
 
 
 # --- memory

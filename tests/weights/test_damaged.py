@@ -388,6 +388,7 @@ WARNINGS = {
     ),
     "infinite norm": (nothing_but(NORM, np.inf), f"{NORM}' has values that are not finite"),
     "zero weights": (nothing_but(Q, 0), f"{Q}' has nothing but zeros"),
+    "zero norm": (nothing_but(NORM, 0), f"{NORM}' has nothing but zeros"),
 }
 
 

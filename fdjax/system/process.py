@@ -1,0 +1,50 @@
+"""What a process must allow for JAX: transfers between host and device, and no fork after use."""
+
+import functools
+import os
+from collections.abc import Callable, Iterator
+
+import jax
+
+# The process in which fdjax first ran anything.
+_first_pid: int | None = None
+
+
+def refuse_forked() -> None:
+    """Raise RuntimeError in a process that was forked from one that had called this.
+
+    JAX runs threads, which a forked process does not have: it would wait for them for ever.
+    """
+    global _first_pid
+    if _first_pid is None:
+        _first_pid = os.getpid()
+    if _first_pid != os.getpid():
+        raise RuntimeError(
+            "fdjax: this process was forked after fdjax had been used, and JAX would hang in it; "
+            "start it by 'spawn', as in multiprocessing.get_context('spawn'), and load there"
+        )
+
+
+# Decorates functions and opens `with` blocks whose transfers are meant, whatever the user's
+# `jax_transfer_guard` says of others.
+transfers_allowed = functools.partial(jax.transfer_guard, "allow")
+
+
+def steps_may_transfer[**P, T](generator: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
+    """A generator function whose steps may transfer; the code between them may not."""
+
+    @functools.wraps(generator)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
+        items = generator(*args, **kwargs)
+        try:
+            while True:
+                with transfers_allowed():
+                    try:
+                        item = next(items)
+                    except StopIteration:
+                        return
+                yield item
+        finally:
+            items.close()
+
+    return run
