@@ -2,11 +2,12 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ import jax.numpy as jnp
 
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
-from fdjax.engine.results import GenerateResult, TextStream, Timer
+from fdjax.engine.results import Answer, GenerateResult, TextStream, Timer
+from fdjax.engine.running import RunningRequest
 from fdjax.engine.sequence import Request, Row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
@@ -215,6 +217,62 @@ class LM:
             stopping_criteria=(lambda tokens: len(tokens) > 1,),
         )
 
+    def generate_iter(
+        self, prompts: Iterable[Prompt], config: GenerationConfig | None = None, **options
+    ) -> Iterator[Answer]:
+        """Generate from any number of prompts; yields each answer as soon as it is there.
+
+        A prompt that is refused or fails does not end the others: its answer has an `error`.
+        Leaving the loop early is fine.
+
+        Args:
+          prompts: texts or sequences of token ids.
+          config, **options: as in `generate`.
+
+        Raises:
+          ValueError: an option is out of range, as in `generate`; at the call.
+        """
+        refused: dict[int, Exception] = {}
+        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        requests = self._requests(given, config, options, self.defaults, refused) if given else []
+        rows = [Row(request, self.tokenizer) for request in requests]
+        for i, error in refused.items():
+            rows.append(Row(Request([], self.defaults, i), self.tokenizer))
+            rows[-1].error = error
+        return self._answers(rows)
+
+    def _answers(self, rows: list[Row]) -> Iterator[Answer]:
+        left = dict(enumerate(rows))
+        with contextlib.closing(self.engine.runner.run(rows, _STEPS)) as chunks:
+            for _ in itertools.chain([None], chunks, [None]):
+                for i in [i for i, row in left.items() if row.ended]:
+                    yield Answer.of(left.pop(i), with_text=bool(self.tokenizer))
+
+    def submit(
+        self, prompt: Prompt, config: GenerationConfig | None = None, **options
+    ) -> RunningRequest:
+        """Generate from one prompt in the background, together with whatever else runs.
+
+        Thread-safe. Callbacks, such as stopping criteria, may run in any thread.
+
+        Args:
+          prompt: a text or a sequence of token ids.
+          config, **options: as in `generate`.
+
+        Returns:
+          A `RunningRequest`: iterate over it for text as it comes; `result()` waits for the whole.
+
+        Raises:
+          ValueError: as in `generate`, at the call.
+        """
+        if not as_several(prompt, "submit: prompt")[1]:
+            raise ValueError("submit: takes one prompt, a text or token ids")
+        timer = Timer(self.model, self._params)
+        requests = self._requests(prompt, config, options, self.defaults)
+        has_text = bool(self.tokenizer)
+        rows = [Row(request, self.tokenizer, streamed=has_text) for request in requests]
+        return RunningRequest(self.engine.runner, rows, _STREAM_STEPS, timer, with_text=has_text)
+
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
     ) -> TextStream:
@@ -308,21 +366,26 @@ class LM:
         """
         return score.score(self.engine, self.tokenizer, texts, stride=stride, batch_size=batch_size)
 
-    def _requests(self, prompts, config, options, defaults) -> list[Request]:
+    def _requests(
+        self, prompts, config, options, defaults, refused: dict[int, Exception] | None = None
+    ) -> list[Request]:
+        """What `generate` is asked for; where `refused` is given, it gets the errors of prompts."""
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
         configs = per_prompt(defaults, config, options, len(prompts))
         requests = []
         for i, (prompt, (row_config, asked)) in enumerate(zip(prompts, configs, strict=True)):
-            ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
             self._check(row_config, i)
-            row_config = self._within_context(row_config, ids, i, asked)
+            try:
+                ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
+                row_config = self._within_context(row_config, ids, i, asked)
+            except ValueError as error:
+                if refused is None:
+                    raise
+                refused[i] = error
+                continue
             samples = range(row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
-        if self.max_batch is not None and len(requests) > self.max_batch:
-            raise ValueError(
-                f"generate: {len(requests)} rows are more than max_batch {self.max_batch}"
-            )
         return requests
 
     def _check(self, config: GenerationConfig, i: int) -> None:

@@ -20,7 +20,7 @@ import pytest
 import fdjax
 import fdjax.system.platform
 from benchmarks.ahead import stand_ins
-from fdjax.engine import engine, memory
+from fdjax.engine import memory, runner
 from fdjax.engine.results import Stats
 from fdjax.engine.schedule import CHUNKS
 from fdjax.models import describe, random_params
@@ -240,7 +240,7 @@ def test_what_an_interrupt_leaves_is_not_used_again(lm, monkeypatch):
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("fdjax.engine.engine._first_tokens", interrupted)
+        patch.setattr("fdjax.engine.runner._chunk", interrupted)
         with pytest.raises(KeyboardInterrupt):
             other.generate([5, 6, 7], max_new_tokens=4, **CHECKED)
     assert other.engine.reusable is None
@@ -688,8 +688,8 @@ def test_what_the_host_reads_lies_in_its_memory(lm, truth, monkeypatch):
         kinds.update(array.sharding.memory_kind for array in arrays)
         return numpy_of(results)
 
-    numpy_of = engine._numpy
-    monkeypatch.setattr(engine, "_numpy", listening)
+    numpy_of = runner._numpy
+    monkeypatch.setattr(runner, "_numpy", listening)
     lm.generate(truth[1][0], max_new_tokens=9, return_logprobs=True, **GREEDY)
     assert kinds == {"pinned_host"}
 

@@ -1,12 +1,10 @@
 """The engine: compiles the programs, holds the cache and runs batches of rows."""
 
-import collections
+import contextlib
 import dataclasses
 import functools
 import math
-import operator
 import os
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -17,16 +15,13 @@ import numpy as np
 
 from fdjax.engine import step
 from fdjax.engine.disk_cache import cached_on_disk
-from fdjax.engine.host_arrays import HostArrays
 from fdjax.engine.memory import MemoryPlan, plan_memory
 from fdjax.engine.program import Program
-from fdjax.engine.schedule import PrefillCall, covered_slots, prefill_calls, slots_for
+from fdjax.engine.runner import Runner
+from fdjax.engine.schedule import slots_for
+from fdjax.engine.scheduler import Shape
 from fdjax.engine.sequence import Chunk, Row
 from fdjax.engine.state import (
-    EMPTY,
-    KEEP,
-    SLOT_MULTIPLE,
-    START,
     DecodeState,
     StackedCache,
     abstract_state,
@@ -34,9 +29,8 @@ from fdjax.engine.state import (
     start,
 )
 from fdjax.models import Model, Params
-from fdjax.sampling.options import per_row
-from fdjax.sampling.sampler import NOT_FINITE, Logprobs
-from fdjax.system.process import refuse_forked, steps_may_transfer
+from fdjax.sampling.sampler import NOT_FINITE
+from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
 # XLA options that capture a chunk of decode steps, with its loop, in one CUDA graph. Outside a
@@ -53,6 +47,12 @@ _DECODE_OPTIONS = {
     # more memory.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
+
+# The largest number of sequences that run at once. More are no faster on a CPU.
+_MOST_ROWS = 256
+_MOST_ROWS_ON_CPU = 32
+# Where the memory is not known, as on a CPU, caches take as much as the weights, or this.
+_LEAST_CACHE_BYTES = 2**30
 
 # Parameters up to this size are packed with others of the same shape.
 _PACKED_BYTES = 2**16
@@ -87,6 +87,7 @@ class Engine:
       stacked_params: the same with the layers stacked, for decode steps in one launch, or None.
       programs: the programs of the model. Engines with other weights share them.
       reusable: what the last batch left behind, or None.
+      runner: runs the sequences of all callers.
     """
 
     def __init__(
@@ -121,93 +122,54 @@ class Engine:
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
         self.reusable: ReusableState | None = None
+        self.runner = Runner(self)
 
     @property
     def context(self) -> int:
         """Largest number of tokens that a row may hold."""
         return self.max_len or self.model.config.max_position_embeddings
 
-    @steps_may_transfer
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows have taken it.
 
-        The first chunk holds the first tokens. Each chunk of `steps` decode steps is dispatched
-        before the previous one is read.
+        Raises:
+          Exception: what ended the first row that failed; the others are not finished.
         """
-        refuse_forked()
-        prompts = [row.request.ids if row.finish_reason is None else [] for row in rows]
-        active = [row.request for row in rows if row.finish_reason is None]
-        if not active:
-            return
-        batch = min(2 ** math.ceil(math.log2(len(rows))), self.max_batch or sys.maxsize)
-        total = max(len(r.ids) + r.config.max_new_tokens for r in active)
-        slots = self._slots(batch, max(map(len, prompts)), total)
-        wanted = functools.reduce(operator.or_, (r.config.processors for r in active))
-        static = {"processors": wanted.tier, "max_steps": steps}
-        if any(r.config.return_reruns for r in active):
-            static["return_reruns"] = True
-        state = self.take_state(batch, slots, may_stack="return_reruns" not in static)
-        stacked = isinstance(state.kv, StackedCache)
-        # Prefill runs once per prompt, so processors that no row asked for cost almost nothing.
-        prefill = self.program(step.prefill, stacked=stacked, processors=wanted.everything)
-        decode = self.program(step.decode_steps, stacked=stacked, **static)
-        params = self.stacked_params if stacked else self.params
-        sampling = per_row(
-            [row.request.config for row in rows],
-            batch,
-            sample_indices=[row.request.sample for row in rows],
-        )
-        state, treedef = jax.tree.flatten(state)
-        restarts = np.full(batch, EMPTY, np.int32)
-        restarts[: len(prompts)] = [START if prompt else EMPTY for prompt in prompts]
-        budget = max(r.config.max_new_tokens for r in active) - 1
-        sound = False  # a cache with values that are not finite must not be used again
-        waiting: collections.deque[tuple] = collections.deque()
-        try:
-            first, compile_seconds = [], 0.0
-            for call in prefill_calls(prompts, batch):
-                pieces = (
-                    call.tokens,
-                    call.lengths,
-                    call.offsets,
-                    call.final,
-                    call.rows,
-                    call.prompts,
-                    restarts,
-                )
-                restarts = np.full(batch, KEEP, np.int32)
-                host = HostArrays.pack((sampling, *pieces))
-                state, tokens, logprobs = prefill(self.params, state, host)
-                compile_seconds += prefill.compile_seconds
-                first.append((call, tokens, logprobs if wanted.logprobs else None))
-            # The arguments of decode steps are transferred while the device is busy with prompts.
-            # All chunks share them: rows finish on the device, so no chunk needs its own count.
-            every_chunk = jax.device_put(HostArrays.pack((sampling, np.int32(steps))))
-            # The first tokens are read before the decode program is compiled, which would delay
-            # them.
-            chunk = _first_tokens(first, batch, compile_seconds)
-            sound = True
-            while True:
-                sound = sound and _is_finite(chunk.tokens)
-                for i, row in enumerate(rows):
-                    row.take(chunk, i)
+        with contextlib.closing(self.runner.run(rows, steps)) as chunks:
+            for chunk in chunks:
+                _raise_failure(rows)
                 yield chunk
-                going_on = any(row.finish_reason is None for row in rows)
-                while going_on and budget > 0 and len(waiting) < 2:
-                    budget -= steps
-                    state, *out = decode(params, state, every_chunk)
-                    waiting.append((decode.compile_seconds, *out))
-                if not going_on:
-                    break
-                chunk = _read(*waiting.popleft())
-        except Exception:
-            _refuse_trace()
-            raise
-        finally:
-            unread = [tokens for _, tokens, *_ in waiting]
-            self.reusable = (
-                ReusableState(jax.tree.unflatten(treedef, state), unread) if sound else None
-            )
+        _raise_failure(rows)
+
+    def shape_for(self, rows: Sequence[Row]) -> Shape:
+        """The state for rows that are to run together, or for as many of them as there is room for.
+
+        Raises:
+          MemoryError: not one fits.
+        """
+        prompt = max(len(row.ids) for row in rows)
+        total = max(len(row.request.ids) + row.request.config.max_new_tokens for row in rows)
+        least = max(row.slots for row in rows)
+        slots = max(least, slots_for(prompt, total, self.max_len))
+        most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else _MOST_ROWS
+        most = min(self.max_batch or most, most)
+        batch = min(2 ** math.ceil(math.log2(len(rows))), most)
+        plan = functools.partial(plan_memory, self.model, max_len=total, prompt_tokens=prompt)
+        if self.memory_bytes is None:
+            cache = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
+            while batch > 1 and plan(batch=batch, slots=slots).cache_bytes > cache:
+                batch = 2 ** (math.ceil(math.log2(batch)) - 1)
+        elif plan(batch=batch, slots=slots).total_bytes > self.memory_bytes:
+            slots = least
+            while batch > 1 and plan(batch=batch, slots=slots).total_bytes > self.memory_bytes:
+                batch = 2 ** (math.ceil(math.log2(batch)) - 1)
+            plan(batch=batch, slots=slots).check("generate", self.memory_bytes)
+        return Shape(batch, slots, limited=batch < len(rows))
+
+    @property
+    def short_calls(self) -> bool:
+        """Whether short prompts have a program of their own."""
+        return self.model.plan.compute_capability is None
 
     def fitting_rows(self, op: str, rows: int, plan: Callable[[int], MemoryPlan]) -> int:
         """The largest number of rows that fits into memory: `rows`, or a smaller power of two.
@@ -229,24 +191,6 @@ class Engine:
             rows = 2 ** (math.ceil(math.log2(rows)) - 1)
         plan(rows).check(op, self.memory_bytes)
         return rows
-
-    def _slots(self, batch: int, longest_prompt: int, total: int) -> int:
-        """Cache slots per row; if memory is short, no more than prompt and `total` tokens need.
-
-        Raises:
-          MemoryError: the cache does not fit.
-        """
-        slots = slots_for(longest_prompt, total, self.max_len)
-        if self.memory_bytes is None:
-            return slots
-        plan = functools.partial(
-            plan_memory, self.model, batch=batch, max_len=total, prompt_tokens=longest_prompt
-        )
-        if plan(slots=slots).total_bytes > self.memory_bytes:
-            least = max(covered_slots(longest_prompt), -(-total // SLOT_MULTIPLE) * SLOT_MULTIPLE)
-            slots = min(slots, least)
-            plan(slots=slots).check("generate", self.memory_bytes)
-        return slots
 
     def stack(self, params: Params) -> dict[str, jax.Array] | None:
         """Stack the layers if a program needs it and memory allows it, see `stack_layers`."""
@@ -276,6 +220,15 @@ class Engine:
         (device,) = self.params[0].devices()
         stacks = may_stack and self.stacks(batch, slots)
         return jax.device_put(start(init_cache(self.model, batch, slots, stacks)), device)
+
+    def leave_state(self, state: DecodeState | None, unread: list[jax.Array]) -> None:
+        """Keep a state for the next batch, or none.
+
+        Args:
+          state: every row of it may be begun anew.
+          unread: tokens of the steps that are under way.
+        """
+        self.reusable = None if state is None else ReusableState(state, unread)
 
     def program(self, function: Callable, *, stacked: bool = False, **static) -> Program:
         """The program of a step, one for each set of processors, whatever their values.
@@ -394,38 +347,8 @@ def _is_finite(tokens: np.ndarray | jax.Array) -> bool:
     return not (np.asarray(tokens) == NOT_FINITE).any()
 
 
-def _read(
-    compile_seconds: float,
-    tokens: jax.Array,
-    logprobs: Logprobs | None,
-    reruns: jax.Array | None = None,
-) -> Chunk:
-    tokens, logprobs, reruns = _numpy((tokens, logprobs, reruns))
-    chosen, top = None, None
-    if logprobs is not None:
-        chosen, top = logprobs.chosen, (logprobs.top, logprobs.top_ids)
-    return Chunk(tokens, chosen, top, compile_seconds, reruns)
-
-
-def _numpy(results: Any) -> Any:
-    """Results of a program, which are in the host's memory, as numpy arrays."""
-    # Reading without waiting first takes longer than waiting and reading.
-    return jax.tree.map(np.asarray, jax.block_until_ready(results))
-
-
-def _first_tokens(
-    calls: Sequence[tuple[PrefillCall, jax.Array, Logprobs | None]],
-    batch: int,
-    compile_seconds: float,
-) -> Chunk:
-    """The first token of every row, from the call that ended its prompt."""
-    first = None
-    for call, *out in calls:
-        rows = np.arange(batch) if call.rows is None else call.rows
-        out = jax.tree.map(lambda a: a[:, None], _numpy(tuple(out)))
-        if first is None:
-            first = jax.tree.map(lambda a: np.zeros((batch, *a.shape[1:]), a.dtype), out)
-            first[0][:] = -1
-        for whole, part in zip(*map(jax.tree.leaves, (first, out)), strict=True):
-            whole[rows[call.final]] = part[call.final]
-    return _read(compile_seconds, *first)
+def _raise_failure(rows: Sequence[Row]) -> None:
+    for row in rows:
+        if row.error is not None:
+            _refuse_trace()
+            raise row.error

@@ -182,6 +182,42 @@ class GenerateResult(Sequence[Generation]):
         return self.texts[0]
 
 
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """One answer of `LM.generate_iter`.
+
+    Attributes:
+      index: which of the prompts it is for.
+      sample: which answer to that prompt, with `num_return_sequences`.
+      tokens, text, finish_reason, logprobs, top_logprobs: as in `GenerateResult`, of this answer.
+      error: what ended it instead, or None.
+    """
+
+    index: int
+    sample: int
+    tokens: list[int]
+    text: str | None
+    finish_reason: str | None
+    logprobs: list[float] | None
+    top_logprobs: list[dict[int, float]] | None
+    error: BaseException | None
+
+    @classmethod
+    def of(cls, row: Row, *, with_text: bool) -> "Answer":
+        """What a row has come to."""
+        asked = row.request.config.return_logprobs
+        return cls(
+            index=row.request.prompt,
+            sample=row.request.sample,
+            tokens=row.tokens,
+            text=row.text if with_text else None,
+            finish_reason=row.finish_reason,
+            logprobs=None if asked is None else row.logprobs,
+            top_logprobs=row.top_logprobs if asked else None,
+            error=row.error,
+        )
+
+
 class TextStream(Iterator[str]):
     """Pieces of the text of one prompt, as they come.
 
@@ -231,7 +267,7 @@ class Timer:
         self._params = params
         self._last = self._paused = time.perf_counter()
         self._prefill = self._decode = self._compile = 0.0
-        self._steps = -1
+        self._steps = 0
         self._chunk_ms: list[float] = []
         self._reruns: list[np.ndarray] = []
 
@@ -244,12 +280,12 @@ class Timer:
         self._last += time.perf_counter() - self._paused
 
     def chunk(self, chunk: Chunk) -> None:
-        """Note the arrival of a chunk; the first holds the first tokens."""
+        """Note the arrival of a chunk."""
         before, self._last = self._last, time.perf_counter()
         seconds = self._last - before - chunk.compile_seconds
         self._compile += chunk.compile_seconds
-        if self._steps < 0:
-            self._prefill, self._steps = seconds, 0
+        if chunk.is_first:
+            self._prefill += seconds
             return
         self._decode += seconds
         steps = int((chunk.tokens >= 0).any(axis=0).sum())
@@ -275,8 +311,8 @@ class Timer:
             decode_tokens=sum(len(row.tokens) for row in rows),
             prefill_seconds=self._prefill,
             decode_seconds=self._decode,
-            decode_bytes=max(self._steps, 0) * weights + slots * per_token,
-            decode_steps=max(self._steps, 0),
+            decode_bytes=self._steps * weights + slots * per_token,
+            decode_steps=self._steps,
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),
             compile_seconds=self._compile,

@@ -2,12 +2,15 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 # Widths of prefill programs. A prompt of any length is covered by a sum of these.
 CHUNKS = (128, 512, 1024)
+# Width of a call for short prompts, where tokens cost what they compute, as on a CPU. Such a call
+# has at least this many rows: as many tokens as the narrowest of `CHUNKS`.
+SHORT_CHUNK, _SHORT_ROWS = 16, 8
 # Limit of prompt tokens per call over all its rows, padding included.
 _CALL_TOKENS = 8192
 # Cost of one more call, in tokens of compute, because it reads the weights again.
@@ -21,7 +24,7 @@ class PrefillCall:
     Attributes:
       rows: [R] rows of the state, or None for all of them in order.
       tokens: [R, T].
-      lengths, offsets, final, prompts: [R].
+      lengths, offsets, final, prompts, generated: [R].
     """
 
     rows: np.ndarray | None
@@ -30,6 +33,18 @@ class PrefillCall:
     offsets: np.ndarray
     final: np.ndarray
     prompts: np.ndarray
+    generated: np.ndarray
+
+    @property
+    def size(self) -> int:
+        """Tokens that are computed, padding included."""
+        return self.tokens.size
+
+    def leave_out(self, row: int) -> "PrefillCall":
+        """The call, from now on without work for a row of the state."""
+        at = np.arange(len(self.tokens)) == row if self.rows is None else self.rows == row
+        self.lengths[at], self.final[at] = 0, False
+        return self
 
 
 def chunks_for(length: int) -> tuple[int, ...]:
@@ -88,47 +103,82 @@ def call_tokens(length: int, batch: int) -> int:
     return max(rows_of_call(width, batch) * width for width in CHUNKS if width <= widest)
 
 
-def prefill_calls(prompts: Sequence[Sequence[int]], batch: int) -> list[PrefillCall]:
-    """Calls that process `prompts` into rows 0, 1, … of a state of `batch` rows.
+def prefill_calls(
+    prompts: Mapping[int, Sequence[int]],
+    batch: int,
+    *,
+    slots: int | None = None,
+    generated: Mapping[int, int] = {},
+    short: bool = False,
+) -> list[PrefillCall]:
+    """Calls that process prompts into rows of a state.
 
-    Prompts of similar length share a call, whose number of rows comes from `rows_of_call`.
+    Prompts of similar length share a call. A call has one of a few numbers of rows.
+
+    Args:
+      prompts: tokens of each row that has a prompt.
+      batch: B, rows of the state.
+      slots: S of the state; default as many as the calls need.
+      generated: how many of a row's tokens belong to an answer that goes on.
+      short: use `SHORT_CHUNK` too.
     """
-    order = sorted(
-        (i for i in range(len(prompts)) if len(prompts[i])), key=lambda i: len(prompts[i])
-    )
+    order = sorted((i for i in prompts if len(prompts[i])), key=lambda i: len(prompts[i]))
     calls = []
     while order:
-        widths = chunks_for(len(prompts[order[-1]]))
         # The longest prompt sets the widths. The next longest prompts fill the rows of the call.
-        count = rows_of_call(max(widths), batch)
+        longest = len(prompts[order[-1]])
+        widths = chunks_for(longest)
+        if slots is not None and sum(widths) > slots:
+            widths = CHUNKS[:1] * -(-longest // CHUNKS[0])
+        wanted = _few_sizes(len(order))
+        if short and longest <= SHORT_CHUNK and batch >= _SHORT_ROWS:
+            widths, wanted = (SHORT_CHUNK,), max(wanted, _SHORT_ROWS)
+        count = min(wanted, rows_of_call(max(widths), batch))
         whole = count == batch
         work = {i: prompts[i] for i in order[-count:]}
         order = order[:-count]
         # Rows without work fill up the call. Some of them may have been processed already.
         group = list(work) + [i for i in range(batch) if i not in work][: count - len(work)]
-        calls += _calls(work, sorted(group) if whole else group, widths, whole)
+        calls += _calls(work, sorted(group) if whole else group, widths, whole, generated)
     return calls
 
 
-def _calls(work, group, widths, whole):
+def least_slots(prompt: int, total: int) -> int:
+    """Cache slots that a row cannot do without.
+
+    Args:
+      prompt: tokens of the prompt.
+      total: tokens of prompt and answer.
+    """
+    return max(covered_slots(prompt), -(-total // CHUNKS[0]) * CHUNKS[0])
+
+
+def _few_sizes(count: int) -> int:
+    """A power of four that is no less."""
+    size = 1
+    while size < count:
+        size *= 4
+    return size
+
+
+def _calls(work, group, widths, whole, generated):
     offset = 0
+    answered = np.array([generated.get(i, 0) if i in work else 0 for i in group], np.int32)
+    lengths_of = np.array([len(work.get(i, ())) for i in group], np.int32)
     for width in widths:
         tokens = np.zeros((len(group), width), np.int32)
-        lengths = np.zeros(len(group), np.int32)
-        final = np.zeros(len(group), bool)
         for r, i in enumerate(group):
-            prompt = work.get(i, ())
-            piece = prompt[offset : offset + width]
+            piece = work.get(i, ())[offset : offset + width]
             tokens[r, : len(piece)] = piece
-            lengths[r] = len(piece)
-            final[r] = len(piece) > 0 and len(prompt) <= offset + width
+        lengths = np.clip(lengths_of - offset, 0, width).astype(np.int32)
         yield PrefillCall(
             rows=None if whole else np.asarray(group, np.int32),
             tokens=tokens,
             lengths=lengths,
             offsets=np.full(len(group), offset, np.int32),
-            final=final,
-            prompts=np.array([len(work.get(i, ())) for i in group], np.int32),
+            final=(lengths > 0) & (lengths_of <= offset + width),
+            prompts=lengths_of - answered,
+            generated=answered,
         )
         offset += width
 

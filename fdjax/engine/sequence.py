@@ -1,9 +1,12 @@
 """What the host makes of one row's tokens: where it ends, its text, its log-probabilities."""
 
 import dataclasses
+import threading
+from collections.abc import Sequence
 
 import numpy as np
 
+from fdjax.engine.schedule import least_slots
 from fdjax.sampling.callbacks import called
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.sampler import ALL_FORBIDDEN
@@ -37,6 +40,7 @@ class Chunk:
       top: ([B, n, N] log-probabilities, [B, n, N] ids) or None.
       compile_seconds: what compiling took before its programs could start.
       reruns: [L] of each layer, summed over the steps, or None.
+      is_first: it holds the first tokens of rows, of a call with their prompts.
     """
 
     tokens: np.ndarray
@@ -44,6 +48,13 @@ class Chunk:
     top: tuple[np.ndarray, np.ndarray] | None = None
     compile_seconds: float = 0.0
     reruns: np.ndarray | None = None
+    is_first: bool = False
+
+    def rows(self, index: Sequence[int]) -> "Chunk":
+        """The part of some rows."""
+        top = self.top and tuple(a[index] for a in self.top)
+        logprobs = None if self.logprobs is None else self.logprobs[index]
+        return dataclasses.replace(self, tokens=self.tokens[index], logprobs=logprobs, top=top)
 
 
 class Row:
@@ -55,6 +66,7 @@ class Row:
       logprobs: of each token, where asked for.
       top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first.
       finish_reason: "stop", "length", or None while the row goes on.
+      error: what ended the row in its place, or None.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, *, streamed: bool = False):
@@ -64,12 +76,42 @@ class Row:
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason = None if config.max_new_tokens else "length"
+        self.error: BaseException | None = None
         self._tokenizer = tokenizer
+        self._lock = threading.Lock()  # the thread that advances is not the one that reads
         self._stop_tokens = frozenset(config.eos_token_ids)
         self._text = None
         if streamed or config.stop_strings:
             keeps = config.include_stop_str_in_output
             self._text = GrowingText(tokenizer, config.stop_strings, keeps_stop=keeps)
+
+    @property
+    def ids(self) -> list[int]:
+        """Prompt and answer so far."""
+        return self.request.ids + self.tokens
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that it needs."""
+        prompt = len(self.request.ids)
+        return least_slots(prompt, prompt + self.request.config.max_new_tokens)
+
+    @property
+    def group(self) -> tuple:
+        """What all rows of one program must have in common."""
+        config = self.request.config
+        return config.logits_processors, config.return_reruns
+
+    @property
+    def ended(self) -> bool:
+        """Whether no more tokens come."""
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def ended_on_device(self) -> bool:
+        """Whether the device knows it too; what only the host knows of is a stop string, say."""
+        by_token = bool(self.tokens) and self.tokens[-1] in self._stop_tokens
+        return by_token or self.finish_reason == "length"
 
     @property
     def text(self) -> str:
@@ -83,19 +125,21 @@ class Row:
           FloatingPointError: logits were not finite.
           ValueError: no token was left to choose.
         """
-        for step, token in enumerate(chunk.tokens[row].tolist()):
-            if self.finish_reason is not None:
-                break
-            if token >= 0:
-                self._take(token, chunk, row, step)
-            elif token != -1:
-                raise self._failure(token)
-        if self.finish_reason is not None and self._text is not None:
-            self._text.finish()
+        with self._lock:
+            for step, token in enumerate(chunk.tokens[row].tolist()):
+                if self.finish_reason is not None:
+                    break
+                if token >= 0:
+                    self._take(token, chunk, row, step)
+                elif token != -1:
+                    raise self._failure(token)
+            if self.finish_reason is not None and self._text is not None:
+                self._text.finish()
 
     def new_text(self) -> str:
         """Text that is settled and was not yet returned."""
-        return self._text.take()
+        with self._lock:
+            return self._text.take()
 
     def _take(self, token, chunk, row, step):
         config = self.request.config

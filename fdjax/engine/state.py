@@ -17,7 +17,7 @@ LayerCache = tuple[Array, Array]
 StackedLayer = tuple[Array, Array, Array]
 
 # What `restart` does with a row.
-KEEP, START, EMPTY = 0, 1, 2
+KEEP, EMPTY = 0, 1
 
 # Cache slots are a multiple of this, so that a chunk of a prompt always fits.
 SLOT_MULTIPLE = 128
@@ -139,8 +139,8 @@ def restart(state: DecodeState, rows: Array) -> DecodeState:
 
     Args:
       state: a state with any content.
-      rows: [B] int32. `KEEP` leaves a row as it is, `START` begins it anew, `EMPTY` also marks it
-        as finished.
+      rows: [B] int32. `KEEP` leaves a row as it is, `EMPTY` finishes it until its next prompt has
+        been processed.
     """
     anew, zeros = rows != KEEP, jnp.zeros_like(rows)
     progress = pack_progress(zeros, zeros, zeros, rows == EMPTY)

@@ -39,6 +39,7 @@ def prefill(
     rows: Array | None = None,
     prompts: Array | None = None,
     restarts: Array | None = None,
+    generated: Array | None = None,
     *,
     processors: Processors = Processors(),
 ) -> tuple[DecodeState, Array, Logprobs | None]:
@@ -56,6 +57,8 @@ def prefill(
       prompts: [R] int32 tokens of each whole prompt; default offsets + lengths. Only rotary
         embeddings that depend on a sequence's length use it.
       restarts: [B] int32 argument of `restart`, which is applied first; default no restart.
+      generated: [R] int32 how many tokens at the end belong to an answer that goes on, where a
+        row's cache is computed anew. `prompts` does not count them. Default none.
       processors: the active processors.
 
     Returns:
@@ -86,9 +89,17 @@ def prefill(
     own_ids, progress = ids, state.progress
     if rows is not None:
         sampling, own_ids, progress = sampling.rows(rows), ids[rows], progress[:, rows]
-    steps = jnp.zeros((r,), jnp.int32)
+    steps = jnp.zeros((r,), jnp.int32) if generated is None else generated
     logits = module.logits(hidden[:, 0], model.plan)
-    first, logprobs = next_tokens(logits, sampling, own_ids, ends, steps, processors)
+    first, logprobs = next_tokens(
+        logits,
+        sampling,
+        own_ids,
+        ends,
+        steps,
+        processors,
+        batch_invariant=model.plan.batch_invariant,
+    )
     chosen = final & (lengths > 0)
     finished = _is_final(first, steps + 1, sampling)
     updated = pack_progress(ends, jnp.maximum(first, 0), steps + 1, finished)
@@ -145,7 +156,13 @@ def decode_steps(
         index = jnp.arange(b, dtype=jnp.int32)
         ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
         chosen, chosen_logprobs = next_tokens(
-            logits, sampling, ids, state.lengths + 1, state.steps, processors
+            logits,
+            sampling,
+            ids,
+            state.lengths + 1,
+            state.steps,
+            processors,
+            batch_invariant=model.plan.batch_invariant,
         )
         active = ~state.finished
         emitted = jnp.where(active, chosen, -1)

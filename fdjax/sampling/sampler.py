@@ -3,6 +3,7 @@ processors is static, so two requests that differ in temperature share a program
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.row_tiles import in_row_tiles
 from fdjax.sampling.callbacks import called
 from fdjax.sampling.processors import edit_logits, where_asked
 from fdjax.sampling.values import Sampling
@@ -98,6 +100,8 @@ def next_tokens(
     lengths: Array,
     steps: Array,
     processors: Processors,
+    *,
+    batch_invariant: bool = False,
 ) -> tuple[Array, Logprobs | None]:
     """Choose the next token of each row.
 
@@ -113,6 +117,7 @@ def next_tokens(
       lengths: [B] int32 how many of them there are.
       steps: [B] int32 tokens generated so far.
       processors: which of them act.
+      batch_invariant: log-probabilities do not depend, in their last bit, on B below 128.
 
     Returns:
       (tokens [B] int32 or `NOT_FINITE` or `ALL_FORBIDDEN`, their `Logprobs` or None).
@@ -143,7 +148,9 @@ def next_tokens(
         drawn = _sample(scores, sampling, steps, processors)
         tokens = jnp.where((sampling.temperature > 0) & (tokens >= 0), drawn, tokens)
     tokens = jnp.where(finite, tokens, NOT_FINITE)
-    return tokens, _logprobs(logits, tokens, sampling) if processors.logprobs else None
+    if not processors.logprobs:
+        return tokens, None
+    return tokens, _logprobs(logits, tokens, sampling, batch_invariant)
 
 
 def _best(scores):
@@ -234,10 +241,11 @@ def _keep_first(scores, distance, weights, limit):
     return jnp.where(keys <= last[:, None], scores, -jnp.inf)
 
 
-def _logprobs(logits, tokens, sampling):
+def _logprobs(logits, tokens, sampling, batch_invariant):
     b, v = logits.shape
     n = min(MAX_TOP_LOGPROBS, v)
-    total = jax.nn.logsumexp(logits, axis=-1)
+    log_sum = functools.partial(jax.nn.logsumexp, axis=-1)
+    total = in_row_tiles(log_sum, logits) if batch_invariant else log_sum(logits)
 
     def likeliest(none):
         rest, found = logits, []

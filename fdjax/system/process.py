@@ -2,7 +2,6 @@
 
 import functools
 import os
-from collections.abc import Callable, Iterator
 
 import jax
 
@@ -28,23 +27,3 @@ def refuse_forked() -> None:
 # Decorates functions and opens `with` blocks whose transfers are meant, whatever the user's
 # `jax_transfer_guard` says of others.
 transfers_allowed = functools.partial(jax.transfer_guard, "allow")
-
-
-def steps_may_transfer[**P, T](generator: Callable[P, Iterator[T]]) -> Callable[P, Iterator[T]]:
-    """A generator function whose steps may transfer; the code between them may not."""
-
-    @functools.wraps(generator)
-    def run(*args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
-        items = generator(*args, **kwargs)
-        try:
-            while True:
-                with transfers_allowed():
-                    try:
-                        item = next(items)
-                    except StopIteration:
-                        return
-                yield item
-        finally:
-            items.close()
-
-    return run

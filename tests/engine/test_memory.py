@@ -26,6 +26,8 @@ from fdjax.engine.memory import (
     workspace_bytes,
 )
 from fdjax.engine.schedule import call_tokens, covered_slots, prefill_calls
+from fdjax.engine.scheduler import Shape
+from fdjax.engine.sequence import Request, Row
 from fdjax.engine.state import init_cache, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.lm import LM
@@ -34,6 +36,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
 from fdjax.system import device_memory
+from fdjax.text.tokenizer import Tokenizer
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0), implementation="xla")
@@ -109,7 +112,7 @@ def test_a_model_loaded_for_rows_runs_fewer(small_device):
 @settings(max_examples=40)
 def test_no_call_is_larger_than_foreseen(lengths, spare):
     batch = len(lengths) + spare
-    calls = prefill_calls([[7] * n for n in lengths], batch)
+    calls = prefill_calls(dict(enumerate([7] * n for n in lengths)), batch)
     largest = max(call.tokens.size for call in calls)
     assert largest <= max(call_tokens(n, batch) for n in range(1, max(lengths) + 1, 64))
 
@@ -218,13 +221,15 @@ def one_layer():
 @pytest.mark.slow
 def test_a_batch_is_no_larger_than_it_may_be():
     lm = LM(*one_layer(), max_batch=3)
-    out = lm.generate([[5, 6, 7]] * 3, max_new_tokens=2, eos_token_id=None)
+    alone = [lm.generate([5 + i], max_new_tokens=3, eos_token_id=None).tokens[0] for i in range(7)]
+    out = lm.generate([[5 + i] for i in range(7)], max_new_tokens=3, eos_token_id=None)
     assert lm.engine.reusable.state.kv[0][0].shape[0] == 3
-    assert [len(tokens) for tokens in out.tokens] == [2] * 3
-    with pytest.raises(ValueError, match="4 rows are more than max_batch 3"):
-        lm.generate([[5]] * 4)
-    with pytest.raises(ValueError, match="4 rows"):
-        lm.generate([5], do_sample=True, num_return_sequences=4)
+    assert out.tokens == alone
+
+
+def shape(engine, *lengths, new=100):
+    config = GenerationConfig(max_new_tokens=new)
+    return engine.shape_for([Row(Request([5] * n, config), Tokenizer()) for n in lengths])
 
 
 def test_a_cache_is_as_small_as_memory_asks_for():
@@ -232,11 +237,23 @@ def test_a_cache_is_as_small_as_memory_asks_for():
     sizes = {"batch": 1, "max_len": 700, "prompt_tokens": 600}
     tight, wide = (plan_memory(m, **sizes, slots=slots).total_bytes for slots in (768, 2048))
     for budget, slots in ((None, 2048), (wide, 2048), (wide - 1, 768), (tight, 768)):
-        assert LM(m, params, memory_bytes=budget).engine._slots(1, 600, 700) == slots
+        assert shape(LM(m, params, memory_bytes=budget).engine, 600) == Shape(1, slots)
     lm = LM(m, params, memory_bytes=tight - 1)
     with pytest.raises(MemoryError, match=r"generate: must fit into .* for 1 x 700 tokens"):
         lm.generate([5] * 600, max_new_tokens=100)
     assert lm.engine.reusable is None
+
+
+def test_what_does_not_fit_at_once_waits():
+    m, params = one_layer()
+    four = plan_memory(m, batch=4, max_len=700, prompt_tokens=600, slots=768).total_bytes
+    engine = LM(m, params, memory_bytes=four).engine
+    assert shape(engine, *[600] * 4) == Shape(4, 768)
+    assert shape(engine, *[600] * 9) == Shape(4, 768, limited=True)
+    prompts = [[5 + i % 100] * (1 + 60 * i) for i in range(10)]
+    alone = [LM(m, params).generate(p, max_new_tokens=5, eos_token_id=None) for p in prompts]
+    out = LM(m, params, memory_bytes=four).generate(prompts, max_new_tokens=5, eos_token_id=None)
+    assert out.tokens == [one.tokens[0] for one in alone]
 
 
 def test_the_command_line_says_what_would_fit(capsys):

@@ -189,7 +189,8 @@ def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):
     monkeypatch.setattr("fdjax.engine.results.time", clock)
     timer = Timer(lm.model, lm.params)
     for seconds in (8.0, 4.0, 0.0):
-        timer.chunk(Chunk(np.zeros((1, 2), np.int32), compile_seconds=seconds))
+        tokens = np.zeros((1, 2), np.int32)
+        timer.chunk(Chunk(tokens, compile_seconds=seconds, is_first=seconds == 8.0))
     stats = timer.stats([])
     assert (stats.prefill_seconds, stats.decode_seconds, stats.compile_seconds) == (2, 2, 12)
     assert stats.seconds == 16

@@ -117,7 +117,7 @@ def check(lengths: list[int], batch: int, limit: int | None = None) -> set[tuple
     cache: list[list[int]] = [[] for _ in range(batch)]
     finals = collections.Counter()
     shapes = set()
-    for call in prefill_calls(prompts, batch):
+    for call in prefill_calls(dict(enumerate(prompts)), batch):
         count, width = call.tokens.shape
         rows = list(range(batch)) if call.rows is None else call.rows.tolist()
         shapes.add((call.rows is None, count, width))
@@ -223,17 +223,18 @@ def test_programs_are_few_whatever_the_prompts(batch):
 
 def test_a_call_has_all_rows_or_a_half_of_them_and_so_on():
     assert [rows_of_call(WIDE, batch) for batch in (1, 8, 12, 20, 64)] == [1, 8, 6, 5, 8]
-    assert {len(call.tokens) for call in prefill_calls([[7] * 2000] * 12, 12)} == {6}
+    calls = prefill_calls(dict(enumerate([[7] * 2000] * 12)), 12)
+    assert {len(call.tokens) for call in calls} == {6}
 
 
 def test_prompts_of_one_length_share_calls():
-    assert len(prefill_calls([[7] * 100] * 64, 64)) == 1
-    assert len(prefill_calls([[7] * 2000] * 8, 8)) == 2
-    assert len(prefill_calls([[7]], 1)) == 1
+    assert len(prefill_calls(dict(enumerate([[7] * 100] * 64)), 64)) == 1
+    assert len(prefill_calls(dict(enumerate([[7] * 2000] * 8)), 8)) == 2
+    assert len(prefill_calls(dict(enumerate([[7]])), 1)) == 1
 
 
 def test_an_array_is_a_prompt_too():
-    (call,) = prefill_calls([np.arange(1, 4), np.arange(0)], 2)
+    (call,) = prefill_calls({0: np.arange(1, 4), 1: np.arange(0), 2: np.arange(9)}, 4)
     assert call.tokens[0, :4].tolist() == [1, 2, 3, 0]
-    assert call.lengths.tolist() == [3, 0]
-    assert call.final.tolist() == [True, False]
+    assert call.lengths.tolist() == [3, 0, 9, 0]
+    assert call.final.tolist() == [True, False, True, False]

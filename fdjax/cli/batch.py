@@ -1,0 +1,220 @@
+"""`fdjax generate --input`: the prompts of a file, answered into another, which goes on where it
+stopped.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import fdjax
+from fdjax.cli.arguments import UsageError
+from fdjax.cli.shared import plan_of, sampling_of
+from fdjax.engine.results import Answer
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """A line of the input.
+
+    Attributes:
+      id: what the answer is called: the line's own "id", or its number from 0.
+      prompt: a text, token ids, or the messages of a chat.
+      is_chat: it has messages.
+    """
+
+    id: Any
+    prompt: Any
+    is_chat: bool
+
+
+def run_batch(args: argparse.Namespace) -> int:
+    """Answer what of the input has no answer yet; the exit code."""
+    data = _read(args.input)
+    lines = list(_lines(data, args.input))
+    options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
+    with Answers(args.output, _run_of(args, data, options)) as answers:
+        left = [i for i in range(len(lines)) if i not in answers.done]
+        _say(f"{len(lines)} prompts, {len(left)} without an answer")
+        if not left:
+            return 0
+        lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+        prompts = [_prompt(lm, lines[i], args.system) for i in left]
+        began, tokens, count = time.monotonic(), 0, 0
+        with _progress(len(left)) as update:
+            found: dict[int, list[Answer]] = {}
+            for answer in lm.generate_iter(prompts, return_logprobs=args.logprobs, **options):
+                samples = found.setdefault(answer.index, [])
+                samples.append(answer)
+                tokens += len(answer.tokens)
+                if len(samples) == args.num_return_sequences or answer.error is not None:
+                    i = left[answer.index]
+                    answers.add(i, lines[i], found.pop(answer.index))
+                    count += 1
+                    update(f"{tokens / (time.monotonic() - began):.0f} tok/s")
+    _say(f"{count} answers, {tokens} tokens in {time.monotonic() - began:.1f} s: {args.output}")
+    return 0
+
+
+class Answers:
+    """The output: a line for each prompt that has an answer, in the order of their ends.
+
+    A file beside it says of which model, options and input they are.
+
+    Attributes:
+      done: numbers of the prompts that have an answer.
+    """
+
+    def __init__(self, path: Path, run: dict[str, Any]):
+        self._path = path
+        self._run = run
+        self._file: BinaryIO | None = None
+        self.done: set[int] = set()
+
+    def __enter__(self) -> "Answers":
+        beside = self._path.with_name(self._path.name + ".run.json")
+        if self._path.exists() and self._path.stat().st_size:
+            self._check(beside)
+        else:
+            beside.write_text(json.dumps(self._run, indent=1))
+        self._file = self._path.open("ab")
+        _lock(self._file, self._path)
+        kept = self._path.read_bytes()
+        whole = kept[: kept.rfind(b"\n") + 1]
+        for number, line in enumerate(whole.splitlines(), 1):
+            try:
+                self.done.add(json.loads(line)["index"])
+            except (ValueError, TypeError, KeyError):
+                raise UsageError(f"{self._path}: line {number} is no answer") from None
+        # A line that was cut is written anew.
+        self._file.truncate(len(whole))
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._file.close()
+
+    def add(self, index: int, line: Line, answers: list[Answer]) -> None:
+        """Write the answers to a prompt."""
+        first = answers[0]
+        record: dict[str, Any] = {"index": index, "id": line.id}
+        if len(answers) == 1:
+            record |= _answer(first)
+        else:
+            record["samples"] = [_answer(a) for a in sorted(answers, key=lambda a: a.sample)]
+        # In one piece, so that what ends this process cuts no line but the last.
+        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.flush()
+
+    def _check(self, beside: Path) -> None:
+        try:
+            run = json.loads(beside.read_text())
+        except (OSError, ValueError):
+            raise UsageError(
+                f"{self._path} exists, and no {beside.name} says what of: name another --output"
+            ) from None
+        for name, value in self._run.items():
+            if run.get(name) != value:
+                raise UsageError(
+                    f"{self._path} holds answers of another {name}: name another --output, "
+                    "or delete it"
+                )
+
+
+def _answer(answer: Answer) -> dict[str, Any]:
+    if answer.error is not None:
+        return {"error": f"{type(answer.error).__name__}: {answer.error}"}
+    fields = {"text": answer.text, "tokens": answer.tokens, "finish_reason": answer.finish_reason}
+    if answer.logprobs is not None:
+        fields["logprobs"] = answer.logprobs
+    if answer.top_logprobs is not None:
+        fields["top_logprobs"] = answer.top_logprobs
+    return fields
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"generate: --input {path}: {error.strerror}") from None
+
+
+def _lines(data: bytes, path: Path) -> Iterator[Line]:
+    """The lines of the input: each a JSON string, or an object with "prompt" or "messages"."""
+    for number, text in enumerate(data.decode("utf-8-sig", "replace").split("\n"), 1):
+        if not text.strip():
+            continue
+        try:
+            value = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{path}: line {number} is no JSON: {error}") from None
+        fields = value if isinstance(value, dict) else {"prompt": value}
+        names = fields.keys() & {"prompt", "messages"}
+        if len(names) != 1:
+            raise UsageError(f'{path}: line {number} must have either "prompt" or "messages"')
+        if unknown := fields.keys() - {"prompt", "messages", "id"}:
+            raise UsageError(f"{path}: line {number} has an unknown field {min(unknown)!r}")
+        (name,) = names
+        yield Line(fields.get("id", number - 1), fields[name], is_chat=name == "messages")
+
+
+def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
+    """What `generate_iter` takes for a line."""
+    messages = line.prompt if line.is_chat else [{"role": "user", "content": line.prompt}]
+    if system is not None:
+        messages = [{"role": "system", "content": system}, *messages]
+    elif not line.is_chat:
+        return line.prompt
+    return lm.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+
+def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
+    """What answers depend on."""
+    asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
+    return {
+        "model": str(args.model),
+        "options": {name: value for name, value in sorted(asked.items()) if value is not None},
+        "input": hashlib.sha256(data).hexdigest(),
+    }
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    try:
+        import fcntl
+    except ImportError:  # not on Windows
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UsageError(f"{path}: another process is writing it") from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class _progress:
+    """A bar on a terminal, nothing elsewhere."""
+
+    def __init__(self, total: int):
+        self._bar = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, unit="prompt", leave=False)
+
+    def __enter__(self):
+        return self._update
+
+    def __exit__(self, *error) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    def _update(self, rate: str) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(rate)
+            self._bar.update()

@@ -1,0 +1,491 @@
+"""Runs sequences: carries out on the device what the scheduler decides.
+
+Whoever waits for a sequence advances all of them, and hands over when it has what it waited for. A
+thread in the background does so for what is submitted.
+"""
+
+import collections
+import dataclasses
+import functools
+import operator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from fdjax.engine import step
+from fdjax.engine.host_arrays import HostArrays
+from fdjax.engine.schedule import PrefillCall, prefill_calls
+from fdjax.engine.scheduler import Scheduler, Shape
+from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.state import EMPTY, KEEP, DecodeState, StackedCache
+from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
+from fdjax.system.process import refuse_forked, transfers_allowed
+
+# Decode steps of a chunk while others wait for a row: what has ended keeps its row until the end.
+_STEPS_WHILE_OTHERS_WAIT = 8
+# Prompt tokens between two chunks of decode steps.
+_PROMPT_TOKENS_BETWEEN_CHUNKS = 8192
+
+_NOTHING = GenerationConfig(max_new_tokens=0)
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """One caller's sequences.
+
+    Attributes:
+      rows: the sequences.
+      steps: decode steps of a chunk at most.
+      receive: takes each chunk, after the rows took their part of it; in the thread that advances.
+      cancelled: nobody waits for them any more.
+    """
+
+    rows: Sequence[Row]
+    steps: int
+    receive: Callable[[Chunk], None]
+    cancelled: bool = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.cancelled or all(row.ended for row in self.rows)
+
+
+@dataclasses.dataclass(eq=False)
+class Task:
+    """A sequence as the scheduler sees it.
+
+    Attributes:
+      row: the sequence.
+      call: whose it is.
+      budget: decode steps that it may yet take beyond those that were dispatched; None before its
+        first token was.
+    """
+
+    row: Row
+    call: Call
+    budget: int | None = None
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that it needs."""
+        return self.row.slots
+
+    @property
+    def group(self) -> tuple:
+        """What it must have in common with those it runs with."""
+        return self.row.group
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.row.ended or self.call.cancelled
+
+
+class InFlight(NamedTuple):
+    """A call of a program whose results are not yet read.
+
+    Attributes:
+      owners: the task of each row of the results, None where nobody wants it.
+      compile_seconds: what compiling took.
+      results: tokens, log-probabilities, reruns.
+      is_first: of a prompt.
+    """
+
+    owners: tuple[Task | None, ...]
+    compile_seconds: float
+    results: tuple
+    is_first: bool
+
+    def without(self, task: Task) -> "InFlight":
+        """The same, with results that a task no longer wants."""
+        return self._replace(owners=tuple(None if o is task else o for o in self.owners))
+
+
+class Session:
+    """An open state: its rows' options on the device, and its programs.
+
+    Attributes:
+      stacked: the cache is stacked over the layers.
+    """
+
+    def __init__(self, engine: Any, shape: Shape, return_reruns: bool):
+        self._engine = engine
+        self._shape = shape
+        self._static = {"return_reruns": True} if return_reruns else {}
+        state = engine.take_state(shape.rows, shape.slots, may_stack=not return_reruns)
+        self.stacked = isinstance(state.kv, StackedCache)
+        self._state, self._treedef = jax.tree.flatten(state)
+        self._restarts = np.full(shape.rows, EMPTY, np.int32)
+        self._wanted = Processors()
+        self._sampling: Any = None
+        self._steps_of: dict[int, HostArrays] = {}
+
+    def set_options(self, rows: Sequence[Row | None]) -> None:
+        """What each row of the state asks for, from now on."""
+        configs = [_NOTHING if row is None else row.request.config for row in rows]
+        samples = [0 if row is None else row.request.sample for row in rows]
+        self._wanted = functools.reduce(operator.or_, (c.processors for c in configs), self._wanted)
+        self._sampling = per_row(configs, self._shape.rows, sample_indices=samples)
+        self._steps_of = {}
+
+    def end(self, rows: Sequence[int]) -> None:
+        """Rows of which no more is wanted, from the next prompt on."""
+        self._restarts[list(rows)] = EMPTY
+
+    def prefill(self, call: PrefillCall) -> tuple[float, tuple]:
+        """Dispatch a call; returns what compiling took, and its results."""
+        # Once per prompt, what is not asked for costs next to nothing.
+        program = self._engine.program(
+            step.prefill, stacked=self.stacked, processors=self._wanted.everything
+        )
+        fields = call.tokens, call.lengths, call.offsets, call.final, call.rows, call.prompts
+        host = HostArrays.pack((self._sampling, *fields, self._restarts, call.generated))
+        self._restarts = np.full(self._shape.rows, KEEP, np.int32)
+        self._state, tokens, logprobs = program(self._engine.params, self._state, host)
+        results = tokens[:, None], jax.tree.map(lambda a: a[:, None], logprobs), None
+        return program.compile_seconds, results if self._wanted.logprobs else (tokens[:, None],)
+
+    def decode(self, steps: int, most: int) -> tuple[float, tuple]:
+        """Dispatch at most `steps` decode steps of a program for `most`; see `prefill`."""
+        if steps not in self._steps_of:
+            # Rows know on the device when they have enough: the same numbers serve every chunk.
+            host = HostArrays.pack((self._sampling, np.int32(steps)))
+            self._steps_of[steps] = jax.device_put(host)
+        static = self._static | {"processors": self._wanted.tier, "max_steps": most}
+        program = self._engine.program(step.decode_steps, stacked=self.stacked, **static)
+        params = self._engine.stacked_params if self.stacked else self._engine.params
+        self._state, *results = program(params, self._state, self._steps_of[steps])
+        return program.compile_seconds, tuple(results)
+
+    @property
+    def state(self) -> DecodeState:
+        """As it is when what was dispatched is done."""
+        return jax.tree.unflatten(self._treedef, self._state)
+
+
+class Runner:
+    """The sequences of all callers of one engine."""
+
+    def __init__(self, engine: Any, open_session: Callable[..., Any] = Session):
+        """Nothing runs yet.
+
+        Args:
+          engine: an `Engine`: programs, state, limits.
+          open_session: (engine, shape, return_reruns) → `Session`, or what stands in for it.
+        """
+        self._engine = engine
+        self._open_session = open_session
+        self._scheduler: Scheduler[Task] = Scheduler()
+        self._session: Session | None = None
+        self._arrivals: collections.deque[Call] = collections.deque()
+        self._prompts: collections.deque[PrefillCall] = collections.deque()
+        self._flight: collections.deque[InFlight] = collections.deque()
+        self._turn = threading.Condition()
+        self._advancing = False
+        self._submitted: list[Call] = []
+        self._background = False
+
+    def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
+        """Advance rows until all have ended; yields each chunk after they took their part of it.
+
+        A row that fails has an `error`; the others go on.
+
+        Args:
+          rows: what is to run, together with what others asked for.
+          steps: decode steps of a chunk at most.
+        """
+        chunks: collections.deque[Chunk] = collections.deque()
+        call = Call(rows, steps, chunks.append)
+        self._arrivals.append(call)
+        try:
+            while self.wait(call, lambda: chunks):
+                yield chunks.popleft()
+        finally:
+            self.cancel(call)
+
+    def submit(self, call: Call) -> None:
+        """Run a call, whether anybody waits for it or not."""
+        self._arrivals.append(call)
+        with self._turn:
+            self._submitted = [c for c in self._submitted if not c.ended] + [call]
+            if not self._background:
+                self._background = True
+                threading.Thread(target=self._run_submitted, name="fdjax", daemon=True).start()
+
+    def wait(
+        self, call: Call, ready: Callable[[], Any] = lambda: False, timeout: float | None = None
+    ) -> bool:
+        """Advance everything until a call is ready or has ended; True if it is ready.
+
+        Args:
+          call: of `run` or `submit`.
+          ready: what else to wait for.
+          timeout: seconds after which to raise TimeoutError.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        self._advance_until(lambda: call.ended or ready(), until)
+        return bool(ready())
+
+    def cancel(self, call: Call) -> None:
+        """End what has not ended of a call."""
+        call.cancelled = True
+        with self._turn:
+            if not self._advancing:
+                self._settle()
+            self._turn.notify_all()
+
+    def join(self, timeout: float) -> None:
+        """Wait until nothing runs in the background, `timeout` seconds at most."""
+        with self._turn:
+            self._turn.wait_for(lambda: not self._background, timeout)
+
+    def _run_submitted(self) -> None:
+        """Advance until nothing that was submitted is left: the thread of the background."""
+        left = True
+        try:
+            while left:
+                self._advance_until(lambda: all(call.ended for call in self._submitted))
+                with self._turn:
+                    left = self._background = not all(call.ended for call in self._submitted)
+        finally:
+            with self._turn:
+                self._background = False
+                self._turn.notify_all()
+
+    def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
+        """Take turns with other threads in advancing everything, until `until` at the latest."""
+        refuse_forked()
+        while True:
+            with self._turn:
+                left = None if until is None else until - time.monotonic()
+                self._turn.wait_for(lambda: ready() or not self._advancing, left)
+                if ready():
+                    return
+                if until is not None and time.monotonic() >= until:
+                    raise TimeoutError("generate: no result within the time allowed")
+                self._advancing = True
+            try:
+                with transfers_allowed():
+                    self._advance()
+            except Exception as error:
+                self._abort(error)
+            except BaseException:
+                self._abort(None)
+                raise
+            finally:
+                with self._turn:
+                    self._advancing = False
+                    self._turn.notify_all()
+
+    def _advance(self) -> None:
+        """Dispatch what can be, and read the oldest results if they are due."""
+        scheduler = self._scheduler
+        self._take_arrivals()
+        self._settle()
+        if scheduler.shape is not None and scheduler.should_reopen():
+            if self._flight:
+                self._read()
+                return
+            self._close()
+        if scheduler.shape is None and not self._open():
+            return
+        self._admit()
+        self._dispatch()
+        if self._flight:
+            self._read()
+        self._settle()
+
+    def _take_arrivals(self) -> None:
+        while self._arrivals:
+            call = self._arrivals.popleft()
+            self._scheduler.add([Task(row, call) for row in call.rows if not row.ended])
+
+    def _settle(self) -> None:
+        """Free the rows of tasks that have ended, and the state if none is left."""
+        scheduler = self._scheduler
+        scheduler.skip_ended()
+        if scheduler.shape is None:
+            return
+        if not scheduler.waiting and all(task.ended for _, task in scheduler.running):
+            self._close()
+            return
+        # Results under way may say that the cache of a row is damaged.
+        unread = {task for flying in self._flight for task in flying.owners}
+        for i, task in list(scheduler.running):
+            if task.ended and (task not in unread or task.row.ended_on_device):
+                self._release(i)
+
+    def _release(self, row: int, *, quarantine: bool = False) -> None:
+        """Free a row; what of its prompt was not yet dispatched will not be."""
+        task = self._scheduler.rows[row]
+        if task is not None and task.budget is None:
+            self._prompts = collections.deque(
+                call for call in self._prompts if call.leave_out(row).lengths.any()
+            )
+        self._session.end([row])
+        self._scheduler.release(row, quarantine=quarantine)
+
+    def _quarantine(self, row: int) -> None:
+        """Do not use a row any more; who has got it since, waits again."""
+        task = self._scheduler.rows[row]
+        if task is not None:
+            self._scheduler.waiting.appendleft(task)
+            self._flight = collections.deque(flying.without(task) for flying in self._flight)
+        self._release(row, quarantine=True)
+        if task is not None:
+            task.budget = None
+
+    def _open(self) -> bool:
+        """Take a state for those who are next; False if nobody is."""
+        while candidates := self._scheduler.candidates():
+            rows = [task.row for task in candidates]
+            try:
+                shape = self._engine.shape_for(rows)
+            except MemoryError as error:
+                largest = max(candidates, key=lambda task: task.slots)
+                largest.row.error = error
+                self._scheduler.drop(largest)
+                continue
+            return_reruns = any(row.request.config.return_reruns for row in rows)
+            self._session = self._open_session(self._engine, shape, return_reruns)
+            self._scheduler.open(shape)
+            return True
+        return False
+
+    def _close(self) -> None:
+        """Leave the state to the next session, unless something in it is not finite.
+
+        What runs and has not ended waits again.
+        """
+        unread = [flying.results[0] for flying in self._flight]
+        sound = not self._scheduler.quarantined and not self._prompts
+        self._engine.leave_state(self._session.state if sound else None, unread)
+        self._forget()
+
+    def _abort(self, error: Exception | None) -> None:
+        """After a failure: what ran fails with `error`, or runs again from its tokens if None."""
+        for _, task in self._scheduler.running:
+            if error is not None and not task.ended:
+                task.row.error = error
+        if self._scheduler.shape is None and error is not None:
+            for task in self._scheduler.waiting:
+                task.row.error = error
+        self._engine.leave_state(None, [])
+        self._forget()
+
+    def _forget(self) -> None:
+        for _, task in self._scheduler.running:
+            task.budget = None
+        self._scheduler.close()
+        self._session = None
+        self._prompts.clear()
+        self._flight.clear()
+
+    def _admit(self) -> None:
+        """Give free rows to those who wait, and plan the calls for their prompts."""
+        scheduler = self._scheduler
+        admitted = scheduler.admit()
+        if not admitted:
+            return
+        rows = {i: scheduler.rows[i].row for i in admitted}
+        self._session.set_options([task and task.row for task in scheduler.rows])
+        self._prompts += prefill_calls(
+            {i: row.ids for i, row in rows.items()},
+            scheduler.shape.rows,
+            slots=scheduler.shape.slots,
+            generated={i: len(row.tokens) for i, row in rows.items()},
+            short=self._engine.short_calls,
+        )
+
+    def _dispatch(self) -> None:
+        """Prompts up to a number of tokens, and decode steps for rows that may have some."""
+        starts = not self._flight
+        size = 0
+        compile_seconds = 0.0
+        while self._prompts and (starts or size < _PROMPT_TOKENS_BETWEEN_CHUNKS):
+            call = self._prompts.popleft()
+            seconds, results = self._session.prefill(call)
+            size += call.size
+            compile_seconds += seconds
+            if call.final.any():
+                owners = self._first_owners(call)
+                self._flight.append(InFlight(owners, compile_seconds, results, True))
+                compile_seconds = 0.0
+        # First tokens are read before anything else is dispatched: compiling must not delay them.
+        if not (starts and self._flight):
+            self._dispatch_steps()
+
+    def _first_owners(self, call: PrefillCall) -> tuple[Task | None, ...]:
+        """Whose the first tokens of a call are."""
+        rows = range(len(call.tokens)) if call.rows is None else call.rows.tolist()
+        owners = [
+            self._scheduler.rows[i] if final else None
+            for i, final in zip(rows, call.final.tolist(), strict=True)
+        ]
+        for task in owners:
+            if task is not None:
+                config = task.row.request.config
+                task.budget = config.max_new_tokens - len(task.row.tokens) - 1
+        return tuple(owners)
+
+    def _dispatch_steps(self) -> None:
+        """Keep two chunks of decode steps under way."""
+        while sum(not flying.is_first for flying in self._flight) < 2:
+            active = [task for _, task in self._scheduler.running if task.budget]
+            if not active:
+                return
+            most = max(task.call.steps for task in active)
+            steps = min(task.call.steps for task in active)
+            if self._scheduler.waiting or self._prompts:
+                steps = min(steps, _STEPS_WHILE_OTHERS_WAIT)
+            owners = tuple(
+                task if task is not None and task.budget is not None else None
+                for task in self._scheduler.rows
+            )
+            for task in active:
+                task.budget = max(task.budget - steps, 0)
+            self._flight.append(InFlight(owners, *self._session.decode(steps, most), False))
+
+    def _read(self) -> None:
+        """Wait for the oldest results and hand them to their owners."""
+        flying = self._flight.popleft()
+        chunk = _chunk(flying)
+        parts: dict[Call, list[int]] = {}
+        damaged = (chunk.tokens == NOT_FINITE).any(axis=1)
+        for i, task in enumerate(flying.owners):
+            if task is None:
+                # The device goes on with a row that ended on the host, until its next prompt.
+                if damaged[i] and not flying.is_first:
+                    self._quarantine(i)
+                continue
+            if damaged[i]:
+                self._release(self._scheduler.rows.index(task), quarantine=True)
+            if task.ended:
+                continue
+            try:
+                task.row.take(chunk, i)
+            except Exception as error:
+                task.row.error = error
+            parts.setdefault(task.call, []).append(i)
+        for call, rows in parts.items():
+            call.receive(chunk.rows(rows))
+
+
+def _chunk(flying: InFlight) -> Chunk:
+    tokens, logprobs, reruns = (*_numpy(flying.results), None, None)[:3]
+    chosen, top = None, None
+    if isinstance(logprobs, Logprobs):
+        chosen, top = logprobs.chosen, (logprobs.top, logprobs.top_ids)
+    return Chunk(tokens, chosen, top, flying.compile_seconds, reruns, flying.is_first)
+
+
+def _numpy(results: Any) -> Any:
+    """Results of a program, which are in the host's memory, as numpy arrays."""
+    # To read what is not waited for takes longer than both.
+    return jax.tree.map(np.asarray, jax.block_until_ready(results))

@@ -1,0 +1,191 @@
+"""Any number of prompts through a model: each gets the answer that it gets alone."""
+
+import collections
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax.engine.scheduler import Shape
+from fdjax.engine.sequence import Request, Row
+
+OPTIONS = {"eos_token_id": None, "do_sample": False, "return_logprobs": True}
+
+
+@pytest.fixture(scope="module")
+def lm():
+    return fdjax.load("tiny", dtype="float32")
+
+
+def prompts(count):
+    """Short and long ones, among them some of several chunks."""
+    return [
+        [i % 500 + 3] * (i % 37 + 1) if i % 7 else [i % 90 + 5] * (150 + i) for i in range(count)
+    ]
+
+
+def same(result, i, alone):
+    assert result.tokens[i] == alone.tokens[0]
+    assert result.logprobs[i] == alone.logprobs[0]
+
+
+def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(lm):
+    ids, new = prompts(40), [1 + i % 9 for i in range(40)]
+    many = lm.generate(ids, max_new_tokens=new, **OPTIONS)
+    assert lm.engine.reusable.state.batch < len(ids)  # some waited for a row
+    for i in range(0, 40, 7):
+        same(many, i, lm.generate(ids[i], max_new_tokens=new[i], **OPTIONS))
+
+
+@pytest.mark.slow
+def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
+    ids = prompts(36)
+    options = {"max_new_tokens": 12, "eos_token_id": None}
+    each = {"temperature": [0.5 + i % 3 for i in range(40)], "seed": list(range(36))}
+    each |= {"repetition_penalty": [1.0 + i % 2 for i in range(36)]}
+    many = lm.generate(ids, **options, **each)
+    for i in range(0, 36, 9):
+        alone = lm.generate(ids[i], **options, **{name: values[i] for name, values in each.items()})
+        assert many.tokens[i] == alone.tokens[0]
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"temperature": 2.0, "seed": 5}])
+def test_what_is_computed_anew_goes_on_as_before(lm, options):
+    """Many newcomers get a larger state: what runs gives its row back, and is computed anew."""
+    options = {"max_new_tokens": 24, "eos_token_id": None, "return_logprobs": True} | options
+    alone = lm.generate([11, 12, 13], **options)
+    stream = lm.stream([11, 12, 13], **options)
+    next(stream)
+    assert 0 < len(stream.result.tokens[0]) < 24
+    others = lm.generate(prompts(6), max_new_tokens=2, **OPTIONS)
+    collections.deque(stream, maxlen=0)
+    assert lm.engine.reusable.state.batch == 8  # the stream began in a state of one row
+    assert stream.result.tokens == alone.tokens
+    np.testing.assert_allclose(stream.result.logprobs[0], alone.logprobs[0], atol=1e-5)
+    assert others.tokens[2] == lm.generate(prompts(6)[2], max_new_tokens=2, **OPTIONS).tokens[0]
+
+
+def test_a_cache_too_small_for_all_finishes_all(lm, monkeypatch):
+    ids = prompts(11)
+    many = lm.generate(ids, max_new_tokens=4, **OPTIONS)
+    shape_for = lm.engine.shape_for
+    monkeypatch.setattr(
+        lm.engine,
+        "shape_for",
+        lambda rows: Shape(min(4, (s := shape_for(rows)).rows), s.slots, limited=True),
+    )
+    few = lm.generate(ids, max_new_tokens=4, **OPTIONS)
+    assert few.tokens == many.tokens and few.logprobs == many.logprobs
+
+
+def test_a_damaged_row_changes_no_other(lm):
+    bad = 300
+
+    def damage(ids, lengths, scores):
+        return jnp.where((ids == bad).any(axis=1, keepdims=True), jnp.nan, scores)
+
+    ids = [[i + 5, i + 6, i + 7] for i in range(6)]
+    rows = [[*one, bad] if i == 4 else one for i, one in enumerate(ids)]
+    config = fdjax.GenerationConfig(
+        max_new_tokens=6, eos_token_ids=(), return_logprobs=0, logits_processors=(damage,)
+    )
+    rows = [Row(Request(one, config, i), lm.tokenizer) for i, one in enumerate(rows)]
+    for _ in lm.engine.runner.run(rows, 4):
+        pass
+    assert isinstance(rows[4].error, FloatingPointError) and "prompt 4" in str(rows[4].error)
+    assert lm.engine.reusable is None  # a cache that saw it is not used again
+    alone = lm.generate(ids, max_new_tokens=6, **OPTIONS)
+    for i in (0, 1, 2, 3, 5):
+        assert rows[i].tokens == alone.tokens[i]
+
+
+def test_threads_get_the_answers_of_one_by_one(lm):
+    ids = prompts(12)
+    alone = [lm.generate(one, max_new_tokens=5, **OPTIONS).tokens[0] for one in ids]
+    found = {}
+
+    def work(t):
+        for i in range(t, 12, 4):
+            found[i] = lm.generate(ids[i], max_new_tokens=5, **OPTIONS).tokens[0]
+
+    threads = [threading.Thread(target=work, args=(t,)) for t in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert [found[i] for i in range(12)] == alone
+
+
+def test_the_state_is_given_back(lm):
+    lm.generate(prompts(5), max_new_tokens=3, **OPTIONS)
+    before = len(jax.live_arrays())
+    for _ in range(3):
+        lm.generate(prompts(5), max_new_tokens=3, **OPTIONS)
+    assert len(jax.live_arrays()) <= before + 2
+
+
+def test_answers_come_as_they_are_finished(lm):
+    ids = prompts(12)
+    new = [40 if i == 0 else 2 for i in range(12)]
+    whole = lm.generate(ids, max_new_tokens=new, **OPTIONS)
+    answers = list(lm.generate_iter(iter(ids), max_new_tokens=new, **OPTIONS))
+    assert answers[-1].index == 0 and sorted(a.index for a in answers) == list(range(12))
+    for answer in answers:
+        assert answer.tokens == whole.tokens[answer.index]
+        assert answer.text == whole.texts[answer.index]
+        assert answer.logprobs == whole.logprobs[answer.index]
+        assert (answer.finish_reason, answer.error) == ("length", None)
+    assert list(lm.generate_iter([])) == []
+
+
+def test_a_prompt_that_fails_has_an_error_and_the_others_their_answers(lm):
+    def refuse(tokens):
+        raise KeyError("mine")
+
+    criteria = [(refuse,) if i == 2 else () for i in range(5)]
+    answers = lm.generate_iter(
+        prompts(5), max_new_tokens=3, stopping_criteria=criteria, eos_token_id=None
+    )
+    errors = {answer.index: answer.error for answer in answers}
+    assert isinstance(errors.pop(2), KeyError)
+    assert set(errors.values()) == {None}
+    answers = list(lm.generate_iter(["", "Hello", [10**6], [5] * 600], max_new_tokens=2))
+    assert [a.index for a in answers if a.error is None] == [1]
+    assert {a.index: type(a.error) for a in answers if a.error} == dict.fromkeys(
+        [0, 2, 3], ValueError
+    )
+    with pytest.raises(ValueError, match="temperature"):
+        lm.generate_iter(["Hello"], temperature=-1)
+
+
+def test_what_is_submitted(lm):
+    text = "Once upon a time"
+    expected = lm.generate(text, max_new_tokens=20, do_sample=False)
+    requests = [lm.submit(text, max_new_tokens=20, do_sample=False) for _ in range(3)]
+    assert "".join(requests[0]) == expected.text
+    for request in requests:
+        result = request.result(timeout=120)
+        assert request.done and result.tokens == expected.tokens
+        assert result.text == expected.text and result.stats.decode_tokens == 20
+    long = lm.submit(text, max_new_tokens=400, do_sample=False, eos_token_id=None)
+    with pytest.raises(TimeoutError):
+        long.result(timeout=0)
+    next(long)
+    long.cancel()
+    assert long.done and 0 < len(long.result().tokens[0]) < 400
+    with pytest.raises(ValueError, match="takes one prompt"):
+        lm.submit([text, text])
+
+
+def test_the_error_of_a_submitted_request_is_raised_where_it_is_waited_for(lm):
+    def refuse(tokens):
+        raise KeyError("mine")
+
+    request = lm.submit([5, 6], max_new_tokens=5, stopping_criteria=(refuse,))
+    with pytest.raises(KeyError):
+        request.result(timeout=120)
+    with pytest.raises(KeyError):
+        collections.deque(request, maxlen=0)

@@ -1,0 +1,380 @@
+"""Any number of sequences on a device that is made up: nothing lost, mixed up or left behind."""
+
+import dataclasses
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdjax.engine.runner import Call, Runner
+from fdjax.engine.schedule import slots_for
+from fdjax.engine.scheduler import Shape
+from fdjax.engine.sequence import Request, Row
+from fdjax.sampling.options import GenerationConfig
+from fdjax.sampling.sampler import NOT_FINITE
+from fdjax.text.tokenizer import Tokenizer
+
+EOS = 7
+# A prompt with this token gives logits that are not finite, after as many tokens as the next says.
+DAMAGED = 99
+
+
+def next_token(ids: list[int], prompt: int) -> int:
+    """Of a model that depends on every token before."""
+    if DAMAGED in ids[:prompt] and len(ids) - prompt >= ids[ids.index(DAMAGED) + 1]:
+        return NOT_FINITE
+    return (31 * sum(i * (n + 1) for n, i in enumerate(ids)) + len(ids)) % 89
+
+
+def answer(row: Row) -> list[int]:
+    """What a row should come to, by itself."""
+    ids, config = list(row.request.ids), row.request.config
+    while len(ids) - len(row.request.ids) < config.max_new_tokens:
+        token = next_token(ids, len(row.request.ids))
+        if token == NOT_FINITE:
+            break
+        ids.append(token)
+        if token in config.eos_token_ids:
+            break
+    return ids[len(row.request.ids) :]
+
+
+@dataclasses.dataclass
+class DeviceRow:
+    cached: list[int] = dataclasses.field(default_factory=list)
+    last: int = 0
+    prompt: int = 0
+    finished: bool = True
+    row: Row | None = None
+    tainted: bool = False
+
+
+class Device:
+    """Stands in for a `Session`: computes what the programs would, and refuses misuse."""
+
+    def __init__(self, engine, shape, return_reruns):
+        self.engine, self.shape = engine, shape
+        self.rows = [DeviceRow() for _ in range(shape.rows)]
+        self.options = [None] * shape.rows
+        self.restarts = set(range(shape.rows))
+        engine.sessions += 1
+        self.state = object()
+
+    def set_options(self, rows):
+        self.options = list(rows)
+
+    def end(self, rows):
+        self.restarts |= set(rows)
+
+    def prefill(self, call):
+        if self.engine.fail_next:
+            self.engine.fail_next = False
+            raise RuntimeError("the device failed")
+        for i in self.restarts:
+            self.rows[i] = DeviceRow(tainted=self.rows[i].tainted)
+        self.restarts = set()
+        rows = range(len(call.tokens)) if call.rows is None else call.rows.tolist()
+        out = np.full((len(call.tokens), 1), -1, np.int32)
+        for r, i in enumerate(rows):
+            n = call.lengths[r]
+            if not n:
+                assert not call.final[r]
+                continue
+            row = self.rows[i]
+            assert row.finished and call.offsets[r] == len(row.cached)
+            assert call.offsets[r] + call.tokens.shape[1] <= self.shape.slots
+            row.cached += call.tokens[r, :n].tolist()
+            row.prompt = int(call.prompts[r])
+            if call.final[r]:
+                assert row.cached == self.options[i].ids[: len(row.cached)]
+                assert len(row.cached) == call.prompts[r] + call.generated[r]
+                assert call.generated[r] == len(self.options[i].tokens)
+                row.row = self.options[i]
+                row.finished = False
+                out[r] = self.choose(row)
+        return 0.0, (out,)
+
+    def decode(self, steps, most):
+        assert 0 < steps <= most
+        out = np.full((len(self.rows), most), -1, np.int32)
+        for i, row in enumerate(self.rows):
+            for step in range(steps):
+                if row.finished:
+                    break
+                row.cached.append(row.last)
+                assert len(row.cached) < self.shape.slots
+                out[i, step] = self.choose(row)
+        return 0.0, (out,)
+
+    def choose(self, row):
+        token = next_token(row.cached, row.prompt)
+        if row.tainted and token >= 0:  # what another row left in the cache shows
+            token = (token + 1) % 89
+        config = row.row.request.config
+        steps = len(row.cached) - row.prompt + 1
+        row.finished = token < 0 or token in config.eos_token_ids or steps >= config.max_new_tokens
+        row.tainted |= token == NOT_FINITE
+        row.last = max(token, 0)
+        return token
+
+
+class Engine:
+    """Limits, and where a state is left."""
+
+    short_calls = True
+
+    def __init__(self, most_rows=8, most_slots=10_000):
+        self.most_rows, self.most_slots = most_rows, most_slots
+        self.sessions, self.left, self.fail_next = 0, [], False
+        self.runner = Runner(self, Device)
+
+    def shape_for(self, rows):
+        slots = max(row.slots for row in rows)
+        slots = max(slots, slots_for(1, slots, None))
+        if slots > self.most_slots:
+            raise MemoryError("too long")
+        batch = min(2 ** (len(rows) - 1).bit_length(), self.most_rows)
+        return Shape(batch, slots, limited=batch < len(rows))
+
+    def leave_state(self, state, unread):
+        self.left.append(state)
+
+
+def make_row(prompt, new=10, **options) -> Row:
+    options = {"eos_token_ids": (EOS,)} | options
+    return Row(Request(list(prompt), GenerationConfig(max_new_tokens=new, **options)), Tokenizer())
+
+
+def finish(engine, rows, steps=32):
+    for _ in engine.runner.run(rows, steps):
+        pass
+
+
+def check(row):
+    expected = answer(row)
+    assert row.tokens == expected
+    if DAMAGED in row.request.ids and len(expected) < row.request.config.max_new_tokens:
+        assert isinstance(row.error, FloatingPointError) or expected[-1:] == [EOS]
+    else:
+        assert row.error is None and row.finish_reason in ("stop", "length")
+
+
+def test_more_sequences_than_rows():
+    engine = Engine()
+    rows = [make_row([i % 50 + 1] * (i % 300 + 1), new=i % 40) for i in range(200)]
+    finish(engine, rows)
+    for row in rows:
+        check(row)
+    assert engine.sessions == 1 and len(engine.left) == 1
+
+
+def test_a_row_that_fails_fails_alone():
+    engine = Engine()
+    rows = [make_row([i + 1, i + 2], new=30) for i in range(20)]
+    rows[3] = make_row([DAMAGED, 0, 5], new=30)
+    rows[7] = make_row([DAMAGED, 9, 5], new=30)
+
+    def failing(tokens):
+        if len(tokens) == 4:
+            raise KeyError("mine")
+        return False
+
+    rows[12] = make_row([40, 41], new=30, stopping_criteria=(failing,), eos_token_ids=())
+    finish(engine, rows)
+    assert isinstance(rows[3].error, FloatingPointError) and "token 0" in str(rows[3].error)
+    assert isinstance(rows[7].error, FloatingPointError)
+    assert isinstance(rows[12].error, KeyError) and len(rows[12].tokens) == 4
+    for i, row in enumerate(rows):
+        if i != 12:
+            check(row)
+    # A cache with what is not finite is not used again.
+    assert engine.left[-1] is None
+
+
+def test_more_damaged_rows_than_the_state_has():
+    engine = Engine(most_rows=2)
+    rows = [make_row([DAMAGED, i % 3, i + 1], new=5) for i in range(9)] + [make_row([5], new=5)]
+    finish(engine, rows)
+    for row in rows:
+        check(row)
+
+
+def test_what_does_not_fit_fails_alone():
+    engine = Engine(most_slots=512)
+    rows = [make_row([1] * n, new=5) for n in (5, 600, 20, 507)]
+    finish(engine, rows)
+    assert isinstance(rows[1].error, MemoryError)
+    for row in (rows[0], rows[2], rows[3]):
+        check(row)
+
+
+def test_a_longer_prompt_gets_a_larger_state_and_no_one_starves():
+    engine = Engine()
+    rows = [make_row([i + 1] * n, new=9) for i, n in enumerate([3, 700, 4, 2500, 5] * 4)]
+    short = make_row([3, 4], new=400)
+    chunks = engine.runner.run([short], 4)
+    next(chunks)
+    finish(engine, rows)
+    for _ in chunks:
+        pass
+    for row in [short, *rows]:
+        check(row)
+
+
+def test_newcomers_get_rows_while_others_run():
+    engine = Engine()
+    first = make_row([3, 4], new=300)
+    chunks = engine.runner.run([first], 4)
+    next(chunks)
+    done = len(first.tokens)
+    others = [make_row([i + 5], new=3) for i in range(7)]
+    finish(engine, others)
+    assert not first.ended and len(first.tokens) > done
+    for _ in chunks:
+        pass
+    for row in [first, *others]:
+        check(row)
+
+
+def test_leaving_early_frees_the_rows():
+    engine = Engine(most_rows=2)
+    rows = [make_row([i + 1], new=1000, eos_token_ids=()) for i in range(2)]
+    for row in rows:
+        chunks = engine.runner.run([row], 4)
+        next(chunks)
+        chunks.close()
+    assert len(engine.left) == engine.sessions
+    after = make_row([9], new=5)
+    finish(engine, [after])
+    check(after)
+
+
+def test_what_the_device_fails_at_is_everybodys_error_and_not_the_next_ones():
+    engine = Engine()
+    rows = [make_row([i + 1], new=5) for i in range(3)]
+    engine.fail_next = True
+    finish(engine, rows)
+    assert all(isinstance(row.error, RuntimeError) for row in rows)
+    after = make_row([9], new=5)
+    finish(engine, [after])
+    check(after)
+
+
+def test_an_interrupt_ends_its_own_caller_only(monkeypatch):
+    engine = Engine()
+    mine, other = make_row([3], new=50), make_row([4], new=50)
+    theirs = engine.runner.run([other], 4)
+    next(theirs)
+    real = Device.decode
+
+    def interrupted(self, *args):
+        monkeypatch.setattr(Device, "decode", real)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Device, "decode", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        finish(engine, [mine])
+    for _ in theirs:
+        pass
+    check(other)
+
+
+def test_threads_share_the_device():
+    engine = Engine()
+    rows = [[make_row([t + 1, i + 1], new=5 + i) for i in range(20)] for t in range(16)]
+    threads = [threading.Thread(target=finish, args=(engine, mine)) for mine in rows]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    for mine in rows:
+        for row in mine:
+            check(row)
+
+
+def test_what_is_submitted_runs_by_itself():
+    engine = Engine()
+    calls = [Call([make_row([i + 1], new=20)], 4, lambda chunk: None) for i in range(30)]
+    for call in calls:
+        engine.runner.submit(call)
+    engine.runner.cancel(calls[9])
+    engine.runner.join(timeout=60)
+    for i, call in enumerate(calls):
+        assert call.ended
+        if i != 9:
+            check(call.rows[0])
+
+
+PROMPTS = st.one_of(
+    st.lists(st.integers(1, 80), min_size=1, max_size=6),
+    st.integers(1, 700).map(lambda n: [n % 60 + 1] * n),
+    st.tuples(st.just(DAMAGED), st.integers(0, 20), st.integers(1, 80)).map(list),
+)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("submit"), PROMPTS, st.integers(0, 60), st.sampled_from([4, 32])),
+        st.tuples(st.just("advance"), st.integers(0, 30)),
+        st.tuples(st.just("advance"), st.integers(0, 30)),
+        st.tuples(st.just("cancel"), st.integers(0, 30)),
+        st.tuples(st.just("fail"), st.integers(0, 30)),
+    ),
+    min_size=60,
+    max_size=100,
+)
+
+
+def play(events, most_rows):
+    """Submit, advance, cancel and fail; returns how many events there were."""
+    engine = Engine(most_rows=most_rows, most_slots=2048)
+    open_calls, rows, failed = [], [], 0
+    for event, *rest in events:
+        if event == "submit":
+            prompt, new, steps = rest
+            row = make_row(prompt, new=new)
+            rows.append(row)
+            open_calls.append((engine.runner.run([row], steps), row))
+        elif open_calls and event == "advance":
+            next(open_calls[rest[0] % len(open_calls)][0], None)
+        elif open_calls and event == "cancel":
+            chunks, row = open_calls.pop(rest[0] % len(open_calls))
+            chunks.close()
+            if not row.ended:
+                rows.remove(row)
+        elif event == "fail" and rest[0] == 0:
+            engine.fail_next = True
+            failed += 1
+    for chunks, _ in open_calls:
+        for _ in chunks:
+            pass
+    errors = 0
+    for row in rows:
+        if isinstance(row.error, AssertionError):
+            raise row.error
+        if isinstance(row.error, RuntimeError):
+            errors += 1
+            assert answer(row)[: len(row.tokens)] == row.tokens
+        else:
+            check(row)
+    assert errors <= failed * most_rows
+    # Nothing runs, nothing waits, and every state that was taken was left or dropped.
+    assert len(engine.left) >= engine.sessions
+    return len(events)
+
+
+@pytest.mark.parametrize(
+    "examples", [pytest.param(250), pytest.param(1250, marks=pytest.mark.soak)]
+)
+def test_any_order_of_events(examples):
+    count = 0
+
+    @settings(max_examples=examples, deadline=None)
+    @given(EVENTS, st.sampled_from([1, 2, 8]))
+    def run(events, most_rows):
+        nonlocal count
+        count += play(events, most_rows)
+
+    run()
+    print(f"{count} events")
