@@ -644,7 +644,7 @@ first, second = jax.devices()
 for device in (second, first, None):
     lm = fdjax.load("tiny", device=device, compilation_cache=False)
     print(lm.generate("What is 7 + 5?", max_new_tokens=9).text, end=" ")
-    used = lm.params["embed"].devices() | lm.engine.idle.state.ids.devices()
+    used = lm.params["embed"].devices() | lm.engine.reusable.state.ids.devices()
     assert used == {device or first}, used
     print(lm.score("hi").perplexity)
 """
