@@ -31,7 +31,7 @@ _STEPS_WHILE_OTHERS_WAIT = 8
 # Prompt tokens between two chunks of decode steps.
 _PROMPT_TOKENS_BETWEEN_CHUNKS = 8192
 
-_NOTHING = GenerationConfig(max_new_tokens=0)
+_NOTHING = GenerationConfig(max_new_tokens=0).filled()
 
 
 @dataclasses.dataclass(eq=False)

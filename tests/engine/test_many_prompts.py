@@ -91,7 +91,7 @@ def test_a_damaged_row_changes_no_other(lm):
     rows = [[*one, bad] if i == 4 else one for i, one in enumerate(ids)]
     config = fdjax.GenerationConfig(
         max_new_tokens=6, eos_token_ids=(), return_logprobs=0, logits_processors=(damage,)
-    )
+    ).filled()
     rows = [Row(Request(one, config, i), lm.tokenizer) for i, one in enumerate(rows)]
     for _ in lm.engine.runner.run(rows, 4):
         pass
@@ -152,7 +152,7 @@ def test_a_prompt_that_fails_has_an_error_and_the_others_their_answers(lm):
     errors = {answer.index: answer.error for answer in answers}
     assert isinstance(errors.pop(2), KeyError)
     assert set(errors.values()) == {None}
-    answers = list(lm.generate_iter(["", "Hello", [10**6], [5] * 600], max_new_tokens=2))
+    answers = list(lm.generate_iter([[], "Hello", [10**6], [5] * 600], max_new_tokens=2))
     assert [a.index for a in answers if a.error is None] == [1]
     assert {a.index: type(a.error) for a in answers if a.error} == dict.fromkeys(
         [0, 2, 3], ValueError

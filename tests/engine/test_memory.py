@@ -228,7 +228,7 @@ def test_a_batch_is_no_larger_than_it_may_be():
 
 
 def shape(engine, *lengths, new=100):
-    config = GenerationConfig(max_new_tokens=new)
+    config = GenerationConfig(max_new_tokens=new).filled()
     return engine.shape_for([Row(Request([5] * n, config), Tokenizer()) for n in lengths])
 
 

@@ -144,7 +144,8 @@ class Engine:
 
 def make_row(prompt, new=10, **options) -> Row:
     options = {"eos_token_ids": (EOS,)} | options
-    return Row(Request(list(prompt), GenerationConfig(max_new_tokens=new, **options)), Tokenizer())
+    config = GenerationConfig(max_new_tokens=new, **options).filled()
+    return Row(Request(list(prompt), config), Tokenizer())
 
 
 def finish(engine, rows, steps=32):
