@@ -130,10 +130,10 @@ def prefill_calls(
         widths = chunks_for(longest)
         if slots is not None and sum(widths) > slots:
             widths = CHUNKS[:1] * -(-longest // CHUNKS[0])
-        wanted = _few_sizes(len(order))
+        least = 1
         if short and longest <= SHORT_CHUNK and batch >= _SHORT_ROWS:
-            widths, wanted = (SHORT_CHUNK,), max(wanted, _SHORT_ROWS)
-        count = min(wanted, rows_of_call(max(widths), batch))
+            widths, least = (SHORT_CHUNK,), _SHORT_ROWS
+        count = _rows_for(len(order), widths, least, rows_of_call(max(widths), batch))
         whole = count == batch
         work = {i: prompts[i] for i in order[-count:]}
         order = order[:-count]
@@ -153,12 +153,14 @@ def least_slots(prompt: int, total: int) -> int:
     return max(covered_slots(prompt), -(-total // CHUNKS[0]) * CHUNKS[0])
 
 
-def _few_sizes(count: int) -> int:
-    """A power of four that is no less."""
-    size = 1
-    while size < count:
-        size *= 4
-    return size
+def _rows_for(count: int, widths: Sequence[int], least: int, most: int) -> int:
+    """Rows of a call for `count` prompts: `least` or `most`. Other numbers need more programs."""
+
+    def cost(rows):
+        tokens = sum(rows * width + _CALL_OVERHEAD_TOKENS for width in widths)
+        return -(-count // rows) * tokens
+
+    return least if cost(least) < cost(most) else most
 
 
 def _calls(work, group, widths, whole, generated):

@@ -234,7 +234,7 @@ def test_prompts_of_one_length_share_calls():
 
 
 def test_an_array_is_a_prompt_too():
-    (call,) = prefill_calls({0: np.arange(1, 4), 1: np.arange(0), 2: np.arange(9)}, 4)
-    assert call.tokens[0, :4].tolist() == [1, 2, 3, 0]
-    assert call.lengths.tolist() == [3, 0, 9, 0]
-    assert call.final.tolist() == [True, False, True, False]
+    (call,) = prefill_calls({i: np.arange(n) for i, n in enumerate([3, 0, 9, 1])}, 4)
+    assert call.tokens[2, :10].tolist() == [*range(9), 0]
+    assert call.lengths.tolist() == [3, 0, 9, 1]
+    assert call.final.tolist() == [True, False, True, True]
