@@ -16,6 +16,9 @@ import fdjax
 from fdjax.cli.arguments import UsageError
 from fdjax.cli.shared import plan_of, sampling_of
 from fdjax.engine.results import Answer
+from fdjax.system.files import write_whole
+from fdjax.text.conversation import chat_ids, split_options
+from fdjax.weights.checkpoint import locate
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +48,9 @@ def run_batch(args: argparse.Namespace) -> int:
             return 0
         lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
         prompts = [_prompt(lm, lines[i], args.system) for i in left]
+        if args.system is not None or any(line.is_chat for line in lines):
+            # A chat ends where the checkpoint's template says, too.
+            _, options = split_options(lm.tokenizer, lm.defaults, None, options)
         began, tokens, count = time.monotonic(), 0, 0
         with _progress(len(left)) as update:
             found: dict[int, list[Answer]] = {}
@@ -78,22 +84,33 @@ class Answers:
 
     def __enter__(self) -> "Answers":
         beside = self._path.with_name(self._path.name + ".run.json")
-        if self._path.exists() and self._path.stat().st_size:
+        try:
+            self._file = self._path.open("ab")
+        except OSError as error:
+            raise UsageError(f"generate: --output {self._path}: {error.strerror}") from None
+        try:
+            _lock(self._file, self._path)
+            self._resume(beside)
+        except BaseException:
+            self._file.close()
+            raise
+        return self
+
+    def _resume(self, beside: Path) -> None:
+        """Read which prompts have an answer."""
+        if self._path.stat().st_size:
             self._check(beside)
         else:
-            beside.write_text(json.dumps(self._run, indent=1))
-        self._file = self._path.open("ab")
-        _lock(self._file, self._path)
-        kept = self._path.read_bytes()
-        whole = kept[: kept.rfind(b"\n") + 1]
+            write_whole(beside, json.dumps(self._run, indent=1))
+        content = self._path.read_bytes()
+        whole = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 self.done.add(json.loads(line)["index"])
             except (ValueError, TypeError, KeyError):
-                raise UsageError(f"{self._path}: line {number} is no answer") from None
+                raise UsageError(f"{self._path}: line {number} is not an answer") from None
         # A line that was cut is written anew.
         self._file.truncate(len(whole))
-        return self
 
     def __exit__(self, *error) -> None:
         self._file.close()
@@ -169,14 +186,16 @@ def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
         messages = [{"role": "system", "content": system}, *messages]
     elif not line.is_chat:
         return line.prompt
-    return lm.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    return chat_ids(lm.tokenizer, messages)
 
 
 def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
     """What answers depend on."""
     asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
+    folder = locate(args.model, weights=False)
+    config = (folder / "config.json").read_bytes()
     return {
-        "model": str(args.model),
+        "model": [str(args.model), hashlib.sha256(config).hexdigest()],
         "options": {name: value for name, value in sorted(asked.items()) if value is not None},
         "input": hashlib.sha256(data).hexdigest(),
     }

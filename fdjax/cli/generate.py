@@ -5,10 +5,12 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import fdjax
 from fdjax.cli.arguments import Parser, UsageError, integer, some_text
+from fdjax.cli.batch import run_batch
 from fdjax.cli.shared import (
     add_model,
     add_sampling,
@@ -25,6 +27,19 @@ logger = logging.getLogger("fdjax")
 def add_arguments(parser: Parser) -> None:
     """What it takes."""
     parser.add_argument("prompt", nargs="?", help="default: standard input")
+    parser.add_argument(
+        "--input",
+        type=Path,
+        metavar="FILE",
+        help='answer each line of a file: a JSON string, or an object with "prompt" or "messages" '
+        'and perhaps an "id"',
+    )
+    parser.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="with --input: where a line of JSON for each answer goes; goes on where it stopped",
+    )
     add_model(parser)
     parser.add_argument(
         "--system",
@@ -55,11 +70,17 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run it; the exit code."""
+    if args.input is not None or args.output is not None:
+        if args.input is None or args.output is None:
+            raise UsageError("generate: --input and --output belong together")
+        if args.prompt is not None:
+            raise UsageError("generate: give a prompt or --input, not both")
+        return run_batch(args)
     if args.logprobs is not None and not args.json:
         raise UsageError("generate: --logprobs needs --json")
     prompt, options = _prompt(args.prompt), sampling_of(args)
     if args.num_return_sequences > 1:
-        _check_sampled(args.model, options)
+        check_sampled(args.model, options)
     lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
     options = with_room(options, lm.defaults.max_new_tokens)
     generate, stream, given = lm.generate, lm.stream, prompt
@@ -93,7 +114,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _check_sampled(model: str, options: dict[str, Any]) -> None:
+def check_sampled(model: str, options: dict[str, Any]) -> None:
     """Refuse several samples where nothing is sampled, before the weights are read."""
     from fdjax.sampling.options import GenerationConfig
     from fdjax.sampling.per_prompt import per_prompt

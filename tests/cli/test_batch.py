@@ -1,0 +1,160 @@
+"""`fdjax generate --input`: every line of a file gets one answer, whatever happens meanwhile."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import fdjax
+from fdjax.cli.main import main
+
+LINES = ["Once upon a time", {"prompt": "What is 7 + 5?", "id": "q7"}, {"prompt": [5, 6, 7]}]
+LINES += [{"messages": [{"role": "user", "content": "What is 7 + 5?"}], "id": {"nested": 1}}]
+OPTIONS = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(map(json.dumps, LINES)) + "\n")
+    return source, target
+
+
+def run(files, *options):
+    source, target = files
+    return main(["generate", "--input", str(source), "--output", str(target), *OPTIONS, *options])
+
+
+def answers(target):
+    return [json.loads(line) for line in target.read_text().splitlines()]
+
+
+def by_index(target):
+    found = sorted(answers(target), key=lambda answer: answer["index"])
+    assert [answer["index"] for answer in found] == list(range(len(found)))
+    return found
+
+
+def test_each_line_has_its_answer_and_its_id(files, capsys):
+    assert run(files) == 0
+    found = by_index(files[1])
+    assert [answer["id"] for answer in found] == [0, "q7", 2, {"nested": 1}]
+    lm = fdjax.load("tiny")
+    expected = lm.generate(["Once upon a time", "What is 7 + 5?", [5, 6, 7]], max_new_tokens=6)
+    chat = lm.chat(LINES[3]["messages"], max_new_tokens=6)
+    assert [answer["tokens"] for answer in found] == [*expected.tokens, *chat.tokens]
+    assert [answer["text"] for answer in found] == [*expected.texts, *chat.texts]
+    assert "4 prompts, 4 without an answer" in capsys.readouterr().err
+
+
+def test_it_goes_on_where_it_stopped_and_repairs_a_line_that_was_cut(files, capsys):
+    run(files)
+    whole = files[1].read_bytes().splitlines(keepends=True)
+    files[1].write_bytes(whole[0] + whole[1] + whole[2][:20])
+    assert run(files) == 0
+    assert "2 without an answer" in capsys.readouterr().err
+    assert sorted(files[1].read_bytes().splitlines(keepends=True)) == sorted(whole)
+    before = files[1].read_bytes()
+    assert run(files) == 0 and files[1].read_bytes() == before
+
+
+@pytest.mark.parametrize("what", ["options", "input", "model"])
+def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
+    run(files)
+    before = files[1].read_bytes()
+    options = []
+    if what == "options":
+        options = ["--temperature", "0.5"]
+    elif what == "input":
+        files[0].write_text('"Another"\n')
+    else:
+        beside = tmp_path / "out.jsonl.run.json"
+        beside.write_text(beside.read_text().replace("tiny", "other"))
+    assert run(files, *options) == 2
+    assert f"holds answers of another {what}" in capsys.readouterr().err
+    assert files[1].read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2 is no JSON"),
+        ('{"id": 3}', 'line 2 must have either "prompt" or "messages"'),
+        ('{"prompt": "a", "messages": []}', 'line 2 must have either "prompt" or "messages"'),
+        ('{"prompt": "a", "temperature": 1}', "unknown field 'temperature'"),
+    ],
+)
+def test_a_line_that_is_none_ends_it_before_anything_runs(files, capsys, line, message):
+    files[0].write_text('"Hello"\n' + line + "\n")
+    assert run(files) == 2
+    assert message in capsys.readouterr().err
+    assert not files[1].exists()
+
+
+def test_a_prompt_that_is_refused_has_an_error(files):
+    files[0].write_text('[]\n"Hello"\n')
+    assert run(files) == 0
+    first, second = by_index(files[1])
+    assert "is empty" in first["error"] and second["finish_reason"] in ("stop", "length")
+
+
+def test_samples_stand_together(files):
+    options = [
+        "--num-return-sequences",
+        "2",
+        "--temperature",
+        "1",
+        "--logprobs",
+        "1",
+        "--seed",
+        "1",
+    ]
+    assert run(files, *options) == 0
+    for answer in by_index(files[1]):
+        assert len(answer["samples"]) == 2
+        for sample in answer["samples"]:
+            assert len(sample["logprobs"]) == len(sample["tokens"]) == len(sample["top_logprobs"])
+
+
+def test_arguments_that_do_not_go_together(files, capsys):
+    assert main(["generate", "--input", str(files[0])]) == 2
+    assert run(files, "a prompt") == 2
+    assert main(["generate", "--input", "absent.jsonl", "--output", str(files[1])]) == 2
+    assert "absent.jsonl: No such file" in capsys.readouterr().err
+    assert main(["generate", "--input", str(files[0]), "--output", "/absent/out"]) == 2
+    assert "/absent/out: No such file" in capsys.readouterr().err
+
+
+def kill_and_resume(files, kills, prompts):
+    source, target = files
+    source.write_text("".join(json.dumps([i % 90 + 5, 7]) + "\n" for i in range(prompts)))
+    command = [sys.executable, "-m", "fdjax", "generate", "--input", str(source)]
+    command += ["--output", str(target), "--max-new-tokens", "30"]
+    for kill in range(kills):
+        process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        lines = target.read_bytes().count(b"\n") if target.exists() else 0
+        until = time.monotonic() + 120
+        while process.poll() is None and time.monotonic() < until:
+            if target.exists() and target.read_bytes().count(b"\n") > lines + 7 * kill:
+                break
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert subprocess.run(command, stderr=subprocess.DEVNULL).returncode == 0
+    assert len(by_index(target)) == prompts
+
+
+@pytest.mark.skipif(os.name != "posix", reason="signals")
+@pytest.mark.parametrize(
+    ("kills", "prompts"),
+    [
+        pytest.param(3, 150, marks=pytest.mark.slow),
+        pytest.param(20, 1500, marks=pytest.mark.soak),
+    ],
+)
+def test_killed_at_any_time_every_answer_is_there_once(files, kills, prompts):
+    kill_and_resume(files, kills, prompts)
