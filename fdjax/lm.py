@@ -127,7 +127,10 @@ class LM:
     def generate(
         self, prompts: Prompt | Sequence[Prompt], config: GenerationConfig | None = None, **options
     ) -> GenerateResult:
-        """Generate from one prompt or many.
+        """Generate from one prompt or any number of them.
+
+        As many rows as fit run at once. A row that has ended goes to the next prompt. The first
+        prompt that fails ends the call; `generate_iter` keeps the other answers.
 
         Args:
           prompts: a text, a sequence of token ids, or a sequence of either.
@@ -145,12 +148,11 @@ class LM:
 
         Raises:
           ValueError: a prompt is empty, too long for the cache or has ids outside the vocabulary;
-            an option is out of range; the options forbid every token; there are more rows than
-            `max_batch`.
+            an option is out of range; the options forbid every token.
           TypeError: there is no such option, or `eos_token_id` and `eos_token_ids` are both named.
           MissingTokenizerError: text or a stop string is given and there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
-          MemoryError: the cache that the rows need does not fit beside the weights.
+          MemoryError: the cache of one row does not fit beside the weights.
 
         Warns:
           UserWarning: an option has no effect, as nothing is sampled.
