@@ -44,7 +44,7 @@ _UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of anot
 # Whose functions and classes are in modules of this package, as it is.
 _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
     *("fdjax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"),
-    *("jinja2", "tokenizers", "safetensors", "huggingface_hub", "tqdm"),
+    *("jinja2", "markupsafe", "tokenizers", "safetensors", "huggingface_hub", "tqdm"),
 }
 
 
