@@ -388,6 +388,11 @@ class LM:
                 continue
             samples = range(row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
+        if any(request.config.return_reruns for request in requests):
+            # `stats` are those of all rows, and so one program runs them.
+            for i, request in enumerate(requests):
+                config = dataclasses.replace(request.config, return_reruns=True)
+                requests[i] = dataclasses.replace(request, config=config)
         return requests
 
     def _check(self, config: GenerationConfig, i: int) -> None:

@@ -129,7 +129,7 @@ def test_none_in_a_list_is_as_if_not_given(lm):
     names = [*sequences, "logits_processors", "logit_bias", "temperature"]
     nothing = {name: [None, None] for name in names}
     given = GREEDY | {"do_sample": None} | nothing
-    config = fdjax.GenerationConfig()
+    config = fdjax.GenerationConfig(do_sample=False)
     assert lm.generate(texts, config, max_new_tokens=8, **given).tokens == [usual] * 2
     # What one prompt is given is not the other's.
     given |= {"suppress_tokens": (None, usual[0]), "temperature": [None, 1.0], "top_k": [None, 1]}
