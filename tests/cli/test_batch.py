@@ -102,6 +102,7 @@ def test_a_prompt_that_is_refused_has_an_error(files):
     assert "is empty" in first["error"] and second["finish_reason"] in ("stop", "length")
 
 
+@pytest.mark.slow
 def test_samples_stand_together(files):
     options = [
         "--num-return-sequences",

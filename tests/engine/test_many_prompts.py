@@ -52,7 +52,11 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
         assert many.tokens[i] == alone.tokens[0]
 
 
-@pytest.mark.parametrize("options", [{"do_sample": False}, {"temperature": 2.0, "seed": 5}])
+@pytest.mark.parametrize(
+    "options",
+    [{"do_sample": False}, pytest.param({"temperature": 2.0, "seed": 5}, marks=pytest.mark.slow)],
+    ids=["greedy", "sampled"],
+)
 def test_what_is_computed_anew_goes_on_as_before(lm, options):
     """Many newcomers get a larger state: what runs gives its row back, and is computed anew."""
     options = {"max_new_tokens": 24, "eos_token_id": None, "return_logprobs": True} | options
@@ -68,6 +72,7 @@ def test_what_is_computed_anew_goes_on_as_before(lm, options):
     assert others.tokens[2] == lm.generate(prompts(6)[2], max_new_tokens=2, **OPTIONS).tokens[0]
 
 
+@pytest.mark.slow
 def test_a_cache_too_small_for_all_finishes_all(lm, monkeypatch):
     ids = prompts(11)
     many = lm.generate(ids, max_new_tokens=4, **OPTIONS)
@@ -81,6 +86,7 @@ def test_a_cache_too_small_for_all_finishes_all(lm, monkeypatch):
     assert few.tokens == many.tokens and few.logprobs == many.logprobs
 
 
+@pytest.mark.slow
 def test_a_damaged_row_changes_no_other(lm):
     bad = 300
 
