@@ -40,23 +40,31 @@ class CacheRow:
         self._size = cache.shape[-2]
         self.slots = self._size * (1 if self._pages is None else self._pages.shape[1])
 
-    def block(self, start: Array, size: int) -> Any:
+    def block(self, start: Array, size: int, page: Array | None = None) -> Any:
         """`size` slots from `start` on [size,D]; with pages, `start` is a multiple of `size`.
 
         Slots past the row's end must not be used. Without pages, TMA fills them with zeros.
+
+        Args:
+          start, size: which slots.
+          page: `page_at(start)`, if it was looked up before.
         """
         if self._pages is None:
             return self._cache.at[self._row, self._head, pl.ds(start, min(size, self.slots))]
         place = pl.ds(lax.rem(start, jnp.int32(self._size)), size)
-        return self._cache.at[self._page(start), self._head, place]
+        page = self.page_at(start) if page is None else page
+        return self._cache.at[page, self._head, place]
 
     def token(self, slot: Array) -> Any:
         """One slot that exists, [D]."""
         if self._pages is None:
             return self._cache.at[self._row, self._head, slot]
-        return self._cache.at[self._page(slot), self._head, lax.rem(slot, jnp.int32(self._size))]
+        return self._cache.at[self.page_at(slot), self._head, lax.rem(slot, jnp.int32(self._size))]
 
-    def _page(self, slot: Array) -> Array:
+    def page_at(self, slot: Array) -> Array | None:
+        """The page that holds a slot, or None without pages."""
+        if self._pages is None:
+            return None
         entry = lax.div(slot, jnp.int32(self._size))
         return self._pages[self._row, jnp.minimum(entry, self._pages.shape[1] - 1)]
 

@@ -56,9 +56,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
     caches = {name: CacheRow(inputs, name, row, head) for name in "kv"}
     paged = "pages" in inputs
 
-    def load(start, stage):
+    def load(start, stage, page=None):
         for cache, loaded in zip(caches.values(), (k_s, v_s), strict=True):
-            source = cache.block(start, bk)
+            source = cache.block(start, bk, page)
             to = loaded.at[stage, pl.ds(0, source.shape[0])]
             plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
 
@@ -185,21 +185,26 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         """
         stages = config.stages
 
-        def load_block(i):
-            load(block_start(i), lax.rem(i, jnp.int32(stages)))
+        def load_block(i, page=None):
+            load(block_start(i), lax.rem(i, jnp.int32(stages)), page)
+
+        def page_of(i):
+            return caches["k"].page_at(block_start(i)) if paged else zero
 
         def body(i, carry):
+            carry, page = carry
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(smem["loaded"].at[stage])
             carry = step(i, k_s.at[stage], v_s.at[stage], carry)
-            when(i + stages < count)(lambda: load_block(i + stages))
-            return carry
+            when(i + stages < count)(lambda: load_block(i + stages, page))
+            # Looked up a step ahead, because the load would wait for it.
+            return carry, page_of(i + stages + 1)
 
         begun = 1 if first_pass and in_turn else 0
         lax.fori_loop(begun, jnp.minimum(count, stages), lambda i, _: load_block(i), None)
         if first_pass:
             receive_queries()
-        return lax.fori_loop(0, count, body, carry)
+        return lax.fori_loop(0, count, body, (carry, page_of(stages)))[0]
 
     blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
 
