@@ -28,8 +28,10 @@ from jax.experimental.serialize_executable import deserialize_and_load, serializ
 
 from fdjax.bench.model import one_pass, one_pass_program
 from fdjax.engine.engine import Engine, Programs
+from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
-from fdjax.engine.state import DecodeState, init_cache, start
+from fdjax.engine.scheduler import Shape
+from fdjax.engine.state import DecodeState, init_cache, init_pool, start, start_in_pages
 from fdjax.lm import LM
 from fdjax.models import Model, Params
 from fdjax.weights.stacked import stacked_shapes
@@ -242,7 +244,12 @@ class _LoadedProgram:
 class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
-    def take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
+    def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
+        batch, slots = shape.rows, shape.slots
+        if shape.pages:
+            self.pool = PagePool(shape.pages)
+            pool = jax.eval_shape(lambda: init_pool(self.model, shape.pages))
+            return start_in_pages(stand_ins(pool), batch, slots)
         stacks = may_stack and self.stacks(batch, slots)
         cache = jax.eval_shape(lambda: init_cache(self.model, batch, slots, stacks))
         return start(stand_ins(cache))

@@ -70,7 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     params = engine.stacked_params if stacked else engine.params
     state = start(init_cache(model, 1, SLOTS, stacked))
     leaves = jax.tree.leaves(state)
-    decode = engine.program(decode_steps, stacked=stacked, processors=Processors(), max_steps=1)
+    decode = engine.program(
+        decode_steps, stacked=stacked, one_launch=stacked, processors=Processors(), max_steps=1
+    )
     nothing, one = jax.jit(lambda n: n + 1), jnp.int32(1)
 
     def chunk():

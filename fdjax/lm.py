@@ -50,6 +50,7 @@ class LM:
       defaults: the checkpoint's `GenerationConfig`, for what a call does not give.
       max_len: slots of cache per row, or None to size it by need.
       max_batch: rows that may run at once, or None for as many as fit.
+      prefix_cache: prompts share the cache of what they begin with.
       engine: what runs it.
     """
 
@@ -63,6 +64,7 @@ class LM:
         max_len: int | None = None,
         max_batch: int | None = None,
         memory_bytes: int | None = None,
+        prefix_cache: bool = True,
         make_engine: Callable[..., Engine] = Engine,
     ):
         limit = model.config.max_position_embeddings
@@ -80,6 +82,7 @@ class LM:
         self.max_len = max_len
         self.max_batch = max_batch
         self._memory_bytes = memory_bytes
+        self.prefix_cache = prefix_cache
         self._make_engine = make_engine
         self.params = params
 
@@ -102,7 +105,7 @@ class LM:
         )
         _check_params(params, self.model.abstract_params)
         limits = self.max_len, self.max_batch, self._memory_bytes
-        engine = self._make_engine(self.model, params, *limits)
+        engine = self._make_engine(self.model, params, *limits, self.prefix_cache)
         self._params, self.engine = params, engine
 
     def __getstate__(self) -> dict[str, Any]:
@@ -465,6 +468,7 @@ def load(
     max_batch: int | None = None,
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
+    prefix_cache: bool = True,
     plan: Plan | None = None,
     device: jax.Device | None = None,
     revision: str | None = None,
@@ -484,6 +488,8 @@ def load(
       gpu_memory_utilization: the share of the memory that JAX may still allocate that this model
         takes at most, weights, cache and workspace together; without `max_len`, that becomes the
         longest context that fits for `max_batch` rows (default 1). Default: all of it, by need.
+      prefix_cache: compute what prompts have in common once, at their beginnings, while the cache
+        has room for it. It changes no result by more than rounding.
       plan: which implementations run; default that of the device.
       device: where the weights go and everything runs, as of `jax.devices()`; default the first
         local one. Weights that are assigned later run where they are.
@@ -546,6 +552,7 @@ def load(
         max_len=longest if max_len or longest != config.max_position_embeddings else None,
         max_batch=max_batch,
         memory_bytes=memory_bytes,
+        prefix_cache=prefix_cache,
     )
 
 

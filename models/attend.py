@@ -25,10 +25,10 @@ class Attend(Protocol):
 class Stack(Protocol):
     """The caches of all layers in one pytree, which passes through the layers as a whole."""
 
-    def layer(self, index: Array) -> Any:
-        """The part of the layer `index`, [] int32, as `Attend` takes and returns it."""
+    def layer(self, i: int) -> Any:
+        """The part of layer i, as `Attend` takes and returns it."""
         ...
 
-    def updated(self, layer: Any) -> Self:
-        """The caches after `Attend` has returned a layer."""
+    def updated(self, i: int, layer: Any) -> Self:
+        """The caches after `Attend` has returned layer i."""
         ...

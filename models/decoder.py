@@ -299,16 +299,10 @@ class Decoder(nnx.Module):
 
         run = _shared(run, x)
         wanted = [None] * (len(self.blocks) - 1) + [last]
-        if not isinstance(kv, list):
-            for i, (block, one) in enumerate(zip(self.blocks, wanted, strict=True)):
-                x, layer_kv = run(*nnx.split(block), x, kv.layer(jnp.int32(i)), one)
-                kv = kv.updated(layer_kv)
-            return x, kv
-        updated = []
-        for block, layer_kv, one in zip(self.blocks, kv, wanted, strict=True):
-            x, layer_kv = run(*nnx.split(block), x, layer_kv, one)
-            updated.append(layer_kv)
-        return x, updated
+        for i, (block, one) in enumerate(zip(self.blocks, wanted, strict=True)):
+            x, layer_kv = run(*nnx.split(block), x, _layer(kv, i), one)
+            kv = _updated(kv, i, layer_kv)
+        return x, kv
 
     def _embedded(self, tokens: Array, plan: Plan) -> Array:
         """tokens [B,T] → [B,T,E]."""
@@ -327,16 +321,19 @@ class Decoder(nnx.Module):
         lengths: Array,
         rotation_at: Callable[[Rope], tuple[Array, Array]],
         plan: Plan,
+        *,
+        pages: Array | None = None,
     ) -> tuple[Array, tuple[Array, Array]]:
         """Run one token per row through all layers in one kernel; requires `Model.one_launch`.
 
         Args:
           tokens: [B] int32.
-          kv: caches of keys and of values, [L,B,Hkv,S,D] each.
+          kv: caches of keys and of values, [L,B,Hkv,S,D] each, or pools of `pages`.
           stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
           lengths: [B] int32 slots filled before.
           rotation_at: rotary embedding → (cos, sin) [B,1,D/2] at the tokens' positions.
           plan: chooses the implementations.
+          pages: [B,N] int32, see `decode_attention`.
 
         Returns:
           (hidden states before the final norm [B,1,E], the updated caches).
@@ -348,6 +345,7 @@ class Decoder(nnx.Module):
             eps=self.config.norm_eps,
             gate=self.config.activation,
             scale=first.scale,
+            pages=pages,
             plan=plan,
         )
         return x[:, None], tuple(kv)
@@ -359,8 +357,8 @@ class Decoder(nnx.Module):
         return choice.implementation != "xla"
 
     def _chained(
-        self, x: Array, kv: list[Any], attend: Attend, plan: Plan
-    ) -> tuple[Array, list[Any]]:
+        self, x: Array, kv: list[Any] | Stack, attend: Attend, plan: Plan
+    ) -> tuple[Array, list[Any] | Stack]:
         """Run the blocks with one launch between two attentions; x [B,1,E]."""
 
         def run(graph, params, *args):
@@ -372,13 +370,13 @@ class Decoder(nnx.Module):
         first, end = self.blocks[0], self.blocks[-1]
         qkv = first.attention.qkv(x, norm=first.attention_norm.operand(), plan=plan)
         counters = chain_counters(len(self.blocks) - 1)
-        updated = []
         for i, pair in enumerate(itertools.pairwise(self.blocks)):
             graph, params = nnx.split(nnx.List(pair))
-            x, qkv, layer_kv = run(graph, params, x, qkv, kv[i], counters, jnp.int32(i))
-            updated.append(layer_kv)
-        x, layer_kv = end.from_qkv(x, qkv, kv[-1], attend, plan)
-        return x, [*updated, layer_kv]
+            x, qkv, layer_kv = run(graph, params, x, qkv, _layer(kv, i), counters, jnp.int32(i))
+            kv = _updated(kv, i, layer_kv)
+        last = len(self.blocks) - 1
+        x, layer_kv = end.from_qkv(x, qkv, _layer(kv, last), attend, plan)
+        return x, _updated(kv, last, layer_kv)
 
     def logits(self, hidden: Array, plan: Plan) -> Array:
         """hidden [..., E] → fp32 logits [..., V]."""
@@ -391,6 +389,14 @@ class Decoder(nnx.Module):
         if (cap := self.config.logit_soft_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
         return logits
+
+
+def _layer(kv: list[Any] | Stack, i: int) -> Any:
+    return kv[i] if isinstance(kv, list) else kv.layer(i)
+
+
+def _updated(kv: list[Any] | Stack, i: int, layer: Any) -> list[Any] | Stack:
+    return kv[:i] + [layer] + kv[i + 1 :] if isinstance(kv, list) else kv.updated(i, layer)
 
 
 def _shared(run: Callable, x: Array) -> Callable:

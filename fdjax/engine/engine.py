@@ -15,18 +15,23 @@ import numpy as np
 
 from fdjax.engine import step
 from fdjax.engine.disk_cache import cached_on_disk
-from fdjax.engine.memory import MemoryPlan, plan_memory
+from fdjax.engine.memory import MemoryPlan, plan_memory, workspace_bytes
+from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for
 from fdjax.engine.scheduler import Shape
 from fdjax.engine.sequence import Chunk, Row
 from fdjax.engine.state import (
+    SLOT_MULTIPLE,
     DecodeState,
     StackedCache,
     abstract_state,
     init_cache,
+    init_pool,
+    page_bytes,
     start,
+    start_in_pages,
 )
 from fdjax.models import Model, Params
 from fdjax.sampling.sampler import NOT_FINITE
@@ -53,6 +58,10 @@ _MOST_ROWS = 256
 _MOST_ROWS_ON_CPU = 32
 # Where the memory is not known, as on a CPU, caches take as much as the weights, or this.
 _LEAST_CACHE_BYTES = 2**30
+# Share of the memory beside weights and workspace that a pool of pages takes.
+_POOL_SHARE = 0.95
+# Where memory is paid for when it is used, as on a CPU, a pool begins with this many pages.
+_FIRST_PAGES = 64
 
 # Parameters up to this size are packed with others of the same shape.
 _PACKED_BYTES = 2**16
@@ -86,6 +95,8 @@ class Engine:
       params: the parameters, packed by `ParamPacking`.
       stacked_params: the same with the layers stacked, for decode steps in one launch, or None.
       programs: the programs of the model. Engines with other weights share them.
+      paged: the cache is a pool of pages; otherwise each row is in one piece.
+      pool: whose pages are whose, or None before the first use.
       reusable: what the last batch left behind, or None.
       runner: runs the sequences of all callers.
     """
@@ -97,13 +108,14 @@ class Engine:
         max_len: int | None = None,
         max_batch: int | None = None,
         memory_bytes: int | None = None,
+        prefix_cache: bool = True,
     ):
         """Prepare the parameters without compiling anything.
 
         Args:
           model: the model.
           params: its parameters. `stack_layers` may replace arrays in their containers.
-          max_len, max_batch, memory_bytes: see `LM`.
+          max_len, max_batch, memory_bytes, prefix_cache: see `LM`.
         """
         refuse_forked()
         self.model = model
@@ -121,6 +133,11 @@ class Engine:
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
+        self.paged = _reads_pages(model)
+        # Keys and values depend on more than the tokens before them if the rotation does.
+        regular = not any(s.rope and s.rope.depends_on_length for s in model.config.attention)
+        self._prefix_cache = prefix_cache and regular
+        self.pool: PagePool | None = None
         self.reusable: ReusableState | None = None
         self.runner = Runner(self)
 
@@ -148,12 +165,14 @@ class Engine:
           MemoryError: not one fits.
         """
         prompt = max(len(row.ids) for row in rows)
-        total = max(len(row.request.ids) + row.request.config.max_new_tokens for row in rows)
+        total = max(row.most_tokens for row in rows)
         least = max(row.slots for row in rows)
         slots = max(least, slots_for(prompt, total, self.max_len))
         most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else _MOST_ROWS
         most = min(self.max_batch or most, most)
         batch = min(2 ** math.ceil(math.log2(len(rows))), most)
+        if self.paged:
+            return self._shape_in_pages(rows, batch, slots)
         plan = functools.partial(plan_memory, self.model, max_len=total, prompt_tokens=prompt)
         if self.memory_bytes is None:
             cache = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
@@ -165,6 +184,44 @@ class Engine:
                 batch = 2 ** (math.ceil(math.log2(batch)) - 1)
             plan(batch=batch, slots=slots).check("generate", self.memory_bytes)
         return Shape(batch, slots, limited=batch < len(rows))
+
+    def _shape_in_pages(self, rows: Sequence[Row], batch: int, slots: int) -> Shape:
+        needs = [page_count(row.most_tokens) for row in rows]
+        limit = self._most_pages(slots)
+        # One more is nobody's.
+        if max(needs) >= limit:
+            longest = max(needs) * SLOT_MULTIPLE
+            plan_memory(self.model, max_len=longest).check("generate", self.memory_bytes)
+            raise MemoryError(
+                f"generate: {longest} tokens of cache must fit into {limit - 1} pages of "
+                f"{SLOT_MULTIPLE}"
+            )
+        # Rows that find no pages would only cost time. Half of what they may need is enough for
+        # most, as many end early and some share pages.
+        per_row = max(1, sum(needs) // (2 * len(needs)))
+        batch = min(batch, 2 ** math.floor(math.log2(max(1, (limit - 1) // per_row))))
+        pages = 0 if self.pool is None else self.pool.count
+        if self.memory_bytes is not None and self.model.plan.compute_capability is not None:
+            pages = pages or limit
+        wanted = min(1 + sum(sorted(needs)[-batch:]), limit)
+        while pages < wanted:
+            pages = min(max(4 * pages, _FIRST_PAGES), limit)
+        return Shape(batch, slots, limited=batch < len(rows), pages=pages)
+
+    def _most_pages(self, slots: int) -> int:
+        """Pages of a pool that memory has room for, and that some batch could use."""
+        rows = self.max_batch or _MOST_ROWS
+        of_a_row = page_count(max(slots, self.max_len or self.model.config.max_position_embeddings))
+        if self.memory_bytes is None:
+            room = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
+        else:
+            tokens = min(of_a_row * SLOT_MULTIPLE, self.context)
+            workspace = workspace_bytes(self.model, rows, tokens, slots)
+            room = _POOL_SHARE * (self.memory_bytes - self.model.weight_bytes - workspace)
+        pages = max(0, min(int(room / page_bytes(self.model)), 1 + rows * of_a_row))
+        # Free memory differs a little from process to process. Programs depend on the number.
+        step = 2 ** max(0, pages.bit_length() - 5)
+        return pages // step * step
 
     @property
     def short_calls(self) -> bool:
@@ -200,11 +257,15 @@ class Engine:
         """Whether decode steps of a batch run in one launch, with stacked weights and cache."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
-    def take_state(self, batch: int, slots: int, may_stack: bool) -> DecodeState:
+    def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
         """The reusable state if it fits, else a new state.
 
-        The cache is stacked if `may_stack` and decode steps run in one launch.
+        A cache of rows is stacked if `may_stack` and decode steps run in one launch.
         """
+        _refuse_trace()
+        if shape.pages:
+            return self._take_pages(shape)
+        batch, slots = shape.rows, shape.slots
         (state, unread), self.reusable = self.reusable or (None, []), None
         fits = state is not None and state.batch == batch and state.slots >= slots
         if fits:
@@ -216,7 +277,6 @@ class Engine:
         del state
         # The programs also return to the host, so their results are committed to a device. A state
         # that is not committed would compile every program once more.
-        _refuse_trace()
         (device,) = self.params[0].devices()
         stacks = may_stack and self.stacks(batch, slots)
         return jax.device_put(start(init_cache(self.model, batch, slots, stacks)), device)
@@ -230,7 +290,29 @@ class Engine:
         """
         self.reusable = None if state is None else ReusableState(state, unread)
 
-    def program(self, function: Callable, *, stacked: bool = False, **static) -> Program:
+    def _take_pages(self, shape: Shape) -> DecodeState:
+        """A state of the pool, which keeps its content where it can."""
+        (state, _), self.reusable = self.reusable or (None, []), None
+        (device,) = self.params[0].devices()
+        if state is None or state.kv.k.shape[1] != shape.pages or state.kv.k.is_deleted():
+            del state
+            self.pool = PagePool(shape.pages, prefix_cache=self._prefix_cache)
+            with jax.default_device(device):
+                kv = init_pool(self.model, shape.pages)
+        elif (state.batch, state.slots) == (shape.rows, shape.slots):
+            return state
+        else:
+            kv = state.kv
+        return jax.device_put(start_in_pages(kv, shape.rows, shape.slots), device)
+
+    def program(
+        self,
+        function: Callable,
+        *,
+        stacked: bool = False,
+        one_launch: bool = False,
+        **static,
+    ) -> Program:
         """The program of a step, one for each set of processors, whatever their values.
 
         It takes parameters, state, and the step's other arguments as `HostArrays`. Results other
@@ -241,13 +323,14 @@ class Engine:
 
         Args:
           function: `step.prefill` or `step.decode_steps`.
-          stacked: the cache is stacked over the layers, and so are the parameters of decode steps.
+          stacked: the cache is stacked over the layers.
+          one_launch: decode steps run all layers in one launch, with stacked parameters.
           **static: static keyword arguments of the function.
         """
-        name = function.__name__, *([("stacked", True)] * stacked), *static.items()
+        layout = {"stacked": stacked, "one_launch": one_launch}
+        name = function.__name__, *(item for item in layout.items() if item[1]), *static.items()
         (device,) = self.params[0].devices()
         if (key := (*name, device)) not in self.programs:
-            one_launch = stacked and function is step.decode_steps
             model, packing = self.model, self.stacked_packing if one_launch else self.packing
             state_def = jax.tree.structure(abstract_state(model, stacked))
 
@@ -326,6 +409,27 @@ class ParamPacking:
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
+
+
+def _reads_pages(model: Model) -> bool:
+    """Whether all attention of a model reads pages without copying them first.
+
+    On a CPU it copies them too, but there a copy costs little beside the rest.
+    """
+    plan, c = model.plan, model.config
+    if plan.compute_capability is None:
+        return True
+    if plan.compute_capability < (9, 0):
+        return False
+    shape = {"h": c.heads, "hkv": c.kv_heads, "d": c.head_dim}
+    shape["itemsize"] = jnp.dtype(model.dtype).itemsize
+    choices = (
+        plan.choose(op, spec.features, b=b, t=t, s=s, masks=int(spec.is_masked), **shape)
+        for spec in set(c.attention)
+        for op, t in (("decode_attention", 1), ("prefill_attention", 128))
+        for b, s in ((1, 512), (1, 8192), (64, 2048))
+    )
+    return all(choice.implementation == "mosaic_gpu" for choice in choices)
 
 
 def compiler_options(function: Callable) -> dict[str, Any]:

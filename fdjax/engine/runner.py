@@ -10,18 +10,20 @@ import functools
 import operator
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fdjax.engine import step
 from fdjax.engine.host_arrays import HostArrays
+from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import PrefillCall, prefill_calls
 from fdjax.engine.scheduler import Scheduler, Shape
 from fdjax.engine.sequence import Chunk, Row
-from fdjax.engine.state import EMPTY, KEEP, DecodeState, StackedCache
+from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -65,11 +67,15 @@ class Task:
       call: whose it is.
       budget: decode steps that it may yet take beyond those that were dispatched; None before its
         first token was.
+      pages, cached, arrival: see `Schedulable`.
     """
 
     row: Row
     call: Call
     budget: int | None = None
+    pages: list[int] = dataclasses.field(default_factory=list)
+    cached: int = 0
+    arrival: int = 0
 
     @property
     def slots(self) -> int:
@@ -77,9 +83,24 @@ class Task:
         return self.row.slots
 
     @property
+    def ids(self) -> list[int]:
+        """Its tokens."""
+        return self.row.ids
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that it may come to at most."""
+        return self.row.most_tokens
+
+    @property
     def group(self) -> tuple:
         """What it must have in common with those it runs with."""
         return self.row.group
+
+    def tokens_after(self, steps: int) -> int:
+        """Tokens in the cache at most, after `steps` more than those that were dispatched."""
+        # The last token has no slot.
+        return self.tokens - 1 - max(self.budget - steps, 0)
 
     @property
     def ended(self) -> bool:
@@ -112,18 +133,22 @@ class Session:
 
     Attributes:
       stacked: the cache is stacked over the layers.
+      one_launch: decode steps run all layers in one launch.
     """
 
     def __init__(self, engine: Any, shape: Shape, return_reruns: bool):
         self._engine = engine
         self._shape = shape
         self._static = {"return_reruns": True} if return_reruns else {}
-        state = engine.take_state(shape.rows, shape.slots, may_stack=not return_reruns)
+        state = engine.take_state(shape, may_stack=not return_reruns)
         self.stacked = isinstance(state.kv, StackedCache)
+        one_launch = self.stacked and not return_reruns
+        self.one_launch = one_launch and engine.stacks(shape.rows, shape.slots)
         self._state, self._treedef = jax.tree.flatten(state)
         self._restarts = np.full(shape.rows, EMPTY, np.int32)
         self._wanted = Processors()
         self._sampling: Any = None
+        self._pages: np.ndarray | None = None
         self._steps_of: dict[int, HostArrays] = {}
 
     def set_options(self, rows: Sequence[Row | None]) -> None:
@@ -133,6 +158,24 @@ class Session:
         self._wanted = functools.reduce(operator.or_, (c.processors for c in configs), self._wanted)
         self._sampling = per_row(configs, self._shape.rows, sample_indices=samples)
         self._steps_of = {}
+
+    def set_pages(self, pages: Sequence[Sequence[int]]) -> None:
+        """The pages of each row, from now on; the others are nobody's."""
+        width = page_count(self._shape.slots)
+        self._pages = np.full((self._shape.rows, width), NOBODYS_PAGE, np.int32)
+        for table, owned in zip(self._pages, pages, strict=True):
+            table[: len(owned)] = owned
+        self._steps_of = {}
+
+    def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
+        """The first tokens of prompts whose pages hold them already, by row."""
+        ids = np.zeros((self._shape.rows, self._shape.slots), np.int32)
+        for row, tokens in beginnings.items():
+            ids[row, : len(tokens)] = tokens
+        host = HostArrays.pack((self._restarts, ids))
+        *kv, old, progress = self._state
+        self._state = [*kv, *_restarted(old, progress, host)]
+        self._restarts = np.full(self._shape.rows, KEEP, np.int32)
 
     def end(self, rows: Sequence[int]) -> None:
         """Rows of which no more is wanted, from the next prompt on."""
@@ -145,7 +188,8 @@ class Session:
             step.prefill, stacked=self.stacked, processors=self._wanted.everything
         )
         fields = call.tokens, call.lengths, call.offsets, call.final, call.rows, call.prompts
-        host = HostArrays.pack((self._sampling, *fields, self._restarts, call.generated))
+        fields = *fields, self._restarts, call.generated, self._pages
+        host = HostArrays.pack((self._sampling, *fields))
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
         self._state, tokens, logprobs = program(self._engine.params, self._state, host)
         results = tokens[:, None], jax.tree.map(lambda a: a[:, None], logprobs), None
@@ -155,11 +199,12 @@ class Session:
         """Dispatch at most `steps` decode steps of a program for `most`; see `prefill`."""
         if steps not in self._steps_of:
             # Rows know on the device when they have enough: the same numbers serve every chunk.
-            host = HostArrays.pack((self._sampling, np.int32(steps)))
+            host = HostArrays.pack((self._sampling, np.int32(steps), self._pages))
             self._steps_of[steps] = jax.device_put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
-        program = self._engine.program(step.decode_steps, stacked=self.stacked, **static)
-        params = self._engine.stacked_params if self.stacked else self._engine.params
+        layout = {"stacked": self.stacked, "one_launch": self.one_launch}
+        program = self._engine.program(step.decode_steps, **layout, **static)
+        params = self._engine.stacked_params if self.one_launch else self._engine.params
         self._state, *results = program(params, self._state, self._steps_of[steps])
         return program.compile_seconds, tuple(results)
 
@@ -167,6 +212,14 @@ class Session:
     def state(self) -> DecodeState:
         """As it is when what was dispatched is done."""
         return jax.tree.unflatten(self._treedef, self._state)
+
+
+@functools.partial(jax.jit, donate_argnums=(0, 1))
+def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
+    """Arrays of a state with rows restarted, and with the tokens that those begin with."""
+    rows, beginnings = host.unpack()
+    state = restart(DecodeState(None, ids, progress), rows)
+    return jnp.where((rows != KEEP)[:, None], beginnings, state.ids), state.progress
 
 
 class Runner:
@@ -187,6 +240,7 @@ class Runner:
         self._prompts: collections.deque[PrefillCall] = collections.deque()
         self._flight: collections.deque[InFlight] = collections.deque()
         self._turn = threading.Condition()
+        self._table_is_old = False
         self._advancing = False
         self._submitted: list[Call] = []
         self._background = False
@@ -318,18 +372,42 @@ class Runner:
         # Results under way may say that the cache of a row is damaged.
         unread = {task for flying in self._flight for task in flying.owners}
         for i, task in list(scheduler.running):
-            if task.ended and (task not in unread or task.row.ended_on_device):
+            known = task not in unread or task.row.ended_on_device
+            if task.ended and (known or scheduler.pool is not None):
                 self._release(i)
 
     def _release(self, row: int, *, quarantine: bool = False) -> None:
         """Free a row; what of its prompt was not yet dispatched will not be."""
+        task = self._scheduler.rows[row]
+        self._leave(row)
+        if not quarantine:
+            self._share(task)
+        self._scheduler.release(row, quarantine=quarantine)
+
+    def _leave(self, row: int) -> None:
+        """Dispatch nothing more of a row."""
         task = self._scheduler.rows[row]
         if task is not None and task.budget is None:
             self._prompts = collections.deque(
                 call for call in self._prompts if call.leave_out(row).lengths.any()
             )
         self._session.end([row])
-        self._scheduler.release(row, quarantine=quarantine)
+        self._table_is_old = True
+
+    def _share(self, task: Task | None) -> None:
+        """Let others begin with what the pages of a task hold."""
+        pool = self._scheduler.pool
+        if pool is not None and task is not None and task.budget is not None:
+            # The last token has no slot.
+            pool.register(task.ids[:-1], task.pages)
+
+    def _preempt(self, row: int) -> None:
+        """Take the pages of a row; its task will go on from the tokens that were read."""
+        task = self._scheduler.rows[row]
+        self._leave(row)
+        self._share(task)
+        self._scheduler.preempt(row)
+        task.budget = None
 
     def _quarantine(self, row: int) -> None:
         """Do not use a row any more; who has got it since, waits again."""
@@ -348,15 +426,28 @@ class Runner:
             try:
                 shape = self._engine.shape_for(rows)
             except MemoryError as error:
-                largest = max(candidates, key=lambda task: task.slots)
-                largest.row.error = error
-                self._scheduler.drop(largest)
+                self._drop_too_large(candidates, error)
                 continue
             return_reruns = any(row.request.config.return_reruns for row in rows)
             self._session = self._open_session(self._engine, shape, return_reruns)
-            self._scheduler.open(shape)
+            self._scheduler.open(shape, self._engine.pool if shape.pages else None)
             return True
         return False
+
+    def _drop_too_large(self, candidates: Sequence[Task], error: MemoryError) -> None:
+        """Fail the tasks that do not fit alone; if each does, the one with most tokens."""
+        dropped = False
+        for task in candidates:
+            try:
+                self._engine.shape_for([task.row])
+            except MemoryError as own:
+                task.row.error = own
+                self._scheduler.drop(task)
+                dropped = True
+        if not dropped:
+            largest = max(candidates, key=lambda task: task.tokens)
+            largest.row.error = error
+            self._scheduler.drop(largest)
 
     def _close(self) -> None:
         """Leave the state to the next session, unless something in it is not finite.
@@ -364,7 +455,8 @@ class Runner:
         What runs and has not ended waits again.
         """
         unread = [flying.results[0] for flying in self._flight]
-        sound = not self._scheduler.quarantined and not self._prompts
+        pending = bool(self._prompts) and self._scheduler.pool is None
+        sound = not self._scheduler.quarantined and not pending
         self._engine.leave_state(self._session.state if sound else None, unread)
         self._forget()
 
@@ -393,15 +485,28 @@ class Runner:
         admitted = scheduler.admit()
         if not admitted:
             return
-        rows = {i: scheduler.rows[i].row for i in admitted}
+        tasks = {i: scheduler.rows[i] for i in admitted}
         self._session.set_options([task and task.row for task in scheduler.rows])
+        self._table_is_old = True
+        self._set_pages()
+        beginnings = {i: task.ids[: task.cached] for i, task in tasks.items() if task.cached}
+        if beginnings:
+            self._session.begin_after(beginnings)
         self._prompts += prefill_calls(
-            {i: row.ids for i, row in rows.items()},
+            {i: task.ids for i, task in tasks.items()},
             scheduler.shape.rows,
             slots=scheduler.shape.slots,
-            generated={i: len(row.tokens) for i, row in rows.items()},
+            cached={i: task.cached for i, task in tasks.items()},
+            generated={i: len(task.row.tokens) for i, task in tasks.items()},
             short=self._engine.short_calls,
         )
+
+    def _set_pages(self) -> None:
+        """Tell the session whose pages are whose now, before it computes anything."""
+        if self._table_is_old and self._scheduler.pool is not None:
+            rows = self._scheduler.rows
+            self._session.set_pages([() if task is None else task.pages for task in rows])
+        self._table_is_old = False
 
     def _dispatch(self) -> None:
         """Prompts up to a number of tokens, and decode steps for rows that may have some."""
@@ -410,6 +515,7 @@ class Runner:
         compile_seconds = 0.0
         while self._prompts and (starts or size < _PROMPT_TOKENS_BETWEEN_CHUNKS):
             call = self._prompts.popleft()
+            self._set_pages()
             seconds, results = self._session.prefill(call)
             size += call.size
             compile_seconds += seconds
@@ -417,6 +523,8 @@ class Runner:
                 owners = self._first_owners(call)
                 self._flight.append(InFlight(owners, compile_seconds, results, True))
                 compile_seconds = 0.0
+        if not self._prompts and self._scheduler.pool is not None:
+            self._scheduler.pool.dispatched()
         # First tokens are read before anything else is dispatched: compiling must not delay them.
         if not (starts and self._flight):
             self._dispatch_steps()
@@ -444,6 +552,9 @@ class Runner:
             steps = min(task.call.steps for task in active)
             if self._scheduler.waiting or self._prompts:
                 steps = min(steps, _STEPS_WHILE_OTHERS_WAIT)
+            if not self._grow(active, steps):
+                return
+            self._set_pages()
             owners = tuple(
                 task if task is not None and task.budget is not None else None
                 for task in self._scheduler.rows
@@ -451,6 +562,22 @@ class Runner:
             for task in active:
                 task.budget = max(task.budget - steps, 0)
             self._flight.append(InFlight(owners, *self._session.decode(steps, most), False))
+
+    def _grow(self, active: Sequence[Task], steps: int) -> bool:
+        """Take pages for more steps; False if there are none before more results are read.
+
+        If nothing is under way, the youngest task gives up its pages. The oldest never does, and
+        there is room for it alone, so it ends.
+        """
+        scheduler = self._scheduler
+        for task in sorted(active, key=lambda task: task.arrival):
+            owned = len(task.pages)
+            while task in scheduler.rows and not scheduler.grow(task, task.tokens_after(steps)):
+                if self._flight:
+                    return False
+                self._preempt(scheduler.youngest)
+            self._table_is_old |= len(task.pages) > owned
+        return all(task in scheduler.rows for task in active)
 
     def _read(self) -> None:
         """Wait for the oldest results and hand them to their owners."""
@@ -461,10 +588,10 @@ class Runner:
         for i, task in enumerate(flying.owners):
             if task is None:
                 # The device goes on with a row that ended on the host, until its next prompt.
-                if damaged[i] and not flying.is_first:
+                if damaged[i] and not flying.is_first and self._scheduler.pool is None:
                     self._quarantine(i)
                 continue
-            if damaged[i]:
+            if damaged[i] and task in self._scheduler.rows:
                 self._release(self._scheduler.rows.index(task), quarantine=True)
             if task.ended:
                 continue

@@ -108,6 +108,7 @@ def prefill_calls(
     batch: int,
     *,
     slots: int | None = None,
+    cached: Mapping[int, int] = {},
     generated: Mapping[int, int] = {},
     short: bool = False,
 ) -> list[PrefillCall]:
@@ -119,9 +120,11 @@ def prefill_calls(
       prompts: tokens of each row that has a prompt.
       batch: B, rows of the state.
       slots: S of the state; default as many as the calls need.
+      cached: how many of a row's first tokens the cache holds already.
       generated: how many of a row's tokens belong to an answer that goes on.
       short: use `SHORT_CHUNK` too.
     """
+    prompts = {i: ids[cached.get(i, 0) :] for i, ids in prompts.items()}
     order = sorted((i for i in prompts if len(prompts[i])), key=lambda i: len(prompts[i]))
     calls = []
     while order:
@@ -139,7 +142,8 @@ def prefill_calls(
         order = order[:-count]
         # Rows without work fill up the call. Some of them may have been processed already.
         group = list(work) + [i for i in range(batch) if i not in work][: count - len(work)]
-        calls += _calls(work, sorted(group) if whole else group, widths, whole, generated)
+        group = sorted(group) if whole else group
+        calls += _calls(work, group, widths, whole, cached, generated)
     return calls
 
 
@@ -163,8 +167,9 @@ def _rows_for(count: int, widths: Sequence[int], least: int, most: int) -> int:
     return least if cost(least) < cost(most) else most
 
 
-def _calls(work, group, widths, whole, generated):
+def _calls(work, group, widths, whole, cached, generated):
     offset = 0
+    begun = np.array([cached.get(i, 0) if i in work else 0 for i in group], np.int32)
     answered = np.array([generated.get(i, 0) if i in work else 0 for i in group], np.int32)
     lengths_of = np.array([len(work.get(i, ())) for i in group], np.int32)
     for width in widths:
@@ -177,9 +182,9 @@ def _calls(work, group, widths, whole, generated):
             rows=None if whole else np.asarray(group, np.int32),
             tokens=tokens,
             lengths=lengths,
-            offsets=np.full(len(group), offset, np.int32),
+            offsets=begun + np.int32(offset),
             final=(lengths > 0) & (lengths_of <= offset + width),
-            prompts=lengths_of - answered,
+            prompts=begun + lengths_of - answered,
             generated=answered,
         )
         offset += width

@@ -1,7 +1,9 @@
-"""Who runs next, and in which row: policy of the host, which needs no device.
+"""Who runs next, in which row and pages: policy of the host, which needs no device.
 
 First come, first served. A state of B rows and S slots a row is open while sequences run in it. A
 sequence waits for a row; one that the state cannot hold ends admission until it can be reopened.
+Where rows consist of pages, it also waits for the pages of its tokens, and takes more while it
+grows. If there are none left, the youngest gives up its own and waits again.
 """
 
 import collections
@@ -9,19 +11,31 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
+from fdjax.engine.pages import PagePool, page_count
+
 
 class Schedulable(Protocol):
     """What the scheduler has to know of a sequence.
 
     Attributes:
       slots: of a state, that it needs.
+      tokens: that it may come to at most.
       group: what all sequences of one program must have in common.
       ended: nothing is left to do.
+      ids: its tokens.
+      pages: its pages, in order; empty without a row.
+      cached: how many of its tokens they held when it got its row.
+      arrival: its number in the order of arrival.
     """
 
     slots: Any
+    tokens: Any
     group: Any
     ended: Any
+    ids: Any
+    pages: list[int]
+    cached: int
+    arrival: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +46,13 @@ class Shape:
       rows: sequences at once.
       slots: tokens that each may hold.
       limited: more rows were wanted.
+      pages: of the pool that the rows consist of; 0 if each is in one piece.
     """
 
     rows: int
     slots: int
     limited: bool = False
+    pages: int = 0
 
 
 class Scheduler[S: Schedulable]:
@@ -47,6 +63,7 @@ class Scheduler[S: Schedulable]:
       rows: the sequence of each row, None where it is free; empty while no state is open.
       shape: of the open state, or None.
       quarantined: rows that are not given out again: their cache holds what is not finite.
+      pool: the pages of the open state, or None if each row is in one piece.
     """
 
     def __init__(self):
@@ -54,7 +71,9 @@ class Scheduler[S: Schedulable]:
         self.rows: list[S | None] = []
         self.shape: Shape | None = None
         self.quarantined: set[int] = set()
+        self.pool: PagePool | None = None
         self._group: Any = None
+        self._arrived = 0
 
     @property
     def running(self) -> Iterator[tuple[int, S]]:
@@ -68,6 +87,9 @@ class Scheduler[S: Schedulable]:
 
     def add(self, sequences: Sequence[S]) -> None:
         """Queue sequences."""
+        for sequence in sequences:
+            sequence.arrival = self._arrived
+            self._arrived += 1
         self.waiting += sequences
 
     def candidates(self) -> list[S]:
@@ -80,20 +102,26 @@ class Scheduler[S: Schedulable]:
                 found.append(sequence)
         return found
 
-    def open(self, shape: Shape) -> None:
+    def open(self, shape: Shape, pool: PagePool | None = None) -> None:
         """Begin with a state of free rows, for the group of the first in the queue."""
         self.shape = shape
+        self.pool = pool
         self.rows = [None] * shape.rows
         self.quarantined = set()
         self._group = self.waiting[0].group
 
     def close(self) -> None:
         """Give up the state; what runs goes back to the head of the queue, the oldest first."""
-        self.waiting.extendleft(reversed([s for _, s in self.running if not s.ended]))
-        self.rows, self.shape = [], None
+        running = [(i, s) for i, s in self.running]
+        for i, _ in running:
+            self.release(i)
+        self.waiting.extendleft(reversed([s for _, s in running if not s.ended]))
+        self.rows, self.shape, self.pool = [], None, None
 
     def fits(self, sequence: S) -> bool:
-        """Whether the open state can hold a sequence."""
+        """Whether the open state can hold a sequence, with all tokens that it may come to."""
+        if self.pool is not None and page_count(sequence.tokens) >= self.pool.count:
+            return False
         return sequence.group == self._group and sequence.slots <= self.shape.slots
 
     def should_reopen(self) -> bool:
@@ -127,20 +155,59 @@ class Scheduler[S: Schedulable]:
             if sequence is None and i not in self.quarantined:
                 if not self.waiting or not self.fits(self.waiting[0]):
                     break
+                if not self._take_pages(self.waiting[0]):
+                    break
                 self.rows[i] = self.waiting.popleft()
                 admitted.append(i)
         return admitted
 
+    def _take_pages(self, sequence: S) -> bool:
+        if self.pool is None:
+            return True
+        # Those who run will soon need a page each.
+        taken = self.pool.admit(sequence.ids, spare=sum(1 for _ in self.running))
+        if taken is None:
+            return False
+        sequence.pages, sequence.cached = taken
+        self.pool.register(sequence.ids, sequence.pages, pending=True)
+        return True
+
+    def grow(self, sequence: S, tokens: int) -> bool:
+        """Take the pages that a sequence needs for `tokens` tokens; False if there are too few."""
+        if self.pool is None:
+            return True
+        missing = page_count(tokens) - len(sequence.pages)
+        if missing > self.pool.available:
+            return False
+        sequence.pages += self.pool.take(max(missing, 0))
+        return True
+
+    @property
+    def youngest(self) -> int:
+        """The row of the sequence that came last, of those that run."""
+        return max(self.running, key=lambda item: item[1].arrival)[0]
+
+    def preempt(self, row: int) -> None:
+        """Let a running sequence wait again, as the next one."""
+        sequence = self.rows[row]
+        self.release(row)
+        self.waiting.appendleft(sequence)
+
     def release(self, row: int, *, quarantine: bool = False) -> None:
-        """Free a row.
+        """Free a row, and its pages.
 
         Args:
           row: which.
-          quarantine: it is not to be given out again while this state is open.
+          quarantine: its cache is damaged. A row in one piece is not given out again while this
+            state is open. Pages are, as no one reads what he has not written.
         """
-        self.rows[row] = None
-        if quarantine:
-            self.quarantined.add(row)
+        sequence, self.rows[row] = self.rows[row], None
+        if self.pool is None:
+            if quarantine:
+                self.quarantined.add(row)
+        elif sequence is not None:
+            self.pool.release(sequence.pages, forget=quarantine)
+            sequence.pages, sequence.cached = [], 0
 
     def drop(self, sequence: S) -> None:
         """Take a sequence out of the queue."""

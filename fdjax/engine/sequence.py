@@ -91,10 +91,14 @@ class Row:
         return self.request.ids + self.tokens
 
     @property
+    def most_tokens(self) -> int:
+        """Tokens of the prompt and of the longest answer."""
+        return len(self.request.ids) + self.request.config.max_new_tokens
+
+    @property
     def slots(self) -> int:
         """Cache slots that it needs."""
-        prompt = len(self.request.ids)
-        return least_slots(prompt, prompt + self.request.config.max_new_tokens)
+        return least_slots(len(self.request.ids), self.most_tokens)
 
     @property
     def group(self) -> tuple:

@@ -19,28 +19,31 @@ StackedLayer = tuple[Array, Array, Array]
 # What `restart` does with a row.
 KEEP, EMPTY = 0, 1
 
-# Cache slots are a multiple of this, so that a chunk of a prompt always fits.
+# Cache slots are a multiple of this, so that a chunk of a prompt always fits. A page has as many.
 SLOT_MULTIPLE = 128
+
+# Page 0 of a pool belongs to nobody. Rows without work write to it.
+NOBODYS_PAGE = 0
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StackedCache:
-    """The cache of all layers, for programs that run them in one launch.
+    """The cache of all layers: rows, or pages of rows.
 
     Attributes:
-      k, v: [L, B, Hkv, S, D].
+      k, v: [L, B, Hkv, S, D], or a pool of pages [L, P, Hkv, 128, D].
     """
 
     k: Array
     v: Array
 
-    def layer(self, index: Array) -> StackedLayer:
-        """One layer of the cache."""
-        return self.k, self.v, index
+    def layer(self, i: int) -> StackedLayer:
+        """Layer i of the cache."""
+        return self.k, self.v, jnp.int32(i)
 
-    def updated(self, layer: StackedLayer) -> "StackedCache":
-        """The cache after a layer was updated."""
+    def updated(self, i: int, layer: StackedLayer) -> "StackedCache":
+        """The cache after layer i was updated."""
         return StackedCache(*layer[:2])
 
 
@@ -109,6 +112,16 @@ def init_cache(
     return [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(c.layers)]
 
 
+def init_pool(model: Model, pages: int) -> StackedCache:
+    """An empty cache of a number of pages."""
+    return init_cache(model, pages, SLOT_MULTIPLE, stacked=True)
+
+
+def page_bytes(model: Model) -> int:
+    """Bytes of a page of all layers."""
+    return cache_bytes(model, 1, SLOT_MULTIPLE)
+
+
 def abstract_state(model: Model, stacked: bool = False) -> DecodeState:
     """The pytree structure of a state, with zeros as leaves."""
     kv = StackedCache(0, 0) if stacked else [(0, 0)] * model.config.layers
@@ -119,6 +132,11 @@ def cache_bytes(model: Model, batch: int, slots: int) -> int:
     """Bytes of the cache that `init_cache` makes."""
     itemsize = jnp.dtype(model.dtype).itemsize
     return batch * slots * model.config.kv_bytes_per_token(itemsize)
+
+
+def start_in_pages(kv: StackedCache, batch: int, slots: int) -> DecodeState:
+    """`start` for a pool of pages, of rows of up to `slots` slots."""
+    return DecodeState(kv, np.zeros((batch, slots), np.int32), np.zeros((4, batch), np.int32))
 
 
 def start(kv: list[LayerCache] | StackedCache) -> DecodeState:

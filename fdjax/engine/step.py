@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.engine.state import (
+    NOBODYS_PAGE,
     DecodeState,
     LayerCache,
     StackedCache,
@@ -40,6 +41,7 @@ def prefill(
     prompts: Array | None = None,
     restarts: Array | None = None,
     generated: Array | None = None,
+    pages: Array | None = None,
     *,
     processors: Processors = Processors(),
 ) -> tuple[DecodeState, Array, Logprobs | None]:
@@ -59,6 +61,7 @@ def prefill(
       restarts: [B] int32 argument of `restart`, which is applied first; default no restart.
       generated: [R] int32 how many tokens at the end belong to an answer that goes on, where a
         row's cache is computed anew. `prompts` does not count them. Default none.
+      pages: [B, N] int32, the pages of each row, if the cache is a pool of pages.
       processors: the active processors.
 
     Returns:
@@ -76,7 +79,8 @@ def prefill(
         attend_prefill,
         ends=ends,
         offsets=offsets,
-        rows=rows,
+        rows=rows if pages is None else None,
+        pages=pages if pages is None or rows is None else pages[rows],
         rotation_at=_rotation_at(offsets + lengths if prompts is None else prompts, max_new_tokens),
         plan=model.plan,
     )
@@ -114,6 +118,7 @@ def decode_steps(
     state: DecodeState,
     sampling: Sampling,
     n: Array,
+    pages: Array | None = None,
     *,
     max_steps: int,
     processors: Processors = Processors(),
@@ -131,6 +136,8 @@ def decode_steps(
       state: the batch. Finished rows keep their state.
       sampling: the options of each row.
       n: traced number of steps, at most `max_steps`.
+      pages: [B, N] int32, the pages of each row, if the cache is a pool of pages. Finished rows
+        read and write nobody's page, and a row whose first page is nobody's is finished.
       max_steps: static width of the result.
       processors: the active processors.
       return_reruns: static, see `decode_attention`.
@@ -145,12 +152,15 @@ def decode_steps(
     """
     module = model.module(params)
     b = state.batch
+    if pages is not None:  # a row without pages has ended on the host
+        finished = state.finished | (pages[:, 0] == NOBODYS_PAGE)
+        state = dataclasses.replace(state, progress=_with_finished(state.progress, finished))
     begun, n = state.steps, jnp.minimum(n, max_steps)
 
     def step(carry):
         state, tokens, logprobs, *reruns = carry
         hidden, kv, *reruns = run_layers(
-            module, state, sampling, model.plan, layers=layers, reruns=reruns
+            module, state, sampling, model.plan, pages=pages, layers=layers, reruns=reruns
         )
         logits = module.logits(hidden[:, 0], model.plan)
         index = jnp.arange(b, dtype=jnp.int32)
@@ -210,6 +220,7 @@ def run_layers(
     sampling: Sampling,
     plan: Plan,
     *,
+    pages: Array | None = None,
     layers: dict[str, Array] | None = None,
     reruns: Sequence[list[Array]] = (),
 ) -> tuple[Array, Any, *tuple[list[Array], ...]]:
@@ -217,7 +228,7 @@ def run_layers(
 
     Args:
       module: the decoder.
-      state, sampling, layers: see `decode_steps`.
+      state, sampling, pages, layers: see `decode_steps`.
       plan: chooses the implementations.
       reruns: empty, or one list of L sums, to which the reruns of this step are added.
 
@@ -226,19 +237,59 @@ def run_layers(
     """
     # Prompt tokens = slots filled - tokens chosen + 1: the last chosen token has no slot yet.
     rotation_at = _rotation_at(state.lengths - state.steps + 1, sampling.max_new_tokens)
+    lengths = state.lengths
+    if pages is not None and state.batch > 1:  # a single row that is finished ends the loop
+        lengths = jnp.where(state.finished, 0, lengths)
+        pages = jnp.where(state.finished[:, None], NOBODYS_PAGE, pages)
     if layers is not None:
         rotation_at = functools.partial(rotation_at, state.lengths[:, None])
         kv = state.kv.k, state.kv.v
         hidden, kv = module.in_one_launch(
-            state.tokens, kv, layers, state.lengths, rotation_at, plan
+            state.tokens, kv, layers, lengths, rotation_at, plan, pages=pages
         )
         return hidden, StackedCache(*kv)
     attend = functools.partial(
-        attend_decode, lengths=state.lengths, rotation_at=rotation_at, plan=plan
+        attend_decode,
+        lengths=lengths,
+        positions=state.lengths,
+        pages=pages,
+        rotation_at=rotation_at,
+        plan=plan,
     )
+    if isinstance(state.kv, StackedCache):
+        return _run_stacked(module, state, attend, plan, reruns)
     caches = list(zip(state.kv, *reruns, strict=True))
     hidden, caches = module(state.tokens[:, None], caches, attend, plan)
     return hidden, *map(list, zip(*caches, strict=True))
+
+
+def _run_stacked(module, state, attend, plan, reruns):
+    """`run_layers` for a cache that passes through the layers as a whole, reruns with it."""
+    stack = _CountedStack(state.kv, *reruns)
+    hidden, stack = module(state.tokens[:, None], stack, attend, plan)
+    return hidden, stack.kv, *([] if stack.reruns is None else [stack.reruns])
+
+
+@dataclasses.dataclass
+class _CountedStack:
+    """A `StackedCache` with the reruns of each layer, or without."""
+
+    kv: StackedCache
+    reruns: list[Array] | None = None
+
+    def layer(self, i):
+        kv = self.kv.layer(i)
+        return (kv,) if self.reruns is None else (kv, self.reruns[i])
+
+    def updated(self, i, layer):
+        kv, *reruns = layer
+        if reruns:
+            reruns = [self.reruns[:i] + reruns + self.reruns[i + 1 :]]
+        return _CountedStack(self.kv.updated(i, kv), *reruns)
+
+
+def _with_finished(progress, finished):
+    return progress.at[3].set(finished.astype(jnp.int32))
 
 
 def _place(columns, array, values):
@@ -259,27 +310,37 @@ def _is_final(tokens, steps, sampling):
 
 def attend_decode(
     spec: AttentionSpec,
-    layer: tuple[LayerCache, *tuple[Array, ...]],
+    layer: tuple[LayerCache | StackedLayer, *tuple[Array, ...]],
     qkv: Array,
     *,
     lengths: Array,
     rotation_at: Callable,
     plan: Plan,
-) -> tuple[Array, tuple[LayerCache, *tuple[Array, ...]]]:
-    """RoPE, append and attention of T new tokens per row. A layer is its cache, and its reruns."""
+    positions: Array | None = None,
+    pages: Array | None = None,
+) -> tuple[Array, tuple[LayerCache | StackedLayer, *tuple[Array, ...]]]:
+    """RoPE, append and attention of T new tokens per row. A layer is its cache, and its reruns.
+
+    `positions` [B] are those of the first tokens, default `lengths`.
+    """
     kv, *reruns = layer
+    k, v, *index = kv
     t = qkv.shape[1]
-    positions = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    positions = (lengths if positions is None else positions)[:, None]
+    positions = positions + jnp.arange(t, dtype=jnp.int32)[None]
     o, k, v, *share = append_decode_attention(
         qkv,
-        *kv,
+        k,
+        v,
         lengths,
+        layer=index[0] if index else None,
+        pages=pages,
         rotation=spec.rope and rotation_at(positions, spec.rope),
         spec=spec,
         return_reruns=bool(reruns),
         plan=plan,
     )
-    return o, ((k, v), *map(jnp.add, reruns, share))
+    return o, ((k, v, *index), *map(jnp.add, reruns, share))
 
 
 def attend_prefill(
@@ -292,6 +353,7 @@ def attend_prefill(
     rows: Array | None,
     rotation_at: Callable,
     plan: Plan,
+    pages: Array | None = None,
 ) -> tuple[Array, LayerCache | StackedLayer]:
     """RoPE, append and attention of a chunk of some rows' prompts."""
     t = qkv.shape[1]
@@ -306,6 +368,7 @@ def attend_prefill(
         rotation=spec.rope and rotation_at(positions, spec.rope),
         layer=index[0] if index else None,
         rows=rows,
+        pages=pages,
         spec=spec,
         plan=plan,
     )

@@ -8,10 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.runner import Call, Runner
 from fdjax.engine.schedule import slots_for
 from fdjax.engine.scheduler import Shape
 from fdjax.engine.sequence import Request, Row
+from fdjax.engine.state import NOBODYS_PAGE
+from fdjax.engine.state import SLOT_MULTIPLE as PAGE
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.sampler import NOT_FINITE
 from fdjax.text.tokenizer import Tokenizer
@@ -61,9 +64,44 @@ class Device:
         self.restarts = set(range(shape.rows))
         engine.sessions += 1
         self.state = object()
+        self.pages = [()] * shape.rows
 
     def set_options(self, rows):
         self.options = list(rows)
+
+    def set_pages(self, pages):
+        assert self.engine.pool is not None and all(
+            len(p) * PAGE <= self.shape.slots for p in pages
+        )
+        self.pages = [list(p) for p in pages]
+
+    def begin_after(self, beginnings):
+        self.restart()
+        for i, ids in beginnings.items():
+            assert len(ids) % PAGE == 0
+            self.rows[i].cached = list(ids)
+            self.check_content(i)
+
+    def restart(self):
+        for i in self.restarts:
+            self.rows[i] = DeviceRow(tainted=self.rows[i].tainted)
+        self.restarts = set()
+
+    def write(self, i, tokens):
+        """Append tokens to a row, and put them into its pages, which must be its alone."""
+        row = self.rows[i]
+        for token in tokens:
+            if self.engine.pool is not None:
+                page = self.pages[i][len(row.cached) // PAGE]
+                assert page != NOBODYS_PAGE and sum(page in owned for owned in self.pages) == 1
+                self.engine.content[page][len(row.cached) % PAGE] = token
+            row.cached.append(token)
+
+    def check_content(self, i):
+        """The pages of a row hold what it wrote, or what another wrote that began the same."""
+        if self.engine.pool is not None:
+            found = [t for page in self.pages[i] for t in self.engine.content[page]]
+            assert found[: len(self.rows[i].cached)] == self.rows[i].cached
 
     def end(self, rows):
         self.restarts |= set(rows)
@@ -72,9 +110,7 @@ class Device:
         if self.engine.fail_next:
             self.engine.fail_next = False
             raise RuntimeError("the device failed")
-        for i in self.restarts:
-            self.rows[i] = DeviceRow(tainted=self.rows[i].tainted)
-        self.restarts = set()
+        self.restart()
         rows = range(len(call.tokens)) if call.rows is None else call.rows.tolist()
         out = np.full((len(call.tokens), 1), -1, np.int32)
         for r, i in enumerate(rows):
@@ -84,8 +120,9 @@ class Device:
                 continue
             row = self.rows[i]
             assert row.finished and call.offsets[r] == len(row.cached)
-            assert call.offsets[r] + call.tokens.shape[1] <= self.shape.slots
-            row.cached += call.tokens[r, :n].tolist()
+            if self.engine.pool is None:
+                assert call.offsets[r] + call.tokens.shape[1] <= self.shape.slots
+            self.write(i, call.tokens[r, :n].tolist())
             row.prompt = int(call.prompts[r])
             if call.final[r]:
                 assert row.cached == self.options[i].ids[: len(row.cached)]
@@ -100,10 +137,14 @@ class Device:
         assert 0 < steps <= most
         out = np.full((len(self.rows), most), -1, np.int32)
         for i, row in enumerate(self.rows):
+            if self.engine.pool is not None and not row.finished:
+                row.finished = not self.pages[i]
+            if not row.finished:
+                self.check_content(i)
             for step in range(steps):
                 if row.finished:
                     break
-                row.cached.append(row.last)
+                self.write(i, [row.last])
                 assert len(row.cached) < self.shape.slots
                 out[i, step] = self.choose(row)
         return 0.0, (out,)
@@ -115,7 +156,8 @@ class Device:
         config = row.row.request.config
         steps = len(row.cached) - row.prompt + 1
         row.finished = token < 0 or token in config.eos_token_ids or steps >= config.max_new_tokens
-        row.tainted |= token == NOT_FINITE
+        # Nobody reads of a page what he has not written.
+        row.tainted |= token == NOT_FINITE and self.engine.pool is None
         row.last = max(token, 0)
         return token
 
@@ -125,9 +167,12 @@ class Engine:
 
     short_calls = True
 
-    def __init__(self, most_rows=8, most_slots=10_000):
-        self.most_rows, self.most_slots = most_rows, most_slots
+    def __init__(self, most_rows=8, most_slots=10_000, pages=0):
+        self.most_rows, self.most_slots, self.pages = most_rows, most_slots, pages
         self.sessions, self.left, self.fail_next = 0, [], False
+        self.pool = None
+        self.leave_state(None, [])
+        self.left = []
         self.runner = Runner(self, Device)
 
     def shape_for(self, rows):
@@ -135,11 +180,23 @@ class Engine:
         slots = max(slots, slots_for(1, slots, None))
         if slots > self.most_slots:
             raise MemoryError("too long")
+        if self.pages and max(page_count(row.most_tokens) for row in rows) >= self.pages:
+            raise MemoryError("too long for the pages")
         batch = min(2 ** (len(rows) - 1).bit_length(), self.most_rows)
-        return Shape(batch, slots, limited=batch < len(rows))
+        return Shape(batch, slots, limited=batch < len(rows), pages=self.pages)
 
     def leave_state(self, state, unread):
         self.left.append(state)
+        if state is None and self.pages:
+            self.pool = PagePool(self.pages)
+            self.content = [[None] * PAGE for _ in range(self.pages)]
+
+    def check_pages(self):
+        """No page is lost, and none is two rows' unless they share it."""
+        if self.pool is not None:
+            scheduler = self.runner._scheduler
+            assert not any(task.pages for task in scheduler.waiting)
+            self.pool.check([task.pages for _, task in scheduler.running])
 
 
 def make_row(prompt, new=10, **options) -> Row:
@@ -309,9 +366,83 @@ def test_what_is_submitted_runs_by_itself():
             check(call.rows[0])
 
 
+def paged(rows, pages, most_rows=8):
+    """Run rows in a pool of pages; returns the engine."""
+    engine = Engine(most_rows=most_rows, pages=pages)
+    for _ in engine.runner.run(rows, 32):
+        engine.check_pages()
+    assert engine.pool.used == 0
+    for row in rows:
+        check(row)
+    return engine
+
+
+def test_too_few_pages_for_all_at_once():
+    """Each of the 20 needs 4 pages, of 9; rows give theirs up while they run."""
+    paged([make_row([i + 1] * 120, new=300, eos_token_ids=()) for i in range(20)], 10)
+
+
+def test_a_row_takes_pages_as_it_grows():
+    engine = Engine(pages=40)
+    row = make_row([3, 4], new=600, eos_token_ids=())
+    used = []
+    for _ in engine.runner.run([row], 32):
+        used.append(engine.pool.used)
+    assert used[0] == 1 and used[:-1] == sorted(used[:-1]) and max(used) == page_count(601)
+    assert used[-1] == 0
+    check(row)
+
+
+def test_what_does_not_fit_the_pages_fails_alone():
+    engine = Engine(pages=4)
+    rows = [make_row([1] * n, new=50) for n in (5, 400, 300)]
+    finish(engine, rows)
+    assert isinstance(rows[1].error, MemoryError)
+    check(rows[0]), check(rows[2])
+
+
+def test_prompts_share_the_pages_of_what_they_begin_with(monkeypatch):
+    computed = []
+    real = Device.prefill
+    monkeypatch.setattr(
+        Device,
+        "prefill",
+        lambda self, call: (computed.append(call.lengths.sum()), real(self, call))[1],
+    )
+    beginning = list(range(1, 81)) * 8  # 640 tokens, 5 pages
+    samples = [make_row([*beginning, 9], new=5) for _ in range(6)]
+    engine = paged(samples, 60)
+    assert sum(computed) == 641 + 5
+    computed.clear()
+    # A prompt that is one of these and its answer, as in a chat; the last token is always computed.
+    again = make_row([*beginning, 9, *samples[0].tokens, 1, 2, 3], new=5)
+    finish(engine, [again])
+    check(again)
+    assert sum(computed) == len(again.request.ids) - 640
+    exact = make_row(beginning, new=5)
+    computed.clear()
+    finish(engine, [exact])
+    check(exact)
+    assert sum(computed) == 128
+
+
+def test_what_was_used_last_is_shared_longest():
+    engine = Engine(pages=12)
+    first, second = ([i] * 300 for i in (5, 6))
+    for prompt in (first, second, first, [7] * 1000):
+        row = make_row(prompt, new=3)
+        finish(engine, [row])
+        check(row)
+    assert len(engine.pool._find(first)) > len(engine.pool._find(second))
+
+
 PROMPTS = st.one_of(
     st.lists(st.integers(1, 80), min_size=1, max_size=6),
     st.integers(1, 700).map(lambda n: [n % 60 + 1] * n),
+    # Prompts that begin with the same pages.
+    st.tuples(st.integers(0, 3), st.integers(1, 200)).map(
+        lambda n: list(range(1, 81)) * 5 * n[0] + [n[1] % 60 + 1] * n[1]
+    ),
     st.tuples(st.just(DAMAGED), st.integers(0, 20), st.integers(1, 80)).map(list),
 )
 EVENTS = st.lists(
@@ -327,9 +458,9 @@ EVENTS = st.lists(
 )
 
 
-def play(events, most_rows):
+def play(events, most_rows, pages):
     """Submit, advance, cancel and fail; returns how many events there were."""
-    engine = Engine(most_rows=most_rows, most_slots=2048)
+    engine = Engine(most_rows=most_rows, most_slots=2048, pages=pages)
     open_calls, rows, failed = [], [], 0
     for event, *rest in events:
         if event == "submit":
@@ -347,14 +478,18 @@ def play(events, most_rows):
         elif event == "fail" and rest[0] == 0:
             engine.fail_next = True
             failed += 1
+        engine.check_pages()
     for chunks, _ in open_calls:
         for _ in chunks:
-            pass
+            engine.check_pages()
+    assert engine.pool is None or engine.pool.used == 0
     errors = 0
     for row in rows:
         if isinstance(row.error, AssertionError):
             raise row.error
-        if isinstance(row.error, RuntimeError):
+        if isinstance(row.error, MemoryError):
+            assert page_count(row.most_tokens) >= pages > 0
+        elif isinstance(row.error, RuntimeError):
             errors += 1
             assert answer(row)[: len(row.tokens)] == row.tokens
         else:
@@ -372,10 +507,10 @@ def test_any_order_of_events(examples):
     count = 0
 
     @settings(max_examples=examples, deadline=None)
-    @given(EVENTS, st.sampled_from([1, 2, 8]))
-    def run(events, most_rows):
+    @given(EVENTS, st.sampled_from([1, 2, 8]), st.sampled_from([0, 8, 12, 40]))
+    def run(events, most_rows, pages):
         nonlocal count
-        count += play(events, most_rows)
+        count += play(events, most_rows, pages)
 
     run()
     print(f"{count} events")

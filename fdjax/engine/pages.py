@@ -1,0 +1,178 @@
+"""Which pages of the cache are whose, and which already hold the beginning of a prompt.
+
+A page has `SLOT_MULTIPLE` slots. A full page never changes, so prompts with the same beginning
+share it. Its key is a hash of all tokens up to its end. A page that nobody uses keeps its content
+until it is needed; the one that was left first is overwritten first.
+"""
+
+import collections
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from fdjax.engine.state import NOBODYS_PAGE, SLOT_MULTIPLE
+
+
+def page_count(tokens: int) -> int:
+    """Pages that hold a number of tokens."""
+    return -(-tokens // SLOT_MULTIPLE)
+
+
+class PagePool:
+    """Hands out the pages of a cache.
+
+    Attributes:
+      count: number of pages, with the one that is nobody's.
+      prefix_cache: whether pages are shared.
+    """
+
+    def __init__(self, count: int, *, prefix_cache: bool = True):
+        self.count = count
+        self.prefix_cache = prefix_cache
+        self._users = [0] * count
+        self._free = list(range(count - 1, NOBODYS_PAGE, -1))
+        self._keys: dict[int, bytes] = {}
+        self._pages: dict[bytes, int] = {}
+        # Pages without users that have a key, the next to be overwritten first.
+        self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
+        # Pages that have a key, but whose prompts are not dispatched yet.
+        self._pending: set[int] = set()
+
+    @property
+    def available(self) -> int:
+        """Pages that nobody uses."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def used(self) -> int:
+        """Pages that somebody uses."""
+        return self.count - 1 - self.available
+
+    def admit(self, ids: Sequence[int], spare: int = 0) -> tuple[list[int], int] | None:
+        """Take the pages of a prompt.
+
+        The last token of a prompt is always computed, so its page is never a shared one.
+
+        Args:
+          ids: the prompt.
+          spare: pages that must be left for others.
+
+        Returns:
+          (pages, tokens that the first of them hold already), or None if there are too few pages,
+          or if another prompt with the same beginning is not dispatched yet.
+        """
+        found = self._find(ids)
+        if not self._pending.isdisjoint(found):
+            return None
+        needed = page_count(len(ids)) - len(found)
+        idle = sum(page in self._idle for page in found)
+        if needed + spare > self.available - idle:
+            return None
+        for page in found:
+            self._users[page] += 1
+            self._idle.pop(page, None)
+        return found + self.take(needed), len(found) * SLOT_MULTIPLE
+
+    def take(self, count: int) -> list[int]:
+        """Take pages whose content does not matter.
+
+        Raises:
+          ValueError: fewer are available.
+        """
+        if count > self.available:
+            raise ValueError(f"pages: must leave {count} available, got {self.available}")
+        taken = []
+        for _ in range(count):
+            if self._free:
+                page = self._free.pop()
+            else:
+                page, _ = self._idle.popitem(last=False)
+                self._drop_key(page)
+            self._users[page] = 1
+            taken.append(page)
+        return taken
+
+    def register(self, ids: Sequence[int], pages: Sequence[int], *, pending: bool = False) -> None:
+        """Let prompts that begin with these tokens share the full pages among `pages`.
+
+        Args:
+          ids: tokens that the pages hold, or will hold before anybody reads them.
+          pages: the pages, in order.
+          pending: not before `dispatched`.
+        """
+        if not self.prefix_cache:
+            return
+        for page, key in zip(pages, _keys(ids), strict=False):
+            if key not in self._pages and page not in self._keys:
+                self._pages[key] = page
+                self._keys[page] = key
+                if pending:
+                    self._pending.add(page)
+
+    def dispatched(self) -> None:
+        """All prompts that were admitted are dispatched."""
+        self._pending.clear()
+
+    def release(self, pages: Sequence[int], *, forget: bool = False) -> None:
+        """Give pages back.
+
+        Args:
+          pages: of one prompt, in order.
+          forget: do not share their content.
+        """
+        # The end of a prompt is overwritten before its beginning.
+        for page in reversed(pages):
+            if forget or page in self._pending:
+                self._drop_key(page)
+            self._users[page] -= 1
+            if self._users[page]:
+                continue
+            if page in self._keys:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def flush(self) -> None:
+        """Share nothing of what the pages hold now."""
+        self._free += self._idle
+        self._idle.clear()
+        self._pending.clear()
+        self._keys.clear()
+        self._pages.clear()
+
+    def check(self, owners: Iterable[Sequence[int]]) -> None:
+        """Raise AssertionError unless these lists hold exactly the pages in use; for tests."""
+        users = collections.Counter(page for pages in owners for page in pages)
+        assert NOBODYS_PAGE not in users
+        assert users == {page: n for page, n in enumerate(self._users) if n}, "wrong counts"
+        free = {*self._free, *self._idle}
+        assert len(free) == self.available and free.isdisjoint(users)
+        assert len(free) + len(users) == self.count - 1, "a page is lost"
+        assert {page: key for key, page in self._pages.items()} == self._keys
+        assert set(self._keys).isdisjoint(self._free) and set(self._idle) <= set(self._keys)
+
+    def _find(self, ids: Sequence[int]) -> list[int]:
+        found: list[int] = []
+        if self.prefix_cache and self._pages:
+            for key in _keys(ids[:-1]):
+                if key not in self._pages:
+                    break
+                found.append(self._pages[key])
+        return found
+
+    def _drop_key(self, page: int) -> None:
+        key = self._keys.pop(page, None)
+        if key is not None:
+            del self._pages[key]
+        self._pending.discard(page)
+
+
+def _keys(ids: Sequence[int]) -> Iterator[bytes]:
+    """The key of each full page."""
+    key = b""
+    tokens = np.asarray(ids, np.int32)
+    for end in range(SLOT_MULTIPLE, len(tokens) + 1, SLOT_MULTIPLE):
+        page = tokens[end - SLOT_MULTIPLE : end].tobytes()
+        key = hashlib.blake2b(key + page, digest_size=16).digest()
+        yield key
