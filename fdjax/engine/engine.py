@@ -35,6 +35,7 @@ from fdjax.engine.state import (
 )
 from fdjax.models import Model, Params
 from fdjax.sampling.sampler import NOT_FINITE
+from fdjax.system.device_memory import free_memory_bytes
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
@@ -52,6 +53,9 @@ _DECODE_OPTIONS = {
     # more memory.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
+# For every program: XLA's estimate of memory, in percent of what there is, above which it computes
+# things twice. It counts a cache that kernels update in place once more for each kernel.
+_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 
 # The largest number of sequences that run at once. More are no faster on a CPU.
 _MOST_ROWS = 256
@@ -187,7 +191,10 @@ class Engine:
 
     def _shape_in_pages(self, rows: Sequence[Row], batch: int, slots: int) -> Shape:
         needs = [page_count(row.most_tokens) for row in rows]
-        limit = self._most_pages(slots)
+        known = self.memory_bytes is not None and self.model.plan.compute_capability is not None
+        # A pool in a memory of known size is as large as it may become.
+        pages = 0 if self.pool is None else self.pool.count
+        limit = pages if pages and known else self._most_pages(slots)
         # One more is nobody's.
         if max(needs) >= limit:
             longest = max(needs) * SLOT_MULTIPLE
@@ -200,9 +207,8 @@ class Engine:
         # most, as many end early and some share pages.
         per_row = max(1, sum(needs) // (2 * len(needs)))
         batch = min(batch, 2 ** math.floor(math.log2(max(1, (limit - 1) // per_row))))
-        pages = 0 if self.pool is None else self.pool.count
-        if self.memory_bytes is not None and self.model.plan.compute_capability is not None:
-            pages = pages or limit
+        if known:
+            pages = limit
         wanted = min(1 + sum(sorted(needs)[-batch:]), limit)
         while pages < wanted:
             pages = min(max(4 * pages, _FIRST_PAGES), limit)
@@ -217,7 +223,12 @@ class Engine:
         else:
             tokens = min(of_a_row * SLOT_MULTIPLE, self.context)
             workspace = workspace_bytes(self.model, rows, tokens, slots)
-            room = _POOL_SHARE * (self.memory_bytes - self.model.weight_bytes - workspace)
+            room = self.memory_bytes - self.model.weight_bytes
+            if self.pool is None and self.model.plan.compute_capability is not None:
+                # Others may have taken some since.
+                (device,) = self.params[0].devices()
+                room = min(room, free_memory_bytes(device))
+            room = _POOL_SHARE * (room - workspace)
         pages = max(0, min(int(room / page_bytes(self.model)), 1 + rows * of_a_row))
         # Free memory differs a little from process to process. Programs depend on the number.
         step = 2 ** max(0, pages.bit_length() - 5)
@@ -434,7 +445,7 @@ def _reads_pages(model: Model) -> bool:
 
 def compiler_options(function: Callable) -> dict[str, Any]:
     """XLA options for the program of a step, without those that `XLA_FLAGS` sets."""
-    options = _DECODE_OPTIONS if function is step.decode_steps else {}
+    options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

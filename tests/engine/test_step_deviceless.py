@@ -20,7 +20,7 @@ from deviceless import (
     temp_bytes,
 )
 from fdjax.engine.engine import compiler_options
-from fdjax.engine.state import init_cache, start
+from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
@@ -56,8 +56,10 @@ def model(tied, plan=H100):
 
 
 @functools.cache
-def abstract_state(tied, batch, stacked=False):
+def abstract_state(tied, batch, stacked=False, pages=0):
     def make():
+        if pages:
+            return start_in_pages(init_pool(model(tied), pages), batch, SLOTS)
         return start(init_cache(model(tied), batch, SLOTS, stacked))
 
     return jax.eval_shape(make)
@@ -92,13 +94,13 @@ def outermost_thunks(folder):
     return re.findall(r"^\d+:.*", thunks.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def check_in_place(compiled, tied, batch, *, masked_values, stacked=False):
+def check_in_place(compiled, tied, batch, *, masked_values, stacked=False, pages=0):
     """All of the state is updated where it is, and no layer's keys or values are moved.
 
     But for `masked_values`: XLA's attention over a prompt zeroes the values of slots that hold
     nothing, in a buffer of its own, once a layer. That is its price, and not the engine's.
     """
-    state = abstract_state(tied, batch, stacked)
+    state = abstract_state(tied, batch, stacked, pages)
     assert alias_bytes(compiled) == nbytes(state)
     unlikely = unlikely_buffers(compiled)
     of_a_layer = nbytes(state.kv) // model(tied).config.layers
@@ -111,7 +113,7 @@ def check_in_place(compiled, tied, batch, *, masked_values, stacked=False):
     assert not copies, "\n".join(map(str, copies))
 
 
-def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
+def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0):
     """A chunk of decode steps, as users get it: one CUDA graph, and all of the state in place."""
     m = model(tied, plan)
     stacked = m.one_launch(batch, SLOTS)
@@ -119,23 +121,24 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors()):
     if stacked:
         params = params | {"blocks": stacked_shapes(params)}
 
-    def run(params, state, sampling, n):
+    def run(params, state, sampling, n, table):
         layers = None
         if stacked:
             layers = params["blocks"]
             params = params | {"blocks": layer_slices(layers)}
         return decode_steps(
-            *(m, params, state, sampling, n),
+            *(m, params, state, sampling, n, table),
             max_steps=STEPS,
             processors=processors,
             layers=layers,
         )
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
-    args = params, abstract_state(tied, batch, stacked), abstract_sampling(batch), n
+    state = abstract_state(tied, batch, stacked, pages)
+    args = params, state, abstract_sampling(batch), n, abstract_table(batch, pages)
     options = compiler_options(decode_steps) | {"xla_dump_to": str(folder)}
     compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
-    check_in_place(compiled, tied, batch, masked_values=False, stacked=stacked)
+    check_in_place(compiled, tied, batch, masked_values=False, stacked=stacked, pages=pages)
     (chunk,) = outermost_thunks(folder)
     assert "kCommandBuffer" in chunk
     return compiled
@@ -202,12 +205,18 @@ def between_layers(compiled, count):
     ]
 
 
-def compiled_prefill(plan, tied, batch, stacked=False):
+def abstract_table(batch, pages):
+    return jax.ShapeDtypeStruct((batch, SLOTS // SLOT_MULTIPLE), jnp.int32) if pages else None
+
+
+def compiled_prefill(plan, tied, batch, stacked=False, pages=0):
     """A prefill call as users get it."""
     m = model(tied, plan)
 
-    def run(params, state, sampling, tokens, lengths, offsets, final):
-        return prefill(m, params, state, sampling, tokens, lengths, offsets, final)
+    def run(params, state, sampling, tokens, lengths, offsets, final, table):
+        return prefill(
+            m, params, state, sampling, tokens, lengths, offsets, final, pages=table
+        )
 
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
@@ -216,12 +225,13 @@ def compiled_prefill(plan, tied, batch, stacked=False):
         "h100",
         run,
         m.abstract_params,
-        abstract_state(tied, batch, stacked),
+        abstract_state(tied, batch, stacked, pages),
         abstract_sampling(batch),
         tokens,
         row,
         row,
         final,
+        abstract_table(batch, pages),
         donate_argnums=1,
         compiler_options=compiler_options(prefill),
     )
@@ -245,3 +255,25 @@ def test_prefill_of_a_stacked_cache():
     stack = abstract_state(False, 8, stacked=True).kv.k
     layer = ",".join(map(str, stack.shape[1:]))
     assert not re.findall(rf"\[(?:1,)?{layer}\]", compiled.as_text())
+
+
+PAGES = 300
+IN_PAGES = (("decode_attention", "mosaic_gpu"), ("prefill_attention", "mosaic_gpu"))
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+@pytest.mark.parametrize(
+    "plan", [KERNELS, CHAINED, ONE_LAUNCH], ids=["kernels", "chained", "one launch"]
+)
+def test_decode_steps_in_pages(plan, batch, tmp_path):
+    plan = dataclasses.replace(plan, named=plan.named + IN_PAGES)
+    compiled = compiled_chunk(plan, False, batch, tmp_path, pages=PAGES)
+    assert temp_bytes(compiled) <= batch * 2**21
+
+
+@pytest.mark.parametrize("batch", [1, 8])
+def test_prefill_in_pages(batch):
+    plan = dataclasses.replace(H100, named=IN_PAGES)
+    compiled = compiled_prefill(plan, False, batch, pages=PAGES)
+    check_in_place(compiled, False, batch, masked_values=False, pages=PAGES)
+    assert kernel_names(compiled).count("write_chunk") == model(False).config.layers
