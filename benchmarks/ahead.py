@@ -247,12 +247,14 @@ class _CompilingEngine(_AheadEngine):
     def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
         batch, slots = shape.rows, shape.slots
         if shape.pages:
-            self.pool = PagePool(shape.pages)
             pool = jax.eval_shape(lambda: init_pool(self.model, shape.pages))
             return start_in_pages(stand_ins(pool), batch, slots)
         stacks = may_stack and self.stacks(batch, slots)
         cache = jax.eval_shape(lambda: init_cache(self.model, batch, slots, stacks))
         return start(stand_ins(cache))
+
+    def _open_pool(self, pages: int) -> None:
+        self.pool = PagePool(pages)
 
     def stack(self, params: Params) -> dict[str, Any] | None:
         # Assumes that memory allows it. If not, the measuring process compiles other programs.

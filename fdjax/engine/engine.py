@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import logging
 import math
 import os
 import weakref
@@ -56,6 +57,8 @@ _DECODE_OPTIONS = {
 # For every program: XLA's estimate of memory, in percent of what there is, above which it computes
 # things twice. It counts a cache that kernels update in place once more for each kernel.
 _OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
+
+logger = logging.getLogger("fdjax")
 
 # The largest number of sequences that run at once. More are no faster on a CPU.
 _MOST_ROWS = 256
@@ -192,9 +195,11 @@ class Engine:
     def _shape_in_pages(self, rows: Sequence[Row], batch: int, slots: int) -> Shape:
         needs = [page_count(row.most_tokens) for row in rows]
         known = self.memory_bytes is not None and self.model.plan.compute_capability is not None
-        # A pool in a memory of known size is as large as it may become.
+        if known and self.pool is None:
+            # It takes all there is at once, so that programs need not be compiled for other sizes.
+            self._open_pool(self._most_pages(slots))
         pages = 0 if self.pool is None else self.pool.count
-        limit = pages if pages and known else self._most_pages(slots)
+        limit = pages if known else self._most_pages(slots)
         # One more is nobody's.
         if max(needs) >= limit:
             longest = max(needs) * SLOT_MULTIPLE
@@ -207,8 +212,6 @@ class Engine:
         # most, as many end early and some share pages.
         per_row = max(1, sum(needs) // (2 * len(needs)))
         batch = min(batch, 2 ** math.floor(math.log2(max(1, (limit - 1) // per_row))))
-        if known:
-            pages = limit
         wanted = min(1 + sum(sorted(needs)[-batch:]), limit)
         while pages < wanted:
             pages = min(max(4 * pages, _FIRST_PAGES), limit)
@@ -303,18 +306,32 @@ class Engine:
 
     def _take_pages(self, shape: Shape) -> DecodeState:
         """A state of the pool, which keeps its content where it can."""
-        (state, _), self.reusable = self.reusable or (None, []), None
         (device,) = self.params[0].devices()
-        if state is None or state.kv.k.shape[1] != shape.pages or state.kv.k.is_deleted():
-            del state
-            self.pool = PagePool(shape.pages, prefix_cache=self._prefix_cache)
-            with jax.default_device(device):
-                kv = init_pool(self.model, shape.pages)
-        elif (state.batch, state.slots) == (shape.rows, shape.slots):
+        kept = None if self.reusable is None else self.reusable.state
+        if kept is None or kept.kv.k.shape[1] != shape.pages or kept.kv.k.is_deleted():
+            kept = None
+            self._open_pool(shape.pages)
+        state, self.reusable = self.reusable.state, None
+        if (state.batch, state.slots) == (shape.rows, shape.slots):
             return state
-        else:
-            kv = state.kv
-        return jax.device_put(start_in_pages(kv, shape.rows, shape.slots), device)
+        return jax.device_put(start_in_pages(state.kv, shape.rows, shape.slots), device)
+
+    def _open_pool(self, pages: int) -> None:
+        """Allocate a pool of so many pages; of fewer where free memory is in pieces."""
+        (device,) = self.params[0].devices()
+        self.reusable = None
+        while True:
+            try:
+                with jax.default_device(device):
+                    kv = jax.block_until_ready(init_pool(self.model, pages))
+                break
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error) or pages < _FIRST_PAGES:
+                    raise
+                pages = pages * 3 // 4
+        logger.info("cache of %d pages of %d tokens", pages, SLOT_MULTIPLE)
+        self.pool = PagePool(pages, prefix_cache=self._prefix_cache)
+        self.reusable = ReusableState(start_in_pages(kv, 1, SLOT_MULTIPLE), [])
 
     def program(
         self,

@@ -214,9 +214,7 @@ def compiled_prefill(plan, tied, batch, stacked=False, pages=0):
     m = model(tied, plan)
 
     def run(params, state, sampling, tokens, lengths, offsets, final, table):
-        return prefill(
-            m, params, state, sampling, tokens, lengths, offsets, final, pages=table
-        )
+        return prefill(m, params, state, sampling, tokens, lengths, offsets, final, pages=table)
 
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
