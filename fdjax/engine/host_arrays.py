@@ -11,13 +11,23 @@ import numpy as np
 from jax import Array, lax
 
 
+# XLA passes a slice of an array to a kernel where it is, and kernels need operands aligned to this.
+_ALIGNMENT = 256
+
+
+def _padded(size: int) -> int:
+    """Number of int32 that an array of `size` takes."""
+    return -(-size * 4 // _ALIGNMENT) * (_ALIGNMENT // 4)
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class HostArrays:
     """A tree of small arrays, packed into one array.
 
     Attributes:
-      data: [N] int32, the bits of all leaves, one after another.
+      data: [N] int32, the bits of all leaves, one after another, each from a multiple of
+        `_ALIGNMENT` bytes on.
       treedef: structure of the tree.
       shapes: (shape, dtype) of each leaf; dtypes are int32, float32 or bool.
     """
@@ -33,7 +43,11 @@ class HostArrays:
         """Pack a tree of numpy arrays."""
         leaves, treedef = jax.tree.flatten(tree)
         bits = [a.astype(np.int32) if a.dtype == bool else a.view(np.int32) for a in leaves]
-        data = np.concatenate([a.ravel() for a in bits])
+        data = np.zeros(sum(_padded(a.size) for a in bits), np.int32)
+        start = 0
+        for a in bits:
+            data[start : start + a.size] = a.ravel()
+            start += _padded(a.size)
         return cls(data, treedef, tuple((a.shape, a.dtype) for a in leaves))
 
     def unpack(self) -> Any:
@@ -42,7 +56,7 @@ class HostArrays:
         for shape, dtype in self.shapes:
             size = int(np.prod(shape))
             bits = lax.slice(self.data, (start,), (start + size,)).reshape(shape)
-            start += size
+            start += _padded(size)
             is_bool = np.issubdtype(dtype, bool)
             leaves.append(bits != 0 if is_bool else lax.bitcast_convert_type(bits, dtype))
         return jax.tree.unflatten(self.treedef, leaves)
