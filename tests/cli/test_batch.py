@@ -12,6 +12,8 @@ import pytest
 import fdjax
 from fdjax.cli.main import main
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 LINES = ["Once upon a time", {"prompt": "What is 7 + 5?", "id": "q7"}, {"prompt": [5, 6, 7]}]
 LINES += [{"messages": [{"role": "user", "content": "What is 7 + 5?"}], "id": {"nested": 1}}]
 OPTIONS = ["--max-new-tokens", "6"]
@@ -54,9 +56,9 @@ def test_each_line_has_its_answer_and_its_id(files, capsys):
 def test_it_goes_on_where_it_stopped_and_repairs_a_line_that_was_cut(files, capsys):
     run(files)
     whole = files[1].read_bytes().splitlines(keepends=True)
-    files[1].write_bytes(whole[0] + whole[1] + whole[2][:20])
+    files[1].write_bytes(b"".join(whole[:3]) + whole[3][:20])
     assert run(files) == 0
-    assert "2 without an answer" in capsys.readouterr().err
+    assert "1 without an answer" in capsys.readouterr().err
     assert sorted(files[1].read_bytes().splitlines(keepends=True)) == sorted(whole)
     before = files[1].read_bytes()
     assert run(files) == 0 and files[1].read_bytes() == before
