@@ -21,7 +21,7 @@ from fdjax.engine.results import Answer
 from fdjax.models import CheckpointError
 from fdjax.system.files import write_whole
 from fdjax.text.conversation import chat_ids, split_options
-from fdjax.weights.checkpoint import locate
+from fdjax.weights.checkpoint import fingerprint, locate, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,10 +242,10 @@ def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
 def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
     """What answers depend on."""
     asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
-    folder = locate(args.model, weights=False)
-    config = (folder / "config.json").read_bytes()
+    folder = locate(args.model)
+    config = json.dumps(read_json(folder / "config.json")).encode()
     return {
-        "model": [str(args.model), hashlib.sha256(config).hexdigest()],
+        "model": [args.model, hashlib.sha256(config).hexdigest(), fingerprint(folder)],
         "options": {name: value for name, value in sorted(asked.items()) if value is not None},
         "input": hashlib.sha256(data).hexdigest(),
     }

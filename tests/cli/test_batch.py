@@ -3,15 +3,18 @@
 import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import fdjax
 from fdjax.cli.main import main
+from fdjax.weights.checkpoint import locate
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -80,6 +83,22 @@ def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
     assert run(files, *options) == 2
     assert f"holds answers of another {what}" in capsys.readouterr().err
     assert files[1].read_bytes() == before
+
+
+def test_answers_of_other_weights_are_not_mixed(files, capsys, tmp_path):
+    folder = shutil.copytree(locate("tiny"), tmp_path / "model")
+    assert run(files, "--model", str(folder)) == 0
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, folder / "model.safetensors")
+    assert run(files, "--model", str(folder)) == 2
+    assert "holds answers of another model" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(files, capsys, tmp_path):
+    assert run(files, "--model", str(tmp_path)) == 1
+    assert "no config.json; is this a checkpoint folder?" in capsys.readouterr().err
+    assert not files[1].exists()
 
 
 @pytest.mark.parametrize(
