@@ -235,10 +235,11 @@ class LM:
           config, **options: as in `generate`.
 
         Raises:
-          ValueError: an option is out of range, as in `generate`; at the call.
+          ValueError: an option is out of range, as in `generate`, or these are no prompts; at the
+            call.
         """
         refused: dict[int, Exception] = {}
-        given = [prompts] if isinstance(prompts, str) else list(prompts)
+        given, _ = as_several(prompts, "generate: prompts")
         requests = self._requests(given, config, options, self.defaults, refused) if given else []
         rows = [Row(request, self.tokenizer) for request in requests]
         for i, error in refused.items():

@@ -160,6 +160,12 @@ def test_what_is_no_prompt_is_refused(lm, prompt):
             call(prompt)
 
 
+@pytest.mark.parametrize("prompts", [None, 7, b"abc", {"a": 1}, {1, 2}], ids=repr)
+def test_what_are_no_prompts_is_refused_at_the_call(lm, prompts):
+    with pytest.raises(ValueError, match=r"^generate: prompts must be text or token ids"):
+        lm.generate_iter(prompts)
+
+
 def test_ids_may_be_arrays(lm, truth):
     ids, tokens = truth[1]
     want = [tokens[:4]]

@@ -3,9 +3,11 @@ stopped.
 """
 
 import argparse
+import codecs
 import dataclasses
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -16,9 +18,10 @@ import fdjax
 from fdjax.cli.arguments import UsageError
 from fdjax.cli.shared import plan_of, sampling_of
 from fdjax.engine.results import Answer
+from fdjax.models import CheckpointError
 from fdjax.system.files import write_whole
 from fdjax.text.conversation import chat_ids, split_options
-from fdjax.weights.checkpoint import locate
+from fdjax.weights.checkpoint import fingerprint, locate, read_json
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,24 +50,54 @@ def run_batch(args: argparse.Namespace) -> int:
         if not left:
             return 0
         lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
-        prompts = [_prompt(lm, lines[i], args.system) for i in left]
         if args.system is not None or any(line.is_chat for line in lines):
             # A chat ends where the checkpoint's template says, too.
             _, options = split_options(lm.tokenizer, lm.defaults, None, options)
-        began, tokens, count = time.monotonic(), 0, 0
-        with _progress(len(left)) as update:
-            found: dict[int, list[Answer]] = {}
-            for answer in lm.generate_iter(prompts, return_logprobs=args.logprobs, **options):
-                samples = found.setdefault(answer.index, [])
-                samples.append(answer)
-                tokens += len(answer.tokens)
-                if len(samples) == args.num_return_sequences or answer.error is not None:
-                    i = left[answer.index]
-                    answers.add(i, lines[i], found.pop(answer.index))
-                    count += 1
-                    update(f"{tokens / (time.monotonic() - began):.0f} tok/s")
-    _say(f"{count} answers, {tokens} tokens in {time.monotonic() - began:.1f} s: {args.output}")
+        options |= {"return_logprobs": args.logprobs}
+        try:
+            _answer_all(lm, {i: lines[i] for i in left}, answers, args.system, options)
+        except KeyboardInterrupt:
+            done = len(answers.done)
+            _say(f"\n{done} of {len(lines)} prompts have an answer; the same command goes on")
+            raise
     return 0
+
+
+def _answer_all(
+    lm: "fdjax.LM",
+    lines: dict[int, Line],
+    answers: "Answers",
+    system: str | None,
+    options: dict[str, Any],
+) -> None:
+    """Answer lines, by their numbers."""
+    began, tokens = time.monotonic(), 0
+    prompts, failed = {}, 0
+    for i, line in lines.items():
+        try:
+            prompts[i] = _prompt(lm, line, system)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            answers.add(i, line, [_error(error)])
+            failed += 1
+    numbers = list(prompts)
+    found: dict[int, list[Answer]] = {}
+    with _progress(len(prompts)) as update:
+        for answer in lm.generate_iter(list(prompts.values()), **options):
+            if (i := numbers[answer.index]) in answers.done:  # another sample of it failed
+                continue
+            samples = found.setdefault(answer.index, [])
+            samples.append(answer)
+            tokens += len(answer.tokens)
+            if len(samples) == options["num_return_sequences"] or answer.error is not None:
+                samples = sorted(found.pop(answer.index), key=lambda a: a.sample)
+                answers.add(i, lines[i], [_answer(sample, i) for sample in samples])
+                failed += answer.error is not None
+                update(f"{tokens / (time.monotonic() - began):.0f} tok/s")
+    errors = f" ({failed} of them errors)" if failed else ""
+    seconds = time.monotonic() - began
+    _say(f"{len(lines)} answers{errors}, {tokens} tokens in {seconds:.1f} s: {answers.path}")
 
 
 class Answers:
@@ -73,23 +106,26 @@ class Answers:
     A file beside it says of which model, options and input they are.
 
     Attributes:
+      path: of the output.
       done: numbers of the prompts that have an answer.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
-        self._path = path
+        self.path = path
         self._run = run
         self._file: BinaryIO | None = None
         self.done: set[int] = set()
 
     def __enter__(self) -> "Answers":
-        beside = self._path.with_name(self._path.name + ".run.json")
+        beside = self.path.with_name(self.path.name + ".run.json")
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise UsageError(f"generate: --output {self.path}: not a file")
         try:
-            self._file = self._path.open("ab")
+            self._file = self.path.open("ab")
         except OSError as error:
-            raise UsageError(f"generate: --output {self._path}: {error.strerror}") from None
+            raise UsageError(f"generate: --output {self.path}: {error.strerror}") from None
         try:
-            _lock(self._file, self._path)
+            _lock(self._file, self.path)
             self._resume(beside)
         except BaseException:
             self._file.close()
@@ -98,53 +134,58 @@ class Answers:
 
     def _resume(self, beside: Path) -> None:
         """Read which prompts have an answer."""
-        if self._path.stat().st_size:
+        if self.path.stat().st_size:
             self._check(beside)
         else:
             write_whole(beside, json.dumps(self._run, indent=1))
-        content = self._path.read_bytes()
+        content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 self.done.add(json.loads(line)["index"])
             except (ValueError, TypeError, KeyError):
-                raise UsageError(f"{self._path}: line {number} is not an answer") from None
+                raise UsageError(f"{self.path}: line {number} is not an answer") from None
         # A line that was cut is written anew.
         self._file.truncate(len(whole))
 
     def __exit__(self, *error) -> None:
         self._file.close()
 
-    def add(self, index: int, line: Line, answers: list[Answer]) -> None:
+    def add(self, index: int, line: Line, answers: list[dict[str, Any]]) -> None:
         """Write the answers to a prompt."""
-        first = answers[0]
         record: dict[str, Any] = {"index": index, "id": line.id}
-        if len(answers) == 1:
-            record |= _answer(first)
-        else:
-            record["samples"] = [_answer(a) for a in sorted(answers, key=lambda a: a.sample)]
+        record |= answers[0] if len(answers) == 1 else {"samples": answers}
+        # A lone surrogate of an id has no UTF-8, and becomes the escape of JSON again.
+        text = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")
         # In one piece, so that what ends this process cuts no line but the last.
-        self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
+        self._file.write(text + b"\n")
         self._file.flush()
+        self.done.add(index)
 
     def _check(self, beside: Path) -> None:
         try:
             run = json.loads(beside.read_text())
         except (OSError, ValueError):
             raise UsageError(
-                f"{self._path} exists, and no {beside.name} says what of: name another --output"
+                f"{self.path} exists, and no {beside.name} says what of: name another --output"
             ) from None
         for name, value in self._run.items():
             if run.get(name) != value:
                 raise UsageError(
-                    f"{self._path} holds answers of another {name}: name another --output, "
+                    f"{self.path} holds answers of another {name}: name another --output, "
                     "or delete it"
                 )
 
 
-def _answer(answer: Answer) -> dict[str, Any]:
+def _error(error: BaseException) -> dict[str, Any]:
+    return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _answer(answer: Answer, index: int) -> dict[str, Any]:
     if answer.error is not None:
-        return {"error": f"{type(answer.error).__name__}: {answer.error}"}
+        # `generate_iter` counts the prompts of this run.
+        called, name = rf"\bprompt {answer.index}\b", f"prompt {index}"
+        return {"error": re.sub(called, name, _error(answer.error)["error"], count=1)}
     fields = {"text": answer.text, "tokens": answer.tokens, "finish_reason": answer.finish_reason}
     if answer.logprobs is not None:
         fields["logprobs"] = answer.logprobs
@@ -162,12 +203,12 @@ def _read(path: Path) -> bytes:
 
 def _lines(data: bytes, path: Path) -> Iterator[Line]:
     """The lines of the input: each a JSON string, or an object with "prompt" or "messages"."""
-    for number, text in enumerate(data.decode("utf-8-sig", "replace").split("\n"), 1):
+    for number, text in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if not text.strip():
             continue
         try:
-            value = json.loads(text)
-        except ValueError as error:
+            value = json.loads(text.decode(), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: line {number} is no JSON: {error}") from None
         fields = value if isinstance(value, dict) else {"prompt": value}
         names = fields.keys() & {"prompt", "messages"}
@@ -176,13 +217,22 @@ def _lines(data: bytes, path: Path) -> Iterator[Line]:
         if unknown := fields.keys() - {"prompt", "messages", "id"}:
             raise UsageError(f"{path}: line {number} has an unknown field {min(unknown)!r}")
         (name,) = names
+        if not isinstance(fields[name], list if name == "messages" else str | list):
+            what = "a list of messages" if name == "messages" else "a text or token ids"
+            raise UsageError(f'{path}: "{name}" of line {number} must be {what}')
         yield Line(fields.get("id", number - 1), fields[name], is_chat=name == "messages")
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is none of its values")
 
 
 def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
     """What `generate_iter` takes for a line."""
     messages = line.prompt if line.is_chat else [{"role": "user", "content": line.prompt}]
     if system is not None:
+        if not line.is_chat and not isinstance(line.prompt, str):
+            raise ValueError("generate: a prompt after --system must be a text, got token ids")
         messages = [{"role": "system", "content": system}, *messages]
     elif not line.is_chat:
         return line.prompt
@@ -192,10 +242,10 @@ def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
 def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
     """What answers depend on."""
     asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
-    folder = locate(args.model, weights=False)
-    config = (folder / "config.json").read_bytes()
+    folder = locate(args.model)
+    config = json.dumps(read_json(folder / "config.json")).encode()
     return {
-        "model": [str(args.model), hashlib.sha256(config).hexdigest()],
+        "model": [args.model, hashlib.sha256(config).hexdigest(), fingerprint(folder)],
         "options": {name: value for name, value in sorted(asked.items()) if value is not None},
         "input": hashlib.sha256(data).hexdigest(),
     }

@@ -1,6 +1,8 @@
 """What a tokenizer.json may not do: refer to tokens it lacks, or grow a text without bound.
 
-The tokenizers package panics or exhausts memory on such files, so they are refused at load.
+The tokenizers package panics or exhausts memory on such files, so they are refused at load. How
+long a regular expression searches has no bound here: the package gives up a match after ten million
+steps, but tries one at every character of a text, and an encoding cannot be interrupted.
 """
 
 import json

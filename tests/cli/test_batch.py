@@ -1,16 +1,22 @@
 """`fdjax generate --input`: every line of a file gets one answer, whatever happens meanwhile."""
 
+import dataclasses
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import fdjax
 from fdjax.cli.main import main
+from fdjax.weights.checkpoint import locate
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 LINES = ["Once upon a time", {"prompt": "What is 7 + 5?", "id": "q7"}, {"prompt": [5, 6, 7]}]
 LINES += [{"messages": [{"role": "user", "content": "What is 7 + 5?"}], "id": {"nested": 1}}]
@@ -54,9 +60,9 @@ def test_each_line_has_its_answer_and_its_id(files, capsys):
 def test_it_goes_on_where_it_stopped_and_repairs_a_line_that_was_cut(files, capsys):
     run(files)
     whole = files[1].read_bytes().splitlines(keepends=True)
-    files[1].write_bytes(whole[0] + whole[1] + whole[2][:20])
+    files[1].write_bytes(b"".join(whole[:3]) + whole[3][:20])
     assert run(files) == 0
-    assert "2 without an answer" in capsys.readouterr().err
+    assert "1 without an answer" in capsys.readouterr().err
     assert sorted(files[1].read_bytes().splitlines(keepends=True)) == sorted(whole)
     before = files[1].read_bytes()
     assert run(files) == 0 and files[1].read_bytes() == before
@@ -79,6 +85,22 @@ def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
     assert files[1].read_bytes() == before
 
 
+def test_answers_of_other_weights_are_not_mixed(files, capsys, tmp_path):
+    folder = shutil.copytree(locate("tiny"), tmp_path / "model")
+    assert run(files, "--model", str(folder)) == 0
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"] *= 2
+    save_file(tensors, folder / "model.safetensors")
+    assert run(files, "--model", str(folder)) == 2
+    assert "holds answers of another model" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkpoint_is_named(files, capsys, tmp_path):
+    assert run(files, "--model", str(tmp_path)) == 1
+    assert "no config.json; is this a checkpoint folder?" in capsys.readouterr().err
+    assert not files[1].exists()
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [
@@ -86,20 +108,63 @@ def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
         ('{"id": 3}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "temperature": 1}', "unknown field 'temperature'"),
+        ("7", '"prompt" of line 2 must be a text or token ids'),
+        ('{"prompt": null}', '"prompt" of line 2 must be a text or token ids'),
+        ('{"messages": "Hi"}', '"messages" of line 2 must be a list of messages'),
+        ('{"prompt": "a", "id": NaN}', "line 2 is no JSON: NaN"),
+        ("[" * 100_000, "line 2 is no JSON: maximum recursion depth"),
+        ("\xff", "line 2 is no JSON: 'utf-8' codec can't decode"),
     ],
+    ids=lambda value: value[:20],
 )
 def test_a_line_that_is_none_ends_it_before_anything_runs(files, capsys, line, message):
-    files[0].write_text('"Hello"\n' + line + "\n")
+    files[0].write_text('"Hello"\n' + line + "\n", encoding="latin-1")
     assert run(files) == 2
     assert message in capsys.readouterr().err
     assert not files[1].exists()
 
 
-def test_a_prompt_that_is_refused_has_an_error(files):
-    files[0].write_text('[]\n"Hello"\n')
+def test_a_prompt_that_is_refused_has_an_error(files, capsys):
+    files[0].write_text('{"messages": [1]}\n[]\n{"prompt": "Hello", "id": "\\ud800"}\n')
     assert run(files) == 0
-    first, second = by_index(files[1])
-    assert "is empty" in first["error"] and second["finish_reason"] in ("stop", "length")
+    chat, empty, answered = by_index(files[1])
+    assert chat["error"] == "ValueError: chat: message 0 must be a dict with a 'role', got 1"
+    assert empty["error"] == "ValueError: generate: prompt 1 is empty; give at least one token"
+    assert answered["finish_reason"] in ("stop", "length") and answered["id"] == "\ud800"
+    assert "3 answers (2 of them errors), " in capsys.readouterr().err
+    files[1].unlink()
+    files[0].write_text("[5]\n")
+    assert run(files, "--system", "Be kind") == 0
+    assert "after --system must be a text" in by_index(files[1])[0]["error"]
+
+
+def test_samples_that_fail_are_one_answer(files, monkeypatch):
+    generate_iter = fdjax.LM.generate_iter
+
+    def failing(lm, prompts, **options):
+        for answer in generate_iter(lm, prompts, **options):
+            yield dataclasses.replace(answer, error=FloatingPointError("not finite"))
+
+    monkeypatch.setattr(fdjax.LM, "generate_iter", failing)
+    files[0].write_text('"Hello"\n[7]\n')
+    assert run(files, "--num-return-sequences", "2", "--temperature", "1") == 0
+    errors = [answer["error"] for answer in by_index(files[1])]
+    assert errors == ["FloatingPointError: not finite"] * 2
+
+
+def test_ctrl_c_says_how_to_go_on(files, capsys, monkeypatch):
+    generate_iter = fdjax.LM.generate_iter
+
+    def interrupted(lm, prompts, **options):
+        yield next(generate_iter(lm, prompts, **options))
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fdjax.LM, "generate_iter", interrupted)
+        assert run(files) == 130
+    assert "\n1 of 4 prompts have an answer; the same command goes on\n" in capsys.readouterr().err
+    assert run(files) == 0
+    by_index(files[1])
 
 
 @pytest.mark.slow
@@ -128,6 +193,8 @@ def test_arguments_that_do_not_go_together(files, capsys):
     assert "absent.jsonl: No such file" in capsys.readouterr().err
     assert main(["generate", "--input", str(files[0]), "--output", "/absent/out"]) == 2
     assert "/absent/out: No such file" in capsys.readouterr().err
+    assert main(["generate", "--input", str(files[0]), "--output", os.devnull]) == 2
+    assert f"{os.devnull}: not a file" in capsys.readouterr().err
 
 
 def kill_and_resume(files, kills, prompts):

@@ -250,10 +250,13 @@ def test_what_does_not_fit_at_once_waits():
     engine = LM(m, params, memory_bytes=four).engine
     assert shape(engine, *[600] * 4) == Shape(4, 768)
     assert shape(engine, *[600] * 9) == Shape(4, 768, limited=True)
-    prompts = [[5 + i % 100] * (1 + 60 * i) for i in range(10)]
-    alone = [LM(m, params).generate(p, max_new_tokens=5, eos_token_id=None) for p in prompts]
-    out = LM(m, params, memory_bytes=four).generate(prompts, max_new_tokens=5, eos_token_id=None)
-    assert out.tokens == [one.tokens[0] for one in alone]
+    prompts = [[5 + i] * (1 + 12 * i) for i in range(10)]
+    four = plan_memory(m, batch=4, max_len=114, prompt_tokens=109, slots=128).total_bytes
+    lm = LM(m, params, memory_bytes=four)
+    options = {"max_new_tokens": 5, "eos_token_id": None}
+    out = lm.generate(prompts, **options)
+    assert lm.engine.reusable.state.batch == 4
+    assert out.tokens == [lm.generate(prompt, **options).tokens[0] for prompt in prompts]
 
 
 def test_the_command_line_says_what_would_fit(capsys):

@@ -576,7 +576,7 @@ def test_samples_that_the_checkpoint_asks_for(lm):
     defaults = fdjax.GenerationConfig.from_files(files, {}, "generation_config.json")
     other = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=defaults)
     assert len(other.generate([5], max_new_tokens=2).tokens) == 3
-    assert len(other.generate([5], max_new_tokens=2, num_return_sequences=2).tokens) == 2
+    assert len(other.generate([5], max_new_tokens=2, num_return_sequences=4).tokens) == 4
     # As in transformers; `fdjax chat` must work with any checkpoint.
     with pytest.raises(ValueError, match="num_return_sequences must be 1 where nothing is sampled"):
         other.generate([5], max_new_tokens=2, do_sample=False)

@@ -1,6 +1,7 @@
-"""Damaged entries of JAX's compilation cache, of real processes."""
+"""Damaged and swapped entries of JAX's compilation cache, of real processes."""
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -8,13 +9,14 @@ import pytest
 
 from fdjax.system.compiled_programs import damaged_entries
 
-# Three programs, each found in JAX's cache or not, as "cut miss, emptied hit".
+# Programs with right results, each found in JAX's cache or not, as "cut miss, emptied hit".
 PROCESS = """
 import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fdjax.system import platform
 
@@ -23,13 +25,15 @@ platform.enable_compilation_cache(Path(sys.argv[1]))
 found = []
 jax.monitoring.register_event_listener(lambda event, **_: found.append(event))
 programs = {"cut": jnp.sin, "emptied": jnp.cos, "flipped": jnp.tan}
+programs |= {"one": jnp.sinh, "other": jnp.cosh}
 x = jnp.arange(3.0)
 for name, function in programs.items():
     def program(x):
         return function(x) + 1
     program.__name__ = name
     found.clear()
-    jax.jit(program)(x).block_until_ready()
+    out = jax.jit(program)(x)
+    assert np.allclose(out, getattr(np, function.__name__)(np.arange(3.0)) + 1)
     hit = "/jax/compilation_cache/cache_hits" in found
     print(name, "hit" if hit else "miss")
 """
@@ -45,7 +49,7 @@ DAMAGE = {"cut": lambda data: data[:-100], "emptied": lambda _: b"", "flipped": 
 
 @pytest.fixture
 def process(tmp_path):
-    """Run it → (hits and misses, what JAX warned of)."""
+    """Run it → ({name: "hit" or "miss"}, what JAX warned of)."""
 
     def process():
         done = subprocess.run(
@@ -55,23 +59,39 @@ def process(tmp_path):
             text=True,
             check=True,
         )
-        return done.stdout.split(), done.stderr.count("Error reading persistent")
+        found = dict(line.split() for line in done.stdout.splitlines())
+        return found, done.stderr.count("Error reading persistent")
 
     return process
 
 
-def test_a_damaged_entry_is_written_anew(process, tmp_path):
-    missed, hit = ([word for name in DAMAGE for word in (name, found)] for found in ("miss", "hit"))
-    assert process() == (missed, 0)
-    assert damaged_entries(tmp_path) == []
-    for name, damage in DAMAGE.items():
+def test_an_entry_that_is_not_as_it_was_written_is_written_anew(process, tmp_path):
+    def entry(name):
         (path,) = tmp_path.glob(f"jit_{name}-*")
-        path.write_bytes(damage(path.read_bytes()))
-    assert [p.name.split("-")[0] for p in damaged_entries(tmp_path)] == [
-        "jit_cut",
-        "jit_emptied",
-        "jit_flipped",
-    ]
-    assert process() == (missed, 3)
-    assert damaged_entries(tmp_path) == []
+        return path
+
+    def damage():
+        for name, change in DAMAGE.items():
+            entry(name).write_bytes(change(entry(name).read_bytes()))
+
+    def damaged():
+        return [path.name.split("-")[0].removeprefix("jit_") for path in damaged_entries(tmp_path)]
+
+    missed = dict.fromkeys([*DAMAGE, "one", "other"], "miss")
+    hit = dict.fromkeys(missed, "hit")
+    assert process() == (missed, 0)
+    assert damaged() == []
+    damage()
+    one = entry("one").read_bytes()
+    entry("one").write_bytes(entry("other").read_bytes())
+    entry("other").write_bytes(one)
+    assert damaged() == list(missed)
+    assert process() == (missed, 0)
+    assert damaged() == []
+    # Entries of which nothing was noted, as of JAX without this package.
+    shutil.rmtree(tmp_path / "fdjax" / "entries")
+    damage()
+    assert damaged() == list(DAMAGE)
+    assert process() == (hit | dict.fromkeys(DAMAGE, "miss"), 3)
+    assert damaged() == []
     assert process() == (hit, 0)

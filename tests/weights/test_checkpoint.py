@@ -22,6 +22,8 @@ from fdjax.text.tokenizer import MissingTokenizerError, Tokenizer
 from fdjax.weights import checkpoint
 from fdjax.weights.checkpoint import load_params, locate, read_json, stored_tensors
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 CASES = sorted(p.parent.name for p in FIXTURES.glob("*/config.alternate.json"))
 LLAMAS = [case for case in CASES if case.startswith("llama")]
