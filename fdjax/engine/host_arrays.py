@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-
 # XLA passes a slice of an array to a kernel where it is, and kernels need operands aligned to this.
 _ALIGNMENT = 256
 

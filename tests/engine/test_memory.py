@@ -28,7 +28,7 @@ from fdjax.engine.memory import (
 from fdjax.engine.schedule import call_tokens, covered_slots, prefill_calls
 from fdjax.engine.scheduler import Shape
 from fdjax.engine.sequence import Request, Row
-from fdjax.engine.state import init_cache, start
+from fdjax.engine.state import init_cache, page_bytes, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
@@ -218,9 +218,16 @@ def one_layer():
     return m, random_params(m)
 
 
+def in_one_piece(*args, **limits):
+    """A model whose rows do not consist of pages."""
+    lm = LM(*args, **limits)
+    lm.engine.paged = False
+    return lm
+
+
 @pytest.mark.slow
 def test_a_batch_is_no_larger_than_it_may_be():
-    lm = LM(*one_layer(), max_batch=3)
+    lm = in_one_piece(*one_layer(), max_batch=3)
     alone = [lm.generate([5 + i], max_new_tokens=3, eos_token_id=None).tokens[0] for i in range(7)]
     out = lm.generate([[5 + i] for i in range(7)], max_new_tokens=3, eos_token_id=None)
     assert lm.engine.reusable.state.kv[0][0].shape[0] == 3
@@ -237,8 +244,9 @@ def test_a_cache_is_as_small_as_memory_asks_for():
     sizes = {"batch": 1, "max_len": 700, "prompt_tokens": 600}
     tight, wide = (plan_memory(m, **sizes, slots=slots).total_bytes for slots in (768, 2048))
     for budget, slots in ((None, 2048), (wide, 2048), (wide - 1, 768), (tight, 768)):
-        assert shape(LM(m, params, memory_bytes=budget).engine, 600) == Shape(1, slots)
-    lm = LM(m, params, memory_bytes=tight - 1)
+        engine = in_one_piece(m, params, memory_bytes=budget).engine
+        assert shape(engine, 600) == Shape(1, slots)
+    lm = in_one_piece(m, params, memory_bytes=tight - 1)
     with pytest.raises(MemoryError, match=r"generate: must fit into .* for 1 x 700 tokens"):
         lm.generate([5] * 600, max_new_tokens=100)
     assert lm.engine.reusable is None
@@ -247,16 +255,43 @@ def test_a_cache_is_as_small_as_memory_asks_for():
 def test_what_does_not_fit_at_once_waits():
     m, params = one_layer()
     four = plan_memory(m, batch=4, max_len=700, prompt_tokens=600, slots=768).total_bytes
-    engine = LM(m, params, memory_bytes=four).engine
+    engine = in_one_piece(m, params, memory_bytes=four).engine
     assert shape(engine, *[600] * 4) == Shape(4, 768)
     assert shape(engine, *[600] * 9) == Shape(4, 768, limited=True)
     prompts = [[5 + i] * (1 + 12 * i) for i in range(10)]
     four = plan_memory(m, batch=4, max_len=114, prompt_tokens=109, slots=128).total_bytes
-    lm = LM(m, params, memory_bytes=four)
+    lm = in_one_piece(m, params, memory_bytes=four)
     options = {"max_new_tokens": 5, "eos_token_id": None}
     out = lm.generate(prompts, **options)
     assert lm.engine.reusable.state.batch == 4
     assert out.tokens == [lm.generate(prompt, **options).tokens[0] for prompt in prompts]
+
+
+def test_a_pool_takes_what_memory_has_left():
+    m, params = one_layer()
+    for pages in (11, 40, 200):
+        few = plan_memory(m, batch=256, max_len=4096, slots=2048)
+        room = m.weight_bytes + few.workspace_bytes + int(pages / 0.95 * page_bytes(m)) + 999
+        engine = LM(m, params, memory_bytes=room).engine
+        count = engine._most_pages(2048)
+        assert pages * 0.96 - 1 <= count <= pages
+
+
+def test_a_pool_of_few_pages():
+    """They are enough for one of these prompts, not for two."""
+    m, params = one_layer()
+    wide = LM(m, params)
+    few = LM(m, params)
+    few.engine._most_pages = lambda slots: 8
+    prompts = [[5 + i] * (90 * i + 1) for i in range(9)]
+    options = {"max_new_tokens": 60, "eos_token_id": None}
+    out = few.generate(prompts, **options)
+    assert few.engine.pool.count == 8
+    few.engine.pool.check([])
+    assert out.tokens == wide.generate(prompts, **options).tokens
+    with pytest.raises(MemoryError, match="generate: 1024 tokens of cache must fit into 7 pages"):
+        few.generate([5] * 900, max_new_tokens=100)
+    assert few.generate(prompts[1], **options).tokens == out.tokens[1:2]
 
 
 def test_the_command_line_says_what_would_fit(capsys):

@@ -15,6 +15,8 @@ import pytest
 import fdjax
 from any_size import ANY_SIZE
 from fdjax.engine.engine import ReusableState
+from fdjax.engine.runner import Session
+from fdjax.engine.scheduler import Shape
 from fdjax.engine.state import StackedCache
 from fdjax.models import decoder
 from fdjax.models.decoder import layers_shape
@@ -60,9 +62,22 @@ def launched(launches):
     return load(Plan(batch_invariant=True, named=(("decode_layers", "mosaic_gpu"),)))
 
 
-def stacked(lm):
-    """Whether the last batch ran in one launch."""
-    return isinstance(lm.engine.reusable.state.kv, StackedCache)
+@pytest.fixture(scope="module", autouse=True)
+def _remembers_how_it_ran():
+    decode = Session.decode
+
+    def remembering(session, *args):
+        session._engine.ran_in_one_launch = session.one_launch
+        return decode(session, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Session, "decode", remembering)
+        yield
+
+
+def in_one_launch(lm):
+    """Whether the last decode steps ran in one launch."""
+    return lm.engine.ran_in_one_launch
 
 
 def other_weights(lm):
@@ -94,7 +109,7 @@ def assert_alike(got, want):
 def test_tokens_are_those_of_layer_after_layer(plain, launched, launches, options):
     launches.clear()
     assert_alike(launched.generate(PROMPTS, **options), plain.generate(PROMPTS, **options))
-    assert stacked(launched) and not stacked(plain)
+    assert in_one_launch(launched) and not in_one_launch(plain)
     assert set(launches) <= {4}
 
 
@@ -104,9 +119,9 @@ def test_reruns_are_those_of_layer_after_layer(plain, launched):
     assert_alike(got, want)
     assert got.stats.reruns == want.stats.reruns
     assert len(got.stats.reruns) == launched.config.layers
-    assert not stacked(launched)
+    assert not in_one_launch(launched)
     assert_alike(launched.generate(PROMPTS, **GREEDY), want)
-    assert stacked(launched)
+    assert in_one_launch(launched)
 
 
 @pytest.mark.slow
@@ -116,12 +131,12 @@ def test_to_the_last_slot_of_a_cache(plain, launched):
         prompts = [list(range(length)), [7, 8], [9]]
         asked = GREEDY | {"max_new_tokens": [64 - length, 20, 62]}
         assert_alike(got.generate(prompts, **asked), want.generate(prompts, **asked))
-        assert stacked(got)
+        assert in_one_launch(got)
 
 
 @pytest.mark.slow
 def test_between_the_layouts_on_one_model(plain, launches):
-    """Two rows at most run in one launch: their cache is stacked, that of more is not."""
+    """Two rows at most run in one launch, more do not."""
     shape = layers_shape(plain.config, 2, 256, 4)
     entry = Entry("decode_layers", tuple(sorted(shape.items())), Choice("mosaic_gpu", source=""))
     lm = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE))
@@ -131,7 +146,7 @@ def test_between_the_layouts_on_one_model(plain, launches):
             options = GREEDY | {"max_new_tokens": 9 + rows}
             want = plain.generate(PROMPTS, **options).tokens[:rows]
             assert lm.generate(PROMPTS[:rows], **options).tokens == want
-            assert stacked(lm) == (rows < 3)
+            assert in_one_launch(lm) == (rows < 3)
 
 
 def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
@@ -140,7 +155,7 @@ def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
     engine = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE)).engine
 
     def take(slots, may_stack=True, batch=1):
-        return engine.take_state(batch, slots, may_stack)
+        return engine.take_state(Shape(batch, slots), may_stack)
 
     def is_stacked(state):
         return isinstance(state.kv, StackedCache)
@@ -182,7 +197,7 @@ def test_copies_and_pickles(plain, launched):
     want = plain.generate(PROMPTS, **GREEDY)
     for other in (copy.copy(launched), pickle.loads(pickle.dumps(launched))):
         assert_alike(other.generate(PROMPTS, **GREEDY), want)
-        assert stacked(other)
+        assert in_one_launch(other)
         jax.tree.map(np.testing.assert_array_equal, other.params, plain.params)
 
 
@@ -231,7 +246,7 @@ def test_damaged_weights_are_told_of_and_forgotten(launched):
     lm.params = damaged
     with pytest.raises(FloatingPointError, match="prompt 0"):
         lm.generate(PROMPTS, **GREEDY)
-    assert lm.engine.reusable is None
+    assert not lm.engine.pool.used
     lm.params = launched.params
     assert_alike(lm.generate(PROMPTS, **GREEDY), launched.generate(PROMPTS, **GREEDY))
 
