@@ -1,5 +1,6 @@
-"""`fdjax generate --input`: the prompts of a file, answered into another, which goes on where it
-stopped.
+"""`fdjax generate --input`: reads prompts from a file and writes the answers to another.
+
+A run that was interrupted goes on when it is started again.
 """
 
 import argparse
@@ -26,9 +27,9 @@ class Line:
     """A line of the input.
 
     Attributes:
-      id: what the answer is called: the line's own "id", or its number from 0.
+      id: name of the answer: the line's own "id", or else its number, counted from 0.
       prompt: a text, token ids, or the messages of a chat.
-      is_chat: it has messages.
+      is_chat: whether the prompt consists of messages.
     """
 
     id: Any
@@ -37,7 +38,7 @@ class Line:
 
 
 def run_batch(args: argparse.Namespace) -> int:
-    """Answer what of the input has no answer yet; the exit code."""
+    """Answer the prompts that have no answer yet, and return the exit code."""
     data = _read(args.input)
     lines = list(_lines(data, args.input))
     options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
@@ -49,7 +50,7 @@ def run_batch(args: argparse.Namespace) -> int:
         lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
         prompts = [_prompt(lm, lines[i], args.system) for i in left]
         if args.system is not None or any(line.is_chat for line in lines):
-            # A chat ends where the checkpoint's template says, too.
+            # The answer of a chat also ends at the tokenizer's end token.
             _, options = split_options(lm.tokenizer, lm.defaults, None, options)
         began, tokens, count = time.monotonic(), 0, 0
         with _progress(len(left)) as update:
@@ -68,12 +69,12 @@ def run_batch(args: argparse.Namespace) -> int:
 
 
 class Answers:
-    """The output: a line for each prompt that has an answer, in the order of their ends.
+    """The output file, with one line for each prompt that has an answer, in order of completion.
 
-    A file beside it says of which model, options and input they are.
+    A file beside it records the model, options and input that the answers belong to.
 
     Attributes:
-      done: numbers of the prompts that have an answer.
+      done: indices of the prompts that have an answer.
     """
 
     def __init__(self, path: Path, run: dict[str, Any]):
@@ -97,7 +98,7 @@ class Answers:
         return self
 
     def _resume(self, beside: Path) -> None:
-        """Read which prompts have an answer."""
+        """Read which prompts have an answer, and remove a last line that is incomplete."""
         if self._path.stat().st_size:
             self._check(beside)
         else:
@@ -109,21 +110,21 @@ class Answers:
                 self.done.add(json.loads(line)["index"])
             except (ValueError, TypeError, KeyError):
                 raise UsageError(f"{self._path}: line {number} is not an answer") from None
-        # A line that was cut is written anew.
+        # The prompt of an incomplete line is answered again.
         self._file.truncate(len(whole))
 
     def __exit__(self, *error) -> None:
         self._file.close()
 
     def add(self, index: int, line: Line, answers: list[Answer]) -> None:
-        """Write the answers to a prompt."""
+        """Write the answers to the prompt with this index, one for each of its samples."""
         first = answers[0]
         record: dict[str, Any] = {"index": index, "id": line.id}
         if len(answers) == 1:
             record |= _answer(first)
         else:
             record["samples"] = [_answer(a) for a in sorted(answers, key=lambda a: a.sample)]
-        # In one piece, so that what ends this process cuts no line but the last.
+        # One write for the whole line: if the process is killed, only the last line can be cut.
         self._file.write(json.dumps(record, ensure_ascii=False).encode() + b"\n")
         self._file.flush()
 
@@ -132,7 +133,8 @@ class Answers:
             run = json.loads(beside.read_text())
         except (OSError, ValueError):
             raise UsageError(
-                f"{self._path} exists, and no {beside.name} says what of: name another --output"
+                f"{self._path} exists, but {beside.name} beside it is missing or damaged: "
+                "name another --output"
             ) from None
         for name, value in self._run.items():
             if run.get(name) != value:
@@ -168,7 +170,7 @@ def _lines(data: bytes, path: Path) -> Iterator[Line]:
         try:
             value = json.loads(text)
         except ValueError as error:
-            raise UsageError(f"{path}: line {number} is no JSON: {error}") from None
+            raise UsageError(f"{path}: line {number} is not JSON: {error}") from None
         fields = value if isinstance(value, dict) else {"prompt": value}
         names = fields.keys() & {"prompt", "messages"}
         if len(names) != 1:
@@ -180,7 +182,7 @@ def _lines(data: bytes, path: Path) -> Iterator[Line]:
 
 
 def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
-    """What `generate_iter` takes for a line."""
+    """The prompt of a line in the form that `generate_iter` takes."""
     messages = line.prompt if line.is_chat else [{"role": "user", "content": line.prompt}]
     if system is not None:
         messages = [{"role": "system", "content": system}, *messages]
@@ -190,7 +192,7 @@ def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
 
 
 def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
-    """What answers depend on."""
+    """Everything that the answers depend on, for the file beside the output."""
     asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
     folder = locate(args.model, weights=False)
     config = (folder / "config.json").read_bytes()
@@ -217,7 +219,7 @@ def _say(text: str) -> None:
 
 
 class _progress:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar if standard error is a terminal, else nothing."""
 
     def __init__(self, total: int):
         self._bar = None

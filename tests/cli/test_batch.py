@@ -82,7 +82,7 @@ def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2 is not JSON"),
         ('{"id": 3}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "temperature": 1}', "unknown field 'temperature'"),

@@ -480,7 +480,7 @@ def test_a_template_that_is_not_utf8_is_named(run, loaded, tmp_path):
     (tmp_path / "mine.jinja").write_bytes(b"{{ messages }}\xff")
     code, out, err = run("chat", "--chat-template", "mine.jinja", stdin=b"hi")
     assert (code, out, loaded) == (1, "", [])
-    assert err == "fdjax: error: mine.jinja: must be UTF-8, not so at 14\n"
+    assert err == "fdjax: error: mine.jinja: not UTF-8 at byte 14\n"
 
 
 def test_what_no_longer_fits_is_forgotten_in_pairs(run, asked):

@@ -635,7 +635,7 @@ def test_the_command_writes_elsewhere_and_draws(run, folder, counted, monkeypatc
     monkeypatch.setattr(calibrate, "gather", lambda *args, **options: counted)
     argv = folder, "--text", "text.txt", "--output", "new/file.json"
     code, _, err = run(*argv, "--plot", "new/plot.png")
-    assert code == 0 and re.search(r"warning: \d+ tokens are few to choose by", err), err
+    assert code == 0 and re.search(r"warning: \d+ tokens are few for a reliable choice", err), err
     assert Path("new/file.json").exists() and not (folder / calibration_file.FILE).exists()
     assert Path("new/plot.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(*argv, "--plot", "plot.xyz")
@@ -648,7 +648,7 @@ def test_the_calibration_of_the_embedded_model_is_written_here(run, counted, mon
     monkeypatch.setattr(calibrate, "gather", lambda *args, **options: counted)
     code, _, err = run(*model, "--text", "text.txt")
     assert code == 0 and Path(calibration_file.FILE).exists(), err
-    assert f"written to {calibration_file.FILE}\nfdjax: a model is loaded with it only from" in err
+    assert f"written to {calibration_file.FILE}\nfdjax: `load` uses it only as" in err
     assert not (locate("tiny") / calibration_file.FILE).exists()
 
 
@@ -664,7 +664,7 @@ def test_a_plot_without_matplotlib_is_told_at_once(run, monkeypatch):
     [
         ([], 2, "--text"),
         (["--text", "missing.txt"], 1, "missing.txt"),
-        (["--text", "binary.txt"], 1, "binary.txt: must be UTF-8, not so at 0"),
+        (["--text", "binary.txt"], 1, "binary.txt: not UTF-8 at byte 0"),
         (["--text", "."], 1, "directory"),
         (["--text", "empty.txt"], 1, "there is no text"),
         (["--text", "text.txt", "--context", "513"], 1, "context must be from 2 to 512, got 513"),

@@ -473,7 +473,7 @@ class TestCommandLine:
             ([], 2, "tune: needs an NVIDIA GPU, JAX sees none"),
             (["no.json", "--explain"], 1, "no.json: no such file"),
             (["config.json", "--explain"], 1, "tune: no table is shipped for 'cpu'"),
-            (["--table", "x.json"], 2, "tune: --table is what --explain explains"),
+            (["--table", "x.json"], 2, "tune: --table needs --explain"),
             (
                 ["config.json", "--explain", "--table", "config.json"],
                 1,
