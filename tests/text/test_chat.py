@@ -175,7 +175,7 @@ def test_what_are_no_messages(messages):
 def test_options_that_make_no_sense():
     with pytest.raises(ValueError, match="exclude each other"):
         render("", HI, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(ValueError, match="must have a text"):
+    with pytest.raises(ValueError, match="must be a text"):
         render("", [{"role": "assistant", "content": ["a"]}], continue_final_message=True)
     with pytest.raises(ValueError, match="does not show"):
         render("{{ 1 }}", HI, continue_final_message=True)
@@ -315,7 +315,7 @@ def test_what_is_no_variable_of_a_template_is_refused(lm, kwargs):
 
 @pytest.mark.parametrize("method", ["chat", "stream_chat"])
 def test_a_template_that_makes_nothing_is_blamed(lm, method):
-    with pytest.raises(ValueError, match="the chat template makes nothing of these messages"):
+    with pytest.raises(ValueError, match="the chat template renders an empty text"):
         getattr(lm, method)(HI, chat_template="{{ '' }}")
 
 

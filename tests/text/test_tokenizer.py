@@ -316,13 +316,13 @@ def test_files_beside_tokenizer_json_mean_what_they_mean_in_transformers(tmp_pat
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"eos_token": 5}, "'eos_token' has a value of another type, 5"),
-        ({"eos_token": {"text": "a"}}, "'eos_token' has a value of another type"),
-        ({"extra_special_tokens": 3}, "'extra_special_tokens' has a value of another type, 3"),
-        ({"extra_special_tokens": [[]]}, "has a value of another type"),
+        ({"eos_token": 5}, "'eos_token' has a value of the wrong type, 5"),
+        ({"eos_token": {"text": "a"}}, "'eos_token' has a value of the wrong type"),
+        ({"extra_special_tokens": 3}, "'extra_special_tokens' has a value of the wrong type, 3"),
+        ({"extra_special_tokens": [[]]}, "has a value of the wrong type"),
         ({"added_tokens_decoder": {"a": "b"}}, "the added tokens must be a dict by id"),
         ({"added_tokens_decoder": 5}, "the added tokens must be a dict by id"),
-        ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of another type, 7"),
+        ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of the wrong type, 7"),
         ({"added_tokens_decoder": {"400": {"content": "a", "lstrip": "b"}}}, "cannot be added"),
     ],
     ids=repr,
