@@ -854,7 +854,7 @@ def test_a_folder_of_the_name_of_the_embedded_model(run, tmp_path, loaded, monke
     assert loaded[0][0] == str(locate(loaded[0][0])) and Path(loaded[0][0]).is_absolute()
     code, _, err = run("info", "tiny")
     assert (code, is_one_line(err)) == (1, True)
-    assert "tiny: this folder has no config.json; the embedded model is meant only" in err
+    assert "tiny: this folder has no config.json; to use the embedded model" in err
     shutil.copy(locate(loaded[0][0]) / "config.json", tmp_path / "tiny")
     assert run("info", "tiny")[0] == 0
 

@@ -322,7 +322,7 @@ def test_files_beside_tokenizer_json_mean_what_they_mean_in_transformers(tmp_pat
         ({"extra_special_tokens": [[]]}, "has a value of the wrong type"),
         ({"added_tokens_decoder": {"a": "b"}}, "the added tokens must be a dict by id"),
         ({"added_tokens_decoder": 5}, "the added tokens must be a dict by id"),
-        ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of the wrong type, 7"),
+        ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of the wrong"),
         ({"added_tokens_decoder": {"400": {"content": "a", "lstrip": "b"}}}, "cannot be added"),
     ],
     ids=repr,

@@ -568,7 +568,9 @@ def test_a_calibration_of_other_weights_is_not_used(calibration, folder, fingerp
     path = folder / calibration_file.FILE
     calibration_file.write_calibration(calibration, path)
     _set(path, "fingerprint", value=fingerprint)
-    with pytest.warns(UserWarning, match="not used, made for other weights; run `fdjax") as told:
+    with pytest.warns(
+        UserWarning, match="not used, it was made for other weights; run `fdjax"
+    ) as told:
         lm = load(folder)
     assert Path(told[0].filename) == Path(__file__)
     assert {spec.phi for spec in lm.config.attention} == {None}

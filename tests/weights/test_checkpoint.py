@@ -303,7 +303,7 @@ def test_a_head_of_its_own_is_not_dropped_for_a_config_that_ties_it(tmp_path, ho
         head[-1, -1] += 1
     head = {"shape": head[:-1], "dtype": head.astype(np.float16)}.get(how, head)
     write(tmp_path / SINGLE, tensors | {"lm_head.weight": head})
-    told = refusal(tmp_path, "tensor 'lm_head.weight' is another than", "'tie_word_embeddings' to")
+    told = refusal(tmp_path, "tensor 'lm_head.weight' differs from", "'tie_word_embeddings' to")
     assert how == "value" or f"F{8 * head.itemsize} {list(head.shape)}, F32 " in told
 
 
@@ -658,7 +658,7 @@ def test_a_folder_where_a_file_should_be(tmp_path, file):
     make_single(tmp_path)
     (tmp_path / file).unlink()
     (tmp_path / file).mkdir()
-    refusal(tmp_path, file, "must be a regular file, is a folder")
+    refusal(tmp_path, file, "must be a regular file, but is a folder")
 
 
 # --- where a checkpoint is
@@ -711,7 +711,7 @@ def test_a_hub_id_the_hub_does_not_give(monkeypatch, error, says):
 
 def test_a_revision_is_for_hub_ids(tmp_path):
     for name in (str(tmp_path), "tiny"):
-        with pytest.raises(CheckpointError, match="revision 'main' is for hub ids"):
+        with pytest.raises(CheckpointError, match="revision 'main' is only for hub ids"):
             locate(name, revision="main")
 
 

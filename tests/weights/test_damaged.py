@@ -295,7 +295,10 @@ ERRORS = {
     "no weights": (lambda f: (f / SINGLE).unlink(), "no model.safetensors and no"),
     "weights gone": (gone(SINGLE), "model.safetensors: a broken link"),
     "index gone": (both(lambda f: (f / SINGLE).unlink(), gone(INDEX)), "index.json: a broken link"),
-    "no index": (both(shards(), lambda f: (f / INDEX).unlink()), "model-00001-of-.* alone says"),
+    "no index": (
+        both(shards(), lambda f: (f / INDEX).unlink()),
+        "model-00001-of-.* alone is not enough",
+    ),
     "weights of an adapter": (renamed(SINGLE, "adapter_model.safetensors"), "an adapter: merge it"),
     "GGUF": (renamed(SINGLE, "model.gguf"), "GGUF files are not supported"),
     "zero bytes": (file(SINGLE, b""), "model.safetensors: truncated"),
@@ -314,7 +317,7 @@ ERRORS = {
     ),
     # tensors
     "missing tensor": (without(Q), f"{Q}' is missing"),
-    "tied, with another head": (config(tie_word_embeddings=True), "is another than"),
+    "tied, with another head": (config(tie_word_embeddings=True), "differs from"),
     "missing head": (without(HEAD), r"lm_head\.weight' is missing"),
     "one tensor more": (put("model.extra", lambda _: np.ones(3)), "model.extra' is unexpected"),
     "other prefix": (
@@ -328,11 +331,11 @@ ERRORS = {
     "bool": (put(Q, lambda a: a > 0), "has dtype BOOL, supported"),
     "GPTQ tensors": (
         put(Q.replace("weight", "qweight"), lambda _: np.ones((2, 16), np.int32)),
-        "qweight' is one of quantised weights",
+        "qweight' belongs to quantised weights",
     ),
     "FP8 scales": (
         put(Q + "_scale_inv", lambda _: np.ones((1, 1), np.float32)),
-        "weight_scale_inv' is one of quantised weights",
+        "weight_scale_inv' belongs to quantised weights",
     ),
     "shape -16": (entry(shape=[-16, -16]), f"{Q}' is malformed"),
     "shape text": (entry(shape="16x16"), f"{Q}' is malformed"),
@@ -387,8 +390,8 @@ WARNINGS = {
         f"{EMBED}' has values that are not finite",
     ),
     "infinite norm": (nothing_but(NORM, np.inf), f"{NORM}' has values that are not finite"),
-    "zero weights": (nothing_but(Q, 0), f"{Q}' has nothing but zeros"),
-    "zero norm": (nothing_but(NORM, 0), f"{NORM}' has nothing but zeros"),
+    "zero weights": (nothing_but(Q, 0), f"{Q}' has only zeros"),
+    "zero norm": (nothing_but(NORM, 0), f"{NORM}' has only zeros"),
 }
 
 
@@ -480,7 +483,7 @@ def test_what_is_no_regular_file_is_refused_unread(folder, name, kind):
     else:
         path.mkdir()
     what = "a folder" if kind == "folder" else "a pipe or a device"
-    with pytest.raises(CheckpointError, match=rf"{name}: must be a regular file, is {what}$"):
+    with pytest.raises(CheckpointError, match=rf"{name}: must be a regular file, but is {what}$"):
         load(folder)
 
 
