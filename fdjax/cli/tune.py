@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
     from fdjax.system.platform import default_backend, enable_compilation_cache
-    from fdjax.tools import tune
+    from fdjax.tools import tune, tune_table
 
     args.model = args.config or args.model
     if args.table and not args.explain:
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         # The table may belong to another device, so the plan must not use it.
         explained, args.table = args.table, None
         model, _ = model_of(args)
-        table = tune.table_in_use(model.plan.device_kind, explained)
+        table = tune_table.table_in_use(model.plan.device_kind, explained)
     else:
         if default_backend() != "gpu":
             raise UsageError("tune: needs an NVIDIA GPU, JAX sees none")
@@ -65,6 +65,6 @@ def run(args: argparse.Namespace) -> int:
         model, _ = model_of(args)
         table = tune.tune(model, commit=args.commit, report=say)
         if args.output:
-            tune.write_table(table, args.output)
-    print(tune.explain(table, model.config.linear_shapes, model.dtype))
+            tune_table.write_table(table, args.output)
+    print(tune_table.explain(table, model.config.linear_shapes, model.dtype))
     return 0

@@ -35,7 +35,7 @@ from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Entry, can_chain
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
-from fdjax.tools.table_entry import table_entry
+from fdjax.tools.tune_table import table_entry
 from fdjax.weights.stacked import layer_slices, stack_layers
 
 # Its kernel takes no more.

@@ -97,7 +97,7 @@ def test_a_template_of_the_callers_own():
         template.render(HI, chat_template="{% for %}")
     with pytest.raises(ValueError, match="'typo' is neither Jinja nor a name"):
         template.render(HI, chat_template="typo")
-    with pytest.raises(ValueError, match="named are default, other"):
+    with pytest.raises(ValueError, match="the names are default, other"):
         ChatTemplate({"other": "", "default": ""}).render(HI, chat_template="typo")
 
 

@@ -19,14 +19,8 @@ from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Plan, read_table, shipped_table_path
 from fdjax.system import platform
 from fdjax.tools import tune
-from fdjax.tools.table_entry import table_entry
-from fdjax.tools.tune import (
-    explain,
-    measure_chain,
-    measure_matmul,
-    table_of,
-    write_table,
-)
+from fdjax.tools.tune import measure_chain, measure_matmul
+from fdjax.tools.tune_table import explain, table_entry, table_in_use, table_of, write_table
 
 H100 = "NVIDIA H100 80GB HBM3"
 CHAINS = CHAIN_CANDIDATES
@@ -371,7 +365,7 @@ def test_explain_needs_no_provenance_and_no_times(table):
 
 def test_the_shipped_table_covers_the_models_it_was_made_for():
     plan = Plan.for_kind(H100, (9, 0))
-    table = tune.table_in_use(H100)
+    table = table_in_use(H100)
     assert table["provenance"]["device_kind"] == H100
     for width, mlp in ((4096, 11008), (5120, 13824)):
         heads = width // 128

@@ -16,8 +16,8 @@ from fdjax.pallas_kernels.layers.decode_layers import layers_key
 from fdjax.pallas_kernels.layers.hopper import decode_layers as hopper_layers
 from fdjax.pallas_kernels.plan import Choice, Plan, as_entry
 from fdjax.tools import tune_layers
-from fdjax.tools.table_entry import table_entry
 from fdjax.tools.tune_layers import measure_layers
+from fdjax.tools.tune_table import table_entry
 
 FIRST, SECOND = CANDIDATES = hopper_layers.LAYERS_CANDIDATES[:2]
 LLAMA = {
