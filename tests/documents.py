@@ -52,9 +52,9 @@ def inline_commands(path: Path) -> list[str]:
     return [" ".join(text.split()) for text in found if _COMMAND.match(text)]
 
 
-def every(of) -> list[str]:
+def every(find) -> list[str]:
     """Everything a function finds in any document, without duplicates."""
-    return list(dict.fromkeys(item for path in DOCUMENTS for item in of(path)))
+    return list(dict.fromkeys(item for path in DOCUMENTS for item in find(path)))
 
 
 def anchors(path: Path) -> set[str]:

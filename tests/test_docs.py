@@ -388,7 +388,7 @@ def medians(name: str, folder: str = "nvidia_h100_80gb_hbm3") -> dict[str, dict[
 
 def over_ours(name: str, other: str) -> list[float]:
     cases = medians(name).values()
-    return [of[other] / of["mosaic_gpu"] for of in cases if other in of]
+    return [us[other] / us["mosaic_gpu"] for us in cases if other in us]
 
 
 def extremes(ratios: list[float]) -> str:

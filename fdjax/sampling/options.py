@@ -539,8 +539,8 @@ def per_row(
     # A greedy row draws from nothing.
     drawn = [c if c.sampled else _NOTHING for c in rows]
 
-    def column(name, of):
-        return [getattr(c, name) for c in of]
+    def column(name, rows):
+        return [getattr(c, name) for c in rows]
 
     columns = {"reals": {}, "counts": {}}
     for name, option in OPTIONS.items():

@@ -22,13 +22,19 @@ from fdjax.pallas_kernels.plan import (
 )
 from fdjax.system.files import json_by_line, write_whole
 
-# A kernel that gains less than the measurement can tell has not earned its place, but for that
-# which spares the host most of what a dispatch costs.
+# A kernel must beat XLA by this factor, because smaller gains are within the measurement error.
+# `decode_layers` also saves host time that is not measured, so it only must not be slower.
 _LEAST_GAIN = {"matmul": 1.01, "linear_chain": 1.01, "decode_layers": 1.0}
 
 
 def table_entry(op: str, key: dict[str, int], times: Mapping[Any, float]) -> dict[str, Any]:
-    """An entry of the table from microseconds of configurations: None is XLA's."""
+    """Make an entry of the table, with XLA or the fastest configuration of the kernel.
+
+    Args:
+      op: name of the operation.
+      key: its sizes.
+      times: microseconds by configuration of the kernel; the key None is XLA.
+    """
     xla_us = times[None]
     config = min((c for c in times if c is not None), key=times.get, default=None)
     best_us = None if config is None else times[config]
@@ -46,7 +52,12 @@ def table_entry(op: str, key: dict[str, int], times: Mapping[Any, float]) -> dic
 
 
 def table_of(entries: Iterable[Mapping[str, Any]], commit: str | None = None) -> dict[str, Any]:
-    """A dataflow table of measured entries, with where they come from."""
+    """Make a dataflow table of measured entries, with versions and origin.
+
+    Args:
+      entries: entries from `table_entry`.
+      commit: commit to record if git cannot be asked.
+    """
     return {
         "schema": TABLE_SCHEMA,
         "revisions": KERNEL_REVISIONS,
@@ -56,35 +67,35 @@ def table_of(entries: Iterable[Mapping[str, Any]], commit: str | None = None) ->
 
 
 def write_table(table: Mapping[str, Any], path: str | Path) -> None:
-    """Write a table as JSON, an entry to a line."""
+    """Write a table as JSON, with one entry per line."""
     head = {key: value for key, value in table.items() if key != "entries"}
     write_whole(path, json_by_line(head, "entries", table["entries"]))
 
 
 def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, Any]:
-    """The table of a file, or that shipped for a device.
+    """Read the table of a file, or the one shipped for a kind of device.
 
     Raises:
-      ValueError: the file is no table that can be used.
-      FileNotFoundError: none is shipped.
+      ValueError: the file is no usable table.
+      FileNotFoundError: no table is shipped for this device.
     """
     if path is None and not (path := shipped_table_path(device_kind)).exists():
         raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
-    read_table(path, log_level=logging.INFO)  # its version is among what is explained
+    read_table(path, log_level=logging.INFO)  # the explanation shows the versions
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: str) -> str:
-    """The `matmul` entries of a table for some linear layers, like Fig. 9(c) of the paper.
+    """Explain the `matmul` entries of a table for some linear layers, like Fig. 9(c) of the paper.
 
     Args:
-      table: what `table_of` made, or the file read.
-      shapes: the layers, by name.
-      dtype: of the operands.
+      table: a table from `table_of` or from a file.
+      shapes: the layers by name.
+      dtype: dtype of the operands.
 
     Returns:
-      For each layer its inflection points M1 and M2, between which the kernel runs, and the
-      microseconds over M, the choice marked with a star.
+      A text with a section for each layer: its inflection points M1 and M2, between which the
+      kernel runs, and the microseconds for each M. A star marks the choice.
     """
     itemsize = jnp.dtype(dtype).itemsize
     where = table.get("provenance", {})

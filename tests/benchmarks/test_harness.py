@@ -220,7 +220,9 @@ def test_plans_do_without_what_they_are_named_for(name):
         "without launch": {"chain"},
         "without attention": {"chain"},
     }
-    assert {k for k, of in runs.items() if of.implementation != "xla"} == want.get(name, set())
+    assert {k for k, choice in runs.items() if choice.implementation != "xla"} == want.get(
+        name, set()
+    )
 
 
 def test_plans_share_stacked_weights(config, quick_ceiling, monkeypatch):
@@ -847,9 +849,9 @@ def test_a_headline_figure_has_the_default_path_alone(results, monkeypatch, tmp_
     config = {"model": "llama-2-7b.old.json"}
     for name, us in (("end_to_end_one_launch", 7e3), ("headline_llama2_7b_1x1024", 5e3)):
         rows = [
-            row_of(f"{case} B1 P1024", of, [us * scale])
+            row_of(f"{case} B1 P1024", variant, [us * scale])
             for case in ("first token", "decode step")
-            for of, scale in (("fdjax", 1), ("gpt-fast", 2), ("without launch", 3))
+            for variant, scale in (("fdjax", 1), ("gpt-fast", 2), ("without launch", 3))
         ]
         records.write(record_of(rows, config), results / f"{name}.json")
     steps, _ = plots.headline(plots.Results(results, tmp_path)).axes

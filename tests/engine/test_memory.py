@@ -130,12 +130,12 @@ def test_what_is_not_positive_is_named(name, value):
 
 @pytest.fixture
 def small_device(monkeypatch):
-    """A device with so many free bytes; loading anything on it fails the test."""
+    """Sets the free bytes of a device. Loading anything on it fails the test."""
 
-    def of(free):
+    def set_free(free):
         monkeypatch.setattr(memory, "free_memory_bytes", lambda _: free)
 
-    return of
+    return set_free
 
 
 @pytest.fixture
@@ -299,9 +299,9 @@ def temp_bytes_of_prefill(m, batch, slots, rows, width):
 @pytest.mark.parametrize(
     ("plan", "batch", "length", "rows", "width", "name"),
     [
-        # Each case of one model; of the other it is one of a grid.
-        pytest.param(*case, name, marks=() if name == of else pytest.mark.soak)
-        for of, *case in (
+        # Each case runs for one model. For the other model, it is part of a grid.
+        pytest.param(*case, name, marks=() if name == chosen else pytest.mark.soak)
+        for chosen, *case in (
             ("llama-2-7b", H100, 1, 2048, 1, 1024),
             ("llama-3-8b", H100, 4, 2048, 4, 1024),
             ("llama-2-7b", H100, 32, 2048, 8, 1024),

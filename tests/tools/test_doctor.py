@@ -179,7 +179,7 @@ def test_a_platform_that_does_not_start(machine, monkeypatch):
         "devices",
         "problem",
         "JAX cannot run on platform 'tpu'",
-        "unset JAX_PLATFORMS, or name a platform there is",
+        "unset JAX_PLATFORMS, or name a platform that exists",
     )
     assert diagnose().findings[-1].subject == "compilation cache"
 
