@@ -690,7 +690,7 @@ DOCUMENTED = (
 def check_combination(lm, texts, options):
     options = {"max_new_tokens": 6} | options
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*no effect, as do_sample is False")
+        warnings.filterwarnings("ignore", ".*no effect, because do_sample is False")
         try:
             result = lm.generate(texts, **options)
         except (ValueError, TypeError) as error:
