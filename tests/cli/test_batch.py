@@ -1,4 +1,4 @@
-"""`fdjax generate --input`: every line of a file gets one answer, whatever happens meanwhile."""
+"""`fdjax generate --input`: every line of a file gets one answer, even after interruptions."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Damaged entries of JAX's compilation cache, of real processes."""
+"""Damaged entries of JAX's compilation cache, in real processes."""
 
 import os
 import subprocess
@@ -8,7 +8,7 @@ import pytest
 
 from fdjax.system.compiled_programs import damaged_entries
 
-# Three programs, each found in JAX's cache or not, as "cut miss, emptied hit".
+# Three programs. Each is found in JAX's cache or not, printed as "cut miss, emptied hit".
 PROCESS = """
 import sys
 from pathlib import Path
@@ -45,7 +45,7 @@ DAMAGE = {"cut": lambda data: data[:-100], "emptied": lambda _: b"", "flipped": 
 
 @pytest.fixture
 def process(tmp_path):
-    """Run it → (hits and misses, what JAX warned of)."""
+    """Run it; returns (hits and misses, JAX's warnings)."""
 
     def process():
         done = subprocess.run(

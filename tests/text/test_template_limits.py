@@ -1,4 +1,4 @@
-"""A chat template that takes too much memory or time is stopped, with an error that says so."""
+"""A chat template that takes too much memory or time is stopped with an error."""
 
 import time
 
@@ -15,7 +15,7 @@ def render(source: str, **variables) -> str:
 
 
 def repeated(expression: str) -> str:
-    """A value doubled 60 times, then shown."""
+    """A value that is doubled 60 times and then shown."""
     return (
         "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
         f"{{% set n.x = {expression} %}}{{% endfor %}}{{{{ n.x }}}}"

@@ -1,4 +1,4 @@
-"""`fdjax doctor`: what it finds on machines of all kinds, and what it advises."""
+"""`fdjax doctor`: its findings on machines of all kinds, and its advice."""
 
 import dataclasses
 import importlib.metadata
@@ -18,7 +18,7 @@ from fdjax.tools.doctor import Diagnosis, Finding, diagnose
 
 @dataclasses.dataclass
 class Device:
-    """What JAX says of a device."""
+    """A device as JAX describes it."""
 
     device_kind: str = "NVIDIA H100 80GB HBM3"
     platform: str = "gpu"

@@ -58,7 +58,7 @@ def _timing(us: float) -> Timing:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The kernel computes through XLA; times are those of `us`, by configuration, None for XLA."""
+    """The kernel computes with XLA. Times come from `us`, by configuration; None is XLA."""
     us = {None: 20.0, GOOD: 15.0, FAST: 10.0, WRONG: 1.0, TOO_LARGE: 1.0}
     us |= dict.fromkeys(CHAINS, 75.0) | {"xla": 80.0, CHAINS[1]: 70.0, "off": {}}
 
@@ -202,7 +202,7 @@ def test_a_layer_is_measured_once_for_each_m(fake):
 
 
 def test_xla_is_timed_on_this_device():
-    """Nothing made up, but no kernel either."""
+    """Times are real, but there is no kernel."""
     (entry,) = measure_matmul([LAYERS[3]], [2], runs=2, configs=lambda shape, m: [])
     assert entry["microseconds"]["xla"] > 0
 
@@ -261,7 +261,7 @@ def test_the_layers_of_a_decoder_as_it_calls_them():
 
 
 def test_a_decoder_looks_up_what_was_measured_for_it(monkeypatch):
-    """The keys of `linear_shapes` are those by which the model asks its plan."""
+    """The keys of `linear_shapes` are those with which the model asks its plan."""
     asked = set()
 
     def choose(self, op, features, **shape):

@@ -1,4 +1,4 @@
-"""Whether all layers in one launch are measured right. Programs are real, times are made up."""
+"""The measurement of all layers in one launch is right. Programs are real, times are made up."""
 
 import dataclasses
 import itertools
@@ -34,7 +34,7 @@ STEPS, RUNS = 2, 3
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-# What was compiled of which kernels: times are made up where it runs.
+# Compiled programs by kernel. Tests share them, because the times are made up.
 _compiled = {}
 
 
@@ -44,11 +44,11 @@ def model(**changes):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The kernel computes through XLA, by a clock that knows only what a step is to take.
+    """The kernel computes with XLA, and a clock reports the given time of a step.
 
     Returns:
-      Microseconds of a step by configuration, None for one layer after the other; "cannot" and
-      "wrong" are configurations, "calls" those of the programs in their order.
+      A dict with the microseconds of a step by configuration, where None is layer by layer. Its
+      keys "cannot" and "wrong" hold configurations, and "calls" those of the calls in their order.
     """
     fake = {None: 20.0, FIRST: 15.0, SECOND: 10.0, "cannot": (), "wrong": (), "calls": []}
     now = 0.0
@@ -91,7 +91,7 @@ def fake(monkeypatch):
 
 
 def measured(described=None, rows=(2,), slots=(128,)):
-    """(entries, lines told)."""
+    """(entries, lines reported)."""
     told = []
     described = described or model()
     entries = measure_layers(described, rows, slots, steps=STEPS, runs=RUNS, report=told.append)
@@ -106,7 +106,7 @@ def measured(described=None, rows=(2,), slots=(128,)):
         ({"wrong": (SECOND,)}, FIRST),
         ({FIRST: 9.0}, FIRST),
         ({None: 9.99}, None),
-        ({None: 10.0}, SECOND),  # a tie is the kernel's
+        ({None: 10.0}, SECOND),  # the kernel wins a tie
         ({"wrong": CANDIDATES}, None),
         ({"cannot": (SECOND,)}, FIRST),
     ],
@@ -130,7 +130,7 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
     assert [line.split(": error ")[0] for line in wrong] == [
         f"decode_layers M=2 S=128 {config}" for config in fake["wrong"]
     ]
-    # In turn, twice, but for those that were wrong.
+    # Two passes over all, except for those with wrong results.
     turns = [config for config, _ in itertools.groupby(fake["calls"])]
     first = [c for c in (None, *CANDIDATES) if c not in fake["cannot"]]
     assert turns == [*first, None, *left]
@@ -209,7 +209,7 @@ def test_both_ways_start_from_the_same_keys_and_values():
 
 @pytest.mark.slow
 def test_every_step_is_the_same_one():
-    """So that many of them end where one does, at the same lengths."""
+    """Many steps give the result of one step, at the same lengths."""
     described = model()
     params, lengths = random_params(described), jnp.array([64, 3])
     for stacked in (False, True):

@@ -1,4 +1,4 @@
-"""Reading checkpoints: the right numbers, one line about every damage, little memory."""
+"""Reading checkpoints: right numbers, one line about every damage, little memory."""
 
 import json
 import math
@@ -49,7 +49,7 @@ TINY = {
 
 
 def pack(header: dict | bytes, data: bytes, align: int = 8) -> bytes:
-    """A safetensors file; its tensors start at a multiple of `align` bytes."""
+    """A safetensors file whose tensors start at a multiple of `align` bytes."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     raw += b" " * (-(len(raw) + 8) % align)
     return struct.pack("<Q", len(raw)) + raw + data
@@ -93,7 +93,7 @@ def read_all(folder: Path) -> dict[str, np.ndarray]:
 
 
 def shapes(c: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama, written down a second time."""
+    """The tensors of a Llama, written down independently."""
     e, f, v = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     q = e
     kv = e // c["num_attention_heads"] * c["num_key_value_heads"]
@@ -173,7 +173,7 @@ def leaf(params, *path):
 
 
 def expected_params(tensors: dict[str, np.ndarray], config) -> dict[tuple, np.ndarray]:
-    """The fused parameters, head by head, from what they mean and not from the code."""
+    """The fused parameters, head by head, derived from their meaning and not from the code."""
     d, g, hkv = config.head_dim, config.heads // config.kv_heads, config.kv_heads
     result = {
         ("embed",): tensors["model.embed_tokens.weight"],
@@ -277,7 +277,7 @@ def test_dtypes_are_converted(tmp_path, stored, to, align):
     tensors = make_single(tmp_path, stored, align, num_hidden_layers=1)
     model = describe_folder(tmp_path, to)
     if stored is np.float64:
-        # JAX has no float64 here: what a float64 checkpoint says is rounded to float32 first.
+        # JAX has no float64 here, so a float64 checkpoint is rounded to float32 first.
         tensors = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     expected = expected_params(tensors, model.config)
     assert_params(load_params(tmp_path, model), expected, np.dtype(to))
@@ -467,7 +467,7 @@ def test_a_missing_shard(tmp_path):
 
 
 def test_a_shard_that_is_a_broken_link(tmp_path):
-    # What a hub cache looks like after its blobs were deleted.
+    # The state of a hub cache after its blobs were deleted.
     shard = tmp_path / make_sharded(tmp_path)[Q]
     shard.unlink()
     shard.symlink_to(tmp_path / "gone")
@@ -528,7 +528,7 @@ def test_an_index_leads_nowhere_but_to_its_own_folder(tmp_path, elsewhere):
     folder = tmp_path / "checkpoint"
     (folder / "sub").mkdir(parents=True)
     where = make_sharded(folder)
-    # All that is pointed at exists, so only the refusal keeps it from being read.
+    # All files of the index exist, so only the check of names refuses them.
     for target in (tmp_path / "x.safetensors", folder / "sub/x"):
         shutil.copy(folder / where[Q], target)
     refused = elsewhere
@@ -831,8 +831,8 @@ def test_looking_for_damage_takes_no_memory(dtype):
     [
         # The embedding is the largest parameter.
         (32000, 8),
-        # All that is large is repeated in every layer: what a layer leaves behind adds up. XLA
-        # uses aligned host memory in place, and copies the rest.
+        # All large tensors are repeated in every layer, so leftovers of a layer add up. XLA uses
+        # aligned host memory in place and copies other memory.
         (2048, 8),
         (2048, 0),
     ],
@@ -855,5 +855,5 @@ def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, off
     assert seen["samples"] > 100
     # On CPU the parameters themselves are anonymous memory.
     assert seen["peak"] >= seen["params"]
-    # One fused parameter, and the programs that fuse and check.
+    # Memory for one fused parameter, and for the programs that fuse and check.
     assert seen["peak"] <= seen["params"] + 1.3 * seen["largest"] + 5e6, seen

@@ -1,4 +1,4 @@
-"""Weights that lie in one array for all layers: who holds them, and which programs take them."""
+"""Stacked weights: who holds them, and which programs take them."""
 
 import copy
 import dataclasses
@@ -41,13 +41,13 @@ def load(plan, **options):
 
 @pytest.fixture(scope="module")
 def plain():
-    """A model of which every layer is run by itself."""
+    """A model that runs every layer by itself."""
     return load(Plan(batch_invariant=True))
 
 
 @pytest.fixture(scope="module")
 def plan(plain):
-    """A plan that runs the layers of up to two rows, in no more than 1024 slots, in one launch."""
+    """A plan that runs up to two rows with at most 1024 slots in one launch."""
     shape = layers_shape(plain.config, 2, 512, 4)
     choice = Choice("mosaic_gpu", source="table")
     table = (Entry("decode_layers", tuple(sorted(shape.items())), choice),)
@@ -56,7 +56,7 @@ def plan(plain):
 
 @pytest.fixture
 def model(plain, plan):
-    """Of nobody else's programs."""
+    """A model with its own programs."""
     return dataclasses.replace(plain.model, plan=plan)
 
 
@@ -65,7 +65,7 @@ def address(array):
 
 
 def weights(params, kind):
-    """Those of each layer."""
+    """The weights of one kind, layer by layer."""
     return [
         functools.reduce(lambda tree, key: tree[key], kind.split("."), block)
         for block in params["blocks"].values()
@@ -78,7 +78,7 @@ def alive(references):
 
 
 def is_free(array):
-    """Whether nothing but this array holds its memory."""
+    """Whether only this array holds its memory."""
     jax.block_until_ready(jax.jit(lambda a: a + 1, donate_argnums=0)(array))
     return array.is_deleted()
 
@@ -196,7 +196,8 @@ def test_views_take_no_memory_of_a_gpu():
         gc.collect()
         return jax.local_devices()[0].memory_stats()["bytes_in_use"]
 
-    # What other tests left may go at any time, so numbers are compared by less than a view has.
+    # Garbage of other tests may be freed at any time, so the tolerance is just below the size of a
+    # view.
     view = 2 * 1024 * 1024
     product = jax.jit(jnp.dot)
     stacked = jax.random.normal(jax.random.key(0), (8, 1024, 1024), "bfloat16")
@@ -257,7 +258,7 @@ def test_weights_of_a_kind_go_before_the_next_is_stacked(model, monkeypatch):
 
 def test_loading_leaves_no_second_copy(plan, monkeypatch):
     references, load_params = [], lm_module.load_params
-    # Room for the largest kind, one after another.
+    # Enough memory for the largest kind, one kind after another.
     monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device: 2 * 64 * 2 * 160 * 4)
 
     def watched(*args, **options):
@@ -297,7 +298,7 @@ def launches(monkeypatch):
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("kind", ["attention_norm.scale", LARGEST])
 def test_no_weight_is_written_over_unnoticed(plain, model, kind):
-    """That of an array that is donated is another's, on a GPU also of what it is a view of."""
+    """JAX reuses the memory of a donated weight. On a GPU it does so for views as well."""
     lm = fdjax.LM(model, random_params(model))
     want = lm.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens
     stacked = stack_layers(model, params := lm.params)[kind]
@@ -327,7 +328,7 @@ def test_other_weights_are_stacked_anew(model):
     assert not alive([before])
     np.testing.assert_array_equal(first[1], weights(random_params(model), LARGEST)[1])
 
-    # The same layer twice is not the array.
+    # The same layer twice is not the stacked array.
     lm.params = lm.params | {"blocks": dict.fromkeys((0, 1), lm.params["blocks"][0])}
     one, other = weights(lm.params, LARGEST)
     assert address(one) != address(other)
