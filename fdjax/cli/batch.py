@@ -192,7 +192,7 @@ def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
 
 
 def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
-    """Everything that the answers depend on, for the file beside the output."""
+    """The settings that the answers depend on. They are stored beside the output."""
     asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
     folder = locate(args.model, weights=False)
     config = (folder / "config.json").read_bytes()

@@ -592,7 +592,7 @@ def _table(rows, least: int, fill, dtype) -> np.ndarray:
 
 
 def _width(rows, least: int) -> int:
-    """The length of the longest row, rounded up to one of few widths, so there are few programs."""
+    """The length of the longest row, rounded up to `least` · 4^n: there are few programs."""
     width = least
     while width < max(map(len, rows), default=0):
         width *= 4

@@ -63,7 +63,7 @@ class Processors:
 
     @property
     def tier(self) -> "Processors":
-        """The smallest of a few fixed sets that contains this one: few sets need few programs."""
+        """The smallest set in `_TIERS` that contains this one, so that there are few programs."""
         tier = next(t for t in _TIERS if t | dataclasses.replace(self, custom=()) == t)
         return dataclasses.replace(tier, custom=self.custom)
 

@@ -84,7 +84,7 @@ class Tokenizer:
         return f"Tokenizer(folder={self._folder_name}, {len(self)} tokens{tokens}{template})"
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
-        """Encode like `encode`, and return the lists "input_ids" and "attention_mask"."""
+        """Encode a text or several, like `encode`, and return ids and attention mask as lists."""
         ids = self.encode(text, add_special_tokens=add_special_tokens)
         mask = [1] * len(ids) if isinstance(text, str) else [[1] * len(row) for row in ids]
         return Encoding(input_ids=ids, attention_mask=mask)

@@ -279,7 +279,7 @@ def measure_chain(
 
 
 def _chain_weights(k: int, width: int, hidden: int, n: int, dtype: str) -> Iterator[dict[str, Any]]:
-    """Sets of operands of `linear_chain`, enough that the next set is never in the L2 cache."""
+    """Yield sets of operands of `linear_chain`, so many that the next one is never in L2."""
     shapes = {
         "out": (k, width),
         "gate_up": (width, 2, hidden),

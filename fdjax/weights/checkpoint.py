@@ -40,7 +40,7 @@ _DTYPES = {
 EMBEDDED = "tiny"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# Longest file name of common file systems.
+# Longest file name in common file systems, in bytes.
 _NAME_BYTES = 255
 _DOWNLOAD_AGAIN = "download the file again"
 # Beginning of the small file that a clone without Git LFS has in place of a large file.
