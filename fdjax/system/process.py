@@ -1,4 +1,4 @@
-"""What JAX needs of the process: transfers between host and device, and no fork after use."""
+"""Makes a process fit for JAX: allows transfers, and refuses a fork after use."""
 
 import functools
 import os

@@ -238,7 +238,7 @@ def _cache() -> Finding:
         return Finding(
             "compilation cache",
             "problem",
-            f"{above} cannot be written: every start compiles anew",
+            f"{above} cannot be written: every start compiles again",
             "set XDG_CACHE_HOME to a folder of yours",
         )
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())

@@ -38,7 +38,7 @@ from fdjax.system.device_memory import free_memory_bytes, gigabytes
 from fdjax.tools.tune_table import table_entry
 from fdjax.weights.stacked import layer_slices, stack_layers
 
-# Values of M, of which the kernel takes at most 32, and numbers of cache slots.
+# Values of M, at most 32 because of the kernel, and numbers of cache slots.
 LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
 LAYERS_SLOTS = (256, 1024, 4096)
 
