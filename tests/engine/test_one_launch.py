@@ -1,4 +1,4 @@
-"""Decode steps of one launch, by XLA: nobody notices but who asks which programs there are."""
+"""Decode steps in one launch, run by XLA: only the set of programs differs."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ def load(plan):
 
 @pytest.fixture(scope="module")
 def launches():
-    """Rows of each launch that was traced."""
+    """The number of rows of each launch that was traced."""
     traced = []
 
     def by_xla(x, *args, plan, **options):
@@ -121,7 +121,7 @@ def test_to_the_last_slot_of_a_cache(plain, launched):
 
 @pytest.mark.slow
 def test_between_the_layouts_on_one_model(plain, launches):
-    """Two rows at most run in one launch: their cache is stacked, that of more is not."""
+    """At most two rows run in one launch, with a stacked cache. More rows have no stacked cache."""
     shape = layers_shape(plain.config, 2, 256, 4)
     entry = Entry("decode_layers", tuple(sorted(shape.items())), Choice("mosaic_gpu", source=""))
     lm = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE))
@@ -200,7 +200,7 @@ def test_weights_may_be_assigned(plain, launched):
     assert_alike(lm.generate(PROMPTS, **GREEDY), before)
     assert_alike(launched.generate(PROMPTS, **GREEDY), before)
 
-    # Those of some layers alone, as after training; the others are still views.
+    # Weights of some layers are replaced, as after training. The others are still views.
     lm.params = lm.params | {"blocks": launched.params["blocks"] | {1: given["blocks"][1]}}
     mixed = plain.params | {"blocks": plain.params["blocks"] | {1: given["blocks"][1]}}
     want = fdjax.LM(plain.model, mixed).generate(PROMPTS, **GREEDY)
