@@ -167,7 +167,7 @@ def test_samples_of_a_prompt_come_side_by_side(lm):
 
 def test_several_samples_need_sampling(lm):
     for options in ({"do_sample": False}, {"temperature": 0.0}):
-        with pytest.raises(ValueError, match="num_return_sequences must be 1 where nothing is"):
+        with pytest.raises(ValueError, match="num_return_sequences must be 1 if nothing is"):
             lm.generate([5], num_return_sequences=2, **options)
     with pytest.raises(ValueError, match="stream: num_return_sequences must be 1"):
         lm.stream([5], num_return_sequences=2, temperature=1.0)
@@ -493,7 +493,7 @@ def test_a_stream_knows_its_result(lm):
     "options", [{"temperature": 0.5}, {"top_k": 3}, {"seed": 1}, {"min_p": 0.1}, {"top_p": 0.5}]
 )
 def test_an_option_without_effect_is_warned_of(lm, options):
-    with pytest.warns(UserWarning, match=f"{next(iter(options))}: no effect, as do_sample is"):
+    with pytest.warns(UserWarning, match=f"{next(iter(options))}: no effect, because do_sample is"):
         lm.generate([5], max_new_tokens=1, **GREEDY | options)
 
 
