@@ -14,6 +14,7 @@ from fdjax.pallas_kernels.attention.operands import (
     attention_shape,
     check_attention,
     rotation_features,
+    row_slots,
 )
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -29,6 +30,8 @@ def append_decode_attention(
     *,
     spec: AttentionSpec,
     rotation: tuple[Array, Array] | None = None,
+    layer: Array | int | None = None,
+    pages: Array | None = None,
     return_reruns: bool = False,
     implementation: str | None = None,
     plan: Dispatch | None = None,
@@ -38,12 +41,13 @@ def append_decode_attention(
     Args:
       qkv: [B, T, Hkv, G+2, D], T in 1..16: the G queries of each KV head, its key and its value,
         before RoPE.
-      k_cache, v_cache: [B, Hkv, S, D]; updated in place if they are donated or carried by a loop.
+      k_cache, v_cache: [B, Hkv, S, D], or as `layer` and `pages` say; updated in place if they are
+        donated or carried by a loop.
       lengths: [B] int32 slots filled before. Token t goes to slot lengths[b] + t, or is dropped if
-        there is no such slot.
+        there is no such slot. Rows must not share the page that they write.
       spec: the attention.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
-      return_reruns, implementation, plan: see `decode_attention`.
+      layer, pages, return_reruns, implementation, plan: see `decode_attention`.
 
     Returns:
       (o [B, T, H, D], k_cache, v_cache), and with `return_reruns` reruns [] fp32.
@@ -52,8 +56,12 @@ def append_decode_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    q, k, v = _checked("append_decode_attention", qkv, k_cache, v_cache, lengths, spec)
-    fused, config = _with_append(DECODE_ATTENTION, q, k_cache, spec, rotation, plan, implementation)
+    q, k, v = _checked(
+        "append_decode_attention", qkv, k_cache, v_cache, lengths, spec, layer, pages=pages
+    )
+    fused, config = _with_append(
+        DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
+    )
     if fused is not None:
         static, phi = spec.for_kernels()
         cos, sin = rotation
@@ -63,19 +71,25 @@ def append_decode_attention(
             sin=sin,
             spec=static,
             phi=phi,
+            layer=layer,
+            pages=pages,
             config=config,
             return_reruns=return_reruns,
         )
         return (o, k_cache, v_cache, reruns) if return_reruns else (o, k_cache, v_cache)
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
-    k_cache, v_cache = (append(c, new, lengths) for c, new in ((k_cache, k), (v_cache, v)))
+    k_cache, v_cache = (
+        append(c, new, lengths, layer, pages) for c, new in ((k_cache, k), (v_cache, v))
+    )
     o = decode_attention(
         q,
         k_cache,
         v_cache,
         lengths + qkv.shape[1],
         spec=spec,
+        layer=layer,
+        pages=pages,
         return_reruns=return_reruns,
         implementation=implementation,
         plan=plan,
@@ -95,6 +109,7 @@ def append_prefill_attention(
     rotation: tuple[Array, Array] | None = None,
     layer: Array | int | None = None,
     rows: Array | None = None,
+    pages: Array | None = None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -111,6 +126,8 @@ def append_prefill_attention(
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
       layer: index into stacked caches.
       rows: [R] int32 distinct rows of the caches; default all of them in order (R = B).
+      pages: [R, N] int32, see `decode_attention`; excludes `rows`. Rows must not share the pages
+        that they write, and offsets must be multiples of 64.
       implementation, plan: see `prefill_attention`.
 
     Returns:
@@ -121,23 +138,26 @@ def append_prefill_attention(
       NotImplementedError: the named implementation cannot do this.
     """
     q, k, v = _checked(
-        "append_prefill_attention", qkv, k_cache, v_cache, lengths, spec, layer, rows
+        "append_prefill_attention", qkv, k_cache, v_cache, lengths, spec, layer, rows, pages
     )
-    write, _ = _with_append(PREFILL_ATTENTION, q, k_cache, spec, rotation, plan, implementation)
+    write, _ = _with_append(
+        PREFILL_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
+    )
     index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
     if write is not None:
         live = lengths - offsets
         q, k_cache, v_cache = write.run(
-            qkv, k_cache, v_cache, index, offsets, live, *rotation, layer=layer
+            qkv, k_cache, v_cache, index, offsets, live, *rotation, layer=layer, pages=pages
         )
     else:
         if rotation is not None:
             q, k = rotate(q, *rotation), rotate(k, *rotation)
         slots = offsets[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
         # Padding gets a slot that does not exist, so that the scatter drops it.
-        slots = jnp.where(slots < lengths[:, None], slots, k_cache.shape[-2])
+        slots = jnp.where(slots < lengths[:, None], slots, row_slots(k_cache, pages))
         k_cache, v_cache = (
-            _write(cache, new, index, slots, layer) for cache, new in ((k_cache, k), (v_cache, v))
+            _write(cache, new, index, slots, layer, pages)
+            for cache, new in ((k_cache, k), (v_cache, v))
         )
     o = prefill_attention(
         q,
@@ -147,6 +167,7 @@ def append_prefill_attention(
         offsets,
         layer=layer,
         rows=rows,
+        pages=pages,
         spec=spec,
         implementation=implementation,
         plan=plan,
@@ -160,25 +181,26 @@ def _with_append(
     k_cache: Array,
     spec: AttentionSpec,
     rotation: tuple[Array, Array] | None,
+    pages: Array | None,
     plan: Dispatch | None,
     implementation: str | None,
 ) -> tuple[Implementation | None, Any]:
     """(what appends for the chosen attention, or None; configuration of that attention)."""
     if not len(q):
         return None, None
-    shape = attention_shape(q, k_cache, spec)
+    shape = attention_shape(q, k_cache, spec, pages)
     chosen, config = resolve(own, plan, implementation, spec.features, **shape)
     features = spec.features | rotation_features(rotation, shape["d"])
     can = chosen.append is not None and chosen.append.supports(shape, features)
     return chosen.append if can else None, config
 
 
-def _checked(op, qkv, k_cache, v_cache, lengths, spec, layer=None, rows=None):
+def _checked(op, qkv, k_cache, v_cache, lengths, spec, layer=None, rows=None, pages=None):
     """Check the operands and return q, k and v."""
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
     q, k, v = split_qkv(qkv)
-    check_attention(op, q, k_cache, v_cache, lengths, layer, spec, rows)
+    check_attention(op, q, k_cache, v_cache, lengths, layer, spec, rows, pages)
     if k_cache.shape[-3] != qkv.shape[2]:
         raise ValueError(
             f"{op}: qkv must have the {k_cache.shape[-3]} KV heads of the cache, got {qkv.shape[2]}"
@@ -193,28 +215,51 @@ def split_qkv(qkv: Array) -> tuple[Array, Array, Array]:
     return q, qkv[..., -2, :], qkv[..., -1, :]
 
 
-def append(cache: Array, new: Array, lengths: Array) -> Array:
-    """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on, while slots exist."""
+def append(
+    cache: Array,
+    new: Array,
+    lengths: Array,
+    layer: Array | int | None = None,
+    pages: Array | None = None,
+) -> Array:
+    """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on, while slots exist.
+
+    See `decode_attention` for `layer` and `pages`.
+    """
     b, t = new.shape[:2]
-    if b == t == 1:
+    if b == t == 1 and layer is None and pages is None:
         # JAX moves a slice that ends past the cache back onto live slots, which must not change.
         slot = lengths[0]
         old = lax.dynamic_slice_in_dim(cache, slot, 1, axis=2)
         new = jnp.where(slot < cache.shape[2], new.transpose(0, 2, 1, 3), old)
         return lax.dynamic_update_slice_in_dim(cache, new, slot, axis=2)
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots)
+    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots, layer, pages)
 
 
 def _write(
-    cache: Array, new: Array, rows: Array, slots: Array, layer: Array | int | None = None
+    cache: Array,
+    new: Array,
+    rows: Array,
+    slots: Array,
+    layer: Array | int | None = None,
+    pages: Array | None = None,
 ) -> Array:
     """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T] that exist.
 
-    With `layer`, the cache is a stack [L,B,Hkv,S,D].
+    With `layer`, the cache is a stack [L,B,Hkv,S,D]. With `pages` [R,N], it is a pool of pages in
+    place of rows.
     Every axis but D is indexed. A slice over the heads would make XLA transpose the whole cache.
     """
     heads = jnp.arange(cache.shape[-3], dtype=jnp.int32)
-    index = rows[:, None, None], heads[None, :, None], slots[:, None, :]
+    at_row = rows[:, None]
+    if pages is not None:
+        size = cache.shape[-2]
+        page = jnp.minimum(slots // size, pages.shape[1] - 1)
+        at_row = jnp.take_along_axis(pages, page, axis=1)
+        slots = jnp.where(slots < pages.shape[1] * size, slots % size, size)
+    index = at_row[:, None], heads[None, :, None], slots[:, None, :]
     at = cache.at[index if layer is None else (layer, *index)]
-    return at.set(new.transpose(0, 2, 1, 3), mode="drop", unique_indices=True)
+    # Rows without work may share a page.
+    unique = pages is None
+    return at.set(new.transpose(0, 2, 1, 3), mode="drop", unique_indices=unique)

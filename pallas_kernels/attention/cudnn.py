@@ -93,13 +93,14 @@ def _heuristic(shape: Shape, capability: Capability | None) -> bool:
     return capability is not None and shape["d"] <= 128
 
 
-def _run_decode(q, k, v, lengths, *, spec, layer, return_lse, **_):
-    o, lse = decode_cudnn(q, *take_layer(k, v, layer), lengths, spec, return_lse=return_lse)
+def _run_decode(q, k, v, lengths, *, spec, layer, pages, return_lse, **_):
+    k, v = take_layer(k, v, layer, pages=pages)
+    o, lse = decode_cudnn(q, k, v, lengths, spec, return_lse=return_lse)
     return o, lse, jnp.float32(0)
 
 
-def _run_prefill(q, k, v, *live, spec, layer, rows, **_):
-    return prefill_cudnn(q, *take_layer(k, v, layer, rows), *live, spec)
+def _run_prefill(q, k, v, *live, spec, layer, rows, pages, **_):
+    return prefill_cudnn(q, *take_layer(k, v, layer, rows, pages), *live, spec)
 
 
 _CAPABILITIES = (8, 0), (99, 0)

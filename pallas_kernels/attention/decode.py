@@ -27,6 +27,7 @@ def decode_attention(
     *,
     spec: AttentionSpec,
     layer: Array | int | None = None,
+    pages: Array | None = None,
     return_lse: bool = False,
     return_reruns: bool = False,
     implementation: str | None = None,
@@ -43,6 +44,8 @@ def decode_attention(
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
+      pages: [B, N] int32, or None. k and v are then a pool [P, Hkv, page, D], or with `layer`
+        [L, P, Hkv, page, D], and slot s of row b is slot s % page of page pages[b, s // page].
       return_lse: also return the logsumexp of the scores.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
         left the range of the unified maximum, so that they ran again with a running maximum.
@@ -57,14 +60,14 @@ def decode_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    check_attention("decode_attention", q, k, v, lengths, layer, spec)
+    check_attention("decode_attention", q, k, v, lengths, layer, spec, pages=pages)
     t = q.shape[1]
     if t > MAX_QUERY_TOKENS:
         raise ValueError(f"decode_attention: T must be at most {MAX_QUERY_TOKENS}, got {t}")
     if not len(q):
         lse = jnp.zeros(q.shape[:3], jnp.float32)
         return _asked_for(q, return_lse and lse, return_reruns and jnp.float32(0))
-    shape = attention_shape(q, k, spec)
+    shape = attention_shape(q, k, spec, pages)
     chosen, config = resolve(DECODE_ATTENTION, plan, implementation, spec.features, **shape)
     spec, phi = spec.for_kernels()
     o, lse, reruns = chosen.run(
@@ -72,6 +75,7 @@ def decode_attention(
         spec=spec,
         phi=phi,
         layer=layer,
+        pages=pages,
         config=config,
         return_lse=return_lse,
         return_reruns=return_reruns,

@@ -16,6 +16,7 @@ def check_attention(
     layer: Array | int | None,
     spec: AttentionSpec,
     rows: Array | None = None,
+    pages: Array | None = None,
 ) -> None:
     """Raise ValueError if the operands of an attention op do not fit together."""
     stacked = layer is not None
@@ -28,9 +29,17 @@ def check_attention(
         )
     b, t, h, d = q.shape
     kb, kv_heads, s, kd = k.shape[stacked:]
+    if pages is not None:
+        if rows is not None:
+            raise ValueError(f"{op}: rows and pages exclude each other")
+        if pages.ndim != 2 or len(pages) != b or not jnp.issubdtype(pages.dtype, jnp.signedinteger):
+            raise ValueError(
+                f"{op}: pages must be signed integers [{b},N], got {pages.dtype} "
+                f"{list(pages.shape)}"
+            )
     if rows is not None and rows.shape != (b,):
         raise ValueError(f"{op}: rows must be [{b}], got {list(rows.shape)}")
-    if (b, d) != (kb if rows is None else b, kd):
+    if (b, d) != (kb if rows is None and pages is None else b, kd):
         raise ValueError(f"{op}: q {list(q.shape)} and k {list(k.shape)} disagree on B or D")
     if not kv_heads or h % kv_heads:
         raise ValueError(f"{op}: H must be a multiple of Hkv, got {h} and {kv_heads}")
@@ -42,6 +51,7 @@ def check_attention(
         raise ValueError(f"{op}: lengths must be signed integers, got {lengths.dtype}")
     if isinstance(layer, int) and not 0 <= layer < k.shape[0]:
         raise ValueError(f"{op}: layer must be in 0..{k.shape[0] - 1}, got {layer}")
+    s = s if pages is None else s * pages.shape[1]
     for axis, size in (("T", t), ("H", h), ("S", s)):
         if size < 1:
             raise ValueError(f"{op}: {axis} must be at least 1, got {size}")
@@ -57,15 +67,17 @@ def check_attention(
         raise ValueError(f"{op}: phi must have {h} values, got {len(spec.phi)}")
 
 
-def attention_shape(q: Array, k: Array, spec: AttentionSpec) -> dict[str, int]:
-    """The plan's shape key for attention of q [B,T,H,D] against k [...,Hkv,S,D]."""
+def attention_shape(
+    q: Array, k: Array, spec: AttentionSpec, pages: Array | None = None
+) -> dict[str, int]:
+    """The plan's shape key for attention of q [B,T,H,D] against k [...,Hkv,S,D], or pages of it."""
     b, t, h, d = q.shape
     return {
         "b": b,
         "t": t,
         "h": h,
         "hkv": k.shape[-3],
-        "s": k.shape[-2],
+        "s": row_slots(k, pages),
         "d": d,
         "itemsize": q.dtype.itemsize,
         "masks": int(spec.is_masked),
@@ -84,12 +96,33 @@ def rotation_features(rotation: tuple[Array, Array] | None, d: int) -> Features:
     return frozenset() if 2 * rotation[0].shape[-1] == d else frozenset({"partial_rope"})
 
 
+def row_slots(cache: Array, pages: Array | None) -> int:
+    """Slots of a row of a cache [...,S,D], or of `pages` [B,N] of a pool [...,page,D]."""
+    return cache.shape[-2] * (1 if pages is None else pages.shape[1])
+
+
 def take_layer(
-    k: Array, v: Array, layer: Array | int | None, rows: Array | None = None
+    k: Array,
+    v: Array,
+    layer: Array | int | None,
+    rows: Array | None = None,
+    pages: Array | None = None,
 ) -> tuple[Array, Array]:
-    """The caches [R,Hkv,S,D] of one layer of a stack, of all rows or of `rows` [R]."""
+    """The caches [R,Hkv,S,D] of one layer of a stack, of all rows, of `rows` [R] or of `pages`.
+
+    Rows and pages are copied.
+    """
+    if pages is not None:
+        return _gathered(k, layer, pages), _gathered(v, layer, pages)
     if layer is not None:
         k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
     if rows is not None:
         k, v = (a[rows] for a in (k, v))
     return k, v
+
+
+def _gathered(pool: Array, layer: Array | int | None, pages: Array) -> Array:
+    """Copy `pages` [R,N] of a pool [(L,)P,Hkv,page,D] into rows [R,Hkv,N·page,D]."""
+    found = pool[pages] if layer is None else pool[layer, pages]
+    r, n, kv_heads, size, d = found.shape
+    return found.transpose(0, 2, 1, 3, 4).reshape(r, kv_heads, n * size, d)

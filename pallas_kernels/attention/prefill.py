@@ -28,6 +28,7 @@ def prefill_attention(
     spec: AttentionSpec,
     layer: Array | int | None = None,
     rows: Array | None = None,
+    pages: Array | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
     plan: Dispatch | None = None,
@@ -47,6 +48,7 @@ def prefill_attention(
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
       rows: [B] int32 row of k and v for each row of q; default the same row.
+      pages: see `decode_attention`; excludes `rows`.
       return_lse: also return the logsumexp of the scores.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs. With a plan for compute
@@ -59,7 +61,7 @@ def prefill_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    check_attention("prefill_attention", q, k, v, lengths, layer, spec, rows)
+    check_attention("prefill_attention", q, k, v, lengths, layer, spec, rows, pages)
     b = len(q)
     if offsets is None:
         offsets = jnp.zeros((b,), jnp.int32)
@@ -67,7 +69,7 @@ def prefill_attention(
         raise ValueError(f"prefill_attention: offsets must be [{b}], got {list(offsets.shape)}")
     if not b:
         return (q, jnp.zeros(q.shape[:3], jnp.float32)) if return_lse else q
-    shape = attention_shape(q, k, spec)
+    shape = attention_shape(q, k, spec, pages)
     chosen, config = resolve(PREFILL_ATTENTION, plan, implementation, spec.features, **shape)
     spec, phi = spec.for_kernels()
     o, lse = chosen.run(
@@ -76,6 +78,7 @@ def prefill_attention(
         phi=phi,
         layer=layer,
         rows=rows,
+        pages=pages,
         config=config,
         return_lse=return_lse,
         batch_invariant=plan is not None and plan.batch_invariant,

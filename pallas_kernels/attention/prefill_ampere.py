@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.operands import take_layer
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
     MATRIX,
@@ -338,8 +339,10 @@ def _fits(shape: Shape) -> str | None:
     return needs_half(shape)
 
 
-def _run(*operands, batch_invariant, **keywords):
-    return prefill_ampere(*operands, **keywords)
+def _run(q, k, v, *live, batch_invariant, pages, layer, **keywords):
+    if pages is not None:
+        (k, v), layer = take_layer(k, v, layer, pages=pages), None
+    return prefill_ampere(q, k, v, *live, layer=layer, **keywords)
 
 
 PREFILL_AMPERE = Implementation(

@@ -29,6 +29,7 @@ def operands(
     phi: Array | None = None,
     layer: Array | int | None = None,
     rows: Array | None = None,
+    pages: Array | None = None,
 ) -> dict[str, Array]:
     """The arrays that a kernel reads, by name; optional ones only if they are given."""
     named = {
@@ -39,6 +40,7 @@ def operands(
         "offsets": offsets.astype(jnp.int32),
         "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         "rows": None if rows is None else rows.astype(jnp.int32),
+        "pages": None if pages is None else pages.astype(jnp.int32),
         "phi": None if phi is None else phi.astype(jnp.float32),
         "slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32),
     }

@@ -146,15 +146,15 @@ def _weighted_values(p, v, lengths, precision):
     return lax.cond(jnp.all(finite), lambda: o, lambda: jnp.where(finite, o, masked_by_blocks()))
 
 
-def _run_decode(q, k, v, lengths, *, spec, layer, batch_invariant, **_):
-    k, v = take_layer(k, v, layer)
+def _run_decode(q, k, v, lengths, *, spec, layer, pages, batch_invariant, **_):
+    k, v = take_layer(k, v, layer, pages=pages)
     offsets = lengths - q.shape[1]
     o, lse = attention_xla(q, k, v, lengths, offsets, spec, batch_invariant=batch_invariant)
     return o, lse, jnp.float32(0)
 
 
-def _run_prefill(q, k, v, *live, spec, layer, rows, batch_invariant, **_):
-    k, v = take_layer(k, v, layer, rows)
+def _run_prefill(q, k, v, *live, spec, layer, rows, pages, batch_invariant, **_):
+    k, v = take_layer(k, v, layer, rows, pages)
     return attention_xla(q, k, v, *live, spec, batch_invariant=batch_invariant)
 
 

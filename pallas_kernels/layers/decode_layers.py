@@ -13,6 +13,7 @@ from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.attention.append import append_decode_attention
+from fdjax.pallas_kernels.attention.operands import row_slots
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
 from fdjax.pallas_kernels.gemm.linear import matmul
@@ -50,6 +51,7 @@ def decode_layers(
     eps: float,
     gate: str,
     scale: float,
+    pages: Array | None = None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -60,13 +62,15 @@ def decode_layers(
 
     Args:
       x: [B, E], the embedded tokens.
-      k, v: [L, B, Hkv, S, D], caches; updated in place if they are donated or carried by a loop.
+      k, v: [L, B, Hkv, S, D], caches, or pools of `pages`; updated in place if they are donated or
+        carried by a loop.
       lengths: [B] int32 slots filled before. The token goes to the next slot, if the cache has it.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, [B, 1, D/2] fp32 each.
       weights: the weights of all layers.
       eps: added to the mean square in the norms.
       gate: name of the MLP's activation.
       scale: multiplies q·k, usually D ** -0.5.
+      pages: [B, N] int32, see `decode_attention`. Rows must not share the page that they write.
       implementation: "xla" runs one operation after the other and copies slices of stacked arrays.
         "mosaic_gpu" is one kernel for 132 multiprocessors. It never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
@@ -80,8 +84,8 @@ def decode_layers(
 
     Costs the bytes of `weights`, and 2·L·sum(lengths)·Hkv·D·itemsize bytes of the cache.
     """
-    _check(x, k, v, lengths, rotation, weights, gate)
-    key = layers_key(len(x), weights, k.shape)
+    _check(x, k, v, lengths, rotation, weights, gate, pages)
+    key = layers_key(len(x), weights, k.shape, row_slots(k, pages))
     chosen, config = resolve(DECODE_LAYERS, plan, implementation, **key, itemsize=x.dtype.itemsize)
     return chosen.run(
         *(x, k, v, lengths, *rotation),
@@ -89,29 +93,31 @@ def decode_layers(
         eps=eps,
         gate=gate,
         scale=scale,
+        pages=pages,
         config=config,
     )
 
 
-def layers_key(rows: int, weights: LayerWeights, cache: tuple[int, ...]) -> dict[str, int]:
+def layers_key(
+    rows: int, weights: LayerWeights, cache: tuple[int, ...], slots: int
+) -> dict[str, int]:
     """The key of `decode_layers` for `Plan.choose`, without its itemsize."""
     _, heads, width = weights.out.shape
-    _, _, kv_heads, slots, d = cache
+    _, _, kv_heads, _, d = cache
     n = math.prod(weights.qkv.shape[2:])
     products = {"m": rows, "k": heads, "width": width, "hidden": weights.down.shape[1], "n": n}
     return products | {"hkv": kv_heads, "d": d, "s": slots}
 
 
-def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, config):
+def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, pages, config):
     """Run one layer after the other through XLA."""
     spec = AttentionSpec(scale)
     for layer, w in enumerate(map(LayerWeights._make, zip(*weights, strict=True))):
         qkv = matmul(x, w.qkv.reshape(len(w.qkv), -1), norm=RMSNorm(w.attention_norm, eps))
         qkv = qkv.reshape(len(x), 1, *w.qkv.shape[1:])
-        o, *kv = append_decode_attention(
-            qkv, k[layer], v[layer], lengths, rotation=rotation, spec=spec
+        o, k, v = append_decode_attention(
+            *(qkv, k, v, lengths), rotation=rotation, layer=layer, pages=pages, spec=spec
         )
-        k, v = (cache.at[layer].set(new) for cache, new in zip((k, v), kv, strict=True))
         x = matmul(o.reshape(len(x), -1), w.out, residual=x)
         hidden = matmul(x, w.gate_up, norm=RMSNorm(w.mlp_norm, eps), gate=gate)
         x = matmul(hidden, w.down, residual=x)
@@ -124,7 +130,7 @@ DECODE_LAYERS = (
 )
 
 
-def _check(x, k, v, lengths, rotation, weights, gate) -> None:
+def _check(x, k, v, lengths, rotation, weights, gate, pages) -> None:
     if not isinstance(gate, str) or gate not in ACTIVATIONS:
         raise ValueError(
             f"decode_layers: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}"
@@ -137,7 +143,7 @@ def _check(x, k, v, lengths, rotation, weights, gate) -> None:
     (b, width), (layers, _, kv_heads, slots, d) = x.shape, k.shape
     parts, hidden = weights.qkv.shape[3], weights.down.shape[1]
     for name, got, want in (
-        ("k", k, (layers, b, kv_heads, slots, d)),
+        ("k", k, (layers, b if pages is None else k.shape[1], kv_heads, slots, d)),
         ("v", v, k.shape),
         ("lengths", lengths, (b,)),
         ("cos", rotation[0], (b, 1, d // 2)),

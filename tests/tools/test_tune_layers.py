@@ -55,7 +55,7 @@ def fake(monkeypatch):
     genuine, compile_ = decoder.decode_layers, tune_layers._compile
 
     def kernel(x, k, *operands, plan, **options):
-        key = layers_key(len(x), operands[-1], k.shape) | {"itemsize": x.dtype.itemsize}
+        key = layers_key(len(x), operands[-1], k.shape, k.shape[3]) | {"itemsize": x.dtype.itemsize}
         choice = plan.choose("decode_layers", **key)
         assert (choice.implementation, choice.source) == ("mosaic_gpu", "table")
         config = DecodeLayersConfig(**dict(choice.config))

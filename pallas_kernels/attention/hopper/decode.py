@@ -37,10 +37,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import HALF_TILES, TILES, TILES_FP32
-from fdjax.pallas_kernels.attention.operands import slots_are_tiled
+from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 
@@ -120,7 +121,9 @@ _STATIC = ("spec", "config", "return_reruns", "interpret")
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
-def decode_mosaic(q, k, v, lengths, *, spec, phi=None, layer=None, return_lse=True, **options):
+def decode_mosaic(
+    q, k, v, lengths, *, spec, phi=None, layer=None, pages=None, return_lse=True, **options
+):
     """`decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
     Jitted, so that the layers of a model share one lowering. `options` are those of `_launch`.
@@ -137,7 +140,8 @@ def decode_mosaic(q, k, v, lengths, *, spec, phi=None, layer=None, return_lse=Tr
     if rows > 8:
         q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
     q = q.reshape(b, kv_heads * tiles, -1, d)
-    operands = {"q": q, "k": k, "v": v, "lengths": lengths, "layer": layer, "phi": phi}
+    operands = {"q": q, "k": k, "v": v, "lengths": lengths, "pages": pages, "layer": layer}
+    operands |= {"phi": phi}
     static = {"t": t, "group": group, "spec": spec, "return_lse": return_lse}
     o, lse, reruns = _launch(operands, **static, **options)
     o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
@@ -149,7 +153,9 @@ def decode_mosaic(q, k, v, lengths, *, spec, phi=None, layer=None, return_lse=Tr
 
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def append_decode_mosaic(qkv, k, v, lengths, *, cos, sin, spec, phi=None, **options):
+def append_decode_mosaic(
+    qkv, k, v, lengths, *, cos, sin, spec, phi=None, layer=None, pages=None, **options
+):
     """`append_decode_attention` for T = 1, with qkv [B,Hkv,G+2,D] and cos, sin [B,1,D/2].
 
     One launch does RoPE, append and attention and updates the caches in place. Returns o [B,1,H,D],
@@ -164,7 +170,8 @@ def append_decode_mosaic(qkv, k, v, lengths, *, cos, sin, spec, phi=None, **opti
         [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)], axis=1
     ).reshape(b, 2, d)
     k, v = jax.new_ref(k), jax.new_ref(v)
-    operands = {"qkv": qkv, "rotation": rotation, "k": k, "v": v, "lengths": lengths, "phi": phi}
+    operands = {"qkv": qkv, "rotation": rotation, "k": k, "v": v, "lengths": lengths}
+    operands |= {"pages": pages, "layer": layer, "phi": phi}
     o, _, reruns = _launch(operands, t=1, group=group, spec=spec, return_lse=False, **options)
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
     return o, jax.freeze(k), jax.freeze(v), reruns
@@ -177,8 +184,9 @@ def _launch(
 
     lse and reruns are None unless asked for. An operand that is None is left out.
     """
-    b, kv_heads, s, d = operands["k"].shape[-4:]
-    dtype = operands["k"].dtype
+    k, pages = operands["k"], operands["pages"]
+    (kv_heads, _, d), dtype = k.shape[-3:], k.dtype
+    b, s = len(operands["lengths"]), row_slots(k, pages)
     tiles, padded = query_tiles(group * t, d)
     stored = group * t if group * t < 8 else padded
     # Rows of q; with a fused front, k and v of the new token are two more rows.
@@ -186,8 +194,9 @@ def _launch(
     config = config or default_config(b, kv_heads * tiles, s, d, staged)
     if dtype == jnp.float16 or not spec.unified:
         config = dataclasses.replace(config, unified=False)
-    operands |= {"slopes": None if spec.alibi is None else jnp.array(spec.alibi)}
-    for name, like in (("lengths", jnp.int32), ("phi", jnp.float32), ("slopes", jnp.float32)):
+    check_pages("decode_attention", k, pages, config.block_kv)
+    operands |= {"slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32)}
+    for name, like in (("lengths", jnp.int32), ("pages", jnp.int32), ("phi", jnp.float32)):
         if operands.get(name) is not None:
             operands[name] = operands[name].astype(like)
     if operands.get("layer") is not None:

@@ -65,10 +65,10 @@ def receive_token(smem, group):
     return (q * lax.broadcast_in_dim(key, (d, padded), [0])).sum(axis=0)
 
 
-def write_token(inputs, smem, row, head, slot):
-    """Begin to write the new k and v to their slot, if the cache has it."""
+def write_token(caches, smem, slot):
+    """Begin to write the new k and v to their slot, if the row has it."""
 
-    @when(slot < inputs["k"].shape[-2])
+    @when(slot < caches["k"].slots)
     def _():
-        for i, name in enumerate("kv"):
-            plgpu.copy_smem_to_gmem(smem["new"].at[i], inputs[name].at[row, head, slot])
+        for i, cache in enumerate(caches.values()):
+            plgpu.copy_smem_to_gmem(smem["new"].at[i], cache.token(slot))

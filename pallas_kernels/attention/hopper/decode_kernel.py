@@ -5,6 +5,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
 from fdjax.pallas_kernels.attention.hopper.decode_combine import merge, write_result
 from fdjax.pallas_kernels.attention.hopper.decode_front import (
     load_front,
@@ -28,8 +29,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
 
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
-        rotation [B,2,D] of a new token; k, v; lengths [B] without that token; layer, phi, slopes if
-        any.
+        rotation [B,2,D] of a new token; k, v; lengths [B] without that token; layer, pages, phi,
+        slopes if any.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
@@ -52,16 +53,13 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         # Rows past G·T are outside q: TMA loads zeros for them and does not store them.
         source = inputs["q"].at[row, tile, pl.ds(zero, padded)]
         plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
-    caches = [inputs["k"], inputs["v"]]
-    if "layer" in inputs:
-        index = inputs["layer"][0]
-        caches = [c.at[index] for c in caches]
-    caches = [c.at[row, head] for c in caches]
+    caches = {name: CacheRow(inputs, name, row, head) for name in "kv"}
+    paged = "pages" in inputs
 
-    def load(start, stage):
-        size = min(bk, caches[0].shape[0])
-        for cache, loaded in zip(caches, (k_s, v_s), strict=True):
-            source, to = cache.at[pl.ds(start, size)], loaded.at[stage, pl.ds(0, size)]
+    def load(start, stage, page=None):
+        for cache, loaded in zip(caches.values(), (k_s, v_s), strict=True):
+            source = cache.block(start, bk, page)
+            to = loaded.at[stage, pl.ds(0, source.shape[0])]
             plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
 
     # Without a window, splits take blocks in turn. So a split's first block does not depend on the
@@ -85,8 +83,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         first, stride = jnp.minimum(start_block + split * chunk, end_block), 1
         count = jnp.minimum(chunk, end_block - first)
 
-    # The largest tile has no registers left to mask slots that are read twice.
-    ends_with_cache = bk * padded < 128 * 32
+    # The largest tile has no registers left to mask slots that are read twice. A block lies in one
+    # page.
+    ends_with_cache = bk * padded < 128 * 32 and not paged
 
     def block_start(step):
         """First slot of a step. The last block ends where the cached slots end, rounded up to 8.
@@ -186,21 +185,26 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         """
         stages = config.stages
 
-        def load_block(i):
-            load(block_start(i), lax.rem(i, jnp.int32(stages)))
+        def load_block(i, page=None):
+            load(block_start(i), lax.rem(i, jnp.int32(stages)), page)
+
+        def page_of(i):
+            return caches["k"].page_at(block_start(i)) if paged else zero
 
         def body(i, carry):
+            carry, page = carry
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(smem["loaded"].at[stage])
             carry = step(i, k_s.at[stage], v_s.at[stage], carry)
-            when(i + stages < count)(lambda: load_block(i + stages))
-            return carry
+            when(i + stages < count)(lambda: load_block(i + stages, page))
+            # Looked up a step ahead, because the load would wait for it.
+            return carry, page_of(i + stages + 1)
 
         begun = 1 if first_pass and in_turn else 0
         lax.fori_loop(begun, jnp.minimum(count, stages), lambda i, _: load_block(i), None)
         if first_pass:
             receive_queries()
-        return lax.fori_loop(0, count, body, carry)
+        return lax.fori_loop(0, count, body, (carry, page_of(stages)))[0]
 
     blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
 
@@ -316,7 +320,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             plgpu.barrier_arrive(smem["cluster"])
         if "qkv" in inputs:
             # The last block may contain the slot, so it must be loaded before.
-            write_token(inputs, smem, row, head, cached)
+            write_token(caches, smem, cached)
         plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[row, tile, pl.ds(zero, padded)])
         if "lse" in outputs:
             plgpu.copy_smem_to_gmem(smem["lse"], outputs["lse"].at[row, tile])
@@ -339,7 +343,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         save(cond(split == 0, lambda: with_token(part), lambda: part))
         plgpu.commit_smem()
         if "qkv" in inputs:
-            when(split == 0)(lambda: write_token(inputs, smem, row, head, cached))
+            when(split == 0)(lambda: write_token(caches, smem, cached))
         o_s, l_s, m_s = partial
         plgpu.copy_smem_to_gmem(o_s, outputs["o"].at[row, tile, split])
         plgpu.copy_smem_to_gmem(l_s, outputs["lm"].at[row, tile, split, 0])

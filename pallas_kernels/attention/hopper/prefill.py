@@ -42,6 +42,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, check_pages
 from fdjax.pallas_kernels.attention.hopper.prefill_front import WRITE_CHUNK_HOPPER
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled
 from fdjax.pallas_kernels.attention.prefill_tiles import (
@@ -99,8 +100,8 @@ def prefill_mosaic(
 ):
     """`prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
 
-    Jitted, so that the layers of a model share one lowering. `named` are `phi` [H], `layer`, and
-    `rows` [B] int32, the row of k and v for each row of q.
+    Jitted, so that the layers of a model share one lowering. `named` are `phi` [H], `layer`, `rows`
+    [B] int32, the row of k and v for each row of q, and `pages` [B,N].
     """
     b, t, h, d = q.shape
     config = config or default_config(d)
@@ -109,6 +110,7 @@ def prefill_mosaic(
     if t % 8:
         q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))
     tiles = pl.cdiv(t, _TILE)
+    check_pages("prefill_attention", k, named.get("pages"), config.block_kv)
     inputs = operands(q, k, v, lengths, offsets, spec=spec, **named)
     outputs = dict(o=jax.ShapeDtypeStruct(q.shape, q.dtype))
     if return_lse:
@@ -174,7 +176,8 @@ def prefill_mosaic(
 
 
 def _prefill_kernel(
-    inputs,  # q [B,T,H,D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, phi, slopes)
+    # q [B,T,H,D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, pages, phi, slopes)
+    inputs,
     outputs,  # o [B,T,H,D], (lse [B,H,T])
     scratch,
     *,
@@ -182,16 +185,13 @@ def _prefill_kernel(
     spec,
     config,
 ):
-    caches = [inputs["k"], inputs["v"]]
-    if "layer" in inputs:
-        index = inputs["layer"][0]
-        caches = [cache.at[index] for cache in caches]
-    _, kv_heads, slots, _ = caches[0].shape
     row, head, warpgroup = (lax.axis_index(axis) for axis in ("row", "head", "warpgroup"))
-    kv_head = lax.div(head, inputs["q"].shape[2] // kv_heads)
+    kv_head = lax.div(head, inputs["q"].shape[2] // inputs["k"].shape[-3])
+    cache_row = inputs["rows"][row] if "rows" in inputs else row
+    k, v = (CacheRow(inputs, name, cache_row, kv_head) for name in "kv")
     # Tiles that see the most slots start first.
     first = (pl.cdiv(t, _TILE) - 1 - lax.axis_index("tile")) * _TILE
-    length = jnp.minimum(inputs["lengths"][row], slots)
+    length = jnp.minimum(inputs["lengths"][row], k.slots)
     offset = inputs["offsets"][row]
     blocks = visible_blocks(
         first, length, offset, t=t, rows=_TILE, block_kv=config.block_kv, spec=spec
@@ -209,8 +209,6 @@ def _prefill_kernel(
                 rows = inputs["q"].at[row, pl.ds(first + w * _ROWS, _ROWS), head]
                 plgpu.copy_gmem_to_smem(rows, scratch["q"].at[w], scratch["q_full"].at[w])
 
-        cache_row = inputs["rows"][row] if "rows" in inputs else row
-        k, v = (cache.at[cache_row, kv_head] for cache in caches)
         _produce(k, v, length, blocks, scratch, config)
 
     @when(warpgroup < _CONSUMERS)
@@ -233,7 +231,7 @@ def _prefill_kernel(
 
 
 def _produce(k, v, length, blocks, scratch, config):
-    """Load k, v [S,D] block by block, and a second time if the consumers vote for a rerun."""
+    """Load k, v block by block, and a second time if the consumers vote for a rerun."""
     k_s, v_s, tail_full = (scratch[name] for name in ("k", "v", "tail_full"))
     k_full, v_full, k_empty, v_empty = (
         scratch[name] for name in ("k_full", "v_full", "k_empty", "v_empty")
@@ -242,19 +240,18 @@ def _produce(k, v, length, blocks, scratch, config):
 
     def load(j, loaded):
         slot = lax.rem(loaded, stages)
-        rows = pl.ds(j * bk, bk)
         live = length - j * bk
         when(loaded >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
-        plgpu.copy_gmem_to_smem(k.at[rows], k_s.at[slot], k_full.at[slot])
+        plgpu.copy_gmem_to_smem(k.block(j * bk, bk), k_s.at[slot], k_full.at[slot])
         when(loaded >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
 
         @when(live >= bk)
         def _():
-            plgpu.copy_gmem_to_smem(v.at[rows], v_s.at[slot], v_full.at[slot])
+            plgpu.copy_gmem_to_smem(v.block(j * bk, bk), v_s.at[slot], v_full.at[slot])
 
         @when(live < bk)
         def _():
-            plgpu.copy_gmem_to_smem(v.at[rows], v_s.at[slot], tail_full)
+            plgpu.copy_gmem_to_smem(v.block(j * bk, bk), v_s.at[slot], tail_full)
             plgpu.barrier_wait(tail_full)
             _zero_dead(v_s.at[slot], live)
             plgpu.commit_smem()

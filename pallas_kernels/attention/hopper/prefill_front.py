@@ -15,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, check_pages
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape
@@ -25,7 +26,9 @@ _PARTS = 6  # most heads of a block: more blocks with fewer heads hide more late
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
-def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, interpret=None):
+def write_chunk_mosaic(
+    qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, pages=None, interpret=None
+):
     """Rotate a chunk of tokens and write their keys and values to the cache.
 
     Jitted, so that the layers of a model share one lowering.
@@ -39,6 +42,7 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
         next multiple of 64 tokens, which hold no live token.
       cos, sin: [R, T, D/2] fp32.
       layer: index into stacked caches.
+      pages: see `decode_attention`; `rows` are then those of `pages`, and offsets multiples of 64.
 
     Returns:
       (q [R, T, H, D], undefined for padding; k; v).
@@ -50,19 +54,22 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
     held = min(parts, _PARTS)
     groups = -(-parts // held)
 
-    layers = [] if layer is None else [jnp.asarray(layer, jnp.int32).reshape(1)]
+    named = {
+        "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        "pages": None if pages is None else pages.astype(jnp.int32),
+    }
+    named = {name: operand for name, operand in named.items() if operand is not None}
+    check_pages("append_prefill_attention", k, pages, _TOKENS)
 
     def body(qkv, k, v, rows, offsets, live, cos, sin, *refs):
-        *layers, q, tiles, arrived = refs
-        if layers:
-            k, v = (cache.at[layers[0][0]] for cache in (k, v))
+        *others, q, tiles, arrived = refs
+        inputs = {"k": k, "v": v} | dict(zip(named, others, strict=True))
         row, block, index = (lax.axis_index(name) for name in ("row", "tokens", "head"))
         # `first` is static if there is one group, and so are the conditions below.
         head, first = index, 0
         if groups > 1:
             head, first = lax.div(index, groups), lax.rem(index, groups) * held
         tokens = pl.ds(block * _TOKENS, _TOKENS)
-        slots = pl.ds(offsets[row] + block * _TOKENS, _TOKENS)
 
         def each(do):
             """Call do(tile, barrier, part) for the parts of this block."""
@@ -101,9 +108,12 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
                 def _():
                     store(tile, q.at[row, tokens, head * group + part])
 
-                for at, cache in ((group, k), (group + 1, v)):
-                    target = cache.at[rows[row], head, slots]
-                    when(part == at)(functools.partial(store, tile, target))
+                for at, name in ((group, "k"), (group + 1, "v")):
+
+                    @when(part == at)
+                    def _(name=name):
+                        cache = CacheRow(inputs, name, rows[row], head)
+                        store(tile, cache.block(offsets[row] + block * _TOKENS, _TOKENS))
 
             each(finish)
             plgpu.wait_smem_to_gmem(0)
@@ -122,7 +132,7 @@ def write_chunk_mosaic(qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, 
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin, *layers)
+    )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin, *named.values())
     return q, jax.freeze(k), jax.freeze(v)
 
 
@@ -134,8 +144,8 @@ def _fits(shape: Shape) -> str | None:
     return slots_are_tiled(shape)
 
 
-def _run(*operands, layer):
-    return write_chunk_mosaic(*operands, layer=layer)
+def _run(*operands, layer, pages):
+    return write_chunk_mosaic(*operands, layer=layer, pages=pages)
 
 
 WRITE_CHUNK_HOPPER = Implementation(

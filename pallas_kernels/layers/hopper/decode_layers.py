@@ -14,7 +14,8 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from fdjax.pallas_kernels.attention.operands import slots_are_tiled
+from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
+from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
@@ -53,9 +54,12 @@ class DecodeLayersConfig:
             )
 
 
-def layers_mosaic(x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, config=None):
+def layers_mosaic(
+    x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, pages=None, config=None
+):
     """`decode_layers`, for sizes that `LAYERS_HOPPER` supports."""
-    layers, m, *_, d = k.shape
+    layers, m, d = len(k), len(x), k.shape[-1]
+    check_pages("decode_layers", k, pages, BRICK)
     width, parts, dtype = x.shape[1], weights.qkv.shape[3], x.dtype
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     x32 = x.astype(jnp.float32)
@@ -69,6 +73,7 @@ def layers_mosaic(x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, conf
         "k": k,
         "v": v,
         "lengths": lengths.astype(jnp.int32),
+        "pages": None if pages is None else pages.astype(jnp.int32),
         "cos": cos.reshape(m, d // 2),
         "sin": sin.reshape(m, d // 2),
         "qkv": weights.qkv.reshape(layers, width, -1),
@@ -79,21 +84,25 @@ def layers_mosaic(x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, conf
         "next_scale": weights.attention_norm,
         "counters": new_counters(layers),
     }
+    operands = {name: operand for name, operand in operands.items() if operand is not None}
     config = config or DecodeLayersConfig()
-    x = _launch(operands, parts=parts, gate=gate, eps=eps, scale=scale, config=config)
+    slots = row_slots(k, pages)
+    x = _launch(
+        operands, rows=m, slots=slots, parts=parts, gate=gate, eps=eps, scale=scale, config=config
+    )
     return x[:m], jax.freeze(k), jax.freeze(v)
 
 
-def _launch(operands, *, parts, gate, eps, scale, config):
+def _launch(operands, *, rows, slots, parts, gate, eps, scale, config):
     padded, width = operands["x"].shape
     dtype = operands["x"].dtype
-    layers, m, kv_heads, cache_slots, d = operands["k"].shape
+    layers, _, kv_heads, _, d = operands["k"].shape
     group = parts - 2
     heads, hidden = operands["out"].shape[1], operands["down"].shape[1]
     stages = _stages(
-        m,
+        rows,
         *(width, heads, hidden, operands["qkv"].shape[2]),
-        *(kv_heads, group, cache_slots),
+        *(kv_heads, group, slots),
         gate=gate,
         eps=eps,
         scale=scale,

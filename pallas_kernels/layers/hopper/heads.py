@@ -15,6 +15,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
@@ -31,8 +32,8 @@ PARTS = 8  # rows of a tile: the queries of a KV head, its key and its value
 class Heads(Stage):
     """Attention of queries, key and value "y" [M,Hkv,G+2,D], with the result "o" [M,Hkv,G,D].
 
-    "k" and "v" [L,M,Hkv,S,D] hold the keys and values of earlier tokens, "lengths" [M] their
-    number. "cos" and "sin" [M,D/2] rotate queries and key.
+    "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
+    tokens, "lengths" [M] their number. "cos" and "sin" [M,D/2] rotate queries and key.
 
     Attributes:
       rows, kv_heads, group: M, Hkv, G.
@@ -75,16 +76,17 @@ class Heads(Stage):
 
         def bring_head(i, carry):
             row, head = self._head(block, i)
+            caches = [CacheRow(gmem, name, row, head, layer) for name in "kv"]
 
             def bring(j, carry):
                 count, tiles = carry
                 block.await_done(worked, count == config.ahead)
 
                 def sources():
-                    at = bricks(share.rank + self.split * j, 1)
+                    start = (share.rank + self.split * j) * BRICK
                     return [
-                        gmem[name].at[layer, row, head, at, bricks(half, 1)]
-                        for name in "kv"
+                        cache.block(start, BRICK).at[:, bricks(half, 1)]
+                        for cache in caches
                         for half in range(2)
                     ]
 
@@ -264,7 +266,8 @@ def _add_token(token, tile, inside) -> None:
 def _write_token(block, layer, row, head, slot) -> None:
     """Write the new key and value to the cache."""
     for b in range(4):
-        target = block.gmem["kv"[b // 2]].at[layer, row, head, slot, bricks(b % 2, 1)]
+        cache = CacheRow(block.gmem, "kv"[b // 2], row, head, layer)
+        target = cache.token(slot).at[bricks(b % 2, 1)]
         plgpu.copy_smem_to_gmem(block.smem["new"].at[b], target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
