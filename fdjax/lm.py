@@ -515,8 +515,8 @@ def load(
         the number of new tokens, it is cut to what the prompt leaves of these.
       gpu_memory_utilization: share of JAX's free memory that this model may take for weights, cache
         and workspace together, above 0 and at most 1. If `max_len` is not given, it becomes the
-        longest context that fits for `max_batch` rows (default 1). Default: all free memory, of
-        which the model takes only as much as it needs.
+        longest context that fits for `max_batch` rows (default 1). Default: all free memory.
+        The model takes only as much of it as it needs.
       plan: the plan that chooses implementations; default the device's.
       device: one of `jax.devices()`, which holds the weights and runs everything; default the first
         local one. Weights that are assigned later run on the device that holds them.

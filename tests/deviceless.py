@@ -30,7 +30,7 @@ _COMPUTE_CAPABILITY = {"h100": (9, 0), "a100": (8, 0)}
 
 @functools.cache
 def mesh_of(target: Target, n_devices: int = 1) -> Mesh:
-    """A mesh with one axis `x` over `n_devices` GPUs of one host, none of which exist."""
+    """A mesh with one axis `x` over `n_devices` GPUs of one host. They need not exist."""
     config = Path(__file__).parent / "targets" / f"{target}.txtpb"
     try:
         topology = topologies.get_topology_desc(
