@@ -125,7 +125,7 @@ def stack_layers(
       model: the model.
       params: its parameters. The weights of the layers are replaced by views in these containers,
         except vectors.
-      owned: whether only the caller holds the parameters. Then each kind is freed before the next one
+      owned: whether only the caller holds them. Then each kind is freed before the next one
         is stacked, which needs less memory.
       memory_bytes: limit for the parameters and the stacked arrays; default the free memory.
 
