@@ -59,9 +59,12 @@ def leaving(maxima: np.ndarray, phi: np.ndarray | float, safe_log2: float) -> np
 
 
 def density(scores: np.ndarray) -> dict[str, list]:
-    """Of scores counted in bins [L, H, BINS], the share of each layer per unit, in wider bins.
+    """The density of the scores of each layer, in wider bins.
 
     Bins beyond the outermost score of all layers are left out.
+
+    Args:
+      scores: [L, H, BINS] histograms.
     """
     wider = scores.sum(axis=1).reshape(len(scores), -1, _BINS_OF_A_DENSITY).sum(axis=-1)
     edges = bin_edges()[::_BINS_OF_A_DENSITY]

@@ -33,12 +33,14 @@ class Attention(nn.Module):
             mark_static_address(empty)
             self.register_buffer(name, empty, persistent=False)
 
-    def forward(self, x: Tensor, turn: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotation: Tensor, positions: Tensor, mask: Tensor | None
+    ) -> Tensor:
         """x [B,T,E] of these positions [T]; without a mask [1,S], x is a prompt from its start."""
         b, t, _ = x.shape
         parts = self.qkv(x).view(b, t, -1, self.head_dim).transpose(1, 2)
         q, k, v = parts.split([self.heads, self.kv_heads, self.kv_heads], dim=1)
-        q, k = rotate(q, turn), rotate(k, turn)
+        q, k = rotate(q, rotation), rotate(k, rotation)
         self.keys[:, :, positions] = k
         self.values[:, :, positions] = v
         if mask is None:
@@ -100,24 +102,26 @@ class Llama(nn.Module):
         theta = (self.config.get("rope_parameters") or self.config).get("rope_theta", 1e4)
         exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
         angles = torch.arange(slots, device=device)[:, None] * theta**-exponents
-        self.register_buffer("turns", torch.stack([angles.cos(), angles.sin()]), persistent=False)
+        self.register_buffer(
+            "rotations", torch.stack([angles.cos(), angles.sin()]), persistent=False
+        )
         causal = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
         self.register_buffer("causal", causal, persistent=False)
 
     def forward(self, ids: Tensor, positions: Tensor, prompt: bool) -> Tensor:
         """Logits [B,V] after the last of the ids [B,T], which stand at positions [T]."""
         mask = None if prompt else self.causal[positions]
-        turn = self.turns[:, positions]
+        rotation = self.rotations[:, positions]
         x = self.embed(ids)
         for block in self.blocks:
-            x = block(x, turn, positions, mask)
+            x = block(x, rotation, positions, mask)
         return self.head(self.norm(x[:, -1]))
 
 
-def rotate(x: Tensor, turn: Tensor) -> Tensor:
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """RoPE of x [B,H,T,D] by halves, with cosines and sines [2,T,D/2]."""
     a, b = x.float().chunk(2, dim=-1)
-    cos, sin = turn
+    cos, sin = rotation
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)
 
 

@@ -66,7 +66,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=600,
         help="for this call; a part begins only if the longest one so far would fit",
     )
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
     parser.add_argument("--output", type=Path, help="folder; default: that of the device's records")
     parser.add_argument("--list", action="store_true", help="only say what is measured already")
     parser.add_argument("--no-draw", action="store_true", help="leave tables and figures alone")

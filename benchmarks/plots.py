@@ -485,10 +485,10 @@ def over_naive(results: Results) -> Figure | None:
         for row in record.rows if name.startswith("prefill_attention") else ():
             if row.timing:
                 times.setdefault(row.case, {})[row.implementation] = row.timing["median_us"]
-        for case, of in times.items():
-            if {"naive", "mosaic_gpu"} <= of.keys():
+        for case, us in times.items():
+            if {"naive", "mosaic_gpu"} <= us.keys():
                 s, d = (int(n) for n in re.search(r"S(\d+) D(\d+)", case).groups())
-                ratios.setdefault(d, {})[s] = of["naive"] / of["mosaic_gpu"]
+                ratios.setdefault(d, {})[s] = us["naive"] / us["mosaic_gpu"]
     if not ratios:
         return None
     figure, (axes,) = _panels(1, (5, 3.2))

@@ -75,7 +75,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
     return parser.parse_args(argv)
 
 

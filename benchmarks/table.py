@@ -158,14 +158,15 @@ def unified_maximum() -> dict[str, list[float]]:
                 continue
             if name == "prefill" or default_config(*map(int, sizes.groups())).unified:
                 times.setdefault(row.case, {})[row.implementation] = row.timing["median_us"]
-        found[name] = [of[other] / of["mosaic_gpu"] for of in times.values() if other in of]
+        found[name] = [us[other] / us["mosaic_gpu"] for us in times.values() if other in us]
     return found
 
 
 def unified_maximum_sentence() -> str:
     """`unified_maximum` as one sentence."""
     parts = [
-        f"{name} attention {min(of):.2f} to {max(of):.2f}" for name, of in unified_maximum().items()
+        f"{name} attention {min(gains):.2f} to {max(gains):.2f}"
+        for name, gains in unified_maximum().items()
     ]
     return f"Speed over the same kernel with a running maximum, on an H100: {', '.join(parts)}."
 
@@ -217,7 +218,7 @@ def _of_cases(record: Record) -> str:
         text = f"{row.timing['median_us']:.1f} µs" if row.timing else "-"
         cases.setdefault(row.case, {})[row.implementation] = text
     lines = [("Case", *names)]
-    lines += [(case, *(of.get(name, "") for name in names)) for case, of in cases.items()]
+    lines += [(case, *(cells.get(name, "") for name in names)) for case, cells in cases.items()]
     return markdown(lines)
 
 

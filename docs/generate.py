@@ -91,7 +91,7 @@ def rooms() -> dict[str, set[str]]:
             found.setdefault(there, set())
     # Names that `fdjax` itself exports are not rooms.
     known = {path.stem for path in (ROOT / "fdjax").iterdir()} | {"benchmarks"}
-    return {name: of & known for name, of in found.items() if name in known}
+    return {name: imported & known for name, imported in found.items() if name in known}
 
 
 def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
@@ -101,8 +101,8 @@ def reduced(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
         return {name}.union(*map(reached, graph[name]))
 
     return {
-        name: {o for o in of if not any(o in reached(other) for other in of - {o})}
-        for name, of in graph.items()
+        name: {o for o in others if not any(o in reached(other) for other in others - {o})}
+        for name, others in graph.items()
     }
 
 

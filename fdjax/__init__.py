@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fdjax.models import CheckpointError, describe, parse_config
     from fdjax.sampling.options import GenerationConfig
 
-# Names are imported when first used, so that importing a kernel does not import the engine.
+# Each name is imported on first use, so importing a kernel does not import the engine.
 _HOMES = {
     "GenerationConfig": "fdjax.sampling.options",
     "forward": "fdjax.engine.generation",

@@ -7,8 +7,8 @@ import sys
 
 def main() -> int:
     """Run the command line; see `fdjax.cli.main`."""
-    # Before the first import that takes long: until there is something to clean up, and after
-    # there was, Ctrl-C just ends the process. A parent that has it ignored is obeyed.
+    # This comes before the first slow import. While there is nothing to clean up, Ctrl-C simply
+    # ends the process. If the parent process ignores SIGINT, it stays ignored.
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, lambda *_: os._exit(130))
     from fdjax.cli.main import main

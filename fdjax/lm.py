@@ -32,11 +32,11 @@ from fdjax.weights.calibration import calibrated
 from fdjax.weights.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
 from fdjax.weights.stacked import stack_layers
 
-# Decode steps per dispatch; a stream shows its text at the end of each.
+# Decode steps per dispatch. A stream shows new text after each dispatch.
 _STEPS = 32
 _STREAM_STEPS = 4
 
-# Models in use, by configuration, dtype and plan.
+# The models in use, by (configuration, dtype, plan).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
 
 
@@ -46,12 +46,12 @@ class LM:
     Attributes:
       model: static description; a jit static argument of `fdjax.forward` and `fdjax.generate`.
       params: the weights, a tree of plain dicts.
-      tokenizer: false when the checkpoint has none; ids work without.
-      defaults: the checkpoint's `GenerationConfig`, for what a call does not give.
-      max_len: slots of cache per row, or None to size it by need.
-      max_batch: rows that may run at once, or None for as many as fit.
-      prefix_cache: prompts share the cache of what they begin with.
-      engine: what runs it.
+      tokenizer: the tokenizer, which is false if the checkpoint has none. Token ids work without.
+      defaults: the checkpoint's `GenerationConfig`, for options that a call does not give.
+      max_len: cache slots per row, or None to size the cache by the prompts.
+      max_batch: largest number of rows that run at once, or None for as many as fit.
+      prefix_cache: whether prompts share the cache of a common beginning.
+      engine: the engine that runs the model.
     """
 
     def __init__(
@@ -67,6 +67,20 @@ class LM:
         prefix_cache: bool = True,
         make_engine: Callable[..., Engine] = Engine,
     ):
+        """Wrap a model and its weights. `load` does so for a checkpoint.
+
+        Args:
+          model, params, tokenizer, defaults, max_len, max_batch: see the attributes.
+          memory_bytes: limit for weights, cache and workspace together; default all that is free.
+          make_engine: function of (model, params, max_len, max_batch, memory_bytes) that returns
+            the engine.
+
+        Raises:
+          ValueError: `max_len` is not positive, or the parameters do not belong to the model.
+
+        Warns:
+          UserWarning: `max_len` exceeds the model's max_position_embeddings.
+        """
         limit = model.config.max_position_embeddings
         if max_len is not None and max_len < 1:
             raise ValueError(f"load: max_len must be positive, got {max_len}")
@@ -88,12 +102,14 @@ class LM:
 
     @property
     def params(self) -> Params:
-        """The weights. Others of the same shapes may be assigned; nothing is compiled anew.
+        """The weights. You may assign other weights of the same shapes; nothing is recompiled.
 
-        Assigned as a whole: the containers are copies.
+        Reading returns new containers, so changing one of them changes nothing here: assign the
+        whole tree.
 
         Raises:
-          ValueError: those assigned are not of this model; the first that is not is named.
+          ValueError: assigned weights do not belong to this model. The message names the first
+            wrong one.
         """
         return jax.tree.map(lambda leaf: leaf, self._params)
 
@@ -109,7 +125,7 @@ class LM:
         self._params, self.engine = params, engine
 
     def __getstate__(self) -> dict[str, Any]:
-        # Programs and caches are neither copied nor pickled.
+        # Copies and pickles hold neither programs nor caches.
         return {name: value for name, value in vars(self).items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -132,18 +148,18 @@ class LM:
     ) -> GenerateResult:
         """Generate from one prompt or any number of them.
 
-        As many rows as fit run at once. A row that has ended goes to the next prompt. The first
+        As many rows as fit run at once. When a row ends, the next prompt takes its place. The first
         prompt that fails ends the call; `generate_iter` keeps the other answers.
 
         Args:
           prompts: a text, a sequence of token ids, or a sequence of either.
-          config: fields that it does not give come from `defaults`, those of the checkpoint's
-            generation_config.json.
-          **options: fields of `GenerationConfig`, over `config`. A list gives one value per prompt;
-            for options that are sequences themselves, a list of sequences does. None is as if not
-            given, but for `eos_token_id`, another name of `eos_token_ids`: of it None is no end.
-            Naming a temperature, top_k, top_p, min_p or typical_p turns sampling on unless
-            `do_sample` says otherwise. Without a seed, each call draws its own.
+          config: the options of this call. Fields that it leaves out come from `defaults`, which
+            holds those of generation_config.json.
+          **options: fields of `GenerationConfig` that override `config`. A list gives one value per
+            prompt. If the option is itself a sequence, a list of sequences does so. None means not
+            given. `eos_token_id` is another name of `eos_token_ids`, and `eos_token_id=None`
+            disables the end token. A temperature, top_k, top_p, min_p or typical_p turns sampling
+            on unless `do_sample` is given. Without a seed, each call draws a new one.
 
         Returns:
           A `GenerateResult` with one entry per prompt, or `num_return_sequences` for each; an empty
@@ -152,13 +168,13 @@ class LM:
         Raises:
           ValueError: a prompt is empty, too long for the cache or has ids outside the vocabulary;
             an option is out of range; the options forbid every token.
-          TypeError: there is no such option, or `eos_token_id` and `eos_token_ids` are both named.
-          MissingTokenizerError: text or a stop string is given and there is no tokenizer.
+          TypeError: there is no such option, or both `eos_token_id` and `eos_token_ids` are given.
+          MissingTokenizerError: a text or a stop string is given, but there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
           MemoryError: the cache of one row does not fit beside the weights.
 
         Warns:
-          UserWarning: an option has no effect, as nothing is sampled.
+          UserWarning: an option has no effect because nothing is sampled.
         """
         timer = Timer(self.model, self._params)
         requests = self._requests(prompts, config, options, self.defaults)
@@ -166,7 +182,7 @@ class LM:
         return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
 
     def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
-        """Rows that have come to their end."""
+        """Run the requests to their end and return their rows, one per request."""
         rows = [Row(request, self.tokenizer) for request in requests]
         with contextlib.closing(self.engine.run(rows, steps)) as chunks:
             for chunk in chunks:
@@ -182,22 +198,22 @@ class LM:
         streamed: bool = False,
         **options,
     ) -> float:
-        """Compile what a call needs before it comes, or load it from disk.
+        """Compile the programs of a later call now, or load them from disk.
 
-        A call of about these sizes with these options then compiles nothing. Prompts of other
-        lengths, other numbers of new tokens and of prompts may need other programs.
+        A later call of about these sizes with these options then compiles nothing. Other lengths of
+        prompts, numbers of new tokens or numbers of prompts may need other programs.
 
         Args:
-          config, **options: those of the call, as in `generate`.
-          batch: how many prompts it has.
-          prompt_tokens: tokens of its longest prompt.
-          streamed: whether it is one of `stream` or `stream_chat`.
+          config, **options: as in `generate`, the options of the later call.
+          batch: number of prompts of the later call.
+          prompt_tokens: tokens in its longest prompt.
+          streamed: whether it is a call of `stream` or `stream_chat`.
 
         Returns:
-          The seconds that compiling took.
+          The seconds spent compiling.
 
         Raises:
-          ValueError: a size is not positive; or as in `generate`.
+          ValueError: a size is not a positive integer; or as in `generate`.
         """
         for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
             if not isinstance(size, int) or size < 1:
@@ -213,7 +229,7 @@ class LM:
         return timer.stats(rows).compile_seconds
 
     def _of_two_tokens(self, config: GenerationConfig) -> GenerationConfig:
-        """A configuration for the same programs whose rows end after the first decode step."""
+        """A configuration with the same programs whose rows end after the first decode step."""
         never = range(self.config.vocab_size, self.config.vocab_size + len(config.eos_token_ids))
         return dataclasses.replace(
             config,
@@ -225,18 +241,18 @@ class LM:
     def generate_iter(
         self, prompts: Iterable[Prompt], config: GenerationConfig | None = None, **options
     ) -> Iterator[Answer]:
-        """Generate from any number of prompts; yields each answer as soon as it is there.
+        """Generate from any number of prompts, and yield each answer as soon as it is complete.
 
-        A prompt that is refused or fails does not end the others: its answer has an `error`.
-        Leaving the loop early is fine.
+        A prompt that is refused or fails does not end the others: its answer has an `error`. You
+        may leave the loop early.
 
         Args:
           prompts: texts or sequences of token ids.
           config, **options: as in `generate`.
 
         Raises:
-          ValueError: an option is out of range, as in `generate`, or these are no prompts; at the
-            call.
+          ValueError: an option is out of range, as in `generate`, or the argument does not hold
+            prompts; raised by the call itself.
         """
         refused: dict[int, Exception] = {}
         given, _ = as_several(prompts, "generate: prompts")
@@ -257,19 +273,20 @@ class LM:
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
     ) -> RunningRequest:
-        """Generate from one prompt in the background, together with whatever else runs.
+        """Generate from one prompt in the background, together with other calls.
 
-        Thread-safe. Callbacks, such as stopping criteria, may run in any thread.
+        The method is thread-safe. Callbacks such as stopping criteria may run in any thread.
 
         Args:
           prompt: a text or a sequence of token ids.
           config, **options: as in `generate`.
 
         Returns:
-          A `RunningRequest`: iterate over it for text as it comes; `result()` waits for the whole.
+          A `RunningRequest`. Iterate over it for the text as it comes, or call `result()` to wait
+          for the whole answer.
 
         Raises:
-          ValueError: as in `generate`, at the call.
+          ValueError: as in `generate`; raised by the call itself.
         """
         if not as_several(prompt, "submit: prompt")[1]:
             raise ValueError("submit: takes one prompt, a text or token ids")
@@ -282,20 +299,20 @@ class LM:
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
     ) -> TextStream:
-        """The text of one prompt as it comes; joined, it is what `generate` returns.
+        """Generate from one prompt and return the text in pieces, as they come.
 
-        A piece never ends inside a character or in what may become a stop string. Leaving the loop
-        early is fine.
+        The joined pieces are the text that `generate` returns. A piece never ends inside a
+        character, nor inside the beginning of a stop string. You may leave the loop early.
 
         Args:
           prompt: a text or a sequence of token ids.
           config, **options: as in `generate`.
 
         Returns:
-          An iterator over pieces of text, with `result` and `stats`.
+          An iterator over the pieces, with `result` and `stats`.
 
         Raises:
-          ValueError: as in `generate`, at the call, before anything is yielded.
+          ValueError: as in `generate`; raised by the call itself, before the first piece.
           MissingTokenizerError: the checkpoint has no tokenizer.
         """
         if not as_several(prompt, "stream: prompt")[1]:
@@ -326,13 +343,17 @@ class LM:
         Args:
           messages: dicts with "role" and "content", or a list of such lists.
           config: as in `generate`.
-          **options: as in `generate`; and `tools`, `documents`, `chat_template` (a name or Jinja
-            source), `chat_template_kwargs` (what else the template reads) and
-            `continue_final_message`, with the meaning they have in transformers. Unless ends are
-            named, the `eos_token` of tokenizer_config.json is one of them.
+          **options: as in `generate`, and five options with the meaning they have in transformers:
+            `tools`, `documents`, `chat_template` (a name or Jinja source), `chat_template_kwargs`
+            (further variables of the template) and `continue_final_message`. If no end token is
+            given, the `eos_token` of tokenizer_config.json also ends an answer.
+
+        Returns:
+          A `GenerateResult`, as `generate` returns for the rendered prompts.
 
         Raises:
           ValueError: as in `generate`; there is no template, or it refuses these messages.
+          MissingTokenizerError: the checkpoint has no tokenizer.
         """
         template, options = split_options(self.tokenizer, self.defaults, config, options)
         conversations = as_conversations(messages)
@@ -342,7 +363,7 @@ class LM:
     def stream_chat(
         self, messages, config: GenerationConfig | None = None, **options
     ) -> TextStream:
-        """The answer to one conversation as it comes: arguments of `chat`, result of `stream`."""
+        """Answer one conversation in pieces: arguments as in `chat`, result as in `stream`."""
         template, options = split_options(self.tokenizer, self.defaults, config, options)
         return self.stream(chat_ids(self.tokenizer, messages, **template), config, **options)
 
@@ -353,20 +374,26 @@ class LM:
         stride: int | None = None,
         batch_size: int = 16,
     ) -> score.ScoreResult:
-        """Log-probabilities of the tokens of texts, and perplexity.
+        """Compute the log-probability of each token of texts, and their perplexity.
 
-        A text gets the special tokens that the tokenizer adds, as a prompt does. The first token,
-        the beginning of the text where the tokenizer marks it, is not scored.
+        As in a prompt, the tokenizer adds its special tokens to a text. The first token is not
+        scored; it is often the one that marks the beginning of the text.
 
         Args:
           texts: a text, a sequence of token ids, or a sequence of either.
-          stride: a text longer than the context is seen through a window of that size, which moves
-            on by so many tokens; every token is scored once, with what its first window holds
-            before it. Default: such a text is an error.
-          batch_size: texts that run together at most; no more than `max_batch`, or than fit.
+          stride: tokens by which a window moves over a text that is longer than the context. The
+            window is as long as the context. Each token is scored once, in the first window that
+            holds it. Default: a text longer than the context is an error.
+          batch_size: largest number of texts that run together. `max_batch` and the memory may
+            lower it.
+
+        Returns:
+          A `ScoreResult` with one entry per text.
 
         Raises:
-          ValueError: a text is empty, too long or has ids outside the vocabulary.
+          ValueError: a text is empty, too long or has ids outside the vocabulary; `stride` or
+            `batch_size` is out of range.
+          MissingTokenizerError: a text is given, but there is no tokenizer.
           FloatingPointError: logits are not finite; the message names the text.
           MemoryError: the cache that a text needs does not fit beside the weights.
         """
@@ -375,7 +402,7 @@ class LM:
     def _requests(
         self, prompts, config, options, defaults, refused: dict[int, Exception] | None = None
     ) -> list[Request]:
-        """What `generate` is asked for; where `refused` is given, it gets the errors of prompts."""
+        """The requests of a call. Errors of single prompts go to `refused`, if it is given."""
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
         configs = per_prompt(defaults, config, options, len(prompts))
@@ -393,32 +420,36 @@ class LM:
             samples = range(row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if any(request.config.return_reruns for request in requests):
-            # `stats` are those of all rows, and so one program runs them.
+            # `stats` cover all rows, so all rows run in the same program.
             for i, request in enumerate(requests):
                 config = dataclasses.replace(request.config, return_reruns=True)
                 requests[i] = dataclasses.replace(request, config=config)
         return requests
 
     def _check(self, config: GenerationConfig, i: int) -> None:
-        """Whether this model can do what is asked."""
+        """Raise ValueError or MissingTokenizerError if this model cannot do prompt `i`."""
         if wrong := config.id_outside(self.config.vocab_size):
             raise ValueError(f"generate: {wrong}")
         if config.stop_strings:
             self.tokenizer.decode([])
         if config.num_return_sequences > 1 and not config.sampled:
             raise ValueError(
-                "generate: num_return_sequences must be 1 where nothing is sampled, got "
+                "generate: num_return_sequences must be 1 if nothing is sampled, got "
                 f"{config.num_return_sequences} for prompt {i}; give a temperature, or ask for one"
             )
 
     def _within_context(
         self, config: GenerationConfig, ids: list[int], i: int, asked: bool
     ) -> GenerationConfig:
-        """The configuration with as many new tokens as there is room for.
+        """The configuration, with the number of new tokens cut to what the context holds.
 
         Args:
-          config, ids: of prompt `i`.
+          config, ids: configuration and token ids of prompt `i`.
+          i: index of the prompt, for errors.
           asked: whether the caller gave the number of new tokens.
+
+        Raises:
+          ValueError: the prompt does not fit, or `max_len` is set and the caller asked for more.
         """
         limit = self.max_len or self.config.max_position_embeddings
         if len(ids) + config.max_new_tokens <= limit:
@@ -439,12 +470,12 @@ class LM:
         )
 
     def program_counts(self) -> dict[str, int]:
-        """Programs compiled so far for this model: of "prefill" and of "decode_steps"."""
+        """Number of programs compiled so far for this model, by "prefill" and "decode_steps"."""
         return self.engine.program_counts()
 
 
 def _check_params(params: Params, wanted: Params) -> None:
-    """Raise ValueError where parameters are not of the structure, shapes and dtypes wanted."""
+    """Raise ValueError if parameters do not have the structure, shapes and dtypes wanted."""
     given, want = (
         {
             jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{[*leaf.shape]}"
@@ -459,7 +490,7 @@ def _check_params(params: Params, wanted: Params) -> None:
                 f"got {given.get(name, 'nothing')}"
             )
     if jax.tree.structure(params) != jax.tree.structure(wanted):
-        raise ValueError("params: must be nested dicts, as those of `LM.params`")
+        raise ValueError("params: must be nested dicts, like those of `LM.params`")
 
 
 def load(
@@ -482,38 +513,41 @@ def load(
 
     Args:
       model: a local folder or a hub id; "tiny" is the embedded model.
-      dtype: "bfloat16" | "float16" | "float32"; default that of the checkpoint.
-      max_batch: rows that may run at once. Default: as many as fit.
-      max_len: slots of cache per row. Default: sized by need, in a few steps, up to the model's
-        max_position_embeddings. A number of new tokens that the caller does not give is cut to it.
-      gpu_memory_utilization: the share of the memory that JAX may still allocate that this model
-        takes at most, weights, cache and workspace together; without `max_len`, that becomes the
-        longest context that fits for `max_batch` rows (default 1). Default: all of it, by need.
-      prefix_cache: compute what prompts have in common once, at their beginnings, while the cache
-        has room for it. It changes no result by more than rounding.
-      plan: which implementations run; default that of the device.
-      device: where the weights go and everything runs, as of `jax.devices()`; default the first
-        local one. Weights that are assigned later run where they are.
+      dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
+      max_batch: largest number of rows that run at once. Default: as many as fit.
+      max_len: cache slots per row, for prompt and new tokens. Default: the cache is sized by the
+        prompts, in a few steps, up to the model's max_position_embeddings. If a call does not give
+        the number of new tokens, it is cut to what the prompt leaves of these.
+      gpu_memory_utilization: share of JAX's free memory that this model may take for weights, cache
+        and workspace together, above 0 and at most 1. If `max_len` is not given, it becomes the
+        longest context that fits for `max_batch` rows (default 1). Default: all free memory.
+        On a GPU whose kernels read pages, the cache takes its whole share at the first use.
+      prefix_cache: compute a common beginning of prompts once, as long as the cache has room for
+        it. Results may differ by rounding.
+      plan: the plan that chooses implementations; default the device's.
+      device: one of `jax.devices()`, which holds the weights and runs everything; default the first
+        local one. Weights that are assigned later run on the device that holds them.
       revision: branch, tag or commit of a hub id.
-      token: for a hub id that asks for one; True and None take the one of `hf auth login`, False
-        takes none.
-      calibration: use what `fdjax calibrate` wrote beside the checkpoint, if it did. It changes the
-        speed, never a result.
-      compilation_cache: keep compiled programs on disk between runs. Default: on, unless JAX is
-        already configured; False declines.
-      progress: show a progress bar; default when standard error is a terminal.
+      token: access token for a hub id that needs one. True and None use the one of `hf auth login`,
+        False uses none.
+      calibration: use the file that `fdjax calibrate` wrote beside the checkpoint, if there is one.
+        It changes the speed, never a result.
+      compilation_cache: keep compiled programs on disk between runs. Default: yes, unless JAX's
+        cache is configured already. False turns it off.
+      progress: show a progress bar; default only if standard error is a terminal.
 
     Raises:
-      CheckpointError: the checkpoint or its calibration is damaged or not supported; one line says
-        what and where.
+      CheckpointError: the checkpoint or its calibration is damaged or not supported. The message,
+        one line, names the file and the problem.
       ValueError: an argument is out of range.
+      TypeError: `plan` is not a `Plan`, or `device` is not a JAX device.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
     if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"load: plan must be a Plan, as of Plan.for_device, got {plan!r}")
+        raise TypeError(f"load: plan must be a Plan, such as Plan.for_device(), got {plan!r}")
     if device is not None and not isinstance(device, jax.Device):
         raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
     refuse_forked()
@@ -542,14 +576,15 @@ def load(
     tokenizer = Tokenizer(folder)
     with transfers_allowed(), _progress_bar(progress, folder.name) as update:
         params = load_params(folder, description, device=device, progress=update)
-        # Here, as nobody else holds them yet, and held until the engine has them.
+        # Nobody else holds the weights yet, so each kind can be freed as soon as it is stacked.
+        # This reference keeps the stacked arrays alive until the engine has them.
         _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
     return LM(
         description,
         params,
         tokenizer,
         defaults=defaults,
-        # Where memory does not limit the context, nobody does.
+        # Set only if the caller or the memory limits the context.
         max_len=longest if max_len or longest != config.max_position_embeddings else None,
         max_batch=max_batch,
         memory_bytes=memory_bytes,
@@ -558,7 +593,7 @@ def load(
 
 
 def _in_use(model: Model) -> Model:
-    """The equal model that is in use, if there is one: its programs are not compiled anew."""
+    """An equal model that is in use, if there is one, so that its programs can be used again."""
     return _loaded.setdefault((model.config, model.dtype, model.plan), model)
 
 

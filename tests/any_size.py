@@ -1,4 +1,4 @@
-"""Implementations whose kernels take any size, for tests that put something else in their place."""
+"""Implementations whose kernels take any size, for tests that replace these kernels."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""What every test runs under: strict JAX promotion, no compile cache, reproducible Hypothesis."""
+"""Settings of all tests: strict JAX promotion, no compile cache, reproducible Hypothesis."""
 
 import functools
 import gc
@@ -13,38 +13,38 @@ import hypothesis
 import jax
 import pytest
 
-# In the checkout and not in the wheel, which is what may be tested.
+# This folder is in the checkout but not in the wheel. The tests may run on an installed wheel.
 with mock.patch.object(sys, "path", [str(Path(__file__).parents[1]), *sys.path]):
     import benchmarks  # noqa: F401
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# A test must see the compiler at work, not what an earlier run left on disk.
+# A test must see the compiler work, and not use files that an earlier run left on disk.
 jax.config.update("jax_enable_compilation_cache", False)
 
 HAS_GPU = any(Path("/dev").glob("nvidia[0-9]*"))
 
-# Without a GPU the CUDA plugin of the `deviceless` extra finds no cuDNN, and JAX then drops it
-# unless another platform was asked for by name.
+# Without a GPU, the CUDA plugin of the `deviceless` extra finds no cuDNN. JAX then drops the
+# plugin, unless another platform is asked for by name.
 if jax.config.jax_platforms is None and not HAS_GPU:
     jax.config.update("jax_platforms", "cpu")
 
-# The first call of a jitted function compiles, so no deadline holds.
+# The first call of a jitted function compiles, so there is no deadline.
 hypothesis.settings.register_profile("local", deadline=None)
 hypothesis.settings.register_profile("ci", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "local")
 
 
 def pytest_xdist_auto_num_workers() -> int:
-    """A process for a core, as most of the time compiles on one; a GPU's memory is not shared."""
+    """One process per core, because compiling mostly uses one core. On a GPU, one process."""
     return 0 if HAS_GPU else min(os.cpu_count() or 1, 4)
 
 
 @pytest.fixture(scope="module")
 def quick_compiles() -> Iterator[None]:
-    """Compile in half the time rather than for speed, where compiling takes longer than running.
+    """Make compiling twice as fast and programs slower, in modules that mostly compile.
 
-    XLA's own passes stay as they are, LLVM's are fewer.
+    XLA's own passes do not change. LLVM runs fewer passes.
     """
     jax.config.update("jax_disable_most_optimizations", True)
     yield
@@ -53,22 +53,22 @@ def quick_compiles() -> Iterator[None]:
 
 @pytest.fixture
 def full_compiles() -> Iterator[None]:
-    """Compile as users do, in a module that else has `quick_compiles`."""
+    """Compile as users do, in a module that otherwise uses `quick_compiles`."""
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", True)
 
 
-# By what XLA is given. Most of the time of the tests is XLA's, and much of that was spent on what
-# another test had compiled: of another LM, by another plan.
+# Executables by the module that XLA gets. XLA takes most of the time of the tests, and it often
+# compiled a module again that another test had compiled, with another LM or plan.
 _executables: dict[bytes, object] = {}
 
 
 @pytest.fixture(autouse=True, scope="session")
 def one_compile_of_a_program() -> Iterator[None]:
-    """Give a program that is lowered again the executable that it had, where that is of a CPU.
+    """Reuse the executable of a program that is lowered again, if it is for a CPU.
 
-    All that is before stays as it is: what JAX traces, lowers and believes to compile.
+    Everything before does not change: JAX traces, lowers, and believes that it compiles.
     """
     compiler = jax._src.compiler
     compile_ = compiler.backend_compile_and_load
@@ -91,12 +91,12 @@ def one_compile_of_a_program() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def little_to_carry_along() -> Iterator[None]:
-    """Keep what one module leaves behind from burdening the next.
+    """Clean up after each module, so that it does not slow down the next ones.
 
-    A compilation cache that the command line turned on goes off again. Compiled programs are
-    dropped before the kernel's limit of memory mappings kills the process: every program holds
-    some, and Linux allows 65530 of them. Whatever else outlives a module is frozen, or the garbage
-    collector would look through all of it again and again.
+    A compilation cache that the command line turned on is turned off again. Compiled programs are
+    dropped, because each holds memory mappings, and Linux kills a process with more than 65530 of
+    them. Other objects that outlive a module are frozen, so that the garbage collector does not
+    visit them again and again.
     """
     cache = jax.config.jax_compilation_cache_dir
     yield
@@ -112,7 +112,7 @@ def little_to_carry_along() -> Iterator[None]:
 
 @pytest.fixture
 def cache_setting() -> Iterator[None]:
-    """No compilation cache, whatever JAX is configured to."""
+    """No compilation cache, whatever JAX's configuration."""
     before = jax.config.jax_compilation_cache_dir
     jax.config.update("jax_compilation_cache_dir", None)
     yield
@@ -121,8 +121,8 @@ def cache_setting() -> Iterator[None]:
 
 @pytest.fixture
 def arrays_made() -> Callable[[], int]:
-    """How many arrays there are that were not there when the test began."""
-    before = jax.live_arrays()  # held: garbage of other tests cannot go meanwhile and hide one
+    """Number of arrays that did not exist when the test began."""
+    before = jax.live_arrays()  # held, so that none is freed meanwhile
     return lambda: len(jax.live_arrays()) - len(before)
 
 
@@ -130,12 +130,12 @@ def arrays_made() -> Callable[[], int]:
 def _gpu_count() -> int:
     try:
         return jax.local_device_count("gpu")
-    except RuntimeError:  # JAX knows no such platform here
+    except RuntimeError:  # JAX does not have this platform here
         return 0
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Skip what needs more GPUs than there are."""
+    """Skip a test that needs more GPUs than there are."""
     needed = 2 if item.get_closest_marker("multigpu") else int("gpu" in item.keywords)
     if needed and _gpu_count() < needed:
         pytest.skip(f"needs {needed} GPU(s), found {_gpu_count()}")

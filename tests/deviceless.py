@@ -1,4 +1,4 @@
-"""Compile for a GPU that is not there, and read what XLA made of it.
+"""Compile for a GPU without having one, and examine XLA's program.
 
 Needs `pip install -e '.[deviceless]'`. Such a compile does not cover autotuning, cuDNN and memory
 kinds.
@@ -30,7 +30,7 @@ _COMPUTE_CAPABILITY = {"h100": (9, 0), "a100": (8, 0)}
 
 @functools.cache
 def mesh_of(target: Target, n_devices: int = 1) -> Mesh:
-    """A mesh with one axis `x` over `n_devices` GPUs of one host, none of which exist."""
+    """A mesh with one axis `x` over `n_devices` GPUs of one host. They need not exist."""
     config = Path(__file__).parent / "targets" / f"{target}.txtpb"
     try:
         topology = topologies.get_topology_desc(
@@ -58,10 +58,10 @@ def compile_for(
 
     Args:
         target: the GPU, one of `tests/targets`.
-        fn: a function, or what `jax.jit` made of one, which keeps its own donations and statics.
+        fn: a function. If it is a result of `jax.jit`, it keeps its own donations and statics.
         *args: pytrees. Arrays and `jax.ShapeDtypeStruct`s are replicated, unless they have a
-            `NamedSharding`, whose spec over `x` is taken. Other leaves go in as they are.
-        kwargs: keyword arguments, treated alike.
+            `NamedSharding` with a spec over `x`. Other leaves are passed without changes.
+        kwargs: keyword arguments, treated in the same way.
         donate_argnums: as for `jax.jit`.
         static_argnums: as for `jax.jit`.
         n_devices: devices on the mesh axis `x`.
@@ -98,27 +98,27 @@ def temp_bytes(compiled: jax.stages.Compiled) -> int:
 
 
 class Buffer(NamedTuple):
-    """What one GPU kernel, or memcpy, writes to memory of its own."""
+    """A buffer that a GPU kernel or a memcpy writes."""
 
     name: str
     kind: str  # "copy", "transpose", "slice", ... where it only moves data, otherwise "compute"
     nbytes: int
     in_loop: bool
-    op_name: str  # where in the traced function it comes from
+    op_name: str  # its place in the traced function
 
 
 def large_copies(compiled: jax.stages.Compiled, min_bytes: int) -> list[Buffer]:
-    """Buffers of at least `min_bytes` that hold nothing but other buffers' data.
+    """Buffers of at least `min_bytes` that hold only data of other buffers.
 
-    It was copied, transposed, sliced out, converted, repeated or partly replaced: what a state
-    that is updated in place, or a weight that is read where it lies, never needs. Looks into
-    fusions and asynchronous calls, not into custom calls.
+    The data was copied, transposed, sliced, converted, repeated or partly replaced. A state that is
+    updated in place, or a weight that is read in place, never needs that. The search includes
+    fusions and asynchronous calls, but not custom calls.
     """
     return [b for b in large_buffers(compiled, min_bytes) if b.kind != "compute"]
 
 
 def large_buffers(compiled: jax.stages.Compiled, min_bytes: int) -> list[Buffer]:
-    """Buffers of at least `min_bytes` that are written, other than by an update in place."""
+    """Buffers of at least `min_bytes` that are written, except by an update in place."""
     module = _parse(compiled)
     in_loops = _reachable(module, [c.name for c in while_bodies(compiled)])
     in_kernels = {
@@ -139,19 +139,20 @@ def large_buffers(compiled: jax.stages.Compiled, min_bytes: int) -> list[Buffer]
 
 
 def kernel_names(compiled: jax.stages.Compiled) -> list[str]:
-    """Names of the Pallas kernels, and targets of the other custom calls, one for each call."""
+    """Names of the Pallas kernels and targets of the other custom calls, one per call."""
     names = []
     for computation in _parse(compiled).values():
         for instruction in computation.instructions.values():
             if target := re.search(r'custom_call_target="([^"]*)"', instruction.text):
-                # The last such string of Mosaic's serialised module; the first names a dialect.
+                # It is the last such string of Mosaic's serialised module. The first names a
+                # dialect.
                 kernel = re.findall(r"\\00(\w+)_mosaic_gpu\\00", instruction.text)
                 names.append(kernel[-1] if kernel else target[1])
     return names
 
 
 def while_bodies(compiled: jax.stages.Compiled) -> list["Computation"]:
-    """The bodies of the device loops; of an inner loop as well as of the outer."""
+    """The bodies of the device loops, of inner and outer ones."""
     module = _parse(compiled)
     return [
         module[name]
@@ -167,9 +168,9 @@ class Instruction:
 
     name: str
     opcode: str
-    output_bytes: tuple[int, ...]  # of each leaf, when the output is a tuple
+    output_bytes: tuple[int, ...]  # one per leaf if the output is a tuple
     operands: tuple[str, ...]
-    attributes: str  # with emptied strings
+    attributes: str  # the whole line, with empty strings in place of its strings
     text: str  # of the whole line
     is_root: bool
 
@@ -179,14 +180,14 @@ class Instruction:
         return found[1] if found else ""
 
     def called(self, attribute: str) -> list[str]:
-        """Names of the computations that an attribute gives: `calls=%f`, `calls={%f, %g}`."""
+        """Names of the computations in an attribute: `calls=%f`, `calls={%f, %g}`."""
         found = re.search(rf" {attribute}=(\{{[^}}]*\}}|%?[\w.\-]+)", self.attributes)
         return re.findall(r"[\w.\-]+", found[1]) if found else []
 
 
 @dataclasses.dataclass(frozen=True)
 class Computation:
-    """A function of the HLO module; its instructions are in the order in which they run."""
+    """A function of the HLO module, with its instructions in execution order."""
 
     name: str
     instructions: dict[str, Instruction]
@@ -229,13 +230,13 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _array_bytes(dtype: str, shape: str) -> int:
-    bits = re.match(r"[a-z]+(\d+)", dtype)  # 8 of f8e4m3fn; pred and token have none
+    bits = re.match(r"[a-z]+(\d+)", dtype)  # 8 in f8e4m3fn; pred and token have none
     itembits = int(bits[1]) if bits else 8 * (dtype == "pred")
     return math.prod(int(size) for size in shape.split(",") if size) * itembits // 8
 
 
 def _reachable(module: dict[str, Computation], names: list[str]) -> set[str]:
-    """The computations of these names and all that they call."""
+    """The computations with these names, and all that they call."""
     found: set[str] = set()
     todo = list(names)
     while todo:
@@ -249,7 +250,7 @@ def _reachable(module: dict[str, Computation], names: list[str]) -> set[str]:
     return found
 
 
-# Which operands of an operation that computes nothing hold the data that it moves.
+# For operations that only move data: the operands that hold the data.
 _MOVED_OPERANDS = {
     "copy": slice(1),
     "transpose": slice(1),
@@ -264,7 +265,7 @@ _MOVED_OPERANDS = {
     "concatenate": slice(None),
     "select": slice(1, 3),
 }
-_UPDATES = ("dynamic-update-slice", "scatter")  # in place, as XLA copies beforehand where it must
+_UPDATES = ("dynamic-update-slice", "scatter")  # in place: needed copies are separate
 _SCALAR_BYTES = 8
 _NO_BUFFER = (
     *("parameter", "constant", "tuple", "get-tuple-element", "bitcast", "opt-barrier"),
@@ -276,7 +277,7 @@ _NO_BUFFER = (
 def _written(
     module: dict[str, Computation], computation: Computation, instruction: Instruction
 ) -> Iterator[tuple[str, int]]:
-    """(kind, bytes) of each buffer that an instruction outside of kernels writes."""
+    """(kind, bytes) of each buffer that an instruction outside kernels writes."""
     opcode, output_bytes = instruction.opcode, instruction.output_bytes
     if opcode in _NO_BUFFER or opcode in _UPDATES or opcode.endswith("-start"):
         return
@@ -290,7 +291,7 @@ def _written(
         kinds = [
             _kind_in_kernel(kernel, output)
             for output in outputs
-            for _ in kernel.instructions[output].output_bytes  # several of a reduction over several
+            for _ in kernel.instructions[output].output_bytes  # a reduction may have several
         ]
     elif opcode == "custom-call":
         aliases = re.search(r" output_to_operand_aliasing=\{(.*?)\)\}", instruction.attributes)
@@ -308,13 +309,13 @@ def _written(
 
 
 def _moves(computation: Computation, instruction: Instruction, opcode: str) -> bool:
-    """Whether an instruction outside of kernels moves data, and is not a constant fill."""
+    """Whether an instruction outside kernels moves data, and is not a constant fill."""
     operands = instruction.operands[_MOVED_OPERANDS.get(opcode, slice(0))]
     return any(max(computation.instructions[o].output_bytes) > _SCALAR_BYTES for o in operands)
 
 
 def _kind_in_kernel(kernel: Computation, name: str) -> str:
-    """What made an output: "in place", "compute", or the last operation that moved data."""
+    """The origin of an output: "in place", "compute", or the last operation that moved the data."""
     instruction = kernel.instructions[name]
     opcode = instruction.opcode
     if opcode == "parameter":
@@ -325,7 +326,7 @@ def _kind_in_kernel(kernel: Computation, name: str) -> str:
 
 
 def _is_moved(kernel: Computation, name: str) -> bool:
-    """Whether a value is a parameter's, changed in place and type only, at least in parts."""
+    """Whether a value is a parameter that was only updated in place or got another type."""
     instruction = kernel.instructions[name]
     opcode = instruction.opcode
     if opcode == "parameter":

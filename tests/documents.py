@@ -7,7 +7,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
 DOCUMENTS = (README, *sorted((ROOT / "docs").glob("*.md")))
-# How a command in backquotes begins.
+# Beginnings of commands in backquotes.
 _COMMAND = re.compile(
     r"(fdjax \w|pytest( |$)|pip install -e|python -m \w|python \w+/|\.ci/run( |$))"
 )
@@ -30,31 +30,31 @@ def blocks(path: Path) -> list[Block]:
 
 
 def python_of(path: Path) -> str:
-    """All Python of a document; later blocks use names of earlier ones."""
+    """All Python code of a document. Later blocks may use names of earlier ones."""
     return "\n".join(block.text for block in blocks(path) if block.language == "python")
 
 
 def prose(path: Path) -> str:
-    """A document without code blocks and generated parts."""
+    """A document without its code blocks and generated parts."""
     text = re.sub(r"^<!-- (.+?) -->\n.*?^<!-- /\1 -->$", "", text_of(path), flags=re.S | re.M)
     return re.sub(r"^```.*?^```$", "", text, flags=re.S | re.M)
 
 
 def commands(path: Path) -> list[str]:
-    """The commands of a document's shell blocks, one by one."""
+    """The single commands of a document's shell blocks."""
     lines = [line for b in blocks(path) if b.language == "bash" for line in b.text.splitlines()]
     return [part.strip() for line in lines if line for part in line.split("&&")]
 
 
 def inline_commands(path: Path) -> list[str]:
-    """The commands in the text, in backquotes."""
+    """The commands in backquotes in the text."""
     found = re.findall(r"`([^`]+)`", prose(path))
     return [" ".join(text.split()) for text in found if _COMMAND.match(text)]
 
 
-def every(of) -> list[str]:
-    """Everything a function finds in any document, without duplicates."""
-    return list(dict.fromkeys(item for path in DOCUMENTS for item in of(path)))
+def every(find) -> list[str]:
+    """The items that a function finds in all documents, without duplicates."""
+    return list(dict.fromkeys(item for path in DOCUMENTS for item in find(path)))
 
 
 def anchors(path: Path) -> set[str]:

@@ -1,5 +1,7 @@
-"""The 720 greedy runs with options that are compared with transformers: 12 checkpoints, 5 prompts
-of each, 12 sets of options of each prompt. What makes them and what compares them share this file.
+"""The 720 greedy runs with options that are compared with transformers.
+
+There are 12 checkpoints, with 5 prompts each and 12 sets of options per prompt. The script that
+makes the fixture and the test that compares share this file.
 """
 
 from typing import Any
@@ -21,7 +23,7 @@ CHECKPOINTS = (
     "qwen2_mixed",
     "qwen3",
 )
-# With the new tokens, prompts stay below the length from which on rotary embeddings may change.
+# With the new tokens, prompts stay shorter than the length at which rotary embeddings change.
 PROMPT_LENGTHS = (2, 5, 11, 23, 40)
 NEW_TOKENS = 24
 SETS = 12
@@ -33,7 +35,7 @@ def prompt(seed: int, length: int, vocab_size: int) -> list[int]:
 
 
 def option_sets(greedy: list[int]) -> list[dict[str, Any]]:
-    """`SETS` sets of options that change a run, given its greedy tokens without any."""
+    """`SETS` sets of options that change a run with the given greedy tokens."""
     first, second, third, fourth = greedy[:4]
     ends = [greedy[6], greedy[15]]
     words = [[first, second], [greedy[9]]]

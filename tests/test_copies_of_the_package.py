@@ -1,4 +1,4 @@
-"""What a change of one file does, in a copy of the package: a new family, an edited kernel."""
+"""Effects of changing one file in a copy of the package: a new family, an edited kernel."""
 
 import json
 import os
@@ -18,7 +18,7 @@ KERNEL = Path("fdjax", "pallas_kernels", "attention", "hopper", "decode_kernel.p
 
 @pytest.fixture
 def package(tmp_path):
-    """A folder with a copy of the package, links followed."""
+    """A folder with a copy of the package, where links are replaced by files."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(fdjax.__file__).parent, tmp_path / "fdjax", ignore=ignored)
     return tmp_path
@@ -103,7 +103,7 @@ print(json.dumps([lm.config.family, out.tokens]))
 
 
 def test_a_dense_family_is_one_file(package):
-    """With its fixture: here the tokens of transformers for a Llama with biases."""
+    """The fixture is added too. Here it has transformers' tokens of a Llama with biases."""
     case = FIXTURES / "llama_bias"
     data = json.loads((case / "config.json").read_text()) | {"model_type": "newcomer"}
     shutil.copytree(case, package / "newcomer")

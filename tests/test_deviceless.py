@@ -1,4 +1,4 @@
-"""The compile checks can pass, and can fail."""
+"""The compile checks can pass and can fail."""
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +108,7 @@ def test_layers_of_a_list_stay_where_they_are():
     ],
 )
 def test_moved_data_is_a_copy(kind, move):
-    def by_barrier(c):  # so that the move is not the output, whose layout could absorb it
+    def by_barrier(c):  # so that the copy is not the output, which could absorb it by its layout
         return lax.optimization_barrier(move(c)) * jnp.asarray(2, c.dtype).astype(move(c).dtype)
 
     copies = large_copies(compile_for("h100", by_barrier, LAYER), LAYER_BYTES // 2)

@@ -1,4 +1,4 @@
-"""README.md and docs/ are true: commands, Python, links, and what is made from code and records."""
+"""README.md and docs/ are true: commands, Python, links, and parts made from code and records."""
 
 import dataclasses
 import importlib
@@ -42,16 +42,16 @@ from fdjax.system import platform
 
 CONFIG = ROOT / "tests" / "fixtures" / "hf" / "configs" / "llama-2-7b.old.json"
 EXTENDING = ROOT / "docs" / "extending.md"
-# Variables that a command may begin with.
+# Variables that may stand before a command.
 VARIABLE = re.compile(r"(XLA_\w+=\S+) ")
-# These measure for minutes. Tests of the command line run them with smaller numbers.
+# These commands measure for minutes. Tests of the command line run them with smaller numbers.
 NEEDS_GPU = ("fdjax tune path", "fdjax bench")
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def program(name: str) -> list[str]:
-    """The commands of a program in all documents, without variables before it."""
+    """The commands of a program in all documents, without variables before them."""
     found = [VARIABLE.sub("", command) for command in every(commands)]
     return list(dict.fromkeys(c for c in found if c == name or c.startswith(f"{name} ")))
 
@@ -105,7 +105,7 @@ def test_a_command_in_the_text_is_understood(command):
 
 
 def understood(module: str, argv: list[str]) -> None:
-    """The module is there, and takes its options."""
+    """The module exists and accepts the options."""
     if module == "fdjax.bench":
         assert argv[0] == "compare"  # another test runs it
         return
@@ -163,7 +163,7 @@ def folder(tmp_path, monkeypatch, lm):
     return tmp_path
 
 
-# The table of an H100 names kernels that a CPU does not have.
+# The table of an H100 names kernels that do not run on a CPU.
 RUN = [
     c for c in program("fdjax") if not c.startswith(NEEDS_GPU) and '--table table.json "' not in c
 ]
@@ -236,7 +236,7 @@ def test_links_lead_somewhere(path):
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_files_that_are_named_are_there(path):
-    """In backquotes, with a folder; `hopper/` alone is below the folder named before it."""
+    """Paths in backquotes. `hopper/` alone is inside the folder named before it."""
     named = re.findall(r"`((?:\w+/)+[\w.-]*\.(?:py|json|md))`", prose(path))
     for name in named:
         if "NAME" in name or name.startswith(("path/", "hopper/")):
@@ -260,13 +260,13 @@ def generator():
 
 
 def test_what_is_made_from_code_is_current():
-    """`python docs/generate.py` brings it up to date."""
+    """`python docs/generate.py` updates it."""
     for path, text in generator().updated().items():
         assert text_of(path) == text, path.name
 
 
 def test_what_is_made_from_records_is_current():
-    """`python -m benchmarks.table --write` brings it up to date."""
+    """`python -m benchmarks.table --write` updates it."""
     for path, text in table.updated().items():
         assert text_of(path) == text, path.name
 
@@ -305,7 +305,7 @@ def diffs() -> list[tuple[Path, str]]:
 
 
 def applied(source: str, diff: str) -> str:
-    """A source with the added lines of a diff after the lines that it begins with."""
+    """A source with the added lines of a diff, inserted after the unchanged lines before them."""
     lines = diff.splitlines(keepends=True)
     before = "".join(line[1:] for line in lines if line.startswith(" "))
     added = "".join(line[1:] for line in lines if line.startswith("+"))
@@ -355,7 +355,7 @@ print("done")
 
 @pytest.mark.slow
 def test_an_option_takes_two_files(tmp_path):
-    """In a copy of the package."""
+    """The example works in a copy of the package."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(Path(fdjax.__file__).parent, tmp_path / "fdjax", ignore=ignored)
     for file, diff in diffs():
@@ -388,7 +388,7 @@ def medians(name: str, folder: str = "nvidia_h100_80gb_hbm3") -> dict[str, dict[
 
 def over_ours(name: str, other: str) -> list[float]:
     cases = medians(name).values()
-    return [of[other] / of["mosaic_gpu"] for of in cases if other in of]
+    return [us[other] / us["mosaic_gpu"] for us in cases if other in us]
 
 
 def extremes(ratios: list[float]) -> str:
@@ -396,7 +396,7 @@ def extremes(ratios: list[float]) -> str:
 
 
 def products(rows: range) -> list[float]:
-    """Speed over XLA of the fused products of the H100's table with so many rows."""
+    """Speed-ups over XLA of fused products in the H100's table, for these numbers of rows."""
     file = ROOT / "pallas_kernels" / "tables" / "NVIDIA_H100_80GB_HBM3.json"
     ratios = []
     for entry in json.loads(file.read_text())["entries"]:

@@ -1,7 +1,7 @@
-"""The embedded model: transformers agrees on it, it knows its world, it is small.
+"""The embedded model: it equals transformers, it knows its world, it is small.
 
-`fixtures/hf/tiny` holds `prompts.json`, every third held-out question, the prompts of the model's
-README and openings of stories, and what transformers makes of them:
+`fixtures/hf/tiny` holds `prompts.json` and the answers of transformers. The prompts are every third
+held-out question, those of the model's README, and openings of stories:
 
     python tests/fixtures/make_hf_fixtures.py --greedy models/tiny --n 64 \\
         --prompts tests/fixtures/hf/tiny/prompts.json --out tests/fixtures/hf/tiny/expected.npz
@@ -71,13 +71,13 @@ def shipped_answers(request, lm, prompts):
 
 
 def cut(row, eos):
-    """A run of transformers up to and with its first end of sequence."""
+    """A run of transformers up to and including its first end of sequence."""
     ends = np.flatnonzero(row == eos)
     return row[: ends[0] + 1].tolist() if len(ends) else row.tolist()
 
 
 def first_difference(ours, theirs):
-    """The step at which two runs part, or None."""
+    """The first step in which two runs differ, or None."""
     parted = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
     return parted[0] if parted else None
 
@@ -92,16 +92,16 @@ def test_prompts_are_tokenised_as_by_transformers(lm, prompts, expected):
 def test_greedy_tokens_of_transformers_in_float32(prompts, expected, full_compiles):
     lm = load("float32")
     (eos,) = lm.defaults.eos_token_ids
-    # No choice is close, so every token must be the same.
+    # No choice is close, so every token must be equal.
     assert expected["fp32_gaps"].min() > 1e-4
     for i, (tokens, _) in enumerate(answers(lm, prompts)):
         assert tokens == cut(expected["fp32_tokens"][i], eos), prompts[i]
 
 
 def test_greedy_tokens_of_transformers_in_bfloat16(lm, prompts, expected, shipped_answers):
-    """Where the two part, the two best logits are within four bfloat16 steps of each other.
+    """Where the two runs first differ, the two best logits are within four bfloat16 steps.
 
-    The distance is that in transformers' own bfloat16 run, up to this step the same text.
+    The distance is taken from transformers' own bfloat16 run, whose text is the same up to there.
     """
     (eos,) = lm.defaults.eos_token_ids
     different = 0
@@ -122,7 +122,7 @@ def test_greedy_tokens_of_transformers_in_bfloat16(lm, prompts, expected, shippe
 
 
 def exact(examples, found):
-    """Share of the questions answered to the letter."""
+    """Share of the questions with exactly the right answer."""
     right = [
         text == f" {example.answer}" for example, (_, text) in zip(examples, found, strict=True)
     ]

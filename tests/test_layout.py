@@ -1,4 +1,4 @@
-"""Rooms import only downwards, and importing them does nothing but define names."""
+"""Rooms import only downwards, and importing them only defines names."""
 
 import ast
 import os
@@ -19,7 +19,7 @@ TOP_LEVEL = {
     *("README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml"),
     *(".ci", ".gitignore", ".python-version"),
 }
-# What each room may import of the others.
+# Other rooms that each room may import.
 BELOW = {
     "pallas_kernels": {"fdjax.pallas_kernels"},
     "models": {"fdjax.pallas_kernels", "fdjax.models"},
@@ -29,27 +29,27 @@ BELOW = {
 
 
 def _declared() -> set[str]:
-    """Import names of the packages that fdjax asks for, with those of its `bench` extra."""
+    """Import names of the packages that fdjax requires, and of those in its `bench` extra."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     requirements = [*project["dependencies"], *project["optional-dependencies"]["bench"]]
     return {re.match(r"[\w\-]+", r)[0].replace("-", "_").lower() for r in requirements}
 
 
-# What each room may import from elsewhere, beside the standard library. Peers are compared with
-# in benchmarks, so anything goes there.
+# Packages that each room may import, beside the standard library. Benchmarks compare with peers, so
+# they may import anything.
 THIRD_PARTY = {
     "pallas_kernels": {"jax", "jaxlib", "numpy"},
     "models": {"jax", "jaxlib", "numpy", "flax"},
     "fdjax": _declared() | {"jaxlib"},
     "benchmarks": None,
 }
-# The embedded model is trained where it lies, with a tokenizer of its own; optax comes with flax.
+# The embedded model is trained in its folder, with its own tokenizer. optax comes with flax.
 TRAINING = Path("models/tiny")
 TRAINING_PARTY = _declared() | {"jaxlib", "optax"}
 
 
 def _sources(folder: str) -> list[Path]:
-    """Python files of a top-level folder, not of those it links to, relative to the root."""
+    """Python files of a top-level folder, relative to the root, without those behind links."""
     return sorted(
         Path(directory, name).relative_to(ROOT)
         for directory, _, names in os.walk(ROOT / folder, followlinks=False)
@@ -75,7 +75,7 @@ def _wrong_imports(source: str, path: Path) -> list[str]:
     for name in _imported(ast.parse(source)):
         top = name.split(".")[0]
         if top == "":
-            ok = False  # relative
+            ok = False  # a relative import
         elif top in BELOW:
             ok = any(f"{name}.".startswith(f"{package}.") for package in BELOW[room])
         else:
@@ -132,12 +132,12 @@ def test_the_import_rule_allows(room, source):
     assert not _wrong_imports(source, Path(room, "some.py"))
 
 
-# The rooms of `fdjax`, from the ground up; each imports those below it, and `lm` is a file.
+# The rooms of `fdjax`, from bottom to top. Each may import those below it. `lm` is a file.
 FLOORS = ("system", "sampling", "weights", "text", "engine", "bench", "tools", "lm", "cli")
 
 
 def _modules() -> dict[str, Path]:
-    """Files of the package by module name, those that links lead to under their own."""
+    """Files of the package by module name. Each file behind a link occurs only once."""
     modules = {}
     for folder in ("pallas_kernels", "models", "fdjax"):
         for path in _sources(folder):
@@ -147,7 +147,7 @@ def _modules() -> dict[str, Path]:
 
 
 def _imports_of(source: str, modules: dict[str, Path]) -> set[str]:
-    """Modules of the package that a file imports, in functions and for type checkers too."""
+    """Modules of the package that a file imports, also in functions and for type checkers."""
     found = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -159,7 +159,7 @@ def _imports_of(source: str, modules: dict[str, Path]) -> set[str]:
 
 
 def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Each way from a module back to itself, found once."""
+    """Each cycle of imports, found once."""
     circles, done = [], set()
 
     def visit(module, way):
@@ -177,7 +177,7 @@ def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 def _graph() -> dict[str, set[str]]:
     modules = _modules()
-    # The package itself names what is imported lazily.
+    # Names that the package imports lazily are imports of the package itself.
     return {
         name: _imports_of((ROOT / path).read_text(), modules) - {"fdjax"}
         for name, path in modules.items()
@@ -219,9 +219,9 @@ def test_rooms_of_fdjax_import_only_downwards():
 
 
 def _private_access(source: str) -> list[str]:
-    """Attributes with a leading underscore that are read of something imported, or of a part of it.
+    """Private attributes of imported objects, or of parts of them, that a file reads.
 
-    Of `self` and `cls`, and of other objects of a file's own classes, they are its own.
+    Private attributes of `self`, `cls` and objects of the file's own classes do not count.
     """
     tree = ast.parse(source)
     own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and _is_self(n.value)}
@@ -243,7 +243,7 @@ def _private_access(source: str) -> list[str]:
     return found
 
 
-# Methods of named tuples, what ctypes asks a structure for, and `os._exit`.
+# Methods of named tuples, names that ctypes requires of a structure, and `os._exit`.
 PUBLIC_UNDERSCORES = {"_asdict", "_exit", "_fields", "_make", "_replace", "_fields_", "_src"}
 
 
@@ -277,7 +277,7 @@ def test_tests_import_rooms_by_their_package():
 
 @pytest.mark.parametrize("room", ["pallas_kernels", "models"])
 def test_no_environment_variables(room):
-    """Behaviour of an op is in its arguments."""
+    """The behaviour of an op depends only on its arguments."""
     knobs = re.compile(r"\b(environ|getenv|putenv)\b")
     found = [path for path in _sources(room) if knobs.search((ROOT / path).read_text())]
     assert not found
@@ -347,7 +347,7 @@ assert not xla_bridge._backends, "an import initialised a JAX backend"
 
 def test_no_import_initialises_a_backend():
     modules = _modules_after(IMPORT_ALL)
-    for room in ("pallas_kernels", "models"):  # the walk did follow the links
+    for room in ("pallas_kernels", "models"):  # the walk followed the links
         for path in _sources(room):
             name = ".".join(("fdjax", *path.with_suffix("").parts))
             assert name.removesuffix(".__init__") in modules

@@ -1,4 +1,4 @@
-"""`fdjax.load` and `LM`: what a user may ask for, and what is refused."""
+"""`fdjax.load` and `LM`: valid calls, and calls that are refused."""
 
 import contextlib
 import copy
@@ -31,8 +31,8 @@ FIXTURES = Path(__file__).parent / "fixtures" / "hf"
 CASE = FIXTURES / "llama3_gqa_tied"  # defaults: sampled, end of sequence 316 or 319; 512 positions
 TEXT = "The largest ocean"
 GREEDY = {"do_sample": False, "eos_token_id": None}
-# Every processor at once: each set of them is programs to compile. With a temperature, and the
-# checkpoint's ends of sequence.
+# All processors at once, because each set of them needs its own programs. With a temperature and
+# the checkpoint's end tokens.
 FULL = {"top_k": 40, "top_p": 0.95, "min_new_tokens": 1, "return_logprobs": True}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -45,7 +45,7 @@ def load(path=CASE, **options):
 
 
 def fresh(lm, **options):
-    """Another LM of the same weights. Compiled programs are shared, and only they."""
+    """Another LM with the same weights. It shares only the compiled programs."""
     options = {"tokenizer": lm.tokenizer, "defaults": lm.defaults, "max_len": lm.max_len} | options
     return fdjax.LM(lm.model, options.pop("params", lm.params), **options)
 
@@ -67,7 +67,7 @@ def truth():
 
 def test_one_prompt_or_many_as_text_or_ids(lm, truth):
     ids, tokens = truth[1]
-    # The same tokens, whatever the form.
+    # All forms of a prompt give the same tokens.
     for prompt in (
         ids,
         tuple(ids),
@@ -85,7 +85,7 @@ def test_one_prompt_or_many_as_text_or_ids(lm, truth):
 
 def test_result(lm, truth):
     prompts = [TEXT, truth[2][0], truth[0][0]]
-    # Drawn from one token, so greedy.
+    # Drawn from one token, so the result is greedy.
     options = FULL | {"top_k": 1, "min_new_tokens": [6, 1, 1]}
     result = lm.generate(prompts, max_new_tokens=6, temperature=1.0, **options)
     assert result.tokens[1:] == [truth[2][1][:6], truth[0][1][:6]]
@@ -193,7 +193,7 @@ def test_max_len(lm):
     small = fresh(lm, max_len=100)
     with pytest.raises(ValueError, match="prompt 1 has 90 tokens and may grow by 11"):
         small.generate([[1], [5] * 90], max_new_tokens=11)
-    assert small.engine.reusable is None  # nothing was allocated for it
+    assert small.engine.reusable is None  # nothing was allocated
     with pytest.raises(ValueError, match=r"prompt 0 has 100 tokens .* lower max_new_tokens"):
         small.generate([5] * 100)
 
@@ -269,7 +269,7 @@ def test_eos_ends_a_row(lm, truth):
         result = lm.generate(prompt, max_new_tokens=20, do_sample=False, eos_token_id=eos)
         assert result.tokens == [tokens[:7]]
         assert result.finish_reasons == ["stop"]
-    # The end may fall on the last token asked for.
+    # The end token may be the last token allowed.
     last = lm.generate(prompt, max_new_tokens=7, do_sample=False, eos_token_id=stop)
     assert (last.tokens, last.finish_reasons) == ([tokens[:7]], ["stop"])
     result = lm.generate(prompt, max_new_tokens=6, do_sample=False, eos_token_id=stop)
@@ -299,7 +299,7 @@ def test_a_row_may_end_with_its_first_token(lm, truth):
 
 @pytest.mark.parametrize("count", [0, 1, 2, 32, 33, 34])
 def test_max_new_tokens(lm, truth, count):
-    """Around the edges of a chunk of decode steps."""
+    """Numbers of tokens around the end of a chunk of decode steps."""
     result = lm.generate(truth[3][0], max_new_tokens=count, **GREEDY)
     assert result.tokens == [truth[3][1][:count]]
     assert result.finish_reasons == ["length"]
@@ -313,7 +313,7 @@ def test_min_new_tokens(lm, truth):
     assert len(held) > 4
     (held,) = lm.generate(prompt, **options, **FULL | {"top_k": 1, "min_new_tokens": 1}).tokens
     assert held[0] not in tokens[:2]
-    # The first token is now another one, and so is what it leads to.
+    # The first token now differs, and so does everything after it.
     assert len(held) == 8 or held[-1] in tokens[:2]
 
 
@@ -326,7 +326,7 @@ def test_a_list_is_one_value_per_prompt(lm, truth):
         max_new_tokens=[8, 5, 0],
         **FULL | {"min_new_tokens": [0, 1, 0], "top_k": [0, 1, 5]},
     )
-    # Row 1 draws from one token.
+    # Row 1 draws from a single token.
     assert result.tokens == [truth[1][1][:8], truth[2][1][:5], []]
     assert result.finish_reasons == ["length"] * 3
     assert [len(row) for row in result.logprobs] == [8, 5, 0]
@@ -398,7 +398,7 @@ def test_defaults_are_those_of_the_checkpoint(lm):
 
 
 def test_what_a_configuration_does_not_give_is_the_checkpoints(lm, truth):
-    """As in transformers; `fdjax.generate` has no checkpoint to ask."""
+    """As in transformers. `fdjax.generate` has no checkpoint whose defaults it could use."""
     prompt, tokens = truth[3]
     defaults = fdjax.GenerationConfig(eos_token_ids=tokens[6], repetition_penalty=1.0)
     ending = fresh(lm, defaults=defaults)
@@ -411,7 +411,7 @@ def test_what_a_configuration_does_not_give_is_the_checkpoints(lm, truth):
     for nothing in (None, ()):
         disabled = dataclasses.replace(short, eos_token_ids=nothing)
         assert ending.generate(prompt, disabled).tokens == [tokens[:20]]
-    # A value that is the option's own default is a value too.
+    # A value that equals the option's own default is a value, too.
     sampling = fresh(lm, defaults=dataclasses.replace(defaults, do_sample=True, temperature=1e3))
     greedy = dataclasses.replace(short, do_sample=False)
     assert sampling.generate(prompt, greedy).tokens == [tokens[:7]]
@@ -439,7 +439,7 @@ def test_a_seed_gives_the_same_samples_alone_in_a_batch_and_streamed(lm, truth):
 
 
 def test_without_a_seed_every_row_of_every_call_differs(lm, truth):
-    # So hot that no two are alike by chance.
+    # The temperature is so high that no two samples are equal by chance.
     options = FULL | {"temperature": 1e3, "min_new_tokens": 12, "max_new_tokens": 12}
     calls = [lm.generate([truth[1][0]] * 3, **options).tokens for _ in range(2)]
     assert len({tuple(tokens) for tokens in itertools.chain(*calls)}) == 6
@@ -448,7 +448,8 @@ def test_without_a_seed_every_row_of_every_call_differs(lm, truth):
 
 
 def test_every_step_draws_anew(lm, truth):
-    # So hot that all tokens are as likely; one draw repeated would give the same token again.
+    # The temperature is so high that all tokens are equally likely. A repeated draw would repeat
+    # its token.
     options = FULL | {"top_k": 319, "top_p": 0.999, "temperature": 1e3, "min_new_tokens": 20}
     (tokens,) = lm.generate(truth[1][0], seed=3, max_new_tokens=20, **options).tokens
     assert len(set(tokens)) > 12
@@ -668,7 +669,7 @@ for device in (second, first, None):
 
 @pytest.mark.slow
 def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
-    """To trace and lower each is a third of a first call whose programs are cached."""
+    """Tracing and lowering each take a third of a first call with cached programs."""
     traced = []
 
     def listening(block, *args):
@@ -681,12 +682,12 @@ def test_blocks_that_are_alike_are_traced_once(lm, monkeypatch):
     model = describe(layers, dtype="float32")
     other = fdjax.LM(model, random_params(model), max_len=64)
     other.generate([1, 2, 3], max_new_tokens=9, **GREEDY)
-    # The last block of a prompt is another, as one of its tokens is wanted.
+    # The last block of a prompt differs, because one of its tokens is wanted.
     assert len(traced) == 3
 
 
 def test_what_the_host_reads_lies_in_its_memory(lm, truth, monkeypatch):
-    """A copy that the host asks for afterwards would cost the first token 0.6 ms on a GPU."""
+    """A copy after the program would delay the first token by 0.6 ms on a GPU."""
     kinds = set()
 
     def listening(results):
@@ -706,7 +707,7 @@ def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
     used.generate(prompts, max_new_tokens=20, **GREEDY)
     state = used.engine.reusable.state
     result = used.generate(prompts[1:], max_new_tokens=9, **GREEDY)
-    assert state.ids.is_deleted()  # it was this state that went on
+    assert state.ids.is_deleted()  # it is the same state that continued
     assert result.tokens == [tokens[:9] for _, tokens in truth[1:4]]
     assert used.engine.reusable.state.steps.tolist() == [9, 9, 9, 0]
 
@@ -770,12 +771,12 @@ def long_lm():
         "max_position_embeddings": 4096,
     }
     model = fdjax.describe(fdjax.parse_config(config), dtype="float32")
-    # Ten times the usual deviation: with less, attention hardly matters to the next token.
+    # Ten times the usual deviation. With less, attention hardly affects the next token.
     params = jax.tree.map(lambda w: w if w.ndim == 1 else 10 * w, random_params(model))
     return fdjax.LM(model, params, max_len=2176)
 
 
-# The likeliest token survives small errors, its log-probability does not.
+# Small errors do not change the likeliest token, but its log-probability.
 CHECKED = GREEDY | {"return_logprobs": True}
 
 
@@ -802,7 +803,7 @@ def test_prompts_across_chunk_boundaries(long_lm, full_compiles):
 
 @pytest.mark.slow
 def test_a_batch_across_chunk_boundaries(long_lm):
-    """So long that a prefill call takes half of the rows."""
+    """The prompts are so long that a prefill call takes half of the rows."""
     sequence = np.random.default_rng(3).integers(0, 256, 2049).tolist()
     prompts = [sequence[-length:] for length in (640, 2049, 1, 513, 129)]
     result = long_lm.generate(prompts, max_new_tokens=6, **CHECKED)
@@ -812,7 +813,7 @@ def test_a_batch_across_chunk_boundaries(long_lm):
 
 @contextlib.contextmanager
 def compiled_programs():
-    """Names of what XLA compiles inside."""
+    """Names of the programs that XLA compiles in this block."""
     names = []
 
     def listen(event, seconds, **details):
@@ -840,16 +841,16 @@ def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles):
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["drawn", "ascending"])
 def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
-    # Around every size that a program may be compiled for.
+    # Lengths around every size that a program may be compiled for.
     lengths = [n + i for n in (*CHUNKS, 256, 2045) for i in (0, 1)]
     np.random.default_rng(1).shuffle(lengths)
     if order == "ascending":
         lengths.sort()
-    lm = fdjax.LM(dataclasses.replace(long_lm.model), long_lm.params)  # without its programs
+    lm = fdjax.LM(dataclasses.replace(long_lm.model), long_lm.params)  # without programs
     with compiled_programs() as names:
         for length in lengths:
             lm.generate([7] * length, max_new_tokens=2, **CHECKED)
-    # 4 of prefill and 3 of decode.
+    # 4 programs of prefill and 3 of decode.
     assert 0 < names.count("jit(run)") <= 4 + 3
 
 
@@ -866,7 +867,7 @@ def test_the_cache_can_be_filled(long_lm):
 
 
 def with_damage(lm, token):
-    """The same weights, but for the embedding of one token."""
+    """The same weights, except for the embedding of one token."""
     embed = lm.params["embed"].at[token].set(np.nan)
     return fresh(lm, params=lm.params | {"embed": embed})
 
@@ -876,7 +877,7 @@ def test_weights_that_are_not_finite(long_lm):
     prompt = [3, 1, 4, 1, 5]
     (tokens,) = long_lm.generate(prompt, max_new_tokens=70, **CHECKED).tokens
     sequence = prompt + tokens
-    # A token looked up for the first time makes the next one not finite.
+    # When this token is looked up, the next logits are not finite.
     steps = [i + 1 for i in range(69) if tokens[i] not in sequence[: len(prompt) + i]]
     assert steps[-1] > 32  # in a later chunk of decode steps
     for step in (0, steps[0], steps[-1]):
@@ -884,13 +885,13 @@ def test_weights_that_are_not_finite(long_lm):
         message = f"prompt 0: logits are not finite at token {step};"
         with pytest.raises(FloatingPointError, match=message):
             damaged.generate(prompt, max_new_tokens=70, **CHECKED)
-        # What was generated before the damage shows is as it should be, and nothing stays behind.
+        # Tokens before the damage are right, and nothing remains afterwards.
         again = damaged.generate(prompt, max_new_tokens=step, **CHECKED)
         assert again.tokens == [tokens[:step]]
 
 
 def test_a_cache_with_values_that_are_not_finite_is_dropped(long_lm):
-    """Also where the row that has them ended before they were read, for whatever reason."""
+    """Also if the row ended, for any reason, before its damaged logits were read."""
     prompt = [3, 1, 4, 1, 5]
     (tokens,) = long_lm.generate(prompt, max_new_tokens=70, **CHECKED).tokens
     first = next(i for i in range(36, 64) if tokens[i] not in prompt + tokens[:i])
@@ -969,7 +970,7 @@ def test_a_call_in_a_traced_function_is_refused_and_leaves_nothing_behind(lm, re
 
 
 def test_a_transfer_guard_is_the_users(lm, truth):
-    """Transfers of ours are meant; those of the reader of a stream are not."""
+    """Transfers of fdjax are allowed, but not those of the reader of a stream."""
     prompt, tokens = truth[1]
     with jax.transfer_guard("disallow"):
         guarded = load(dtype="float32")
@@ -985,7 +986,7 @@ def test_a_transfer_guard_is_the_users(lm, truth):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_is_told_so():
-    """It would wait for threads that it does not have."""
+    """The process would wait for threads that it does not have."""
     code = """
 import os, sys, warnings
 import fdjax

@@ -1,4 +1,4 @@
-"""The notebooks are in order, and run from top to bottom on a CPU."""
+"""The notebooks are complete, and run from top to bottom on a CPU."""
 
 import contextlib
 import io
@@ -10,7 +10,7 @@ import pytest
 from fdjax.system import platform
 
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
-# What readers come for.
+# The text and results that readers need.
 PRINTED = {
     "quickstart": ("Pacific", "7 + 5 = 12", "tok/s", "workspace"),
     "unified_max": ("0 of 4 parts", "1 of 4 parts", "0.00% of the rows leave"),
@@ -53,7 +53,7 @@ def test_a_notebook_runs(path, monkeypatch, tmp_path):
         with contextlib.redirect_stdout(printed):
             before = printed.tell()
             exec(code, names)
-        # A cell prints if it did when it was kept.
+        # A cell prints output if the stored one did.
         assert (printed.tell() > before) == bool(cell["outputs"]), code
         if "plan_memory(" in "".join(cell["source"]):  # the same everywhere
             kept = "".join(line for output in cell["outputs"] for line in output["text"])

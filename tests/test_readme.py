@@ -1,4 +1,4 @@
-"""README.md is short, its two commands are there, and its numbers are those of the records."""
+"""README.md is short, has its two commands, and its numbers come from the records."""
 
 import re
 import tomllib
@@ -14,9 +14,9 @@ MEASURED = re.compile(
     r"|(?<![\d.])\d+\.\d+ to \d"
 )
 CAPABILITIES = {"NVIDIA H100 80GB HBM3": (9, 0), "NVIDIA H200": (9, 0)}
-# Entries of a device's table when one launch was added to it.
+# Number of entries in a device's table when one launch was added to it.
 ENTRIES = {"NVIDIA H100 80GB HBM3": 279, "NVIDIA H200": 196}
-# Dimensions of the models in the table; keys are billions of parameters.
+# Dimensions of the models in the table, by billions of parameters.
 SHAPES = {
     "6.74": dict(k=4096, width=4096, hidden=11008, n=12288, hkv=32, d=128, itemsize=2),
     "8.03": dict(k=4096, width=4096, hidden=14336, n=6144, hkv=8, d=128, itemsize=2),
@@ -52,7 +52,7 @@ def test_the_search_for_numbers_finds():
 
 
 def test_its_measurements_are_of_the_default_path():
-    """One launch ran then and still runs today, with no implementation forced."""
+    """One launch ran then, still runs today, and no implementation is forced."""
     shown = {key: value for key, value in table.headline().items() if key[2] in table.README_POINTS}
     assert len(shown) >= 5
     for (device, model, (batch, prompt)), (source, measured) in shown.items():
@@ -71,7 +71,7 @@ def test_records_of_the_headline_command_replace_earlier_ones(monkeypatch, tmp_p
 
     source = next(s for s in table.of_models() if s.path.stem.endswith("7b_one_launch"))
     newer = records.read(source.path)
-    newer.environment["date"] = "2026-01-01"  # older by its date, but of one commit with others
+    newer.environment["date"] = "2026-01-01"  # an older date, but the commit of others
     newer.environment["commit"] = "of the headline"
     folder = tmp_path / "device"
     records.write(newer, folder / f"{table.HEADLINE}_llama2_7b_1x1024.json")
@@ -82,7 +82,7 @@ def test_records_of_the_headline_command_replace_earlier_ones(monkeypatch, tmp_p
 
 
 def test_the_unified_maximum_is_compared_where_there_is_one():
-    """At few steps the kernel has a running maximum in both columns of the record."""
+    """With few steps, the kernel has a running maximum in both columns of the record."""
     found = table.unified_maximum()
     assert 0 < len(found["decode"]) < 11 and len(found["prefill"]) == 8
     assert f"{max(found['prefill']):.2f}" in text_of(README)

@@ -1,4 +1,4 @@
-"""A wheel built from the sdist holds the package `fdjax` whole, and nothing else."""
+"""A wheel built from the sdist contains the whole package `fdjax` and nothing else."""
 
 import os
 import subprocess
@@ -41,7 +41,7 @@ def test_wheel_installs_one_package(wheel_files):
 
 @pytest.mark.parametrize("folder", ["fdjax", "models", "pallas_kernels"])
 def test_wheel_holds_every_file(wheel_files, folder):
-    """Modules and data: a missing embedded model or tuning table shows only at run time."""
+    """Modules and data. A missing embedded model or tuning table would show only at run time."""
     package = PurePosixPath("fdjax" if folder == "fdjax" else f"fdjax/{folder}")
     wanted = {
         str(package / path.relative_to(ROOT / folder).as_posix())
@@ -59,7 +59,7 @@ def test_wheel_has_its_licence(wheel_files):
 
 
 def test_sdist_has_no_links(built):
-    """Links to outside of the package would break where links are not supported."""
+    """Links to places outside the package would break where links are not supported."""
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         assert not [member.name for member in archive if member.issym() or member.islnk()]

@@ -180,7 +180,7 @@ def model_rows(
 
 
 def summary(record: Record) -> str:
-    """What `bench_model` found, in a line for people; "" where it found nothing."""
+    """The result of `bench_model` in one readable line, or "" if it measured nothing."""
     median_us = {r.case.split(" B")[0]: r.timing["median_us"] for r in record.rows if r.timing}
     if not median_us.keys() >= {"first token", "decode step"}:
         return ""

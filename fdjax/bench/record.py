@@ -200,7 +200,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
         "versions": versions,
         "commit": commit,
         "dirty": dirty,
-        # Absolute paths are cut to their last name, as the folders above exist on one machine only.
+        # An absolute path is cut to its last name, because the folders exist on one machine only.
         "command": shlex.join(
             [Path(sys.argv[0]).name, *(re.sub("(^|=)/(.*/)?(?=.)", r"\1", a) for a in sys.argv[1:])]
         ),

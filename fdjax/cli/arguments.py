@@ -1,4 +1,4 @@
-"""Types of the command line's options, and the one line in which its misuse is told."""
+"""Argument types of the command line, and a parser that reports errors in one line."""
 
 import argparse
 import difflib
@@ -8,17 +8,20 @@ from typing import Any
 
 
 class UsageError(ValueError):
-    """The command line asks for what cannot be meant."""
+    """The arguments of a command are wrong; `fdjax` exits with code 2."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Errors take one line, and options are written out: an abbreviation may become ambiguous."""
+    """A parser that reports errors in one line and accepts no abbreviated options.
+
+    An abbreviation may become ambiguous when there are more options.
+    """
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, allow_abbrev=False, **kwargs)
 
     def parse_args(self, args=None, namespace=None):
-        """As of the base class; what no command takes is told by the command itself."""
+        """Parse as the base class does, but let the chosen command report unknown arguments."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             parser = getattr(parsed, "parser", self)
@@ -26,44 +29,44 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def hint(self, unknown: Sequence[str]) -> str:
-        """The option that the first unknown one may stand for, as `did_you_mean` says it."""
+        """Suggest an option for the first unknown one, in the words of `did_you_mean`."""
         options = [name for action in self._actions for name in action.option_strings]
         given = next((word for word in unknown if word.startswith("-")), "")
         return did_you_mean(given.partition("=")[0], options)
 
     def error(self, message):
-        """Exit with 2."""
+        """Print the message and exit with code 2."""
         self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """ ", did you mean ...?" with the known word that is most like this one, "" if none is."""
+    """The text ", did you mean ...?" with the most similar known word, or "" if there is none."""
     close = difflib.get_close_matches(word, known, n=1)
     return f", did you mean {close[0]}?" if close else ""
 
 
 def model_name(text: str) -> str:
-    """A folder, file or hub id."""
+    """Parse the name of a model: a folder, a file or a hub id."""
     if not text:
         raise argparse.ArgumentTypeError("must name a model, got nothing")
     return text
 
 
 def some_text(text: str) -> str:
-    """A text that is not empty."""
+    """Parse a text that must not be empty."""
     if not text:
         raise argparse.ArgumentTypeError("must be a text, got nothing")
     return text
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """An integer in least..most."""
+    """A parser of integers from `least` to `most`; None is no limit."""
     within = f"at least {least}" if most is None else f"from {least} to {most}"
     return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
 
 
-def said(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser whose ValueError is what the command line says."""
+def argument_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """The same parser for argparse, which then shows the text of its ValueError."""
 
     def parsed(text: str) -> Any:
         try:
@@ -75,7 +78,7 @@ def said(parse: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def byte_count(text: str) -> int:
-    """Bytes, such as 80GB."""
+    """Parse a number of bytes, such as 80GB or 512MiB."""
     units = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
     found = re.fullmatch(r"(\d+(?:\.\d*)?) ?([KMGTiB]*)", text.strip(), re.IGNORECASE)
     nbytes = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0

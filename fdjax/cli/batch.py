@@ -1,5 +1,6 @@
-"""`fdjax generate --input`: the prompts of a file, answered into another, which goes on where it
-stopped.
+"""`fdjax generate --input`: reads prompts from a file and writes the answers to another.
+
+A run that was interrupted goes on when it is started again.
 """
 
 import argparse
@@ -29,9 +30,9 @@ class Line:
     """A line of the input.
 
     Attributes:
-      id: what the answer is called: the line's own "id", or its number from 0.
+      id: name of the answer: the line's own "id", or else its number, counted from 0.
       prompt: a text, token ids, or the messages of a chat.
-      is_chat: it has messages.
+      is_chat: whether the prompt consists of messages.
     """
 
     id: Any
@@ -40,7 +41,7 @@ class Line:
 
 
 def run_batch(args: argparse.Namespace) -> int:
-    """Answer what of the input has no answer yet; the exit code."""
+    """Answer the prompts that have no answer yet, and return the exit code."""
     data = _read(args.input)
     lines = list(_lines(data, args.input))
     options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
@@ -51,7 +52,7 @@ def run_batch(args: argparse.Namespace) -> int:
             return 0
         lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
         if args.system is not None or any(line.is_chat for line in lines):
-            # A chat ends where the checkpoint's template says, too.
+            # The answer of a chat also ends at the tokenizer's end token.
             _, options = split_options(lm.tokenizer, lm.defaults, None, options)
         options |= {"return_logprobs": args.logprobs}
         try:
@@ -101,9 +102,9 @@ def _answer_all(
 
 
 class Answers:
-    """The output: a line for each prompt that has an answer, in the order of their ends.
+    """The output file, with one line for each prompt that has an answer, in order of completion.
 
-    A file beside it says of which model, options and input they are.
+    A file beside it records the model, options and input that the answers belong to.
 
     Attributes:
       path: of the output.
@@ -228,7 +229,7 @@ def _refuse_constant(name: str) -> None:
 
 
 def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
-    """What `generate_iter` takes for a line."""
+    """The prompt of a line in the form that `generate_iter` takes."""
     messages = line.prompt if line.is_chat else [{"role": "user", "content": line.prompt}]
     if system is not None:
         if not line.is_chat and not isinstance(line.prompt, str):
@@ -240,7 +241,7 @@ def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
 
 
 def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
-    """What answers depend on."""
+    """The settings that the answers depend on. They are stored beside the output."""
     asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
     folder = locate(args.model)
     config = json.dumps(read_json(folder / "config.json")).encode()
@@ -267,7 +268,7 @@ def _say(text: str) -> None:
 
 
 class _progress:
-    """A bar on a terminal, nothing elsewhere."""
+    """A progress bar if standard error is a terminal, else nothing."""
 
     def __init__(self, total: int):
         self._bar = None

@@ -1,4 +1,4 @@
-"""`fdjax bench`: time a model end to end."""
+"""`fdjax bench`: times a model end to end."""
 
 import argparse
 from pathlib import Path
@@ -17,14 +17,14 @@ from fdjax.cli.shared import (
 
 HELP = "time the first token and the decode step"
 DESCRIPTION = (
-    "Time the first token and the decode step of random prompts. A config.json "
-    "alone gives random weights. The last line printed is the JSON record, unless --output "
-    "names a file for it; `python -m fdjax.bench compare OLD NEW` holds two against each other."
+    "Time the first token and the decode step of random prompts. With a config.json alone, the "
+    "weights are random. The last line printed is the JSON record, unless --output names a file "
+    "for it. `python -m fdjax.bench compare OLD NEW` compares two records."
 )
 
 
 def add_arguments(parser: Parser) -> None:
-    """What it takes."""
+    """Add the arguments of the command."""
     parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     default = "default: %(default)s"
     for option, least, value, text in (
@@ -42,15 +42,15 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--implementation",
         choices=("xla", "cudnn", "mosaic_gpu"),
-        help="force this one for every op that has it",
+        help="use this one for every op that has it",
     )
     add_table(parser)
     parser.add_argument("--output", metavar="FILE", help="write the JSON record here")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
     from fdjax.bench.model import bench_model, summary
     from fdjax.bench.record import write
     from fdjax.engine.memory import check_load, plan_memory
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     from fdjax.models import random_params
     from fdjax.system.platform import default_backend, enable_compilation_cache
 
-    # Whatever is wrong is found before the minutes that measuring takes.
+    # Everything is checked first, because measuring takes minutes.
     if args.implementation not in (None, "xla") and default_backend() != "gpu":
         raise UsageError(
             f"bench: --implementation {args.implementation} needs an NVIDIA GPU, JAX sees none"

@@ -1,4 +1,4 @@
-"""`fdjax calibrate`: choose the constants of attention by a text."""
+"""`fdjax calibrate`: measures attention scores on a text and chooses the softmax constants."""
 
 import argparse
 import warnings
@@ -18,16 +18,16 @@ from fdjax.cli.shared import (
 HELP = "measure attention scores on a text, for faster attention"
 DESCRIPTION = (
     "Run a text through a model and choose, for each attention head, a constant near its scores. "
-    "Attention subtracts it before the exponential, which is faster than the largest score of each "
-    "row (the unified maximum of FlashDecoding++, section 3). It changes the speed, never a "
-    "result. docs/performance.md says more."
+    "Attention then subtracts this constant before the exponential. That is faster than finding "
+    "the largest score of each row (the unified maximum of FlashDecoding++, section 3). It changes "
+    "the speed, never a result; see docs/performance.md."
 )
-# With fewer, a share of 1 % is a guess.
+# Fewer tokens are not enough to measure a share of 1 %.
 _CALIBRATION_TOKENS = 1000
 
 
 def add_arguments(parser: Parser) -> None:
-    """What it takes."""
+    """Add the arguments of the command."""
     parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL)
     parser.add_argument(
         "--text",
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
         required=True,
         type=Path,
         metavar="FILE",
-        help="UTF-8 text like what the model will see; may be given several times",
+        help="UTF-8 text, similar to what the model will see; may be given several times",
     )
     parser.add_argument(
         "--context",
@@ -48,24 +48,24 @@ def add_arguments(parser: Parser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="default: beside the checkpoint, where loading a model looks for it; for the "
-        "embedded model, in this folder",
+        help="default: beside the checkpoint, where `load` looks for it; for the embedded model, "
+        "in the current folder",
     )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the distribution here")
-    parser.add_argument("--commit", help="commit to record where git cannot be asked")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
     from fdjax.bench.record import environment
     from fdjax.tools import calibrate
     from fdjax.weights.calibration import FILE, write_calibration
     from fdjax.weights.checkpoint import fingerprint, locate
 
-    # Whatever is wrong is found before the minutes that a large model takes.
+    # Everything is checked first, because a large model takes minutes.
     texts = [read_text(path) for path in args.text]
     folder = locate(args.model)
-    # The embedded model is a part of the package, which stays as it is.
+    # The embedded model is in the package, whose files must not change.
     beside = Path() if folder.samefile(EMBEDDED) else folder
     output = args.output or beside / FILE
     check_writable(output)
@@ -87,8 +87,8 @@ def run(args: argparse.Namespace) -> int:
     rows = int(statistics.maxima[0, 0].sum())
     if rows < _CALIBRATION_TOKENS:
         warnings.warn(
-            f"{rows} tokens are few to choose by; give at least {_CALIBRATION_TOKENS}, better many "
-            "times that",
+            f"{rows} tokens are few for a reliable choice; give at least {_CALIBRATION_TOKENS}, "
+            "better many times as many",
             stacklevel=2,
         )
     provenance = environment(args.commit) | {
@@ -101,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     print(calibration)
     say(f"written to {output}")
     if output.resolve().parent != folder.resolve():
-        say(f"a model is loaded with it only from {FILE} in the folder of its checkpoint")
+        say(f"`load` uses it only as {FILE} in the folder of the checkpoint")
     if args.plot:
         calibrate.plot(statistics, folder.name, args.plot)
     return 0

@@ -16,17 +16,18 @@ from fdjax.cli.shared import (
 
 HELP = "talk with a model"
 DESCRIPTION = (
-    "Talk with a model: each line is answered in view of those before it, which "
-    'need a chat template. Lines may be piped in; """ begins and ends a message of several lines. '
+    "Talk with a model, which must have a chat template. Each line is a message, and the model "
+    "sees all messages before it. Lines may be piped in. "
+    '""" begins and ends a message of several lines. '
     "/system sets the system message, /reset forgets the conversation, /save writes it to a file, "
     "/help lists the commands, /quit or the end of the input leaves, Ctrl-C stops an answer."
 )
-# Answers of a conversation end by themselves; this is for those that do not.
+# Limit for answers that do not end by themselves.
 CHAT_TOKENS = 1024
 
 
 def add_arguments(parser: Parser) -> None:
-    """What it takes."""
+    """Add the arguments of the command."""
     add_model(parser)
     parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
     parser.add_argument(
@@ -36,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
     from fdjax.cli.chat_loop import Conversation, talk
 
     template = args.chat_template

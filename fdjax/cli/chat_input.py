@@ -1,4 +1,4 @@
-"""What a user says in `fdjax chat`: typed in a terminal, or piped in."""
+"""Reads the messages of `fdjax chat`, typed in a terminal or piped in."""
 
 import contextlib
 import sys
@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterator
 
 QUOTES = '"""'
 
-# Prompt → the next line without its end; None at the end of the input.
+# Function of the text that asks for a line → the next line without its line break, or None at the
+# end of the input.
 ReadLine = Callable[[str], str | None]
 
 
 def typed() -> ReadLine:
-    """Lines that a user types and edits. Ctrl-C raises KeyboardInterrupt."""
+    """A reader of lines that the user types and edits. Ctrl-C raises KeyboardInterrupt."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401 - `input` edits lines with it
 
@@ -26,7 +27,7 @@ def typed() -> ReadLine:
 
 
 def piped() -> ReadLine:
-    """Lines of standard input; ValueError names one that is not UTF-8."""
+    """A reader of standard input. A line that is not UTF-8 raises ValueError with its number."""
 
     def lines() -> Iterator[str]:
         for number, line in enumerate(sys.stdin.buffer, 1):
@@ -40,13 +41,14 @@ def piped() -> ReadLine:
 
 
 def read_message(read: ReadLine) -> tuple[str, bool] | None:
-    """The next line, or what is between two lines' triple quotes; None at the end of the input.
+    """Read a message: one line, or several lines between triple quotes.
 
     Returns:
-      (the message, whether it was quoted: then it is no command).
+      (message, whether it was quoted), or None at the end of the input. A quoted message is never a
+      command.
 
     Raises:
-      ValueError: the input ends between quotes.
+      ValueError: the input ends between the quotes.
     """
     line = read("> ")
     if line is None:

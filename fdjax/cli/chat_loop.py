@@ -1,4 +1,4 @@
-"""`fdjax chat`: a conversation in a terminal, or with lines that are piped in."""
+"""The conversation of `fdjax chat`: its state, its commands and its loop."""
 
 import contextlib
 import json
@@ -28,16 +28,16 @@ Ctrl-C         stop an answer"""
 
 
 class Conversation:
-    """Messages so far, and what answers the next one.
+    """The messages so far, and the model that answers the next one.
 
-    Where the context has no room for all of them, the oldest questions are forgotten together with
-    their answers; a system message never is.
+    If the messages do not fit into the context, the oldest questions and their answers are
+    forgotten. The system message is kept.
 
     Attributes:
       system: the system message, or None.
       messages: questions and answers in turn.
-      forgotten: how many messages the last question pushed out.
-      cut: the last answer ended only for want of room.
+      forgotten: number of messages that were forgotten for the last question.
+      cut: whether the last answer ended only because of the context or `max_new_tokens`.
 
     Raises:
       ValueError: the model has no chat template, or none of this name.
@@ -65,7 +65,7 @@ class Conversation:
         self._options = options
 
     def ask(self, question: str) -> Iterator[str]:
-        """Yield the answer as it comes. What came of it is remembered, however it ended.
+        """Yield the answer in pieces. An interrupted answer becomes part of the messages, too.
 
         Raises:
           ValueError: the question alone does not fit, or the template refuses it.
@@ -96,7 +96,7 @@ class Conversation:
 
     @property
     def whole(self) -> list[dict[str, str]]:
-        """The messages, the system message before them."""
+        """The messages, with the system message as the first one."""
         first = [] if self.system is None else [{"role": "system", "content": self.system}]
         return first + self.messages
 
@@ -113,12 +113,14 @@ class Conversation:
 
 
 def talk(conversation: Conversation) -> None:
-    """Answer message after message of standard input until it ends or one leaves.
+    """Answer the messages of standard input until the input ends or a command leaves.
 
-    In a terminal, Ctrl-C stops an answer and an error is told; elsewhere both end the program.
+    In a terminal, Ctrl-C stops an answer, and errors are printed. If the input is piped, both end
+    the program.
 
     Raises:
-      ValueError: a line that is piped in is not UTF-8, is no command, or cannot be answered.
+      ValueError: a piped line is not UTF-8, is an unknown command, or cannot be answered.
+      OSError: the file of a piped /save cannot be written.
     """
     if sys.stdin is None:
         return
@@ -131,7 +133,7 @@ def talk(conversation: Conversation) -> None:
         message = None
         try:
             message = read_message(read)
-            going_on = message is not None and _heed(conversation, *message)
+            going_on = message is not None and _answer_or_run(conversation, *message)
         except KeyboardInterrupt:
             if not in_terminal:
                 raise
@@ -142,15 +144,15 @@ def talk(conversation: Conversation) -> None:
             print(f"fdjax: error: {error}", file=sys.stderr)
 
 
-def _heed(conversation: Conversation, message: str, quoted: bool) -> bool:
-    """Do what a command says, or answer a message; false for a command that leaves."""
+def _answer_or_run(conversation: Conversation, message: str, quoted: bool) -> bool:
+    """Run a command or answer a message. Returns False if the command leaves."""
     command = re.fullmatch(r"/([a-z]+|\?)(?:\s+(.*))?", message.strip())
     if quoted or command is None:
         if not quoted and message.strip() in ("quit", "exit"):
             return False
         if message.strip():
             _show(conversation.ask(message))
-            _remark(conversation)
+            _report_limits(conversation)
         return True
     name, rest = command[1], command[2] or ""
     if name in ("quit", "exit"):
@@ -192,7 +194,7 @@ _COMMANDS: dict[str, Callable[[Conversation, str], None]] = {
 
 
 def _show(answer: Iterator[str]) -> None:
-    """Print pieces as they come, without the space that many models begin with."""
+    """Print the pieces as they come, without the space that begins the answers of many models."""
     begun = False
     with contextlib.closing(answer):
         for piece in answer:
@@ -202,8 +204,8 @@ def _show(answer: Iterator[str]) -> None:
     print(flush=True)
 
 
-def _remark(conversation: Conversation) -> None:
-    """Tell of what would otherwise go unseen."""
+def _report_limits(conversation: Conversation) -> None:
+    """Tell the user if messages were forgotten or the answer was cut."""
     if conversation.forgotten:
         print("fdjax: the oldest messages no longer fit and are forgotten", file=sys.stderr)
     if conversation.cut:

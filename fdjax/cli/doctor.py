@@ -1,4 +1,4 @@
-"""`fdjax doctor`: what is missing for a GPU."""
+"""`fdjax doctor`: reports what is missing to use a GPU."""
 
 import argparse
 import json
@@ -7,18 +7,18 @@ from fdjax.cli.arguments import Parser
 
 HELP = "versions, devices, and what is missing for a GPU"
 DESCRIPTION = (
-    "Say what fdjax runs on and what is missing for a GPU to be used well. Exit "
-    "code 1 if there is something to mend."
+    "Report what fdjax runs on and what is missing to use a GPU well. The exit code is 1 if there "
+    "is a problem."
 )
 
 
 def add_arguments(parser: Parser) -> None:
-    """What it takes."""
+    """Add the arguments of the command."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
     from fdjax.tools.doctor import diagnose
 
     diagnosis = diagnose()

@@ -1,4 +1,4 @@
-"""`fdjax generate`: continue a prompt."""
+"""`fdjax generate`: continues a prompt."""
 
 import argparse
 import json
@@ -25,20 +25,21 @@ logger = logging.getLogger("fdjax")
 
 
 def add_arguments(parser: Parser) -> None:
-    """What it takes."""
+    """Add the arguments of the command."""
     parser.add_argument("prompt", nargs="?", help="default: standard input")
     parser.add_argument(
         "--input",
         type=Path,
         metavar="FILE",
         help='answer each line of a file: a JSON string, or an object with "prompt" or "messages" '
-        'and perhaps an "id"',
+        'and optionally an "id"',
     )
     parser.add_argument(
         "--output",
         type=Path,
         metavar="FILE",
-        help="with --input: where a line of JSON for each answer goes; goes on where it stopped",
+        help="with --input: file for the answers, one JSON object per line; a second run continues "
+        "an interrupted one",
     )
     add_model(parser)
     parser.add_argument(
@@ -53,23 +54,23 @@ def add_arguments(parser: Parser) -> None:
         type=integer(1),
         default=1,
         metavar="N",
-        help="samples to print; several need a temperature",
+        help="samples to print; more than one needs a temperature",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print a JSON object for each sample at the end; its stats are those of the call",
+        help="print a JSON object for each sample at the end; its stats cover the whole call",
     )
     parser.add_argument(
         "--logprobs",
         type=integer(0, 20),
         metavar="N",
-        help="with --json: the log-probabilities of the tokens, and of the N likeliest",
+        help="with --json: the log-probability of each token, and of the N likeliest in its place",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
     if args.input is not None or args.output is not None:
         if args.input is None or args.output is None:
             raise UsageError("generate: --input and --output belong together")
@@ -105,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             held += piece
             if not held.strip():
                 continue
-            # The space that joins a continuation to its prompt; indentation is more than one.
+            # One space joins the answer to the prompt and is dropped. More spaces are indentation.
             piece, held = held if held.startswith("  ") else held.removeprefix(" "), None
         print(piece, end="", flush=True)
     print()
@@ -115,7 +116,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check_sampled(model: str, options: dict[str, Any]) -> None:
-    """Refuse several samples where nothing is sampled, before the weights are read."""
+    """Raise UsageError if nothing is sampled, before the weights are read.
+
+    Args:
+      model: folder or hub id.
+      options: options of the command line, which override those of the checkpoint.
+    """
     from fdjax.sampling.options import GenerationConfig
     from fdjax.sampling.per_prompt import per_prompt
     from fdjax.weights.checkpoint import locate, read_json
@@ -128,30 +134,30 @@ def check_sampled(model: str, options: dict[str, Any]) -> None:
     ((config, _),) = per_prompt(defaults, None, options, 1)
     if not config.sampled:
         raise UsageError(
-            "generate: --num-return-sequences needs a --temperature above 0, as without one all "
-            "samples are the same"
+            "generate: --num-return-sequences needs a --temperature above 0, because without it "
+            "all samples are the same"
         )
 
 
 def _prompt(given: str | None) -> str:
-    """The prompt: the argument, or what is piped in without its last line break."""
+    """The prompt: the argument, or standard input without its last line break."""
     if given is None:
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError("generate: give a prompt, or pipe one in")
         data = sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
     try:
-        if given is not None:  # Surrogates stand for bytes that Python could not decode.
+        if given is not None:  # surrogates stand for bytes that Python could not decode
             data = given.encode("utf-8", "surrogateescape")
         text = data.decode("utf-8-sig")
     except UnicodeError as error:
-        raise UsageError(f"generate: prompt must be UTF-8, not so at {error.start}") from None
+        raise UsageError(f"generate: prompt is not UTF-8 at byte {error.start}") from None
     if not text.strip():
         raise UsageError("generate: the prompt is empty")
     return text
 
 
 def _samples(prompt: str, result: "fdjax.GenerateResult") -> Iterator[dict[str, Any]]:
-    """What `fdjax generate --json` prints: one object for each sample."""
+    """The objects that `fdjax generate --json` prints, one for each sample."""
     stats = result.stats
     for i, tokens in enumerate(result.tokens):
         yield {

@@ -1,4 +1,4 @@
-"""`fdjax info`: the size of a model, what fits, which kernels run."""
+"""`fdjax info`: reports the size of a model, what fits, and which kernels run."""
 
 import argparse
 import json
@@ -14,11 +14,11 @@ from fdjax.cli.shared import (
 from fdjax.tools.devices import DEVICES
 
 HELP = "size of a model, what fits, which kernels run"
-DESCRIPTION = "Say how large a model is, what fits on the device and which kernels run."
+DESCRIPTION = "Report how large a model is, what fits on the device and which kernels run."
 
 
 def add_arguments(parser: Parser) -> None:
-    """What it takes."""
+    """Add the arguments of the command."""
     parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     parser.add_argument(
         "--batch", type=integer(1), metavar="B", default=1, help="rows at once; default: 1"
@@ -33,12 +33,12 @@ def add_arguments(parser: Parser) -> None:
         "--memory",
         type=byte_count,
         metavar="SIZE",
-        help="what would fit into this, such as 80GB; default: the memory JAX may use",
+        help="memory to plan for, such as 80GB; default: the memory JAX may use",
     )
     parser.add_argument(
         "--device",
         choices=tuple(DEVICES),
-        help="plan for this GPU, wherever the command runs; default: the device here",
+        help="plan for this GPU, even without one; default: the device of this machine",
     )
     add_dtype(parser)
     add_table(parser)
@@ -46,7 +46,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
     from fdjax.tools.info import model_info
 
     model, _ = model_of(args)

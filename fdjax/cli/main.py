@@ -31,7 +31,13 @@ _COMMANDS = ("generate", "chat", "score", "info", "doctor", "bench", "calibrate"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; exit code 0 done, 1 failed, 2 misused, 130 interrupted."""
+    """Run the command line and return its exit code.
+
+    The code is 0 for success, 1 for a failure, 2 for wrong arguments, 130 for an interrupt.
+
+    Args:
+      argv: the arguments without the name of the program; default those of this process.
+    """
     try:
         try:
             with interrupts.delivered():
@@ -42,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return 0  # The reader has seen enough.
+        return 0  # the reader of the pipe has closed it
     except UsageError as error:
         return _fail(error, 2)
     except (ValueError, NotImplementedError, OSError, FloatingPointError) as error:
@@ -52,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    # A character that the terminal does not have is no reason to stop half-way.
+    # Characters that the terminal cannot show are replaced and raise no error.
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")
     argv = sys.argv[1:] if argv is None else argv
@@ -72,7 +78,7 @@ def _run(argv: Sequence[str] | None) -> int:
 
 @contextlib.contextmanager
 def _logged() -> Iterator[None]:
-    """What fdjax logs goes to standard error."""
+    """Write fdjax's log to standard error inside this block."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("fdjax: %(message)s"))
     level = logger.level
@@ -93,7 +99,7 @@ def _fail(reason: Exception | str, code: int = 1) -> int:
 
 
 def _explained(error: MemoryError | RuntimeError) -> str:
-    """What a user can do about an error that is not a bug; others are raised again."""
+    """A message with advice for an error that is not a bug. Other errors are raised again."""
     from fdjax.system.platform import NoDeviceError
 
     if isinstance(error, NoDeviceError):
@@ -114,7 +120,7 @@ def _flush() -> None:
     try:
         sys.stdout.flush()
     except OSError:
-        # What cannot be written is dropped, or the interpreter tries again as it exits.
+        # Drop the output that cannot be written. Otherwise the interpreter tries again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise
 
@@ -126,7 +132,12 @@ def _show_warning(message, category, filename, lineno, file=None, line=None):
 
 
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
-    """The parser of all commands, or with the arguments of one alone: others are not imported."""
+    """The parser of the command line.
+
+    Args:
+      chosen: the command that gets its arguments, so that no other command's imports are needed;
+        None gives every command its arguments.
+    """
     parser = Parser(
         prog="fdjax",
         description="LLM inference on NVIDIA GPUs from JAX.",

@@ -1,4 +1,4 @@
-"""`fdjax score`: how likely a model finds texts."""
+"""`fdjax score`: prints the perplexity of texts."""
 
 import argparse
 import json
@@ -13,13 +13,13 @@ from fdjax.cli.shared import add_model, plan_of, read_text
 
 HELP = "perplexity of texts, as JSON lines"
 DESCRIPTION = (
-    "Print the perplexity of texts, a JSON object for each: the exponential of the mean negative "
-    "log-probability of its tokens. Lower is likelier."
+    "Print a JSON object with the perplexity of each text: the exponential of the mean negative "
+    "log-probability of its tokens. A lower perplexity means a likelier text."
 )
 
 
 def add_arguments(parser: Parser) -> None:
-    """What it takes."""
+    """Add the arguments of the command."""
     parser.add_argument("texts", nargs="*", metavar="TEXT", help="default: standard input's lines")
     parser.add_argument(
         "--file",
@@ -27,14 +27,14 @@ def add_arguments(parser: Parser) -> None:
         type=Path,
         default=[],
         metavar="FILE",
-        help="a UTF-8 file that is one text; may be given several times",
+        help="a UTF-8 file, taken as one text; may be given several times",
     )
     add_model(parser)
     parser.add_argument(
         "--stride",
         type=integer(1),
         metavar="N",
-        help="see a text longer than the context through a window that moves by N tokens",
+        help="score a text longer than the context in a window that moves by N tokens",
     )
     parser.add_argument(
         "--batch-size", type=integer(1), default=16, metavar="B", help="texts at once; default: 16"
@@ -43,7 +43,7 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run it; the exit code."""
+    """Run the command and return its exit code."""
     texts = [("text", text) for text in args.texts]
     texts += [("file", str(path)) for path in args.file]
     contents = args.texts + [read_text(path) for path in args.file]
@@ -61,24 +61,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines() -> list[str]:
-    """The texts that are piped in, one a line; empty lines are none."""
+    """The texts of standard input, one per line. Empty lines are skipped."""
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("score: give texts or --file, or pipe lines in")
     try:
         lines = sys.stdin.buffer.read().decode("utf-8-sig").splitlines()
     except UnicodeDecodeError as error:
-        raise UsageError(f"score: texts must be UTF-8, not so at {error.start}") from None
+        raise UsageError(f"score: standard input is not UTF-8 at byte {error.start}") from None
     if not (texts := [line for line in lines if line.strip()]):
         raise UsageError("score: there is no text")
     return texts
 
 
 def _scores(result, i: int, with_tokens: bool) -> dict[str, Any]:
-    """What is printed of text `i`; its first token has no score."""
+    """The printed fields of text `i`. The first token has no log-probability."""
     perplexity = result.perplexities[i]
     scores = {
         "tokens": len(result.tokens[i]),
-        # JSON has no NaN, which a text of one token has.
+        # A text of one token has the perplexity NaN, which JSON cannot express.
         "perplexity": None if math.isnan(perplexity) else perplexity,
         "logprob": math.fsum(result.logprobs[i]),
     }

@@ -1,4 +1,4 @@
-"""What several commands share: arguments, the plan and model they name, files, messages."""
+"""Code that several commands share: arguments, the plan and model they name, files, messages."""
 
 import argparse
 import math
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import UsageError, model_name, said, some_text
+from fdjax.cli.arguments import UsageError, argument_type, model_name, some_text
 
-# The folder and not its name, which a folder of the user may have.
+# The path of the embedded model. Its name "tiny" could also be a folder of the user.
 EMBEDDED = str(Path(fdjax.__file__).parent / "models" / "tiny")
 MODEL = "folder or hub id; default: the embedded model"
 MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """The arguments of a command that loads a model: which, in what dtype, with what table."""
+    """Add the arguments of a command that loads a model: --model, --dtype, --table, --verbose."""
     parser.add_argument("--model", default=EMBEDDED, type=model_name, help=MODEL)
     add_dtype(parser)
     add_table(parser)
@@ -25,13 +25,18 @@ def add_model(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
-    """A flag for each option of `generate` that has one, and --stop."""
+    """Add the flags of the options of `generate`, and --stop.
+
+    Args:
+      parser: parser of the command.
+      default_tokens: words for the default of --max-new-tokens, in its help.
+    """
     from fdjax.sampling.options import OPTIONS
 
     for name, option in OPTIONS.items():
         if option.flag:
             metavar, text = option.flag
-            parse = said(option.check.parse)
+            parse = argument_type(option.check.parse)
             flag, text = f"--{name.replace('_', '-')}", text.format(default=default_tokens)
             parser.add_argument(flag, type=parse, metavar=metavar, help=text)
     parser.add_argument(
@@ -47,7 +52,11 @@ def add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of `add_sampling` that were given."""
+    """The options of `add_sampling` that were given on the command line, by name.
+
+    Raises:
+      UsageError: --min-new-tokens exceeds --max-new-tokens.
+    """
     given = {n: getattr(args, n) for n in args.options if getattr(args, n) is not None}
     least, most = given.get("min_new_tokens", 0), given.get("max_new_tokens", math.inf)
     if least > most:
@@ -56,27 +65,27 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_room(options: dict[str, Any], default: int) -> dict[str, Any]:
-    """The options: a minimum above the default maximum asks for more, not for an error."""
+    """The options, where a `min_new_tokens` above the default maximum raises the maximum."""
     least = options.get("min_new_tokens", 0)
     return ({"max_new_tokens": least} if least > default else {}) | options
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
-    """--dtype."""
+    """Add --dtype."""
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
     )
 
 
 def add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` measured") -> None:
-    """--table FILE."""
+    """Add --table FILE."""
     parser.add_argument("--table", type=Path, metavar="FILE", help=text)
 
 
 def plan_of(args: argparse.Namespace):
-    """The plan of --device, or the device's as --implementation and --table change it.
+    """The plan of --device, or the present device's plan with --implementation and --table.
 
-    None if there is none of these arguments.
+    None if none of these arguments is given.
     """
     from fdjax.pallas_kernels.plan import Plan
     from fdjax.system.platform import default_backend
@@ -93,7 +102,15 @@ def plan_of(args: argparse.Namespace):
 
 
 def model_of(args: argparse.Namespace):
-    """(model, folder or None) from a folder, a hub id, or a config.json alone."""
+    """The model that the arguments name, by a folder, a hub id or a config.json.
+
+    Returns:
+      (model, its folder, or None for a config.json).
+
+    Raises:
+      CheckpointError: the checkpoint is damaged or not supported.
+      FileNotFoundError: there is no such config.json.
+    """
     from fdjax.models import describe, parse_config
     from fdjax.system.platform import default_backend
     from fdjax.weights.checkpoint import locate, read_json, unnamed_dtype, user_path
@@ -113,15 +130,23 @@ def model_of(args: argparse.Namespace):
 
 
 def read_text(path: Path) -> str:
-    """The text of a UTF-8 file; ValueError names the byte that is not."""
+    """Read a UTF-8 file.
+
+    Raises:
+      ValueError: the file is not UTF-8. The message names the first wrong byte.
+    """
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: must be UTF-8, not so at {error.start}") from None
+        raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
 
 
 def check_writable(path: Path) -> None:
-    """Make the folders above a file that is to be written."""
+    """Create the folders above a file and check that it can be written.
+
+    Raises:
+      OSError: it cannot be written.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory")
@@ -130,5 +155,5 @@ def check_writable(path: Path) -> None:
 
 
 def say(doing: str) -> None:
-    """Tell a user who waits what is being done."""
+    """Print on standard error what is being done."""
     print(f"fdjax: {doing}", file=sys.stderr, flush=True)

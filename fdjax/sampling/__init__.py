@@ -1,1 +1,1 @@
-"""From logits to the next token: options, processors, the draw."""
+"""From logits to the next token: options, logits processors, sampling."""

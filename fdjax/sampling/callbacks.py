@@ -1,19 +1,19 @@
-"""Calls of functions that the caller of `generate` handed over."""
+"""Calls functions that the caller of `generate` has given."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a caller's function.
+    """Call a caller's function and return its result.
 
     Args:
-      what: it is, for the error.
-      function, *args: the call.
+      what: kind of the function, for the error.
+      function, *args: the function and its arguments.
 
     Raises:
-      RuntimeError: it raised StopIteration or GeneratorExit, which would end a generator of ours in
-        silence.
+      RuntimeError: the function raised StopIteration or GeneratorExit. They would end our own
+        generators without an error.
     """
     try:
         return function(*args)

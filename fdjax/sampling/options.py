@@ -1,4 +1,4 @@
-"""What can be asked of a generation: `GenerationConfig`, and a batch of them as arrays."""
+"""The options of a generation: `GenerationConfig`, and the options of a batch as arrays."""
 
 import dataclasses
 import enum
@@ -14,12 +14,12 @@ from fdjax.models import CheckpointError
 from fdjax.sampling.processors import MAX_NGRAM
 from fdjax.sampling.sampler import MAX_TOP_LOGPROBS, LogitsProcessor, Processors, Sampling
 
-# (tokens generated so far) → whether the row ends with them.
+# Function of the tokens generated so far → whether the row ends.
 StoppingCriterion = Callable[[Sequence[int]], bool]
 
 
 class Unset(enum.Enum):
-    """The value of a field that nobody gave: the checkpoint's default holds."""
+    """The value of a field that is not given, so that the checkpoint's default holds."""
 
     UNSET = "unset"
 
@@ -29,11 +29,11 @@ class Unset(enum.Enum):
 
 UNSET = Unset.UNSET
 
-# Where a bias is never lifted.
+# The last step of a bias that never ends.
 _ALWAYS = 2**31 - 1
 
-# What transformers would do on finding these in generation_config.json, and fdjax does not, with
-# the values that ask for nothing.
+# Options of transformers that may be in generation_config.json but are not supported, with those
+# values that have no effect.
 _NOT_HONOURED = {
     "max_time": (),
     "num_beam_groups": (1,),
@@ -57,19 +57,19 @@ _NOT_HONOURED = {
 
 
 def _plain(value):
-    """A scalar of NumPy as Python's."""
+    """Convert a NumPy scalar to a Python scalar."""
     return value.item() if isinstance(value, np.generic) else value
 
 
 @dataclasses.dataclass(frozen=True)
 class Number:
-    """A check of a number.
+    """A check for numbers.
 
     Attributes:
       kind: int or float.
-      within: the range, in words.
-      accepts: whether a number is in it.
-      optional: None is taken too.
+      within: the range in words.
+      accepts: function that tells whether a number is in the range.
+      optional: whether None is allowed as well.
     """
 
     kind: type
@@ -78,10 +78,10 @@ class Number:
     optional: bool = False
 
     def __call__(self, name: str, value: Any) -> Any:
-        """The value as Python's.
+        """Check the value of the option `name`, and return it as a Python number.
 
         Raises:
-          ValueError: it is no such number.
+          ValueError: the value is no number of this kind in the range.
         """
         value = _plain(value)
         if value is None and self.optional:
@@ -92,10 +92,10 @@ class Number:
         return value
 
     def parse(self, text: str) -> Any:
-        """The number that a text says.
+        """Parse a number.
 
         Raises:
-          ValueError: it says none, or not one in the range.
+          ValueError: the text is no number of this kind in the range.
         """
         try:
             value = self.kind(text)
@@ -174,7 +174,8 @@ def _jitted_functions(name, value):
     for function in functions:
         if not isinstance(function, Hashable):
             raise ValueError(
-                f"generate: {name} must be hashable, as programs are kept by them; got {function!r}"
+                f"generate: {name} must be hashable, because programs are cached by them; "
+                f"got {function!r}"
             )
     return functions
 
@@ -204,7 +205,7 @@ _any_tokens = _integer(0, 2**31, "in [0, 2**31)")
 _samples = _integer(1, 2**31, "in [1, 2**31)")
 _ngram = _integer(0, MAX_NGRAM + 1, f"in [0, {MAX_NGRAM}]")
 _seed = dataclasses.replace(_integer(0, 2**32, "in [0, 2**32)"), optional=True)
-# Beyond, fp32 keeps neither the order of scores nor, at its end, what is forbidden.
+# Beyond this range, fp32 would lose the order of scores, and finally which tokens are forbidden.
 _temperature = _real("in [0, 1e30]", lambda t: 0 <= t <= 1e30)
 _mass = _real("in [0, 1]", lambda p: 0 <= p <= 1)
 _factor = _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30)
@@ -214,18 +215,18 @@ _penalty = _real("in [-2, 2]", lambda x: -2 <= x <= 2)
 
 @dataclasses.dataclass(frozen=True)
 class Option:
-    """What is known of an option beside its name. Everything else derives from it.
+    """The properties of an option. Command line, documentation and programs derive from them.
 
     Attributes:
-      default: what holds where neither the caller nor the checkpoint gives a value.
-      check: (name, value) → the value as it is kept; raises ValueError.
-      role: "draw": it says what to draw from, and naming it turns sampling on; "edit": it changes
-        logits before a token is chosen.
-      flag: what the command line calls its value, and its help; None where it has no flag.
-      column: "reals" or "counts" where each row has its value on the device, see `Sampling`.
-      depth: of the sequences that it is itself; one level more is a value for each prompt.
-      in_files: generation_config.json may have it.
-      elsewhere: what other libraries call it, for the error that names the option here.
+      default: the value if neither the caller nor the checkpoint gives one.
+      check: (name, value) → the checked value in the form that is stored; raises ValueError.
+      role: "draw" for an option that limits what is drawn, which turns sampling on if a caller
+        gives it; "edit" for one that changes logits before a token is chosen; None for others.
+      flag: (name of the value, help text) on the command line, or None if there is no flag.
+      column: "reals" or "counts" if the rows' values are a column of that array of `Sampling`.
+      depth: number of nested sequences in a value. One more level means one value per prompt.
+      in_files: whether generation_config.json may contain the option.
+      elsewhere: names in other libraries, for the error that suggests this option.
     """
 
     default: Any
@@ -246,99 +247,107 @@ def _option(default: Any, check: Callable[[str, Any], Any], role=None, flag=None
     )
 
 
-# Not options of transformers, or not its defaults'.
+# For options that generation_config.json cannot contain.
 _OURS = {"in_files": False}
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class GenerationConfig:
-    """How to choose tokens; names and meanings of transformers where it has the option.
+    """How to choose tokens. Names and meanings are those of transformers, if it has the option.
 
-    A field that is not given is `UNSET`. `LM` takes it from the checkpoint's generation defaults,
-    `fdjax.generate` takes the default that stands here. A field that is given as None is at that
-    default, whatever the checkpoint says: `eos_token_ids=None` disables the end of sequence.
+    A field that is not given is `UNSET`. `LM` then takes it from the checkpoint's generation
+    defaults, and `fdjax.generate` takes the default shown here. A field that is given as None also
+    has the default shown here, whatever the checkpoint says. So `eos_token_ids=None` disables the
+    end of sequence.
 
-    `presence_penalty`, `frequency_penalty` and `logit_bias` mean what they mean in vLLM. Sequences
-    may be given in any form and are kept as tuples.
+    `presence_penalty`, `frequency_penalty` and `logit_bias` have the meaning they have in vLLM.
+    Sequences may have any type and are stored as tuples.
 
     Attributes:
-      max_new_tokens: tokens to generate at most; fewer where the context ends. Of a model with
-        LongRoPE it decides, together with the prompt's tokens, which factors are used, from the
-        first token on.
+      max_new_tokens: largest number of tokens to generate; the context may allow fewer. In a model
+        with LongRoPE, the length of the prompt plus this number decides which factors are used,
+        from the first token on.
       min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
-      do_sample: draw from the distribution instead of taking its maximum.
-      temperature: divides the logits; 0 means greedy. A temperature alone draws from all tokens
-        here, and from the 50 likeliest in transformers, where `top_k` is 50 unless it is given.
+      do_sample: draw a token from the distribution instead of choosing the likeliest.
+      temperature: divides the logits; 0 means greedy. With a temperature alone, tokens are drawn
+        from the whole vocabulary. In transformers they are drawn from the 50 likeliest, because its
+        default of `top_k` is 50.
       top_k: draw from the k likeliest tokens; 0 is off, and the default.
-      top_p: draw from the likeliest tokens that together hold this mass, at least one; 1 is off.
-      min_p: draw from the tokens at least this likely, relative to the likeliest; 0 is off.
-      typical_p: draw from the tokens whose information is nearest to the entropy and that together
-        hold this mass (Meister et al. 2022); 1 is off.
-      repetition_penalty: divides logits above 0, and multiplies those below, of tokens in the
-        prompt or the response; 1 is off.
+      top_p: draw from the likeliest tokens that together have this probability, at least one; 1 is
+        off.
+      min_p: draw from the tokens that are at least this many times as likely as the likeliest; 0 is
+        off.
+      typical_p: draw from the tokens with information closest to the entropy that together have
+        this probability (Meister et al. 2022); 1 is off.
+      repetition_penalty: for each token in the prompt or the response, divides a logit above 0 and
+        multiplies one below 0; 1 is off.
       presence_penalty: subtracted from the logits of tokens in the response; -2 to 2.
-      frequency_penalty: the same, times how often they are in it; -2 to 2.
+      frequency_penalty: the same, times the number of occurrences in the response; -2 to 2.
       no_repeat_ngram_size: no sequence of this many tokens occurs twice, prompt included; 0 is off,
-        32 the most.
-      bad_words_ids: sequences of ids that must not come about.
+        and the largest value is 32.
+      bad_words_ids: sequences of ids that must not be generated.
       suppress_tokens: ids that are never chosen.
-      begin_suppress_tokens: ids that are not chosen first.
-      logit_bias: added to the logits of these ids, {id: bias}; -100 to 100.
-      stop_strings: end a row where its text has one of these. The text ends before it; the tokens
-        end with the one that completed it. Prompts and special tokens are not searched.
-      include_stop_str_in_output: the text ends after the stop string instead, as in vLLM.
-      stopping_criteria: functions of the tokens generated so far that end a row by returning true,
-        called on the host with every token, each with a list of its own.
+      begin_suppress_tokens: ids that are not chosen as the first token.
+      logit_bias: {id: bias}, added to the logits of these ids; -100 to 100.
+      stop_strings: a row ends when its text contains one of these. The text ends before the stop
+        string, and the tokens end with the one that completed it. Prompts and special tokens are
+        not searched.
+      include_stop_str_in_output: end the text after the stop string, as in vLLM.
+      stopping_criteria: functions that end a row by returning true. The host calls each one after
+        every token, with a new list of the tokens generated so far.
       logits_processors: jittable functions (ids [B,S], lengths [B], scores [B,V]) → scores [B,V],
-        the same for the whole batch. They act after all penalties and before the temperature. Each
-        set of them is a program of its own, so pass the same functions again, not new lambdas. What
-        an object held when it was first called is part of the program.
-      num_return_sequences: samples of each prompt, side by side in the result. A stream has one,
-        whatever the checkpoint's default.
-      seed: of the draws; None is another one in every call. Rows with the same prompt, seed and
-        place among the samples of their prompt draw the same tokens, whatever else is in the batch.
+        the same for the whole batch. They run after all penalties and before the temperature. Each
+        set of functions compiles its own program, so pass the same functions again, not new
+        lambdas. Values that an object holds at its first call become part of the program.
+      num_return_sequences: number of samples per prompt, side by side in the result. A stream has
+        one, whatever the checkpoint's default.
+      seed: seed of the draws; None takes a new seed in each call. A row's tokens depend only on its
+        prompt, its seed and its index among the samples of the prompt, not on the batch.
       eos_token_ids: ids that end a row.
-      return_logprobs: also return each token's log-probability under the raw model. True or 0: of
-        the chosen token alone; n: also of the n likeliest, at most 20; False or None: none.
-      return_reruns: `stats` also says how much of decode attention left the range of the unified
-        maximum and ran again, for the whole batch where one prompt asks for it.
+      return_logprobs: also return each token's log-probability under the raw model. True or 0
+        returns that of the chosen token; n also those of the n likeliest, at most 20; False or None
+        returns nothing.
+      return_reruns: also report in `stats` the share of decode attention that left the range of the
+        unified maximum and ran again. If one prompt asks for it, it covers the whole batch.
     """
 
     max_new_tokens: int = _option(
         128,
         _any_tokens,
-        flag=("N", "tokens to generate at most; {default}"),
+        flag=("N", "largest number of tokens to generate; {default}"),
         column="counts",
         elsewhere=("max_tokens", "max_length", "n_predict", "max_completion_tokens"),
     )
     min_new_tokens: int = _option(
         0,
         _any_tokens,
-        flag=("N", "not to end before this many tokens"),
+        flag=("N", "do not end before this many tokens"),
         elsewhere=("min_tokens", "min_length"),
     )
     do_sample: bool = _option(False, _flag)
-    temperature: float = _option(1.0, _temperature, "draw", ("T", "above 0 samples; 0 is greedy"))
+    temperature: float = _option(1.0, _temperature, "draw", ("T", "0 is greedy; above 0 samples"))
     top_k: int = _option(0, _any_tokens, "draw", ("K", "sample from the K likeliest"))
     top_p: float = _option(
-        1.0, _mass, "draw", ("P", "sample from the likeliest that hold the mass P")
+        1.0, _mass, "draw", ("P", "sample from the likeliest with total probability P")
     )
     min_p: float = _option(
         0.0, _mass, "draw", ("P", "sample from those at least P times as likely as the likeliest")
     )
     typical_p: float = _option(
-        1.0, _share, "draw", ("P", "sample from the most typical that hold the mass P")
+        1.0, _share, "draw", ("P", "sample from the most typical with total probability P")
     )
     repetition_penalty: float = _option(
-        1.0, _factor, "edit", ("X", "above 1 avoids what was there before")
+        1.0, _factor, "edit", ("X", "above 1 avoids tokens of the prompt and the answer")
     )
     presence_penalty: float = _option(
-        0.0, _penalty, "edit", ("X", "above 0 avoids what is in the answer"), in_files=False
+        0.0, _penalty, "edit", ("X", "above 0 avoids tokens of the answer"), in_files=False
     )
     frequency_penalty: float = _option(
-        0.0, _penalty, "edit", ("X", "the same, times how often it is in there"), in_files=False
+        0.0, _penalty, "edit", ("X", "the same, times their number of occurrences"), in_files=False
     )
-    no_repeat_ngram_size: int = _option(0, _ngram, "edit", ("N", "no N tokens in a row come twice"))
+    no_repeat_ngram_size: int = _option(
+        0, _ngram, "edit", ("N", "no N tokens in a row occur twice")
+    )
     bad_words_ids: tuple[tuple[int, ...], ...] = _option((), _words, "edit", depth=2)
     suppress_tokens: tuple[int, ...] = _option((), _ids, "edit", depth=1)
     begin_suppress_tokens: tuple[int, ...] = _option((), _ids, "edit", depth=1)
@@ -363,7 +372,7 @@ class GenerationConfig:
 
     def __post_init__(self):
         given = frozenset(name for name in OPTIONS if getattr(self, name) is not UNSET)
-        # No field, as it follows from them; kept, as each row of a batch asks for it many times.
+        # Not a field, because it follows from the fields. Stored, because it is read often.
         object.__setattr__(self, "_given", given)
         for name in given:
             option, value = OPTIONS[name], getattr(self, name)
@@ -382,15 +391,16 @@ class GenerationConfig:
 
     @property
     def given(self) -> frozenset[str]:
-        """The names of the fields that have a value."""
+        """The names of the fields that are given."""
         return self._given
 
     def filled(self, defaults: "GenerationConfig | None" = None) -> "GenerationConfig":
-        """The same with a value in every field.
+        """A copy with a value in every field.
 
         Args:
-          defaults: what gives the fields that are not given here, as far as it has them. Of
-            `min_new_tokens` and `max_new_tokens`, the one that is given here wins.
+          defaults: values for the fields that are not given here. Fields that it lacks get the
+            option's own default. If `min_new_tokens` would exceed `max_new_tokens`, the one that is
+            given here wins, and the other gets the same value.
         """
         if len(self._given) == len(OPTIONS):
             return self
@@ -409,13 +419,13 @@ class GenerationConfig:
 
     @property
     def sampled(self) -> bool:
-        """Tokens are drawn, not the likeliest."""
+        """Whether tokens are drawn, and not simply the likeliest chosen."""
         config = self.filled()
         return config.do_sample and config.temperature > 0
 
     @property
     def processors(self) -> Processors:
-        """The static set of active processors."""
+        """The set of active processors, a static argument of the programs."""
         config = self.filled()
         return Processors(
             edit=bool(config.min_new_tokens and config.eos_token_ids) or config._asks(_EDITS),
@@ -426,12 +436,12 @@ class GenerationConfig:
         )
 
     def _asks(self, names: Iterable[str]) -> bool:
-        """Whether any of these options is not at its default."""
+        """Whether any of these options differs from its default."""
         return any(getattr(self, name) != OPTIONS[name].default for name in names)
 
     @property
     def named_ids(self) -> dict[str, set[int]]:
-        """The ids that options name, by option; end-of-sequence ids may lie anywhere."""
+        """The ids in options, by option. End-of-sequence ids may be outside the vocabulary."""
         config = self.filled()
         return {
             "bad_words_ids": {i for word in config.bad_words_ids for i in word},
@@ -441,7 +451,7 @@ class GenerationConfig:
         }
 
     def id_outside(self, vocab_size: int) -> str | None:
-        """What of `named_ids` is in no vocabulary of that size, in words."""
+        """A message about the first id of `named_ids` outside the vocabulary; None without one."""
         for name, ids in self.named_ids.items():
             if ids and max(ids) >= vocab_size:
                 return f"{name} has id {max(ids)}, the vocabulary is 0..{vocab_size - 1}"
@@ -449,7 +459,7 @@ class GenerationConfig:
 
     @property
     def biases(self) -> list[tuple[int, float, int]]:
-        """(id, what is added to its logit, the step from which on it is not)."""
+        """(id, bias of its logit, first step without the bias)."""
         config = self.filled()
         return [
             *((i, bias, _ALWAYS) for i, bias in config.logit_bias),
@@ -464,7 +474,7 @@ class GenerationConfig:
 
     @property
     def bad_words(self) -> list[tuple[int, ...]]:
-        """As in transformers, an end-of-sequence id alone is no bad word."""
+        """`bad_words_ids` without single end-of-sequence ids, as in transformers."""
         config = self.filled()
         ends = {(i,) for i in config.eos_token_ids}
         return [word for word in config.bad_words_ids if word not in ends]
@@ -473,15 +483,23 @@ class GenerationConfig:
     def from_files(
         cls, generation: Mapping[str, Any], config: Mapping[str, Any], source: str
     ) -> "GenerationConfig":
-        """Defaults of a checkpoint: generation_config.json, and config.json where that is silent.
+        """The defaults of a checkpoint.
 
-        As in transformers, of options other than end-of-sequence ids config.json is asked only
-        where there is no generation_config.json, as in checkpoints of before 2023. What it asks for
-        and fdjax does not do is warned of. A length of prompt and response together (`max_length`)
-        is not taken over.
+        They come from generation_config.json. As in transformers, config.json counts only if there
+        is no generation_config.json, as in checkpoints from before 2023, but end-of-sequence ids
+        come from it whenever generation_config.json has none. `max_length`, which limits prompt and
+        response together, is ignored.
+
+        Args:
+          generation: content of generation_config.json, or {}.
+          config: content of config.json.
+          source: path of generation_config.json, for messages.
 
         Raises:
-          CheckpointError: a field has a value that cannot be meant.
+          CheckpointError: a field has an impossible value.
+
+        Warns:
+          UserWarning: the file contains an option that fdjax does not support.
         """
         eos = generation.get("eos_token_id")
         eos = config.get("eos_token_id") if eos is None else eos
@@ -496,8 +514,8 @@ class GenerationConfig:
         known = {n: generation[n] for n in names if generation.get(n) is not None}
         if (beams := generation.get("num_beams")) not in (None, 1):
             warnings.warn(
-                f"{source}: num_beams {beams!r} asks for beam search, which fdjax does not do; "
-                "it decodes greedily, or samples where do_sample is true",
+                f"{source}: num_beams {beams!r} asks for beam search, which is not supported; "
+                "fdjax decodes greedily, or samples if do_sample is true",
                 stacklevel=3,
             )
         for name, neutral in _NOT_HONOURED.items():
@@ -515,7 +533,7 @@ class GenerationConfig:
 OPTIONS: dict[str, Option] = {
     field.name: field.metadata["option"] for field in dataclasses.fields(GenerationConfig)
 }
-# Options that say what to draw from.
+# Options that turn sampling on.
 SAMPLED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role == "draw")
 _EDITS = tuple(name for name, option in OPTIONS.items() if option.role == "edit")
 
@@ -526,21 +544,21 @@ def per_row(
     *,
     sample_indices: Sequence[int] | None = None,
 ) -> Sampling:
-    """The requests of a batch as host arrays; rows without a request are greedy.
+    """Pack the options of a batch as host arrays. Rows without a configuration are greedy.
 
     Args:
-      configs: one per row; fields that are not given are at the option's own default.
-      batch: B, at least as many.
-      sample_indices: which sample of its prompt each row is; default the first.
+      configs: one configuration per row. Fields that are not given have the option's own default.
+      batch: number of rows B, at least as many as configurations.
+      sample_indices: index of each row among the samples of its prompt; default 0.
     """
     rows = [config.filled() for config in configs] + [_NOTHING] * (batch - len(configs))
     indices = [0] * len(configs) if sample_indices is None else sample_indices
 
-    # A greedy row draws from nothing.
+    # Options of drawing have no effect on a greedy row, so they are off there.
     drawn = [c if c.sampled else _NOTHING for c in rows]
 
-    def column(name, of):
-        return [getattr(c, name) for c in of]
+    def column(name, rows):
+        return [getattr(c, name) for c in rows]
 
     columns = {"reals": {}, "counts": {}}
     for name, option in OPTIONS.items():
@@ -555,7 +573,7 @@ def per_row(
     biases = [np.asarray(c.biases, np.float64).reshape(-1, 3).T for c in rows]
     words = [c.bad_words for c in rows]
     length = _width([word for row in words for word in row], 8)
-    # Padded in front, a word ends where its table ends.
+    # Words are padded in front, so that all of them end at the end of the table.
     words = [[[-1] * (length - len(w)) + list(w) for w in row] for row in words]
     return Sampling.pack(
         **columns,
@@ -568,13 +586,13 @@ def per_row(
 
 
 def _table(rows, least: int, fill, dtype) -> np.ndarray:
-    """Rows of different lengths as an array [B, width], one of few widths."""
+    """Pad rows of different lengths to an array [B, width], where the width is from `_width`."""
     width = _width(rows, least)
     return np.asarray([[*row, *[fill] * (width - len(row))] for row in rows], dtype)
 
 
 def _width(rows, least: int) -> int:
-    """The longest row, rounded up to one of few widths: each is a program of its own."""
+    """The length of the longest row, rounded up to `least` · 4^n: there are few programs."""
     width = least
     while width < max(map(len, rows), default=0):
         width *= 4

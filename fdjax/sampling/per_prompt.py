@@ -1,4 +1,4 @@
-"""Options as they are given, for all prompts or a value for each, as a configuration of each."""
+"""Turns the options of a call, common or with one value per prompt, into one configuration each."""
 
 import dataclasses
 import difflib
@@ -12,7 +12,7 @@ import numpy as np
 
 from fdjax.sampling.options import OPTIONS, SAMPLED_OPTIONS, UNSET, GenerationConfig
 
-# Arguments of other libraries that are no options here, and what to do instead.
+# Arguments of other libraries that are no options here, with advice for the error.
 _INSTEAD = {
     "generation_config": "pass the configuration as `config`",
     "sampling_params": "pass a GenerationConfig as `config`",
@@ -34,12 +34,23 @@ def per_prompt(
     options: dict[str, Any],
     count: int,
 ) -> list[tuple[GenerationConfig, bool]]:
-    """The filled configuration of each of `count` prompts, and whether `max_new_tokens` was given.
+    """The configuration of each prompt of a call.
 
     Args:
-      defaults: the checkpoint's, for what neither `config` nor `options` gives.
-      config, options: as in `LM.generate`.
-      count: of the prompts.
+      defaults: the checkpoint's options, for those that neither `config` nor `options` gives.
+      config, options: as in `LM.generate`; `options` wins.
+      count: number of prompts.
+
+    Returns:
+      For each prompt (configuration with a value in every field, whether the caller gave
+      `max_new_tokens`).
+
+    Raises:
+      ValueError: an option is out of range or has another number of values than prompts.
+      TypeError: there is no such option, or `config` is no `GenerationConfig`.
+
+    Warns:
+      UserWarning: an option of sampling is given, but nothing is sampled.
     """
     config = GenerationConfig() if config is None else config
     if not isinstance(config, GenerationConfig):
@@ -68,7 +79,7 @@ def per_prompt(
     if named and rows and not any(row.do_sample for row, _ in rows):
         names = ", ".join(sorted(named))
         warnings.warn(
-            f"{names}: no effect, as do_sample is False; set it, or a temperature",
+            f"{names}: no effect, because do_sample is False; set it, or a temperature",
             stacklevel=4,
         )
     if len({row.logits_processors for row, _ in rows}) > 1:
@@ -77,7 +88,7 @@ def per_prompt(
 
 
 def _hint(unknown: str) -> str:
-    """What a caller who gives an unknown option may have meant."""
+    """Advice for a caller who gives an unknown option."""
     if unknown in _INSTEAD:
         return _INSTEAD[unknown]
     for name, option in OPTIONS.items():
@@ -89,7 +100,7 @@ def _hint(unknown: str) -> str:
 
 
 def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:
-    """What an option is for one of the prompts."""
+    """The value of an option for prompt `i` of `count`."""
     if isinstance(value, np.ndarray | jax.Array):
         value = value.tolist()
     if _is_per_prompt(name, value):
@@ -113,7 +124,7 @@ def _is_per_prompt(name: str, value: Any) -> bool:
 
 
 def _is_bias(value: Any) -> bool:
-    """Whether it is all of a bias, {id: bias} or pairs, and not one pair."""
+    """Whether a value is a whole `logit_bias`, as {id: bias} or as pairs, and not a single pair."""
     pairs = isinstance(value, list | tuple) and all(isinstance(v, list | tuple) for v in value)
     return pairs or isinstance(value, Mapping)
 

@@ -1,7 +1,7 @@
 """Edits of the logits before a token is chosen: biases, penalties and bans.
 
-Formulas are those of transformers where it has the option, of vLLM otherwise. Rows without a wish
-keep their logits bit by bit. What no row of a batch asks for is skipped on the device.
+The formulas are those of transformers, or those of vLLM if transformers lacks the option. A row
+that does not use an option keeps its logits bit for bit. The device skips edits that no row uses.
 """
 
 from collections.abc import Callable
@@ -18,18 +18,18 @@ MAX_NGRAM = 32
 def edit_logits(
     logits: Array, sampling: Sampling, ids: Array, lengths: Array, steps: Array
 ) -> Array:
-    """Biases, repetition penalty, frequency and presence penalty, bans of n-grams and of words.
+    """Apply biases, repetition, frequency and presence penalty, and bans of n-grams and words.
 
-    With c(t) how often t is in the response: repetition penalty r divides a logit x above 0 by r,
-    and multiplies one below by r, where t is in the prompt or the response; then
-    x - frequency · c(t) - presence · [c(t) > 0].
+    A repetition penalty r changes the logit x of each token t in the prompt or the response: it
+    divides x by r if x > 0 and multiplies it by r if x < 0. Then x becomes
+    x - frequency · c(t) - presence · [c(t) > 0], where c(t) counts t in the response.
 
     Args:
       logits: [B, V] fp32.
-      sampling: per-row values.
+      sampling: options of each row.
       ids: [B, S] int32 tokens of each row, prompt and response.
-      lengths: [B] int32 how many of them there are.
-      steps: [B] int32 how many of these are the response.
+      lengths: [B] int32 number of tokens in the row.
+      steps: [B] int32 number of tokens in the response.
 
     Returns:
       [B, V] fp32, -inf where a token is forbidden.
@@ -64,18 +64,21 @@ def edit_logits(
 
 
 def where_asked[T](asked: Array, change: Callable[[T], T], values: T) -> T:
-    """`change(values)` if any row asked for it; for the others it must be the identity."""
+    """`change(values)` if `asked` is true for any row, else `values`.
+
+    `change` must not alter the other rows.
+    """
     return lax.cond(jnp.any(asked), change, lambda values: values, values)
 
 
 def _counts(ids, counted, v):
-    """[B, V] int32 how often each token occurs where `counted` [B, S]."""
+    """[B, V] int32 number of occurrences of each token in the places where `counted` [B, S]."""
     zeros = jnp.zeros((ids.shape[0], v), jnp.int32)
     return _rows_at(zeros, jnp.where(counted, ids, -1)).add(1, mode="drop")
 
 
 def _ban_ngrams(logits, ids, lengths, n):
-    """Forbid what followed an earlier occurrence of a row's last n-1 tokens."""
+    """Forbid each token that followed an earlier occurrence of the row's last n-1 tokens."""
     positions = jnp.arange(ids.shape[1], dtype=jnp.int32)
     back = jnp.arange(1, MAX_NGRAM, dtype=jnp.int32)
     before = positions[:, None] - back[None]
@@ -88,7 +91,7 @@ def _ban_ngrams(logits, ids, lengths, n):
 
 
 def _ban_words(logits, ids, lengths, words):
-    """Forbid the last token of a word whose other tokens are the row's last."""
+    """Forbid the last token of each word, if the row ends with the other tokens of the word."""
     start, final = words[:, :, :-1], words[:, :, -1]
     t = start.shape[-1]
     at = lengths[:, None] - t + jnp.arange(t, dtype=jnp.int32)[None]
@@ -99,7 +102,7 @@ def _ban_words(logits, ids, lengths, words):
 
 
 def _rows_at(array, ids):
-    """`array.at` of ids [B, N] in each row of array [B, V]; an id below 0 is dropped."""
+    """`array.at` for ids [B, N] in each row of array [B, V]; negative ids are dropped."""
     b, v = array.shape
     rows = jnp.arange(b, dtype=jnp.int32)[:, None]
     return array.at[rows, jnp.where(ids < 0, v, ids)]

@@ -1,5 +1,7 @@
-"""From logits to the next token. Every value is data, one per row; only the set of active
-processors is static, so two requests that differ in temperature share a program.
+"""Chooses the next token from logits.
+
+All option values are data, one per row. Only the set of active processors is static, so requests
+that differ in temperature share a program.
 """
 
 import dataclasses
@@ -16,31 +18,32 @@ from fdjax.sampling.callbacks import called
 from fdjax.sampling.processors import edit_logits, where_asked
 from fdjax.sampling.values import Sampling
 
-# (ids [B,S] int32, lengths [B] int32, scores [B,V] fp32) → scores [B,V] fp32. Of the ids, those
-# before a row's length are its prompt and what it has generated.
+# (ids [B,S] int32, lengths [B] int32, scores [B,V] fp32) → scores [B,V] fp32. The first `lengths`
+# ids of a row are its prompt and response. The others are meaningless.
 LogitsProcessor = Callable[[Array, Array, Array], Array]
 
-# Chosen in place of a token where a row's logits are not finite, or where no token is left.
+# Results instead of a token, if a row's logits are not finite, or if all tokens are forbidden.
 NOT_FINITE = -2
 ALL_FORBIDDEN = -3
 
-# Alternatives whose log-probabilities can be asked for.
+# Largest number of likeliest tokens that `return_logprobs` may ask for.
 MAX_TOP_LOGPROBS = 20
 
-# Draws for each key by itself, whatever JAX is told to take for other keys.
+# The random generator, fixed so that the user's JAX settings do not change the draws.
 _GENERATOR = "threefry2x32"
 
 
 @dataclasses.dataclass(frozen=True)
 class Processors:
-    """The static set of active processors: a program per set, whatever the values.
+    """The set of active processors. It is static: each set has one program.
 
     Attributes:
-      edit: biases, penalties and bans, before a token is chosen.
-      sample: temperature, and with it the draw.
-      truncate: top-k, top-p, min-p and typical-p.
-      logprobs: log-probabilities.
-      custom: one's own, in this order, after the edits and before the temperature.
+      edit: whether biases, penalties and bans change the logits.
+      sample: whether tokens are drawn, with a temperature.
+      truncate: whether top-k, top-p, min-p and typical-p limit the draw.
+      logprobs: whether log-probabilities are returned.
+      custom: the caller's own processors. They run in this order, after the edits and before the
+        temperature.
     """
 
     edit: bool = False
@@ -60,13 +63,13 @@ class Processors:
 
     @property
     def tier(self) -> "Processors":
-        """The smallest of a few sets that holds this one: few sets are few programs."""
+        """The smallest set in `_TIERS` that contains this one, so that there are few programs."""
         tier = next(t for t in _TIERS if t | dataclasses.replace(self, custom=()) == t)
         return dataclasses.replace(tier, custom=self.custom)
 
     @property
     def everything(self) -> "Processors":
-        """All processors, for a program that runs too seldom to have variants."""
+        """All processors. Prefill uses this set, because it runs too seldom to need variants."""
         return dataclasses.replace(_TIERS[-1], custom=self.custom)
 
 
@@ -80,12 +83,13 @@ _TIERS = (
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities under the raw logits, with N = `MAX_TOP_LOGPROBS` or the vocabulary.
+    """Log-probabilities under the raw logits, with N = `MAX_TOP_LOGPROBS` or the vocabulary size.
 
     Attributes:
-      chosen: [B] fp32, of the token chosen.
-      top: [B, N] fp32, of the likeliest tokens in descending order, where any row asked for some.
-      top_ids: [B, N] int32.
+      chosen: [B] fp32 log-probability of the chosen token.
+      top: [B, N] fp32 log-probabilities of the likeliest tokens in descending order; zeros if no
+        row asked for them.
+      top_ids: [B, N] int32 ids of these tokens.
     """
 
     chosen: Array
@@ -105,22 +109,26 @@ def next_tokens(
 ) -> tuple[Array, Logprobs | None]:
     """Choose the next token of each row.
 
-    Processors apply in the order of transformers: the edits of `edit_logits`, one's own, then,
-    where a row is sampled, temperature, top-k, top-p, min-p, typical-p. Unlike there, tokens that
-    tie at the edge of top-p are all kept. A row's random key is fold_in(key(seed), sample index,
-    step), so its samples do not depend on the batch it is in.
+    Processors run in the order of transformers: the edits of `edit_logits`, the caller's own, and
+    in sampled rows temperature, top-k, top-p, min-p, typical-p. Unlike transformers, top-p keeps
+    all tokens that tie at its limit. A row's random key is fold_in(key(seed), sample index, step),
+    so its samples do not depend on the rest of the batch.
 
     Args:
       logits: [B, V] fp32.
-      sampling: per-row values.
+      sampling: options of each row.
       ids: [B, S] int32 tokens of each row, prompt and response.
-      lengths: [B] int32 how many of them there are.
-      steps: [B] int32 tokens generated so far.
-      processors: which of them act.
-      batch_invariant: log-probabilities do not depend, in their last bit, on B below 128.
+      lengths: [B] int32 number of tokens in the row.
+      steps: [B] int32 number of tokens generated so far.
+      processors: the active processors.
+      batch_invariant: whether log-probabilities must be equal to the last bit for all B below 128.
 
     Returns:
-      (tokens [B] int32 or `NOT_FINITE` or `ALL_FORBIDDEN`, their `Logprobs` or None).
+      (tokens [B] int32, or `NOT_FINITE` or `ALL_FORBIDDEN` in their place; their `Logprobs`, or
+      None).
+
+    Raises:
+      ValueError: a custom processor returns another shape, or numbers that are not real.
     """
     best, tokens = _best(logits)
     finite = jnp.isfinite(best)
@@ -154,7 +162,7 @@ def next_tokens(
 
 
 def _best(scores):
-    """The largest score of each row, NaN where there is one, and the first token that has it."""
+    """(largest score of each row, or NaN if the row has one; first token with this score)."""
 
     def larger(a, b):
         first = (a[0] > b[0]) | jnp.isnan(a[0]) & ~jnp.isnan(b[0])
@@ -169,7 +177,7 @@ def _best(scores):
 
 def _sample(scores, sampling, steps, processors):
     temperature = jnp.where(sampling.temperature > 0, sampling.temperature, 1.0)
-    # Relative to the maximum, a temperature however small divides to -inf and never to +inf.
+    # The maximum is subtracted first, so a tiny temperature gives -inf but never +inf.
     scores = (scores - jnp.max(scores, axis=-1, keepdims=True)) / temperature[:, None]
     if processors.truncate:
         scores = _truncate(scores, sampling)
@@ -179,14 +187,14 @@ def _sample(scores, sampling, steps, processors):
         key = jax.random.fold_in(jax.random.fold_in(key, index), step)
         return jax.random.categorical(key, scores, mode="low")
 
-    # Settings of JAX that change what a key draws are pinned, so that a seed keeps its meaning.
+    # This JAX setting would change the draws of a key, so it is fixed: a seed keeps its meaning.
     with jax.threefry_partitionable(True):
         tokens = jax.vmap(draw)(sampling.seed, sampling.sample_index, steps, scores)
     return tokens.astype(jnp.int32)
 
 
 def _truncate(scores, sampling):
-    """Scores with a maximum of 0, and -inf for the tokens that are not to be drawn."""
+    """Set the scores of tokens that must not be drawn to -inf. The largest score must be 0."""
     top_k, top_p = sampling.top_k, sampling.top_p
     min_p, typical_p = sampling.min_p, sampling.typical_p
 
@@ -216,19 +224,23 @@ def _truncate(scores, sampling):
 
 
 def _keep_first(scores, distance, weights, limit):
-    """Keep a token while those that come before it weigh less than a limit.
+    """Keep each token for which the tokens before it, by distance, weigh less than the limit.
 
-    Without sorting, which takes many kernels and, where a library does it, cannot be part of a CUDA
-    graph: digit by digit, find the greatest distance with less than the limit of weight before it.
+    It finds the greatest distance that is kept, digit by digit. Sorting would take many kernels,
+    and a library's sort cannot be part of a CUDA graph.
 
     Args:
-      scores: [B, V].
-      distance: [B, V] fp32, at least 0; the least comes first, equals share their fate.
+      scores: [B, V] fp32.
+      distance: [B, V] fp32, at least 0. Small distances come first. Tokens at the same distance are
+        all kept or all dropped.
       weights: [B, V] fp32, at least 0.
-      limit: [B] fp32; what comes first is kept however small it is.
+      limit: [B] fp32. The first token is kept even if the limit is 0.
+
+    Returns:
+      [B, V] the scores, with -inf for dropped tokens.
     """
     limit = jnp.maximum(limit, jnp.finfo(jnp.float32).tiny)
-    # Floats from 0 to infinity are ordered as the integers of the same bits, 31 of them.
+    # Non-negative floats have the same order as the integers of the same 31 bits.
     keys = lax.bitcast_convert_type(jnp.abs(distance), jnp.int32)
     last = jnp.zeros((scores.shape[0],), jnp.int32)
     for shift in range(25, -1, -5):
@@ -249,7 +261,7 @@ def _logprobs(logits, tokens, sampling, batch_invariant):
 
     def likeliest(none):
         rest, found = logits, []
-        # Like any sort, `lax.top_k` may be a library's, which no CUDA graph can hold.
+        # `lax.top_k` may call a library, which cannot be part of a CUDA graph.
         for _ in range(n):
             best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
             found.append((_at(rest, best) - total, best))
@@ -262,5 +274,5 @@ def _logprobs(logits, tokens, sampling, batch_invariant):
 
 
 def _at(scores, tokens):
-    """scores [B,V] of tokens [B]."""
+    """[B] the scores [B, V] of tokens [B]."""
     return jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]

@@ -1,4 +1,4 @@
-"""What each row of a batch asked for, as few arrays: `Sampling`."""
+"""The options of each row of a batch, packed in few arrays: `Sampling`."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -12,21 +12,21 @@ from jax import Array, lax
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """What each row asked for, in few arrays: each costs the host a microsecond a call.
+    """The options of each row, packed in few arrays, because each costs the host 1 µs per call.
 
-    The columns of `reals` and `counts` are attributes by their names, [B] each: options that have a
-    value for each row, `seed` as uint32, `sample_index` (which of several samples of one prompt
-    this row is) and `top_logprobs` (0 is off). A `temperature` of 0 is greedy.
+    Each column of `reals` and `counts` is also an attribute [B] with the name of the option. Beside
+    the options there are `seed` as uint32, `sample_index` (the row's index among the samples of its
+    prompt) and `top_logprobs` (0 is off). A `temperature` of 0 is greedy.
 
     Attributes:
-      reals: [B, R] fp32.
-      counts: [B, C] int32.
+      reals: [B, R] fp32 options with real values.
+      counts: [B, C] int32 options with integer values.
       stop_tokens: [B, N] int32 end-of-sequence ids, padded with -1.
-      bias: [B, M] fp32 added to the logits of `bias_ids`; -inf forbids.
-      bias_ids: [B, M] int32, padded with -1.
-      bias_until: [B, M] int32, the step from which on a bias is not added.
-      bad_words: [B, W, T] int32 sequences that must not come about, padded in front with -1.
-      names: of the columns of `reals`, and of those of `counts`.
+      bias: [B, M] fp32 numbers added to the logits of `bias_ids`; -inf forbids a token.
+      bias_ids: [B, M] int32 token ids, padded with -1.
+      bias_until: [B, M] int32 first step without the bias.
+      bad_words: [B, W, T] int32 forbidden sequences of tokens, padded in front with -1.
+      names: (names of the columns of `reals`, names of the columns of `counts`).
     """
 
     reals: Array
@@ -50,7 +50,12 @@ class Sampling:
     def pack(
         cls, reals: Mapping[str, Sequence], counts: Mapping[str, Sequence], **arrays: np.ndarray
     ) -> "Sampling":
-        """From B values for each column by name, and the other attributes as host arrays."""
+        """Pack host values.
+
+        Args:
+          reals, counts: B values for each column, by name.
+          **arrays: the other attributes.
+        """
         return cls(
             reals=np.array([*reals.values()], np.float32).T,
             counts=np.array([*counts.values()], np.int32).T,
@@ -59,5 +64,5 @@ class Sampling:
         )
 
     def rows(self, index: Array) -> "Sampling":
-        """What some rows asked for."""
+        """The options of the rows with these indices [N] int32."""
         return jax.tree.map(lambda a: a[index], self)

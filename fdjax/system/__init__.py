@@ -1,1 +1,1 @@
-"""What fdjax needs of the machine: files, signals, the platform JAX runs on."""
+"""The machine below fdjax: files, signals, memory, and the platform that JAX runs on."""

@@ -26,9 +26,9 @@ _DIGEST_BYTES = 32
 _READS = "/jax/compilation_cache/compile_requests_use_cache"
 # JAX records it when it has compiled a program and is about to write its entry.
 _WRITES = "/jax/compilation_cache/cache_misses"
-# A setting with which JAX compiles once more to compare with the entry.
+# With this setting, JAX compiles a cached program again to compare it with the entry.
 _COMPARES = "jax_compilation_cache_check_contents"
-# Of JAX, from the one that records the event to the one that names the entry.
+# Number of JAX's stack frames from the one that records the event to the one that holds the name.
 _FRAMES = 3
 _ZSTD = b"\x28\xb5\x2f\xfd"
 
@@ -117,5 +117,5 @@ def _is_damaged(path: Path) -> bool:
         return True
     try:
         return not compilation_cache.decompress_executable(entry)
-    except Exception:  # of zlib or of zstd, whichever JAX has
+    except Exception:  # from zlib or zstd, whichever JAX uses
         return not entry.startswith(_ZSTD)

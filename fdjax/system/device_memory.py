@@ -1,4 +1,4 @@
-"""How much memory a device has, and has left."""
+"""The memory of a device: total and free."""
 
 import os
 
@@ -6,9 +6,12 @@ import jax
 
 
 def device_memory_bytes(device: jax.Device | None = None) -> int | None:
-    """Bytes JAX may allocate on a device: the allocator's limit, or the machine's memory.
+    """Bytes that JAX may allocate on a device, or None if unknown.
 
-    None where neither is known.
+    On a GPU it is the allocator's limit, on a CPU the machine's memory.
+
+    Args:
+      device: default the first local one.
     """
     device = device or jax.local_devices()[0]
     stats = device.memory_stats() or {}
@@ -20,12 +23,12 @@ def device_memory_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def free_memory_bytes(device: jax.Device | None = None) -> int | None:
-    """`device_memory_bytes` less what the allocator has given out."""
+    """`device_memory_bytes` minus the bytes that are allocated; None if unknown."""
     device = device or jax.local_devices()[0]
     limit = device_memory_bytes(device)
     return limit and limit - (device.memory_stats() or {}).get("bytes_in_use", 0)
 
 
 def gigabytes(count: int) -> str:
-    """A number of bytes for people, in units of 1000."""
+    """Format a number of bytes in decimal units, such as "1.500 GB" or "12.000 MB"."""
     return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"

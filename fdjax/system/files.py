@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Writes files as a whole or not at all."""
 
 import json
 import os
@@ -8,11 +8,16 @@ from typing import Any
 
 
 def write_whole(path: str | Path, text: str) -> None:
-    """Write a UTF-8 text, making the folders above it; what fails leaves the file as it was."""
+    """Write a UTF-8 text and create the folders above it. A failure leaves an old file unchanged.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
     path = Path(path)
-    file = path.resolve()  # a link stays one
+    file = path.resolve()  # a link stays a link
     if path.exists() and not (path.is_file() and os.access(file.parent, os.W_OK)):
-        path.write_text(text, encoding="utf-8")  # into a device, a pipe, or all that may be written
+        # A device or a pipe, or a file in a folder where no other file may be created.
+        path.write_text(text, encoding="utf-8")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
     part = file.with_name(f"{file.name}.{os.getpid()}")
@@ -24,6 +29,9 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def json_by_line(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> str:
-    """JSON of an object: what `head` holds, and under `name` a list, an item to a line."""
+    """JSON of the object `head` with one more key: `name`, a list with one item per line.
+
+    `head` must not be empty.
+    """
     lines = ",\n".join("  " + json.dumps(item) for item in items)
     return f'{json.dumps(head, indent=1)[:-2]},\n "{name}": [\n{lines}\n ]\n}}\n'

@@ -1,10 +1,12 @@
-"""Ctrl-C that is not lost.
+"""Makes sure that Ctrl-C is not lost.
 
-Python raises KeyboardInterrupt wherever the main thread is. In a finaliser or in a callback of the
-garbage collector, of which JAX has one, an exception is ignored; in a comparison that a cache of
-JAX asks for it becomes a RuntimeError. One Ctrl-C in four while JAX compiles met one of the two.
-In an import it may become an ImportError, or end the process in the middle of a C++ module, and
-while JAX starts its platforms it is logged and forgotten.
+Python raises KeyboardInterrupt wherever the main thread is, and there are places that lose it:
+
+- A finaliser or a callback of the garbage collector ignores exceptions. JAX has such a callback.
+- A comparison inside one of JAX's caches turns it into a RuntimeError. While JAX compiled, one
+  Ctrl-C in four met this case or the one above.
+- An import may turn it into an ImportError, or it may end the process inside a C++ module.
+- JAX logs and drops it while it starts its platforms.
 """
 
 import contextlib
@@ -15,19 +17,19 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-# Long enough to be back from where exceptions are ignored.
+# Time until the next attempt, long enough to leave the code that ignores exceptions.
 _AGAIN_AFTER_SECONDS = 0.05
 
-# Inside how many `held` blocks the main thread is.
+# Number of `held` blocks that the main thread is inside.
 _holds = 0
 
 
 @contextlib.contextmanager
 def delivered() -> Iterator[None]:
-    """Raise a KeyboardInterrupt once more that was ignored, and one that became another error.
+    """Raise KeyboardInterrupt again if it was ignored or became another error inside this block.
 
-    It waits for the end of an import, and of `held`. For the main thread of a program on Unix,
-    elsewhere nothing is changed.
+    During an import and inside `held`, the interrupt is delayed until their end. This works in the
+    main thread on Unix. Elsewhere the block changes nothing.
     """
     if threading.current_thread() is not threading.main_thread() or os.name != "posix":
         yield
@@ -60,7 +62,7 @@ def delivered() -> Iterator[None]:
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """A part that would lose a KeyboardInterrupt: inside `delivered`, it is raised afterwards."""
+    """Delay KeyboardInterrupt to the end of this block. It works only inside `delivered`."""
     global _holds
     main = threading.current_thread() is threading.main_thread()
     _holds += main
@@ -78,7 +80,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 def _imports(frame: FrameType | None) -> bool:
-    """Whether code that an import runs is interrupted."""
+    """Whether the interrupted code runs inside an import."""
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
             return True

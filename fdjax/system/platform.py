@@ -1,4 +1,4 @@
-"""The machine around JAX: the compilation cache, and a GPU nobody uses."""
+"""The machine below JAX: the compilation cache, the driver, and a GPU that JAX does not use."""
 
 import logging
 import os
@@ -17,7 +17,7 @@ logger = logging.getLogger("fdjax")
 
 
 def compilation_cache_folder() -> Path:
-    """Where compiled programs are kept: where JAX was told, else in the user's cache folder.
+    """The folder of compiled programs: JAX's configured one, else one in the user's cache folder.
 
     Raises:
       RuntimeError: there is no home directory.
@@ -29,9 +29,10 @@ def compilation_cache_folder() -> Path:
 
 
 def enable_compilation_cache(folder: Path | None = None) -> None:
-    """Keep compiled programs on disk, unless JAX is already configured to.
+    """Keep compiled programs on disk, unless JAX is already configured to do so.
 
-    An entry of JAX's cache that is damaged is written anew, wherever the cache is.
+    In both cases, damaged entries of the cache are replaced. If the folder cannot be written, there
+    is no cache, and that is logged.
 
     Args:
       folder: default `$XDG_CACHE_HOME/fdjax/xla`, or `~/.cache/fdjax/xla`.
@@ -42,7 +43,7 @@ def enable_compilation_cache(folder: Path | None = None) -> None:
     try:
         folder = compilation_cache_folder() if folder is None else folder
         folder.mkdir(parents=True, exist_ok=True)
-        # JAX would warn of each program that it cannot write.
+        # JAX would warn for each program that it cannot write.
         if not os.access(folder, os.W_OK | os.X_OK):
             raise PermissionError(f"{folder} cannot be written")
     except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
@@ -53,14 +54,14 @@ def enable_compilation_cache(folder: Path | None = None) -> None:
 
 
 class NoDeviceError(RuntimeError):
-    """JAX cannot start the platform that it was told to use."""
+    """JAX cannot start the platform that it is configured to use."""
 
 
 def default_backend() -> str:
-    """The platform JAX runs on.
+    """The platform that JAX runs on, such as "gpu" or "cpu".
 
     Raises:
-      NoDeviceError: there is none; the message says what was asked for.
+      NoDeviceError: JAX cannot start a platform. The message names the configured one.
     """
     try:
         with interrupts.held():
@@ -78,7 +79,7 @@ def nvidia_driver_present() -> bool:
 
 
 def nvidia_driver_version() -> str | None:
-    """Version of the NVIDIA kernel driver, such as "580.65.06"; None without one."""
+    """Version of the NVIDIA kernel driver, such as "580.65.06", or None without a driver."""
     try:
         found = re.search(r"\b\d{3,}(\.\d+)+\b", _DRIVER.read_text())
     except OSError:
@@ -87,12 +88,12 @@ def nvidia_driver_version() -> str | None:
 
 
 def gpu_is_idle() -> bool:
-    """Whether there is an NVIDIA GPU that JAX cannot use, and nobody asked for the CPU."""
+    """Whether there is an NVIDIA driver, JAX runs on the CPU, and nobody asked for the CPU."""
     return default_backend() == "cpu" and nvidia_driver_present() and not _cpu_was_asked_for()
 
 
 def warn_of_idle_gpu() -> None:
-    """Warn when there is an NVIDIA GPU and JAX cannot use it."""
+    """Warn if there is an NVIDIA GPU that JAX cannot use."""
     if gpu_is_idle():
         warnings.warn(
             "this machine has an NVIDIA driver but JAX sees only the CPU; "

@@ -1,18 +1,18 @@
-"""What a process must allow for JAX: transfers between host and device, and no fork after use."""
+"""Makes a process fit for JAX: allows transfers, and refuses a fork after use."""
 
 import functools
 import os
 
 import jax
 
-# The process in which fdjax first ran anything.
+# The process that first used fdjax.
 _first_pid: int | None = None
 
 
 def refuse_forked() -> None:
-    """Raise RuntimeError in a process that was forked from one that had called this.
+    """Raise RuntimeError if the parent process called this before it forked the present one.
 
-    JAX runs threads, which a forked process does not have: it would wait for them for ever.
+    JAX runs threads. A forked process does not have them and would wait for them forever.
     """
     global _first_pid
     if _first_pid is None:
@@ -24,6 +24,6 @@ def refuse_forked() -> None:
         )
 
 
-# Decorates functions and opens `with` blocks whose transfers are meant, whatever the user's
-# `jax_transfer_guard` says of others.
+# Allows transfers in a decorated function or a `with` block, whatever the user's setting of
+# `jax_transfer_guard`.
 transfers_allowed = functools.partial(jax.transfer_guard, "allow")

@@ -1,1 +1,1 @@
-"""Text in and out: tokenizer, prompts, chat templates, conversations."""
+"""Text in and text out: tokenizer, prompts, chat templates, conversations."""

@@ -1,7 +1,7 @@
-"""The `tokenizers.Tokenizer` of a checkpoint, built as transformers' AutoTokenizer builds it.
+"""Builds the `tokenizers.Tokenizer` of a checkpoint as transformers' AutoTokenizer does.
 
-Some classes of transformers take only the vocabulary and the merges from tokenizer.json, and have
-an own pipeline around them. The others run tokenizer.json as it stands.
+Some classes of transformers take only the vocabulary and the merges from tokenizer.json and put
+their own pipeline around them. The others use the whole file.
 """
 
 from collections.abc import Callable
@@ -25,10 +25,14 @@ _FIELDS = ("content", "single_word", "lstrip", "rstrip", "normalized", "special"
 
 
 def build(path: Path, files: TokenizerFiles) -> tokenizers.Tokenizer:
-    """The tokenizer of a tokenizer.json and of the files beside it.
+    """Build a tokenizer.
+
+    Args:
+      path: tokenizer.json.
+      files: the content of the files beside it.
 
     Raises:
-      CheckpointError: tokenizer.json, or a token of another file, is damaged.
+      CheckpointError: tokenizer.json is damaged, or a token in another file is.
     """
     refuse_pointer(path)
     try:
@@ -61,7 +65,7 @@ def build(path: Path, files: TokenizerFiles) -> tokenizers.Tokenizer:
 def _add_tokens(
     tokenizer: tokenizers.Tokenizer, stored: tokenizers.Tokenizer, files: TokenizerFiles
 ) -> None:
-    """Add the tokens that are not there yet, and mark the named ones as special."""
+    """Add the tokens that the tokenizer lacks, and mark those with a role as special."""
     added = {i: _added_token(token) for i, token in files.added.items()}
     if files.keeps_added:
         added |= stored.get_added_tokens_decoder()
@@ -89,7 +93,7 @@ def _added_token(token: StoredToken | AddedToken, *, special: bool = False) -> A
 
 
 def _bpe(model: models.BPE, **options: Any) -> tokenizers.Tokenizer:
-    """A bare tokenizer of a vocabulary and its merges; of the model's own options none stays."""
+    """A tokenizer with the model's vocabulary and merges, but only these of its options."""
     neutral = dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix"))
     neutral |= {"end_of_word_suffix": None, "ignore_merges": False}
     neutral |= {"fuse_unk": False, "byte_fallback": False}

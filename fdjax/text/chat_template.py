@@ -1,7 +1,7 @@
-"""A checkpoint's chat templates: messages in, the text of one prompt out.
+"""Chat templates of a checkpoint, which render messages as the text of one prompt.
 
-Templates are Jinja programs that come with a checkpoint, so they run in a sandbox with limits and
-see nothing but plain data.
+Templates are Jinja programs from the checkpoint and are not trusted. They run in a sandbox with
+limits and see only plain data.
 """
 
 import dataclasses
@@ -25,8 +25,8 @@ from fdjax.weights.checkpoint import is_there, read_json
 
 Message = Mapping[str, Any]
 
-# Stands at the end of a message that is to be continued. With the space it also tells whether the
-# template trims what a message ends with.
+# Appended to a message that is to be continued, to find its end in the rendered text. The space
+# shows whether the template trims the end of a message.
 _OPEN_END = "[this message goes on here] "
 
 
@@ -35,9 +35,9 @@ class ChatTemplate:
     """The chat templates of one checkpoint.
 
     Attributes:
-      templates: Jinja source by name; a checkpoint with a single one calls it "default".
-      special_tokens: what templates see as `bos_token`, `eos_token` and so on.
-      source: what to call it in errors.
+      templates: Jinja source by name. A single template has the name "default".
+      special_tokens: texts that templates see as `bos_token`, `eos_token` and so on.
+      source: name of the checkpoint or file in errors.
     """
 
     templates: Mapping[str, str]
@@ -46,15 +46,18 @@ class ChatTemplate:
 
     @classmethod
     def from_folder(cls, folder: Path, beside: TokenizerFiles | None = None) -> "ChatTemplate":
-        """The templates of a checkpoint folder; without any, `render` needs one given.
+        """Read the templates of a checkpoint folder. There may be none.
 
-        `beside` saves reading what the folder says about special tokens.
+        The first of these places with a template is read: chat_template.jinja together with
+        additional_chat_templates/*.jinja; `chat_template` in tokenizer_config.json, which is a text
+        or a list of named texts; chat_template.json.
 
-        chat_template.jinja and additional_chat_templates/*.jinja go before the `chat_template` of
-        tokenizer_config.json, a text or a list of named ones, and that before chat_template.json.
+        Args:
+          folder: the checkpoint.
+          beside: its tokenizer files, if they have been read already.
 
         Raises:
-          CheckpointError: a file cannot be read or has another form.
+          CheckpointError: a file cannot be read or has a wrong form.
         """
         config = folder / "tokenizer_config.json"
         data = read_json(config, required=False)
@@ -86,20 +89,23 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The text that a model continues with its answer; arguments mean what transformers' do.
+        """Render messages as text. The arguments have the meaning they have in transformers.
 
         Args:
-          messages: dicts with "role" and "content"; keys whose value is None are left out.
-          tools: JSON schemas of functions the model may call.
-          documents: dicts the template may cite.
-          chat_template: the name of one of `templates`, or Jinja source. Default: "tool_use" when
-            there are tools and such a template, else "default".
-          add_generation_prompt: end with what opens the assistant's message.
-          continue_final_message: leave the last message open.
-          **variables: what else the template reads, such as `enable_thinking`.
+          messages: dicts with "role" and "content". Keys with the value None are left out.
+          tools: JSON schemas of functions that the model may call.
+          documents: dicts that the template may show to the model.
+          chat_template: the name of one of `templates`, or Jinja source. Default: "tool_use" if
+            there are tools and a template of this name, else "default".
+          add_generation_prompt: end the text with the beginning of the assistant's message.
+          continue_final_message: end the text inside the last message.
+          **variables: further variables of the template, such as `enable_thinking`.
+
+        Returns:
+          The text that the model continues.
 
         Raises:
-          ValueError: there is no template, or it refuses these messages.
+          ValueError: there is no template, it refuses these messages, or it exceeds a limit.
           CheckpointError: the checkpoint's template is not valid Jinja.
         """
         if add_generation_prompt and continue_final_message:
@@ -110,7 +116,7 @@ class ChatTemplate:
         messages = _checked(messages)
         if continue_final_message:
             if not isinstance(messages[-1].get("content"), str):
-                raise ValueError("chat: the message to continue must have a text as its content")
+                raise ValueError("chat: the content of the message to continue must be a text")
             messages[-1]["content"] += _OPEN_END
         given = {
             **self.special_tokens,
@@ -144,17 +150,21 @@ class ChatTemplate:
         return _open_ended(text) if continue_final_message else text
 
     def choose(self, chat_template: str | None = None, *, tools: bool = False) -> str:
-        """The Jinja source that `render` would take.
+        """The Jinja source that `render` uses.
+
+        Args:
+          chat_template: as in `render`.
+          tools: whether there are tools.
 
         Raises:
-          ValueError: there is none of that name, or none at all.
+          ValueError: there is no template of that name, or none at all.
         """
         if chat_template is not None:
             if chat_template in self.templates:
                 return self.templates[chat_template]
             if "{{" in chat_template or "{%" in chat_template:
                 return chat_template
-            known = f"; named are {', '.join(sorted(self.templates))}" if self.templates else ""
+            known = f"; the names are {', '.join(sorted(self.templates))}" if self.templates else ""
             raise ValueError(
                 f"chat: chat_template {chat_template!r} is neither Jinja nor a name{known}"
             )
@@ -184,7 +194,7 @@ def _read_text(path: Path) -> str:
 
 
 def _named(value: Any, source: Path) -> dict[str, str]:
-    """Templates by name from a text, a list of {"name", "template"}, or a dict of them."""
+    """Templates by name, from a text, a list of {"name", "template"} or a dict."""
     match value:
         case None:
             named = []
@@ -202,7 +212,7 @@ def _named(value: Any, source: Path) -> dict[str, str]:
 
 
 def _plain(what: str, value: Any) -> Any:
-    """A copy in which there are JSON's types only: methods of others could do anything."""
+    """A copy of JSON types only, because a template could call methods of other objects."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError, RecursionError) as error:
@@ -231,7 +241,7 @@ def _open_ended(text: str) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks what to train on, shows its content."""
+    """The tag `{% generation %}`, which marks text to train on. It renders its content."""
 
     tags = frozenset({"generation"})
 

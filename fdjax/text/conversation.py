@@ -1,8 +1,7 @@
-"""Conversations: a model's answer to messages, through its checkpoint's chat template.
+"""Conversations: turns messages into a prompt with the checkpoint's chat template.
 
-What a template writes is encoded as it stands: the template itself puts the special tokens, the
-beginning of the text included, so the tokenizer adds none. Special tokens that are written out in a
-message's content count as such, as they do in transformers.
+The template writes all special tokens, also the one that begins a text, so the tokenizer adds none.
+A special token that is spelled out in a message counts as a special token, as in transformers.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,23 +11,23 @@ from fdjax.sampling.options import GenerationConfig
 from fdjax.text.chat_template import Message
 from fdjax.text.tokenizer import Tokenizer
 
-# What is said to the template; all else is said to `generate`.
+# Options of a chat that go to the template. All others go to `generate`.
 _TEMPLATE_OPTIONS = ("tools", "documents", "chat_template", "continue_final_message")
 
 
 def chat_ids(
     tokenizer: Tokenizer, messages: Sequence[Message], **template_options: Any
 ) -> list[int]:
-    """Ids of a conversation and of what opens the assistant's answer.
+    """Token ids of a conversation, followed by the beginning of the assistant's answer.
 
     Args:
-      tokenizer: of the model.
+      tokenizer: the model's tokenizer.
       messages: see `ChatTemplate.render`.
-      **template_options: options of `ChatTemplate.render`. `continue_final_message` has the model
-        go on with the last message instead of opening another.
+      **template_options: options of `ChatTemplate.render`. With `continue_final_message`, the model
+        continues the last message and begins no new one.
 
     Raises:
-      ValueError: there is no template, or it refuses these messages or makes nothing of them.
+      ValueError: there is no template, it refuses these messages, or it renders an empty text.
       MissingTokenizerError: the checkpoint has no tokenizer.
     """
     opens = not template_options.get("continue_final_message")
@@ -37,14 +36,25 @@ def chat_ids(
     )
     ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
-        raise ValueError("chat: the chat template makes nothing of these messages")
+        raise ValueError("chat: the chat template renders an empty text for these messages")
     return ids
 
 
 def split_options(
     tokenizer: Tokenizer, defaults: GenerationConfig, config: GenerationConfig | None, options: dict
 ) -> tuple[dict, dict]:
-    """The options of a chat: (what the template is told, what `generate` is told)."""
+    """Split the options of a chat: (options of the template, options of `generate`).
+
+    The tokenizer's end token is added to the end tokens, unless the caller gives end tokens.
+
+    Args:
+      tokenizer: the model's tokenizer.
+      defaults: the checkpoint's generation options.
+      config, options: as in `LM.chat`.
+
+    Raises:
+      ValueError: `chat_template_kwargs` is not a dict, or contains "messages".
+    """
     template = options.get("chat_template_kwargs") or {}
     if not isinstance(template, Mapping) or "messages" in template:
         raise ValueError(
@@ -52,12 +62,12 @@ def split_options(
         )
     template = dict(template)
     template |= {name: options[name] for name in _TEMPLATE_OPTIONS if name in options}
-    told = {*_TEMPLATE_OPTIONS, "chat_template_kwargs"}
-    options = {name: value for name, value in options.items() if name not in told}
+    done = {*_TEMPLATE_OPTIONS, "chat_template_kwargs"}
+    options = {name: value for name, value in options.items() if name not in done}
     given = options.keys() | (config.given if isinstance(config, GenerationConfig) else set())
     ends_given = not given.isdisjoint({"eos_token_id", "eos_token_ids"})
     if not ends_given and (end := tokenizer.eos_token_id) is not None:
-        # Not every generation_config.json names it.
+        # generation_config.json does not always name this end token.
         options["eos_token_id"] = tuple(dict.fromkeys((*defaults.eos_token_ids, end)))
     return template, options
 
@@ -65,7 +75,7 @@ def split_options(
 def as_conversations(
     messages: Sequence[Message] | Sequence[Sequence[Message]],
 ) -> Sequence[Sequence[Message]]:
-    """Several conversations, or one as the only one of a list."""
+    """A list of conversations; a single conversation becomes a list of one."""
     sequence = list | tuple
     several = isinstance(messages, sequence) and messages and isinstance(messages[0], sequence)
     return messages if several else [messages]

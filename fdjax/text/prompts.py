@@ -1,4 +1,4 @@
-"""Prompts and texts as they are given: a text, token ids, or several of either."""
+"""Prompts as a caller gives them: a text, token ids, or a sequence of either."""
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
@@ -14,16 +14,19 @@ _NOT_SEQUENCES = bytes | bytearray | memoryview | Mapping | Set
 
 
 def as_several(given: Any, what: str) -> tuple[list[Any], bool]:
-    """A list of prompts, and whether it is that of a single one.
+    """Turn an argument into a list of prompts.
 
-    What are ids is told by the first; `token_ids` looks at the others.
+    A sequence is one prompt if its first item is an id. `token_ids` checks the other items.
 
     Args:
-      given: what the user handed over.
-      what: its name in errors, as in "generate: prompts".
+      given: the caller's argument.
+      what: name of the argument in errors, such as "generate: prompts".
+
+    Returns:
+      (list of prompts, whether the argument was a single prompt).
 
     Raises:
-      ValueError: it is neither one prompt nor several.
+      ValueError: it is neither a prompt nor a sequence of prompts.
     """
     if isinstance(given, str):
         return [given], True
@@ -33,21 +36,22 @@ def as_several(given: Any, what: str) -> tuple[list[Any], bool]:
 
 
 def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> list[int]:
-    """The ids of a prompt.
+    """The token ids of a prompt.
 
     Args:
       prompt: a text or token ids.
-      tokenizer, vocab_size: of the model.
-      what: its name in errors, as in "generate: prompt 0".
+      tokenizer, vocab_size: the model's tokenizer and its number of token ids.
+      what: name of the prompt in errors, such as "generate: prompt 0".
 
     Raises:
-      ValueError: there are none, or they are no ids of the vocabulary.
-      MissingTokenizerError: it is a text, and there is no tokenizer.
+      ValueError: the prompt is empty, or an id is not in the vocabulary.
+      MissingTokenizerError: the prompt is a text, but there is no tokenizer.
     """
     ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _listed(prompt, what)
     if not ids:
         raise ValueError(f"{what} is empty; give at least one token")
-    # By type, not one by one: 1024 ids would cost half a millisecond before the first token.
+    # Only the set of types is checked. A check of 1024 single ids takes half a millisecond, which
+    # would delay the first token.
     kinds = set(map(type, ids))
     if not all(map(_is_id_type, kinds)) or min(ids) < 0 or max(ids) >= vocab_size:
         wrong = next(t for t in ids if not _is_id_type(type(t)) or not 0 <= t < vocab_size)
@@ -60,7 +64,7 @@ def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> 
 def _listed(given: Any, what: str) -> list[Any]:
     if isinstance(given, jax.Array):
         given = np.asarray(given)
-    # Iterable, but of bytes, of keys, in no order, or in name only.
+    # `_NOT_SEQUENCES` are iterable, but yield bytes or keys, or have no order.
     scalar = isinstance(given, np.ndarray) and given.ndim == 0
     if isinstance(given, Iterable) and not isinstance(given, _NOT_SEQUENCES) and not scalar:
         return list(given)

@@ -1,8 +1,8 @@
-"""A Jinja environment in which a template can take only so much memory and time.
+"""A Jinja environment that limits the memory and time of a template.
 
-Each value that a template makes has a bound on its size: its characters and items, those of nested
-values included and counted as often as they appear. What would be too large is refused before it
-is made. Loops, calls, filters and operators count as steps, and each step looks at the clock.
+Each value that a template makes has a limited size. The size counts characters and items, also
+those of nested values, as often as they appear. A value that would be too large is refused before
+it is made. Loops, calls, filters and operators count as steps, and each step checks the time.
 """
 
 import contextlib
@@ -21,29 +21,29 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Namespace
 from jinja2.visitor import NodeTransformer
 
-# Of a template that gets nothing. Larger input allows more: see `limited`.
+# Limits of a template without input. More input raises some of them, see `limited`.
 MAX_SIZE = 2**24
 _MAX_WORK = 2**28
 _MAX_STEPS = 1_000_000
 _MAX_SECONDS = 10.0
-# What an item or a number counts, in characters.
+# Size of an item or a number, in characters.
 _ITEM_SIZE = 16
 _MAX_INT_BITS = 2**16
 _MAX_COUNT = 100_000
-# Filters and methods whose time is more than proportional to their input.
+# Limit for the input of filters and methods whose time grows faster than their input.
 _MAX_SLOW_SIZE = 2**16
 _SLOW_FILTERS = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
 
 
 class TemplateLimitError(Exception):
-    """A template went beyond a limit; the message says which."""
+    """A template exceeded a limit. The message names the limit."""
 
 
 class _Budget:
-    """What is left to a template."""
+    """The steps, work and time that a template has left."""
 
     def __init__(self, inputs: Any):
-        # Input never changes, so what is made of it need not be counted again.
+        # Sizes of the input by id. Input never changes, so its values are counted only once.
         self.known: dict[int, int] = {}
         input_size = _input_size(inputs, self.known)
         self.max_size = MAX_SIZE + 8 * input_size
@@ -70,7 +70,7 @@ class _Budget:
 
     def spend(self, value: Any) -> Any:
         _size(value, self)
-        # What is inside was counted when it was made.
+        # Nested values were counted when they were made.
         self.step(len(value) if isinstance(value, str | bytes) else _ITEM_SIZE * _length(value))
         return value
 
@@ -80,10 +80,11 @@ _budget: contextvars.ContextVar[_Budget] = contextvars.ContextVar("template_budg
 
 @contextlib.contextmanager
 def limited(inputs: Any) -> Iterator[None]:
-    """The templates compiled and rendered inside share one budget.
+    """Give all templates that are compiled and rendered inside this block one common budget.
 
     Args:
-      inputs: what the template gets. Each character of it allows 8 more in any value.
+      inputs: JSON values that the template gets. Each character raises the limit of the size of a
+        value by 8, that of the work by 256, and that of the steps by 1.
     """
     token = _budget.set(_Budget(inputs))
     try:
@@ -93,7 +94,7 @@ def limited(inputs: Any) -> Iterator[None]:
 
 
 def _input_size(value: Any, known: dict[int, int]) -> int:
-    """The characters in JSON values; `known` gets those of each list and dict, by id."""
+    """The size of a JSON value. The sizes of its lists and dicts are stored in `known`, by id."""
     if isinstance(value, str):
         return _ITEM_SIZE + len(value)
     if not isinstance(value, list | dict):
@@ -108,10 +109,10 @@ def _length(value: Any) -> int:
 
 
 def _size(value: Any, budget: _Budget) -> int:
-    """The characters in a value and its items.
+    """The size of a value with its items, in characters.
 
     Raises:
-      TemplateLimitError: they are more than the budget allows.
+      TemplateLimitError: it is larger than the budget allows.
     """
     size, rest = 0, [value]
     while rest:
@@ -141,7 +142,7 @@ def _size(value: Any, budget: _Budget) -> int:
 
 
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates run within the budget of `limited`."""
+    """A sandbox that runs templates within the budget of `limited`."""
 
     intercepted_binops = frozenset(ImmutableSandboxedEnvironment.default_binop_table)
 
@@ -156,20 +157,20 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return _AddChecks().visit(super()._parse(source, name, filename))
 
     def step(self) -> str:
-        """Count a pass of a loop."""
+        """Count one pass of a loop."""
         _budget.get().step()
         return ""
 
     def made(self, value: Any) -> Any:
-        """Count a value that the template wrote out."""
+        """Count a list, dict or tuple that the template builds, and return it."""
         return _budget.get().spend(value)
 
     def join_texts(self, values: list[Any]) -> str:
-        """What `~` does."""
+        """The operator `~`: join the texts of values."""
         return self.concat(str(_budget.get().spend(value)) for value in values)
 
     def concat(self, parts: Iterable[str]) -> str:
-        """Pieces of output, joined."""
+        """Join pieces of output."""
         budget, size, kept = _budget.get(), 0, []
         for part in parts:
             size += len(part)
@@ -179,13 +180,13 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return "".join(kept)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Refuse an operator whose result would be too large."""
+        """Apply an operator, unless the result would be too large."""
         budget = _budget.get()
         budget.check(_operator_size(operator, left, right, budget))
         return budget.spend(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """`str.format` of a template, which Jinja replaces with its own."""
+        """Limit Jinja's replacement of `str.format`; None if `value` is no such method."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None
@@ -199,7 +200,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return limited_format
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Refuse a call of a text's method whose result would be too large."""
+        """Call a function, unless it is a method of a text with a result that is too large."""
         subject = getattr(function, "__self__", None)
         if subject is self:
             return function(*args)
@@ -215,7 +216,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class _AddChecks(NodeTransformer):
-    """Has loops count their passes, and `~` and literals their size."""
+    """Adds checks to a template: loops count their passes, `~` and literals their sizes."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -271,7 +272,7 @@ def _limited_test(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _operator_size(operator: str, left: Any, right: Any, budget: _Budget) -> float:
-    """At least the size of the result."""
+    """An upper bound for the size of an operator's result."""
     if isinstance(left, int) and isinstance(right, int):
         bits, factor = left.bit_length(), right.bit_length()
         needed = {"*": bits + factor, "**": bits * abs(right)}.get(operator, 0)
@@ -289,7 +290,7 @@ def _operator_size(operator: str, left: Any, right: Any, budget: _Budget) -> flo
 
 
 def _filter_size(name: str, subject: Any, args: Any, kwargs: Any, budget: _Budget) -> float:
-    """At least the size of what a filter returns that can return more than it gets."""
+    """An upper bound for the size of a filter's result; 0 if it cannot exceed the input's size."""
     match name:
         case "indent":
             text = str(subject)
@@ -305,7 +306,7 @@ def _filter_size(name: str, subject: Any, args: Any, kwargs: Any, budget: _Budge
 
 
 def _text_size(name: str, text: Any, args: Any, kwargs: Any, budget: _Budget) -> float:
-    """At least the size of what a method of a text returns."""
+    """An upper bound for the size of the result of a text's method."""
     given = [*args, *kwargs.values()]
     match name:
         case "center" | "ljust" | "rjust" | "zfill":
@@ -327,7 +328,7 @@ def _text_size(name: str, text: Any, args: Any, kwargs: Any, budget: _Budget) ->
 
 
 def _format_size(form: str | bytes, values: Any, budget: _Budget) -> float:
-    """At least the size of `form % values` and of `form.format(values)`."""
+    """An upper bound for the size of `form % values` and of `form.format(values)`."""
     form = form if isinstance(form, str) else form.decode("latin-1")
     fields = form.count("%") + form.count("{")
     widths = sum(float(digits) for digits in re.findall(r"\d+", form))
@@ -338,7 +339,7 @@ def _format_size(form: str | bytes, values: Any, budget: _Budget) -> float:
 
 
 def _largest(values: Iterable[Any]) -> float:
-    """The largest number, or length of a text, among values."""
+    """The largest number or length of a text among the values."""
     return max(
         (
             abs(v) if isinstance(v, int) else len(v)
@@ -360,12 +361,12 @@ def _check_counts(args: Any, kwargs: Any, most: float = _MAX_COUNT) -> None:
 
 
 def _listed(values: Any) -> Any:
-    """An iterator's items, each of which was counted when it was made."""
+    """The items of an iterator as a list. They were counted when they were made."""
     return list(values) if isinstance(values, Iterator) else values
 
 
 def _to_json(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # Jinja's own escapes what HTML would not like.
+    # Unlike Jinja's own filter, this one does not escape characters for HTML.
     encoder = json.JSONEncoder(
         ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,6 +1,6 @@
-"""Text to ids and back, through the tokenizers package and a checkpoint's tokenizer.json.
+"""Text to token ids and back, with the tokenizers package and a checkpoint's tokenizer.json.
 
-Methods have the names that they have in transformers, and mean the same.
+The methods have the names and the meaning that they have in transformers.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,31 +20,31 @@ _ROWS = list | tuple | np.ndarray | jax.Array
 
 
 class MissingTokenizerError(CheckpointError):
-    """Text was given or asked for and the checkpoint has no tokenizer.json."""
+    """A call needs a tokenizer, but the checkpoint has no tokenizer.json."""
 
 
 class Encoding(dict[str, Any]):
-    """What calling a tokenizer returns: a dict whose entries are attributes too."""
+    """The result of calling a tokenizer: a dict with its entries as attributes."""
 
     @property
     def input_ids(self) -> Any:
-        """The ids of a text, or a list of them for each of several."""
+        """The token ids of a text, or one list of ids per text."""
         return self["input_ids"]
 
     @property
     def attention_mask(self) -> Any:
-        """A one for each id: nothing is padded."""
+        """A 1 for each id, because nothing is padded."""
         return self["attention_mask"]
 
 
 class Tokenizer:
-    """A checkpoint's tokenizer, or its absence: ids work without one.
+    """The tokenizer of a checkpoint. It is false if the checkpoint has none.
 
-    The folder is read once: what happens to it later changes nothing.
+    The folder is read once. Later changes of its files have no effect.
 
     Attributes:
-      folder: of the checkpoint, or None.
-      chat_template: the checkpoint's chat templates; false when it has none.
+      folder: folder of the checkpoint, or None.
+      chat_template: the checkpoint's chat templates; false if it has none.
       special_tokens: texts of the special tokens by role, such as "eos_token".
 
     Raises:
@@ -62,7 +62,7 @@ class Tokenizer:
         self.special_tokens = files.texts()
         self.chat_template = ChatTemplate.from_folder(folder, files)
         if is_there(path := folder / "tokenizer.json"):
-            # Models without a tokenizer run without the package.
+            # Models without a tokenizer do not need the package tokenizers.
             from fdjax.text.backend import build
 
             self._tokenizer = build(path, files)
@@ -73,7 +73,7 @@ class Tokenizer:
         return self._tokenizer is not None
 
     def __len__(self) -> int:
-        """The number of ids, added tokens included."""
+        """The number of token ids, added tokens included."""
         return self._required().get_vocab_size(with_added_tokens=True)
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class Tokenizer:
         return f"Tokenizer(folder={self._folder_name}, {len(self)} tokens{tokens}{template})"
 
     def __call__(self, text: str | Sequence[str], *, add_special_tokens: bool = True) -> Encoding:
-        """`encode`, as a dict with "input_ids" and "attention_mask"; both are lists."""
+        """Encode a text or several, like `encode`, and return ids and attention mask as lists."""
         ids = self.encode(text, add_special_tokens=add_special_tokens)
         mask = [1] * len(ids) if isinstance(text, str) else [[1] * len(row) for row in ids]
         return Encoding(input_ids=ids, attention_mask=mask)
@@ -92,15 +92,15 @@ class Tokenizer:
     def encode(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True
     ) -> list[int] | list[list[int]]:
-        """Ids of a text, or a list of ids for each of several texts.
+        """Encode a text as token ids, or several texts as one list of ids per text.
 
         Args:
           text: a text, or a list of texts.
-          add_special_tokens: whether to add the special tokens that the tokenizer adds.
+          add_special_tokens: whether to add the special tokens that belong to every text.
 
         Raises:
           MissingTokenizerError: the checkpoint has no tokenizer.json.
-          ValueError: no text, or one with lone surrogates, which no encoding can write.
+          ValueError: it is not a text, or contains lone surrogates, which UTF-8 cannot encode.
           CheckpointError: tokenizer.json fails on this text.
         """
         tokenizer = self._required()
@@ -116,16 +116,16 @@ class Tokenizer:
         return self._run(lambda: encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, ids: Any, *, skip_special_tokens: bool = True) -> str | list[str]:
-        """Text of ids, or a list of texts for several lists of ids.
+        """Decode token ids as a text, or several lists of ids as a list of texts.
 
         Args:
           ids: an id, a sequence or an array of ids, or a list of sequences.
-          skip_special_tokens: whether to leave special tokens out, as the texts of results do. The
+          skip_special_tokens: whether to leave out special tokens, as in the texts of results. The
             default of transformers is False.
 
         Raises:
           MissingTokenizerError: the checkpoint has no tokenizer.json.
-          ValueError: these are no ids.
+          ValueError: the argument does not consist of ids.
           CheckpointError: tokenizer.json fails on these ids.
         """
         decode = self._required().decode
@@ -147,17 +147,17 @@ class Tokenizer:
         return_dict: bool = True,
         **template_options: Any,
     ) -> Any:
-        """The prompt of a conversation, or a list of those of several.
+        """Render a conversation as a prompt, or several conversations as a list of prompts.
 
         Args:
           messages: see `ChatTemplate.render`.
-          tokenize: return ids; without, the text that the template renders.
-          return_dict: return the ids as calling the tokenizer does; without, as a list.
+          tokenize: return token ids. If False, return the text that the template renders.
+          return_dict: return the ids as an `Encoding`. If False, return a list of ids.
           **template_options: options of `ChatTemplate.render`, such as `add_generation_prompt`.
 
         Raises:
           ValueError: there is no template, or it refuses these messages.
-          MissingTokenizerError: ids are asked for and there is no tokenizer.json.
+          MissingTokenizerError: `tokenize` is True, but there is no tokenizer.json.
         """
         several = isinstance(messages, list | tuple) and messages
         if several and isinstance(messages[0], list | tuple):
@@ -170,27 +170,27 @@ class Tokenizer:
         return encoding if return_dict else encoding.input_ids
 
     def token(self, token_id: int) -> str | None:
-        """The vocabulary entry of an id."""
+        """The vocabulary entry of an id, or None if there is no such id."""
         return self._required().id_to_token(token_id)
 
     @property
     def vocab_size(self) -> int:
-        """The size of the vocabulary without added tokens; `len` counts them too."""
+        """The size of the vocabulary without added tokens; `len` includes them."""
         return self._required().get_vocab_size(with_added_tokens=False)
 
     @property
     def bos_token_id(self) -> int | None:
-        """Id of the token that begins a text; None where the checkpoint names none."""
+        """Id of the token that begins a text; None if the checkpoint names none."""
         return self._named_id("bos_token")
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the token that ends a text, or a turn in a chat; None where none is named."""
+        """Id of the token that ends a text, or a turn in a chat; None if there is none."""
         return self._named_id("eos_token")
 
     @property
     def pad_token_id(self) -> int | None:
-        """Id of the token that fills up; None where the checkpoint names none."""
+        """Id of the token used for padding; None if the checkpoint names none."""
         return self._named_id("pad_token")
 
     def is_silent(self, token_id: int) -> bool:
@@ -206,7 +206,7 @@ class Tokenizer:
         return None if token is None else self._required().token_to_id(token)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """A call of the tokenizers package, whose panics are no `Exception`."""
+        """Call the tokenizers package. Its panics are no `Exception`, so they need extra care."""
         try:
             return call()
         except BaseException as error:
@@ -231,14 +231,14 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Text of a growing sequence: what `push` returns, joined, is `decode` of the whole.
+    """Decodes a growing sequence piece by piece. The joined pieces equal `decode` of all ids.
 
-    Text is held back while it may still change: a character whose bytes are not all there, or a
-    run of byte tokens, which decoders interpret as a whole. Only a window of ids is decoded at a
-    time, so a push costs the same however long the sequence is.
+    Text that may still change is held back: an incomplete character, or a run of byte tokens, which
+    decoders interpret as a whole. Each `push` decodes only a window of the last ids, so its cost
+    does not depend on the length of the sequence.
     """
 
-    # Ids in a window, and how many of them it starts with when it moves on.
+    # Largest number of ids in a window, and the number of ids kept when it moves on.
     _LONGEST = 32
     _CONTEXT = 4
 
@@ -248,8 +248,13 @@ class Detokenizer:
         self._sent = ""
 
     def push(self, ids: Sequence[int], *, last: bool = False) -> str:
-        """The text that these further ids settle; with `last`, all that is left."""
-        # Left out here, a silent id cannot hide that the bytes around it are one run.
+        """Append ids and return the new text that cannot change any more.
+
+        Args:
+          ids: the next token ids of the sequence.
+          last: whether the sequence ends here, so that all remaining text is returned.
+        """
+        # Silent ids are dropped, so that they do not split a run of byte tokens.
         self._ids += [i for i in ids if not self._tokenizer.is_silent(i)]
         settled = len(self._ids)
         if not last:
@@ -267,15 +272,16 @@ class Detokenizer:
 
     @property
     def pending(self) -> str:
-        """What `push([], last=True)` would return."""
+        """The text that is held back, which is what `push([], last=True)` would return."""
         text = self._decode(self._ids)
         return text[len(self._sent) :] if text.startswith(self._sent) else ""
 
     def _move_on(self, settled: int) -> None:
-        """Drop the front of the window, where that leaves the text of the rest as it is."""
+        """Drop the front of the window if that does not change the text of the rest."""
         for start in range(settled - self._CONTEXT, settled - 2 * self._CONTEXT, -1):
             text = self._decode(self._ids[start:settled])
-            # Without text, a decoder that strips the beginning would strip what comes next.
+            # The rest must have some text. Otherwise a decoder that strips the beginning of a text
+            # would strip the next text.
             if text and self._sent.endswith(text):
                 del self._ids[:start]
                 self._sent = text

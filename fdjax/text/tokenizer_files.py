@@ -1,6 +1,6 @@
-"""What a checkpoint's small files say about its tokenizer: class, added and special tokens.
+"""Reads the files beside tokenizer.json: the tokenizer's class, its added and special tokens.
 
-Everything is read in the order of transformers 5, whose AutoTokenizer is the reference.
+The files have the same priority as in AutoTokenizer of transformers 5.
 """
 
 import dataclasses
@@ -11,12 +11,12 @@ from typing import Any
 from fdjax.models import CheckpointError
 from fdjax.weights.checkpoint import is_there, read_json
 
-# A token as a file has it: its text, or the fields of a `tokenizers.AddedToken`.
+# A token in a file: its text, or the fields of a `tokenizers.AddedToken`.
 StoredToken = str | dict[str, Any]
 
 AS_STORED = "TokenizersBackend"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# The class that belongs to a `model_type`. Llama's is whatever the files declare.
+# The class that belongs to a `model_type`. For Llama, the files declare it.
 _REGISTERED = {
     "gemma2": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
@@ -27,7 +27,7 @@ _REGISTERED = {
 }
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _END_OF_TEXT = "<|endoftext|>"
-# Special tokens of a class, where the files name none.
+# Special tokens of a class, unless the files name others.
 _DEFAULTS = {
     "LlamaTokenizer": _LLAMA,
     "CodeLlamaTokenizer": _LLAMA
@@ -43,14 +43,14 @@ _DEFAULTS = {
 
 @dataclasses.dataclass(frozen=True)
 class TokenizerFiles:
-    """What the files next to tokenizer.json say.
+    """The content of the files beside tokenizer.json.
 
     Attributes:
-      kind: the class that transformers takes; `AS_STORED` runs tokenizer.json as it stands.
+      kind: name of transformers' class; `AS_STORED` means that the whole tokenizer.json is used.
       named: special tokens by role, such as "eos_token".
-      extra: further special tokens.
+      extra: special tokens without a role.
       added: tokens to add, by id.
-      keeps_added: whether the added tokens of tokenizer.json count too.
+      keeps_added: whether the added tokens of tokenizer.json are used as well.
       options: the content of tokenizer_config.json.
     """
 
@@ -63,13 +63,14 @@ class TokenizerFiles:
 
     @classmethod
     def read(cls, folder: Path) -> "TokenizerFiles":
-        """Read config.json, tokenizer_config.json, and two older files.
+        """Read config.json, tokenizer_config.json and two older files. All of them may be missing.
 
-        special_tokens_map.json and added_tokens.json count only where tokenizer_config.json has no
-        `added_tokens_decoder`, and then special_tokens_map.json goes first.
+        The older files, special_tokens_map.json and added_tokens.json, count only if
+        tokenizer_config.json has no `added_tokens_decoder`. Then special_tokens_map.json overrides
+        tokenizer_config.json.
 
         Raises:
-          CheckpointError: a file cannot be read or has another form.
+          CheckpointError: a file cannot be read or has a wrong form.
         """
         path = folder / "tokenizer_config.json"
         older_path, added_path = folder / "special_tokens_map.json", folder / "added_tokens.json"
@@ -115,19 +116,19 @@ class TokenizerFiles:
         )
 
     def texts(self) -> dict[str, str]:
-        """The special tokens by role, as their texts."""
+        """The texts of the special tokens, by role."""
         return {name: text_of(token) for name, token in self.named.items()}
 
 
 def text_of(token: Any) -> Any:
-    """The text of a stored token."""
+    """The text of a `StoredToken`."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _kind(folder: Path, options: Mapping[str, Any]) -> str:
-    """The class that AutoTokenizer chooses.
+    """The name of the class that AutoTokenizer chooses.
 
-    Llama's class knows no byte-level tokens, so a byte-level tokenizer.json runs as it stands.
+    Llama's class has no byte-level tokens, so a byte-level tokenizer.json is used as a whole.
     """
     config = read_json(folder / "config.json", required=False)
     model_type = config.get("model_type")
@@ -148,7 +149,7 @@ def _is_byte_level(path: Path) -> bool:
 
 
 def _others(data: Mapping[str, Any]) -> dict[str, StoredToken]:
-    """Special tokens with roles of the model's own, such as "image_token"."""
+    """Special tokens with roles that only this model has, such as "image_token"."""
     return {
         name: token
         for name, token in data.items()
@@ -168,5 +169,5 @@ def _by_id(added: Any, path: Path) -> dict[int, StoredToken]:
 
 def _expect(value: Any, kind: Any, name: str, path: Path) -> Any:
     if not isinstance(value, kind):
-        raise CheckpointError(f"{path}: {name!r} has a value of another type, {value!r:.80}")
+        raise CheckpointError(f"{path}: {name!r} has a value of the wrong type, {value!r:.80}")
     return value

@@ -1,4 +1,4 @@
-"""What a tokenizer.json may not do: refer to tokens it lacks, or grow a text without bound.
+"""Refuses a tokenizer.json that refers to missing tokens or can make a text far too long.
 
 The tokenizers package panics or exhausts memory on such files, so they are refused at load. How
 long a regular expression searches has no bound here: the package gives up a match after ten million
@@ -14,13 +14,13 @@ from fdjax.models import CheckpointError
 if TYPE_CHECKING:
     import tokenizers
 
-# Longest result of a normaliser or decoder, in bytes for each byte of its input. A space that
-# becomes "▁" makes three of one.
+# Limit for the result of a normaliser or decoder, in bytes per byte of its input. For example, a
+# space that becomes "▁" turns one byte into three.
 _MAX_GROWTH = 1024
 
 
 def is_failure(error: BaseException) -> bool:
-    """Whether the tokenizers package failed: a plain `Exception`, or a panic, which is none."""
+    """Whether an error is a failure of the tokenizers package: a plain `Exception` or a panic."""
     return type(error) is Exception or type(error).__name__ == "PanicException"
 
 
@@ -28,8 +28,8 @@ def check_tokenizer(tokenizer: "tokenizers.Tokenizer", path: Path) -> None:
     """Refuse a tokenizer that would fail on every text.
 
     Raises:
-      CheckpointError: its post-processor names a token that it does not define, or its normaliser
-        or decoder makes too much of a text.
+      CheckpointError: the post-processor names a token that it does not define, or the normaliser
+        or decoder can make a text too long.
     """
     missing = _undefined(_state(tokenizer.post_processor))
     if missing:
@@ -41,7 +41,7 @@ def check_tokenizer(tokenizer: "tokenizers.Tokenizer", path: Path) -> None:
         if growth > _MAX_GROWTH:
             raise CheckpointError(
                 f"{path}: the {part} can make a text {growth:.3g} times as long, "
-                f"allowed are {_MAX_GROWTH}"
+                f"the limit is {_MAX_GROWTH}"
             )
 
 
@@ -59,7 +59,7 @@ def _undefined(state: dict[str, Any]) -> list[str]:
 
 
 def _growth(state: dict[str, Any]) -> float:
-    """How many times as long a text can become."""
+    """The factor by which a text can grow, in bytes."""
     match state.get("type"):
         case "Sequence":
             growth = 1.0
@@ -70,7 +70,7 @@ def _growth(state: dict[str, Any]) -> float:
             return 1.0 + len(state["prepend"].encode())
         case "Replace":
             content = len(state["content"].encode())
-            # An expression can match nothing, between any two characters.
+            # A regular expression can match an empty text between any two characters.
             pattern = len(state["pattern"].get("String", "").encode())
             return max(1.0, content / pattern) if pattern else 1.0 + content
         case _:

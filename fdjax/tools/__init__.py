@@ -1,1 +1,1 @@
-"""What is done with a model beside generating: info, tune, calibrate, score, doctor."""
+"""Tools beside generation: info, doctor, tune, calibrate, score."""

@@ -1,26 +1,27 @@
-"""Calibration of the unified maximum φ: what the inputs of the softmax are, head by head.
+"""Calibration of the unified maximum φ: measures the inputs of the softmax of every head.
 
-FlashDecoding++ (Hong et al. 2024), section 3 and Fig. 5. Kernels subtract a constant φ where a
-softmax subtracts the maximum of its row, which is exact as long as that maximum lies within the
-safe range φ ± 32 in units of log2, ± 22.18 in natural ones. A row, one query token of one head,
-whose largest score lies outside *leaves the range*.
+The method is that of FlashDecoding++ (Hong et al. 2024), section 3 and Fig. 5. A softmax subtracts
+the maximum of its row. The kernels subtract a constant φ, which is exact as long as the maximum
+lies within the safe range φ ± 32 in units of log2, or φ ± 22.18 in natural units. A row is one
+query token of one head. It *leaves the range* if its largest score lies outside.
 
-That is narrower than what kernels bear, so it counts rows that cost them little or nothing. They
-are exact anyhow, and lose time where they run again:
+The safe range is narrower than what the kernels tolerate, so some of these rows cost little or
+nothing. The results are exact in any case. A kernel loses time if it runs again:
 
-- prefill, where the sum of a row, relative to φ, is not within 2^-60 and 2^100;
-- decode, where that of a split of a row is not within 2^±64 relative to m. m is φ, or the maximum
-  of the split's first block where that is further than 32 from φ: a row that lies elsewhere as a
-  whole costs one reduction.
+- A prefill kernel runs a row again if its sum, relative to φ, is not within 2^-60 and 2^100.
+- A decode kernel runs a split of a row again if its sum, relative to m, is not within 2^±64. m is
+  φ, or the maximum of the split's first block if that is further than 32 from φ. So a row that lies
+  outside as a whole costs only one reduction.
 
-A row inside seldom costs a decode kernel a rerun: where the first block of a split lies below the
-range, and a later score of it some 64 above that block. `stats.reruns` tells what did run again.
+A row inside the range seldom makes a decode kernel run again. That needs a split with a first block
+below the range and a later score about 64 above this block. `stats.reruns` reports the share that
+ran again.
 
-`gather` runs texts through a model and counts, on the device and without keeping a score, the
-scores and the maxima of the rows. `choose` takes the φ of each head with which the fewest rows
-leave; that share is the prediction for other texts. The lowest scores of a row need no room: what
-they add is below the rounding of the sum. So it is the maxima that have to fit, where the paper
-asks it of all scores; a range of scores that fits is one of maxima that fits.
+`gather` runs texts through a model and counts the scores and the row maxima on the device, without
+storing the scores. `choose` finds, for each head, the φ with the fewest rows outside the range.
+Their share is the prediction for other texts. The paper requires that all scores lie within the
+range. Here only the row maxima must, because the lowest scores of a row contribute less than the
+rounding error of the sum.
 """
 
 import dataclasses
@@ -48,7 +49,8 @@ from fdjax.text.prompts import Prompt, as_several
 from fdjax.text.tokenizer import Tokenizer
 from fdjax.weights.calibration import SAFE_LOG2, Calibration, LayerCalibration
 
-# In units of log2, the bins of the histograms. The first and the last bin hold what is beyond.
+# Width of the histograms' bins in units of log2, and their number. The first and the last bin also
+# count all values beyond them.
 BIN_LOG2 = 0.25
 BINS = 8192
 # Share of the scores that an interval holds, as in Fig. 5.
@@ -56,7 +58,7 @@ INTERVAL_SHARE = 0.9999
 
 # Longest piece of a text by default, in tokens.
 _CONTEXT = 4096
-# Slots of cache that the pieces of a batch may take together, if there are several.
+# Cache slots that the pieces of a batch may take together. One piece may take more.
 _CACHE_SLOTS = 8192
 # The scores of a block of queries stay below this many bytes.
 _SCORES_BYTES = 64 * 2**20
@@ -64,13 +66,13 @@ _LOG2E = math.log2(math.e)
 
 
 class Statistics(NamedTuple):
-    """What was counted, per layer and head.
+    """Counts per layer and head.
 
     Attributes:
-      scores: [L, H, BINS] int64 histogram of the scores of all visible pairs: the inputs of the
-        softmax, after scale, soft cap and position bias.
+      scores: [L, H, BINS] int64 histogram of the scores of all visible pairs of query and key. The
+        scores are the inputs of the softmax, after scale, soft cap and position bias.
       maxima: [L, H, BINS] int64 histogram of the largest score of each row.
-      lowest, highest: [L, H] float64 extremes of the scores, in natural units.
+      lowest, highest: [L, H] float64 smallest and largest score, in natural units.
     """
 
     scores: np.ndarray
@@ -88,19 +90,19 @@ def gather(
     context: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Statistics:
-    """Run texts through a model, chunk by chunk as prompts, and count.
+    """Run texts through a model in chunks, as prefill does, and count their scores.
 
     Args:
-      engine, tokenizer: of the model.
-      texts: a text, a sequence of token ids, or a sequence of either. One longer than `context` is
-        cut into pieces, each with the special tokens that begin a text.
-      context: tokens of a piece at most; default the model's context, up to 4096. The longer it
-        is, the more like long prompts the rows are.
+      engine, tokenizer: the model's engine and tokenizer.
+      texts: a text, a sequence of token ids, or a sequence of either. A text longer than `context`
+        is cut into pieces, and each piece begins with the special tokens that begin a text.
+      context: largest number of tokens in a piece; default the model's context, but at most 4096. A
+        larger context represents long prompts better.
       progress: called with (tokens done, tokens in all).
 
     Raises:
-      ValueError: there is no text, it is neither text nor ids, an id is outside the vocabulary, or
-        `context` is out of range.
+      ValueError: there is no text, a text is neither text nor ids, an id is outside the vocabulary,
+        or `context` is out of range.
       FloatingPointError: scores are not finite.
       MemoryError: the cache that a piece needs does not fit beside the weights.
     """
@@ -116,7 +118,7 @@ def gather(
     ]
     if not pieces:
         raise ValueError("calibrate: there is no text")
-    # The longest first: pieces of similar length share calls.
+    # The longest come first, so that pieces of similar length share calls.
     pieces.sort(key=len, reverse=True)
     longest = len(pieces[0])
     slots = covered_slots(longest)
@@ -149,7 +151,10 @@ def gather(
 
 
 def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
-    """As of a prompt; and scores as they are, masked and in bins, and the counts of two chunks."""
+    """The memory for `rows` pieces: that of prefill, three arrays of scores, two sets of counts.
+
+    The scores exist raw, masked and as bins. The counts are those of two chunks.
+    """
     plan = plan_memory(model, batch=rows, max_len=longest)
     counts = 2 * 4 * model.config.layers * model.config.heads * BINS
     workspace_bytes = plan.workspace_bytes + 3 * _SCORES_BYTES + 2 * counts
@@ -180,7 +185,14 @@ def _pieces(
 
 
 def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots: int):
-    """The statistics of each chunk of these pieces, on the host, filled up to `rows` rows."""
+    """Yield the statistics of each chunk of a batch of pieces, as host arrays.
+
+    Args:
+      engine: the engine of the model.
+      pieces: token ids of the pieces, the longest first.
+      rows: rows of the batch; those without a piece are empty.
+      slots: cache slots per row.
+    """
     lengths = np.array([*map(len, pieces), *[0] * (rows - len(pieces))], np.int32)
     widths = chunks_for(len(pieces[0]))
     ids = np.zeros((rows, sum(widths)), np.int32)
@@ -212,18 +224,18 @@ def _observe_chunk(
     offset: Array,
     totals: Array,
 ) -> tuple[list[LayerCache], list[Statistics]]:
-    """Run a chunk of some texts, and count the scores of its queries.
+    """Run one chunk of a batch of texts and count the scores of its queries.
 
     Args:
       model, params: the model.
       kv: caches that hold the `offset` tokens before the chunk.
       tokens: [B, T] int32 chunk of each text, padded at the end; offset + T <= S.
-      lengths: [B] int32 tokens of this chunk.
-      offset: int32 scalar.
-      totals: [B] int32 tokens of each text; only rotary embeddings that depend on it look at it.
+      lengths: [B] int32 number of tokens in the chunk.
+      offset: int32 scalar, the number of tokens before the chunk.
+      totals: [B] int32 tokens of the whole text, for rotary embeddings that depend on the length.
 
     Returns:
-      (caches, statistics of each layer; int32, without the axis L).
+      (caches, statistics of each layer, with int32 counts and without the axis L).
     """
     b, t = tokens.shape
     offsets = jnp.broadcast_to(offset, (b,))
@@ -236,7 +248,7 @@ def _observe_chunk(
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=totals, limit=totals) for a in (q, k)
             )
-        # Where a row has ended, the cache takes padding: slots past `ends` are never seen.
+        # For a row that has ended, padding goes into the cache. No query sees slots past `ends`.
         cache = tuple(
             lax.dynamic_update_slice_in_dim(old, new.transpose(0, 2, 1, 3), offset, 2)
             for old, new in zip(cache, (k, v), strict=True)
@@ -267,7 +279,7 @@ def _observe(
 
     def observe_block(counts, operands):
         scores, seen = _scores(spec, *operands, keys, ends)
-        # Reductions may drop a NaN; infinity they keep.
+        # A reduction may drop a NaN, but it keeps infinity.
         scores = jnp.where(jnp.isnan(scores), jnp.inf, scores)
         top = jnp.max(jnp.where(seen, scores, -jnp.inf), axis=-1)
         lowest = jnp.min(jnp.where(seen, scores, jnp.inf), axis=(1, 2, 3))
@@ -286,7 +298,7 @@ def _observe(
 
 
 def _scores(spec, q, positions, keys, ends):
-    """Scores [H,B,T,S] in fp32, and which pairs are visible [1,B,T,S]."""
+    """(scores [H,B,T,S] fp32, whether the query sees the key [1,B,T,S] bool)."""
     b, t, h, d = q.shape
     kv_heads, s = keys.shape[1:3]
     scores = jnp.einsum(
@@ -311,7 +323,7 @@ def _scores(spec, q, positions, keys, ends):
 
 
 def _count(counts: Array, values: Array, counted: Array) -> Array:
-    """Add values [H, ...] in natural units to counts [H, BINS], where they are counted."""
+    """Add values [H, ...] in natural units to counts [H, BINS], if `counted` is true for them."""
     heads = jnp.arange(values.shape[0], dtype=jnp.int32).reshape(-1, *[1] * (values.ndim - 1))
     bins = jnp.floor(values * (_LOG2E / BIN_LOG2)) + BINS / 2
     bins = jnp.clip(bins, 0, BINS - 1).astype(jnp.int32)
@@ -319,15 +331,19 @@ def _count(counts: Array, values: Array, counted: Array) -> Array:
 
 
 def bin_edges() -> np.ndarray:
-    """[BINS + 1] edges of the bins of a histogram, in natural units."""
+    """[BINS + 1] edges of the histograms' bins, in natural units."""
     return (np.arange(BINS + 1) - BINS / 2) * (BIN_LOG2 / _LOG2E)
 
 
 def interval(counts: np.ndarray, share: float = INTERVAL_SHARE) -> tuple[np.ndarray, np.ndarray]:
-    """The central interval that holds a share of the values of histograms [..., BINS].
+    """The central interval that holds a share of the values of each histogram.
+
+    Args:
+      counts: [..., BINS] histograms.
+      share: share of the values inside the interval, from 0 to 1.
 
     Returns:
-      (lower, upper [...]) in natural units, to the outer edges of their bins.
+      (lower [...], upper [...]) in natural units: the outer edges of the two bins at the ends.
     """
     below = np.cumsum(counts, axis=-1) / np.sum(counts, axis=-1, keepdims=True)
     lower = np.argmax(below > (1 - share) / 2, axis=-1)
@@ -337,17 +353,17 @@ def interval(counts: np.ndarray, share: float = INTERVAL_SHARE) -> tuple[np.ndar
 
 
 def choose(maxima: np.ndarray, safe_log2: float = SAFE_LOG2) -> tuple[np.ndarray, np.ndarray]:
-    """The φ with which the fewest rows leave the safe range, the middle one if there are several.
+    """Choose the φ with the fewest rows outside the safe range. Among equals, take the middle one.
 
     Args:
       maxima: [..., BINS] histograms of the largest scores of the rows.
       safe_log2: half the width of the safe range in units of log2, a multiple of BIN_LOG2.
 
     Returns:
-      (φ [...] in natural units, the share of rows that leave [...]).
+      (φ [...] in natural units, share of rows outside the range [...], from 0 to 1).
     """
     half = round(safe_log2 / BIN_LOG2)
-    # Nobody knows how far beyond the values of the first and the last bin are: never inside.
+    # Values in the first and the last bin may lie anywhere beyond, so they count as outside.
     below = np.cumsum(maxima[..., :-1], axis=-1)
     inside = below[..., 2 * half :] - below[..., : -2 * half]
     most = np.max(inside, axis=-1, keepdims=True)
@@ -360,11 +376,17 @@ def choose(maxima: np.ndarray, safe_log2: float = SAFE_LOG2) -> tuple[np.ndarray
 def calibration_of(
     statistics: Statistics, fingerprint: str, provenance: Mapping[str, Any]
 ) -> Calibration:
-    """Choose φ by what was counted."""
+    """Choose φ for every head.
+
+    Args:
+      statistics: counts from `gather`.
+      fingerprint: fingerprint of the checkpoint.
+      provenance: origin of the counts, which is stored in the file.
+    """
     layers = []
     for scores, maxima, lowest, highest in zip(*statistics, strict=True):
         phi, rates = choose(maxima)
-        # The extremes are exact, the interval ends at the edge of a bin.
+        # The interval ends at edges of bins, which may lie beyond the exact extremes.
         lower, upper = (np.clip(end, lowest, highest) for end in interval(scores))
         phi, *ranges = (
             tuple(np.round(a, 4).tolist()) for a in (phi, lower, upper, lowest, highest)
@@ -374,18 +396,25 @@ def calibration_of(
 
 
 def check_plot(path: Path) -> None:
-    """Raise ValueError where `plot` could not write this file."""
+    """Raise ValueError if matplotlib is missing or cannot write a file of this type."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("calibrate: a plot needs matplotlib: pip install 'fdjax[bench]'")
     from matplotlib.figure import Figure
 
     formats = sorted(Figure().canvas.get_supported_filetypes())
     if path.suffix.lower().removeprefix(".") not in formats:
-        raise ValueError(f"calibrate: a plot is one of {', '.join(formats)}, got {path.name!r}")
+        raise ValueError(
+            f"calibrate: a plot's file type must be one of {', '.join(formats)}, got {path.name!r}"
+        )
 
 
 def plot(statistics: Statistics, title: str, path: str | Path) -> None:
-    """Draw the distribution of the scores as Fig. 5 does, with that of each layer behind it.
+    """Draw the distribution of all scores, like Fig. 5, and in grey that of each layer.
+
+    Args:
+      statistics: counts from `gather`.
+      title: title of the figure.
+      path: file of the figure; its ending chooses the type.
 
     Raises:
       ValueError: see `check_plot`.

@@ -1,16 +1,16 @@
-"""Devices that `fdjax info` plans for where there is none of them."""
+"""GPUs that `fdjax info` can plan for without having one."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
 class KnownDevice:
-    """A GPU by its facts.
+    """The properties of a GPU.
 
     Attributes:
-      kind: what JAX calls it.
-      compute_capability: of CUDA.
-      memory_bytes: what JAX may use of its memory by default, three quarters.
+      kind: JAX's name of the device.
+      compute_capability: compute capability of CUDA, (major, minor).
+      memory_bytes: bytes that JAX uses by default, three quarters of the memory.
     """
 
     kind: str
@@ -18,7 +18,7 @@ class KnownDevice:
     memory_bytes: int
 
 
-# Memory of the H100 and H200 is what JAX reported there; of the A100, three quarters of 80 GB.
+# JAX reported the numbers of the H100 and H200. That of the A100 is three quarters of 80 GB.
 DEVICES = {
     "h100": KnownDevice("NVIDIA H100 80GB HBM3", (9, 0), 63_763_906_560),
     "h200": KnownDevice("NVIDIA H200", (9, 0), 112_583_507_968),

@@ -1,4 +1,4 @@
-"""What `fdjax doctor` says: what runs here, and what is missing for a GPU to be used well."""
+"""The report of `fdjax doctor`: what runs here, and what is missing to use a GPU well."""
 
 import contextlib
 import dataclasses
@@ -23,13 +23,13 @@ from fdjax.system import platform
 from fdjax.system.compiled_programs import damaged_entries
 from fdjax.system.device_memory import device_memory_bytes
 
-# First driver that runs programs of this CUDA generation (NVIDIA's CUDA toolkit release notes).
+# Oldest driver for each CUDA generation (NVIDIA's CUDA toolkit release notes).
 _DRIVER_FOR_CUDA = {13: 580, 12: 525}
-# First with bfloat16 tensor cores and asynchronous copies.
+# First compute capability with bfloat16 tensor cores and asynchronous copies.
 _FAST_CAPABILITY = (8, 0)
-# What keeps JAX from a GPU.
+# Environment variables that can hide a GPU from JAX.
 _KNOBS = ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES")
-# Damaged programs that are named one by one; of more, the whole cache may go.
+# Largest number of damaged programs named one by one. For more, the advice is to delete the cache.
 _NAMED = 3
 _INSTALL = "pip install -U 'jax[cuda13]'"
 
@@ -38,13 +38,13 @@ Status = Literal["ok", "note", "problem"]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at.
+    """One line of the report.
 
     Attributes:
-      subject: what.
-      status: "ok", "note" for what is as it is, "problem" for what should be mended.
-      text: what was found.
-      cure: what to do about a problem.
+      subject: name of the thing that was checked.
+      status: "ok", "note" for a fact that needs no action, "problem" for one that does.
+      text: the facts.
+      cure: advice for a problem, or None.
     """
 
     subject: str
@@ -55,25 +55,25 @@ class Finding:
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """Everything that was looked at.
+    """The whole report.
 
     Attributes:
-      findings: in the order in which they depend on each other.
+      findings: the lines; each depends only on earlier ones.
     """
 
     findings: tuple[Finding, ...]
 
     @property
     def sound(self) -> bool:
-        """Nothing is to be mended."""
+        """Whether there is no problem."""
         return all(f.status != "problem" for f in self.findings)
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dict of JSON values."""
         return {"sound": self.sound, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
-        """A table for people."""
+        """A readable table."""
         lines = []
         for f in self.findings:
             lines.append(f"{f.status:8} {f.subject:18} {f.text}")
@@ -83,13 +83,13 @@ class Diagnosis:
 
 
 def diagnose() -> Diagnosis:
-    """Look at versions, driver, plugin, devices and caches, and run two small operations."""
+    """Check versions, driver, plugin, devices and caches, and run two small operations."""
     findings = [_python(), _jax(), _libraries(), _driver(), _plugin()]
     try:
         with _complaints() as complaints:
             backend = platform.default_backend()
     except platform.NoDeviceError as error:
-        cure = "unset JAX_PLATFORMS, or name a platform there is"
+        cure = "unset JAX_PLATFORMS, or name a platform that exists"
         findings.append(Finding("devices", "problem", str(error), cure))
     else:
         findings.append(_backend(backend, complaints))
@@ -99,7 +99,10 @@ def diagnose() -> Diagnosis:
 
 @contextlib.contextmanager
 def _complaints() -> Iterator[list[str]]:
-    """What JAX would log while it starts its devices: why a plugin does not load."""
+    """Collect JAX's warnings while it starts its devices, such as why a plugin does not load.
+
+    Inside the block, JAX does not log them itself.
+    """
     complaints: list[str] = []
 
     class Listener(logging.Handler):
@@ -207,7 +210,7 @@ def _device(device: jax.Device) -> Finding:
 
 
 def _operations() -> Finding:
-    """Run a product and attention as the plan would, so that broken libraries show."""
+    """Run a matrix product and attention with the device's plan, to find broken libraries."""
     plan = Plan.for_device()
     dtype = jnp.float32 if plan.compute_capability is None else jnp.bfloat16
     try:
@@ -217,7 +220,7 @@ def _operations() -> Finding:
         attend = functools.partial(decode_attention, spec=AttentionSpec(0.125), plan=plan)
         o = jax.jit(attend)(cache[:, :, 0][:, None], cache, cache, jnp.full((1,), 8, jnp.int32))
         right = bool((product == 64).all()) and bool((o == 1).all())
-    except Exception as error:  # Whatever is broken is what was asked for.
+    except Exception as error:  # any error is a finding
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return Finding("operations", "problem", f"fail: {reason}", _INSTALL)
     if not right:
@@ -235,7 +238,7 @@ def _cache() -> Finding:
         return Finding(
             "compilation cache",
             "problem",
-            f"{above} cannot be written: every start compiles anew",
+            f"{above} cannot be written: every start compiles again",
             "set XDG_CACHE_HOME to a folder of yours",
         )
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
@@ -260,7 +263,7 @@ def _cuda_generation() -> int | None:
 
 
 def _bounds(name: str) -> str:
-    """The versions of a library that fdjax asks for, such as "<0.13,>=0.11.2"."""
+    """The versions of a library that fdjax requires, such as "<0.13,>=0.11.2"; "" if any."""
     for requirement in importlib.metadata.requires("fdjax") or ():
         if found := re.fullmatch(rf"{name}([<>=][^;\s]*)", requirement):
             return found[1]

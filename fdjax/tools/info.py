@@ -1,4 +1,4 @@
-"""What `fdjax info` says: size of a model, what fits, which implementations run."""
+"""The report of `fdjax info`: size of a model, what fits, which implementations run."""
 
 import dataclasses
 from typing import Any
@@ -13,20 +13,21 @@ from fdjax.system.device_memory import device_memory_bytes, gigabytes
 
 @dataclasses.dataclass(frozen=True)
 class ModelInfo:
-    """Static facts of a model on a device.
+    """Facts about a model on a device, known without running it.
 
     Attributes:
-      family, parameters, dtype: of the model.
-      weight_bytes: all parameters.
-      kv_bytes_per_token: over all layers.
+      family, parameters, dtype: family, number of parameters and dtype of the model.
+      weight_bytes: bytes of all parameters.
+      kv_bytes_per_token: bytes of cache that one token takes in all layers.
       device: kind of the device.
-      device_bytes: memory JAX may use there, None if unknown.
-      memory: what the rows asked about take.
-      largest_batch: rows of that length that fit, None if the memory is unknown.
-      longest_context: tokens that fit into each of so many rows, None if the memory is unknown.
-      max_position_embeddings: the model's context.
-      choices: (op, shape, implementation, source) of the decode step and of prefill. Where one
-        launch runs all layers of a decode step, those that it stands for are left out.
+      device_bytes: bytes that JAX may use there, None if unknown.
+      memory: memory plan for the given number of rows and their length.
+      largest_batch: largest number of rows of that length that fits, None if the memory is unknown.
+      longest_context: largest length of that number of rows that fits, in tokens, None if the
+        memory is unknown.
+      max_position_embeddings: the model's context, in tokens.
+      choices: (op, shape, implementation, source) of the decode step and of prefill. If one launch
+        runs all layers of a decode step, the operations that it replaces are left out.
     """
 
     family: str
@@ -43,11 +44,11 @@ class ModelInfo:
     choices: tuple[tuple[str, str, str, str], ...]
 
     def asdict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The report as a dict of JSON values."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:
-        """A table for people."""
+        """A readable table."""
         lines = [
             f"family        {self.family}",
             f"parameters    {self.parameters:,}",
@@ -63,12 +64,12 @@ class ModelInfo:
             lines.append(f"fits          {self._fits()}")
         lines += ["", f"{'op':18} {'shape':44} {'runs':10} chosen by"]
         lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
-        lines += ["", "docs/performance.md says what these operations and implementations are."]
+        lines += ["", "docs/performance.md explains these operations and implementations."]
         return "\n".join(lines)
 
     def _fits(self) -> str:
         if not self.longest_context:
-            return f"no, not a token for {_rows(self.memory.batch)}"
+            return f"no, not even one token for {_rows(self.memory.batch)}"
         return (
             f"{_rows(self.largest_batch)} of {self.memory.max_len:,} tokens, or "
             f"{_rows(self.memory.batch)} of {self.longest_context:,}"
@@ -82,13 +83,13 @@ def _rows(count: int) -> str:
 def model_info(
     model: Model, *, batch: int = 1, slots: int | None = None, memory_bytes: int | None = None
 ) -> ModelInfo:
-    """Facts about a model on the plan's device.
+    """Collect the facts about a model on the device of its plan.
 
     Args:
       model: the model.
-      batch: rows at once.
-      slots: tokens of each; default the model's context.
-      memory_bytes: what there is of memory; default that of the first local device.
+      batch: number of rows.
+      slots: tokens of each row; default the model's context.
+      memory_bytes: memory of the device in bytes; default that of the first local device.
     """
     memory_bytes = device_memory_bytes() if memory_bytes is None else memory_bytes
     slots = model.config.max_position_embeddings if slots is None else slots

@@ -1,7 +1,7 @@
-"""How likely a model finds given texts: log-probabilities of their tokens, perplexity.
+"""Scores texts: log-probabilities of their tokens, and perplexity.
 
-Texts run through the cache in chunks, as prompts do, and only some rows of logits exist at a time:
-never [B, T, V] of whole texts.
+Texts run through the cache in chunks, like prompts. Only a few rows of logits exist at a time,
+never [B, T, V] for whole texts.
 """
 
 import dataclasses
@@ -26,9 +26,9 @@ from fdjax.system.process import refuse_forked, transfers_allowed
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
 
-# Slots of cache that the texts of a batch may take together, if there are several.
+# Cache slots that the texts of a batch may take together. One text may take more.
 _CACHE_SLOTS = 8192
-# Rows of logits that exist at a time.
+# Largest number of rows of logits that exist at a time.
 _LOGITS_ROWS = 512
 
 
@@ -37,9 +37,10 @@ class ScoreResult:
     """The outcome of `LM.score`, one entry per text.
 
     Attributes:
-      tokens: ids of the text, with the special tokens that the tokenizer adds.
-      logprobs: of every token but the first, given those before it, under the raw model.
-      likeliest: whether that token is the one greedy decoding chooses there.
+      tokens: token ids of the text, with the special tokens that the tokenizer adds.
+      logprobs: log-probability of each token after the first, given the tokens before it, under the
+        raw model.
+      likeliest: for each token after the first, whether greedy decoding would choose it.
     """
 
     tokens: list[list[int]]
@@ -48,12 +49,12 @@ class ScoreResult:
 
     @property
     def perplexities(self) -> list[float]:
-        """exp(-mean log-probability) of each text, NaN for one of a single token."""
+        """exp(-mean log-probability) of each text; NaN for a text of one token."""
         return [_perplexity(logprobs) for logprobs in self.logprobs]
 
     @property
     def perplexity(self) -> float:
-        """exp(-mean log-probability) over the tokens of all texts."""
+        """exp(-mean log-probability) over the tokens of all texts; NaN if none is scored."""
         return _perplexity([x for logprobs in self.logprobs for x in logprobs])
 
 
@@ -66,7 +67,15 @@ def score(
     stride: int | None = None,
     batch_size: int = 16,
 ) -> ScoreResult:
-    """Log-probabilities of the tokens of texts; see `LM.score`."""
+    """Compute the log-probabilities of the tokens of texts.
+
+    Args:
+      engine, tokenizer: the model's engine and tokenizer.
+      texts, stride, batch_size: see `LM.score`.
+
+    Returns, Raises:
+      See `LM.score`.
+    """
     refuse_forked()
     limit = engine.context
     if not _is_integer(batch_size) or batch_size < 1:
@@ -81,7 +90,7 @@ def score(
         token_ids(text, tokenizer, vocab_size, f"score: text {i}") for i, text in enumerate(texts)
     ]
     windows = [w for i, text in enumerate(ids) for w in _windows(i, text, limit, stride)]
-    # The longest first: what does not fit is known at once.
+    # The longest come first, so that a text that does not fit fails at once.
     windows.sort(key=lambda w: len(w.ids), reverse=True)
     scored: list[tuple[_Window, np.ndarray, np.ndarray]] = []
     while windows:
@@ -119,8 +128,13 @@ def _is_integer(value) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class _Window:
-    """A part of text number `text`, from token `start` on: what the model sees at once, and the
-    token after it. The first `known` log-probabilities of it come from the window before.
+    """A part of a text: the tokens that the model sees at once, and the token after them.
+
+    Attributes:
+      text: index of the text.
+      start: index of the window's first token in the text.
+      ids: token ids of the window.
+      known: number of log-probabilities at its beginning that an earlier window has computed.
     """
 
     text: int
@@ -146,8 +160,13 @@ def _windows(text: int, ids: list[int], limit: int, stride: int | None) -> Itera
 def _score_batch(
     engine: Engine, windows: Sequence[_Window], slots: int
 ) -> list[tuple[_Window, np.ndarray, np.ndarray]]:
-    """Each window with the log-probabilities of its tokens but the first, and their `likeliest`."""
-    # What follows the last token is not asked.
+    """Score windows that share a cache.
+
+    Returns:
+      For each window (window, log-probabilities of its tokens after the first, `likeliest` of these
+      tokens).
+    """
+    # The last token of a window is only a target, no input.
     lengths = np.array([len(w.ids) - 1 for w in windows], np.int32)
     lengths = np.pad(lengths, (0, _cache_rows(len(windows)) - len(windows)))
     widths = chunks_for(max(1, int(lengths.max())))
@@ -184,7 +203,7 @@ def _score_batch(
 
 
 def _program(engine: Engine) -> Program:
-    """`_score_chunk` of a model; kept where its other programs are, and as long."""
+    """The program of `_score_chunk`, kept with the other programs of the model."""
     key, model, programs = ("score",), engine.model, engine.programs
     if key not in programs:
 
@@ -209,16 +228,16 @@ def _score_chunk(
     offsets: Array,
     totals: Array,
 ) -> tuple[list[LayerCache], Array, Array]:
-    """Score what follows each token of a chunk.
+    """Score the tokens that follow those of a chunk.
 
     Args:
       model, params: the model.
       kv: caches that hold the `offsets` tokens before the chunk.
       tokens: [B, T] int32 chunk of each text, padded at the end.
-      targets: [B, T] int32 the tokens that follow these.
-      lengths: [B] int32 tokens of this chunk.
-      offsets: [B] int32.
-      totals: [B] int32 tokens of each text; only rotary embeddings that depend on it look at it.
+      targets: [B, T] int32 token after each of these.
+      lengths: [B] int32 number of tokens in the chunk.
+      offsets: [B] int32 number of tokens before the chunk.
+      totals: [B] int32 tokens of the whole text, for rotary embeddings that depend on the length.
 
     Returns:
       (caches, log-probabilities of the targets [B, T] fp32, whether they are the likeliest [B, T]).

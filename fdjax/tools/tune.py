@@ -1,27 +1,22 @@
-"""The dataflow table: which implementation of `matmul` a device runs fastest, shape by shape.
+"""Measures the dataflow table: the fastest implementation of linear layers for each shape.
 
-FlashDecoding++ (Hong et al. 2024), section 5: the linear layers of a model have few [K,N], so each
-is measured over M once, and the inflection points between the implementations are looked up from
-then on. `measure_matmul` makes the rows, `table_of` the file that `plan.read_table` reads, and
-`explain` prints it like Fig. 9(c) of the paper.
+The method is that of FlashDecoding++ (Hong et al. 2024), section 5. The linear layers of a model
+have only a few shapes [K,N]. Each is measured once over M, the number of rows. From then on, the
+choice between implementations is looked up in the table.
 """
 
 import concurrent.futures
 import dataclasses
 import functools
 import itertools
-import json
-import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from fdjax.bench.check import verify
-from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing, l2_bytes, measure
 from fdjax.models import (
     DecoderConfig,
@@ -42,34 +37,36 @@ from fdjax.pallas_kernels.gemm.hopper.linear_chain import chain_mosaic
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
-    TABLE_SCHEMA,
     Plan,
     as_entry,
     can_chain,
-    read_table,
-    shipped_table_path,
 )
-from fdjax.system.files import json_by_line, write_whole
-from fdjax.tools.table_entry import table_entry
 from fdjax.tools.tune_layers import measure_layers
+from fdjax.tools.tune_table import table_entry, table_of
 
 ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
-# Of `linear_chain`; its kernel takes no more.
+# Values of M for `linear_chain`. Its kernel takes at most 32 rows.
 CHAIN_ROWS = (1, 2, 4, 8, 16, 32)
 
-# Errors of single products in half precision; what is asked is only whether they are right at all.
+# Largest relative error of a product in half precision. It only tells right from wrong.
 _TOLERANCE = 2e-2
 
 
 def candidates(shape: LinearShape, m: int) -> Sequence[FlatGemmConfig]:
-    """Tilings of a linear layer at M rows that are worth measuring."""
+    """Tilings of a linear layer with M rows that are worth measuring."""
     return FLAT_GEMM.candidates(shape.key(m, itemsize=2))
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A variant of a linear layer: its error, what is wrong with it, and its time if nothing is."""
+    """The measurement of one variant of a linear layer.
+
+    Attributes:
+      error: relative error, or None if it cannot be computed.
+      problem: description of a wrong result, or None.
+      timing: its times, or None after a wrong result.
+    """
 
     error: float | None
     problem: str | None
@@ -86,26 +83,27 @@ def time_linear(
     runs: int = 10,
     passes: int = 2,
 ) -> Iterator[tuple[int, dict[Any, Measured]]]:
-    """Times variants of a linear layer on the first device, on cold weights.
+    """Time variants of a linear layer on the first device, with weights that are not in its cache.
 
     Args:
       shape: the layer.
       rows: values of M, at least one.
-      variants: functions of a mapping, the operands of `matmul`. Those that raise
-        `NotImplementedError` are left out.
-      reference: what they should compute, default the first of them; those far off are not timed.
-      dtype: of the operands.
-      runs: timed calls of a pass.
-      passes: over all variants in turn.
+      variants: functions of a mapping with the operands of `matmul`. A function that raises
+        `NotImplementedError` is left out.
+      reference: function with the right result; default the first variant. Variants with a wrong
+        result are not timed.
+      dtype: dtype of the operands.
+      runs: timed calls per pass.
+      passes: number of passes over all variants.
 
     Yields:
-      M and what was measured of each variant.
+      (M, the measurement of each variant).
     """
     weights = _weights(shape, dtype)
     operands = [_operands(shape, max(rows), w, i) for i, w in enumerate(weights)]
-    calls = {m: [(_first(m, of),) for of in operands] for m in rows}
+    calls = {m: [(_first(m, one),) for one in operands] for m in rows}
     reference = reference or next(iter(variants.values()))
-    # Autotuning runs on the device, so nothing is timed while anything compiles.
+    # Compiling autotunes on the device, so timing starts only when all variants are compiled.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = {
             (m, name): pool.submit(_compile, fn, calls[m][0])
@@ -120,7 +118,7 @@ def time_linear(
             if fn is not None:
                 got = fn(*calls[m][0])
                 measured[name] = Measured(*verify(got, want[:m], _TOLERANCE), None)
-        for name in [n for n, of in measured.items() if of.problem is None] * passes:
+        for name in [n for n, one in measured.items() if one.problem is None] * passes:
             timing = measure(functions[name], calls[m], runs=runs)
             timings.setdefault(name, []).append(timing)
         for name, passed in timings.items():
@@ -129,14 +127,14 @@ def time_linear(
 
 
 def _weights(shape: LinearShape, dtype: str) -> list[jax.Array]:
-    """So many weights that the next one is never in L2."""
+    """Enough weights that the next one is never in the L2 cache."""
     axes = (shape.k, 2, shape.n // 2) if shape.gate else (shape.k, shape.n)
     count = _cold_count(shape.k * shape.n * jnp.dtype(dtype).itemsize)
     return [_normal(i, axes, dtype) * jnp.asarray(shape.k**-0.5, dtype) for i in range(count)]
 
 
 def _cold_count(nbytes: int) -> int:
-    """How many weights of so many bytes it takes for the next one never to be in L2."""
+    """Number of weights of `nbytes` each so that the next one is never in the L2 cache."""
     return 3 * l2_bytes(jax.devices()[0]) // nbytes + 1
 
 
@@ -151,7 +149,7 @@ def _operands(shape: LinearShape, m: int, w: jax.Array, seed: int) -> dict[str, 
 
 
 def _first(m: int, operands: dict[str, Any]) -> dict[str, Any]:
-    """The same operands with the first M rows only."""
+    """The operands with only their first M rows."""
     return operands | {name: operands[name][:m] for name in ("x", "residual") if name in operands}
 
 
@@ -176,19 +174,20 @@ def measure_matmul(
     configs: Callable[[LinearShape, int], Sequence[FlatGemmConfig]] = candidates,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
-    """Times XLA and every candidate on the first device.
+    """Time XLA and every candidate of the kernel on the first device.
 
     Args:
       shapes: the linear layers.
       rows: values of M.
-      dtype: of the operands.
-      runs: timed calls of each, twice.
-      configs: the tilings tried for a layer at M rows.
-      report: takes a line for every row, and for every candidate that was wrong.
+      dtype: dtype of the operands.
+      runs: timed calls of each, in each of two passes.
+      configs: function of (layer, M) that returns the tilings to try.
+      report: called with a line for every entry, and for every candidate with a wrong result.
 
     Yields:
-      One entry of the table for each layer and M, with `microseconds` of "xla" and "mosaic_gpu"
-      (None where no candidate ran) beside the choice. Candidates with wrong results are left out.
+      An entry of the table for each layer and M. Beside the choice, it has the `microseconds` of
+      "xla" and "mosaic_gpu", which is None if no candidate ran. Candidates with wrong results are
+      left out.
     """
     for shape in dict.fromkeys(shapes):
         keys = {"gate": "silu" if shape.gate else None}
@@ -206,10 +205,10 @@ def measure_matmul(
         for tried, some in itertools.groupby(rows, tilings):
             variants = {None: xla} | {c: functools.partial(kernel, config=c) for c in tried}
             for m, measured in time_linear(shape, list(some), variants, dtype=dtype, runs=runs):
-                for config, of in measured.items():
-                    if of.problem:
-                        report(f"{shape} M={m} {config}: {of.problem}")
-                times = {c: of.timing.median_us for c, of in measured.items() if of.timing}
+                for config, one in measured.items():
+                    if one.problem:
+                        report(f"{shape} M={m} {config}: {one.problem}")
+                times = {c: one.timing.median_us for c, one in measured.items() if one.timing}
                 entry = table_entry("matmul", shape.key(m, jnp.dtype(dtype).itemsize), times)
                 report(f"{shape} M={m}: {entry['implementation']} {entry['microseconds']}")
                 yield entry
@@ -224,22 +223,22 @@ def measure_chain(
     runs: int = 10,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
-    """Times the linear layers between two attentions of a decoder, one by one and as one kernel.
+    """Time the linear layers between two attentions of a decoder, one by one and as one kernel.
 
-    The kernel runs in every configuration that is a candidate.
+    Every candidate configuration of the kernel is timed.
 
     Args:
       config: the decoder.
       rows: values of M.
-      plan: of the single layers, default that of the first device.
-      dtype: of the operands.
-      runs: timed calls of each, twice in turn.
-      report: takes a line for every row.
+      plan: plan for the single layers; default that of the first device.
+      dtype: dtype of the operands.
+      runs: timed calls of each, in each of two passes.
+      report: called with a line for every entry, and for every candidate with a wrong result.
 
     Yields:
-      An entry of the table for each M, "xla" standing for one layer after the other. None where the
-      decoder has biases or norms that a chain has no place for, or its kernel runs neither on the
-      device nor with such sizes.
+      An entry of the table for each M, where "xla" means layer by layer. Nothing, if the chain does
+      not support the decoder's biases or norms, or if the kernel does not run on this device or
+      with these sizes.
     """
     plan = plan or Plan.for_device()
     itemsize = jnp.dtype(dtype).itemsize
@@ -262,25 +261,25 @@ def measure_chain(
             for i, w in enumerate(weights)
         ]
         variants = None, *tried
-        functions = {of: _compile(functools.partial(run, of), sets[0]) for of in variants}
+        functions = {c: _compile(functools.partial(run, c), sets[0]) for c in variants}
         if None in functions.values():
             return
         want = functions[None](*sets[0])
         for config in tried:
             results = zip(functions[config](*sets[0]), want, strict=True)
-            problems = [p for got, of in results if (p := verify(got, of, _TOLERANCE)[1])]
+            problems = [p for got, right in results if (p := verify(got, right, _TOLERANCE)[1])]
             if problems:
                 report(f"linear_chain M={m} {config}: {', '.join(problems)}")
                 del functions[config]
-        passes = [{of: measure(fn, sets, runs=runs) for of, fn in functions.items()} for _ in "12"]
-        times = {of: Timing.merge([p[of] for p in passes]).median_us for of in functions}
+        passes = [{c: measure(fn, sets, runs=runs) for c, fn in functions.items()} for _ in "12"]
+        times = {c: Timing.merge([p[c] for p in passes]).median_us for c in functions}
         entry = table_entry("linear_chain", shape | {"m": m}, times)
         report(f"linear_chain M={m}: {entry['implementation']} {entry['microseconds']}")
         yield entry
 
 
 def _chain_weights(k: int, width: int, hidden: int, n: int, dtype: str) -> Iterator[dict[str, Any]]:
-    """Operands of `linear_chain`, so many that the next ones are never in L2."""
+    """Yield sets of operands of `linear_chain`, so many that the next one is never in L2."""
     shapes = {
         "out": (k, width),
         "gate_up": (width, 2, hidden),
@@ -303,18 +302,18 @@ def tune(
     commit: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measures the linear layers of a model on its device.
+    """Measure the linear layers of a model on its device.
 
     Args:
-      model: what `describe` made.
-      commit: to record where git cannot be asked.
-      report: takes a line for every row measured.
+      model: a model from `describe`.
+      commit: commit to record if git cannot be asked.
+      report: called with a line for every entry measured.
 
     Returns:
       A table, for `write_table` and `explain`.
 
     Raises:
-      NotImplementedError: the kernels run neither on this device nor in this dtype.
+      NotImplementedError: the kernels do not run on this device or in this dtype.
     """
     capability = model.plan.compute_capability
     if capability != (9, 0):
@@ -337,85 +336,3 @@ def tune(
     )
     entries += measure_layers(planned, report=report)
     return table_of(entries, commit)
-
-
-def table_of(entries: Iterable[Mapping[str, Any]], commit: str | None = None) -> dict[str, Any]:
-    """A dataflow table of measured entries, with where they come from."""
-    return {
-        "schema": TABLE_SCHEMA,
-        "revisions": KERNEL_REVISIONS,
-        "provenance": environment(commit),
-        "entries": list(entries),
-    }
-
-
-def write_table(table: Mapping[str, Any], path: str | Path) -> None:
-    """Write a table as JSON, an entry to a line."""
-    head = {key: value for key, value in table.items() if key != "entries"}
-    write_whole(path, json_by_line(head, "entries", table["entries"]))
-
-
-def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, Any]:
-    """The table of a file, or that shipped for a device.
-
-    Raises:
-      ValueError: the file is no table that can be used.
-      FileNotFoundError: none is shipped.
-    """
-    if path is None and not (path := shipped_table_path(device_kind)).exists():
-        raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
-    read_table(path, log_level=logging.INFO)  # its version is among what is explained
-    return json.loads(Path(path).read_text(encoding="utf-8"))
-
-
-def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: str) -> str:
-    """The `matmul` entries of a table for some linear layers, like Fig. 9(c) of the paper.
-
-    Args:
-      table: what `table_of` made, or the file read.
-      shapes: the layers, by name.
-      dtype: of the operands.
-
-    Returns:
-      For each layer its inflection points M1 and M2, between which the kernel runs, and the
-      microseconds over M, the choice marked with a star.
-    """
-    itemsize = jnp.dtype(dtype).itemsize
-    where = table.get("provenance", {})
-    device, versions = where.get("device_kind", "unknown device"), where.get("versions", {})
-    lines = [
-        f"{device}, JAX {versions.get('jax', 'unknown')}, {where.get('date', 'undated')[:10]}",
-        f"{dtype}, microseconds on the device, * is what runs",
-    ]
-    for name, shape in shapes.items():
-        entries = {}
-        for entry in table["entries"]:
-            m = entry["shape"].get("m")
-            if entry["op"] == "matmul" and entry["shape"] == shape.key(m, itemsize):
-                entries[m] = entry
-        lines += ["", f"{name} {shape}: {_inflection(entries)}"]
-        if entries:
-            rows = sorted(entries)
-            lines.append(f"{'M':>12}" + "".join(f"{m:>8}" for m in rows))
-            for implementation in ("xla", "mosaic_gpu"):
-                cells = (_cell(entries[m], implementation) for m in rows)
-                line = f"{implementation:>12}" + "".join(f"{cell:>8}" for cell in cells)
-                lines.append(line.rstrip())
-    return "\n".join(lines)
-
-
-def _inflection(entries: Mapping[int, Mapping[str, Any]]) -> str:
-    if not entries:
-        return "not measured, xla"
-    kernel = sorted(m for m, entry in entries.items() if entry["implementation"] == "mosaic_gpu")
-    if not kernel:
-        return "xla at every M"
-    first, last = kernel[0], kernel[-1]
-    others = sorted(m for m in entries if first < m < last and m not in kernel)
-    but = f" but at M = {', '.join(map(str, others))}" if others else ""
-    return f"mosaic_gpu from M1 = {first} to M2 = {last}{but}, else xla"
-
-
-def _cell(entry: Mapping[str, Any], implementation: str) -> str:
-    us = entry.get("microseconds", {}).get(implementation)
-    return ("-" if us is None else f"{us:.1f}") + " *"[entry["implementation"] == implementation]

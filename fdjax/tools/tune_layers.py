@@ -1,7 +1,7 @@
-"""Whether one kernel runs all layers of a decode step faster than layer after layer.
+"""Measures whether one kernel runs all layers of a decode step faster than layer by layer.
 
-A part of the dataflow table, see `tune`. What is timed are the layers of a step as the engine runs
-them, many times in one CUDA graph, by the host's clock: what lies between two kernels counts.
+The entries are part of the dataflow table, see `tune`. As in the engine, one CUDA graph runs the
+layers of many steps. The host's clock times it, so the gaps between two kernels count as well.
 """
 
 import concurrent.futures
@@ -35,14 +35,14 @@ from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Entry, can_chain
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
-from fdjax.tools.table_entry import table_entry
+from fdjax.tools.tune_table import table_entry
 from fdjax.weights.stacked import layer_slices, stack_layers
 
-# Its kernel takes no more.
+# Values of M, at most 32 because of the kernel, and numbers of cache slots.
 LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
 LAYERS_SLOTS = (256, 1024, 4096)
 
-# Of hidden states behind all layers, in half precision.
+# Largest relative error of the hidden states after all layers, in half precision.
 _TOLERANCE = 5e-2
 
 
@@ -55,20 +55,20 @@ def measure_layers(
     runs: int = 5,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
-    """Times the layers of a decode step one by one, as the model's plan has them, and as one.
+    """Time the layers of a decode step, layer by layer with the model's plan and as one kernel.
 
     Args:
-      model: what `describe` made.
+      model: a model from `describe`.
       rows: values of M.
-      slots: of the cache, filled but for the last 64.
-      steps: of a call.
-      runs: timed calls of each, twice in turn.
-      report: takes a line for every row, for every candidate that was wrong, and for what there is
-        no memory for.
+      slots: numbers of cache slots. All but the last 64 are filled.
+      steps: decode steps per call.
+      runs: timed calls of each, in each of two passes.
+      report: called with a line for every entry, for every candidate with a wrong result, and for
+        every size that does not fit into the memory.
 
     Yields:
-      An entry of the table for each M and number of slots, "xla" standing for one layer after the
-      other. None where the kernel has no place for such layers, or the device none for it.
+      An entry of the table for each M and number of slots, where "xla" means layer by layer.
+      Nothing, if the kernel does not support these layers or this device.
     """
     itemsize = jnp.dtype(model.dtype).itemsize
     shapes = [layers_shape(model.config, m, s, itemsize) for s, m in itertools.product(slots, rows)]
@@ -98,27 +98,30 @@ def measure_layers(
         functions = _compile(model, shape, weights, lengths, steps)
         if functions.keys() <= {None}:
             continue
-        samples: dict[Any, list[float]] = {of: [] for of in functions}
+        samples: dict[Any, list[float]] = {config: [] for config in functions}
         want = None
-        for of in [*functions] * 2:
-            if of not in samples:
+        for config in [*functions] * 2:
+            if config not in samples:
                 continue
-            cache = _random_cache(model, m, s, of is not None)
-            times, hidden = _time(functions[of], cache, weights[of], lengths, runs)
+            cache = _random_cache(model, m, s, config is not None)
+            times, hidden = _time(functions[config], cache, weights[config], lengths, runs)
             del cache
-            samples[of] += [us / steps for us in times]
+            samples[config] += [us / steps for us in times]
             want = hidden if want is None else want
-            if of is not None and (problem := verify(hidden, want, _TOLERANCE)[1]):
-                report(f"{where} {of}: {problem}")
-                del samples[of]
-        us = {of: float(np.median(times)) for of, times in samples.items()}
+            if config is not None and (problem := verify(hidden, want, _TOLERANCE)[1]):
+                report(f"{where} {config}: {problem}")
+                del samples[config]
+        us = {config: float(np.median(times)) for config, times in samples.items()}
         entry = table_entry("decode_layers", shape, us)
         report(f"{where}: {entry['implementation']} {entry['microseconds']}")
         yield entry
 
 
 def _planned(model: Model, config: DecodeLayersConfig | None, shape: dict[str, int]) -> Model:
-    """The model, whose plan runs all layers so at a shape; None is one by one."""
+    """The model with a plan that runs all layers in this configuration at this shape.
+
+    With None, the plan runs them layer by layer.
+    """
     if config is None:
         plan = model.plan.with_xla("decode_layers")
     else:
@@ -136,13 +139,22 @@ def _compile(
     lengths: Array,
     steps: int,
 ) -> dict[DecodeLayersConfig | None, jax.stages.Compiled]:
-    """`_layers` of so many steps in each way for which there are weights and the kernel has place.
+    """Compile `_layers` for each configuration.
 
-    Without any kernel nothing is compiled.
+    Args:
+      model: the model.
+      shape: sizes of the entry.
+      weights: parameters by configuration; None is layer by layer.
+      lengths: [M] int32 filled slots of each row.
+      steps: decode steps per call.
+
+    Returns:
+      The functions by configuration, without those that the kernel does not support. If none is
+      left but None, nothing is compiled, and the result is empty.
     """
     lowered = {}
-    for of, params in weights.items():
-        planned, stacked = _planned(model, of, shape), of is not None
+    for config, params in weights.items():
+        planned, stacked = _planned(model, config, shape), config is not None
         cache = jax.eval_shape(
             functools.partial(init_cache, model, shape["m"], shape["s"], stacked)
         )
@@ -152,16 +164,16 @@ def _compile(
             compiler_options=compiler_options(decode_steps),
         )
         with contextlib.suppress(NotImplementedError):
-            lowered[of] = run.lower(cache, params, lengths)
+            lowered[config] = run.lower(cache, params, lengths)
     if lowered.keys() <= {None}:
         return {}
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        jobs = {of: pool.submit(one.compile) for of, one in lowered.items()}
-    return {of: job.result() for of, job in jobs.items()}
+        jobs = {config: pool.submit(one.compile) for config, one in lowered.items()}
+    return {config: job.result() for config, job in jobs.items()}
 
 
 def _layers(model: Model, stacked: bool, steps: int, cache: Any, weights: Params, lengths: Array):
-    """(cache, hidden [B,1,E]) after so many steps, all the same one."""
+    """Run the layers of the same decode step many times; returns (cache, hidden [B,1,E])."""
     layers = None
     if stacked:
         layers = weights["blocks"]
@@ -182,7 +194,7 @@ def _layers(model: Model, stacked: bool, steps: int, cache: Any, weights: Params
 
 
 def _random_cache(model: Model, rows: int, slots: int, stacked: bool) -> Any:
-    """Keys and values at random, the same stacked or not."""
+    """A cache of random keys and values, with the same values stacked or not."""
     c = model.config
     shape = rows, c.kv_heads, slots, c.head_dim
 
@@ -199,7 +211,7 @@ def _random_cache(model: Model, rows: int, slots: int, stacked: bool) -> Any:
 def _time(
     function: Callable, cache: Any, weights: Params, lengths: Array, runs: int
 ) -> tuple[list[float], Array]:
-    """Microseconds of each call but the first two, and the hidden states of the last."""
+    """(microseconds of each call after two for warm-up, hidden states of the last call)."""
     times = []
     for _ in range(runs + 2):
         begin = time.perf_counter()

@@ -1,1 +1,1 @@
-"""Weights: reading checkpoints, and layouts of the parameters in memory."""
+"""Weights: how checkpoints are read, and the layouts of the parameters in memory."""

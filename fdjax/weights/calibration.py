@@ -1,6 +1,7 @@
-"""The calibration beside a checkpoint: φ of every head, and where a unified maximum pays.
+"""The calibration file beside a checkpoint: φ of every head, and the layers that use it.
 
-`fdjax.tools.calibrate` makes it; loading a model reads it. It changes the speed, never a result.
+`fdjax.tools.calibrate` makes the file, and `fdjax.load` reads it. It changes the speed, never a
+result.
 """
 
 import dataclasses
@@ -22,10 +23,10 @@ FILE = "fdjax_calibration.json"
 SCHEMA = 1
 _REMEDY = "run `fdjax calibrate` again, or remove the file"
 
-# In units of log2: how far from φ the maximum of a split's first block may be for decode kernels to
-# keep φ.
+# Half the width of the safe range, in units of log2. Decode kernels keep φ if the maximum of a
+# split's first block is at most this far from φ.
 SAFE_LOG2 = 32.0
-# Largest share of a layer's rows outside the safe range with which the technique applies.
+# A layer uses the unified maximum if at most this share of its rows is outside the safe range.
 RATE_LIMIT = 0.01
 
 _LOG2E = math.log2(math.e)
@@ -35,13 +36,13 @@ logger = logging.getLogger("fdjax")
 
 @dataclasses.dataclass(frozen=True)
 class LayerCalibration:
-    """What a layer's heads were found to be; every field has one value per query head.
+    """The calibration of one layer. Every field has one value per query head, in natural units.
 
     Attributes:
       phi: unified maximum; the safe range is phi ± SAFE_LOG2 / log2(e).
-      rates: predicted share of rows that leave the safe range.
+      rates: predicted share of rows that leave the safe range, from 0 to 1.
       lower, upper: interval that holds 99.99 % of the scores.
-      lowest, highest: extremes of the scores.
+      lowest, highest: smallest and largest score.
     """
 
     phi: tuple[float, ...]
@@ -53,23 +54,23 @@ class LayerCalibration:
 
     @property
     def rate(self) -> float:
-        """Predicted share of the layer's rows that leave the safe range."""
+        """Predicted share of the layer's rows that leave the safe range, from 0 to 1."""
         return math.fsum(self.rates) / len(self.rates)
 
     @property
     def applies(self) -> bool:
-        """Whether a unified maximum pays: the rate is within RATE_LIMIT."""
+        """Whether the layer uses the unified maximum: the rate is at most RATE_LIMIT."""
         return self.rate <= RATE_LIMIT
 
 
 @dataclasses.dataclass(frozen=True)
 class Calibration:
-    """φ of a model, and what it was chosen by.
+    """The calibration of a model.
 
     Attributes:
-      fingerprint: of the checkpoint, see `fdjax.weights.checkpoint.fingerprint`.
+      fingerprint: identifies the checkpoint, see `fdjax.weights.checkpoint.fingerprint`.
       layers: one entry per layer.
-      provenance: where the numbers come from.
+      provenance: texts, versions, device and date of the measurement.
     """
 
     fingerprint: str
@@ -77,7 +78,7 @@ class Calibration:
     provenance: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
-        """A table for people."""
+        """A readable table of the layers."""
         head = ("layer", "99.99 % of scores", "all scores", "constant", "outside", "uses it")
         cells = [head]
         for i, layer in enumerate(self.layers):
@@ -99,17 +100,17 @@ class Calibration:
         count = sum(layer.applies for layer in self.layers)
         lines += [
             "",
-            f"{count} of {len(self.layers)} layers subtract a constant in the softmax, not "
-            "the largest score of each row, which is faster.",
-            "A layer does where the largest score of at most "
-            f"{RATE_LIMIT:.0%} of its rows is outside constant +- {SAFE_LOG2 / _LOG2E:.2f}.",
-            "Rows outside may be computed again: no answer changes. docs/performance.md says more.",
+            f"{count} of {len(self.layers)} layers subtract a constant in the softmax. That is "
+            "faster than the largest score of each row.",
+            f"A layer does so if at most {RATE_LIMIT:.0%} of its rows have their largest score "
+            f"outside constant +- {SAFE_LOG2 / _LOG2E:.2f}.",
+            "Rows outside may be computed again, so no answer changes. See docs/performance.md.",
         ]
         return "\n".join(lines)
 
 
 def write_calibration(calibration: Calibration, path: str | Path) -> None:
-    """Write a calibration as JSON, a layer to a line."""
+    """Write a calibration as JSON, with one layer per line."""
     head = {
         "schema": SCHEMA,
         "fingerprint": calibration.fingerprint,
@@ -121,15 +122,25 @@ def write_calibration(calibration: Calibration, path: str | Path) -> None:
         {"applies": layer.applies, "rate": layer.rate} | dataclasses.asdict(layer)
         for layer in calibration.layers
     )
-    # A model with half a calibration beside it would not load.
+    # Half a file must not remain: a model with a damaged calibration does not load.
     write_whole(path, json_by_line(head, "layers", layers))
 
 
 def read_calibration(path: str | Path, config: DecoderConfig) -> Calibration | None:
-    """Read the calibration of a model; None, with a warning, for one of another schema.
+    """Read a calibration file.
+
+    Args:
+      path: the file.
+      config: the model that the calibration must fit.
+
+    Returns:
+      The calibration, or None if the file has another schema.
 
     Raises:
-      CheckpointError: the file is damaged, or not of such a model.
+      CheckpointError: the file is damaged, or does not fit the model.
+
+    Warns:
+      UserWarning: the file has another schema.
     """
     try:
         data = read_json(Path(path))
@@ -171,15 +182,19 @@ def _damaged(path: str | Path, problem: str) -> CheckpointError:
 
 
 def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
-    """The architecture with φ of every layer, if there is a calibration beside the checkpoint.
+    """The architecture with φ in every layer, if there is a calibration beside the checkpoint.
 
-    A layer where the technique does not apply runs with the maximum of its rows.
+    A layer with too many rows outside the safe range keeps the maximum of each row.
+
+    Args:
+      config: the architecture.
+      folder: folder of the checkpoint.
 
     Raises:
-      CheckpointError: the calibration is damaged, or of a model of another shape.
+      CheckpointError: the calibration is damaged, or belongs to a model of another shape.
 
     Warns:
-      UserWarning: the calibration is of another schema or of other weights, and not used.
+      UserWarning: the calibration is not used, because of another schema or other weights.
     """
     path = folder / FILE
     if not is_there(path):
@@ -188,7 +203,7 @@ def calibrated(config: DecoderConfig, folder: Path) -> DecoderConfig:
     if calibration is None:
         return config
     if calibration.fingerprint != fingerprint(folder):
-        warnings.warn(f"{path}: not used, made for other weights; {_REMEDY}", stacklevel=3)
+        warnings.warn(f"{path}: not used, it was made for other weights; {_REMEDY}", stacklevel=3)
         return config
     outside = [str(i) for i, layer in enumerate(calibration.layers) if not layer.applies]
     if outside:

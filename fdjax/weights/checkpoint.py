@@ -1,8 +1,8 @@
-"""Read a Hugging Face checkpoint folder: config, tensors, generation defaults, tokenizer.
+"""Reads a Hugging Face checkpoint: finds the folder, reads JSON files, loads the tensors.
 
-The tensors are memory-mapped here rather than through the safetensors package: its readers copy
-every tensor to anonymous memory first, and a truncated file is an error that names no tensor. The
-format is eight bytes of header length, a JSON header, and the bytes.
+This module memory-maps the tensors itself. The safetensors package copies every tensor to anonymous
+memory first, and its error for a truncated file names no tensor. A file consists of the header's
+length in eight bytes, a JSON header, and the bytes of the tensors.
 """
 
 import dataclasses
@@ -40,18 +40,18 @@ _DTYPES = {
 EMBEDDED = "tiny"
 _SINGLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-# No file system has files of longer names.
+# Longest file name in common file systems, in bytes.
 _NAME_BYTES = 255
 _DOWNLOAD_AGAIN = "download the file again"
-# What a clone without Git LFS has in place of a large file.
+# Beginning of the small file that a clone without Git LFS has in place of a large file.
 _LFS_POINTER = b"version https://git-lfs"
-# How the tensors of quantised checkpoints end: GPTQ and AWQ, bitsandbytes, compressed-tensors, FP8.
+# Names of quantised tensors end like this: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8.
 _QUANTISED = (
     r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
 )
-# A fingerprint reads twice as many values of each tensor.
+# A fingerprint reads this many values before and after the middle of each tensor.
 _SAMPLE = 512
-# XLA's CPU client uses host memory in place when it is aligned to this, and copies it otherwise.
+# XLA's CPU client uses host memory without a copy if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
 
 logger = logging.getLogger("fdjax")
@@ -59,7 +59,15 @@ logger = logging.getLogger("fdjax")
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor's bytes are."""
+    """The location of a tensor in a file.
+
+    Attributes:
+      file: the safetensors file.
+      name: name of the tensor.
+      dtype: dtype in the names of safetensors, such as "BF16".
+      shape: shape of the tensor.
+      start: position of its first byte in the file.
+    """
 
     file: Path
     name: str
@@ -68,7 +76,11 @@ class StoredTensor:
     start: int
 
     def view(self) -> np.ndarray:
-        """The tensor, memory-mapped."""
+        """The tensor as a memory-mapped array.
+
+        Raises:
+          CheckpointError: the dtype is not supported.
+        """
         dtype = _DTYPES.get(self.dtype)
         if dtype is None:
             raise CheckpointError(
@@ -87,18 +99,18 @@ def locate(
     revision: str | None = None,
     token: str | bool | None = None,
 ) -> Path:
-    """The folder of a checkpoint: a local one, or a hub id downloaded to the hub's cache.
+    """The folder of a checkpoint. A checkpoint of the hub is downloaded to the hub's cache.
 
-    "tiny" is the model that comes with the package, unless there is a folder of that name.
+    "tiny" is the embedded model, unless there is a folder of that name.
 
     Args:
-      name_or_path: what to look for.
-      weights: whether a download includes them.
-      revision, token: of the hub, see `fdjax.load`.
+      name_or_path: a folder, a hub id, or "tiny".
+      weights: whether to download the weights as well.
+      revision, token: options of the hub, see `fdjax.load`.
 
     Raises:
-      CheckpointError: neither a folder nor something the hub gives; or a folder, which has no
-        revision.
+      CheckpointError: there is no such folder and the hub does not give it, or a revision is given
+        for a folder.
     """
     name_or_path = os.fspath(name_or_path)
     if not name_or_path:
@@ -106,13 +118,13 @@ def locate(
     path = user_path(name_or_path)
     if revision is not None and (path.exists() or name_or_path == EMBEDDED):
         raise CheckpointError(
-            f"{name_or_path}: revision {revision!r} is for hub ids, this is on this machine"
+            f"{name_or_path}: revision {revision!r} is only for hub ids, but this is a local path"
         )
     if path.is_dir():
         if name_or_path == EMBEDDED and not is_there(path / "config.json"):
             raise CheckpointError(
-                f"{name_or_path}: this folder has no config.json; the embedded model is meant only "
-                "where there is no folder of its name"
+                f"{name_or_path}: this folder has no config.json; to use the embedded model, run "
+                "where there is no folder of this name"
             )
         return path
     if name_or_path == EMBEDDED:
@@ -140,7 +152,7 @@ def locate(
 
 
 def user_path(name: str) -> Path:
-    """A path as a user gives it, which may begin with ~.
+    """The path of a name that a user gives; a leading ~ is expanded.
 
     Raises:
       CheckpointError: there is no such user.
@@ -152,11 +164,11 @@ def user_path(name: str) -> Path:
 
 
 def is_there(path: Path) -> bool:
-    """Whether a file is there.
+    """Whether a file exists.
 
     Raises:
-      CheckpointError: it is a link to one that is not, as in a hub's cache that was cleaned up; or
-        no regular file.
+      CheckpointError: the path is a broken link, as in a cleaned-up cache of the hub, or exists but
+        is no regular file.
     """
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path}: a broken link; download the checkpoint again")
@@ -167,17 +179,17 @@ def is_there(path: Path) -> bool:
 
 
 def _refuse_irregular(path: Path) -> None:
-    """Raise CheckpointError for a folder, and for a pipe or a device, whose reader might wait."""
+    """Raise CheckpointError for a folder, and for a pipe or a device, which may never end."""
     if not path.is_file():
         kind = "a folder" if path.is_dir() else "a pipe or a device"
-        raise CheckpointError(f"{path}: must be a regular file, is {kind}")
+        raise CheckpointError(f"{path}: must be a regular file, but is {kind}")
 
 
 def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """A JSON object; {} for a missing file that is not required.
+    """Read a JSON object; {} if the file is missing and not required.
 
     Raises:
-      CheckpointError: missing, unreadable, or not an object.
+      CheckpointError: the file is required but missing, cannot be read, or is no JSON object.
     """
     if not is_there(path):
         if required:
@@ -201,7 +213,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
 
 
 def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError if a file is a pointer that Git LFS left in its place."""
+    """Raise CheckpointError if a file is only a pointer of Git LFS to the real file."""
     with path.open("rb") as file:
         if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
             raise CheckpointError(
@@ -210,10 +222,13 @@ def refuse_pointer(path: Path) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """All tensors of a checkpoint, single or sharded.
+    """Find all tensors of a checkpoint, which may have one file or several shards.
 
     Raises:
-      CheckpointError: no weights, a missing shard, a damaged or truncated file.
+      CheckpointError: there are no weights, a shard is missing, or a file is damaged or truncated.
+
+    Warns:
+      UserWarning: a file or a tensor is there twice. The message says which one is read.
     """
     if is_there(folder / _SINGLE):
         if shards := sorted(folder.glob("model-*.safetensors")):
@@ -234,7 +249,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     if (folder / "adapter_model.safetensors").exists():
         hint = "this is an adapter: merge it into its base model first"
     elif parts := sorted(folder.glob("*.safetensors")):
-        hint = f"{parts[0].name} alone says nothing of the rest; download the index too"
+        hint = f"{parts[0].name} alone is not enough; download the index too"
     elif any(folder.glob("*.gguf")):
         hint = "GGUF files are not supported; take the checkpoint that they were made from"
     raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; {hint}")
@@ -248,7 +263,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
     copies = []
     for file in sorted(set(index.values())):
         first = min(name for name, f in index.items() if f == file)
-        # Nothing outside the folder is read, whatever an index says.
+        # An index must not name files outside the folder.
         beside = file not in ("", "..") and Path(file).name == file
         if not (beside and file.isprintable() and len(file.encode()) <= _NAME_BYTES):
             raise CheckpointError(
@@ -260,7 +275,7 @@ def _read_shards(folder: Path) -> dict[str, StoredTensor]:
             )
         _refuse_irregular(folder / file)
         for name, tensor in _read_header(folder / file).items():
-            # What no index entry claims is kept, to be found unexpected.
+            # A tensor without an index entry is kept, so that `check_tensors` reports it.
             if index.get(name, file) == file:
                 tensors[name] = tensor
             else:
@@ -289,7 +304,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
     if len(prefix) < 8:
         raise CheckpointError(
-            f"{path.name}: truncated, {size} bytes hold no header; {_DOWNLOAD_AGAIN}"
+            f"{path.name}: truncated, {size} bytes are too few for a header; {_DOWNLOAD_AGAIN}"
         )
     if 8 + length > size:
         raise CheckpointError(
@@ -306,7 +321,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
         ) from None
     spans = [_read_entry(path, name, entry, 8 + length, size) for name, entry in entries]
     spans.sort(key=lambda span: (span[0].start, span[1]))
-    # The format allows no gaps, so that a file has one meaning and no room for another.
+    # The format forbids gaps and overlaps, so that no bytes can be hidden or read twice.
     end = 8 + length
     for tensor, tensor_end in spans:
         if tensor.start != end:
@@ -323,7 +338,7 @@ def _read_header(path: Path) -> dict[str, StoredTensor]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict of these pairs, if no key is twice in it."""
+    """The dict of these pairs. Raises ValueError if a key occurs twice."""
     made = dict(pairs)
     if len(made) != len(pairs):
         raise ValueError("a key occurs twice")
@@ -333,7 +348,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _read_entry(
     path: Path, name: str, entry: Any, data_start: int, size: int
 ) -> tuple[StoredTensor, int]:
-    """A tensor and the byte it ends at."""
+    """(tensor, position of the first byte after it) from an entry of the header."""
     try:
         start, end = entry["data_offsets"]
         dtype, shape = entry["dtype"], tuple(entry["shape"])
@@ -361,17 +376,22 @@ def _read_entry(
 
 
 def check_tensors(stored: dict[str, StoredTensor], weights: WeightMap, ignored: Iterable[str]):
-    """Compare what a checkpoint holds with what the model needs.
+    """Compare the tensors of a checkpoint with those that the model needs.
+
+    Args:
+      stored: tensors of the checkpoint, by name.
+      weights: the tensors that the model needs.
+      ignored: patterns of names that may be in the checkpoint but are not needed.
 
     Raises:
-      CheckpointError: a missing, wrongly shaped or unexpected tensor.
+      CheckpointError: a tensor is missing, unexpected, quantised, or has a wrong shape.
     """
     files = {tensor.file.name for tensor in stored.values()}
     whole = files.pop() if len(files) == 1 else _INDEX if files else _SINGLE
     for name, tensor in stored.items():
         if re.fullmatch(_QUANTISED, name):
             raise CheckpointError(
-                f"{tensor.file.name}: tensor {name!r} is one of quantised weights, which are not "
+                f"{tensor.file.name}: tensor {name!r} belongs to quantised weights, which are not "
                 "supported; use the unquantised checkpoint"
             )
     needed = set()
@@ -404,23 +424,23 @@ def load_params(
     device: jax.Device | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
-    """Read, fuse and convert the parameters onto a device.
+    """Load the parameters of a checkpoint onto a device, fused and in the model's dtype.
 
-    Pieces are read through a memory map and fused on the device, one parameter at a time: beyond
-    the parameters themselves, no more than the largest fused one is held.
+    The tensors are memory-mapped and fused on the device, one parameter at a time. Besides the
+    parameters themselves, this needs memory for the largest fused parameter.
 
     Args:
       folder: the checkpoint.
-      model: what it must contain.
-      device: where they go; default JAX's default device.
+      model: the model that the checkpoint must contain.
+      device: device of the parameters; default JAX's default device.
       progress: called with (bytes read, bytes in all).
 
     Raises:
-      CheckpointError: see `stored_tensors` and `check_tensors`, or the head of a tied model is
-        another than its embedding.
+      CheckpointError: see `stored_tensors` and `check_tensors`; or config.json ties head and
+        embedding, but the checkpoint has two that differ.
 
     Warns:
-      UserWarning: a tensor has values that are not finite, or a matrix or norm only zeros.
+      UserWarning: a tensor has values that are not finite, or a matrix or norm is all zeros.
     """
     began = time.perf_counter()
     stored = stored_tensors(folder)
@@ -432,7 +452,7 @@ def load_params(
     views = {name: stored[name].view() for weight in weights.values() for name, _ in weight.sources}
     total = sum(view.nbytes for view in views.values())
     done = 0
-    # Dicts of our own: the model keeps its abstract ones.
+    # New dicts, because those of the model must not change.
     params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
         parts = [views.pop(name) for name, _ in weight.sources]
@@ -442,7 +462,7 @@ def load_params(
             _warn_of_damage(stored[name], float(_largest(part)), model)
         leaf = join(parts, layout=weight.layout, dtype=model.dtype)
         del parts
-        # One at a time: queued transfers would hold every piece at once.
+        # Wait for each parameter. Queued transfers would hold all pieces in memory at once.
         leaf.block_until_ready()
         node = params
         for key in path[:-1]:
@@ -462,23 +482,27 @@ def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
         return
     same = (head.shape, head.dtype) == (embed.shape, embed.dtype)
     if same:
-        # As integers, as NaN is not NaN; some rows at a time, as the map is read where it lies.
+        # Compared as bytes, because NaN is not equal to NaN, and in parts of at most 16 MiB.
         ours, theirs = (t.view().reshape(embed.shape[0], -1).view(np.uint8) for t in (head, embed))
         rows = max(1, 2**24 // ours.shape[1])
         starts = range(0, len(ours), rows)
         same = all(np.array_equal(ours[i : i + rows], theirs[i : i + rows]) for i in starts)
     if not same:
         raise CheckpointError(
-            f"{head.file.name}: tensor {head.name!r} is another than {embed.name!r} "
+            f"{head.file.name}: tensor {head.name!r} differs from {embed.name!r} "
             f"({head.dtype} {list(head.shape)}, {embed.dtype} {list(embed.shape)}), but "
             "config.json ties them; set 'tie_word_embeddings' to false there, or remove the tensor"
         )
 
 
 def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
-    """The dtype of a checkpoint's matrices where its config.json names none.
+    """The dtype of a checkpoint's matrices if its config.json names none.
 
-    None where that does, where they are not alike, and where there are none.
+    None if config.json names a dtype, if the matrices have several dtypes, or if there are none.
+
+    Args:
+      folder: the checkpoint.
+      config: the content of its config.json.
 
     Raises:
       CheckpointError: see `stored_tensors`.
@@ -492,8 +516,9 @@ def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
 
 
 def fingerprint(folder: Path) -> str:
-    """What tells the weights of a checkpoint from others: a hash of its tensors' names, dtypes,
-    shapes and a part of the bytes of each.
+    """A hash that identifies the weights of a checkpoint.
+
+    It covers the names, dtypes and shapes of all tensors and a part of the values of each.
 
     Raises:
       CheckpointError: see `stored_tensors`.
@@ -501,7 +526,7 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-        if tensor.dtype not in _DTYPES:  # of no use to a model
+        if tensor.dtype not in _DTYPES:  # no model uses such a tensor
             continue
         values = tensor.view().reshape(-1)
         middle = values.size // 2
@@ -511,7 +536,7 @@ def fingerprint(folder: Path) -> str:
 
 @jax.jit
 def _largest(tensor: Array) -> Array:
-    """Maximum of |tensor|, not finite if any value is not: one pass without a copy."""
+    """Maximum of |tensor|, [] fp32; not finite if any value is not. One pass without a copy."""
     largest = jnp.max(jnp.abs(tensor)).astype(jnp.float32)
     if tensor.dtype != jnp.float32:
         return largest
@@ -519,12 +544,12 @@ def _largest(tensor: Array) -> Array:
 
 
 def _warn_of_damage(tensor: StoredTensor, largest: float, model: Model) -> None:
-    """Tell what no model has on purpose: what failed downloads and trainings leave behind."""
+    """Warn of a tensor that a failed download or training left behind: all zeros, or not finite."""
     problem = None if math.isfinite(largest) else "values that are not finite"
-    # A bias may be all zeros, and so may the weights of a norm to which the model adds 1.
+    # A bias may be all zeros. So may the weights of a norm if the model adds 1 to them.
     scales = tensor.name.endswith("norm.weight") and not model.config.norm_offset
     if largest == 0 and (len(tensor.shape) > 1 or scales):
-        problem = "nothing but zeros"
+        problem = "only zeros"
     if problem:
         warnings.warn(
             readable(
@@ -535,10 +560,10 @@ def _warn_of_damage(tensor: StoredTensor, largest: float, model: Model) -> None:
 
 
 def _staged(part: np.ndarray) -> np.ndarray:
-    """A piece as `device_put` can take it without a copy on CPU.
+    """A piece in memory that `device_put` on a CPU can use without another copy.
 
-    The client's own copies would come from malloc, which keeps the holes they leave between the
-    parameters: up to three times the largest parameter. A mapping goes back when it is dropped.
+    Copies of the CPU client come from malloc. They leave holes between the parameters that are not
+    returned, up to three times the largest parameter. An anonymous mapping is returned when freed.
     """
     aligned = part.ctypes.data % _ALIGNMENT_BYTES == 0
     if aligned or not part.size or jax.default_backend() != "cpu":

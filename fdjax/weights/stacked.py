@@ -1,7 +1,8 @@
-"""The weights of all layers as one array for each kind, and each layer's as a view of it.
+"""Stacked weights: one array per kind for all layers, and each layer's weight as a view of it.
 
-A kernel that runs all layers takes few arrays: each costs the host about a microsecond a call. What
-XLA multiplies by is better an array of its own, as of a slice it makes a copy first.
+A kernel that runs all layers takes the stacked arrays: few arguments, because each costs the host
+about a microsecond per call. Operations of XLA take the views. XLA copies a slice before it
+multiplies by it, so each view is an array of its own.
 """
 
 import ctypes
@@ -20,22 +21,22 @@ from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
 logger = logging.getLogger("fdjax")
 
-# XLA takes no argument on a GPU whose address is not a multiple of this.
+# On a GPU, XLA requires that the address of an argument is a multiple of this.
 _ALIGNMENT = 128
 
-# Those that there are views of, by address.
+# Stacked arrays with live views, keyed by address.
 _stacks: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
 
 
 class _Tensor(ctypes.Structure):
-    """What a `DLManagedTensor` begins with, see dlpack.h."""
+    """The first fields of `DLManagedTensor`, see dlpack.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("device", ctypes.c_int32 * 2),
         ("ndim", ctypes.c_int32),
         ("dtype", ctypes.c_uint8 * 4),
-        ("shape", ctypes.c_void_p),  # of int64, as the strides
+        ("shape", ctypes.c_void_p),  # int64 values, like the strides
         ("strides", ctypes.c_void_p),
         ("byte_offset", ctypes.c_uint64),
     )
@@ -47,10 +48,10 @@ _capsule_pointer = ctypes.PYFUNCTYPE(ctypes.POINTER(_Tensor), ctypes.py_object, 
 
 
 class _Layer:
-    """One layer of a stacked array, as `jax.dlpack.from_dlpack` takes it.
+    """One layer of a stacked array, in the form that `jax.dlpack.from_dlpack` takes.
 
-    JAX's own capsule of the whole array, narrowed to the layer: so it is JAX that holds the memory
-    and lets go of it, in whatever thread and however late, and no function of Python is called.
+    It exports JAX's own capsule of the whole array, narrowed to the layer. So JAX itself holds the
+    memory and frees it, in any thread and at any time, without calling a Python function.
     """
 
     def __init__(self, stacked: jax.Array, index: int):
@@ -61,7 +62,7 @@ class _Layer:
         return self.stacked.__dlpack_device__()
 
     def __dlpack__(self, **_) -> Any:
-        # Asked for no version, JAX gives what all of its versions take.
+        # Without a requested version, JAX exports the form that all of its versions accept.
         capsule = self.stacked.__dlpack__()
         tensor = _capsule_pointer(capsule, b"dltensor").contents
         tensor.data += self.index * (self.stacked.nbytes // len(self.stacked))
@@ -73,18 +74,19 @@ class _Layer:
 
 
 def layer_views(stacked: jax.Array) -> list[jax.Array]:
-    """Each layer of an array, where it lies: no memory is allocated.
+    """Views of the layers of an array, which share its memory.
 
-    The memory stays as long as any view does, whatever becomes of the array itself.
+    The memory lives as long as any of the views, even if the array itself is deleted.
 
     Args:
-      stacked: [L, ...], on one device; layers of a multiple of 128 bytes.
+      stacked: [L, ...] on one device; the size of a layer is a multiple of 128 bytes.
 
     Returns:
       L arrays [...].
 
     Raises:
-      ValueError: there can be no views of such an array.
+      ValueError: the array is deleted, is on several devices, or has layers of another size; or JAX
+        cannot make views on its device.
     """
     if stacked.is_deleted():
         raise ValueError("layer_views: the array must not be deleted")
@@ -95,38 +97,40 @@ def layer_views(stacked: jax.Array) -> list[jax.Array]:
         )
     if stacked.nbytes % (_ALIGNMENT * len(stacked) or 1):
         raise ValueError(
-            f"layer_views: layers must be of a multiple of {_ALIGNMENT} bytes, got "
+            f"layer_views: the size of a layer must be a multiple of {_ALIGNMENT} bytes, got "
             f"{stacked.dtype}{[*stacked.shape]}"
         )
-    stacked.block_until_ready()  # as no stream is told to wait for it
+    stacked.block_until_ready()  # because no stream waits for it
     layers = [_Layer(stacked, i) for i in range(len(stacked))]
     try:
         views = [jax.dlpack.from_dlpack(layer, copy=False) for layer in layers]
     except jax.errors.JaxRuntimeError as error:
         raise ValueError(f"layer_views: {error}") from None
     if any(view.devices() != stacked.devices() for view in views):
-        raise ValueError(f"layer_views: JAX has views on its first CPU, not on {stacked.device}")
+        raise ValueError(
+            f"layer_views: JAX makes views only on its first CPU, not on {stacked.device}"
+        )
     return views
 
 
 def stack_layers(
     model: Model, params: Params, *, owned: bool = False, memory_bytes: int | None = None
 ) -> dict[str, jax.Array] | None:
-    """Stack the weights of a model's layers, if its plan has a kernel that takes them so.
+    """Stack the weights of a model's layers, if its plan has a kernel for stacked weights.
 
-    Those that are the views of an array already, which is still held, stay as they are. Where there
-    is no memory for it, nothing is stacked, and that is logged.
+    Weights that are views of a live stacked array already are not copied again. If the memory is
+    not enough, nothing is stacked, and that is logged.
 
     Args:
       model: the model.
-      params: its parameters. In these containers, those of the layers are replaced by views, but
-        for vectors.
-      owned: nobody else holds the parameters, so that those of a kind go before the next is
-        stacked.
-      memory_bytes: for the parameters and what stacking takes beside them; default what there is.
+      params: its parameters. The weights of the layers are replaced by views in these containers,
+        except vectors.
+      owned: whether only the caller holds them. Then each kind is freed before the next one
+        is stacked, which needs less memory.
+      memory_bytes: limit for the parameters and the stacked arrays; default the free memory.
 
     Returns:
-      Arrays [L, ...] by names such as "attention.qkv.weight", or None.
+      Stacked arrays [L, ...] by names such as "attention.qkv.weight"; None if nothing is stacked.
     """
     blocks = params["blocks"]
     leaves = jax.tree.leaves(blocks)
@@ -139,9 +143,9 @@ def stack_layers(
     needed = (max if owned else sum)(sizes or [0])
     (device,) = leaves[0].devices()
     rooms = [free_memory_bytes(device), memory_bytes and memory_bytes - model.weight_bytes]
-    told = f"layers are not stacked: no room for {gigabytes(needed)} beside the weights"
+    message = f"layers are not stacked: no room for {gigabytes(needed)} beside the weights"
     if any(room is not None and needed > room for room in rooms):
-        _tell_once(told)
+        _log_once(message)
         return None
     del leaves
     blocks.clear()
@@ -151,7 +155,7 @@ def stack_layers(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _tell_once(told)  # there is room, but not in one piece
+        _log_once(message)  # enough memory is free, but not in one piece
         return None
     finally:
         blocks.update({i: _nested(layer) for i, layer in enumerate(layers)})
@@ -159,14 +163,21 @@ def stack_layers(
 
 
 def stacked_shapes(params: Params) -> dict[str, jax.ShapeDtypeStruct]:
-    """What `stack_layers` makes of parameters, as shapes and dtypes."""
+    """Shapes and dtypes of the arrays that `stack_layers` makes of these parameters, by name."""
     blocks = params["blocks"]
     first = traverse_util.flatten_dict(blocks[0], sep=".")
     return {k: jax.ShapeDtypeStruct((len(blocks), *a.shape), a.dtype) for k, a in first.items()}
 
 
 def layer_slices(stacked: dict[str, jax.Array]) -> Params:
-    """The parameters of the layers, inside a trace, where those not used cost nothing."""
+    """The parameters of each layer as slices. Inside a trace, unused slices cost nothing.
+
+    Args:
+      stacked: arrays [L, ...] from `stack_layers`.
+
+    Returns:
+      {layer: its parameters as nested dicts}.
+    """
     layers = len(next(iter(stacked.values())))
     return {i: _nested({kind: a[i] for kind, a in stacked.items()}) for i in range(layers)}
 
@@ -176,10 +187,10 @@ def _nested(layer: dict[str, jax.Array]) -> Params:
 
 
 def _stack(layers: Sequence[dict[str, jax.Array]], kind: str) -> jax.Array:
-    """The weights of one kind, which become views of it, but for vectors.
+    """Stack the weights of one kind. In `layers`, they are replaced by views, except vectors.
 
-    A view that is donated is written over, and the array with it. Who uses the weights after that
-    is told that they are deleted, but for those that are copied together with others of a shape.
+    Donating a view overwrites it and that part of the array. Later uses of the donated weight then
+    raise an error, except where `ParamPacking` has made a copy of it.
     """
     first = layers[0][kind]
     stacked = jnp.zeros((len(layers), *first.shape), first.dtype, device=first.sharding)
@@ -199,7 +210,7 @@ def _put(stacked, weight, index):
 
 
 def _stack_of(views: Sequence[jax.Array]) -> jax.Array | None:
-    """The array of which these are all views, in order, if it still is."""
+    """The live stacked array whose layers, in order, are exactly these views; None without one."""
     first = views[0]
     address = first.unsafe_buffer_pointer()
     stacked = _stacks.get(address)
@@ -211,5 +222,5 @@ def _stack_of(views: Sequence[jax.Array]) -> jax.Array | None:
 
 
 @functools.cache
-def _tell_once(message: str) -> None:
+def _log_once(message: str) -> None:
     logger.info(message)

@@ -45,7 +45,8 @@ def test_statistics():
     assert (t.median_us, t.min_us, t.max_us, t.runs) == (16.0, 10.0, 22.0, 6)
     assert (t.p10_us, t.p90_us) == (10.5, 21.5)
     assert t.spread_us == 11.0
-    # Steady passes that disagree with each other: the percentiles alone would miss it.
+    # Each pass is steady, but the passes disagree. The percentiles of a single pass would miss
+    # that.
     t = timing.Timing.from_samples([[10.0] * 99, [30.0]], "host")
     assert (t.p90_us - t.p10_us, t.spread_us) == (0.0, 20.0)
     merged = timing.Timing.merge([t, t])
@@ -80,7 +81,7 @@ def test_measure_on_the_host_clock():
     assert (t.clock, t.runs, t.cold_l2, t.kernels) == ("host", 5, False, {})
     sets = timing.cold_sets(lambda seed: _matrix(seed, (256, 256)))
     assert timing.measure(jax.jit(jnp.sin), sets, runs=2).cold_l2
-    # The same buffers over and over stay in L2 however many tuples hold them.
+    # The same buffers stay in the L2 cache, even if many tuples hold them.
     assert not timing.measure(jnp.sin, [sets[0]] * 100, runs=2).cold_l2
     with pytest.raises(ValueError, match="measure: needs runs"):
         timing.measure(jnp.sin, sets, runs=0)
@@ -93,7 +94,7 @@ def test_wall_warms_up_and_waits():
 
 
 class _FakeCupti:
-    """Reports two kernels a call, the second as long as the argument says, in milliseconds."""
+    """Reports two kernels per call. The second takes as many milliseconds as the argument says."""
 
     def __init__(self, stray=0):
         self.stray, self.seen, self.sessions, self.active = stray, [], 0, False
@@ -110,7 +111,7 @@ class _FakeCupti:
         self.active = False
         jax.effects_barrier()
         kernels = [k for ms in self.seen for k in (("first", 1.0), ("second", ms))]
-        # A kernel that one run of several has too many.
+        # One of several runs has an extra kernel.
         return kernels + [("stray", 1.0)] * (self.stray if len(self.seen) > 1 else 0)
 
 
@@ -132,7 +133,7 @@ def test_cupti_runs_rotate_through_the_sets(fake_cupti):
     sets = [(jnp.float32(ms),) for ms in (1, 2, 3, 4)]
     t = timing.measure(fake.call, sets, runs=4, warmup=0, clock="cupti")
     assert t.clock == "cupti"
-    # A full round, and each run on other data than the one before it.
+    # Each run is a full round, on other data than the run before.
     assert sorted(t.samples_us[0]) == [2000.0, 3000.0, 4000.0, 5000.0]
     assert t.kernels == {"first": 1000.0, "second": 2500.0}
     assert (fake.sessions, t.median_us) == (1, 3500.0)
@@ -306,7 +307,7 @@ def test_main_succeeds_and_ends_with_the_record(tmp_path, capsys):
     out = capsys.readouterr().out
     assert out.splitlines()[0].startswith("device") and "ceiling before" in out
     assert json.loads(out.splitlines()[-1]) == json.loads(path.read_text())
-    # Nothing measured is no success.
+    # No measurement is not a success.
     assert suite.main([_case(xla=jnp.square)], ["--only", "cube"], **SMALL) == 1
 
 
@@ -422,7 +423,7 @@ def test_compare_of_rows_that_do_not_match():
     assert statuses == {"a": "missing", "b": "same", "c": "new", "d": "same"} and failed
     assert _statuses(old, new, allow_missing=True) == (statuses, False)
     assert not _statuses(_record(b=[1.0], d=[1.0]), new)[1]
-    statuses, failed = _statuses(old, _record())  # of a run that was cut off
+    statuses, failed = _statuses(old, _record())  # left by an interrupted run
     assert set(statuses.values()) == {"missing"} and failed
     new.rows[0].bytes = 2
     statuses, failed = _statuses(old, new, allow_missing=True)

@@ -1,4 +1,4 @@
-"""The PyTorch peer is right: its tokens are those of transformers. Needs torch and transformers."""
+"""The PyTorch peer generates the tokens of transformers. Needs torch and transformers."""
 
 import pytest
 

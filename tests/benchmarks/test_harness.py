@@ -1,4 +1,4 @@
-"""The benchmark scripts: they run on a CPU, refuse wrong results, and draw what there is."""
+"""The benchmark scripts: they run on a CPU, refuse wrong results, and draw the existing records."""
 
 import dataclasses
 import json
@@ -159,7 +159,7 @@ def test_a_slow_down_of_a_tenth_is_flagged(tmp_path):
 
 
 def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
-    """That needs no log-probabilities of decoding; and no more calls than there is time for."""
+    """It needs no log-probabilities of decoding, and makes no more calls than the time allows."""
     from fdjax.bench import model
 
     likeliest = np.zeros((1, 2, 128), np.float32)
@@ -187,7 +187,7 @@ def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
 
 
 def test_one_pass_is_padded_for_the_kernels():
-    """A named plan never falls back, and its prefill kernel takes no odd length."""
+    """A named plan never falls back, and its prefill kernel does not support odd lengths."""
     from fdjax.bench.model import one_pass, one_pass_program
 
     model = fdjax.describe(fdjax.parse_config(CONFIG), dtype="float32")
@@ -206,7 +206,7 @@ def test_one_pass_is_padded_for_the_kernels():
 
 @pytest.mark.parametrize("name", end_to_end.PLANS)
 def test_plans_do_without_what_they_are_named_for(name):
-    """Kernels that a table has for several operations at once among it."""
+    """Also without kernels that a table has for several operations at once."""
     plan = Plan.for_kind("NVIDIA H200", (9, 0))
     plan = dataclasses.replace(plan, named=tuple(end_to_end.PLANS[name].items()))
     chain = dict(m=1, k=4096, width=4096, hidden=11008, n=12288, itemsize=2)
@@ -220,11 +220,13 @@ def test_plans_do_without_what_they_are_named_for(name):
         "without launch": {"chain"},
         "without attention": {"chain"},
     }
-    assert {k for k, of in runs.items() if of.implementation != "xla"} == want.get(name, set())
+    assert {k for k, choice in runs.items() if choice.implementation != "xla"} == want.get(
+        name, set()
+    )
 
 
 def test_plans_share_stacked_weights(config, quick_ceiling, monkeypatch):
-    """They are stacked once, and nobody holds what they were stacked of."""
+    """The weights are stacked once, and nobody holds the original arrays."""
     from fdjax.bench import model
 
     def rows(lm, **options):
@@ -246,7 +248,7 @@ def test_plans_share_stacked_weights(config, quick_ceiling, monkeypatch):
 
 
 def test_plans_share_the_weights_and_leave_nothing(config, quick_ceiling, monkeypatch):
-    """A model goes, and its cache with it, before the next one comes; the weights are made once."""
+    """A model is freed with its cache before the next one is made. The weights are made once."""
     from fdjax import models
     from fdjax.bench import model
 
@@ -297,7 +299,7 @@ def test_a_summary_is_of_the_best_peer(tmp_path, capsys):
         end_to_end.parse_args([])
 
 
-@pytest.mark.parametrize("trusted", [True, None])  # None where nothing is known of the device
+@pytest.mark.parametrize("trusted", [True, None])  # None, because nothing is known about the device
 @pytest.mark.parametrize(("after", "moved"), [(1e3, False), (992, False), (1011, True)])
 def test_a_ceiling_that_moved_is_flagged(config, monkeypatch, capsys, after, moved, trusted):
     from fdjax.bench import ceiling, model
@@ -334,7 +336,7 @@ def test_no_point_begins_when_the_time_is_up(config, quick_ceiling, capsys):
 
 @pytest.fixture(params=[(), (("decode_layers", "mosaic_gpu"),)], ids=["layers", "one launch"])
 def named(request, monkeypatch):
-    """What a plan forces. XLA runs what one launch would."""
+    """A plan forces these implementations. XLA runs the layers that one launch would run."""
 
     def by_xla(*args, plan, **options):
         return decode_layers(*args, **options, implementation="xla")
@@ -345,7 +347,7 @@ def named(request, monkeypatch):
 
 @pytest.mark.slow
 def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
-    """Compiled from shapes alone, they are found and loaded; one that is not there is compiled."""
+    """Programs are compiled from shapes alone, then found and loaded. A missing one is compiled."""
     config = fdjax.parse_config(CONFIG | {"num_hidden_layers": 2})
     plan = Plan(batch_invariant=True)
     plain = fdjax.describe(config, dtype="float32", plan=plan)
@@ -391,7 +393,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
 def test_processes_compile_all_that_is_measured(
     config, quick_ceiling, monkeypatch, tmp_path, capsys, caplog, jobs
 ):
-    """With one process that fails there is nothing to load; the run goes on."""
+    """If one process fails, nothing can be loaded, and the run goes on."""
     monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
     if jobs == 1:
         monkeypatch.setattr(ahead, "ROOT", tmp_path)
@@ -454,7 +456,7 @@ def test_unfused_products_are_the_kernel_alone(monkeypatch, neighbours):
     y = unfused.unfused_matmul(x, w, plan=plan, **fused)
     np.testing.assert_allclose(y, matmul(x, w, **fused), rtol=2e-5, atol=2e-5)
     assert ran == [(64, 256 if "gate" in fused else 128)]
-    # XLA fuses as it likes.
+    # XLA chooses its own fusions.
     y = unfused.unfused_matmul(x, w, plan=Plan(), **fused)
     np.testing.assert_array_equal(y, matmul(x, w, plan=Plan(), **fused))
     assert len(ran) == 1
@@ -519,7 +521,7 @@ def test_memory_as_planned_and_measured(config, monkeypatch, tmp_path, capsys):
 
 @pytest.mark.parametrize(("factor", "ok"), [(1.0, True), (1.029, True), (1.05, False)])
 def test_a_peak_must_be_near_the_plan(config, monkeypatch, factor, ok):
-    """The allocator's number is made up; the model only has to answer."""
+    """The allocator's number is made up. The model only has to answer."""
 
     class Answered:
         tokens = ((1, 2),)
@@ -656,7 +658,7 @@ def record_of(rows, config):
 
 @pytest.fixture
 def results(tmp_path):
-    """A folder with a record of every kind."""
+    """A folder with one record of every kind."""
     folder = tmp_path / "results"
     names = ("fdjax", "xla", "cudnn", "without flat GEMM", "hf eager", "hf static, compiled")
     rows = [
@@ -734,7 +736,7 @@ def tables(tmp_path, monkeypatch):
 
 
 def test_a_ratio_is_of_one_run(results, monkeypatch, tmp_path):
-    """A later record of some implementations leaves the ratios of the others as they were."""
+    """A later record of some implementations does not change the ratios of the others."""
     plots = plots_module(monkeypatch)
     rows = [
         row_of("decode step B1 P128", name, [us])
@@ -764,7 +766,7 @@ def test_a_ratio_is_of_one_run(results, monkeypatch, tmp_path):
 
 
 def test_the_grid_of_the_papers_is_drawn(monkeypatch, tmp_path):
-    """FD++ Fig. 10 and FD++Next Fig. 12 from one record; what did not fit is left blank."""
+    """FD++ Fig. 10 and FD++Next Fig. 12 from one record. Sizes that did not fit are left blank."""
     plots = plots_module(monkeypatch)
     rows = [
         row_of(f"{case} B{b} P{p}", name, [us * b])
@@ -841,15 +843,15 @@ def write_with_and_without_attention(folder):
 
 
 def test_a_headline_figure_has_the_default_path_alone(results, monkeypatch, tmp_path):
-    """And what the headline command measured in place of an earlier record."""
+    """Measurements of the headline command replace those of an earlier record."""
     plots = plots_module(monkeypatch)
     write_with_and_without_attention(results)
     config = {"model": "llama-2-7b.old.json"}
     for name, us in (("end_to_end_one_launch", 7e3), ("headline_llama2_7b_1x1024", 5e3)):
         rows = [
-            row_of(f"{case} B1 P1024", of, [us * scale])
+            row_of(f"{case} B1 P1024", variant, [us * scale])
             for case in ("first token", "decode step")
-            for of, scale in (("fdjax", 1), ("gpt-fast", 2), ("without launch", 3))
+            for variant, scale in (("fdjax", 1), ("gpt-fast", 2), ("without launch", 3))
         ]
         records.write(record_of(rows, config), results / f"{name}.json")
     steps, _ = plots.headline(plots.Results(results, tmp_path)).axes
@@ -887,7 +889,7 @@ def test_run_time_is_of_a_gpu(config):
 
 
 def test_densities_are_of_each_layer():
-    """Each adds up to one, over the bins that have a score."""
+    """Each density adds up to one, over the bins that have a score."""
     scores = np.zeros((2, 3, calibration.BINS), np.int64)
     middle = calibration.BINS // 2
     scores[0, :, middle] = 5

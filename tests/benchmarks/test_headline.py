@@ -1,4 +1,4 @@
-"""The headline command measures what is missing and resumes; both arms of an ablation are true."""
+"""The headline command measures missing parts and resumes. Both arms of an ablation are honest."""
 
 import dataclasses
 import json
@@ -46,7 +46,7 @@ def record_of(part, names, *, date="2026-01-02", commit="c", scale=1.0, **config
 
 @pytest.fixture
 def measured(monkeypatch, tmp_path):
-    """The parts that were measured, each at once and with a record."""
+    """The parts that were measured. Each one is measured at once and gets a record."""
     found = []
 
     def measure(part, args, output, seconds):
@@ -136,7 +136,7 @@ def test_a_part_ends_when_the_time_is_up(monkeypatch, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_it_measures(tmp_path):
-    """A small model on a CPU, in processes of its own."""
+    """A small model on a CPU, in its own processes."""
     config = tmp_path / "small.json"
     config.write_text(json.dumps(CONFIG))
     options = "--points 1x8 --plans fdjax xla --peers --new-tokens 3 --runs 2 --dtype float32"
@@ -176,7 +176,7 @@ def test_peers_need_their_libraries(monkeypatch):
 
 
 def test_both_arms_of_the_unified_maximum_run_the_kernel_that_has_one(monkeypatch, tmp_path):
-    """No launch for all layers, which has a running maximum; nothing differs but the maximum."""
+    """No launch for all layers, because it has a running maximum. Only the maximum differs."""
     from fdjax.bench import ceiling, model
 
     arms = {}
@@ -205,7 +205,7 @@ def test_both_arms_of_the_unified_maximum_run_the_kernel_that_has_one(monkeypatc
 
 
 def test_recomputed_cases_have_the_unified_maximum(monkeypatch):
-    """And their peers the running one, at every shape."""
+    """Their peers use the running maximum at every shape."""
     from benchmarks import decode_attention
 
     ran = []

@@ -1,4 +1,4 @@
-"""lm-evaluation-harness: its scores of the embedded model are those it gives for transformers."""
+"""lm-evaluation-harness gives the embedded model the scores that it gives with transformers."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import fdjax
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "tests" / "fixtures" / "hf" / "lm_eval"
 EXPECTED = json.loads((FOLDER / "expected.json").read_text())
-# Sums of up to about 1000 log-probabilities, of two implementations in float32.
+# Sums of up to about 1000 log-probabilities, from two implementations in float32.
 CLOSE = {"rel": 1e-4, "abs": 1e-3}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -48,7 +48,7 @@ def test_the_harness_gives_the_scores_of_transformers(monkeypatch):
     for task, scores in EXPECTED["scores"].items():
         assert got["scores"][task].keys() == scores.keys()
         for name, score in scores.items():
-            # Which choice is likeliest, and which answer is exact, must not differ at all.
+            # The likeliest choice and the exact answers must not differ at all.
             exact = task != "documents"
             assert got["scores"][task][name] == (score if exact else pytest.approx(score, rel=1e-4))
     assert got["responses"]["answers"] == EXPECTED["responses"]["answers"]

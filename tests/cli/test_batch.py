@@ -1,4 +1,4 @@
-"""`fdjax generate --input`: every line of a file gets one answer, whatever happens meanwhile."""
+"""`fdjax generate --input`: every line of a file gets one answer, even after interruptions."""
 
 import dataclasses
 import json
@@ -104,7 +104,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(files, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 2 is no JSON"),
+        ("{", "line 2 is not JSON"),
         ('{"id": 3}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "messages": []}', 'line 2 must have either "prompt" or "messages"'),
         ('{"prompt": "a", "temperature": 1}', "unknown field 'temperature'"),

@@ -1,4 +1,4 @@
-"""The command line: what it prints, its exit codes, and no traceback for a user's mistake."""
+"""The command line: its output and exit codes, and no traceback after a user's mistake."""
 
 import codecs
 import copy
@@ -51,7 +51,7 @@ def lm():
 
 @pytest.fixture
 def loaded(lm, monkeypatch):
-    """`fdjax.load` gives the embedded model at once, whatever it is asked for."""
+    """`fdjax.load` returns the embedded model at once, whatever the argument."""
     calls = []
 
     def load(model, **options):
@@ -82,7 +82,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 @pytest.fixture
 def interruptible():
-    """A process started here heeds Ctrl-C, also if these tests run where it is ignored."""
+    """A process started here handles Ctrl-C, even if these tests run with Ctrl-C ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -90,7 +90,7 @@ def interruptible():
 
 @pytest.fixture
 def folder(tmp_path):
-    """A copy of the embedded checkpoint to be damaged."""
+    """A copy of the embedded checkpoint that a test may damage."""
     copy = tmp_path / "copy"
     copy.mkdir()
     for path in locate("tiny").iterdir():
@@ -110,7 +110,7 @@ def is_one_line(err: str) -> bool:
 # Generating
 
 
-@pytest.mark.usefixtures("lm")  # whose programs are then those of the command's model too
+@pytest.mark.usefixtures("lm")  # the command's model has the same programs
 def test_the_first_command_answers(run):
     assert run("generate", QUESTION) == (0, ANSWER + "\n", "")
 
@@ -340,7 +340,7 @@ def test_piped_lines_are_answered_one_by_one(run, loaded):
 
 @pytest.fixture
 def asked(lm, loaded, monkeypatch):
-    """The conversations that were to be answered; each answer is " word"."""
+    """The conversations that the model was asked to answer. Each answer is " word"."""
     seen = []
 
     class Stream:
@@ -480,7 +480,7 @@ def test_a_template_that_is_not_utf8_is_named(run, loaded, tmp_path):
     (tmp_path / "mine.jinja").write_bytes(b"{{ messages }}\xff")
     code, out, err = run("chat", "--chat-template", "mine.jinja", stdin=b"hi")
     assert (code, out, loaded) == (1, "", [])
-    assert err == "fdjax: error: mine.jinja: must be UTF-8, not so at 14\n"
+    assert err == "fdjax: error: mine.jinja: not UTF-8 at byte 14\n"
 
 
 def test_what_no_longer_fits_is_forgotten_in_pairs(run, asked):
@@ -533,7 +533,7 @@ def test_a_terminal_shows_what_is_compiled_for_as_long(run, lm, loaded, monkeypa
     monkeypatch.setattr(sys, "stderr", TerminalOutput())
     assert run(*command, stdin=QUESTION.encode())[:2] == (0, ANSWER + "\n")
     assert sys.stderr.getvalue() == shown
-    # With -v it is logged instead, and elsewhere nothing is shown.
+    # With -v the message is logged. Without a terminal nothing is shown.
     program = Program(lambda x: 3 * x, lambda x: f"something of {x.size}")
     monkeypatch.setattr(sys, "stderr", TerminalOutput())
     run(*command, "-v", stdin=QUESTION.encode())
@@ -581,7 +581,7 @@ def test_chat_needs_a_tokenizer(run, folder):
 
 
 class Terminal:
-    """A program in a terminal of its own, and what it has shown there."""
+    """A program in its own terminal, and the text that it has shown there."""
 
     def __init__(self, *argv, folder):
         self.shown = ""
@@ -600,7 +600,7 @@ class Terminal:
         os.close(slave)
 
     def until(self, text: str) -> None:
-        """Wait for a text after what was waited for before."""
+        """Wait until a text appears after the last text waited for."""
         while text not in self.shown:
             ready, _, _ = select.select([self._master], [], [], 60)
             assert ready, f"{text!r} not in {self.shown!r} after a minute"
@@ -619,7 +619,7 @@ class Terminal:
 @pytest.mark.slow
 @pytest.mark.skipif(pty is None, reason="needs pseudo-terminals")
 def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interruptible):
-    # No end of sequence: a story fills the context.
+    # Without an end token, a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)
     edit(folder / "tokenizer_config.json", eos_token="<pad>")
     terminal = Terminal("-m", "fdjax.cli.main", "chat", "--model", str(folder), folder=tmp_path)
@@ -630,7 +630,7 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interrupt
     terminal.until("\b")  # compiled
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("> ")
-    time.sleep(1)  # readline shows its prompt before it heeds a signal
+    time.sleep(1)  # readline shows its prompt before it handles a signal
     terminal.process.send_signal(signal.SIGINT)
     terminal.until("/quit")
     terminal.until("> ")
@@ -752,7 +752,7 @@ def test_misuse_is_one_line_and_exit_code_2(run, loaded, argv, stdin):
 
 
 def test_an_argument_in_another_locale_is_utf8_all_the_same(run, loaded):
-    # What Python makes of UTF-8 bytes where it takes the locale's encoding to be ASCII.
+    # Python turns UTF-8 bytes into this if it takes the locale's encoding to be ASCII.
     mangled = "wave 🌊".encode().decode("ascii", "surrogateescape")
     code, out, _ = run("generate", "--json", "--max-new-tokens", "1", mangled)
     assert (code, json.loads(out)["prompt"]) == (0, "wave 🌊")
@@ -854,7 +854,7 @@ def test_a_folder_of_the_name_of_the_embedded_model(run, tmp_path, loaded, monke
     assert loaded[0][0] == str(locate(loaded[0][0])) and Path(loaded[0][0]).is_absolute()
     code, _, err = run("info", "tiny")
     assert (code, is_one_line(err)) == (1, True)
-    assert "tiny: this folder has no config.json; the embedded model is meant only" in err
+    assert "tiny: this folder has no config.json; to use the embedded model" in err
     shutil.copy(locate(loaded[0][0]) / "config.json", tmp_path / "tiny")
     assert run("info", "tiny")[0] == 0
 
@@ -898,7 +898,7 @@ def test_no_such_model_is_one_line(run, name):
 )
 def test_what_a_user_can_cure_is_explained(run, lm, loaded, monkeypatch, error, told):
     def fail(*args, **kwargs):
-        raise copy.copy(error)  # itself it would hold the frames, and so the model, for good
+        raise copy.copy(error)  # a raised error itself would keep the model alive
 
     monkeypatch.setattr(lm, "generate", fail)
     code, out, err = run("generate", "--json", "hi")
@@ -943,7 +943,7 @@ def test_an_interruption_is_exit_code_130(run, lm, loaded, monkeypatch):
 
 @pytest.mark.slow
 def test_ctrl_c_while_generating(folder, tmp_path, interruptible):
-    # No end of sequence: a story fills the context.
+    # Without an end token, a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)
     command = ["generate", "--model", str(folder), "--max-new-tokens", "10000", "Once upon a time"]
     process = subprocess.Popen(
@@ -962,7 +962,7 @@ def test_ctrl_c_while_generating(folder, tmp_path, interruptible):
 
 @pytest.fixture
 def print_to(monkeypatch):
-    """Standard output becomes this file; afterwards closing it must raise nothing."""
+    """Make this file standard output. Closing it afterwards must raise nothing."""
     files = []
 
     def print_to(file):
@@ -1077,7 +1077,7 @@ def test_bench_prints_a_table_and_writes_a_record(run, loaded, quick_ceiling, tm
 
 @pytest.fixture
 def benched(monkeypatch):
-    """The models that would have been measured, and how."""
+    """The models that would have been measured, and the arguments."""
     from fdjax.bench import model
 
     seen = []

@@ -43,7 +43,7 @@ def folder(tmp_path):
 
 
 class Doubled:
-    """A function that counts its traces."""
+    """A function that counts how often it is traced."""
 
     def __init__(self):
         self.traces = 0
@@ -73,7 +73,7 @@ def path(description="doubled"):
 
 
 def another_source(monkeypatch):
-    """Has the package another source on disk."""
+    """Give the package another source on disk."""
     digest = types.FunctionType((lambda: "another").__code__, vars(lowered))
     monkeypatch.setattr(lowered, "_source_digest", digest)
 
@@ -189,13 +189,13 @@ def test_what_cannot_be_written_to_the_end_leaves_nothing(folder, monkeypatch):
 
 
 def test_what_nothing_has_read_for_long_goes(folder):
-    """But not what was read since, nor a file that is not of this package."""
+    """But files that were read since, and files of others, remain."""
     names = {}
     for description in ("read", "unread"):
         run(Doubled(), description)
         (names[description],) = {p.name for p in folder.iterdir()} - set(names.values())
     (folder / "notes").touch()
-    (folder / f"{names['read']}.123").touch()  # of a process that was killed
+    (folder / f"{names['read']}.123").touch()  # left by a process that was killed
     for file in folder.iterdir():
         os.utime(file, (0, 0))
     run(Doubled(), "read")
@@ -221,7 +221,7 @@ def test_a_callback_is_no_obstacle(folder):
 
 
 def generated():
-    with mock.patch("fdjax.lm._loaded", {}):  # no other model's programs
+    with mock.patch("fdjax.lm._loaded", {}):  # without programs of another model
         lm = fdjax.load("tiny", compilation_cache=None, progress=False)
     return lm.generate("Hi", max_new_tokens=4, return_logprobs=True)
 
@@ -273,7 +273,7 @@ def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, o
 
 
 def mine(*args):
-    """A function of one's own."""
+    """A function of the caller."""
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def until(tokens, stops):
 
 
 def test_ragged_prompts_continue_as_each_alone_and_stop(lm):
-    """The runs of transformers that test_lm.py compares `lm.generate` with."""
+    """The runs of transformers with which test_lm.py compares `lm.generate`."""
     ids, lengths = padded()
     truth = np.stack([expected()[f"tokens_{i}"][:20] for i in PROMPTS])
     stops = (int(truth[0, 0]), int(truth[1, 9]))
@@ -66,7 +66,7 @@ def test_ragged_prompts_continue_as_each_alone_and_stop(lm):
     np.testing.assert_array_equal(tokens, [until(row, stops) for row in truth])
     counts = (tokens >= 0).sum(axis=1)
     assert counts[0] == 1 and 1 < counts[1] <= 10
-    # What padding holds is of no consequence, and another value is no other program.
+    # The content of padding does not matter, and another value needs no other program.
     other, _ = padded(fill=7)
     np.testing.assert_array_equal(generate(lm.model, lm.params, other, config, lengths), tokens)
 
@@ -138,7 +138,7 @@ def test_values_out_of_range_are_refused(lm, ids, lengths, message):
         fdjax.forward(lm.model, lm.params, ids, lengths)
     with pytest.raises(ValueError, match=f"^generate: .*{message}$"):
         fdjax.generate(lm.model, lm.params, ids, GenerationConfig(), lengths)
-    # Closed over, they are concrete in a traced function too.
+    # If they are closed over, they are concrete inside a traced function as well.
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda params: fdjax.forward(lm.model, params, ids, lengths))(lm.params)
 
@@ -338,7 +338,7 @@ def test_a_damaged_generation_config_is_named(generation):
 
 
 class TestChains:
-    """The same blocks, cut at attention instead of between layers."""
+    """The same blocks, cut at attention and not between layers."""
 
     @pytest.mark.slow
     @pytest.mark.parametrize("case", ["llama3_gqa_tied", "qwen3"])

@@ -1,4 +1,4 @@
-"""Any number of prompts through a model: each gets the answer that it gets alone."""
+"""Any number of prompts: each gets the answer that it gets alone."""
 
 import collections
 import threading
@@ -24,7 +24,7 @@ def lm():
 
 
 def prompts(count):
-    """Short and long ones, among them some of several chunks."""
+    """Short and long prompts, some of them of several chunks."""
     return [
         [i % 500 + 3] * (i % 37 + 1) if i % 7 else [i % 90 + 5] * (150 + i) for i in range(count)
     ]
@@ -71,7 +71,7 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
     ids=["greedy", "sampled"],
 )
 def test_what_is_computed_anew_goes_on_as_before(lm, options):
-    """Many newcomers get a larger state: what runs gives its row back, and is computed anew."""
+    """Many new prompts need a larger state. The running row then restarts in it."""
     options = {"max_new_tokens": 24, "eos_token_id": None, "return_logprobs": True} | options
     alone = lm.generate([11, 12, 13], **options)
     stream = lm.stream([11, 12, 13], **options)
@@ -115,7 +115,7 @@ def test_a_damaged_row_changes_no_other(lm):
     for _ in lm.engine.runner.run(rows, 4):
         pass
     assert isinstance(rows[4].error, FloatingPointError) and "prompt 4" in str(rows[4].error)
-    assert lm.engine.reusable is None  # a cache that saw it is not used again
+    assert lm.engine.reusable is None  # a cache with such values is not used again
     alone = lm.generate(ids, max_new_tokens=6, **OPTIONS)
     for i in (0, 1, 2, 3, 5):
         assert rows[i].tokens == alone.tokens[i]

@@ -1,4 +1,4 @@
-"""The memory planner: exact where it counts, near the compiler's numbers where it estimates."""
+"""The memory planner: exact counts, and estimates close to the compiler's numbers."""
 
 import dataclasses
 import functools
@@ -93,7 +93,7 @@ def test_largest_and_longest_fit_and_one_more_does_not(name, batch, max_len, mem
 )
 @settings(max_examples=60)
 def test_what_is_planned_for_rows_is_enough_for_fewer(batch, fewer, max_len):
-    """A call takes all of 8 rows of 700 tokens, and 4 of 9."""
+    """A call takes all of 8 rows of 700 tokens, and 4 rows of 9."""
     m = model("llama-3.2-1b")
     need = plan_memory(m, batch=min(batch, fewer), max_len=max_len).total_bytes
     assert plan_up_to(m, batch=batch, max_len=max_len).total_bytes >= need
@@ -130,12 +130,12 @@ def test_what_is_not_positive_is_named(name, value):
 
 @pytest.fixture
 def small_device(monkeypatch):
-    """A device with so many free bytes; loading anything on it fails the test."""
+    """Sets the free bytes of a device. Loading anything on it fails the test."""
 
-    def of(free):
+    def set_free(free):
         monkeypatch.setattr(memory, "free_memory_bytes", lambda _: free)
 
-    return of
+    return set_free
 
 
 @pytest.fixture
@@ -337,9 +337,9 @@ def temp_bytes_of_prefill(m, batch, slots, rows, width):
 @pytest.mark.parametrize(
     ("plan", "batch", "length", "rows", "width", "name"),
     [
-        # Each case of one model; of the other it is one of a grid.
-        pytest.param(*case, name, marks=() if name == of else pytest.mark.soak)
-        for of, *case in (
+        # Each case runs for one model. For the other model, it is part of a grid.
+        pytest.param(*case, name, marks=() if name == chosen else pytest.mark.soak)
+        for chosen, *case in (
             ("llama-2-7b", H100, 1, 2048, 1, 1024),
             ("llama-3-8b", H100, 4, 2048, 4, 1024),
             ("llama-2-7b", H100, 32, 2048, 8, 1024),
@@ -356,7 +356,7 @@ def test_workspace_is_that_of_the_compiler(name, plan, batch, length, rows, widt
     m = model(name, layers=3, plan=plan)
     temp = temp_bytes_of_prefill(m, batch, length, rows, width)
     planned = workspace_bytes(m, batch, length, length)
-    # Of the whole model, which is what has to fit, the workspace is a few percent.
+    # The whole model must fit. The workspace is a few percent of it.
     whole = plan_memory(model(name), batch=batch, max_len=length)
     assert abs(planned - temp) <= 0.01 * whole.total_bytes
     assert temp <= 1.02 * planned

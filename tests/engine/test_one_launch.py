@@ -1,4 +1,4 @@
-"""Decode steps of one launch, by XLA: nobody notices but who asks which programs there are."""
+"""Decode steps in one launch, run by XLA: only the set of programs differs."""
 
 import contextlib
 import copy
@@ -39,7 +39,7 @@ def load(plan):
 
 @pytest.fixture(scope="module")
 def launches():
-    """Rows of each launch that was traced."""
+    """The number of rows of each launch that was traced."""
     traced = []
 
     def by_xla(x, *args, plan, **options):
@@ -215,7 +215,7 @@ def test_weights_may_be_assigned(plain, launched):
     assert_alike(lm.generate(PROMPTS, **GREEDY), before)
     assert_alike(launched.generate(PROMPTS, **GREEDY), before)
 
-    # Those of some layers alone, as after training; the others are still views.
+    # Weights of some layers are replaced, as after training. The others are still views.
     lm.params = lm.params | {"blocks": launched.params["blocks"] | {1: given["blocks"][1]}}
     mixed = plain.params | {"blocks": plain.params["blocks"] | {1: given["blocks"][1]}}
     want = fdjax.LM(plain.model, mixed).generate(PROMPTS, **GREEDY)

@@ -1,4 +1,4 @@
-"""What is told of compilations: in the log and in `Stats`."""
+"""Reports of compilations: in the log and in `Stats`."""
 
 import concurrent.futures
 import gc
@@ -36,7 +36,7 @@ def load():
     return fdjax.load(str(case), dtype="float32", compilation_cache=False, progress=False)
 
 
-# What JAX calls with a module to compile, once it is traced.
+# The function that JAX calls to compile a traced module.
 _COMPILE = (jax._src.compiler, "compile_or_get_cached")
 
 

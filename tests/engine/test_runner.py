@@ -1,4 +1,4 @@
-"""Any number of sequences on a device that is made up: nothing lost, mixed up or left behind."""
+"""Any number of sequences on a fake device: none is lost, mixed up or left behind."""
 
 import dataclasses
 import threading
@@ -20,19 +20,20 @@ from fdjax.sampling.sampler import NOT_FINITE
 from fdjax.text.tokenizer import Tokenizer
 
 EOS = 7
-# A prompt with this token gives logits that are not finite, after as many tokens as the next says.
+# A prompt with this token gives logits that are not finite. The next token says after how many
+# tokens.
 DAMAGED = 99
 
 
 def next_token(ids: list[int], prompt: int) -> int:
-    """Of a model that depends on every token before."""
+    """The next token of a fake model, which depends on every token before."""
     if DAMAGED in ids[:prompt] and len(ids) - prompt >= ids[ids.index(DAMAGED) + 1]:
         return NOT_FINITE
     return (31 * sum(i * (n + 1) for n, i in enumerate(ids)) + len(ids)) % 89
 
 
 def answer(row: Row) -> list[int]:
-    """What a row should come to, by itself."""
+    """The expected result of a row by itself."""
     ids, config = list(row.request.ids), row.request.config
     while len(ids) - len(row.request.ids) < config.max_new_tokens:
         token = next_token(ids, len(row.request.ids))
@@ -55,7 +56,7 @@ class DeviceRow:
 
 
 class Device:
-    """Stands in for a `Session`: computes what the programs would, and refuses misuse."""
+    """A fake `Session`: computes the results of the programs, and refuses misuse."""
 
     def __init__(self, engine, shape, return_reruns):
         self.engine, self.shape = engine, shape
@@ -151,7 +152,7 @@ class Device:
 
     def choose(self, row):
         token = next_token(row.cached, row.prompt)
-        if row.tainted and token >= 0:  # what another row left in the cache shows
+        if row.tainted and token >= 0:  # data that another row left in the cache would show
             token = (token + 1) % 89
         config = row.row.request.config
         steps = len(row.cached) - row.prompt + 1
@@ -247,7 +248,7 @@ def test_a_row_that_fails_fails_alone():
     for i, row in enumerate(rows):
         if i != 12:
             check(row)
-    # A cache with what is not finite is not used again.
+    # A cache with values that are not finite is not used again.
     assert engine.left[-1] is None
 
 
@@ -495,7 +496,7 @@ def play(events, most_rows, pages):
         else:
             check(row)
     assert errors <= failed * most_rows
-    # Nothing runs, nothing waits, and every state that was taken was left or dropped.
+    # Nothing runs, nothing waits, and every state that was taken was returned or dropped.
     assert len(engine.left) >= engine.sessions
     return len(events)
 

@@ -33,11 +33,11 @@ def test_chunks_cover_every_length_with_bounded_waste():
         # A call costs as much as 128 tokens, so some waste saves time; it never doubles the work.
         assert waste < 512
         assert waste < NARROW or sum(chunks) <= 2 * length
-        # No chunk is there for nothing.
+        # No chunk is superfluous.
         assert not chunks or waste < min(chunks)
-        # Wide ones first: one that starts late would stick out furthest.
+        # Wide chunks come first. A wide chunk that starts late would exceed the cache most.
         assert list(chunks) == sorted(chunks, reverse=True)
-        # Calls: as many as whole wide chunks, and a few for the rest.
+        # Calls: as many as whole wide chunks, and a few more for the rest.
         assert len(chunks) <= length // WIDE + 5
     assert chunks_for(0) == ()
 
@@ -51,7 +51,7 @@ def test_chunks_of_known_lengths():
 
 
 def test_the_cost_of_chunks_is_the_least_there_is():
-    """Against all sums of widths, by dynamic programming over multiples of the narrowest."""
+    """Compare with all sums of widths, by dynamic programming over multiples of the narrowest."""
     best = [0]
     for units in range(1, 2 * WIDE // NARROW + 1):
         best.append(min(c + 128 + best[max(0, units - c // NARROW)] for c in CHUNKS))
@@ -109,7 +109,7 @@ def test_a_limit_fixes_the_slots_whatever_the_prompt(limit, data):
 
 
 def check(lengths: list[int], batch: int, limit: int | None = None) -> set[tuple]:
-    """Run the calls against a model of the state; returns the shapes of the programs."""
+    """Run the calls on a model of the state; returns the shapes of the programs."""
     rng = np.random.default_rng(len(lengths))
     prompts = [rng.integers(1, 30_000, n).tolist() for n in lengths]
     longest = max(lengths, default=0)
@@ -126,7 +126,7 @@ def check(lengths: list[int], batch: int, limit: int | None = None) -> set[tuple
         assert len(rows) == count == len(set(rows)) and set(rows) <= set(range(batch))
         assert width in CHUNKS
         assert (call.offsets + width <= slots).all()
-        # A call costs what its tokens cost, or one row of the widest chunk.
+        # A call costs as much as its tokens, or as one row of the widest chunk.
         assert count == 1 or count * width <= 8192
         assert call.lengths.any(), "a call without work"
         for row, tokens, n, offset, final in zip(
@@ -137,7 +137,7 @@ def check(lengths: list[int], batch: int, limit: int | None = None) -> set[tuple
                 # Left untouched: neither written nor ended.
                 assert not final
                 continue
-            # In order and at its place: what was there before is neither lost nor repeated.
+            # In order and in the right place: earlier tokens are neither lost nor repeated.
             assert offset == len(cache[row])
             cache[row] += tokens[:n].tolist()
             finals[row] += int(final)
@@ -157,10 +157,10 @@ def check(lengths: list[int], batch: int, limit: int | None = None) -> set[tuple
         ([20_000], 1),
         ([129, 3], 2),
         ([5, 600, 1], 4),
-        # More long prompts than fit a call: the rows that fill up the last one are done already.
+        # More long prompts than fit into a call: rows that fill up the last call are done already.
         ([2000] * 5, 8),
         ([2000] * 7 + [1000], 8),
-        # The rest is short enough for a call of the whole batch, which holds done rows too.
+        # The rest is short enough for a call of the whole batch, which also holds finished rows.
         ([2000] + [10] * 7, 8),
         ([10] * 7 + [2000], 8),
         ([5000, 3000, 20, 2000, 1, 600, 128, 129], 8),

@@ -1,4 +1,4 @@
-"""The decode chunk: how many steps it takes, and of which rows."""
+"""The decode chunk: the number of its steps, and the rows that take part."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def nbytes(tree):
 
 
 def two_rows(*limits):
-    """State after the prompts of two rows that end after so many tokens, and their sampling."""
+    """State after the prompts of two rows that end after this many tokens, and their sampling."""
     model, first, _ = programs()
     requests = [GenerationConfig(max_new_tokens=limit) for limit in limits]
     sampling = jax.tree.map(jnp.asarray, per_row(requests, 2))
@@ -87,7 +87,7 @@ def test_layers_of_a_stacked_cache_share_a_lowering():
     row = np.zeros(1, np.int32)
     args = sampling, row[:, None], row + 1, row, row == 0
     text = first.lower(start(init_cache(model, 1, 64, stacked=True)), *args).as_text()
-    # The last block alone is another: all but one of its tokens end there.
+    # Only the last block differs: all but one of its tokens end there.
     assert len(re.findall(r"func private @run\w*\(", text)) == 2
 
 
@@ -124,5 +124,5 @@ def test_nothing_runs_once_every_row_has_finished():
     assert state.finished.all()
     after, tokens, _ = programs()[2](state, sampling, np.int32(MAX_STEPS))
     assert (tokens == -1).all()
-    # A step that ran would have written a key and a value behind the prompt.
+    # A step would have written a key and a value after the prompt.
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), after, state))

@@ -37,7 +37,7 @@ CHUNK = 128
 STEPS = 32
 
 
-# Every op that has a kernel runs it, as measured tables choose it.
+# Every op that has a kernel runs it, as with measured tables.
 KERNELS, CHAINED, ONE_LAUNCH = (
     dataclasses.replace(
         H100,
@@ -75,7 +75,7 @@ def nbytes(tree):
 
 
 def unlikely_buffers(compiled):
-    """Names of the instructions in branches that are hardly taken: those of what is not finite."""
+    """Names of the instructions in rare branches, for values that are not finite."""
     module = _parse(compiled)
     branches = []
     for computation in module.values():
@@ -89,7 +89,7 @@ def unlikely_buffers(compiled):
 
 
 def outermost_thunks(folder):
-    """What XLA runs of the program compiled last; the nodes of a CUDA graph are within one."""
+    """The operations of the program compiled last. The nodes of a CUDA graph count as one."""
     (thunks,) = folder.glob("*.thunk_sequence_after_thunk_passes.txt")
     return re.findall(r"^\d+:.*", thunks.read_text(encoding="utf-8"), re.MULTILINE)
 
@@ -144,8 +144,8 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0):
     return compiled
 
 
-# Each of both with each of the other is a grid: which weights the logits are of and how many rows
-# there are have little to do with each other.
+# Combinations of both parameters are a grid: the weights of the logits and the number of rows have
+# little to do with each other.
 TIED_AND_BATCH = pytest.mark.parametrize(
     ("batch", "tied"),
     [
@@ -190,7 +190,7 @@ def test_decode_steps_with_every_processor(tmp_path):
 
 
 def between_layers(compiled, count):
-    """Names of what runs between the first and the last of the layers' kernels besides them."""
+    """Names of the other operations between the first and the last kernel of the layers."""
     step = next(
         computation
         for computation in _parse(compiled).values()
@@ -239,7 +239,7 @@ def compiled_prefill(plan, tied, batch, stacked=False, pages=0):
 def test_prefill(tied, batch):
     compiled = compiled_prefill(H100, tied, batch)
     check_in_place(compiled, tied, batch, masked_values=True)
-    # Scores in fp32 are the largest of what is computed.
+    # The scores in fp32 are the largest temporary array.
     scores = 4 * batch * model(tied).config.heads * CHUNK * SLOTS
     assert temp_bytes(compiled) <= 3 * scores
 
@@ -249,7 +249,7 @@ def test_prefill_of_a_stacked_cache():
     compiled = compiled_prefill(plan, False, 8, stacked=True)
     check_in_place(compiled, False, 8, masked_values=False, stacked=True)
     assert kernel_names(compiled).count("write_chunk") == model(False).config.layers
-    # Kernels read and write the stack itself, not a layer sliced out of it.
+    # Kernels read and write the stack itself, and not a slice of one layer.
     stack = abstract_state(False, 8, stacked=True).kv.k
     layer = ",".join(map(str, stack.shape[1:]))
     assert not re.findall(rf"\[(?:1,)?{layer}\]", compiled.as_text())

@@ -90,7 +90,8 @@ def test_layers_in_a_chain_decode_as_one_by_one(batch):
     for tokens, _ in results:
         assert (tokens[:, :2] >= 0).all() and (tokens[:, 2:] == -1).all()
     (_, top), (_, chained_top) = results
-    # Of random weights, the likeliest tokens are nearly as likely, so which is chosen says nothing.
+    # With random weights, the likeliest tokens are almost equally likely, so the choice proves
+    # nothing.
     assert (top[:, 0] < 0).all()
     assert np.abs(top[:, 0] - chained_top[:, 0]).mean() < 0.03
 
@@ -98,7 +99,7 @@ def test_layers_in_a_chain_decode_as_one_by_one(batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("batch", [1, 3, 8])
 def test_layers_in_one_launch_decode_as_one_by_one(batch):
-    """From prompts to the second token, which is the first that the launch has a part in."""
+    """From prompts to the second token, the first one for which the launch runs."""
     if not can_chain(jax.devices()[0]):
         pytest.skip("the blocks of the launch would not all run at once here, and wait forever")
     config = parse_config(CONFIG | {"num_key_value_heads": 8, "num_hidden_layers": 3})
@@ -115,7 +116,7 @@ def test_layers_in_one_launch_decode_as_one_by_one(batch):
         top = [[[*likeliest.values()] for likeliest in row] for row in got.top_logprobs]
         results.append(np.array(top))
     one_by_one, at_once = results
-    # The same kernels, of the same prompts, on a cache that lies elsewhere.
+    # The same kernels and prompts, on a cache in another place.
     np.testing.assert_array_equal(one_by_one[:, 0], at_once[:, 0])
     assert (one_by_one[:, 1] < 0).all()
     assert 0 < np.abs(one_by_one[:, 1] - at_once[:, 1]).mean() < 0.03
@@ -123,7 +124,7 @@ def test_layers_in_one_launch_decode_as_one_by_one(batch):
 
 @pytest.mark.gpu
 def test_a_dispatch_costs_the_host_little_in_one_launch():
-    """Of a whole chunk of 32 layers, with nothing to do."""
+    """For a whole chunk of 32 layers that do nothing."""
     plan = dataclasses.replace(Plan.for_device(), named=(("decode_layers", "mosaic_gpu"),))
     config = parse_config(CONFIG | {"hidden_size": 1024, "num_hidden_layers": 32, "head_dim": 128})
     model = describe(config, dtype="bfloat16", plan=plan)
@@ -158,5 +159,5 @@ def test_a_chunk_is_queued_and_not_waited_for(implementation, everything):
         returned = time.perf_counter()
         assert (np.asarray(jax.block_until_ready(tokens)) >= 0).all()
         shares.append((returned - begin) / (time.perf_counter() - begin))
-    # The first calls record the CUDA graphs, and the host takes part in that.
+    # The first calls record the CUDA graphs, which takes host time.
     assert np.median(shares[3:]) < 0.5, shares

@@ -1,4 +1,4 @@
-"""What the shared suites run: the fp32 reference and every implementation, on its platforms.
+"""Implementations for the shared suites: the fp32 reference and all others, on their platforms.
 
 To add an implementation, add its line to `MATMUL` or `ATTENTION`.
 """

@@ -447,7 +447,7 @@ def test_one_implementation_for_all_ops_that_have_it():
     ids=str,
 )
 def test_matmul_asks_for_what_is_fused_with_it(tmp_path, keys, runs):
-    """The table's one entry is for a fused product without a gate and configures the kernel."""
+    """The table has one entry, for fused products without a gate. It must not apply to others."""
     shape = dict(m=8, k=128, n=128, itemsize=2, gate=0, fused=1)
     config = dict(block_n=64, block_k=64, stages=2, split=1)
     entry = dict(op="matmul", shape=shape, implementation="mosaic_gpu", config=config)

@@ -1,4 +1,4 @@
-"""Greedy runs with options, token for token those of transformers."""
+"""Greedy runs with options have the same tokens as in transformers."""
 
 from pathlib import Path
 
@@ -30,7 +30,7 @@ def check_rows(name: str, count: int) -> None:
     ]
     assert len(rows) == count * SETS
     prompts, options, wanted = zip(*rows, strict=True)
-    # Of the end of sequence, what is not given would be the checkpoint's.
+    # Otherwise the end tokens would come from the checkpoint.
     options = [{"eos_token_id": ()} | row for row in options]
     names = {name for row in options for name in row}
     by_name = {name: [row.get(name) for row in options] for name in names}
@@ -52,7 +52,7 @@ def test_all_rows(name):
 
 
 def test_options_change_the_runs():
-    """Else the comparison would be of one greedy run with itself."""
+    """Otherwise the test would compare a greedy run with itself."""
     assert len(CHECKPOINTS) * len(PROMPT_LENGTHS) * SETS == 720
     for name in CHECKPOINTS:
         for greedy, *others in expected(name)[1]:

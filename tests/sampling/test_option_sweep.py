@@ -40,7 +40,7 @@ _SWEEP = textwrap.dedent(
 
 @pytest.mark.soak
 def test_144_sets_of_options_take_less_than_a_minute(tmp_path):
-    """Nothing compiled before, two cores. Alone: other tests beside it take its time."""
+    """Nothing is compiled yet, with two cores. Run it alone: other tests would take its time."""
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", _SWEEP], env=environment, capture_output=True, text=True, check=True

@@ -24,7 +24,7 @@ FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 CASE = FIXTURES / "llama3_gqa_tied"
 GREEDY = {"do_sample": False, "eos_token_id": None}
 TEXT = "The largest ocean"
-WIDE = 500  # a window wider than any text here
+WIDE = 500  # a window wider than all texts here
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -57,7 +57,7 @@ def test_runs_are_those_of_transformers_alone_and_in_a_batch(lm):
         alone = lm.generate(prompts()[run["prompt"]], **options)
         assert alone.tokens == [run["tokens"]], run["options"]
     for start in range(0, len(runs()), 5):
-        # Four of five, the longest prompt among them: this and all batches below are of four.
+        # Four of the five prompts, with the longest: this and all batches below have four rows.
         some = runs()[start + 1 : start + 5]
         options = GREEDY | {"max_new_tokens": 24} | some[0]["options"]
         batch = lm.generate([prompts()[run["prompt"]] for run in some], **options)
@@ -82,7 +82,7 @@ def test_a_batch_of_different_options_is_each_alone(lm):
 
 @pytest.mark.slow
 def test_the_history_of_a_prompt_in_several_chunks_is_whole():
-    """Against processors applied to logits of passes without a cache."""
+    """Compare with processors applied to logits of passes without a cache."""
     config = {
         "model_type": "llama",
         "vocab_size": 64,
@@ -98,7 +98,7 @@ def test_the_history_of_a_prompt_in_several_chunks_is_whole():
     lm = fdjax.LM(model, params, max_len=768)
     rng = np.random.default_rng(0)
     lengths = (1, 127, 300, 520, 640)
-    # Half of the vocabulary, so that there are tokens the prompt does not have.
+    # Half of the vocabulary, so that some tokens are not in the prompt.
     texts = [rng.integers(0, 32, n).tolist() for n in lengths]
     options = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.3}
     batch = lm.generate(texts, max_new_tokens=8, return_logprobs=True, **GREEDY | options)
@@ -131,7 +131,7 @@ def test_none_in_a_list_is_as_if_not_given(lm):
     given = GREEDY | {"do_sample": None} | nothing
     config = fdjax.GenerationConfig(do_sample=False)
     assert lm.generate(texts, config, max_new_tokens=8, **given).tokens == [usual] * 2
-    # What one prompt is given is not the other's.
+    # Options of one prompt do not affect the other.
     given |= {"suppress_tokens": (None, usual[0]), "temperature": [None, 1.0], "top_k": [None, 1]}
     one, other = lm.generate(texts, config, max_new_tokens=8, **given).tokens
     assert one == usual
@@ -167,7 +167,7 @@ def test_samples_of_a_prompt_come_side_by_side(lm):
 
 def test_several_samples_need_sampling(lm):
     for options in ({"do_sample": False}, {"temperature": 0.0}):
-        with pytest.raises(ValueError, match="num_return_sequences must be 1 where nothing is"):
+        with pytest.raises(ValueError, match="num_return_sequences must be 1 if nothing is"):
             lm.generate([5], num_return_sequences=2, **options)
     with pytest.raises(ValueError, match="stream: num_return_sequences must be 1"):
         lm.stream([5], num_return_sequences=2, temperature=1.0)
@@ -207,7 +207,7 @@ def test_samples_are_the_same_alone_in_a_batch_and_streamed(lm):
         assert "".join(stream) == batch.texts[i]
         assert stream.result.tokens[0] == batch.tokens[i]
         assert stream.result.logprobs[0] == batch.logprobs[i]
-    # Next to rows that ask for nothing, and where only one row samples.
+    # Beside rows without options, and if only one row samples.
     temperatures = [0.0, 1.3, 0.0, 0.0]
     mixed = lm.generate(texts, seed=seeds, max_new_tokens=14, temperature=temperatures, top_p=0.95)
     one = lm.generate(texts[1], seed=6, max_new_tokens=14, temperature=1.3, top_p=0.95)
@@ -219,7 +219,7 @@ def test_samples_are_the_same_alone_in_a_batch_and_streamed(lm):
 
 @pytest.mark.slow
 def test_return_reruns(lm, monkeypatch):
-    """Of each layer, the mean over the decode steps of all chunks."""
+    """For each layer, the mean over the decode steps of all chunks."""
     options = GREEDY | {"max_new_tokens": 40}
     plain = lm.generate(TEXT, **options)
     assert plain.stats.reruns is None
@@ -232,7 +232,7 @@ def test_return_reruns(lm, monkeypatch):
         return *append_decode_attention(*args, spec=spec, **kwargs), share
 
     monkeypatch.setattr("fdjax.engine.step.append_decode_attention", counted)
-    # Windows that hide nothing tell the layers apart.
+    # The layers differ only in their windows, which hide nothing.
     layers = enumerate(lm.config.attention)
     attention = tuple(dataclasses.replace(spec, window=WIDE + i) for i, spec in layers)
     model = describe(lm.config.with_attention(attention), dtype="float32")
@@ -302,7 +302,7 @@ def last_plus_one(ids, lengths, scores):
 def test_custom_logits_processors(lm):
     even = lm.generate(prompts()[1:4], max_new_tokens=6, logits_processors=only_even, **GREEDY)
     assert all(token % 2 == 0 for row in even.tokens for token in row)
-    # They see the history, prompt and response, of rows of different lengths.
+    # Processors see the history, prompt and response, of rows of different lengths.
     texts = prompts()[1:4]
     counted = lm.generate(texts, max_new_tokens=6, logits_processors=[last_plus_one], **GREEDY)
     for prompt, tokens in zip(texts, counted.tokens, strict=True):
@@ -370,7 +370,7 @@ def test_a_stop_string_may_be_part_of_the_text(lm):
     whole = lm.generate(prompt, max_new_tokens=60, **GREEDY).text
     for start in (0, 7, 12):
         stop = whole[start : start + 3]
-        stops = [stop + whole[start + 3], stop]  # the longer one is not waited for
+        stops = [stop + whole[start + 3], stop]  # the longer one does not delay it
         options = GREEDY | {"max_new_tokens": 60, "stop_strings": stops}
         kept = lm.generate(prompt, include_stop_str_in_output=True, **options)
         assert kept.text == whole[: whole.index(stop) + 3]
@@ -386,7 +386,7 @@ def test_stop_strings_of_each_prompt(lm):
     result = lm.generate(texts, max_new_tokens=60, stop_strings=[[stops[0]], [], stops], **GREEDY)
     assert result.texts == [whole[: whole.index(stops[0])], whole, result.texts[0]]
     assert result.finish_reasons == ["stop", "length", "stop"]
-    # The cut text belongs to the row alone: the same program runs without.
+    # Cutting the text is work of the row: the program without stop strings runs.
     same = lm.generate(texts, max_new_tokens=60, stop_strings=stops, **GREEDY)
     assert same.texts == [result.texts[0]] * 3
 
@@ -422,7 +422,7 @@ def test_pieces_of_a_thousand_random_texts_are_the_text_up_to_a_stop_string(
             at = rng.randrange(len(decoded) + 1)
             stops.append(decoded[at : at + rng.randrange(1, 5)] or "zz")
         stops = tuple(s for s in stops if REPLACEMENT not in s) or ("zz",)
-        # By definition: the first tokens whose text has one.
+        # Expected: the first tokens whose text contains a stop string.
         texts = (tokenizer.decode(ids[:n]) for n in range(1, len(ids) + 1))
         final = next((t for t in texts if any(s in t for s in stops)), None)
         want = decoded
@@ -436,7 +436,7 @@ def test_pieces_of_a_thousand_random_texts_are_the_text_up_to_a_stop_string(
                 break
             if rng.random() < 0.4:
                 pieces.append(growing.take())
-                # What was given out is never taken back.
+                # Text that was yielded is never taken back.
                 assert want.startswith("".join(pieces))
         growing.finish()
         assert growing.stopped == (final is not None)
@@ -493,7 +493,7 @@ def test_a_stream_knows_its_result(lm):
     "options", [{"temperature": 0.5}, {"top_k": 3}, {"seed": 1}, {"min_p": 0.1}, {"top_p": 0.5}]
 )
 def test_an_option_without_effect_is_warned_of(lm, options):
-    with pytest.warns(UserWarning, match=f"{next(iter(options))}: no effect, as do_sample is"):
+    with pytest.warns(UserWarning, match=f"{next(iter(options))}: no effect, because do_sample is"):
         lm.generate([5], max_new_tokens=1, **GREEDY | options)
 
 
@@ -646,7 +646,7 @@ OPTIONS = {
     "seed": st.integers(0, 2**32 - 1),
     "eos_token_id": st.one_of(st.none(), ids_, some_ids),
     "return_logprobs": st.one_of(st.none(), st.booleans(), st.integers(0, 20)),
-    # What cannot be meant.
+    # Impossible values.
     "nonsense": st.just(1),
 }
 WRONG = {
@@ -664,7 +664,7 @@ WRONG = {
 
 @st.composite
 def requests(draw):
-    """(prompts, options), most of them sound."""
+    """(prompts, options), most of them valid."""
     names = draw(st.sets(st.sampled_from(sorted(set(OPTIONS) - {"nonsense"})), max_size=8))
     options = {name: draw(OPTIONS[name]) for name in sorted(names)}
     if draw(st.integers(0, 9)) == 0:
@@ -680,7 +680,7 @@ def requests(draw):
     return [text or [7] for text in texts], options
 
 
-# Of a generate call; all else that is raised is a mistake of ours.
+# Errors that a call of generate may raise. All others are bugs.
 DOCUMENTED = (
     "generate: ",
     "encode: not valid text",
@@ -690,7 +690,7 @@ DOCUMENTED = (
 def check_combination(lm, texts, options):
     options = {"max_new_tokens": 6} | options
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*no effect, as do_sample is False")
+        warnings.filterwarnings("ignore", ".*no effect, because do_sample is False")
         try:
             result = lm.generate(texts, **options)
         except (ValueError, TypeError) as error:
@@ -714,7 +714,7 @@ def check_combination(lm, texts, options):
 
 
 def check_combinations(lm, examples):
-    """So many combinations; the programs compiled for them."""
+    """Number of combinations, and the programs compiled for them."""
     before = sum(lm.program_counts().values())
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck), derandomize=True)

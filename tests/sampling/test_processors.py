@@ -1,4 +1,4 @@
-"""Edits and truncation of the logits: those of transformers, vLLM's formulas, row by row."""
+"""Edits and truncation of logits: those of transformers, vLLM's formulas, row by row."""
 
 import dataclasses
 import functools
@@ -45,7 +45,7 @@ def listed(table):
 
 
 def config(i, **changes) -> GenerationConfig:
-    """What case `i` asks for."""
+    """The options of case `i`."""
     e = expected()
     names = ("top_k", "no_repeat_ngram_size", "min_new_tokens", "temperature", "top_p", "min_p")
     names += ("typical_p", "repetition_penalty")
@@ -81,7 +81,7 @@ def test_edits_are_those_of_transformers():
     got = edited()
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(e["edited"]))
     np.testing.assert_allclose(got, e["edited"], rtol=1e-6)
-    # The cases are not tame.
+    # The cases are hard enough.
     changed = (got != e["logits"]).any(axis=1)
     assert changed.mean() > 0.7
 
@@ -92,7 +92,7 @@ def test_what_is_drawn_from_is_that_of_transformers():
     scores = (e["edited"] - e["edited"].max(axis=1, keepdims=True)) / temperature
     got = np.asarray(truncate(scores, requests()))
     np.testing.assert_array_equal(np.isneginf(got), np.isneginf(e["scores"]))
-    # Up to a shift, which no distribution knows of.
+    # Up to a constant, which does not change a distribution.
     kept = np.isfinite(got)
     want = e["scores"] - e["scores"].max(axis=1, keepdims=True)
     got = got - got.max(axis=1, keepdims=True)
@@ -211,7 +211,7 @@ def test_scores_of_a_custom_processor_that_are_not_finite(value):
 def test_the_likeliest_tokens_and_their_logprobs():
     rng = np.random.default_rng(2)
     logits = rng.normal(size=(6, V)).astype(np.float32)
-    logits[3, :] = 0.0  # ties: the first ids
+    logits[3, :] = 0.0  # ties: the first ids win
     configs = [GenerationConfig(return_logprobs=n) for n in (20, True, None, 5, 0, 1)]
     zeros = np.zeros(6, np.int32)
     args = logits, per_row(configs, 6), np.zeros((6, 8), np.int32), zeros, zeros
@@ -265,13 +265,13 @@ def test_whatever_the_tier_the_samples_are_the_same():
 
 
 def test_where_no_row_asks_nothing_runs_on_the_device():
-    """Every costly processor is behind a condition in the program of all processors."""
+    """Every costly processor is behind a condition in the program with all processors."""
     rows = per_row([GenerationConfig()], 1)
     zeros = np.zeros(1, np.int32)
     args = np.zeros((1, V), np.float32), rows, np.zeros((1, 8), np.int32), zeros, zeros
     text = str(jax.make_jaxpr(next_tokens, static_argnums=5)(*args, ALL))
     assert text.count("cond[") == 9
-    # What may become a library's kernel, or a loop, could not be part of a CUDA graph.
+    # These may become a library's kernel or a loop, which a CUDA graph cannot contain.
     assert not any(f" {op}[" in text for op in ("sort", "while", "scan", "top_k"))
 
 
@@ -291,7 +291,7 @@ def test_a_vocabulary_of_real_size_is_truncated_exactly():
     p = np.exp(scores.astype(np.float64))
     p /= p.sum(axis=1, keepdims=True)
     for row, mask, mass in zip(p, kept, masses, strict=True):
-        # The smallest set with the mass, up to rounding of sums in fp32.
+        # The smallest set with this probability, up to rounding of sums in fp32.
         assert row[mask].sum() >= mass - 1e-5
         assert row[mask].sum() - row[mask].min() <= mass + 1e-5
 

@@ -1,4 +1,4 @@
-"""The next token: the masks of transformers, the right distribution, no influence of the batch."""
+"""The next token: transformers' masks, the right distribution, no influence of the batch."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def choose(logits, values, steps, processors):
-    """`next_tokens` of rows that need no history."""
+    """`next_tokens` for rows that need no history."""
     return _choose(
         logits, values, NO_IDS[: len(logits)], NO_LENGTHS[: len(logits)], steps, processors
     )
@@ -33,7 +33,7 @@ NO_LENGTHS = np.zeros(20_000, np.int32)
 
 
 def sampling(batch: int, **values) -> Sampling:
-    """Per-row values; one value stands for all rows."""
+    """Per-row values. One value is used for all rows."""
     defaults = {
         "temperature": 1.0,
         "top_k": 0,
@@ -78,7 +78,7 @@ def random_logits(batch: int, vocabulary: int = V, seed: int = 0, spread: float 
 
 
 def widened(values: Sampling) -> Sampling:
-    """The same with tables of one width."""
+    """The same with tables of equal width."""
 
     def widen(table):
         fill = np.full((len(table), 32 - table.shape[1]), -1, table.dtype)
@@ -89,7 +89,7 @@ def widened(values: Sampling) -> Sampling:
 
 
 def tokens_of(logits, values: Sampling, steps=None, processors: Processors = ALL) -> np.ndarray:
-    """Tokens of any number of rows, in calls of `ROWS` rows: one shape compiles once."""
+    """Tokens of any number of rows, in calls of `ROWS` rows, so that one shape compiles once."""
     batch = len(logits)
     steps = np.zeros(batch, np.int32) if steps is None else np.asarray(steps, np.int32)
     parts = []
@@ -125,7 +125,7 @@ def top_k(scores, k):
 
 
 def top_p(scores, p):
-    """TopPLogitsWarper with one token to keep."""
+    """TopPLogitsWarper, which keeps at least one token."""
     order = np.argsort(scores, kind="stable")
     remove = np.cumsum(softmax(scores[order])) <= 1 - p
     remove[-1:] = False
@@ -135,7 +135,7 @@ def top_p(scores, p):
 
 
 def processed(logits, values: Sampling, steps) -> np.ndarray:
-    """What transformers would draw from, [B, V] float64."""
+    """The scores from which transformers would draw, [B, V] float64."""
     rows = []
     for i, row in enumerate(logits.astype(np.float64)):
         row = min_new_tokens(row, values.stop_tokens[i], values.bias_until[i, 0], steps[i])
@@ -158,7 +158,7 @@ def draw(scores, seed, index, step):
 
 
 def expected_tokens(logits, values: Sampling, steps) -> np.ndarray:
-    """Draws from what transformers would draw from."""
+    """Tokens are drawn from those that transformers would draw from."""
     scores = processed(logits, values, steps).astype(np.float32)
     return np.asarray(draw(scores, values.seed, values.sample_index, steps))
 
@@ -184,13 +184,13 @@ OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
 
 @pytest.mark.parametrize("only", [None, *OFF])
 def test_a_batch_of_different_rows_draws_what_transformers_would(only):
-    """Thousands of rows, each with its own values; `only` switches the other processors off."""
+    """Thousands of rows with their own values. `only` switches the other processors off."""
     batch = ROWS
     rng = np.random.default_rng(0)
     off = {} if only is None else {name: value for name, value in OFF.items() if name != only}
     values = random_values(batch, rng, **off)
     steps = rng.integers(0, 7, batch).astype(np.int32)
-    # Nearly flat, so that the tokens at the edge of a mask are drawn often.
+    # Nearly flat, so that tokens at the edge of a mask are drawn often.
     logits = random_logits(batch, spread=0.5)
     got = tokens_of(logits, values, steps)
     masked = np.isneginf(processed(logits, values, steps))
@@ -199,7 +199,7 @@ def test_a_batch_of_different_rows_draws_what_transformers_would(only):
 
 
 def support(logits, **values) -> set[int]:
-    """Tokens that thousands of draws from one row of logits reach."""
+    """Tokens found by thousands of draws from one row of logits."""
     row_logits = np.full(V, -np.inf, np.float32)
     row_logits[: len(logits)] = logits
     rows = sampling(ROWS, seed=np.arange(ROWS), **values)
@@ -238,7 +238,7 @@ def test_the_greatest_temperature_forbids_as_any(values):
 
 
 def test_top_p_acts_on_what_top_k_leaves():
-    # Of the two likeliest, renormalised, the first holds a little over half.
+    # With the two likeliest, renormalised, the first has a probability just above one half.
     assert support(FLAT, top_k=2, top_p=0.5) == {V - 1}
     assert support(FLAT, top_k=2, top_p=0.52) == {V - 1, V - 2}
 
@@ -249,7 +249,7 @@ def test_top_p_acts_after_the_temperature():
 
 
 def test_tokens_that_tie_at_the_edge_are_all_kept():
-    """For top-k as in transformers; its top-p keeps some of them, by their place in a sort."""
+    """Top-k keeps ties, as in transformers. There top-p keeps only some ties."""
     logits = np.array([0, 3, 1, 1, 1, 3, 0], np.float32)
     assert support(logits, top_k=3) == {1, 5, 2, 3, 4}
     assert support(logits, top_k=1) == {1, 5}
@@ -306,7 +306,7 @@ def test_logits_of_minus_infinity_are_never_drawn(processors):
         {"top_p": 0.0},
         {"top_k": 1, "top_p": 0.5, "temperature": 3.0},
         {"temperature": 1e-4},
-        # Divided by these, a logit overflows.
+        # Divided by these temperatures, a logit overflows.
         {"temperature": 1e-30},
         {"temperature": 2e-38},
         {"temperature": 2e-38, "top_k": 3, "top_p": 0.9},
@@ -347,7 +347,7 @@ def test_without_sampling_the_values_of_sampling_are_no_matter():
 
 
 def chi_square(tokens: np.ndarray, p: np.ndarray) -> float:
-    """How many standard deviations too far the counts are (Wilson and Hilferty 1931)."""
+    """How many standard deviations the counts are too far off (Wilson and Hilferty 1931)."""
     possible = p > 0
     counts = np.bincount(tokens, minlength=len(p))
     assert counts[~possible].sum() == 0
@@ -385,7 +385,7 @@ def test_draws_follow_the_softmax_whatever_sets_them_apart(vary, values):
     p = softmax(processed(logits, one, [7])[0])
     got = tokens_of(np.tile(logits, (DRAWS, 1)), sampling(DRAWS, **rows), steps)
     assert chi_square(got, p) < 4
-    # The bar can fail: a temperature off by a quarter is beyond it.
+    # The check can fail: a temperature that is off by a quarter exceeds the limit.
     wrong = sampling(1, **(values | {"temperature": values.get("temperature", 1.0) * 1.25}))
     wrong = softmax(processed(logits, wrong, [7])[0])
     if (wrong > 0).tolist() == (p > 0).tolist():
@@ -393,7 +393,7 @@ def test_draws_follow_the_softmax_whatever_sets_them_apart(vary, values):
 
 
 def test_seeds_indices_and_steps_all_set_draws_apart():
-    """Few draws from a wide flat row agree by chance: 1 in 4096."""
+    """A few draws from a wide flat row agree by chance with probability 1 in 4096."""
     batch, wide = 500, 4096
     logits = np.zeros((batch, wide), np.float32)
     steps = np.arange(batch, dtype=np.int32)
@@ -407,7 +407,7 @@ def test_seeds_indices_and_steps_all_set_draws_apart():
         tokens_of(logits, sampling(batch, seed=4), steps),
         tokens_of(logits, sampling(batch, seed=3, sample_index=1), steps),
         tokens_of(logits, sampling(batch, seed=3), steps + 1),
-        # Neither the sum nor the order of index and step may be what counts.
+        # Index and step must have different effects: neither their sum nor their order may decide.
         tokens_of(logits, sampling(batch, seed=3, sample_index=steps), 0 * steps),
         tokens_of(logits, sampling(batch, seed=3, sample_index=1), steps - 1),
     ):
@@ -431,7 +431,7 @@ def test_draws_do_not_follow_the_generator_that_jax_is_told_to_use():
     logits = random_logits(4, vocabulary=1000, spread=0.1)
     operands = sampling(4, seed=[1, 2, 3, 4]), NO_IDS[:4], NO_LENGTHS[:4], NO_LENGTHS[:4]
 
-    def draw():  # traced anew
+    def draw():  # traced again
         return jax.jit(lambda *args: next_tokens(*args, SAMPLE)[0])(logits, *operands)
 
     tokens = draw()
@@ -449,7 +449,7 @@ def test_draws_do_not_follow_other_settings_of_jax(setting):
         *[NO_LENGTHS[:64]] * 2,
     )
 
-    def draw():  # traced anew
+    def draw():  # traced again
         return jax.jit(lambda *args: next_tokens(*args, SAMPLE)[0])(logits, *operands)
 
     tokens, was = draw(), getattr(jax.config, setting)
@@ -473,7 +473,7 @@ def test_a_row_draws_the_same_alone_and_in_any_batch():
             logits[index], values.rows(index), steps[index], processors=ALL
         )
         np.testing.assert_array_equal(some, tokens[index])
-        # XLA sums a row in another order in another shape.
+        # XLA sums a row in another order if the shape differs.
         np.testing.assert_allclose(some_logprobs.chosen, logprobs.chosen[index], rtol=0, atol=2e-6)
 
 
@@ -535,7 +535,7 @@ def test_requests_become_rows_and_unused_rows_are_greedy():
         GenerationConfig(temperature=0.5, eos_token_ids=(1, 2, 3, 4, 5), min_new_tokens=2),
     ]
     rows = per_row(configs, 4)
-    # A request that does not sample is greedy, whatever its temperature.
+    # A request without sampling is greedy, whatever its temperature.
     assert rows.temperature.tolist() == [0.5, 0.0, 0.0, 0.0]
     assert rows.top_k.tolist() == [3, 0, 0, 0]
     assert rows.seed.tolist() == [2**32 - 1, 0, 0, 0]

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all."""
+"""Files are written as a whole or not at all."""
 
 import errno
 import os
@@ -8,7 +8,7 @@ import pytest
 
 from fdjax.bench import record
 from fdjax.system.files import write_whole
-from fdjax.tools.tune import write_table
+from fdjax.tools.tune_table import write_table
 
 RECORD = record.Record({}, {}, {})
 WRITERS = {

@@ -1,4 +1,4 @@
-"""A Ctrl-C that comes where Python or JAX would lose it is heeded all the same."""
+"""A Ctrl-C works even where Python or JAX would lose it."""
 
 import gc
 import os
@@ -14,7 +14,7 @@ from fdjax.system import interrupts
 
 @pytest.fixture(autouse=True)
 def interruptible():
-    """Also where these tests run with Ctrl-C ignored."""
+    """It works even if these tests run with Ctrl-C ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -66,7 +66,7 @@ def test_one_that_became_another_error():
 
 
 def test_in_an_import_it_waits_for_the_end(tmp_path, monkeypatch):
-    """Some turn it into an ImportError, a module in C++ ends the process."""
+    """Some modules turn it into an ImportError. A module in C++ ends the process."""
     code = "import signal\nsignal.raise_signal(signal.SIGINT)\ndone = True"
     (tmp_path / "imported_once.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
@@ -140,7 +140,7 @@ def test_nothing_stays_behind():
 
 
 def test_where_ctrl_c_is_ignored_it_stays_so():
-    """As in the background of a script."""
+    """As for a script in the background."""
     code = "import signal, time; from fdjax.system import interrupts\n"
     code += "with interrupts.delivered():\n  signal.raise_signal(signal.SIGINT); time.sleep(0.1)"
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -1,4 +1,4 @@
-"""Chat templates render what transformers renders, in a sandbox; `LM.chat` answers."""
+"""Chat templates render the text of transformers, in a sandbox; `LM.chat` answers."""
 
 import datetime
 import enum
@@ -97,7 +97,7 @@ def test_a_template_of_the_callers_own():
         template.render(HI, chat_template="{% for %}")
     with pytest.raises(ValueError, match="'typo' is neither Jinja nor a name"):
         template.render(HI, chat_template="typo")
-    with pytest.raises(ValueError, match="named are default, other"):
+    with pytest.raises(ValueError, match="the names are default, other"):
         ChatTemplate({"other": "", "default": ""}).render(HI, chat_template="typo")
 
 
@@ -128,7 +128,7 @@ def test_a_template_cannot_leave_the_sandbox(source):
         text = render(source)
     except ValueError as error:
         assert "\n" not in str(error)
-    else:  # Jinja gives such an attribute as undefined, which shows as nothing.
+    else:  # Jinja treats such an attribute as undefined, and renders nothing.
         assert text in ("", "[]")
 
 
@@ -175,7 +175,7 @@ def test_what_are_no_messages(messages):
 def test_options_that_make_no_sense():
     with pytest.raises(ValueError, match="exclude each other"):
         render("", HI, add_generation_prompt=True, continue_final_message=True)
-    with pytest.raises(ValueError, match="must have a text"):
+    with pytest.raises(ValueError, match="must be a text"):
         render("", [{"role": "assistant", "content": ["a"]}], continue_final_message=True)
     with pytest.raises(ValueError, match="does not show"):
         render("{{ 1 }}", HI, continue_final_message=True)
@@ -223,7 +223,7 @@ def test_a_file_that_is_not_text(tmp_path, file):
 
 
 def test_templates_are_read_with_the_tokenizer(tmp_path):
-    """What happens to the folder afterwards changes no answer, and damage shows at once."""
+    """Later changes of the folder change no answer, and damage shows at once."""
     write_template(tmp_path, "{{ messages[0].content }}")
     tokenizer = Tokenizer(tmp_path)
     write_template(tmp_path, "another")
@@ -246,7 +246,7 @@ def test_a_prompt_begins_with_one_bos(case):
     assert tokenizer.token(bos) == tokens["bos_token"]
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert (ids[0], ids.count(bos)) == (bos, 1)
-    # As a prompt, the same text would get another.
+    # As a prompt, the same text would get one more special token.
     assert tokenizer.encode(text)[:2] == [bos, bos]
 
 
@@ -284,7 +284,7 @@ def test_the_model_goes_on_with_a_message(lm):
 
 @pytest.fixture
 def told(lm, monkeypatch):
-    """What `generate` was told."""
+    """The arguments that `generate` got."""
     seen = []
     monkeypatch.setattr(lm, "generate", lambda *a, **k: seen.append((a, k)))
     return seen
@@ -315,7 +315,7 @@ def test_what_is_no_variable_of_a_template_is_refused(lm, kwargs):
 
 @pytest.mark.parametrize("method", ["chat", "stream_chat"])
 def test_a_template_that_makes_nothing_is_blamed(lm, method):
-    with pytest.raises(ValueError, match="the chat template makes nothing of these messages"):
+    with pytest.raises(ValueError, match="the chat template renders an empty text"):
         getattr(lm, method)(HI, chat_template="{{ '' }}")
 
 

@@ -1,4 +1,4 @@
-"""A chat template that takes too much memory or time is stopped, with an error that says so."""
+"""A chat template that takes too much memory or time is stopped with an error."""
 
 import time
 
@@ -15,7 +15,7 @@ def render(source: str, **variables) -> str:
 
 
 def repeated(expression: str) -> str:
-    """A value doubled 60 times, then shown."""
+    """A value that is doubled 60 times and then shown."""
     return (
         "{% set n = namespace(x='ab') %}{% for i in range(60) %}"
         f"{{% set n.x = {expression} %}}{{% endfor %}}{{{{ n.x }}}}"
@@ -85,7 +85,7 @@ def test_a_value_counts_as_often_as_it_appears(expression, monkeypatch):
 
 @pytest.mark.parametrize("double", ["[{0}, {0}]", "({0}, {0})", "{{'a': {0}, 'b': {0}}}"])
 def test_a_value_counts_before_it_is_used(double, monkeypatch):
-    """A comparison looks at all of it, and makes nothing."""
+    """A comparison reads the whole list but makes no new value."""
     monkeypatch.setattr(template_limits, "MAX_SIZE", 2**16)
     source = (
         "{% set n = namespace(x='ab', y='ab') %}{% for i in range(COUNT) %}"

@@ -1,4 +1,4 @@
-"""Text to ids and back as transformers does it, and text of a sequence while it grows."""
+"""Text to ids and back as in transformers, and text of a sequence while it grows."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ from fdjax.models import CheckpointError
 from fdjax.text.tokenizer import Detokenizer, MissingTokenizerError, Tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
-CASES = ("llama3_gqa_tied", "llama2_mha")  # byte-level, and byte fallback
+CASES = ("llama3_gqa_tied", "llama2_mha")  # byte-level, and with byte fallback
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 SAMPLES = [
     "The largest ocean is the Pacific Ocean.",
@@ -62,7 +62,7 @@ def special_ids(case: str) -> list[int]:
 
 
 def pushes(case: str, ids: list[int], rng: random.Random) -> list[str]:
-    """The pieces of a sequence cut at random, empty pushes among them."""
+    """The pieces of a sequence that is cut at random places, also into empty parts."""
     detokenizer = Detokenizer(tokenizer(case))
     pieces, start = [], 0
     while start < len(ids):
@@ -74,15 +74,15 @@ def pushes(case: str, ids: list[int], rng: random.Random) -> list[str]:
 
 
 def assert_settled(case: str, ids: list[int], rng: random.Random) -> None:
-    """The pieces joined are the whole: nothing was sent that later ids changed, nothing lost.
+    """The joined pieces are the whole text: no later id changed them, and nothing is lost.
 
-    So a replacement character in a piece, what a partial character would show as, is one that the
-    final text has in that place.
+    A partial character would show as a replacement character. So each replacement character in a
+    piece must also be in the final text, in the same place.
     """
     whole = tokenizer(case).decode(ids)
     pieces = pushes(case, ids, rng)
     assert "".join(pieces) == whole, (ids, pieces)
-    # A piece given before the end may change no more, so it ends in a character that is whole.
+    # An early piece must not change any more, so it ends with a complete character.
     sent = ""
     for piece in pieces[:-1]:
         sent += piece
@@ -195,7 +195,7 @@ def test_text_grows_as_it_will_end(case):
 
 
 def random_ids(case: str, rng: random.Random) -> list[int]:
-    """Text, cut bytes, bytes that are no UTF-8, special ids and ids past the vocabulary."""
+    """Text, cut bytes, bytes that are not UTF-8, special ids and ids past the vocabulary."""
     vocabulary = tokenizer(case)._tokenizer.get_vocab_size()
     ids = []
     for _ in range(rng.randrange(1, 7)):
@@ -231,14 +231,14 @@ def test_text_of_a_thousand_random_sequences_grows_as_it_will_end(case):
         ids = random_ids(case, rng)
         invalid += REPLACEMENT in tokenizer(case).decode(ids)
         assert_settled(case, ids, rng)
-    # The cases are not tame.
+    # The cases are hard enough.
     assert 300 < invalid < 950
 
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("apart", ["special", "nonexistent"])
 def test_a_silent_id_does_not_part_the_bytes_around_it(case, apart):
-    """Decoding skips the id, so the bytes before it and behind it are one run."""
+    """Decoding skips the id, so the bytes before and after it form one run."""
     silent = special_ids(case)[-1] if apart == "special" else 10**6
     first, *rest = (byte_id(case, byte) for byte in "€".encode())
     for ids in ([first, silent, *rest], [byte_id(case, 0x41), silent, byte_id(case, 0xE2)]):
@@ -290,7 +290,7 @@ BESIDE = json.loads((FIXTURES / "tokenizers.json").read_text(encoding="utf-8"))[
 
 
 def write_folder(folder: Path, base: str, fields: dict, files: dict) -> Path:
-    """A committed tokenizer.json with other fields, and other files beside it."""
+    """A committed tokenizer.json with some fields replaced, and with other files beside it."""
     stored = json.loads((FIXTURES / base / "tokenizer.json").read_text(encoding="utf-8"))
     for name, data in {"tokenizer.json": stored | fields, **files}.items():
         (folder / name).write_text(json.dumps(data), encoding="utf-8")
@@ -316,13 +316,13 @@ def test_files_beside_tokenizer_json_mean_what_they_mean_in_transformers(tmp_pat
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        ({"eos_token": 5}, "'eos_token' has a value of another type, 5"),
-        ({"eos_token": {"text": "a"}}, "'eos_token' has a value of another type"),
-        ({"extra_special_tokens": 3}, "'extra_special_tokens' has a value of another type, 3"),
-        ({"extra_special_tokens": [[]]}, "has a value of another type"),
+        ({"eos_token": 5}, "'eos_token' has a value of the wrong type, 5"),
+        ({"eos_token": {"text": "a"}}, "'eos_token' has a value of the wrong type"),
+        ({"extra_special_tokens": 3}, "'extra_special_tokens' has a value of the wrong type, 3"),
+        ({"extra_special_tokens": [[]]}, "has a value of the wrong type"),
         ({"added_tokens_decoder": {"a": "b"}}, "the added tokens must be a dict by id"),
         ({"added_tokens_decoder": 5}, "the added tokens must be a dict by id"),
-        ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of another type, 7"),
+        ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of the wrong"),
         ({"added_tokens_decoder": {"400": {"content": "a", "lstrip": "b"}}}, "cannot be added"),
     ],
     ids=repr,
@@ -441,7 +441,7 @@ def test_apply_chat_template():
 
 
 def test_a_continuation_keeps_the_space_that_joins_it_to_its_prompt():
-    """As in transformers' decode of new tokens, whose outputs the fixture has."""
+    """As in transformers' decode of new tokens, whose outputs are in the fixture."""
     entry = next(e for e in BESIDE["qwen3 as stored"]["texts"] if e["half"].startswith(" "))
     new_tokens = entry["ids"][len(entry["ids"]) // 2 :]
     assert tokenizer("llama3_gqa_tied").decode(new_tokens) == entry["half"]

@@ -1,5 +1,4 @@
-"""Calibration: counts equal a brute force, φ loses the fewest rows, files are checked, `load` uses
-them."""
+"""Calibration: counts equal a brute force, φ has the fewest rows outside, `load` checks files."""
 
 import dataclasses
 import functools
@@ -120,8 +119,8 @@ def token_ids(count, seed=0, vocab=64):
 def rows_by_brute_force(lm, texts):
     """The visible scores of every row of every text, in float64: [L][H] lists of arrays.
 
-    The model runs without a cache or chunks; nothing is shared with what is tested but the modules
-    and RoPE.
+    The model runs without a cache or chunks. Only its modules and RoPE are shared with the tested
+    code.
     """
     lengths = jnp.array([len(ids) for ids in texts], jnp.int32)
     tokens = np.zeros((len(texts), max(map(len, texts))), np.int32)
@@ -178,7 +177,7 @@ def _rows_of_head(spec, q, k, head):
 
 
 def same_counts(got, values):
-    """Whether a histogram is that of these values, but for those on the edge of a bin."""
+    """Whether a histogram fits these values, except for those at the edge of a bin."""
     want, _ = np.histogram(values, bin_edges())
     assert got.sum() == want.sum() == len(values)
     # A value that rounds to the other side of an edge is missing in one bin and extra in the next.
@@ -209,7 +208,7 @@ def test_counts_are_those_of_a_brute_force(by_force, monkeypatch, block_bytes):
             extremes = counted.lowest[layer, head], counted.highest[layer, head]
             np.testing.assert_allclose(extremes, (scores.min(), scores.max()), rtol=1e-3, atol=1e-3)
             assert scores.max() - scores.min() > 4 * BIN
-    # A capped score is counted capped, and a window of 7 shows at most 7 scores a row.
+    # A capped score is counted after the cap, and a window of 7 gives at most 7 scores per row.
     assert counted.highest[2].max() <= 5.0
     assert (counted.scores[1].sum(axis=-1) == 7 * 140 - 21 + 1 + 7 * 33 - 21).all()
 
@@ -227,7 +226,7 @@ def test_a_long_text_is_cut_into_pieces_that_begin_as_a_text_does(tiny):
     pieces = _pieces(tiny, text, 0, 50)
     assert len({piece[0] for piece in pieces}) == 1 and max(map(len, pieces)) == 50
     assert [ids[0], *(t for piece in pieces for t in piece[1:])] == ids
-    # Ids are taken as they are.
+    # Ids are used without changes.
     assert _pieces(tiny, ids, 0, 50) == [ids[i : i + 50] for i in range(0, len(ids), 50)]
 
 
@@ -320,7 +319,7 @@ def normal(low, high, count=200_000):
 
 @functools.cache
 def published(low, high):
-    """A layer with such scores, one in each row: the maxima are spread as widely as can be."""
+    """A layer with such scores, one in each row. So the maxima are spread as widely as possible."""
     counts = normal(low, high)[None, None]
     edges = bin_edges()[np.flatnonzero(counts[0, 0])]
     return Statistics(
@@ -421,7 +420,7 @@ def counted(tiny):
 
 
 def test_the_predicted_rate_is_the_measured_one(tiny, counted):
-    """On the embedded model and questions it was not calibrated on, within a factor of 1.25."""
+    """On the embedded model, with questions not used for calibration, within a factor of 1.25."""
     found = rows_by_brute_force(tiny, questions(tiny, 1))
     maxima = np.array([[[row.max() for row in rows] for rows in heads] for heads in found])
     for safe_log2 in (3, 6):
@@ -564,11 +563,13 @@ def test_a_file_of_another_schema_is_not_used(calibration, folder):
 
 @pytest.mark.parametrize("fingerprint", ["0" * 64, None])
 def test_a_calibration_of_other_weights_is_not_used(calibration, folder, fingerprint):
-    """Weights may be saved anew beside it, and it never changes a result."""
+    """The weights beside it may be saved again, and it never changes a result."""
     path = folder / calibration_file.FILE
     calibration_file.write_calibration(calibration, path)
     _set(path, "fingerprint", value=fingerprint)
-    with pytest.warns(UserWarning, match="not used, made for other weights; run `fdjax") as told:
+    with pytest.warns(
+        UserWarning, match="not used, it was made for other weights; run `fdjax"
+    ) as told:
         lm = load(folder)
     assert Path(told[0].filename) == Path(__file__)
     assert {spec.phi for spec in lm.config.attention} == {None}
@@ -579,7 +580,7 @@ def test_a_fingerprint_tells_weights_apart(folder):
     assert fingerprint(folder) == want
     path = folder / "model.safetensors"
     content = bytearray(path.read_bytes())
-    # The last tensor's middle: finetuning changes a part of it, and nothing of the header.
+    # The middle of the last tensor. Finetuning changes a part of the weights, but not the header.
     header = int.from_bytes(content[:8], "little")
     entries = json.loads(content[8 : 8 + header])
     start, end = next(e["data_offsets"] for n, e in entries.items() if "q_proj" in n)
@@ -616,7 +617,7 @@ def run(monkeypatch, tmp_path, capsys):
 
 def test_the_command_writes_beside_the_checkpoint(run, folder):
     path = folder / calibration_file.FILE
-    # An unusable file is what it is run to replace.
+    # An unusable file is a reason to run the command, which replaces it.
     path.write_text("damaged")
     code, out, err = run(folder, "--text", "text.txt", "--text", "text.txt", "--context", 50)
     assert code == 0, err
@@ -635,7 +636,7 @@ def test_the_command_writes_elsewhere_and_draws(run, folder, counted, monkeypatc
     monkeypatch.setattr(calibrate, "gather", lambda *args, **options: counted)
     argv = folder, "--text", "text.txt", "--output", "new/file.json"
     code, _, err = run(*argv, "--plot", "new/plot.png")
-    assert code == 0 and re.search(r"warning: \d+ tokens are few to choose by", err), err
+    assert code == 0 and re.search(r"warning: \d+ tokens are few for a reliable choice", err), err
     assert Path("new/file.json").exists() and not (folder / calibration_file.FILE).exists()
     assert Path("new/plot.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(*argv, "--plot", "plot.xyz")
@@ -648,7 +649,7 @@ def test_the_calibration_of_the_embedded_model_is_written_here(run, counted, mon
     monkeypatch.setattr(calibrate, "gather", lambda *args, **options: counted)
     code, _, err = run(*model, "--text", "text.txt")
     assert code == 0 and Path(calibration_file.FILE).exists(), err
-    assert f"written to {calibration_file.FILE}\nfdjax: a model is loaded with it only from" in err
+    assert f"written to {calibration_file.FILE}\nfdjax: `load` uses it only as" in err
     assert not (locate("tiny") / calibration_file.FILE).exists()
 
 
@@ -664,7 +665,7 @@ def test_a_plot_without_matplotlib_is_told_at_once(run, monkeypatch):
     [
         ([], 2, "--text"),
         (["--text", "missing.txt"], 1, "missing.txt"),
-        (["--text", "binary.txt"], 1, "binary.txt: must be UTF-8, not so at 0"),
+        (["--text", "binary.txt"], 1, "binary.txt: not UTF-8 at byte 0"),
         (["--text", "."], 1, "directory"),
         (["--text", "empty.txt"], 1, "there is no text"),
         (["--text", "text.txt", "--context", "513"], 1, "context must be from 2 to 512, got 513"),

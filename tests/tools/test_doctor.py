@@ -1,4 +1,4 @@
-"""`fdjax doctor`: what it finds on machines of all kinds, and what it advises."""
+"""`fdjax doctor`: its findings on machines of all kinds, and its advice."""
 
 import dataclasses
 import importlib.metadata
@@ -18,7 +18,7 @@ from fdjax.tools.doctor import Diagnosis, Finding, diagnose
 
 @dataclasses.dataclass
 class Device:
-    """What JAX says of a device."""
+    """A device as JAX describes it."""
 
     device_kind: str = "NVIDIA H100 80GB HBM3"
     platform: str = "gpu"
@@ -179,7 +179,7 @@ def test_a_platform_that_does_not_start(machine, monkeypatch):
         "devices",
         "problem",
         "JAX cannot run on platform 'tpu'",
-        "unset JAX_PLATFORMS, or name a platform there is",
+        "unset JAX_PLATFORMS, or name a platform that exists",
     )
     assert diagnose().findings[-1].subject == "compilation cache"
 

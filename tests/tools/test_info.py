@@ -1,4 +1,4 @@
-"""What `fdjax info` says of published models."""
+"""The report of `fdjax info` about published models."""
 
 import dataclasses
 import json
@@ -45,7 +45,7 @@ def test_sizes_of_published_models(name, dtype, weight_bytes, kv_bytes_per_token
     assert facts.family == "llama"
     assert facts.parameters * (4 if dtype == "float32" else 2) == weight_bytes
     assert facts.device == "NVIDIA H100 80GB HBM3"
-    # Nothing is allocated to find out.
+    # The report allocates nothing.
     assert arrays_made() == 0
 
 

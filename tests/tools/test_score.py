@@ -1,4 +1,4 @@
-"""`LM.score`: log-probabilities of transformers, windows over long texts, few logits at once."""
+"""`LM.score`: log-probabilities as in transformers, windows over long texts, few logits at once."""
 
 import dataclasses
 import functools
@@ -44,7 +44,7 @@ def expected(case=FAST):
 
 
 def texts(case=FAST):
-    """Each prompt with the continuation transformers chose."""
+    """Each prompt with the continuation that transformers chose."""
     e = expected(case)
     return [np.concatenate([e[f"prompt_{i}"], e[f"tokens_{i}"]]).tolist() for i in PROMPTS]
 
@@ -127,7 +127,7 @@ def test_a_text_may_fill_the_context_and_one_token_more():
     lm = load(max_len=64)
     text = texts()[4][:66]
     want = load().score([text]).logprobs[0]
-    # What follows the last token is not asked, so it needs no room.
+    # The last token of a text is never an input, so it needs no slot.
     np.testing.assert_allclose(lm.score([text[:65]]).logprobs[0], want[:64], rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="text 1 has 66 tokens, the context is 64"):
         lm.score([text[:64], text])
@@ -201,11 +201,11 @@ def test_what_an_answer_leaves_is_dropped_before_another_cache_is_made(monkeypat
 
 def test_programs_go_with_the_model():
     lm = load.__wrapped__()
-    lm = fdjax.LM(dataclasses.replace(lm.model), lm.params)  # no other one's programs
+    lm = fdjax.LM(dataclasses.replace(lm.model), lm.params)  # a new model without programs
     lm.score([[1, 2, 3]])
     model, program = weakref.ref(lm), weakref.ref(lm.engine.programs[("score",)])
     del lm
-    assert model() is None  # with its weights, at once
+    assert model() is None  # freed with its weights, at once
     gc.collect()
     assert program() is None
 

@@ -19,14 +19,8 @@ from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Plan, read_table, shipped_table_path
 from fdjax.system import platform
 from fdjax.tools import tune
-from fdjax.tools.table_entry import table_entry
-from fdjax.tools.tune import (
-    explain,
-    measure_chain,
-    measure_matmul,
-    table_of,
-    write_table,
-)
+from fdjax.tools.tune import measure_chain, measure_matmul
+from fdjax.tools.tune_table import explain, table_entry, table_in_use, table_of, write_table
 
 H100 = "NVIDIA H100 80GB HBM3"
 CHAINS = CHAIN_CANDIDATES
@@ -64,7 +58,7 @@ def _timing(us: float) -> Timing:
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The kernel computes through XLA; times are those of `us`, by configuration, None for XLA."""
+    """The kernel computes with XLA. Times come from `us`, by configuration; None is XLA."""
     us = {None: 20.0, GOOD: 15.0, FAST: 10.0, WRONG: 1.0, TOO_LARGE: 1.0}
     us |= dict.fromkeys(CHAINS, 75.0) | {"xla": 80.0, CHAINS[1]: 70.0, "off": {}}
 
@@ -208,7 +202,7 @@ def test_a_layer_is_measured_once_for_each_m(fake):
 
 
 def test_xla_is_timed_on_this_device():
-    """Nothing made up, but no kernel either."""
+    """Times are real, but there is no kernel."""
     (entry,) = measure_matmul([LAYERS[3]], [2], runs=2, configs=lambda shape, m: [])
     assert entry["microseconds"]["xla"] > 0
 
@@ -267,7 +261,7 @@ def test_the_layers_of_a_decoder_as_it_calls_them():
 
 
 def test_a_decoder_looks_up_what_was_measured_for_it(monkeypatch):
-    """The keys of `linear_shapes` are those by which the model asks its plan."""
+    """The keys of `linear_shapes` are those with which the model asks its plan."""
     asked = set()
 
     def choose(self, op, features, **shape):
@@ -371,7 +365,7 @@ def test_explain_needs_no_provenance_and_no_times(table):
 
 def test_the_shipped_table_covers_the_models_it_was_made_for():
     plan = Plan.for_kind(H100, (9, 0))
-    table = tune.table_in_use(H100)
+    table = table_in_use(H100)
     assert table["provenance"]["device_kind"] == H100
     for width, mlp in ((4096, 11008), (5120, 13824)):
         heads = width // 128
@@ -473,7 +467,7 @@ class TestCommandLine:
             ([], 2, "tune: needs an NVIDIA GPU, JAX sees none"),
             (["no.json", "--explain"], 1, "no.json: no such file"),
             (["config.json", "--explain"], 1, "tune: no table is shipped for 'cpu'"),
-            (["--table", "x.json"], 2, "tune: --table is what --explain explains"),
+            (["--table", "x.json"], 2, "tune: --table needs --explain"),
             (
                 ["config.json", "--explain", "--table", "config.json"],
                 1,

@@ -1,4 +1,4 @@
-"""Whether all layers in one launch are measured right. Programs are real, times are made up."""
+"""The measurement of all layers in one launch is right. Programs are real, times are made up."""
 
 import dataclasses
 import itertools
@@ -16,8 +16,8 @@ from fdjax.pallas_kernels.layers.decode_layers import layers_key
 from fdjax.pallas_kernels.layers.hopper import decode_layers as hopper_layers
 from fdjax.pallas_kernels.plan import Choice, Plan, as_entry
 from fdjax.tools import tune_layers
-from fdjax.tools.table_entry import table_entry
 from fdjax.tools.tune_layers import measure_layers
+from fdjax.tools.tune_table import table_entry
 
 FIRST, SECOND = CANDIDATES = hopper_layers.LAYERS_CANDIDATES[:2]
 LLAMA = {
@@ -34,7 +34,7 @@ STEPS, RUNS = 2, 3
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
-# What was compiled of which kernels: times are made up where it runs.
+# Compiled programs by kernel. Tests share them, because the times are made up.
 _compiled = {}
 
 
@@ -44,11 +44,11 @@ def model(**changes):
 
 @pytest.fixture
 def fake(monkeypatch):
-    """The kernel computes through XLA, by a clock that knows only what a step is to take.
+    """The kernel computes with XLA, and a clock reports the given time of a step.
 
     Returns:
-      Microseconds of a step by configuration, None for one layer after the other; "cannot" and
-      "wrong" are configurations, "calls" those of the programs in their order.
+      A dict with the microseconds of a step by configuration, where None is layer by layer. Its
+      keys "cannot" and "wrong" hold configurations, and "calls" those of the calls in their order.
     """
     fake = {None: 20.0, FIRST: 15.0, SECOND: 10.0, "cannot": (), "wrong": (), "calls": []}
     now = 0.0
@@ -75,11 +75,11 @@ def fake(monkeypatch):
 
         return run
 
-    def compiled(of, shape, weights, lengths, steps):
+    def compiled(planned, shape, weights, lengths, steps):
         kernels = fake["wrong"], fake["cannot"], tuple(weights)
-        key = of.config, of.dtype, tuple(sorted(shape.items())), steps, kernels
+        key = planned.config, planned.dtype, tuple(sorted(shape.items())), steps, kernels
         if key not in _compiled:
-            _compiled[key] = compile_(of, shape, weights, lengths, steps)
+            _compiled[key] = compile_(planned, shape, weights, lengths, steps)
         return {config: timed(config, program) for config, program in _compiled[key].items()}
 
     monkeypatch.setattr(decoder, "decode_layers", kernel)
@@ -90,11 +90,11 @@ def fake(monkeypatch):
     return fake
 
 
-def measured(of=None, rows=(2,), slots=(128,)):
-    """(entries, lines told)."""
+def measured(described=None, rows=(2,), slots=(128,)):
+    """(entries, lines reported)."""
     told = []
-    of = of or model()
-    entries = measure_layers(of, rows, slots, steps=STEPS, runs=RUNS, report=told.append)
+    described = described or model()
+    entries = measure_layers(described, rows, slots, steps=STEPS, runs=RUNS, report=told.append)
     return list(entries), told
 
 
@@ -106,7 +106,7 @@ def measured(of=None, rows=(2,), slots=(128,)):
         ({"wrong": (SECOND,)}, FIRST),
         ({FIRST: 9.0}, FIRST),
         ({None: 9.99}, None),
-        ({None: 10.0}, SECOND),  # a tie is the kernel's
+        ({None: 10.0}, SECOND),  # the kernel wins a tie
         ({"wrong": CANDIDATES}, None),
         ({"cannot": (SECOND,)}, FIRST),
     ],
@@ -130,7 +130,7 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
     assert [line.split(": error ")[0] for line in wrong] == [
         f"decode_layers M=2 S=128 {config}" for config in fake["wrong"]
     ]
-    # In turn, twice, but for those that were wrong.
+    # Two passes over all, except for those with wrong results.
     turns = [config for config, _ in itertools.groupby(fake["calls"])]
     first = [c for c in (None, *CANDIDATES) if c not in fake["cannot"]]
     assert turns == [*first, None, *left]
@@ -139,16 +139,16 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
 
 @pytest.mark.slow
 def test_a_plan_looks_up_what_was_measured(fake):
-    of = model()
-    entries, told = measured(of, rows=(1, 4), slots=(128,))
+    described = model()
+    entries, told = measured(described, rows=(1, 4), slots=(128,))
     assert [entry["shape"]["m"] for entry in entries] == [1, 4]
     assert len(told) == 2
     table = tuple(as_entry(e, {"decode_layers": 1}, "test") for e in entries)
-    planned = describe(of.config, plan=Plan(table=table, implementations=ANY_SIZE))
+    planned = describe(described.config, plan=Plan(table=table, implementations=ANY_SIZE))
     assert planned.one_launch_possible
     config = tuple(sorted(dataclasses.asdict(SECOND).items()))
     for m, source in ((4, "table"), (3, "nearest"), (8, "heuristic")):
-        choice = planned.plan.choose("decode_layers", **layers_shape(of.config, m, 128, 2))
+        choice = planned.plan.choose("decode_layers", **layers_shape(described.config, m, 128, 2))
         assert choice.source == source
         assert choice == Choice("xla", source=source) or (m < 5 and choice.config == config)
 
@@ -163,8 +163,8 @@ def test_a_plan_looks_up_what_was_measured(fake):
     ids=["attention bias", "mlp bias", "window"],
 )
 def test_what_the_kernel_has_not_is_not_measured(fake, config):
-    of = describe(parse_config(config), plan=Plan(implementations=ANY_SIZE))
-    assert measured(of) == ([], [])
+    described = describe(parse_config(config), plan=Plan(implementations=ANY_SIZE))
+    assert measured(described) == ([], [])
 
 
 @pytest.mark.slow
@@ -181,25 +181,25 @@ def test_no_launch_is_measured_that_cannot_run(fake, monkeypatch):
 
 @pytest.mark.slow
 def test_what_does_not_fit_is_told_and_left_out(fake, monkeypatch):
-    of = model()
-    room = tune_layers.plan_memory(of, batch=1, max_len=256, slots=256).total_bytes
+    described = model()
+    room = tune_layers.plan_memory(described, batch=1, max_len=256, slots=256).total_bytes
     monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: room)
-    entries, told = measured(of, rows=(1, 64), slots=(256,))
+    entries, told = measured(described, rows=(1, 64), slots=(256,))
     assert [entry["shape"]["m"] for entry in entries] == [1]
     assert told[1].startswith("decode_layers M=64 S=256: no room for ")
     monkeypatch.setattr(tune_layers, "stack_layers", lambda *args, **options: None)
-    assert measured(of) == ([], ["decode_layers: no room to stack the weights"])
-    weights = of.weight_bytes
+    assert measured(described) == ([], ["decode_layers: no room to stack the weights"])
+    weights = described.weight_bytes
     monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: weights - 1)
     monkeypatch.setattr(tune_layers, "random_params", None)
-    (entries, (line,)) = measured(of)
+    (entries, (line,)) = measured(described)
     assert not entries
     assert line.startswith("decode_layers: no room for weights of ")
 
 
 def test_both_ways_start_from_the_same_keys_and_values():
-    of = model()
-    apart, stacked = (tune_layers._random_cache(of, 2, 128, s) for s in (False, True))
+    described = model()
+    apart, stacked = (tune_layers._random_cache(described, 2, 128, s) for s in (False, True))
     for i, (k, v) in enumerate(apart):
         np.testing.assert_array_equal(k, stacked.k[i])
         np.testing.assert_array_equal(v, stacked.v[i])
@@ -209,18 +209,20 @@ def test_both_ways_start_from_the_same_keys_and_values():
 
 @pytest.mark.slow
 def test_every_step_is_the_same_one():
-    """So that many of them end where one does, at the same lengths."""
-    of = model()
-    params, lengths = random_params(of), jnp.array([64, 3])
+    """Many steps give the result of one step, at the same lengths."""
+    described = model()
+    params, lengths = random_params(described), jnp.array([64, 3])
     for stacked in (False, True):
         weights = params
         if stacked:
-            planned = tune_layers._planned(of, FIRST, layers_shape(of.config, 2, 128, 2))
+            planned = tune_layers._planned(
+                described, FIRST, layers_shape(described.config, 2, 128, 2)
+            )
             weights = params | {"blocks": tune_layers.stack_layers(planned, params)}
-        plain = describe(of.config, plan=Plan(implementations=ANY_SIZE))
+        plain = describe(described.config, plan=Plan(implementations=ANY_SIZE))
         one, two = (
             jax.jit(tune_layers._layers, static_argnums=(0, 1, 2))(
-                plain, stacked, steps, tune_layers._random_cache(of, 2, 128, stacked), *args
+                plain, stacked, steps, tune_layers._random_cache(described, 2, 128, stacked), *args
             )
             for steps, args in ((1, (weights, lengths)), (2, (weights, lengths)))
         )

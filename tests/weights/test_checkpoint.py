@@ -1,4 +1,4 @@
-"""Reading checkpoints: the right numbers, one line about every damage, little memory."""
+"""Reading checkpoints: right numbers, one line about every damage, little memory."""
 
 import json
 import math
@@ -51,7 +51,7 @@ TINY = {
 
 
 def pack(header: dict | bytes, data: bytes, align: int = 8) -> bytes:
-    """A safetensors file; its tensors start at a multiple of `align` bytes."""
+    """A safetensors file whose tensors start at a multiple of `align` bytes."""
     raw = header if isinstance(header, bytes) else json.dumps(header).encode()
     raw += b" " * (-(len(raw) + 8) % align)
     return struct.pack("<Q", len(raw)) + raw + data
@@ -95,7 +95,7 @@ def read_all(folder: Path) -> dict[str, np.ndarray]:
 
 
 def shapes(c: dict) -> dict[str, tuple[int, ...]]:
-    """The tensors of a Llama, written down a second time."""
+    """The tensors of a Llama, written down independently."""
     e, f, v = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     q = e
     kv = e // c["num_attention_heads"] * c["num_key_value_heads"]
@@ -175,7 +175,7 @@ def leaf(params, *path):
 
 
 def expected_params(tensors: dict[str, np.ndarray], config) -> dict[tuple, np.ndarray]:
-    """The fused parameters, head by head, from what they mean and not from the code."""
+    """The fused parameters, head by head, derived from their meaning and not from the code."""
     d, g, hkv = config.head_dim, config.heads // config.kv_heads, config.kv_heads
     result = {
         ("embed",): tensors["model.embed_tokens.weight"],
@@ -279,7 +279,7 @@ def test_dtypes_are_converted(tmp_path, stored, to, align):
     tensors = make_single(tmp_path, stored, align, num_hidden_layers=1)
     model = describe_folder(tmp_path, to)
     if stored is np.float64:
-        # JAX has no float64 here: what a float64 checkpoint says is rounded to float32 first.
+        # JAX has no float64 here, so a float64 checkpoint is rounded to float32 first.
         tensors = {name: tensor.astype(np.float32) for name, tensor in tensors.items()}
     expected = expected_params(tensors, model.config)
     assert_params(load_params(tmp_path, model), expected, np.dtype(to))
@@ -305,7 +305,7 @@ def test_a_head_of_its_own_is_not_dropped_for_a_config_that_ties_it(tmp_path, ho
         head[-1, -1] += 1
     head = {"shape": head[:-1], "dtype": head.astype(np.float16)}.get(how, head)
     write(tmp_path / SINGLE, tensors | {"lm_head.weight": head})
-    told = refusal(tmp_path, "tensor 'lm_head.weight' is another than", "'tie_word_embeddings' to")
+    told = refusal(tmp_path, "tensor 'lm_head.weight' differs from", "'tie_word_embeddings' to")
     assert how == "value" or f"F{8 * head.itemsize} {list(head.shape)}, F32 " in told
 
 
@@ -469,7 +469,7 @@ def test_a_missing_shard(tmp_path):
 
 
 def test_a_shard_that_is_a_broken_link(tmp_path):
-    # What a hub cache looks like after its blobs were deleted.
+    # The state of a hub cache after its blobs were deleted.
     shard = tmp_path / make_sharded(tmp_path)[Q]
     shard.unlink()
     shard.symlink_to(tmp_path / "gone")
@@ -530,7 +530,7 @@ def test_an_index_leads_nowhere_but_to_its_own_folder(tmp_path, elsewhere):
     folder = tmp_path / "checkpoint"
     (folder / "sub").mkdir(parents=True)
     where = make_sharded(folder)
-    # All that is pointed at exists, so only the refusal keeps it from being read.
+    # All files of the index exist, so only the check of names refuses them.
     for target in (tmp_path / "x.safetensors", folder / "sub/x"):
         shutil.copy(folder / where[Q], target)
     refused = elsewhere
@@ -660,7 +660,7 @@ def test_a_folder_where_a_file_should_be(tmp_path, file):
     make_single(tmp_path)
     (tmp_path / file).unlink()
     (tmp_path / file).mkdir()
-    refusal(tmp_path, file, "must be a regular file, is a folder")
+    refusal(tmp_path, file, "must be a regular file, but is a folder")
 
 
 # --- where a checkpoint is
@@ -713,7 +713,7 @@ def test_a_hub_id_the_hub_does_not_give(monkeypatch, error, says):
 
 def test_a_revision_is_for_hub_ids(tmp_path):
     for name in (str(tmp_path), "tiny"):
-        with pytest.raises(CheckpointError, match="revision 'main' is for hub ids"):
+        with pytest.raises(CheckpointError, match="revision 'main' is only for hub ids"):
             locate(name, revision="main")
 
 
@@ -833,8 +833,8 @@ def test_looking_for_damage_takes_no_memory(dtype):
     [
         # The embedding is the largest parameter.
         (32000, 8),
-        # All that is large is repeated in every layer: what a layer leaves behind adds up. XLA
-        # uses aligned host memory in place, and copies the rest.
+        # All large tensors are repeated in every layer, so leftovers of a layer add up. XLA uses
+        # aligned host memory in place and copies other memory.
         (2048, 8),
         (2048, 0),
     ],
@@ -857,5 +857,5 @@ def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, off
     assert seen["samples"] > 100
     # On CPU the parameters themselves are anonymous memory.
     assert seen["peak"] >= seen["params"]
-    # One fused parameter, and the programs that fuse and check.
+    # Memory for one fused parameter, and for the programs that fuse and check.
     assert seen["peak"] <= seen["params"] + 1.3 * seen["largest"] + 5e6, seen

@@ -1,7 +1,7 @@
-"""Damaged and odd checkpoints: each is one line that names the place, or a warning, never silence.
+"""Damaged and odd checkpoints: each gives a one-line error or a warning that names the place.
 
-Every case spoils one thing of a sound checkpoint. What it should say names the file and the field,
-tensor or token; the exit code of the command line for such an error is in test_cli.
+Every case damages one part of a valid checkpoint. The message must name the file and the field,
+tensor or token. The exit code of the command line for such an error is tested in test_cli.
 """
 
 import json
@@ -72,7 +72,7 @@ def write_json(path: Path, value) -> None:
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
-    """A sound checkpoint, to be spoilt."""
+    """A valid checkpoint that a test may damage."""
     write_json(tmp_path / CONFIG, SOUND)
     write_json(tmp_path / GENERATION, {"eos_token_id": 2, "temperature": 0.7})
     safetensors.numpy.save_file(tensors(), tmp_path / SINGLE)
@@ -88,7 +88,7 @@ def load(folder: Path) -> fdjax.LM:
 
 
 def config(**changes):
-    """Spoil fields of config.json; None takes one away."""
+    """Change fields of config.json. None removes a field."""
 
     def spoil(folder):
         data = {k: v for k, v in (SOUND | changes).items() if v is not None}
@@ -107,7 +107,7 @@ def file(name, content):
 
 
 def gone(name):
-    """A link to what is not there, as in a hub's cache that was cleaned up."""
+    """A broken link, as in a hub's cache that was cleaned up."""
 
     def spoil(folder):
         (folder / name).unlink(missing_ok=True)
@@ -154,7 +154,7 @@ def entry(**changes):
 
 
 def shards(change=lambda where: None, extra=()):
-    """Two shards; `change` edits the index's weight_map, `extra` are put into the second too."""
+    """Two shards. `change` edits the index's weight_map, `extra` goes into the second one, too."""
 
     def spoil(folder):
         (folder / SINGLE).unlink()
@@ -205,7 +205,7 @@ QUANTISED = [
     {"quant_method": "compressed-tensors"},
 ]
 
-# name: (what is spoilt, what the error says)
+# name: (damage, text of the error)
 ERRORS = {
     # config.json as a file
     "no config": (lambda f: (f / CONFIG).unlink(), "no config.json"),
@@ -295,7 +295,10 @@ ERRORS = {
     "no weights": (lambda f: (f / SINGLE).unlink(), "no model.safetensors and no"),
     "weights gone": (gone(SINGLE), "model.safetensors: a broken link"),
     "index gone": (both(lambda f: (f / SINGLE).unlink(), gone(INDEX)), "index.json: a broken link"),
-    "no index": (both(shards(), lambda f: (f / INDEX).unlink()), "model-00001-of-.* alone says"),
+    "no index": (
+        both(shards(), lambda f: (f / INDEX).unlink()),
+        "model-00001-of-.* alone is not enough",
+    ),
     "weights of an adapter": (renamed(SINGLE, "adapter_model.safetensors"), "an adapter: merge it"),
     "GGUF": (renamed(SINGLE, "model.gguf"), "GGUF files are not supported"),
     "zero bytes": (file(SINGLE, b""), "model.safetensors: truncated"),
@@ -314,7 +317,7 @@ ERRORS = {
     ),
     # tensors
     "missing tensor": (without(Q), f"{Q}' is missing"),
-    "tied, with another head": (config(tie_word_embeddings=True), "is another than"),
+    "tied, with another head": (config(tie_word_embeddings=True), "differs from"),
     "missing head": (without(HEAD), r"lm_head\.weight' is missing"),
     "one tensor more": (put("model.extra", lambda _: np.ones(3)), "model.extra' is unexpected"),
     "other prefix": (
@@ -328,11 +331,11 @@ ERRORS = {
     "bool": (put(Q, lambda a: a > 0), "has dtype BOOL, supported"),
     "GPTQ tensors": (
         put(Q.replace("weight", "qweight"), lambda _: np.ones((2, 16), np.int32)),
-        "qweight' is one of quantised weights",
+        "qweight' belongs to quantised weights",
     ),
     "FP8 scales": (
         put(Q + "_scale_inv", lambda _: np.ones((1, 1), np.float32)),
-        "weight_scale_inv' is one of quantised weights",
+        "weight_scale_inv' belongs to quantised weights",
     ),
     "shape -16": (entry(shape=[-16, -16]), f"{Q}' is malformed"),
     "shape text": (entry(shape="16x16"), f"{Q}' is malformed"),
@@ -373,7 +376,7 @@ ERRORS = {
     ),
 }
 
-# name: (what is spoilt, what the warning says)
+# name: (damage, text of the warning)
 WARNINGS = {
     "unknown field": (config(mystery=7), "config.json: ignoring unknown fields mystery"),
     "two copies": (shards(extra=[HEAD]), f"{HEAD}' is not read, the index has it in model-00001"),
@@ -387,8 +390,8 @@ WARNINGS = {
         f"{EMBED}' has values that are not finite",
     ),
     "infinite norm": (nothing_but(NORM, np.inf), f"{NORM}' has values that are not finite"),
-    "zero weights": (nothing_but(Q, 0), f"{Q}' has nothing but zeros"),
-    "zero norm": (nothing_but(NORM, 0), f"{NORM}' has nothing but zeros"),
+    "zero weights": (nothing_but(Q, 0), f"{Q}' has only zeros"),
+    "zero norm": (nothing_but(NORM, 0), f"{NORM}' has only zeros"),
 }
 
 
@@ -425,7 +428,7 @@ def test_the_sound_checkpoint_is_sound(folder):
     assert lm.score("a b c").tokens == [[3, 4, 5]]
 
 
-# Odd, but of one meaning only: nothing is said.
+# Odd but unambiguous: there is no warning.
 SOUND_ALL_THE_SAME = {
     "byte order mark": file(CONFIG, b"\xef\xbb\xbf" + json.dumps(SOUND).encode()),
     "float64 weights": weights(lambda e: e.update({k: v.astype(float) for k, v in e.items()})),
@@ -452,7 +455,7 @@ def test_what_is_merely_odd_loads_in_silence(folder, name):
         assert load(folder).config.layers == 2
 
 
-# Files that are no files.
+# Paths that are not regular files.
 
 CALIBRATION, INDEX_OF_TWO = "fdjax_calibration.json", {"weight_map": {NORM: "model-1.safetensors"}}
 
@@ -480,7 +483,7 @@ def test_what_is_no_regular_file_is_refused_unread(folder, name, kind):
     else:
         path.mkdir()
     what = "a folder" if kind == "folder" else "a pipe or a device"
-    with pytest.raises(CheckpointError, match=rf"{name}: must be a regular file, is {what}$"):
+    with pytest.raises(CheckpointError, match=rf"{name}: must be a regular file, but is {what}$"):
         load(folder)
 
 
@@ -519,7 +522,7 @@ def test_warnings_show_no_names_as_they_are(folder, name):
     assert all(message.isprintable() and len(message) < 1000 for message in messages)
 
 
-# Found when it matters, not before.
+# Damage that is found only when it matters.
 
 
 @pytest.mark.slow

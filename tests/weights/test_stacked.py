@@ -1,4 +1,4 @@
-"""Weights that lie in one array for all layers: who holds them, and which programs take them."""
+"""Stacked weights: who holds them, and which programs take them."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ from fdjax.engine import engine
 from fdjax.models import decoder, layers_shape, random_params
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
-from fdjax.weights import stacked as views
+from fdjax.weights import stacked as stacked_module
 from fdjax.weights.stacked import layer_slices, layer_views, stack_layers
 
 CASE = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3_gqa_tied"
@@ -41,13 +41,13 @@ def load(plan, **options):
 
 @pytest.fixture(scope="module")
 def plain():
-    """A model of which every layer is run by itself."""
+    """A model that runs every layer by itself."""
     return load(Plan(batch_invariant=True))
 
 
 @pytest.fixture(scope="module")
 def plan(plain):
-    """A plan that runs the layers of up to two rows, in no more than 1024 slots, in one launch."""
+    """A plan that runs up to two rows with at most 1024 slots in one launch."""
     shape = layers_shape(plain.config, 2, 512, 4)
     choice = Choice("mosaic_gpu", source="table")
     table = (Entry("decode_layers", tuple(sorted(shape.items())), choice),)
@@ -56,7 +56,7 @@ def plan(plain):
 
 @pytest.fixture
 def model(plain, plan):
-    """Of nobody else's programs."""
+    """A model with its own programs."""
     return dataclasses.replace(plain.model, plan=plan)
 
 
@@ -65,7 +65,7 @@ def address(array):
 
 
 def weights(params, kind):
-    """Those of each layer."""
+    """The weights of one kind, layer by layer."""
     return [
         functools.reduce(lambda tree, key: tree[key], kind.split("."), block)
         for block in params["blocks"].values()
@@ -78,7 +78,7 @@ def alive(references):
 
 
 def is_free(array):
-    """Whether nothing but this array holds its memory."""
+    """Whether only this array holds its memory."""
     jax.block_until_ready(jax.jit(lambda a: a + 1, donate_argnums=0)(array))
     return array.is_deleted()
 
@@ -123,7 +123,7 @@ def test_memory_is_held_as_long_as_a_view_is():
 
 def test_what_is_not_taken_is_let_go(monkeypatch):
     stacked = jnp.ones((3, 4, 128))
-    capsule = views._Layer(stacked, 1).__dlpack__()
+    capsule = stacked_module._Layer(stacked, 1).__dlpack__()
     assert not is_free(stacked)
     del capsule
 
@@ -196,7 +196,8 @@ def test_views_take_no_memory_of_a_gpu():
         gc.collect()
         return jax.local_devices()[0].memory_stats()["bytes_in_use"]
 
-    # What other tests left may go at any time, so numbers are compared by less than a view has.
+    # Garbage of other tests may be freed at any time, so the tolerance is just below the size of a
+    # view.
     view = 2 * 1024 * 1024
     product = jax.jit(jnp.dot)
     stacked = jax.random.normal(jax.random.key(0), (8, 1024, 1024), "bfloat16")
@@ -242,7 +243,7 @@ def test_weights_of_a_kind_go_before_the_next_is_stacked(model, monkeypatch):
         kind: [weakref.ref(a) for a in weights(params, kind)]
         for kind in ("attention.qkv.weight", LARGEST, "mlp.down.weight")
     }
-    order, stack = [], views._stack
+    order, stack = [], stacked_module._stack
 
     def checked(layers, kind):
         order.append(kind)
@@ -250,15 +251,15 @@ def test_weights_of_a_kind_go_before_the_next_is_stacked(model, monkeypatch):
             assert alive(those) == (0 if name in order[:-1] else len(layers))
         return stack(layers, kind)
 
-    monkeypatch.setattr(views, "_stack", checked)
+    monkeypatch.setattr(stacked_module, "_stack", checked)
     stack_layers(model, params, owned=True)
     assert references.keys() < set(order)
 
 
 def test_loading_leaves_no_second_copy(plan, monkeypatch):
     references, load_params = [], lm_module.load_params
-    # Room for the largest kind, one after another.
-    monkeypatch.setattr(views, "free_memory_bytes", lambda device: 2 * 64 * 2 * 160 * 4)
+    # Enough memory for the largest kind, one kind after another.
+    monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device: 2 * 64 * 2 * 160 * 4)
 
     def watched(*args, **options):
         params = load_params(*args, **options)
@@ -268,8 +269,10 @@ def test_loading_leaves_no_second_copy(plan, monkeypatch):
 
     monkeypatch.setattr(lm_module, "load_params", watched)
     stacks = []
-    stack = views._stack
-    monkeypatch.setattr(views, "_stack", lambda *args: stacks.append(args[1]) or stack(*args))
+    stack = stacked_module._stack
+    monkeypatch.setattr(
+        stacked_module, "_stack", lambda *args: stacks.append(args[1]) or stack(*args)
+    )
     lm = load(plan)
     assert references and not alive(references)
     assert stacks.count(LARGEST) == 1
@@ -295,7 +298,7 @@ def launches(monkeypatch):
 @pytest.mark.usefixtures("launches")
 @pytest.mark.parametrize("kind", ["attention_norm.scale", LARGEST])
 def test_no_weight_is_written_over_unnoticed(plain, model, kind):
-    """That of an array that is donated is another's, on a GPU also of what it is a view of."""
+    """JAX reuses the memory of a donated weight. On a GPU it does so for views as well."""
     lm = fdjax.LM(model, random_params(model))
     want = lm.generate([5, 6, 7], max_new_tokens=5, **GREEDY).tokens
     stacked = stack_layers(model, params := lm.params)[kind]
@@ -313,19 +316,19 @@ def test_no_weight_is_written_over_unnoticed(plain, model, kind):
 def test_other_weights_are_stacked_anew(model):
     lm = fdjax.LM(model, random_params(model))
     first = weights(lm.params, LARGEST)
-    before = weakref.ref(views._stack_of(first))
+    before = weakref.ref(stacked_module._stack_of(first))
     given = random_params(model, 1)
     want = jax.tree.map(np.asarray, given)
     own = jax.tree.leaves(given)
     lm.params = given
     assert all(a is b for a, b in zip(jax.tree.leaves(given), own, strict=True))
-    assert views._stack_of(weights(given, LARGEST)) is None
-    assert views._stack_of(weights(lm.params, LARGEST)) is not None
+    assert stacked_module._stack_of(weights(given, LARGEST)) is None
+    assert stacked_module._stack_of(weights(lm.params, LARGEST)) is not None
     jax.tree.map(np.testing.assert_array_equal, lm.params, want)
     assert not alive([before])
     np.testing.assert_array_equal(first[1], weights(random_params(model), LARGEST)[1])
 
-    # The same layer twice is not the array.
+    # The same layer twice is not the stacked array.
     lm.params = lm.params | {"blocks": dict.fromkeys((0, 1), lm.params["blocks"][0])}
     one, other = weights(lm.params, LARGEST)
     assert address(one) != address(other)
@@ -335,7 +338,7 @@ def test_other_weights_are_stacked_anew(model):
 @pytest.mark.parametrize("owned", [False, True])
 def test_what_does_not_fit_is_not_stacked(model, monkeypatch, caplog, owned):
     caplog.set_level(logging.INFO, "fdjax")
-    views._tell_once.cache_clear()
+    stacked_module._log_once.cache_clear()
     params = random_params(model)
     leaves = jax.tree.leaves(params)
     sizes = [array.nbytes for array in jax.tree.leaves(params["blocks"])]
@@ -343,7 +346,7 @@ def test_what_does_not_fit_is_not_stacked(model, monkeypatch, caplog, owned):
     need = largest if owned else sum(sizes)
     total = need + sum(leaf.nbytes for leaf in leaves)
     for free, memory_bytes in ((need - 1, None), (need, total - 1)):
-        monkeypatch.setattr(views, "free_memory_bytes", lambda device, free=free: free)
+        monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device, free=free: free)
         assert stack_layers(model, params, owned=owned, memory_bytes=memory_bytes) is None
     assert all(a is b for a, b in zip(jax.tree.leaves(params), leaves, strict=True))
     assert len(caplog.messages) == 1
@@ -353,7 +356,7 @@ def test_what_does_not_fit_is_not_stacked(model, monkeypatch, caplog, owned):
 
 @pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: other"])
 def test_weights_are_whole_where_stacking_ends_early(model, monkeypatch, error):
-    params, stack = random_params(model), views._stack
+    params, stack = random_params(model), stacked_module._stack
     want = jax.tree.map(np.asarray, params)
 
     def fail(layers, kind):
@@ -361,7 +364,7 @@ def test_weights_are_whole_where_stacking_ends_early(model, monkeypatch, error):
             raise jax.errors.JaxRuntimeError(error)
         return stack(layers, kind)
 
-    monkeypatch.setattr(views, "_stack", fail)
+    monkeypatch.setattr(stacked_module, "_stack", fail)
     if error.startswith("INTERNAL"):
         with pytest.raises(jax.errors.JaxRuntimeError, match=error):
             stack_layers(model, params)
@@ -371,7 +374,7 @@ def test_weights_are_whole_where_stacking_ends_early(model, monkeypatch, error):
 
 
 def test_without_memory_a_model_is_loaded_as_it_is(plain, plan, monkeypatch):
-    monkeypatch.setattr(views, "free_memory_bytes", lambda device: 0)
+    monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device: 0)
     lm = load(plan)
     assert lm.engine.stacked_params is None
     assert not lm.engine.stacks(1, 512)
