@@ -219,11 +219,11 @@ class LM:
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
         timer = Timer(self.model, self._params)
+        # They differ, so that none begins with what another has in the cache.
+        prompts = [[i % self.config.vocab_size] * prompt_tokens for i in range(batch)]
         requests = [
             dataclasses.replace(request, config=self._of_two_tokens(request.config))
-            for request in self._requests(
-                [[0] * prompt_tokens] * batch, config, options, self.defaults
-            )
+            for request in self._requests(prompts, config, options, self.defaults)
         ]
         rows = self._run(requests, timer, _STREAM_STEPS if streamed else _STEPS)
         return timer.stats(rows).compile_seconds
@@ -468,6 +468,14 @@ class LM:
         return dataclasses.replace(
             config, max_new_tokens=room, min_new_tokens=min(config.min_new_tokens, room)
         )
+
+    def release(self) -> None:
+        """Free the cache. The next call allocates it again; compiled programs stay.
+
+        Raises:
+          RuntimeError: requests are running.
+        """
+        self.engine.release()
 
     def program_counts(self) -> dict[str, int]:
         """Number of programs compiled so far for this model, by "prefill" and "decode_steps"."""

@@ -242,6 +242,16 @@ class Engine:
         """Whether short prompts have a program of their own."""
         return self.model.plan.compute_capability is None
 
+    def release(self) -> None:
+        """Free the cache.
+
+        Raises:
+          RuntimeError: requests are running.
+        """
+        if self.runner.busy:
+            raise RuntimeError("release: requests are running; end or cancel them first")
+        self.reusable = self.pool = None
+
     def fitting_rows(self, op: str, rows: int, plan: Callable[[int], MemoryPlan]) -> int:
         """The largest number of rows that fits into memory: `rows`, or a smaller power of two.
 

@@ -38,6 +38,7 @@ class Stats:
 
     Attributes:
       prompt_tokens: tokens of all prompts.
+      cached_tokens: those of them that the cache held already.
       decode_tokens: tokens generated, all rows.
       prefill_seconds: from the call to the first token of the last row, less compiling.
       decode_seconds: from there to the last token, less compiling.
@@ -52,6 +53,7 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -308,6 +310,7 @@ class Timer:
             slots += n * len(row.request.ids) + n * (n + 1) // 2
         return Stats(
             prompt_tokens=sum(len(row.request.ids) for row in rows),
+            cached_tokens=sum(row.cached_tokens for row in rows),
             decode_tokens=sum(len(row.tokens) for row in rows),
             prefill_seconds=self._prefill,
             decode_seconds=self._decode,

@@ -245,6 +245,11 @@ class Runner:
         self._submitted: list[Call] = []
         self._background = False
 
+    @property
+    def busy(self) -> bool:
+        """Whether any call runs or waits."""
+        return self._session is not None or bool(self._arrivals or self._scheduler.waiting)
+
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended; yields each chunk after they took their part of it.
 
@@ -454,6 +459,8 @@ class Runner:
 
         What runs and has not ended waits again.
         """
+        for _, task in self._scheduler.running:
+            self._share(task)
         unread = [flying.results[0] for flying in self._flight]
         pending = bool(self._prompts) and self._scheduler.pool is None
         sound = not self._scheduler.quarantined and not pending
@@ -489,6 +496,9 @@ class Runner:
         self._session.set_options([task and task.row for task in scheduler.rows])
         self._table_is_old = True
         self._set_pages()
+        for task in tasks.values():
+            if not task.row.tokens:
+                task.row.cached_tokens = task.cached
         beginnings = {i: task.ids[: task.cached] for i, task in tasks.items() if task.cached}
         if beginnings:
             self._session.begin_after(beginnings)

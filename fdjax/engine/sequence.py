@@ -65,6 +65,7 @@ class Row:
       tokens: generated ids, the one that ended the row included.
       logprobs: of each token, where asked for.
       top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first.
+      cached_tokens: tokens of the prompt that the cache held already.
       finish_reason: "stop", "length", or None while the row goes on.
       error: what ended the row in its place, or None.
     """
@@ -73,6 +74,7 @@ class Row:
         config = request.config
         self.request = request
         self.tokens: list[int] = []
+        self.cached_tokens = 0
         self.logprobs: list[float] = []
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason = None if config.max_new_tokens else "length"

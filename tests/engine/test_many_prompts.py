@@ -65,6 +65,92 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
         assert many.tokens[i] == alone.tokens[0]
 
 
+@pytest.fixture(scope="module")
+def uncached():
+    return fdjax.load("tiny", dtype="float32", max_batch=8, prefix_cache=False)
+
+
+def close(got, want):
+    assert got.tokens == want.tokens
+    for a, b in zip(got.logprobs, want.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def test_a_beginning_is_computed_once(lm, uncached):
+    beginning = [i % 400 + 3 for i in range(300)]
+    lm.generate([*beginning, 7], max_new_tokens=2, **OPTIONS)
+    ids = [[*beginning, 9, i] for i in range(4)] + [[5, 6]]
+    got = lm.generate(ids, max_new_tokens=6, **OPTIONS)
+    assert got.stats.cached_tokens == 4 * 256
+    close(got, uncached.generate(ids, max_new_tokens=6, **OPTIONS))
+    assert not uncached.generate(ids, max_new_tokens=6, **OPTIONS).stats.cached_tokens
+
+
+def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):
+    """Penalties and n-grams count the whole prompt."""
+    ids = [i % 40 + 3 for i in range(290)]
+    options = {"repetition_penalty": 1.7, "no_repeat_ngram_size": 2, "max_new_tokens": 12}
+    lm.generate(ids, max_new_tokens=1, **OPTIONS)
+    got = lm.generate(ids, **options, **OPTIONS)
+    assert got.stats.cached_tokens == 256
+    close(got, uncached.generate(ids, **options, **OPTIONS))
+    plain = uncached.generate(ids, max_new_tokens=12, **OPTIONS)
+    assert plain.tokens != got.tokens
+
+
+def test_samples_of_a_prompt_share_its_pages(lm, uncached):
+    ids = [i % 300 + 5 for i in range(260)]
+    options = {"num_return_sequences": 4, "temperature": 1.5, "seed": 3, "max_new_tokens": 8}
+    options |= {"eos_token_id": None}
+    got = lm.generate(ids, **options)
+    assert got.stats.cached_tokens == 3 * 256
+    assert got.tokens == uncached.generate(ids, **options).tokens
+
+
+def test_a_chat_goes_on_from_its_pages(lm, uncached):
+    first = [i % 250 + 7 for i in range(200)]
+    answer = lm.generate(first, max_new_tokens=80, **OPTIONS).tokens[0]
+    second = [*first, *answer, 4, 5, 6]
+    got = lm.generate(second, max_new_tokens=5, **OPTIONS)
+    assert got.stats.cached_tokens == 256
+    close(got, uncached.generate(second, max_new_tokens=5, **OPTIONS))
+
+
+def test_other_weights_share_nothing(lm):
+    ids = [9] * 300
+    other = fdjax.load("tiny", dtype="float32", max_batch=8)
+    other.generate(ids, max_new_tokens=2, **OPTIONS)
+    other.params = jax.tree.map(lambda a: jnp.flip(a, -1) if a.ndim > 1 else a, other.params)
+    assert not other.generate(ids, max_new_tokens=2, **OPTIONS).stats.cached_tokens
+
+
+def test_release_frees_the_cache(lm):
+    ids = [3, 4, 5] * 60
+    want = lm.generate(ids, max_new_tokens=3, **OPTIONS)
+    stream = lm.stream(ids, max_new_tokens=60, **OPTIONS)
+    next(stream)
+    with pytest.raises(RuntimeError, match="release: requests are running"):
+        lm.release()
+    stream.close()
+    lm.release()
+    assert lm.engine.pool is lm.engine.reusable is None
+    again = lm.generate(ids, max_new_tokens=3, **OPTIONS)
+    assert not again.stats.cached_tokens
+    close(again, want)
+
+
+def test_rows_in_one_piece_give_the_same(lm):
+    whole = fdjax.load("tiny", dtype="float32", max_batch=8)
+    whole.engine.paged = False
+    ids = prompts(12)
+    got, want = (
+        model.generate(ids, max_new_tokens=[1 + i % 9 for i in range(12)], **OPTIONS)
+        for model in (whole, lm)
+    )
+    assert whole.engine.pool is None
+    close(got, want)
+
+
 @pytest.mark.parametrize(
     "options",
     [{"do_sample": False}, pytest.param({"temperature": 2.0, "seed": 5}, marks=pytest.mark.slow)],
