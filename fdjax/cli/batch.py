@@ -210,7 +210,7 @@ def _lines(data: bytes, path: Path) -> Iterator[Line]:
         try:
             value = json.loads(text.decode(), parse_constant=_refuse_constant)
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path}: line {number} is no JSON: {error}") from None
+            raise UsageError(f"{path}: line {number} is not JSON: {error}") from None
         fields = value if isinstance(value, dict) else {"prompt": value}
         names = fields.keys() & {"prompt", "messages"}
         if len(names) != 1:

@@ -111,9 +111,9 @@ def test_a_folder_that_is_no_checkpoint_is_named(files, capsys, tmp_path):
         ("7", '"prompt" of line 2 must be a text or token ids'),
         ('{"prompt": null}', '"prompt" of line 2 must be a text or token ids'),
         ('{"messages": "Hi"}', '"messages" of line 2 must be a list of messages'),
-        ('{"prompt": "a", "id": NaN}', "line 2 is no JSON: NaN"),
-        ("[" * 100_000, "line 2 is no JSON: maximum recursion depth"),
-        ("\xff", "line 2 is no JSON: 'utf-8' codec can't decode"),
+        ('{"prompt": "a", "id": NaN}', "line 2 is not JSON: NaN"),
+        ("[" * 100_000, "line 2 is not JSON: maximum recursion depth"),
+        ("\xff", "line 2 is not JSON: 'utf-8' codec can't decode"),
     ],
     ids=lambda value: value[:20],
 )

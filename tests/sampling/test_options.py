@@ -578,7 +578,7 @@ def test_samples_that_the_checkpoint_asks_for(lm):
     assert len(other.generate([5], max_new_tokens=2).tokens) == 3
     assert len(other.generate([5], max_new_tokens=2, num_return_sequences=4).tokens) == 4
     # As in transformers; `fdjax chat` must work with any checkpoint.
-    with pytest.raises(ValueError, match="num_return_sequences must be 1 where nothing is sampled"):
+    with pytest.raises(ValueError, match="num_return_sequences must be 1 if nothing is sampled"):
         other.generate([5], max_new_tokens=2, do_sample=False)
     assert len(list(other.stream([5], max_new_tokens=2, do_sample=False))) > 0
 
