@@ -38,7 +38,6 @@ class Stats:
 
     Attributes:
       prompt_tokens: tokens of all prompts.
-      cached_tokens: those of them that the cache held already.
       decode_tokens: tokens generated, all rows.
       prefill_seconds: from the call to the first token of the last row, less compiling.
       decode_seconds: from there to the last token, less compiling.
@@ -50,10 +49,10 @@ class Stats:
       reruns: of each layer, the share of decode attention's blocks (row, KV head, split) whose
         scores left the range of the unified maximum, so that they ran again; None unless
         `return_reruns` was asked for and a step was done.
+      cached_tokens: prompt tokens that the cache held already.
     """
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0
     decode_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -63,6 +62,7 @@ class Stats:
     chunk_ms_per_token: tuple[float, ...] = ()
     compile_seconds: float = 0.0
     reruns: tuple[float, ...] | None = None
+    cached_tokens: int = 0
 
     @property
     def seconds(self) -> float:
