@@ -62,7 +62,9 @@ def peaks(
             continue
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a context beyond the model's does not matter here
-            lm = LM(model, params, max_len=total, prefix_cache=False)
+            lm = LM(model, params, max_len=total)
+            # A plan counts rows in one piece; a pool of pages takes all there is.
+            lm.engine.paged = False
         prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, prompt))
         out = lm.generate(prompts.tolist(), max_new_tokens=new_tokens, eos_token_id=None)
         del lm

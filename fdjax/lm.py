@@ -70,10 +70,10 @@ class LM:
         """Wrap a model and its weights. `load` does so for a checkpoint.
 
         Args:
-          model, params, tokenizer, defaults, max_len, max_batch: see the attributes.
+          model, params, tokenizer, defaults, max_len, max_batch, prefix_cache: see the attributes.
           memory_bytes: limit for weights, cache and workspace together; default all that is free.
-          make_engine: function of (model, params, max_len, max_batch, memory_bytes) that returns
-            the engine.
+          make_engine: function of (model, params, max_len, max_batch, memory_bytes, prefix_cache)
+            that returns the engine.
 
         Raises:
           ValueError: `max_len` is not positive, or the parameters do not belong to the model.

@@ -1,10 +1,9 @@
-"""Programs on disk as JAX lowered them: tracing and lowering a large model takes seconds.
+"""Stores lowered programs on disk, because tracing and lowering a large model takes seconds.
 
-JAX's compilation cache does not save them, as it finds a program by what lowering makes of it.
-Here one is found by what it was traced from: this package, the model and its plan, the arguments'
-shapes, JAX's version and settings, the device. What is found is compiled as what was traced, and so
-is found by JAX's cache in turn. Who puts a function of his own into this package, or makes a model
-of classes of his own, has it traced.
+JAX's compilation cache does not save this time: its key is the lowered program. The key here is
+what the program is traced from: this package, the model and its plan, the shapes of the arguments,
+JAX's version and settings, the device. A stored program is compiled like a traced one, so JAX's
+cache finds it. Patched packages and custom classes bypass this cache.
 """
 
 import contextlib
@@ -41,7 +40,7 @@ _FOLDERS = (".", "models", "pallas_kernels")  # of the package; the latter two m
 _DIGEST_BYTES = 32
 _UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of another version, mostly
 
-# Whose functions and classes are in modules of this package, as it is.
+# Packages whose functions and classes may stand in modules of this package.
 _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
     *("fdjax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"),
     *("jinja2", "markupsafe", "tokenizers", "safetensors", "huggingface_hub", "tqdm"),
@@ -122,7 +121,7 @@ def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
 
 
 def _modules() -> list[ModuleType]:
-    """Those of this package that are loaded."""
+    """The loaded modules of this package."""
     return [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "fdjax"]
 
 
@@ -161,7 +160,7 @@ def _package(thing: Any) -> str:
 
 
 def _parts(thing: Any) -> list[Any]:
-    """What a thing is made of, as far as it is this package's or holds what may not be."""
+    """The parts of a thing that belong to this package, or that may hold foreign code."""
     match thing:
         case ModuleType() if _package(thing) == "fdjax":
             # Not the builtins, to which interpreters add theirs.
@@ -184,7 +183,7 @@ _HOLDERS = ("__wrapped__", "__func__", "func", "fget")
 
 
 def _source_digest() -> str | None:
-    """Of all of this package's modules; None where they cannot be read as files."""
+    """Digest of all modules of this package, or None if they cannot be read as files."""
     root = Path(__file__).parents[1]
     digest, found = hashlib.sha256(), False
     try:
@@ -228,7 +227,7 @@ def damaged_programs(folder: Path) -> list[Path]:
 
 
 def _digest(path: Path, program: bytes) -> bytes:
-    """Of a program under its name: one that was copied over another is damage too."""
+    """Digest of a program and its name, so that a copy under another name counts as damage."""
     return hashlib.sha256(path.name.encode() + program).digest()
 
 

@@ -1,4 +1,4 @@
-"""What `LM.generate` and `LM.stream` return."""
+"""Results of `LM.generate` and `LM.stream`."""
 
 import atexit
 import contextlib
@@ -29,7 +29,7 @@ PEAK_GB_PER_S = {
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What a call cost. Compiling, which only the first call of a shape does, is told apart.
+    """The cost of a call. Compiling, which only the first call of a shape does, is separate.
 
     Of a stream, seconds are those in which its reader waited: the clock stands from the call until
     the first piece is asked for, and while the reader holds a piece. Meanwhile the device may do
@@ -146,7 +146,7 @@ class GenerateResult(Sequence[Generation]):
 
     @classmethod
     def of(cls, rows: Sequence[Row], timer: "Timer", *, with_text: bool) -> "GenerateResult":
-        """What rows have come to."""
+        """The result of rows."""
         asked = [row.request.config.return_logprobs for row in rows]
         return cls(
             tokens=[row.tokens for row in rows],
@@ -206,7 +206,7 @@ class Answer:
 
     @classmethod
     def of(cls, row: Row, *, with_text: bool) -> "Answer":
-        """What a row has come to."""
+        """The answer of a row."""
         asked = row.request.config.return_logprobs
         return cls(
             index=row.request.prompt,
@@ -241,12 +241,12 @@ class TextStream(Iterator[str]):
 
     @property
     def result(self) -> GenerateResult:
-        """What has come so far, and after the last piece the whole."""
+        """The result so far, which is complete after the last piece."""
         return GenerateResult.of([self._row], self._timer, with_text=True)
 
     @property
     def stats(self) -> Stats:
-        """What it cost so far."""
+        """The cost so far."""
         return self._timer.stats([self._row])
 
 
@@ -298,7 +298,7 @@ class Timer:
                 self._reruns.append(chunk.reruns)
 
     def stats(self, rows: Sequence[Row]) -> Stats:
-        """What the call has cost until the last chunk."""
+        """The cost of the call up to the last chunk."""
         model, params = self._model, self._params
         weights = step_bytes(
             model, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), params["embed"].nbytes

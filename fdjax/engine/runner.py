@@ -1,7 +1,7 @@
-"""Runs sequences: carries out on the device what the scheduler decides.
+"""Runs sequences on the device, as the scheduler decides.
 
-Whoever waits for a sequence advances all of them, and hands over when it has what it waited for. A
-thread in the background does so for what is submitted.
+A thread that waits for a sequence advances all sequences. When its own has the result, another
+waiting thread continues. A background thread advances the submitted ones.
 """
 
 import collections
@@ -42,9 +42,10 @@ class Call:
 
     Attributes:
       rows: the sequences.
-      steps: decode steps of a chunk at most.
-      receive: takes each chunk, after the rows took their part of it; in the thread that advances.
-      cancelled: nobody waits for them any more.
+      steps: largest number of decode steps in a chunk.
+      receive: called with each chunk after the rows took their part of it, in the thread that
+        advances.
+      cancelled: whether the caller no longer wants them.
     """
 
     rows: Sequence[Row]
@@ -65,8 +66,8 @@ class Task:
     Attributes:
       row: the sequence.
       call: whose it is.
-      budget: decode steps that it may yet take beyond those that were dispatched; None before its
-        first token was.
+      budget: number of decode steps that may still be dispatched, or None until the call for its
+        first token has been dispatched.
       pages, cached, arrival: see `Schedulable`.
     """
 
@@ -79,26 +80,26 @@ class Task:
 
     @property
     def slots(self) -> int:
-        """Cache slots that it needs."""
+        """Slots that a row must have to hold it."""
         return self.row.slots
 
     @property
     def ids(self) -> list[int]:
-        """Its tokens."""
+        """Its tokens so far."""
         return self.row.ids
 
     @property
     def tokens(self) -> int:
-        """Tokens that it may come to at most."""
+        """Largest number of tokens that it may have."""
         return self.row.most_tokens
 
     @property
     def group(self) -> tuple:
-        """What it must have in common with those it runs with."""
+        """A value that is equal for all sequences that run together."""
         return self.row.group
 
     def tokens_after(self, steps: int) -> int:
-        """Tokens in the cache at most, after `steps` more than those that were dispatched."""
+        """Largest number of tokens in the cache after `steps` further decode steps."""
         # The last token has no slot.
         return self.tokens - 1 - max(self.budget - steps, 0)
 
@@ -112,10 +113,10 @@ class InFlight(NamedTuple):
     """A call of a program whose results are not yet read.
 
     Attributes:
-      owners: the task of each row of the results, None where nobody wants it.
-      compile_seconds: what compiling took.
-      results: tokens, log-probabilities, reruns.
-      is_first: of a prompt.
+      owners: the task of each row of the results, or None.
+      compile_seconds: seconds spent compiling.
+      results: tokens, log-probabilities and reruns.
+      is_first: whether these are first tokens, from a call with prompts.
     """
 
     owners: tuple[Task | None, ...]
@@ -124,12 +125,12 @@ class InFlight(NamedTuple):
     is_first: bool
 
     def without(self, task: Task) -> "InFlight":
-        """The same, with results that a task no longer wants."""
+        """The same call, whose results a task no longer wants."""
         return self._replace(owners=tuple(None if o is task else o for o in self.owners))
 
 
 class Session:
-    """An open state: its rows' options on the device, and its programs.
+    """An open state, with the options of its rows and its programs.
 
     Attributes:
       stacked: the cache is stacked over the layers.
@@ -152,7 +153,7 @@ class Session:
         self._steps_of: dict[int, HostArrays] = {}
 
     def set_options(self, rows: Sequence[Row | None]) -> None:
-        """What each row of the state asks for, from now on."""
+        """Set the options of each row, for the following calls."""
         configs = [_NOTHING if row is None else row.request.config for row in rows]
         samples = [0 if row is None else row.request.sample for row in rows]
         self._wanted = functools.reduce(operator.or_, (c.processors for c in configs), self._wanted)
@@ -160,7 +161,7 @@ class Session:
         self._steps_of = {}
 
     def set_pages(self, pages: Sequence[Sequence[int]]) -> None:
-        """The pages of each row, from now on; the others are nobody's."""
+        """Set the pages of each row, for the following calls."""
         width = page_count(self._shape.slots)
         self._pages = np.full((self._shape.rows, width), NOBODYS_PAGE, np.int32)
         for table, owned in zip(self._pages, pages, strict=True):
@@ -168,7 +169,7 @@ class Session:
         self._steps_of = {}
 
     def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
-        """The first tokens of prompts whose pages hold them already, by row."""
+        """Set the first tokens of prompts, by row, whose pages hold them already."""
         ids = np.zeros((self._shape.rows, self._shape.slots), np.int32)
         for row, tokens in beginnings.items():
             ids[row, : len(tokens)] = tokens
@@ -178,11 +179,11 @@ class Session:
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
 
     def end(self, rows: Sequence[int]) -> None:
-        """Rows of which no more is wanted, from the next prompt on."""
+        """Finish rows; the device does so with the next call for prompts."""
         self._restarts[list(rows)] = EMPTY
 
     def prefill(self, call: PrefillCall) -> tuple[float, tuple]:
-        """Dispatch a call; returns what compiling took, and its results."""
+        """Dispatch a call; returns the seconds spent compiling, and the results."""
         # Once per prompt, what is not asked for costs next to nothing.
         program = self._engine.program(
             step.prefill, stacked=self.stacked, processors=self._wanted.everything
@@ -210,13 +211,13 @@ class Session:
 
     @property
     def state(self) -> DecodeState:
-        """As it is when what was dispatched is done."""
+        """The state after everything that was dispatched."""
         return jax.tree.unflatten(self._treedef, self._state)
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
-    """Arrays of a state with rows restarted, and with the tokens that those begin with."""
+    """Restart rows of a state, with the tokens that they begin with; returns ids and progress."""
     rows, beginnings = host.unpack()
     state = restart(DecodeState(None, ids, progress), rows)
     return jnp.where((rows != KEEP)[:, None], beginnings, state.ids), state.progress
@@ -226,7 +227,7 @@ class Runner:
     """The sequences of all callers of one engine."""
 
     def __init__(self, engine: Any, open_session: Callable[..., Any] = Session):
-        """Nothing runs yet.
+        """Begin with nothing to run.
 
         Args:
           engine: an `Engine`: programs, state, limits.
@@ -251,7 +252,7 @@ class Runner:
         return self._session is not None or bool(self._arrivals or self._scheduler.waiting)
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
-        """Advance rows until all have ended; yields each chunk after they took their part of it.
+        """Advance rows until all have ended; yields each chunk after the rows took their part of it.
 
         A row that fails has an `error`; the others go on.
 
@@ -269,7 +270,7 @@ class Runner:
             self.cancel(call)
 
     def submit(self, call: Call) -> None:
-        """Run a call, whether anybody waits for it or not."""
+        """Run a call in the background."""
         self._arrivals.append(call)
         with self._turn:
             self._submitted = [c for c in self._submitted if not c.ended] + [call]
@@ -280,7 +281,7 @@ class Runner:
     def wait(
         self, call: Call, ready: Callable[[], Any] = lambda: False, timeout: float | None = None
     ) -> bool:
-        """Advance everything until a call is ready or has ended; True if it is ready.
+        """Advance all sequences until a call is ready or has ended; returns whether it is ready.
 
         Args:
           call: of `run` or `submit`.
@@ -292,7 +293,7 @@ class Runner:
         return bool(ready())
 
     def cancel(self, call: Call) -> None:
-        """End what has not ended of a call."""
+        """End the sequences of a call."""
         call.cancelled = True
         with self._turn:
             if not self._advancing:
@@ -305,7 +306,7 @@ class Runner:
             self._turn.wait_for(lambda: not self._background, timeout)
 
     def _run_submitted(self) -> None:
-        """Advance until nothing that was submitted is left: the thread of the background."""
+        """Advance until all submitted calls have ended; the background thread runs this."""
         left = True
         try:
             while left:
@@ -318,7 +319,7 @@ class Runner:
                 self._turn.notify_all()
 
     def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
-        """Take turns with other threads in advancing everything, until `until` at the latest."""
+        """Advance all sequences, in turns with other threads, at the latest until `until`."""
         refuse_forked()
         while True:
             with self._turn:
@@ -343,7 +344,7 @@ class Runner:
                     self._turn.notify_all()
 
     def _advance(self) -> None:
-        """Dispatch what can be, and read the oldest results if they are due."""
+        """Dispatch what can be dispatched, and read the oldest results."""
         scheduler = self._scheduler
         self._take_arrivals()
         self._settle()
@@ -382,7 +383,7 @@ class Runner:
                 self._release(i)
 
     def _release(self, row: int, *, quarantine: bool = False) -> None:
-        """Free a row; what of its prompt was not yet dispatched will not be."""
+        """Free a row, and dispatch nothing more of its prompt."""
         task = self._scheduler.rows[row]
         self._leave(row)
         if not quarantine:
@@ -400,14 +401,14 @@ class Runner:
         self._table_is_old = True
 
     def _share(self, task: Task | None) -> None:
-        """Let others begin with what the pages of a task hold."""
+        """Let other prompts share the full pages of a task."""
         pool = self._scheduler.pool
         if pool is not None and task is not None and task.budget is not None:
             # The last token has no slot.
             pool.register(task.ids[:-1], task.pages)
 
     def _preempt(self, row: int) -> None:
-        """Take the pages of a row; its task will go on from the tokens that were read."""
+        """Take the pages of a row. Its task will continue after the tokens that were read."""
         task = self._scheduler.rows[row]
         self._leave(row)
         self._share(task)
@@ -415,7 +416,7 @@ class Runner:
         task.budget = None
 
     def _quarantine(self, row: int) -> None:
-        """Do not use a row any more; who has got it since, waits again."""
+        """Stop using a row. If another task has got it since, that task waits again."""
         task = self._scheduler.rows[row]
         if task is not None:
             self._scheduler.waiting.appendleft(task)
@@ -425,7 +426,7 @@ class Runner:
             task.budget = None
 
     def _open(self) -> bool:
-        """Take a state for those who are next; False if nobody is."""
+        """Open a state for the next tasks; returns False if no task waits."""
         while candidates := self._scheduler.candidates():
             rows = [task.row for task in candidates]
             try:
@@ -440,7 +441,7 @@ class Runner:
         return False
 
     def _drop_too_large(self, candidates: Sequence[Task], error: MemoryError) -> None:
-        """Fail the tasks that do not fit alone; if each does, the one with most tokens."""
+        """Fail the tasks that do not fit alone, or if each fits alone, the one with most tokens."""
         dropped = False
         for task in candidates:
             try:
@@ -468,7 +469,7 @@ class Runner:
         self._forget()
 
     def _abort(self, error: Exception | None) -> None:
-        """After a failure: what ran fails with `error`, or runs again from its tokens if None."""
+        """Close after a failure. Running tasks fail with `error`; if it is None, they run again."""
         for _, task in self._scheduler.running:
             if error is not None and not task.ended:
                 task.row.error = error
@@ -487,7 +488,7 @@ class Runner:
         self._flight.clear()
 
     def _admit(self) -> None:
-        """Give free rows to those who wait, and plan the calls for their prompts."""
+        """Give free rows to waiting tasks, and plan the calls for their prompts."""
         scheduler = self._scheduler
         admitted = scheduler.admit()
         if not admitted:
@@ -512,14 +513,14 @@ class Runner:
         )
 
     def _set_pages(self) -> None:
-        """Tell the session whose pages are whose now, before it computes anything."""
+        """Give the session the current table of pages, before the next call."""
         if self._table_is_old and self._scheduler.pool is not None:
             rows = self._scheduler.rows
             self._session.set_pages([() if task is None else task.pages for task in rows])
         self._table_is_old = False
 
     def _dispatch(self) -> None:
-        """Prompts up to a number of tokens, and decode steps for rows that may have some."""
+        """Dispatch prompts up to a number of tokens, and decode steps for rows that want some."""
         starts = not self._flight
         size = 0
         compile_seconds = 0.0
@@ -540,7 +541,7 @@ class Runner:
             self._dispatch_steps()
 
     def _first_owners(self, call: PrefillCall) -> tuple[Task | None, ...]:
-        """Whose the first tokens of a call are."""
+        """The task of each row whose first token comes from this call."""
         rows = range(len(call.tokens)) if call.rows is None else call.rows.tolist()
         owners = [
             self._scheduler.rows[i] if final else None
@@ -574,7 +575,7 @@ class Runner:
             self._flight.append(InFlight(owners, *self._session.decode(steps, most), False))
 
     def _grow(self, active: Sequence[Task], steps: int) -> bool:
-        """Take pages for more steps; False if there are none before more results are read.
+        """Take the pages for more steps; returns False if results must be read before.
 
         If nothing is under way, the youngest task gives up its pages. The oldest never does, and
         there is room for it alone, so it ends.
@@ -623,6 +624,6 @@ def _chunk(flying: InFlight) -> Chunk:
 
 
 def _numpy(results: Any) -> Any:
-    """Results of a program, which are in the host's memory, as numpy arrays."""
+    """The results of a program, which are in host memory, as NumPy arrays."""
     # To read what is not waited for takes longer than both.
     return jax.tree.map(np.asarray, jax.block_until_ready(results))

@@ -1,9 +1,9 @@
-"""Who runs next, in which row and pages: policy of the host, which needs no device.
+"""Decides which sequence runs next, in which row and in which pages. It needs no device.
 
-First come, first served. A state of B rows and S slots a row is open while sequences run in it. A
-sequence waits for a row; one that the state cannot hold ends admission until it can be reopened.
-Where rows consist of pages, it also waits for the pages of its tokens, and takes more while it
-grows. If there are none left, the youngest gives up its own and waits again.
+First come, first served. While sequences run, a state with B rows of S slots is open. A sequence
+waits for a free row. If the state cannot hold it, nothing is admitted until the state is reopened.
+If rows consist of pages, a sequence also waits for the pages of its tokens, and takes more while it
+grows. If no page is left, the sequence that came last gives up its pages and waits again.
 """
 
 import collections
@@ -15,16 +15,16 @@ from fdjax.engine.pages import PagePool, page_count
 
 
 class Schedulable(Protocol):
-    """What the scheduler has to know of a sequence.
+    """A sequence, as the scheduler needs to know it.
 
     Attributes:
-      slots: of a state, that it needs.
-      tokens: that it may come to at most.
-      group: what all sequences of one program must have in common.
-      ended: nothing is left to do.
-      ids: its tokens.
-      pages: its pages, in order; empty without a row.
-      cached: how many of its tokens they held when it got its row.
+      slots: slots that a row must have to hold it.
+      tokens: largest number of tokens that it may have, prompt and answer.
+      group: a value that must be equal for all sequences of a state.
+      ended: whether it has nothing left to do.
+      ids: its tokens so far.
+      pages: its pages in order; empty if it has no row.
+      cached: number of its tokens that the pages held already when it got its row.
       arrival: its number in the order of arrival.
     """
 
@@ -40,13 +40,13 @@ class Schedulable(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """Of a state.
+    """Sizes of a state.
 
     Attributes:
-      rows: sequences at once.
-      slots: tokens that each may hold.
-      limited: more rows were wanted.
-      pages: of the pool that the rows consist of; 0 if each is in one piece.
+      rows: number of rows, B.
+      slots: slots of each row, S.
+      limited: whether more rows were wanted than memory or the limit allows.
+      pages: pages of the pool, or 0 if each row is in one piece.
     """
 
     rows: int
@@ -56,13 +56,13 @@ class Shape:
 
 
 class Scheduler[S: Schedulable]:
-    """A queue, and the rows of the open state.
+    """The queue of sequences, and the rows of the open state.
 
     Attributes:
-      waiting: sequences without a row, the next one first.
+      waiting: sequences without a row, in the order in which they will get one.
       rows: the sequence of each row, None where it is free; empty while no state is open.
       shape: of the open state, or None.
-      quarantined: rows that are not given out again: their cache holds what is not finite.
+      quarantined: rows that are not used again, because their cache has values that are not finite.
       pool: the pages of the open state, or None if each row is in one piece.
     """
 
@@ -77,12 +77,12 @@ class Scheduler[S: Schedulable]:
 
     @property
     def running(self) -> Iterator[tuple[int, S]]:
-        """Rows that are taken, with their sequences."""
+        """The rows in use, each with its sequence."""
         return ((i, s) for i, s in enumerate(self.rows) if s is not None)
 
     @property
     def idle(self) -> bool:
-        """Whether no row is taken."""
+        """Whether no row is in use."""
         return all(s is None for s in self.rows)
 
     def add(self, sequences: Sequence[S]) -> None:
@@ -93,7 +93,7 @@ class Scheduler[S: Schedulable]:
         self.waiting += sequences
 
     def candidates(self) -> list[S]:
-        """Sequences that may share the next state: all of the queue until one of another group."""
+        """Sequences that may share the next state: the queue up to the first of another group."""
         found: list[S] = []
         for sequence in self.waiting:
             if found and sequence.group != found[0].group:
@@ -103,7 +103,7 @@ class Scheduler[S: Schedulable]:
         return found
 
     def open(self, shape: Shape, pool: PagePool | None = None) -> None:
-        """Begin with a state of free rows, for the group of the first in the queue."""
+        """Open a state with free rows, for the group of the first sequence in the queue."""
         self.shape = shape
         self.pool = pool
         self.rows = [None] * shape.rows
@@ -111,7 +111,7 @@ class Scheduler[S: Schedulable]:
         self._group = self.waiting[0].group
 
     def close(self) -> None:
-        """Give up the state; what runs goes back to the head of the queue, the oldest first."""
+        """Close the state. Running sequences return to the head of the queue, the oldest first."""
         running = [(i, s) for i, s in self.running]
         for i, _ in running:
             self.release(i)
@@ -119,13 +119,13 @@ class Scheduler[S: Schedulable]:
         self.rows, self.shape, self.pool = [], None, None
 
     def fits(self, sequence: S) -> bool:
-        """Whether the open state can hold a sequence, with all tokens that it may come to."""
+        """Whether the open state can hold a sequence with its largest number of tokens."""
         if self.pool is not None and page_count(sequence.tokens) >= self.pool.count:
             return False
         return sequence.group == self._group and sequence.slots <= self.shape.slots
 
     def should_reopen(self) -> bool:
-        """Whether another state serves the queue better, at the price of computing anew what runs.
+        """Whether a new state would serve the queue better; running sequences are then computed again.
 
         It does where nothing runs and the next sequence does not fit, and where twice as many
         sequences as there are rows could run.
@@ -143,12 +143,12 @@ class Scheduler[S: Schedulable]:
         return same_group and not self.shape.limited and wanted >= 2 * self.shape.rows
 
     def skip_ended(self) -> None:
-        """Take those who ended while they waited from the head of the queue."""
+        """Remove sequences from the head of the queue that ended while they waited."""
         while self.waiting and self.waiting[0].ended:
             self.waiting.popleft()
 
     def admit(self) -> list[int]:
-        """Give free rows to those who are next; returns the rows."""
+        """Give free rows to the next sequences; returns these rows."""
         admitted = []
         for i, sequence in enumerate(self.rows):
             self.skip_ended()
@@ -164,7 +164,7 @@ class Scheduler[S: Schedulable]:
     def _take_pages(self, sequence: S) -> bool:
         if self.pool is None:
             return True
-        # Those who run will soon need a page each.
+        # Each running sequence will soon need a page.
         taken = self.pool.admit(sequence.ids, spare=sum(1 for _ in self.running))
         if taken is None:
             return False
@@ -184,11 +184,11 @@ class Scheduler[S: Schedulable]:
 
     @property
     def youngest(self) -> int:
-        """The row of the sequence that came last, of those that run."""
+        """The row of the running sequence that came last."""
         return max(self.running, key=lambda item: item[1].arrival)[0]
 
     def preempt(self, row: int) -> None:
-        """Let a running sequence wait again, as the next one."""
+        """Take the row and pages of a running sequence, which becomes the first in the queue."""
         sequence = self.rows[row]
         self.release(row)
         self.waiting.appendleft(sequence)
@@ -198,8 +198,8 @@ class Scheduler[S: Schedulable]:
 
         Args:
           row: which.
-          quarantine: its cache is damaged. A row in one piece is not given out again while this
-            state is open. Pages are, as no one reads what he has not written.
+          quarantine: its cache is damaged. A row in one piece is not used again while this state
+            is open. Pages are used again, because a sequence reads only slots that it has written.
         """
         sequence, self.rows[row] = self.rows[row], None
         if self.pool is None:
@@ -210,5 +210,5 @@ class Scheduler[S: Schedulable]:
             sequence.pages, sequence.cached = [], 0
 
     def drop(self, sequence: S) -> None:
-        """Take a sequence out of the queue."""
+        """Remove a sequence from the queue."""
         self.waiting.remove(sequence)

@@ -1,4 +1,4 @@
-"""What the host makes of one row's tokens: where it ends, its text, its log-probabilities."""
+"""The host's part of one row: where its tokens end, their text, their log-probabilities."""
 
 import dataclasses
 import threading
@@ -15,7 +15,7 @@ from fdjax.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What one row is to do.
+    """The work of one row.
 
     Attributes:
       ids: the prompt.
@@ -32,7 +32,7 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Chunk:
-    """What came back from the device, as host arrays.
+    """Results from the device, as host arrays.
 
     Attributes:
       tokens: [B, n], below 0 where a row has none.
@@ -51,7 +51,7 @@ class Chunk:
     is_first: bool = False
 
     def rows(self, index: Sequence[int]) -> "Chunk":
-        """The part of some rows."""
+        """The results of some rows."""
         top = self.top and tuple(a[index] for a in self.top)
         logprobs = None if self.logprobs is None else self.logprobs[index]
         return dataclasses.replace(self, tokens=self.tokens[index], logprobs=logprobs, top=top)
@@ -115,7 +115,7 @@ class Row:
 
     @property
     def ended_on_device(self) -> bool:
-        """Whether the device knows it too; what only the host knows of is a stop string, say."""
+        """Whether the device also knows that it has ended; it does not know of stop strings."""
         by_token = bool(self.tokens) and self.tokens[-1] in self._stop_tokens
         return by_token or self.finish_reason == "length"
 
@@ -125,7 +125,7 @@ class Row:
         return self._tokenizer.decode(self.tokens) if self._text is None else self._text.whole
 
     def take(self, chunk: Chunk, row: int) -> None:
-        """Take this row's part of a chunk; what comes behind its end is dropped.
+        """Take this row's part of a chunk; tokens after its end are dropped.
 
         Raises:
           FloatingPointError: logits were not finite.
@@ -143,7 +143,7 @@ class Row:
                 self._text.finish()
 
     def new_text(self) -> str:
-        """Text that is settled and was not yet returned."""
+        """Final text that was not returned before."""
         with self._lock:
             return self._text.take()
 
@@ -160,7 +160,7 @@ class Row:
             self._text.push(token)
             if self._text.stopped:
                 self.finish_reason = "stop"
-        # Each gets a list of its own: what it does with that is not the result's.
+        # Each criterion gets its own list, so that changing it does not change the result.
         criteria = config.stopping_criteria
         if any(called("stopping criterion", c, list(self.tokens)) for c in criteria):
             self.finish_reason = "stop"
@@ -202,12 +202,12 @@ class GrowingText:
 
     @property
     def whole(self) -> str:
-        """The text so far, with what is not settled."""
+        """The text so far, with the end that may still change."""
         return self._text if self._finished else self._text + self._detokenizer.pending
 
     def push(self, token: int) -> None:
         """One more token."""
-        # A stop string that was not there before ends in what is new.
+        # A new stop string must end in the new text.
         start = max(0, len(self._text) - self._held)
         self._text += self._detokenizer.push([token])
         if not self._stops:
@@ -226,7 +226,7 @@ class GrowingText:
             self._finished = True
 
     def take(self) -> str:
-        """What is settled, cannot be part of a stop string, and was not returned before."""
+        """Final text that cannot be part of a stop string and was not returned before."""
         end = len(self._text)
         if not self._finished:
             waiting = range(min(self._held, end - self._taken), 0, -1)

@@ -502,7 +502,7 @@ def play(events, most_rows, pages):
 
 
 @pytest.mark.parametrize(
-    "examples", [pytest.param(250), pytest.param(1250, marks=pytest.mark.soak)]
+    "examples", [pytest.param(300), pytest.param(1500, marks=pytest.mark.soak)]
 )
 def test_any_order_of_events(examples):
     count = 0
