@@ -252,7 +252,7 @@ class Runner:
         return self._session is not None or bool(self._arrivals or self._scheduler.waiting)
 
     def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
-        """Advance rows until all have ended; yields each chunk after the rows took their part of it.
+        """Advance rows until all have ended; yields each chunk after the rows took their part.
 
         A row that fails has an `error`; the others go on.
 

@@ -125,7 +125,7 @@ class Scheduler[S: Schedulable]:
         return sequence.group == self._group and sequence.slots <= self.shape.slots
 
     def should_reopen(self) -> bool:
-        """Whether a new state would serve the queue better; running sequences are then computed again.
+        """Whether a new state would serve the queue better. What runs is then computed again.
 
         It does where nothing runs and the next sequence does not fit, and where twice as many
         sequences as there are rows could run.

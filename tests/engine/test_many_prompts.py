@@ -139,6 +139,59 @@ def test_release_frees_the_cache(lm):
     close(again, want)
 
 
+def fails_at_the_third(tokens):
+    if len(tokens) == 3:
+        raise KeyError("mine")
+    return False
+
+
+@pytest.mark.slow
+def test_any_order_of_events(uncached):
+    """Submit, advance, cancel and fail, 1 000 events, in a pool too small for all at once."""
+    lm = fdjax.load("tiny", dtype="float32", max_batch=8)
+    lm.engine._most_pages = lambda slots: 14
+    rng = np.random.default_rng(0)
+    beginning = [i % 333 + 9 for i in range(400)]
+    choices = [[*beginning[: 90 * (i % 5)], *([i + 5] * (17 * (i % 4) + 1))] for i in range(20)]
+    options = {**OPTIONS, "repetition_penalty": 1.2}
+    alone = [uncached.generate(ids, max_new_tokens=130, **options) for ids in choices]
+    streams, finished, failed = [], 0, 0
+    for _ in range(1000):
+        event = rng.choice(["submit", "advance", "cancel", "fail"], p=[0.1, 0.8, 0.06, 0.04])
+        if event in ("submit", "fail"):
+            i, new = int(rng.integers(len(choices))), int(rng.choice([1, 9, 130]))
+            criteria = [fails_at_the_third] if event == "fail" else None
+            stream = lm.stream(
+                choices[i], max_new_tokens=new, stopping_criteria=criteria, **options
+            )
+            streams.append((stream, i, new))
+            continue
+        if not streams:
+            continue
+        at = int(rng.integers(len(streams)))
+        stream, i, new = streams[at]
+        if event == "cancel":
+            stream.close()
+        else:
+            try:
+                next(stream)
+                continue
+            except StopIteration:
+                assert len(stream.result.tokens[0]) == new
+                finished += 1
+            except KeyError:
+                failed += 1
+        del streams[at]
+        got = stream.result
+        n = len(got.tokens[0])
+        assert got.tokens[0] == alone[i].tokens[0][:n]
+        np.testing.assert_allclose(got.logprobs[0], alone[i].logprobs[0][:n], rtol=1e-5, atol=1e-5)
+    for stream, *_ in streams:
+        stream.close()
+    assert finished > 20 and failed > 3
+    lm.engine.pool.check([])
+
+
 def test_rows_in_one_piece_give_the_same(lm):
     whole = fdjax.load("tiny", dtype="float32", max_batch=8)
     whole.engine.paged = False
