@@ -154,12 +154,12 @@ def test_any_order_of_events(uncached):
     beginning = [i % 333 + 9 for i in range(400)]
     choices = [[*beginning[: 90 * (i % 5)], *([i + 5] * (17 * (i % 4) + 1))] for i in range(20)]
     options = {**OPTIONS, "repetition_penalty": 1.2}
-    alone = [uncached.generate(ids, max_new_tokens=130, **options) for ids in choices]
+    alone = [uncached.generate(ids, max_new_tokens=90, **options) for ids in choices]
     streams, finished, failed = [], 0, 0
     for _ in range(1000):
         event = rng.choice(["submit", "advance", "cancel", "fail"], p=[0.1, 0.8, 0.06, 0.04])
         if event in ("submit", "fail"):
-            i, new = int(rng.integers(len(choices))), int(rng.choice([1, 9, 130]))
+            i, new = int(rng.integers(len(choices))), int(rng.choice([1, 9, 90]))
             criteria = [fails_at_the_third] if event == "fail" else None
             stream = lm.stream(
                 choices[i], max_new_tokens=new, stopping_criteria=criteria, **options
