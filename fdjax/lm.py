@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.per_prompt import per_prompt
 from fdjax.system import platform
+from fdjax.system import progress as progress_bars
 from fdjax.system.process import refuse_forked, transfers_allowed
 from fdjax.text.conversation import as_conversations, chat_ids, split_options
 from fdjax.text.prompts import Prompt, as_several, token_ids
@@ -184,9 +184,12 @@ class LM:
     def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
         """Run the requests to their end and return their rows, one per request."""
         rows = [Row(request, self.tokenizer) for request in requests]
-        with contextlib.closing(self.engine.run(rows, steps)) as chunks:
+        run = contextlib.closing(self.engine.run(rows, steps))
+        with run as chunks, progress_bars.answers(len(rows)) as update:
             for chunk in chunks:
                 timer.chunk(chunk)
+                if update is not None:
+                    _show(rows, update)
         return rows
 
     def warmup(
@@ -482,6 +485,14 @@ class LM:
         return self.engine.program_counts()
 
 
+def _show(rows: Sequence[Row], update: Callable[..., None]) -> None:
+    """Update a progress bar."""
+    done = sum(row.ended for row in rows)
+    running = sum(bool(row.tokens) and not row.ended for row in rows)
+    text = f"{running} running, {len(rows) - done - running} waiting"
+    update(done, sum(len(row.tokens) for row in rows), text)
+
+
 def _check_params(params: Params, wanted: Params) -> None:
     """Raise ValueError if parameters do not have the structure, shapes and dtypes wanted."""
     given, want = (
@@ -582,7 +593,7 @@ def load(
     if wrong := defaults.id_outside(config.vocab_size):
         raise CheckpointError(f"{folder}: {wrong}")
     tokenizer = Tokenizer(folder)
-    with transfers_allowed(), _progress_bar(progress, folder.name) as update:
+    with transfers_allowed(), progress_bars.loading(folder.name, progress) as update:
         params = load_params(folder, description, device=device, progress=update)
         # Nobody else holds the weights yet, so each kind can be freed as soon as it is stacked.
         # This reference keeps the stacked arrays alive until the engine has them.
@@ -603,21 +614,3 @@ def load(
 def _in_use(model: Model) -> Model:
     """An equal model that is in use, if there is one, so that its programs can be used again."""
     return _loaded.setdefault((model.config, model.dtype, model.plan), model)
-
-
-@contextlib.contextmanager
-def _progress_bar(show, name):
-    if show is None:
-        show = sys.stderr is not None and sys.stderr.isatty()
-    if not show:
-        yield lambda done, total: None
-        return
-    from tqdm import tqdm
-
-    with tqdm(desc=name, unit="B", unit_scale=True, leave=False) as bar:
-
-        def update(done, total):
-            bar.total = total
-            bar.update(done - bar.n)
-
-        yield update

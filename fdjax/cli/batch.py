@@ -20,6 +20,7 @@ from fdjax.cli.arguments import UsageError
 from fdjax.cli.shared import plan_of, sampling_of
 from fdjax.engine.results import Answer
 from fdjax.models import CheckpointError
+from fdjax.system import progress
 from fdjax.system.files import write_whole
 from fdjax.text.conversation import chat_ids, split_options
 from fdjax.weights.checkpoint import fingerprint, locate, read_json
@@ -84,7 +85,8 @@ def _answer_all(
             failed += 1
     numbers = list(prompts)
     found: dict[int, list[Answer]] = {}
-    with _progress(len(prompts)) as update:
+    complete = 0
+    with progress.answers(len(prompts)) as update:
         for answer in lm.generate_iter(list(prompts.values()), **options):
             if (i := numbers[answer.index]) in answers.done:  # another sample of it failed
                 continue
@@ -95,7 +97,9 @@ def _answer_all(
                 samples = sorted(found.pop(answer.index), key=lambda a: a.sample)
                 answers.add(i, lines[i], [_answer(sample, i) for sample in samples])
                 failed += answer.error is not None
-                update(f"{tokens / (time.monotonic() - began):.0f} tok/s")
+                complete += 1
+                if update is not None:
+                    update(complete, tokens)
     errors = f" ({failed} of them errors)" if failed else ""
     seconds = time.monotonic() - began
     _say(f"{len(lines)} answers{errors}, {tokens} tokens in {seconds:.1f} s: {answers.path}")
@@ -265,26 +269,3 @@ def _lock(file: BinaryIO, path: Path) -> None:
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
-
-
-class _progress:
-    """A progress bar if standard error is a terminal, else nothing."""
-
-    def __init__(self, total: int):
-        self._bar = None
-        if sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, unit="prompt", leave=False)
-
-    def __enter__(self):
-        return self._update
-
-    def __exit__(self, *error) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    def _update(self, rate: str) -> None:
-        if self._bar is not None:
-            self._bar.set_postfix_str(rate)
-            self._bar.update()
