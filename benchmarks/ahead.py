@@ -247,6 +247,7 @@ class _CompilingEngine(_AheadEngine):
     def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
         batch, slots = shape.rows, shape.slots
         if shape.pages:
+            self._open_pool(shape.pages)
             pool = jax.eval_shape(lambda: init_pool(self.model, shape.pages))
             return start_in_pages(stand_ins(pool), batch, slots)
         stacks = may_stack and self.stacks(batch, slots)

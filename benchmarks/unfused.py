@@ -97,13 +97,18 @@ def unfused_append_decode_attention(
     lengths: Array,
     *,
     rotation: tuple[Array, Array] | None = None,
+    layer: Array | int | None = None,
+    pages: Array | None = None,
     **options,
 ) -> tuple[Array, Array, Array]:
     """`append_decode_attention` as three operations."""
+    options |= {"layer": layer, "pages": pages}
     if rotation is None:
         return append_decode_attention(qkv, k_cache, v_cache, lengths, **options)
     q, k, v = split_qkv(qkv)
     q, k = rotate(q, *rotation), rotate(k, *rotation)
-    k_cache, v_cache = append(k_cache, k, lengths), append(v_cache, v, lengths)
+    k_cache, v_cache = (
+        append(cache, new, lengths, layer, pages) for cache, new in ((k_cache, k), (v_cache, v))
+    )
     o = decode_attention(q, k_cache, v_cache, lengths + q.shape[1], **options)
     return o, k_cache, v_cache

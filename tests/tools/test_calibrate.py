@@ -266,7 +266,7 @@ def test_scores_that_are_not_finite_are_told():
 def test_the_limits_of_memory_hold(monkeypatch):
     lm, made = random_lm(), []
     lm.generate([[5, 6, 7]] * 4, max_new_tokens=2)
-    reusable = weakref.ref(lm.engine.reusable.state.kv[0][0])
+    reusable = weakref.ref(lm.engine.reusable.state.kv.k)
     monkeypatch.setattr(
         calibrate, "init_cache", lambda *s: made.append((s[1], reusable())) or init_cache(*s)
     )

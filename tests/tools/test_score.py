@@ -186,7 +186,7 @@ def test_the_limits_of_the_model_hold(monkeypatch):
 def test_what_an_answer_leaves_is_dropped_before_another_cache_is_made(monkeypatch):
     lm = load.__wrapped__()
     lm.generate([1, 2, 3], max_new_tokens=2)
-    reusable = weakref.ref(lm.engine.reusable.state.kv[0][0])
+    reusable = weakref.ref(lm.engine.reusable.state.kv.k)
     left = []
     monkeypatch.setattr(
         score, "init_cache", lambda *shape: left.append(reusable()) or init_cache(*shape)
