@@ -6,6 +6,7 @@ import pickle
 import re
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -528,9 +529,10 @@ def test_a_peak_must_be_near_the_plan(config, monkeypatch, factor, ok):
 
     class Model:
         def __init__(self, *args, **kwargs):
-            pass
+            self.engine = SimpleNamespace(paged=True)
 
         def generate(self, prompts, **options):
+            assert not self.engine.paged
             return Answered
 
     class Device:
