@@ -248,6 +248,14 @@ def _shapes(b, pool, d=128):
     return pool, pool, jax.ShapeDtypeStruct((b, 8), jnp.int32)
 
 
+def _operands(t, b, pages):
+    """Shapes of qkv, of two numbers per row, of the table, and of cos and sin."""
+    row, angles = (b,), (b, t, 64)
+    floats = [jax.ShapeDtypeStruct(angles, jnp.float32)] * 2
+    qkv = jax.ShapeDtypeStruct((b, t, 32, 3, 128), jnp.bfloat16)
+    return qkv, *[jax.ShapeDtypeStruct(row, jnp.int32)] * 2, pages, *floats
+
+
 def _compiles(function, caches, operands, kernels, capfd, monkeypatch):
     from deviceless import alias_bytes, compile_for, large_copies
 
@@ -269,7 +277,7 @@ def test_decode_compiles_in_place_without_spills(b, capfd, monkeypatch):
     k, v, pages = _shapes(b, 100)
 
     def run(caches, operands):
-        qkv, lengths, pages, cos, sin = operands
+        qkv, lengths, _, pages, cos, sin = operands
         return append_decode_attention(
             *(qkv, *caches, lengths),
             rotation=(cos, sin),
@@ -279,12 +287,7 @@ def test_decode_compiles_in_place_without_spills(b, capfd, monkeypatch):
             implementation="mosaic_gpu",
         )
 
-    def like(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    angles = like((b, 1, 64), jnp.float32)
-    operands = like((b, 1, 32, 3, 128), jnp.bfloat16), like((b,), jnp.int32), pages, angles, angles
-    _compiles(run, (k, v), operands, ["decode_attention"], capfd, monkeypatch)
+    _compiles(run, (k, v), _operands(1, b, pages), ["decode_attention"], capfd, monkeypatch)
 
 
 @pytest.mark.deviceless
@@ -302,14 +305,8 @@ def test_prefill_compiles_in_place_without_spills(capfd, monkeypatch):
             implementation="mosaic_gpu",
         )
 
-    def like(shape, dtype):
-        return jax.ShapeDtypeStruct(shape, dtype)
-
-    angles = like((4, 512, 64), jnp.float32)
-    rows = like((4,), jnp.int32)
-    operands = like((4, 512, 32, 3, 128), jnp.bfloat16), rows, rows, pages, angles, angles
     kernels = ["write_chunk", "prefill_attention"]
-    _compiles(run, (k, v), operands, kernels, capfd, monkeypatch)
+    _compiles(run, (k, v), _operands(512, 4, pages), kernels, capfd, monkeypatch)
 
 
 @pytest.mark.deviceless
