@@ -402,6 +402,39 @@ def test_what_does_not_fit_the_pages_fails_alone():
     check(rows[0]), check(rows[2])
 
 
+def test_a_newcomer_that_can_never_fit_the_pages_fails_and_does_not_wait():
+    engine = Engine(pages=8)
+    running = make_row([3, 4], new=700, eos_token_ids=())
+    chunks = engine.runner.run([running, make_row([5], new=2)], 4)
+    for _ in range(4):
+        next(chunks)  # a row becomes free
+    newcomer = make_row([1] * 1000, new=20)
+    assert newcomer.slots <= 2048 and page_count(newcomer.most_tokens) == 8
+    finish(engine, [newcomer])
+    assert isinstance(newcomer.error, MemoryError)
+    for _ in chunks:
+        pass
+    check(running)
+
+
+def test_pages_that_were_never_computed_are_not_shared():
+    """A request may be cancelled before its prompt is dispatched."""
+    pool, prompt = PagePool(9), [5] * 300
+    pages, cached = pool.admit(prompt)
+    assert cached == 0
+    pool.register(prompt, pages, pending=True)
+    assert pool.admit(prompt) is None  # it waits for the first
+    pool.release(pages)
+    pool.check([])
+    again, cached = pool.admit(prompt)
+    assert cached == 0
+    pool.register(prompt, again, pending=True)
+    pool.dispatched()
+    shared, cached = pool.admit(prompt)
+    assert cached == 256 and shared[:2] == again[:2] and shared[2] != again[2]
+    pool.check([again, shared])
+
+
 def test_prompts_share_the_pages_of_what_they_begin_with(monkeypatch):
     computed = []
     real = Device.prefill
