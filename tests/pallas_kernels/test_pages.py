@@ -73,6 +73,17 @@ def _unowned_are_untouched(pool, pages):
     assert np.isnan(np.take(np.float32(pool), others, axis=pool.ndim - 4)).all()
 
 
+def _check_append(run, qkv, k, v, rows):
+    """Results of `rows`, and all caches, are the same through pages."""
+    *pools, pages = in_pages(k, v)
+    o, *got = run(qkv, *pools, pages=pages)
+    want, *caches = run(qkv, k, v)
+    _close(np.asarray(o)[rows], np.asarray(want)[rows])
+    for pool, cache in zip(got, caches, strict=True):
+        _close(in_rows(pool, pages), cache)
+        _unowned_are_untouched(pool, pages)
+
+
 @implementations
 @at_layer
 @pytest.mark.parametrize(
@@ -149,14 +160,7 @@ def test_append_decode_attention(implementation, layer, t):
             implementation=implementation,
         )
     )
-    *pools, pages = in_pages(k, v)
-    o, *got = run(qkv, *pools, pages=pages)
-    want, *caches = run(qkv, k, v)
-    live = lengths + t <= 384
-    _close(np.asarray(o)[live], np.asarray(want)[live])
-    for pool, cache in zip(got, caches, strict=True):
-        _close(in_rows(pool, pages), cache)
-        _unowned_are_untouched(pool, pages)
+    _check_append(run, qkv, k, v, lengths + t <= 384)
 
 
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
@@ -178,13 +182,7 @@ def test_append_prefill_attention(implementation, layer):
             implementation=implementation,
         )
     )
-    *pools, pages = in_pages(k, v)
-    o, *got = run(qkv, *pools, pages=pages)
-    want, *caches = run(qkv, k, v)
-    _close(o, want)
-    for pool, cache in zip(got, caches, strict=True):
-        _close(in_rows(pool, pages), cache)
-        _unowned_are_untouched(pool, pages)
+    _check_append(run, qkv, k, v, slice(None))
 
 
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
