@@ -9,6 +9,7 @@ from typing import Any
 from fdjax.models.block import BlockSpec, LinearShape
 from fdjax.models.readable import readable
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.quantised import WeightFormat
 
 
 class CheckpointError(ValueError):
@@ -36,6 +37,7 @@ class DecoderConfig:
       dtype: dtype of the checkpoint, a NumPy name.
       embedding_scale: multiplies the embeddings, rounded to their dtype.
       logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
+      head_format: format of a quantised head, or None. The head is then not tied.
     """
 
     family: str
@@ -46,6 +48,7 @@ class DecoderConfig:
     dtype: str
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
+    head_format: WeightFormat | None = None
 
     def __post_init__(self):
         if self.vocab_size < 1:
@@ -76,6 +79,39 @@ class DecoderConfig:
         replaced = (dataclasses.replace(block, attention=spec) for block, spec in pairs)
         return dataclasses.replace(self, blocks=tuple(replaced))
 
+    def with_formats(
+        self, formats: Mapping[tuple[str | int, ...], WeightFormat]
+    ) -> "DecoderConfig":
+        """A copy with quantised weights: their formats by path, as in a `WeightMap`."""
+        blocks = tuple(
+            dataclasses.replace(
+                block,
+                formats=tuple(
+                    (name, formats[path])
+                    for name, linear in block.linears.items()
+                    if (path := ("blocks", i, *linear.path, "weight")) in formats
+                ),
+            )
+            for i, block in enumerate(self.blocks)
+        )
+        return dataclasses.replace(self, blocks=blocks, head_format=formats.get(("head", "weight")))
+
+    def format_of(self, path: tuple[str | int, ...]) -> WeightFormat | None:
+        """The format of the parameter at a path, None if it is not quantised."""
+        if path == ("head", "weight"):
+            return self.head_format
+        if path[0] != "blocks":
+            return None
+        block = self.blocks[path[1]]
+        linears = (linear for linear in block.linears.values() if linear.weight)
+        return next((one.weight for one in linears if (*one.path, "weight") == path[2:]), None)
+
+    @property
+    def weight_formats(self) -> tuple[WeightFormat, ...]:
+        """The different formats of quantised weights."""
+        formats = [weight for block in self.blocks for _, weight in block.formats]
+        return tuple(dict.fromkeys([*formats, *([self.head_format] if self.head_format else [])]))
+
     def __getattr__(self, name: str) -> Any:
         if name in _BLOCK_NAMES:
             return getattr(self.blocks[0], name)
@@ -99,7 +135,12 @@ class DecoderConfig:
         """
         shapes = {name: linear.shape for name, linear in self.blocks[0].linears.items()}
         if not self.tie_embeddings:
-            shapes["head"] = LinearShape(self.width, self.vocab_size, norm=True, result="float32")
+            shapes["head"] = LinearShape(
+                *(self.width, self.vocab_size),
+                norm=True,
+                result="float32",
+                weight=self.head_format,
+            )
         return shapes
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
