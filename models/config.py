@@ -214,11 +214,6 @@ class ConfigReader:
 
     def finish(self, ignorable: Sequence[str] = ()) -> None:
         """Raise CheckpointError for unread fields that change the model; warn of unknown ones."""
-        if self.data.get("quantization_config"):
-            raise CheckpointError(
-                f"{self.source}: 'quantization_config' is not supported; "
-                "use the unquantised checkpoint"
-            )
         for key in sorted(set(_NEUTRAL) & set(self.data) - self._read):
             if key == "sliding_window" and self.data.get("use_sliding_window") is False:
                 continue
@@ -241,18 +236,20 @@ class ConfigReader:
             )
 
 
-# Fields that do not affect the forward pass in inference.
+# Fields that do not affect the forward pass in inference, and those that tell how weights are
+# stored.
 _IGNORABLE = frozenset(
     """
     _name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids
     begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    compression_config cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id
     length_penalty max_length max_sequence_length min_length model_type no_repeat_ngram_size
     num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
     output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    quantization_config
     remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
     sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p
@@ -267,7 +264,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
-    "compression_config": (),
     "embedding_multiplier": (1.0,),
     "final_logit_softcapping": (),
     "layer_types": ("full_attention",),
@@ -278,7 +274,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (),
     "num_local_experts": (),
     "qk_layernorm": (False,),
-    "quantization_config": ({},),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),
