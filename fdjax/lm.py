@@ -29,7 +29,14 @@ from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
 from fdjax.tools import score
 from fdjax.weights.calibration import calibrated
-from fdjax.weights.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
+from fdjax.weights.checkpoint import (
+    CheckpointError,
+    load_params,
+    locate,
+    quantised_config,
+    read_json,
+    unnamed_dtype,
+)
 from fdjax.weights.stacked import stack_layers
 
 # Decode steps per dispatch. A stream shows new text after each dispatch.
@@ -576,6 +583,7 @@ def load(
     folder = locate(model, revision=revision, token=token)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
+    config = quantised_config(folder, config, data)
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan

@@ -313,7 +313,8 @@ def tune(
       A table, for `write_table` and `explain`.
 
     Raises:
-      NotImplementedError: the kernels do not run on this device or in this dtype.
+      NotImplementedError: the kernels do not run on this device, in this dtype or with quantised
+        weights.
     """
     capability = model.plan.compute_capability
     if capability != (9, 0):
@@ -324,6 +325,11 @@ def tune(
     if jnp.dtype(model.dtype).itemsize != 2:
         raise NotImplementedError(
             f"tune: the kernels multiply bfloat16 or float16, got {model.dtype}"
+        )
+    if model.config.weight_formats:
+        raise NotImplementedError(
+            "tune: cannot measure quantised weights, got "
+            + ", ".join(map(str, model.config.weight_formats))
         )
     shapes = model.config.linear_shapes.values()
     entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
