@@ -1,12 +1,7 @@
-"""Quantised weights as Hopper's tensor cores take them: packed for it, and unpacked in registers.
+"""Unpacks quantised weights in registers, as a left operand of Hopper's tensor cores.
 
-A brick of 64 columns and 64 rows of a weight [K,N] is the left operand, transposed, of four wgmma
-instructions. Each of the 128 threads holds 8 of its values per instruction. The packed brick lists,
-for one thread after the other, exactly these values, so that threads read 16 bytes each and nothing
-has to be exchanged. A word holds the 8 values of int4 of an instruction, or half of them in 8 bits.
-
-Values become bf16 or fp16 by placing their bits into the mantissa of a power of two, and
-subtracting it: no instruction converts integers (`_unpack_int4`).
+The words are those of the layout "bricks". Values become bf16 or fp16 by placing their bits into
+the mantissa of a power of two and subtracting it, because converting integers is slow.
 """
 
 from collections.abc import Callable
@@ -18,174 +13,160 @@ from jax import Array
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.experimental.mosaic.gpu.fragmented_array import ir, arith, llvm, vector
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
 
+from fdjax.pallas_kernels.bricks import BRICK
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
+from fdjax.pallas_kernels.quantised import BITS
 
-BRICK = 64
 _THREADS = 128
-BITS = {"int4": 4, "int8": 8, "fp8": 8}
+_ROWS = 16  # rows of the weight of an instruction
 
 
-def brick_words(kind: str) -> tuple[int, int]:
-    """Shape of the int32 words of a packed brick. TMA copies at most 256 values at once."""
-    return BITS[kind] // 2, 256
-
-
-def pack(q: Array, kind: str) -> Array:
-    """Pack integers [K,N], multiples of 64, into bricks [N/64, K/64, words].
-
-    Args:
-      q: [..., K, N] integers: -8..7 for "int4", -128..127 for "int8", the bits 0..255 for "fp8".
-      kind: "int4" | "int8" | "fp8".
-
-    Returns:
-      [..., N/64, K/64, 2 or 4, 256] int32.
-    """
-    bits = BITS[kind]
-    *lead, k, n = q.shape
-    q = q.astype(jnp.int32) + {"int4": 8, "int8": 128, "fp8": 0}[kind]
-    # Column: warp, half, lane row. Row: instruction, half, lane column, pair.
-    q = q.reshape(*lead, k // 64, 4, 2, 4, 2, n // 64, 4, 2, 8)
-    order = (5, 0, 6, 8, 3, 1, 2, 7, 4)  # brick n, brick k | warp, row, column | values
-    axes = len(lead)
-    q = q.transpose(*range(axes), *(axes + a for a in order))
-    q = q.reshape(*lead, n // 64, k // 64, _THREADS, 4, 4, 2)
-    # [..., thread, instruction, register, pair]
-    if bits == 4:
-        shifts = jnp.arange(4)[:, None] * 4 + jnp.arange(2) * 16
-        words = (q << shifts).sum((-2, -1), dtype=jnp.int32)  # [..., thread, instruction]
-    else:
-        # Two registers a word.
-        q = q.reshape(*lead, n // 64, k // 64, _THREADS, 4, 2, 2, 2)
-        shifts = jnp.arange(2)[:, None] * 8 + jnp.arange(2) * 16
-        words = (q << shifts).sum((-2, -1), dtype=jnp.int32)  # [..., thread, instruction, 2]
-        # The first 16 bytes of all threads, then the others.
-        words = words.reshape(*lead, n // 64, k // 64, _THREADS, 2, 4)
-        words = jnp.swapaxes(words, -3, -2)
-    return words.reshape(*lead, n // 64, k // 64, *brick_words(kind))
-
-
-def unpacked(bricks: Any, kind: str, dtype: Any, width: int = BRICK) -> Array:
-    """Load packed bricks from shared memory as a left operand of wgmma.
+def unpacked(bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: Array | None = None):
+    """Load some rows of a column of bricks from shared memory.
 
     Args:
       bricks: reference to int32 words [n, 2 or 4, 256] of n bricks along K.
       kind: "int4" | "int8" | "fp8".
       dtype: bfloat16 or float16.
+      start, width: first row, and number of rows; multiples of 32.
+      zeros: [64] fp32 in `LAYOUT.reduce(1)`, whole numbers that are subtracted from codes of int4;
+        default 8.
 
     Returns:
-      [64, 64·n] in `LAYOUT`. fp8 is returned scaled by 2^-120 in bfloat16, 2^-8 in float16.
+      codes - zeros [64, width] in `LAYOUT`; the zero of int8 is 128, fp8 has none.
     """
-    count = bricks.shape[0]
     dtype = jnp.dtype(dtype)
-    shape = (BRICK, BRICK * count)
+    arrays = () if zeros is None else (zeros,)
+    layouts = (LAYOUT.reduce(1),) * len(arrays)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(),),
-        return_type=plgpu.ShapeDtypeStruct(shape, dtype, layout=LAYOUT),
+        arg_types=(plgpu.RefType(), *layouts),
+        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=LAYOUT),
     )
-    def run(_, ref):
-        i32 = ir.IntegerType.get_signless(32)
-        index = ir.IndexType.get()
+    def run(_, ref, *zeros):
         half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
         pair = ir.VectorType.get((2,), half)
-        thread = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(_THREADS, i32))
-        at = arith.index_cast(index, arith.muli(thread, mgpu_utils.c(4, i32)))
-        flat = mgpu_utils.memref_fold(ref, 0, 3)
-        quads = BITS[kind] // 4
-        words = []
-        for brick in range(count):
-            for quad in range(quads):
-                offset = mgpu_utils.c((brick * quads + quad) * 4 * _THREADS, index)
-                loaded = vector.load(
-                    ir.VectorType.get((4,), i32), flat, [arith.addi(at, offset)]
-                )
-                words += [
-                    vector.extract(loaded, dynamic_position=[], static_position=[i])
-                    for i in range(4)
-                ]
-        unpack = _UNPACK[kind]
-        layout = mgpu.WGMMA_LAYOUT
-        registers = np.empty(layout.registers_shape(shape), dtype=object)
-        # Registers of a brick's four instructions.
-        each = len(words) // (4 * count)
-        flat_shape = registers.shape
-        grid = np.empty((8 * count, 2), dtype=object)  # 8 columns each, then halves of the rows
-        for instruction in range(4 * count):
-            made = unpack(words[instruction * each : (instruction + 1) * each], dtype, i32)
-            for i, value in enumerate(made):
-                grid[2 * instruction + i // 2, i % 2] = mgpu_utils.bitcast(value, pair)
-        registers = grid.reshape(flat_shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+        offsets = _offsets(zeros[0], half) if zeros else None
+        registers = []
+        for words in _load_words(ref, kind, start // _ROWS, width // _ROWS):
+            # Columns, and those 8 further on, of rows; then of the rows 8 further on.
+            made = _UNPACK[kind](words, dtype, offsets)
+            registers += [mgpu_utils.bitcast(value, pair) for value in made]
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
+        return mgpu.FragmentedArray(
+            _registers=np.array(registers, dtype=object).reshape(shape),
+            _layout=mgpu.WGMMA_LAYOUT,
+            _is_signed=None,
+        )
 
-    return run(bricks)
+    return run(bricks, *arrays)
+
+
+def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[ir.Value]]:
+    """A thread's words of some instructions: one for int4, two for 8 bits."""
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    thread = arith.remui(mgpu_utils.thread_idx(), _word(_THREADS))
+    thread = arith.index_cast(index, arith.muli(thread, _word(4)))
+    flat = mgpu_utils.memref_fold(ref, 0, 3)
+    each = BITS[kind] // 4  # words of an instruction
+    words = []
+    at, end = first * each, (first + count) * each
+    while at < end:
+        # Four words of a thread lie side by side.
+        quad, inside = divmod(at, 4)
+        size = min(4 - inside, end - at)
+        offset = mgpu_utils.c(quad * 4 * _THREADS + inside, index)
+        loaded = vector.load(ir.VectorType.get((size,), i32), flat, [arith.addi(thread, offset)])
+        words += [
+            vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(size)
+        ]
+        at += size
+    return [words[i : i + each] for i in range(0, len(words), each)]
+
+
+def _offsets(zeros: mgpu.FragmentedArray, half: ir.Type) -> list[ir.Value]:
+    """Pairs of -(128 + zero) or -(1024 + zero) for a thread's two columns, as words."""
+    single, pair = ir.F32Type.get(), ir.VectorType.get((2,), half)
+    base = 128.0 if half == ir.BF16Type.get() else 1024.0
+    offsets = []
+    for register in zeros.registers.flat:
+        zero = vector.extract(register, dynamic_position=[], static_position=[0])
+        value = arith.subf(mgpu_utils.c(-base, single), zero)
+        value = arith.truncf(half, value)
+        both = vector.from_elements(pair, [value, value])
+        offsets.append(mgpu_utils.bitcast(both, ir.IntegerType.get_signless(32)))
+    return offsets
 
 
 def _word(value: int) -> ir.Value:
-    i32 = ir.IntegerType.get_signless(32)
-    return mgpu_utils.c(value - (value >> 31 << 32), i32)
+    return mgpu_utils.c(value - (value >> 31 << 32), ir.IntegerType.get_signless(32))
 
 
-def _asm(i32, code: str, *operands):
-    constraints = ",".join(["=r", *["r"] * len(operands)])
-    return llvm.inline_asm(i32, list(operands), code, constraints)
+def _ptx(code: str, *operands: ir.Value, kinds: str = "r") -> ir.Value:
+    constraints = ",".join(["=r", *[kinds] * len(operands)])
+    return llvm.inline_asm(
+        ir.IntegerType.get_signless(32), list(operands), f"{code};", constraints
+    )
 
 
-def _unpack_int4(words, dtype, i32):
-    """128 + q has q in the last four bits of bf16's mantissa, 1024 + q in those of fp16's."""
+def _and_or(word: ir.Value, mask: int, base: ir.Value) -> ir.Value:
+    """(word & mask) | base in one instruction."""
+    return _ptx("lop3.b32 $0, $1, $2, $3, 0xEA", word, _word(mask), base)
+
+
+def _pair_type(dtype: Any) -> str:
+    return "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+
+
+def _unpack_int4(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | None):
+    """128 + code has the code in the last bits of bf16's mantissa, 1024 + code in fp16's."""
     (word,) = words
     if dtype == jnp.bfloat16:
-        base, one, offset, kind = 0x43004300, 0x3F803F80, 0xC308C308, "bf16x2"
+        base, one, middle = 0x43004300, 0x3F803F80, 0xC308C308
     else:
-        base, one, offset, kind = 0x64006400, 0x3C003C00, 0xE408E408, "f16x2"
+        base, one, middle = 0x64006400, 0x3C003C00, 0xE408E408
+    offsets = offsets or [_word(middle)] * 2
     values = []
     for i in range(4):
         shifted = arith.shrui(word, _word(4 * i)) if i else word
-        masked = _asm(i32, "lop3.b32 $0, $1, $2, $3, 0xEA;", shifted, _word(0x000F000F), _word(base))
-        values.append(_asm(i32, f"fma.rn.{kind} $0, $1, $2, $3;", masked, _word(one), _word(offset)))
+        based = _and_or(shifted, 0x000F000F, _word(base))
+        code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
+        values.append(_ptx(code, based, _word(one), offsets[i % 2]))
     return values
 
 
-def _unpack_int8(words, dtype, i32):
-    """2^23 + q has q in the last byte of fp32's mantissa."""
+def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: None):
+    """2^23 + code has the code in the last byte of fp32's mantissa."""
+    single, power = ir.F32Type.get(), _word(0x4B000000)
+    middle = mgpu_utils.c(2.0**23 + 128, single)
     values = []
-    magic = mgpu_utils.c(0x4B000000, i32)
     for word in words:
-        for low in (0, 1):
-            halves = []
-            for byte in (low, low + 2):
-                bits = _asm(i32, f"prmt.b32 $0, $1, $2, {0x7650 + byte:#x};", word, magic)
-                single = arith.bitcast(ir.F32Type.get(), bits)
-                halves.append(
-                    arith.subf(single, mgpu_utils.c(2.0**23 + 128, ir.F32Type.get()))
+        for byte in (0, 1):
+            low, high = (
+                arith.subf(
+                    arith.bitcast(single, _ptx(f"prmt.b32 $0, $1, $2, {0x7650 + b}", word, power)),
+                    middle,
                 )
-            suffix = "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
-            values.append(
-                llvm.inline_asm(
-                    i32,
-                    [halves[1], halves[0]],
-                    f"cvt.rn.{suffix}.f32 $0, $1, $2;",
-                    "=r,f,f",
-                )
+                for b in (byte, byte + 2)
             )
+            code = f"cvt.rn.{_pair_type(dtype)}.f32 $0, $1, $2"
+            values.append(_ptx(code, high, low, kinds="f"))
     return values
 
 
-def _unpack_fp8(words, dtype, i32):
-    """The bits of e4m3 are those of a bf16 whose exponent is smaller by 120, of an fp16's by 8."""
-    shift, power, kind = (4, 0x7B807B80, "bf16x2") if dtype == jnp.bfloat16 else (1, 0x5C005C00, "f16x2")
+def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
+    """The bits of e4m3 are those of a bf16 that is smaller by 2^120, of an fp16 by 2^8."""
+    shift, power = (4, 0x7B807B80) if dtype == jnp.bfloat16 else (1, 0x5C005C00)
     values = []
     for word in words:
-        for low in (0, 1):
-            moved = arith.shli(word, mgpu_utils.c(8, i32)) if low == 0 else word
-            bits = arith.shrui(
-                arith.andi(moved, _word(0x7F007F00)), _word(shift)
-            )
-            bits = _asm(i32, "lop3.b32 $0, $1, $2, $3, 0xEA;", moved, _word(0x80008000), bits)
-            values.append(
-                _asm(i32, f"fma.rn.{kind} $0, $1, $2, $3;", bits, _word(power), _word(0x80008000))
-            )
+        for moved in (arith.shli(word, _word(8)), word):
+            rest = arith.shrui(arith.andi(moved, _word(0x7F007F00)), _word(shift))
+            small = _and_or(moved, 0x80008000, rest)
+            code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
+            values.append(_ptx(code, small, _word(power), _word(0x80008000)))
     return values
 
 

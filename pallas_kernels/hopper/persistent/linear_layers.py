@@ -54,7 +54,8 @@ def _packed(
     """A product with quantised weights. Two blocks share K: it keeps nearly all blocks at work."""
     parts = 2 if gate else 1
     # One wide tile for a cluster saves time between tiles, but takes registers.
-    wide = 1 if "scaled" in fields else max(min(-(-n // CLUSTERS), packing.wide // parts), 1)
+    most = min(packing.wide, packing.bricks // 2) // parts
+    wide = 1 if "scaled" in fields else max(min(-(-n // CLUSTERS), most), 1)
     most = packing.bricks // (parts * wide) // 2 * 2
     # Few tiles, of which the last should not be mostly empty.
     deep = min(range(most, 0, -2), key=lambda deep: -(-k // (2 * deep)) * (deep + 1))

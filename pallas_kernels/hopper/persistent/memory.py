@@ -6,9 +6,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.hopper.fragments import brick_words
+from fdjax.pallas_kernels.bricks import brick_words
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, SMEM_BYTES, TILE_BRICKS, X_SLOTS
 from fdjax.pallas_kernels.hopper.tiles import matrix, shared_bytes
+from fdjax.pallas_kernels.quantised import BITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +56,7 @@ class Packing:
     @property
     def bricks(self) -> int:
         """Number of packed bricks that a slot of the ring of weights holds."""
-        rows, width = brick_words(self.kind)
-        return TILE_BRICKS * BRICK * BRICK * 2 // (rows * width * 4)
+        return TILE_BRICKS * 16 // BITS[self.kind]
 
 
 def with_rings(
@@ -85,7 +85,7 @@ def with_rings(
         return None
     rings = {"w": matrix((slots, TILE_BRICKS * BRICK, BRICK), dtype)}
     if packing:
-        words = plgpu.SMEM((slots, packing.bricks, *brick_words(packing.kind)), jnp.int32)
+        words = plgpu.SMEM((slots, packing.bricks, *brick_words(BITS[packing.kind])), jnp.int32)
         rings["w"] = plgpu.RefUnion(rings["w"], words)
     if scale_rows:
         rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)

@@ -7,6 +7,7 @@ K and hands its sums over through shared memory.
 """
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -15,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import unpacked
-from fdjax.pallas_kernels.hopper.persistent.block import Block, Copies, Layer, Pair
+from fdjax.pallas_kernels.hopper.persistent.block import Block, Copies, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
@@ -23,7 +24,7 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 
 @dataclasses.dataclass(frozen=True)
 class PackedProduct(Product):
-    """x · weight, with packed weights [L·parts·N/64, K/64, ...] and scales [L·parts·N/64, G, 64].
+    """x · weight, with bricks [L·parts·N/64, K/64, ...] and scales [L, G, N] or [L, G, 2, N].
 
     Attributes:
       packing: how the weights are quantised.
@@ -46,17 +47,24 @@ class PackedProduct(Product):
         return (layer * self.parts + part) * self.n + tile * self.wide + column
 
     def tile_copies(self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array) -> Copies:
-        gmem, smem, copies = block.gmem, block.smem, []
-
-        def copy(source, target, piece, count):
-            source = source.at[self._row(layer, tile, piece), pl.ds(at * count, count)]
-            copies.append((source, target.at[slot, pl.ds(piece * count, count)]))
-
+        smem, copies = block.smem, []
         for piece in range(self.pieces):
-            copy(gmem[self.weight], smem["words"], piece, self.deep)
+            words, deep = block.gmem[self.weight], self.deep
+            source = words.at[self._row(layer, tile, piece), pl.ds(at * deep, deep)]
+            copies.append((source, smem["words"].at[slot, pl.ds(piece * deep, deep)]))
             if self.packing.group:
-                copy(gmem[f"{self.weight}_scales"], smem["scales"], piece, self._groups)
+                groups = pl.ds(at * self._groups, self._groups)
+                source = self._scales(block, layer, groups, tile, piece)
+                target = smem["scales"].at[slot, pl.ds(piece * self._groups, self._groups)]
+                copies.append((source, target))
         return copies
+
+    def _scales(self, block: Block, layer: Layer, groups: Any, tile: Array, piece: int) -> Any:
+        """Scales of a piece of a tile, in global memory."""
+        part, column = divmod(piece, self.wide)
+        part = (part,) if self.gate else ()
+        columns = bricks(tile * self.wide + column, 1)
+        return block.gmem[f"{self.weight}_scales"].at[layer, groups, *part, columns]
 
     def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
         share, smem = block.share(self), block.smem
@@ -81,10 +89,12 @@ class PackedProduct(Product):
         plgpu.barrier_arrive(smem["sums_read"])
         if self.packing.group:
             return totals
-        scaled, scales = [], block.gmem[f"{self.weight}_scales"]
+        scaled = []
         for piece, total in enumerate(totals):
-            row = jnp.minimum(self._row(layer, tile, piece), scales.shape[0] - 1)
-            scale = plgpu.load(scales.at[row, 0], layout=LAYOUT.reduce(1), optimized=False)
+            # The last tile may reach past the end.
+            inside = jnp.minimum(tile, (self.n - 1 - piece % self.wide) // self.wide)
+            source = self._scales(block, layer, 0, inside, piece)
+            scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
             scaled.append(total * lax.broadcast_in_dim(scale.astype(jnp.float32), total.shape, [0]))
         return scaled
 
@@ -99,8 +109,8 @@ class PackedProduct(Product):
         w_used, x_used = used
         x_slots = self.deep // 2
         # (slot of x, piece) of the bricks of a tile, two of which are multiplied between two waits.
-        bricks = [(at, piece) for at in range(x_slots) for piece in range(self.pieces)]
-        rounds = [bricks[first : first + 2] for first in range(0, len(bricks), 2)]
+        all_bricks = [(at, piece) for at in range(x_slots) for piece in range(self.pieces)]
+        rounds = [all_bricks[first : first + 2] for first in range(0, len(all_bricks), 2)]
 
         def product(step, totals):
             if self.norm and not assistant:
@@ -115,7 +125,7 @@ class PackedProduct(Product):
 
             def fragment(at, piece):
                 words = smem["words"].at[slot, pl.ds(piece * self.deep + 2 * at + assistant, 1)]
-                return unpacked(words, self.packing.kind, block.dtype)
+                return unpacked(words, self.packing.kind, block.dtype, 0, BRICK)
 
             ready = [fragment(*brick) for brick in rounds[0]]
             for now, following in zip(rounds, [*rounds[1:], []], strict=True):

@@ -30,6 +30,7 @@ from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
+from fdjax.pallas_kernels.quantised import QTensor
 from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, heads_memory
 
 
@@ -86,10 +87,11 @@ def layers_mosaic(
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     config = config or DecodeLayersConfig()
     slots = row_slots(k, pages)
+    packed = isinstance(weights.out, QTensor)
     sizes = {
-        "heads": weights.out.shape[1],
-        "hidden": weights.down.shape[1],
-        "n": math.prod(weights.qkv.shape[2:]),
+        "heads": weights.out.shape[-2],
+        "hidden": weights.down.shape[-2],
+        "n": math.prod(weights.qkv.shape[1:] if packed else weights.qkv.shape[2:]),
     }
     x = _launch(
         operands,
@@ -108,20 +110,20 @@ def layers_mosaic(
 def _products(weights) -> dict[str, jax.Array]:
     """Operands of the products by name: weights, or packed bricks and their scales."""
     named = {name: getattr(weights, name) for name in ("qkv", "out", "gate_up", "down")}
-    if not hasattr(weights.out, "words"):
+    if not isinstance(weights.out, QTensor):
         named["qkv"] = weights.qkv.reshape(*weights.qkv.shape[:2], -1)
         return named
     words = {name: w.words.reshape(-1, *w.words.shape[-3:]) for name, w in named.items()}
-    scales = {f"{name}_scales": w.scales.reshape(-1, *w.scales.shape[-2:]) for name, w in named.items()}
-    return words | scales
+    return words | {f"{name}_scales": w.scales for name, w in named.items()}
 
 
 def _packing(weights, rows) -> Packing | None:
     w = weights.out
-    if not hasattr(w, "words"):
+    if not isinstance(w, QTensor):
         return None
-    wide = min(48 // (-(-rows // 8) * 8), 8)
-    return Packing(w.kind, None if w.group == w.shape[-2] else w.group, w.scales.dtype, wide)
+    # Sums of more columns would not fit into registers.
+    wide = 48 // (-(-rows // 8) * 8)
+    return Packing(w.kind, None if w.group == w.shape[0] else w.group, w.scales.dtype, wide)
 
 
 def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
