@@ -7,8 +7,6 @@ brick lists these values for one thread after the other, so that threads read 16
 exchange nothing. A word holds the 8 codes of int4 of an instruction, or 4 codes of 8 bits.
 """
 
-import math
-
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -42,10 +40,10 @@ def pack_bricks(codes: Array, bits: int) -> Array:
     codes = codes.reshape(-1, k // BRICK, *_ROWS, n // BRICK, *_COLUMNS)
     codes = codes.transpose(0, *(1 + axis for axis in _ORDER))
     if bits == 4:  # halves of rows, halves of columns, pair
-        shifts = _shifts((8, 4, 16))
+        shifts = _shifts((8, 4, 16), codes.ndim)
         words = (codes << shifts).sum((-3, -2, -1), dtype=jnp.uint32)
     else:
-        words = (codes << _shifts((0, 8, 16))).sum((-2, -1), dtype=jnp.uint32)
+        words = (codes << _shifts((0, 8, 16), codes.ndim)).sum((-2, -1), dtype=jnp.uint32)
         # The first 16 bytes of all threads, then the second.
         words = words.reshape(-1, n // BRICK, k // BRICK, _THREADS, 2, 4).swapaxes(-3, -2)
     words = words.reshape(*outs, n // BRICK, k // BRICK, *brick_words(bits))
@@ -59,26 +57,20 @@ def unpack_bricks(words: Array, bits: int) -> Array:
     if bits == 8:
         words = words.reshape(-1, 2, _THREADS, 4).swapaxes(-3, -2)
         words = words.reshape(-1, _THREADS, _INSTRUCTIONS, 2, 1, 1)
-        shifts = _shifts((0, 8, 16))
+        steps = 0, 8, 16
     else:
         words = words.reshape(-1, _THREADS, _INSTRUCTIONS, 1, 1, 1)
-        shifts = _shifts((8, 4, 16))
-    codes = (words >> shifts) & jnp.uint32(2**bits - 1)
-    codes = codes.astype(jnp.uint8).reshape(
-        -1, columns, rows, 4, 8, 4, _INSTRUCTIONS, 2, 2, 2
-    )
+        steps = 8, 4, 16
+    codes = (words >> _shifts(steps, words.ndim)) & jnp.uint32(2**bits - 1)
+    codes = codes.astype(jnp.uint8).reshape(-1, columns, rows, 4, 8, 4, _INSTRUCTIONS, 2, 2, 2)
     inverse = sorted(range(len(_ORDER)), key=_ORDER.__getitem__)
     codes = codes.transpose(0, *(1 + axis for axis in inverse))
     codes = codes.reshape(*outs, rows * BRICK, columns * BRICK)
     return jnp.moveaxis(codes, -2, 0)
 
 
-def _shifts(steps: tuple[int, int, int]) -> Array:
-    """Shifts [2,2,2] of the codes of a word along halves of rows, halves of columns, and pairs."""
-    rows, columns, pairs = (jnp.arange(2, dtype=jnp.uint32) * step for step in steps)
-    return rows[:, None, None] + columns[:, None] + pairs
-
-
-def brick_count(shape: tuple[int, ...]) -> int:
-    """Number of bricks of a weight [K, ..., N]."""
-    return math.prod(shape) // BRICK**2
+def _shifts(steps: tuple[int, int, int], ndim: int) -> Array:
+    """Shifts of the codes of a word along the last axes: halves of rows and columns, pairs."""
+    rows, columns, pairs = steps
+    shifts = [r * rows + c * columns + p * pairs for r in (0, 1) for c in (0, 1) for p in (0, 1)]
+    return jnp.array(shifts, jnp.uint32).reshape(*[1] * (ndim - 3), 2, 2, 2)

@@ -224,14 +224,14 @@ def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
       op: begins the error message.
       stacked: whether the arrays have a leading axis.
     """
-    k, *outs = q.shape
+    kind, (k, *outs) = q.format.kind, q.shape
     if k % q.group:
         raise ValueError(f"{op}: group must divide K = {k}, got {q.group}")
     if len(q.stack) != stacked:
         raise ValueError(f"{op}: w must have {int(stacked)} axes before {list(q.shape)}")
     factors = (k // q.group, *outs)
     shapes = {"scales": factors, "zeros": factors}
-    shapes["words"] = words_shape(q.kind, q.shape, q.layout)
+    shapes["words"] = words_shape(kind, q.shape, q.layout)
     for name, shape in shapes.items():
         array = getattr(q, name)
         if array is None:

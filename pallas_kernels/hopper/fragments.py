@@ -24,7 +24,9 @@ _THREADS = 128
 _ROWS = 16  # rows of the weight of an instruction
 
 
-def unpacked(bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: Array | None = None):
+def unpacked(
+    bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: Array | None = None
+):
     """Load some rows of a column of bricks from shared memory.
 
     Args:
@@ -32,11 +34,11 @@ def unpacked(bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: 
       kind: "int4" | "int8" | "fp8".
       dtype: bfloat16 or float16.
       start, width: first row, and number of rows; multiples of 32.
-      zeros: [64] fp32 in `LAYOUT.reduce(1)`, whole numbers that are subtracted from codes of int4;
-        default 8.
+      zeros: [64] fp32 in `LAYOUT.reduce(1)`, whole numbers that are subtracted from codes; default
+        8 for int4, 128 for int8. fp8 has none.
 
     Returns:
-      codes - zeros [64, width] in `LAYOUT`; the zero of int8 is 128, fp8 has none.
+      codes - zeros [64, width] in `LAYOUT`, without rounding.
     """
     dtype = jnp.dtype(dtype)
     arrays = () if zeros is None else (zeros,)
@@ -49,7 +51,7 @@ def unpacked(bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: 
     def run(_, ref, *zeros):
         half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
         pair = ir.VectorType.get((2,), half)
-        offsets = _offsets(zeros[0], half) if zeros else None
+        offsets = _offsets(zeros[0], kind, half) if zeros else None
         registers = []
         for words in _load_words(ref, kind, start // _ROWS, width // _ROWS):
             # Columns, and those 8 further on, of rows; then of the rows 8 further on.
@@ -87,17 +89,19 @@ def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[i
     return [words[i : i + each] for i in range(0, len(words), each)]
 
 
-def _offsets(zeros: mgpu.FragmentedArray, half: ir.Type) -> list[ir.Value]:
-    """Pairs of -(128 + zero) or -(1024 + zero) for a thread's two columns, as words."""
+def _offsets(zeros: mgpu.FragmentedArray, kind: str, half: ir.Type) -> list[ir.Value]:
+    """What turns based codes of a thread's two columns into codes - zeros, see `_unpack_int4`."""
     single, pair = ir.F32Type.get(), ir.VectorType.get((2,), half)
-    base = 128.0 if half == ir.BF16Type.get() else 1024.0
+    base = 2.0**23 if kind == "int8" else 128.0 if half == ir.BF16Type.get() else 1024.0
     offsets = []
     for register in zeros.registers.flat:
         zero = vector.extract(register, dynamic_position=[], static_position=[0])
-        value = arith.subf(mgpu_utils.c(-base, single), zero)
-        value = arith.truncf(half, value)
-        both = vector.from_elements(pair, [value, value])
-        offsets.append(mgpu_utils.bitcast(both, ir.IntegerType.get_signless(32)))
+        offset = arith.subf(mgpu_utils.c(-base, single), zero)
+        if kind == "int4":
+            offset = arith.truncf(half, offset)
+            both = vector.from_elements(pair, [offset, offset])
+            offset = mgpu_utils.bitcast(both, ir.IntegerType.get_signless(32))
+        offsets.append(offset)
     return offsets
 
 
@@ -107,9 +111,7 @@ def _word(value: int) -> ir.Value:
 
 def _ptx(code: str, *operands: ir.Value, kinds: str = "r") -> ir.Value:
     constraints = ",".join(["=r", *[kinds] * len(operands)])
-    return llvm.inline_asm(
-        ir.IntegerType.get_signless(32), list(operands), f"{code};", constraints
-    )
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), f"{code};", constraints)
 
 
 def _and_or(word: ir.Value, mask: int, base: ir.Value) -> ir.Value:
@@ -138,17 +140,17 @@ def _unpack_int4(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | No
     return values
 
 
-def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: None):
+def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | None):
     """2^23 + code has the code in the last byte of fp32's mantissa."""
     single, power = ir.F32Type.get(), _word(0x4B000000)
-    middle = mgpu_utils.c(2.0**23 + 128, single)
+    offsets = offsets or [mgpu_utils.c(-(2.0**23) - 128, single)] * 2
     values = []
     for word in words:
         for byte in (0, 1):
             low, high = (
-                arith.subf(
+                arith.addf(
                     arith.bitcast(single, _ptx(f"prmt.b32 $0, $1, $2, {0x7650 + b}", word, power)),
-                    middle,
+                    offsets[byte],
                 )
                 for b in (byte, byte + 2)
             )

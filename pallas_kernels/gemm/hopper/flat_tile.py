@@ -1,4 +1,4 @@
-"""What a flat GEMM on Hopper does beside its weight: copies, norm, sums over K, and the epilogue."""
+"""What a flat GEMM on Hopper does beside its weight: copies, norm, sums over K, epilogue."""
 
 import functools
 from typing import Any
@@ -158,9 +158,7 @@ class FlatTile:
             for name, buffer in buffers.items()
         }
         scratch["x"] = matrix(*buffers["x"], most=self.unit * self.in_dtype.itemsize)
-        scratch["arrived"] = plgpu.Barrier(
-            num_arrivals=copies + self.copies, num_barriers=stages
-        )
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=copies + self.copies, num_barriers=stages)
         if self.late:
             scratch["late_arrived"] = plgpu.Barrier(num_arrivals=self.late)
         if others:
@@ -318,7 +316,5 @@ class FlatTile:
             cluster=(self.split,),
             cluster_names=("k",),
             # All layouts are given. Inferring them would take longer than the rest of the lowering.
-            compiler_params=plgpu.CompilerParams(
-                lowering_semantics=plgpu.LoweringSemantics.Lane
-            ),
+            compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         )(*self.operands.values())

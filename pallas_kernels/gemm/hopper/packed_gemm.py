@@ -6,11 +6,11 @@ warpgroup unpacks a unit of rows into registers and multiplies it with x from sh
 `flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that one unpacks
 while the tensor cores work for another.
 
-Scales multiply the fp32 sums of their group of rows: it costs less than to scale weights, and rounds
-nothing. Zeros are subtracted while unpacking, exactly.
+Scales multiply the fp32 sums of their group of rows: it costs less than to scale weights, and it
+rounds nothing. Zeros are subtracted while unpacking, exactly.
 
-XLA runs the norm, and for more than 32 rows the gate. Scaling x in every block took 7 us on an H100 where the product takes 20, and a
-launch of its own takes 2 (benchmarks/LOG.md).
+XLA runs the norm, and for more than 32 rows the gate. Scaling x in every block took 7 us on an H100
+where the product takes 20 us, and a launch of its own takes 2 us (benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -73,15 +73,16 @@ class PackedGemmConfig:
             raise ValueError(f"packed_gemm: block_m must be 64 or 128, got {self.block_m}")
 
     @classmethod
-    def for_shape(cls, m: int, n: int, *, gate: bool = False) -> "PackedGemmConfig":
-        """A good tiling for an unmeasured shape: nearly a block per multiprocessor, or more."""
+    def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "PackedGemmConfig":
+        """A good tiling for an unmeasured shape: two blocks for each multiprocessor, or more."""
         columns = n // BRICK
         # Half of the blocks then copy x half as often.
         wide = 2 if not gate and 16 < m <= 32 and columns >= 2 * MULTIPROCESSORS else 1
-        # The sums of the blocks that share K must leave room for the ring.
+        # Every block should have 2048 rows. The sums of others must leave room for the ring.
         sums = (2 if gate else 1) * min(m, _block_m(m)) * BRICK * 4
-        splits = [s for s in (1, 2, 4, 8) if (s - 1) * sums <= 2**16]
-        split = next((s for s in splits if s * columns >= 120), splits[-1])
+        splits = [s for s in (2, 4, 8) if k >= 2048 * s and (s - 1) * sums <= 2**16]
+        enough = (s for s in (1, *splits) if s * columns >= 2 * MULTIPROCESSORS)
+        split = next(enough, splits[-1] if splits else 1)
         return cls(wide=wide, stages=3 if split == 1 else 4, split=split, block_m=_block_m(m))
 
 
@@ -116,7 +117,7 @@ def matmul_packed(
     Raises:
       NotImplementedError: shared memory has no room for the configuration.
     """
-    m, n = len(x), w.shape[-1]
+    (m, k), n = x.shape, w.shape[-1]
     if m == 0:
         return jnp.zeros((m, n), dtype)
     if norm is not None:
@@ -139,7 +140,7 @@ def matmul_packed(
         group=w.group,
         gate=gate,
         dtype=jnp.dtype(dtype),
-        config=config or PackedGemmConfig.for_shape(m, n, gate=gate is not None),
+        config=config or PackedGemmConfig.for_shape(m, k, n, gate=gate is not None),
     )
     return y.reshape(-1, n)[:m]
 

@@ -22,6 +22,7 @@ from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 
+
 @dataclasses.dataclass(frozen=True)
 class PackedProduct(Product):
     """x · weight, with bricks [L·parts·N/64, K/64, ...] and scales [L, G, N] or [L, G, 2, N].
@@ -34,6 +35,7 @@ class PackedProduct(Product):
 
     @property
     def copies(self) -> int:
+        """Number of copies that fill a tile: bricks, and scales if groups have their own."""
         return self.pieces * (2 if self.packing.group else 1)
 
     @property
@@ -46,7 +48,10 @@ class PackedProduct(Product):
         part, column = divmod(piece, self.wide)
         return (layer * self.parts + part) * self.n + tile * self.wide + column
 
-    def tile_copies(self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array) -> Copies:
+    def tile_copies(
+        self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array
+    ) -> Copies:
+        """Copies of bricks and their scales into a slot."""
         smem, copies = block.smem, []
         for piece in range(self.pieces):
             words, deep = block.gmem[self.weight], self.deep
@@ -67,6 +72,7 @@ class PackedProduct(Product):
         return block.gmem[f"{self.weight}_scales"].at[layer, groups, *part, columns]
 
     def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
+        """Compute the second warpgroup's share of the sums."""
         share, smem = block.share(self), block.smem
 
         def run(i, used):

@@ -14,7 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.persistent.block import Block, Copies, Layer, Pair, brick_of, bricks
+from fdjax.pallas_kernels.hopper.persistent.block import (
+    Block,
+    Copies,
+    Layer,
+    Pair,
+    brick_of,
+    bricks,
+)
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, put
@@ -127,7 +134,9 @@ class Product(Stage):
         count = share.count * self.steps
         return count, lax.fori_loop(0, count, bring, tiles)
 
-    def tile_copies(self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array) -> Copies:
+    def tile_copies(
+        self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array
+    ) -> Copies:
         """Copies of tile number `tile` of columns and number `at` of rows into a slot."""
         weight, ks = block.gmem[self.weight], bricks(at * self.deep, self.deep)
         columns = [bricks(tile * self.wide + c, 1) for c in range(self.wide)]

@@ -30,8 +30,8 @@ from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
-from fdjax.pallas_kernels.quantised import QTensor
 from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, heads_memory
+from fdjax.pallas_kernels.quantised import QTensor
 
 
 @dataclasses.dataclass(frozen=True)
