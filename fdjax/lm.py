@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
 from fdjax.engine.results import Answer, GenerateResult, TextStream, Timer
+from fdjax.engine.runner import STREAM_STEPS
 from fdjax.engine.running import RunningRequest
 from fdjax.engine.sequence import Request, Row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
@@ -32,9 +33,8 @@ from fdjax.weights.calibration import calibrated
 from fdjax.weights.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
 from fdjax.weights.stacked import stack_layers
 
-# Decode steps per dispatch. A stream shows new text after each dispatch.
+# Decode steps per dispatch.
 _STEPS = 32
-_STREAM_STEPS = 4
 
 # The models in use, by (configuration, dtype, plan).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
@@ -228,7 +228,7 @@ class LM:
             dataclasses.replace(request, config=self._of_two_tokens(request.config))
             for request in self._requests(prompts, config, options, self.defaults)
         ]
-        rows = self._run(requests, timer, _STREAM_STEPS if streamed else _STEPS)
+        rows = self._run(requests, timer, STREAM_STEPS if streamed else _STEPS)
         return timer.stats(rows).compile_seconds
 
     def _of_two_tokens(self, config: GenerationConfig) -> GenerationConfig:
@@ -297,7 +297,7 @@ class LM:
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
         rows = [Row(request, self.tokenizer, streamed=has_text) for request in requests]
-        return RunningRequest(self.engine.runner, rows, _STREAM_STEPS, timer, with_text=has_text)
+        return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -332,7 +332,7 @@ class LM:
 
     def _pieces(self, row: Row, timer: Timer) -> Iterator[str]:
         timer.resume()
-        with contextlib.closing(self.engine.run([row], _STREAM_STEPS)) as chunks:
+        with contextlib.closing(self.engine.run([row], STREAM_STEPS)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
                 if piece := row.new_text():

@@ -112,19 +112,36 @@ class Device:
             self.engine.fail_next = False
             raise RuntimeError("the device failed")
         self.restart()
-        rows = range(len(call.tokens)) if call.rows is None else call.rows.tolist()
-        out = np.full((len(call.tokens), 1), -1, np.int32)
-        for r, i in enumerate(rows):
-            n = call.lengths[r]
+        rows = range(len(call.final)) if call.rows is None else call.rows.tolist()
+        assert len(set(rows)) == len(rows) and set(rows) <= set(range(self.shape.rows))
+        owners = range(len(rows)) if call.owners is None else call.owners.tolist()
+        out = np.full((len(rows), 1), -1, np.int32)
+        ends = [0] * len(rows)
+        # All blocks are written before any attends, so their order means nothing.
+        for offset, b in sorted(zip(call.offsets.tolist(), range(len(call.tokens)), strict=True)):
+            n, r = call.lengths[b], owners[b]
             if not n:
-                assert not call.final[r]
                 continue
-            row = self.rows[i]
-            assert row.finished and call.offsets[r] == len(row.cached)
+            row = self.rows[rows[r]]
+            assert row.finished and offset == len(row.cached)
             if self.engine.pool is None:
-                assert call.offsets[r] + call.tokens.shape[1] <= self.shape.slots
-            self.write(i, call.tokens[r, :n].tolist())
+                assert call.owners is None
+                assert offset + call.tokens.shape[1] <= self.shape.slots
+            elif call.tokens.shape[1] % PAGE == 0:
+                assert offset % PAGE == 0
+            self.write(rows[r], call.tokens[b, :n].tolist())
+            ends[r] = len(row.cached)
+            if call.last is not None:
+                last = call.last[r]
+                assert ends[r] <= call.offsets[last] + call.lengths[last] and owners[last] == r
+        for r, i in enumerate(rows):
+            row = self.rows[i]
+            if not ends[r]:
+                assert not call.final[r] and (call.last is None or call.last[r] == -1)
+                continue
             row.prompt = int(call.prompts[r])
+            if call.last is not None:
+                assert ends[r] == call.offsets[call.last[r]] + call.lengths[call.last[r]]
             if call.final[r]:
                 assert row.cached == self.options[i].ids[: len(row.cached)]
                 assert len(row.cached) == call.prompts[r] + call.generated[r]
