@@ -20,7 +20,7 @@ from fdjax.engine.memory import MemoryPlan, plan_memory, workspace_bytes
 from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
-from fdjax.engine.schedule import slots_for
+from fdjax.engine.schedule import CHUNKS, slots_for
 from fdjax.engine.scheduler import Shape
 from fdjax.engine.sequence import Chunk, Row
 from fdjax.engine.state import (
@@ -224,7 +224,8 @@ class Engine:
         if self.memory_bytes is None:
             room = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
         else:
-            tokens = min(of_a_row * SLOT_MULTIPLE, self.context)
+            # Packed calls of any prompts are as large as those of long ones.
+            tokens = max(CHUNKS[-1], min(of_a_row * SLOT_MULTIPLE, self.context))
             workspace = workspace_bytes(self.model, rows, tokens, slots)
             room = self.memory_bytes - self.model.weight_bytes
             if self.pool is None and self.model.plan.compute_capability is not None:

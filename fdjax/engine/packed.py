@@ -30,13 +30,6 @@ def call_sizes(batch: int, *, on_cpu: bool = False) -> tuple[int, ...]:
     return *(size for size in _SIZES if size < most), most
 
 
-def packed_call_tokens(length: int, batch: int) -> int:
-    """Tokens in the largest call for prompts of up to `length` tokens, padding included."""
-    sizes = call_sizes(batch)
-    blocks = batch * -(-length // SLOT_MULTIPLE)
-    return SLOT_MULTIPLE * next((size for size in sizes if size >= blocks), sizes[-1])
-
-
 @dataclasses.dataclass(eq=False)
 class _Prompt:
     """What is left of a prompt: `tokens`, of which the cache holds `done`."""

@@ -250,6 +250,7 @@ class Runner:
         self._arrivals: collections.deque[Call] = collections.deque()
         self._prompts: PackedPrompts | PromptsOfRows | tuple = ()
         self._flight: collections.deque[InFlight] = collections.deque()
+        self._undivided = 0  # prompt tokens dispatched since the last decode steps
         self._turn = threading.Condition()
         self._table_is_old = False
         self._advancing = False
@@ -534,13 +535,13 @@ class Runner:
         """Dispatch prompts up to a number of tokens, and decode steps for rows that want some."""
         starts = not self._flight
         most = self._most_prompt_tokens(starts)
-        size = 0
+        self._undivided = 0 if starts else self._undivided
         compile_seconds = 0.0
-        while self._prompts and size < most:
-            call = self._prompts.take(most - size)
+        while self._prompts and self._undivided < most:
+            call = self._prompts.take(most - self._undivided)
             self._set_pages()
             seconds, results = self._session.prefill(call)
-            size += call.size
+            self._undivided += call.size
             compile_seconds += seconds
             if call.final.any():
                 owners = self._first_owners(call)
@@ -594,6 +595,7 @@ class Runner:
             for task in active:
                 task.budget = max(task.budget - steps, 0)
             self._flight.append(InFlight(owners, *self._session.decode(steps, most), False))
+            self._undivided = 0
 
     def _grow(self, active: Sequence[Task], steps: int) -> bool:
         """Take the pages for more steps; returns False if results must be read before.

@@ -299,6 +299,20 @@ def test_a_longer_prompt_gets_a_larger_state_and_no_one_starves():
         check(row)
 
 
+def test_a_longer_prompt_does_not_wait_for_those_that_run_in_pages():
+    """A larger state is opened at once. What runs goes on from its pages."""
+    engine = Engine(pages=60)
+    first = make_row([3, 4], new=300, eos_token_ids=())
+    chunks = engine.runner.run([first], 4)
+    next(chunks), next(chunks)
+    longer = make_row([5] * 1500, new=3)
+    finish(engine, [longer])
+    assert not first.ended and engine.sessions == 2
+    for _ in chunks:
+        engine.check_pages()
+    check(first), check(longer)
+
+
 def test_newcomers_get_rows_while_others_run():
     engine = Engine()
     first = make_row([3, 4], new=300)
@@ -382,6 +396,39 @@ def test_what_is_submitted_runs_by_itself():
         assert call.ended
         if i != 9:
             check(call.rows[0])
+
+
+@pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])
+def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens, most_steps):
+    """Between two parts of a stream there are at most 2 048 prompt tokens, and 4 steps."""
+    log = []
+    for name in ("prefill", "decode"):
+
+        def logged(self, *args, name=name, real=getattr(Device, name)):
+            log.append((name, args[0].size if name == "prefill" else args[0]))
+            return real(self, *args)
+
+        monkeypatch.setattr(Device, name, logged)
+    engine = Engine(most_rows=32, pages=400)
+    engine.short_calls = False
+    rows = [make_row([i + 1], new=1200, eos_token_ids=()) for i in range(17)]
+    chunks = engine.runner.run(rows, steps)
+    next(chunks), next(chunks)
+    del log[:]
+    others = [make_row([i + 1] * 1900, new=2, eos_token_ids=()) for i in range(16)]
+    finish(engine, others)
+    for row in others:
+        check(row)
+    between, sums = 0, []
+    for name, size in log[: max(i for i, (name, _) in enumerate(log) if name == "prefill")]:
+        if name == "decode":
+            assert size <= most_steps
+            sums.append(between)
+            between = 0
+        else:
+            between += size
+    assert most_tokens // 2 < max(sums) <= most_tokens
+    chunks.close()
 
 
 def paged(rows, pages, most_rows=8):
