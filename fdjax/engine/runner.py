@@ -181,9 +181,11 @@ class Session:
     def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
         """Set the first tokens of prompts, by row, whose pages hold them already."""
         ids = np.zeros((self._shape.rows, self._shape.slots), np.int32)
+        lengths = np.zeros(self._shape.rows, np.int32)
         for row, tokens in beginnings.items():
             ids[row, : len(tokens)] = tokens
-        host = HostArrays.pack((self._restarts, ids))
+            lengths[row] = len(tokens)
+        host = HostArrays.pack((self._restarts, ids, lengths))
         *kv, old, progress = self._state
         self._state = [*kv, *_restarted(old, progress, host)]
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
@@ -228,9 +230,13 @@ class Session:
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
     """Restart rows of a state, with the tokens that they begin with; returns ids and progress."""
-    rows, beginnings = host.unpack()
+    rows, beginnings, lengths = host.unpack()
     state = restart(DecodeState(None, ids, progress), rows)
-    return jnp.where((rows != KEEP)[:, None], beginnings, state.ids), state.progress
+    anew = rows != KEEP
+    # Decode steps of other rows may come before the rest of the prompt. They write a token of no
+    # meaning after a row's last one.
+    progress = state.progress.at[0].set(jnp.where(anew, lengths, state.lengths))
+    return jnp.where(anew[:, None], beginnings, state.ids), progress
 
 
 class Runner:
@@ -533,9 +539,10 @@ class Runner:
 
     def _dispatch(self) -> None:
         """Dispatch prompts up to a number of tokens, and decode steps for rows that want some."""
-        starts = not self._flight
+        starts = not self._flight and not any(task.budget for _, task in self._scheduler.running)
         most = self._most_prompt_tokens(starts)
-        self._undivided = 0 if starts else self._undivided
+        if starts:
+            self._undivided = 0
         compile_seconds = 0.0
         while self._prompts and self._undivided < most:
             call = self._prompts.take(most - self._undivided)
@@ -555,7 +562,7 @@ class Runner:
 
     def _most_prompt_tokens(self, starts: bool) -> float:
         """Prompt tokens that may be dispatched now."""
-        if any(task.streams and task.budget for _, task in self._scheduler.running):
+        if any(task.streams for _, task in self._scheduler.running):
             return _PROMPT_TOKENS_OF_STREAMS
         return math.inf if starts else _PROMPT_TOKENS_BETWEEN_CHUNKS
 

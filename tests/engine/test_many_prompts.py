@@ -1,6 +1,7 @@
 """Any number of prompts: each gets the answer that it gets alone."""
 
 import collections
+import contextlib
 import dataclasses
 import threading
 
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax.engine import runner
 from fdjax.engine.sequence import Request, Row
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -96,6 +98,23 @@ def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):
     close(got, uncached.generate(ids, **options, **OPTIONS))
     plain = uncached.generate(ids, max_new_tokens=12, **OPTIONS)
     assert plain.tokens != got.tokens
+
+
+def test_options_see_a_beginning_while_others_run(lm, monkeypatch):
+    """Decode steps of other rows come between a row's first tokens and the rest of its prompt."""
+    monkeypatch.setattr(runner, "_PROMPT_TOKENS_OF_STREAMS", 128)
+
+    def repeat_the_first_token(ids, lengths, scores):
+        return jax.nn.one_hot(ids[:, 0], scores.shape[-1])
+
+    options = {"logits_processors": (repeat_the_first_token,), "eos_token_id": None}
+    ids = [77, *range(3, 290)]
+    lm.generate(ids, max_new_tokens=1, **options)
+    with contextlib.closing(lm.stream([5, 6], max_new_tokens=400, **options)) as stream:
+        next(stream)
+        got = lm.generate([*([411 + i] * 300 for i in range(2)), ids], max_new_tokens=9, **options)
+    assert got.stats.cached_tokens == 256
+    assert got.tokens == [[411] * 9, [412] * 9, [77] * 9]
 
 
 def test_samples_of_a_prompt_share_its_pages(lm, uncached):
