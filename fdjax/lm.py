@@ -571,6 +571,7 @@ def load(
         raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
     refuse_forked()
     platform.warn_of_idle_gpu()
+    platform.log_memory_share()
     if compilation_cache is not False:
         platform.enable_compilation_cache()
     folder = locate(model, revision=revision, token=token)
