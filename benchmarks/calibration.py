@@ -18,6 +18,7 @@ import numpy as np
 import fdjax
 from fdjax.bench.record import environment
 from fdjax.models.tiny.world import Example, World
+from fdjax.system.files import output_file
 from fdjax.tools.calibrate import (
     BIN_LOG2,
     BINS,
@@ -79,8 +80,8 @@ def density(scores: np.ndarray) -> dict[str, list]:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=32, help="rows of 512 tokens of each text")
-    parser.add_argument("--output")
-    parser.add_argument("--plot")
+    parser.add_argument("--output", type=output_file)
+    parser.add_argument("--plot", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 

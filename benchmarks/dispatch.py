@@ -25,6 +25,7 @@ from fdjax.engine.step import decode_steps
 from fdjax.models import describe, parse_config, random_params
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
+from fdjax.system.files import output_file
 
 CONFIG = {
     "model_type": "llama",
@@ -53,7 +54,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", help="a config.json; default: 32 tiny layers")
     parser.add_argument("--runs", type=int, default=200)
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fdjax.system.files import output_file
+
 LLAMA2_7B = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -121,7 +123,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 

@@ -17,6 +17,7 @@ from fdjax.bench.record import environment
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 from fdjax.system.device_memory import free_memory_bytes
+from fdjax.system.files import output_file
 
 CONFIG = {
     "model_type": "llama",
@@ -57,7 +58,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-batch", type=int, help="rows at once; default: as many as fit")
     parser.add_argument("--runs", type=int, default=2, help="timed calls")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
-from fdjax.engine.results import Answer, GenerateResult, TextStream, Timer
+from fdjax.engine.results import Answer, GenerateResult, Interrupted, TextStream, Timer
 from fdjax.engine.runner import STREAM_STEPS
 from fdjax.engine.running import RunningRequest
 from fdjax.engine.sequence import Request, Row
@@ -172,6 +172,7 @@ class LM:
           MissingTokenizerError: a text or a stop string is given, but there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
           MemoryError: the cache of one row does not fit beside the weights.
+          Interrupted: Ctrl-C, a KeyboardInterrupt whose `answers` hold what is complete.
 
         Warns:
           UserWarning: an option has no effect because nothing is sampled.
@@ -185,11 +186,16 @@ class LM:
         """Run the requests to their end and return their rows, one per request."""
         rows = [Row(request, self.tokenizer) for request in requests]
         run = contextlib.closing(self.engine.run(rows, steps))
-        with run as chunks, progress_bars.answers(len(rows)) as update:
-            for chunk in chunks:
-                timer.chunk(chunk)
-                if update is not None:
-                    _show(rows, update)
+        try:
+            with run as chunks, progress_bars.answers(len(rows)) as update:
+                for chunk in chunks:
+                    timer.chunk(chunk)
+                    if update is not None:
+                        _show(rows, update)
+        except KeyboardInterrupt as error:
+            complete = [row for row in rows if row.finish_reason is not None]
+            has_text = bool(self.tokenizer)
+            raise Interrupted([Answer.of(row, with_text=has_text) for row in complete]) from error
         return rows
 
     def warmup(

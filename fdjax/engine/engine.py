@@ -232,7 +232,7 @@ class Engine:
                 # Others may have taken some since.
                 (device,) = self.params[0].devices()
                 room = min(room, free_memory_bytes(device))
-            room = room_for_pages(self.model, **sizes, memory_bytes=room)
+            room = room_for_pages(self.model, **sizes, memory_bytes=room, slots=slots)
         return pool_pages(self.model, **sizes, pool_bytes=room)
 
     @property

@@ -255,7 +255,9 @@ def reads_pages(model: Model) -> bool:
     return all(choice.implementation == "mosaic_gpu" for choice in choices)
 
 
-def room_for_pages(model: Model, *, rows: int, context: int, memory_bytes: int) -> int:
+def room_for_pages(
+    model: Model, *, rows: int, context: int, memory_bytes: int, slots: int | None = None
+) -> int:
     """Bytes of a pool of pages, of what is there beside the weights.
 
     Args:
@@ -263,10 +265,12 @@ def room_for_pages(model: Model, *, rows: int, context: int, memory_bytes: int) 
       rows: largest number of rows that run at once.
       context: largest number of tokens of a row.
       memory_bytes: bytes beside the weights.
+      slots: slots of a row; default those of a row of `context` tokens.
     """
+    slots = covered_slots(context) if slots is None else slots
     # Packed calls of any prompts are as large as those of long ones.
     tokens = max(CHUNKS[-1], context)
-    workspace = workspace_bytes(model, rows, tokens, covered_slots(context))
+    workspace = workspace_bytes(model, rows, tokens, slots)
     return int(_POOL_SHARE * (memory_bytes - workspace))
 
 

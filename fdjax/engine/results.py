@@ -220,6 +220,18 @@ class Answer:
         )
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during `LM.generate` or `LM.chat`.
+
+    Attributes:
+      answers: what was complete by then, a list of `Answer` in the order of the prompts.
+    """
+
+    def __init__(self, answers: Sequence[Answer]):
+        super().__init__(f"{len(answers)} answers were complete; see `answers` of this exception")
+        self.answers = list(answers)
+
+
 class TextStream(Iterator[str]):
     """Pieces of the text of one prompt, as they come.
 

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import itertools
 import threading
 
 import jax
@@ -317,6 +318,34 @@ def test_answers_come_as_they_are_finished(lm):
         assert answer.logprobs == whole.logprobs[answer.index]
         assert (answer.finish_reason, answer.error) == ("length", None)
     assert list(lm.generate_iter([])) == []
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_interrupt_keeps_what_is_complete(lm, monkeypatch, after):
+    ids = prompts(12)
+    new = [60 if i == 1 else 1 + i for i in range(12)]
+    whole = lm.generate(ids, max_new_tokens=new, **OPTIONS)
+    calls = itertools.count()
+    real = runner.Session.decode
+
+    def decode(*args):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(runner.Session, "decode", decode)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        lm.generate(ids, max_new_tokens=new, **OPTIONS)
+    assert isinstance(stop.value, fdjax.Interrupted)
+    answers = stop.value.answers
+    assert len(answers) < 12 and bool(answers) == (after > 0)
+    for answer in answers:
+        assert answer.tokens == whole.tokens[answer.index]
+        assert (answer.finish_reason, answer.error) == ("length", None)
+    assert [answer.index for answer in answers] == sorted(answer.index for answer in answers)
+    monkeypatch.undo()
+    lm.engine.pool.check([])
+    assert lm.generate(ids[0], max_new_tokens=1, **OPTIONS).tokens == whole.tokens[:1]
 
 
 def test_a_prompt_that_fails_has_an_error_and_the_others_their_answers(lm):
