@@ -122,11 +122,11 @@ class Manager:
     def __init__(self, lose=(), cut=()):
         self.requests, self.lose, self.cut = [], lose, cut
 
-    def start(self):
-        pass
+    def __enter__(self):
+        return self
 
-    def stop(self, block):
-        self.stopped = block
+    def __exit__(self, *_):
+        self.stopped = True
 
     def is_running(self):
         return bool(self.requests)
@@ -154,7 +154,9 @@ def test_a_peer_that_loses_or_cuts_an_answer_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", fake)
 
     def run(manager):
-        peer = types.SimpleNamespace(init_continuous_batching=lambda options: manager)
+        peer = types.SimpleNamespace(
+            continuous_batching_context_manager=lambda generation_config: manager
+        )
         try:
             return serving_peer.run(peer, [[1, 2], [3, 4], [5]], [4, 2, 9])
         finally:
