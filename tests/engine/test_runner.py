@@ -398,6 +398,23 @@ def test_what_is_submitted_runs_by_itself():
             check(call.rows[0])
 
 
+def test_a_chunk_tells_the_compiling_since_the_chunk_before(monkeypatch):
+    """Also of programs whose results are read later, as a clock between two chunks includes it."""
+    dispatched = []
+    for name in ("prefill", "decode"):
+
+        def compiling(*args, real=getattr(Device, name)):
+            dispatched.append(1.0)
+            return 1.0, *real(*args)[1:]
+
+        monkeypatch.setattr(Device, name, compiling)
+    told = 0.0
+    for chunk in Engine(pages=100).runner.run([make_row([7] * 900, new=99)], 4):
+        told += chunk.compile_seconds
+        assert told == sum(dispatched)
+    assert told > 20
+
+
 @pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])
 def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens, most_steps):
     """Between two parts of a stream there are at most 2 048 prompt tokens, and 4 steps."""
