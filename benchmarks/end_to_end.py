@@ -25,6 +25,7 @@ from pathlib import Path
 
 from benchmarks import peers
 from fdjax.bench.record import Measurement, Record, emit, environment, read, write
+from fdjax.system.files import output_file
 
 # Ops that multiply by weights.
 _LINEAR = ("matmul", "linear_chain", "decode_layers")
@@ -295,7 +296,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--compile-into", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--layers", type=int, help="use only the first N layers, for trials")
-    parser.add_argument("--output", help="write the record to this file as well")
+    parser.add_argument("--output", type=output_file, help="write the record to this file as well")
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
     parser.add_argument("--of", nargs="+", metavar="RECORD", help="only summarise these records")
     args = parser.parse_args(argv)

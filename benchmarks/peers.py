@@ -85,7 +85,7 @@ def measure(
 
     torch.manual_seed(0)
     data = json.loads(config.read_text())
-    for group, load in ((_TRANSFORMERS, _transformers), (_GPT_FAST, _gpt_fast)):
+    for group, load in ((_TRANSFORMERS, random_transformer), (_GPT_FAST, _gpt_fast)):
         chosen = [name for name in names if name in group]
         if not chosen:
             continue
@@ -114,7 +114,7 @@ def measure(
                 torch.cuda.empty_cache()
 
 
-def _transformers(data: dict[str, Any], dtype: str, device: str):
+def random_transformer(data: dict[str, Any], dtype: str, device: str):
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -658,6 +658,22 @@ def record_of(rows, config):
     return Record(environment, config, {"before": dict(CEILING)}, rows).finish()
 
 
+_PERCENTILES = {"p50": 10.0, "p90": 20.0, "p99": 30.0}
+SERVING = {
+    "requests": {"count": 6},
+    "bound": {"new_tokens_per_s": 900.0},
+    "throughput": [{"state": {"rows": 4}, "timed_calls": [{"new_tokens_per_s": 400.0}]}],
+    "arrivals": [
+        {
+            "rate": 1.0,
+            "first_token_ms": _PERCENTILES,
+            "ms_per_token": _PERCENTILES,
+            "largest_gap_ms": 99.0,
+        }
+    ],
+}
+
+
 @pytest.fixture
 def results(tmp_path):
     """A folder with one record of every kind."""
@@ -709,6 +725,7 @@ def results(tmp_path):
     peak["planned_bytes"] = 15 * 10**9
     data = {"config": {"model": "llama-2-7b.json"}, "peaks": [peak, long, left_out]}
     (folder / "memory.json").write_text(json.dumps(data))
+    (folder / "serving.json").write_text(json.dumps({"serving": SERVING}))
     ends = [[-3.0, -4.0], [5.0, 6.0]]
     data = {"model": "tiny", "scores_99_99": {"calibration": ends, "held out": ends}}
     data["score_density"] = {"centres": [-1.0, 0.0, 1.0], "layers": [[0.1, 0.8, 0.1]] * 2}
