@@ -177,6 +177,11 @@ def random_model(config: dict[str, Any], dtype: str, device: str) -> Llama:
     return model
 
 
+def _tinygemm(name: str) -> Any:
+    """An operator that PyTorch has under a private name."""
+    return getattr(torch.ops.aten, f"_{name}")
+
+
 class Int4Linear(nn.Module):
     """A linear layer with random weights of 4 bits in groups of 128, through PyTorch's tinygemm."""
 
@@ -185,7 +190,7 @@ class Int4Linear(nn.Module):
     def __init__(self, k: int, n: int, device: torch.device):
         super().__init__()
         pairs = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
-        weight = torch.ops.aten._convert_weight_to_int4pack(pairs, self._K_TILES)
+        weight = _tinygemm("convert_weight_to_int4pack")(pairs, self._K_TILES)
         scales = torch.full((k // self._GROUP, n, 2), 0.0, dtype=torch.bfloat16, device=device)
         scales[..., 0] = math.sqrt(12 / k) / 16
         self.register_buffer("weight", weight)
@@ -194,7 +199,7 @@ class Int4Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        product = torch.ops.aten._weight_int4pack_mm
+        product = _tinygemm("weight_int4pack_mm")
         y = product(rows, self.weight, self._GROUP, self.scales_and_zeros)
         return y.reshape(*x.shape[:-1], self.n)
 
