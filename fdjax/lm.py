@@ -217,7 +217,8 @@ class LM:
         """Compile the programs of a later call now, or load them from disk.
 
         A later call of about these sizes with these options then compiles nothing. Other lengths of
-        prompts, numbers of new tokens or numbers of prompts may need other programs.
+        prompts, numbers of new tokens or numbers of prompts may need other programs, and so may
+        prompts whose beginning is in the cache.
 
         Args:
           config, **options: as in `generate`, the options of the later call.

@@ -276,8 +276,8 @@ def room_for_pages(
       slots: slots of a row; default those of a row of `context` tokens.
     """
     slots = covered_slots(context) if slots is None else slots
-    # Packed calls of any prompts are as large as those of long ones.
-    tokens = max(CHUNKS[-1], context)
+    # Packed calls of any prompts are as large as those of long ones, and never halved.
+    tokens, rows = max(CHUNKS[-1], context), 2 ** (rows - 1).bit_length()
     workspace = workspace_bytes(model, rows, tokens, slots)
     return int(_POOL_SHARE * (memory_bytes - workspace))
 
