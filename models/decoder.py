@@ -310,7 +310,7 @@ class Decoder(nnx.Module):
         Returns:
           ([B, T, E], or [B, 1, E] with `last`; the updated caches).
         """
-        x = self._embedded(tokens, plan)
+        x = self.embedded(tokens, plan)
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
@@ -324,7 +324,7 @@ class Decoder(nnx.Module):
             kv = _updated(kv, i, layer_kv)
         return x, kv
 
-    def _embedded(self, tokens: Array, plan: Plan) -> Array:
+    def embedded(self, tokens: Array, plan: Plan) -> Array:
         """tokens [B,T] → [B,T,E]."""
         x = jnp.take(self.embed[...], tokens, axis=0)
         if (scale := self.config.embedding_scale) != 1:
@@ -358,7 +358,7 @@ class Decoder(nnx.Module):
         Returns:
           (hidden states before the final norm [B,1,E], the updated caches).
         """
-        x = self._embedded(tokens[:, None], plan)[:, 0]
+        x = self.embedded(tokens[:, None], plan)[:, 0]
         first = self.config.attention[0]
         x, *kv = decode_layers(
             *(x, *kv, lengths, rotation_at(first.rope), layer_weights(stacked)),

@@ -31,6 +31,7 @@ from fdjax.models.readable import readable
 from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, in_layout
 from fdjax.weights.formats.layer import Codes, StoredLinear
 from fdjax.weights.formats.scheme import scheme_of, stored_linears, with_stored_formats
+from fdjax.weights.quantise import quantise
 from fdjax.weights.stored import (
     DTYPES,
     FLOATS,
@@ -185,10 +186,11 @@ def load_params(
     device: jax.Device | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
-    """Load the parameters of a checkpoint onto a device, fused and in the model's dtype.
+    """Load the parameters of a checkpoint onto a device, fused and in the model's dtypes.
 
     The tensors are memory-mapped and fused on the device, one parameter at a time. Besides the
-    parameters themselves, this needs memory for the largest fused parameter.
+    parameters themselves, this needs memory for the largest fused parameter. Weights are quantised
+    or dequantised if the model holds them otherwise than the checkpoint.
 
     Args:
       folder: the checkpoint.
@@ -238,7 +240,10 @@ def load_params(
             leaf = join(parts, layout=weight.layout, dtype=model.dtype)
             del part, parts
         else:
-            codes = [linears[name].codes(form) for name, _ in weight.sources]
+            codes = [
+                linears[name].codes(form) if name in linears else quantise(views.pop(name), form)
+                for name, _ in weight.sources
+            ]
             leaf = _quantised(codes, form, weight, device)
         # Wait for each parameter. Queued transfers would hold all pieces in memory at once.
         jax.block_until_ready(leaf)
