@@ -138,12 +138,12 @@ class MLP(nnx.Module):
 def _normed(
     norm: Norm | None, linear: Callable[..., Array], x: Array, plan: Plan, **fused
 ) -> Array:
-    """linear(norm(x)); `fused` are keywords of `matmul`."""
-    if norm is None:
-        return linear(x, plan=plan, **fused)
-    if norm.is_layer_norm:
-        return linear(norm(x, plan), plan=plan, **fused)
-    return linear(x, norm=norm.operand(), plan=plan, **fused)
+    """linear(norm(x)), x [...,K]; `fused` are keywords of `matmul`."""
+    if norm is not None and norm.is_layer_norm:
+        x = norm(x.reshape(-1, 1, x.shape[-1]), plan).reshape(x.shape)
+    elif norm is not None:
+        fused["norm"] = norm.operand()
+    return linear(x, plan=plan, **fused)
 
 
 def _by_row(function: Callable[[Array], Array], x: Array, plan: Plan) -> Array:

@@ -51,6 +51,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     if not reader.get("layer_norm_elementwise_affine", bool, True):
         raise CheckpointError(f"{reader.source}: norms without weights are not supported")
     first = reader.get("do_layer_norm_before", bool, True)
+    without_last = reader.get("_remove_final_layer_norm", bool, False)
     width = dimensions["width"]
     inner = reader.positive("word_embed_proj_dim", width)
     return read_decoder(
@@ -67,7 +68,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         no_gate=True,
         position_offset=2,
         embedding_width=None if inner == width else inner,
-        final_norm=first and not reader.get("_remove_final_layer_norm", bool, False),
+        final_norm=first and not without_last,
         **dimensions,
         ignorable=_IGNORABLE,
     )
