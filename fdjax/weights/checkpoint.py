@@ -443,8 +443,8 @@ def load_params(
       UserWarning: a tensor has values that are not finite, or a matrix or norm is all zeros.
     """
     began = time.perf_counter()
-    stored = stored_tensors(folder)
     weights = weight_map(model.config)
+    stored = _with_base(stored_tensors(folder), weights)
     check_tensors(stored, weights, ignored_tensors(model.config))
     if model.config.tie_embeddings:
         ((embedding, _),) = weights["embed",].sources
@@ -474,6 +474,20 @@ def load_params(
         progress(done, total)
     logger.info("%s: %.2f GB read in %.1f s", folder, total / 1e9, time.perf_counter() - began)
     return params
+
+
+def _with_base(stored: dict[str, StoredTensor], weights: WeightMap) -> dict[str, StoredTensor]:
+    """Tensors by the names of a whole model.
+
+    Checkpoints such as those of GPT-2 and BLOOM were saved without the head. Their names lack the
+    first part, "transformer.".
+    """
+    ((embedding, _),) = weights["embed",].sources
+    base, _, rest = embedding.partition(".")
+    if embedding in stored or rest not in stored:
+        return stored
+    needed = {name for weight in weights.values() for name, _ in weight.sources}
+    return {name if name in needed else f"{base}.{name}": t for name, t in stored.items()}
 
 
 def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
