@@ -13,6 +13,7 @@ import pytest
 import safetensors.numpy
 
 import fdjax
+from fdjax.engine.memory import longest_context
 from fdjax.models import (
     CheckpointError,
     chain_features,
@@ -282,6 +283,7 @@ def test_no_sequence_is_longer_than_the_table_of_positions(case):
         fdjax.LM(model, params, max_len=limit + 1)
     with pytest.raises(ValueError, match=f"lengths must be in 1..{limit}.*positions"):
         fdjax.forward(model, params, np.zeros((1, limit + 1), np.int32))
+    assert longest_context(model, memory_bytes=10**9) == limit
     options = fdjax.GenerationConfig(max_new_tokens=9)
     with pytest.raises(ValueError, match=f"lengths must be in 1..{limit - 9}.*positions"):
         fdjax.generate(model, params, np.zeros((1, limit - 8), np.int32), options)
