@@ -181,6 +181,15 @@ def test_a_ragged_batch_has_the_tokens_of_transformers(case):
         assert batch.tokens[i] == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
 
 
+@pytest.mark.parametrize("case", slow_unless_fast(["gpt2", "opt"], ()))
+def test_learned_positions_go_on_after_a_beginning_from_the_cache(case):
+    whole = prompt(case, 4)
+    load(case).generate(whole[:150], max_new_tokens=1)
+    result = load(case).generate(whole, **GREEDY)
+    assert result.stats.cached_tokens > 0
+    assert result.tokens == [expected(case)["tokens_4"].tolist()]
+
+
 @pytest.mark.parametrize("case", sorted(FAST_BATCH))
 def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
     assert_batch_is_each_alone(case, (4, 0, 3, 1), "quick")
