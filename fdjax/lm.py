@@ -84,7 +84,8 @@ class LM:
             that returns the engine.
 
         Raises:
-          ValueError: `max_len` is not positive, or the parameters do not belong to the model.
+          ValueError: `max_len` is not positive, or exceeds a learned table of positions; or the
+            parameters do not belong to the model.
 
         Warns:
           UserWarning: `max_len` exceeds the model's max_position_embeddings.
@@ -93,6 +94,11 @@ class LM:
         if max_len is not None and max_len < 1:
             raise ValueError(f"load: max_len must be positive, got {max_len}")
         if max_len is not None and max_len > limit:
+            if model.config.position_offset is not None:
+                raise ValueError(
+                    f"load: max_len must be at most {limit}, the positions that the model has "
+                    f"learned, got {max_len}"
+                )
             warnings.warn(
                 f"max_len {max_len} exceeds the model's max_position_embeddings {limit}: "
                 "quality degrades past it",

@@ -49,7 +49,7 @@ def forward(
         raise ValueError(f"forward: last must be in 1..{t}, got {last}")
     module = model.module(params)
     attend = attend_without_cache(lengths, model.plan)
-    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan)
+    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan, starts=None)
     return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
 
 
@@ -116,7 +116,7 @@ def generate(
         raise ValueError("generate: num_return_sequences must be 1: repeat the prompts")
     if wrong := config.id_outside(model.config.vocab_size):
         raise ValueError(f"generate: {wrong}")
-    ids, lengths = _checked("generate", ids, lengths, model)
+    ids, lengths = _checked("generate", ids, lengths, model, config.max_new_tokens)
     b, p = ids.shape
     if config.max_new_tokens == 0:
         return jnp.zeros((b, 0), jnp.int32)
@@ -139,7 +139,9 @@ def generate(
     return jnp.concatenate([first[:, None], rest], axis=1)
 
 
-def _checked(function: str, ids: Array, lengths: Array | None, model: Model) -> tuple[Array, Array]:
+def _checked(
+    function: str, ids: Array, lengths: Array | None, model: Model, new_tokens: int = 0
+) -> tuple[Array, Array]:
     """Ids [B,T] and lengths [B] as int32 arrays; of tracers, only shape and dtype are checked.
 
     Raises:
@@ -157,6 +159,9 @@ def _checked(function: str, ids: Array, lengths: Array | None, model: Model) -> 
     v = model.config.vocab_size
     _check_within(function, "ids", ids, 0, v - 1, "the vocabulary")
     _check_within(function, "lengths", lengths, 1, t, "what ids has room for")
+    if model.config.position_offset is not None:
+        room = model.config.max_position_embeddings - new_tokens
+        _check_within(function, "lengths", lengths, 1, room, "the positions the model has learned")
     return jnp.asarray(ids, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 

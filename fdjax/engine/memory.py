@@ -184,14 +184,17 @@ def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
 def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
     """Largest number of tokens per row, for `batch` rows in `memory_bytes`; 0 if none fits.
 
-    It ignores the model's `max_position_embeddings`.
+    It ignores the model's `max_position_embeddings`, unless the model has learned its positions.
     """
 
     def fits(multiples: int) -> bool:
         max_len = multiples * SLOT_MULTIPLE
         return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
 
-    return SLOT_MULTIPLE * _largest(fits, memory_bytes // cache_bytes(model, batch, SLOT_MULTIPLE))
+    most = memory_bytes // cache_bytes(model, batch, SLOT_MULTIPLE)
+    longest = SLOT_MULTIPLE * _largest(fits, most)
+    learned = model.config.position_offset is not None
+    return min(longest, model.config.max_position_embeddings) if learned else longest
 
 
 def _largest(fits, most: int) -> int:

@@ -101,7 +101,7 @@ def prefill(
         plan=model.plan,
     )
     last_tokens = jnp.maximum(lengths - 1, 0)
-    hidden, kv = module(tokens, state.kv, attend, model.plan, last=last_tokens)
+    hidden, kv = module(tokens, state.kv, attend, model.plan, starts=offsets, last=last_tokens)
     hidden = hidden if owners is None else hidden[last]
     slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
@@ -276,14 +276,14 @@ def run_layers(
     if isinstance(state.kv, StackedCache):
         return _run_stacked(module, state, attend, plan, reruns)
     caches = list(zip(state.kv, *reruns, strict=True))
-    hidden, caches = module(state.tokens[:, None], caches, attend, plan)
+    hidden, caches = module(state.tokens[:, None], caches, attend, plan, starts=state.lengths)
     return hidden, *map(list, zip(*caches, strict=True))
 
 
 def _run_stacked(module, state, attend, plan, reruns):
     """`run_layers` for a cache that passes through the layers as a whole, reruns with it."""
     stack = _CountedStack(state.kv, *reruns)
-    hidden, stack = module(state.tokens[:, None], stack, attend, plan)
+    hidden, stack = module(state.tokens[:, None], stack, attend, plan, starts=state.lengths)
     return hidden, stack.kv, *([] if stack.reruns is None else [stack.reruns])
 
 

@@ -274,7 +274,7 @@ def _observe_chunk(
         )
         return o, (cache, _observe(spec, q, cache[0], positions, ends))
 
-    _, updated = model.module(params)(tokens, kv, attend, model.plan)
+    _, updated = model.module(params)(tokens, kv, attend, model.plan, starts=offsets)
     caches, observed = zip(*updated, strict=True)
     return list(caches), list(observed)
 

@@ -168,7 +168,8 @@ def _choices(model: Model, batch: int, slots: int):
         yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
     if c.tie_embeddings:
         tied = Choice("xla", source="only")  # no kernel reads a transposed weight
-        yield row("matmul", f"head M={batch} [{c.width},{c.vocab_size}]", tied)
+        width = c.embedding_width or c.width
+        yield row("matmul", f"head M={batch} [{width},{c.vocab_size}]", tied)
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
         if one_launch and op == "decode_attention":
             continue

@@ -23,13 +23,19 @@ from fdjax.models import DecoderConfig
 from fdjax.models.name_map import StackedRows, Weight, WeightMap
 from fdjax.pallas_kernels.norm import rms_norm
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.quantised import BITS, WeightFormat
+from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES, WeightFormat
 from fdjax.system.process import transfers_allowed
 from fdjax.weights.stored import FLOATS, StoredTensor
 
 # Rows of a layer's inputs that are kept.
 _SAMPLE = 256
 _POWERS = tuple(i / 20 for i in range(21))
+
+
+# Features of blocks whose norms, or linear layers before, can take a factor.
+_CAN = WEIGHT_FEATURES | frozenset(
+    {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +73,7 @@ def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, I
         ids = np.zeros((1, width), np.int32)
         ids[0, : len(piece)] = piece
         length = np.array([len(piece)], np.int32)
-        x = module.embedded(jnp.asarray(ids), model.plan)
+        x = module.embedded(jnp.asarray(ids), None, model.plan)
         for i, block in enumerate(module.blocks):
             graph, params = nnx.split(block)
             spec = model.config.blocks[i]
@@ -151,6 +157,9 @@ def smoothed(
 ) -> Smoothed:
     """Find the factors of all layers.
 
+    Layers with features beyond those of Llama and Gemma get none. For them, only the importance of
+    errors is found.
+
     Args:
       config: the model with the formats of its weights.
       weights: the checkpoint tensors of each parameter.
@@ -159,9 +168,13 @@ def smoothed(
     """
     found = Smoothed()
     for i, block in enumerate(config.blocks):
+        foldable = block.features <= _CAN
         for name, linear in block.linears.items():
             weight = weights["blocks", i, *linear.path, "weight"]
             seen = inputs[i][name]
+            if not foldable:
+                found.importance |= {tensor: seen.square for tensor, _ in weight.sources}
+                continue
             heads = (block.kv_heads, block.group) if name == "out" else None
             scale = _scale(weight, stored, seen, linear.weight, heads)
             if name in ("qkv", "gate_up"):

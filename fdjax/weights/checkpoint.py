@@ -206,8 +206,8 @@ def load_params(
       UserWarning: a tensor has values that are not finite, or a matrix or norm is all zeros.
     """
     began = time.perf_counter()
-    stored = stored_tensors(folder)
     weights = weight_map(model.config)
+    stored = _with_base(stored_tensors(folder), weights)
     linears = _stored_linears(folder, model.config, stored)
     ignored = ignored_tensors(model.config)
     check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
@@ -336,6 +336,20 @@ def _warn_of_dequantised(
             ),
             stacklevel=3,
         )
+
+
+def _with_base(stored: dict[str, StoredTensor], weights: WeightMap) -> dict[str, StoredTensor]:
+    """Tensors by the names of a whole model.
+
+    Checkpoints such as those of GPT-2 and BLOOM were saved without the head. Their names lack the
+    first part, "transformer.".
+    """
+    ((embedding, _),) = weights["embed",].sources
+    base, _, rest = embedding.partition(".")
+    if embedding in stored or rest not in stored:
+        return stored
+    needed = {name for weight in weights.values() for name, _ in weight.sources}
+    return {name if name in needed else f"{base}.{name}": t for name, t in stored.items()}
 
 
 def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:

@@ -144,7 +144,9 @@ def rows_by_brute_force(lm, texts):
 
     @jax.jit
     def run(params, tokens):
-        _, found = lm.model.module(params)(tokens, [None] * lm.config.layers, attend, lm.model.plan)
+        _, found = lm.model.module(params)(
+            tokens, [None] * lm.config.layers, attend, lm.model.plan, starts=None
+        )
         return found
 
     found = jax.device_get(run(lm.params, tokens))
