@@ -423,7 +423,7 @@ def _warn_of_damage(tensor: StoredTensor, largest: float, model: Model) -> None:
     """Warn of a tensor that a failed download or training left behind: all zeros, or not finite."""
     problem = None if math.isfinite(largest) else "values that are not finite"
     # A bias may be all zeros. So may the weights of a norm if the model adds 1 to them.
-    scales = tensor.name.endswith("norm.weight") and not model.config.norm_offset
+    scales = tensor.name.endswith(".weight") and not model.config.norm_offset
     if largest == 0 and (len(tensor.shape) > 1 or scales):
         problem = "only zeros"
     if problem:

@@ -345,6 +345,12 @@ def test_a_checkpoint_saved_without_its_head_lacks_the_first_part_of_names(case,
     jax.tree.map(np.testing.assert_array_equal, got.params, want.params)
 
 
+def test_a_norm_of_zeros_is_warned_of_by_any_name(damaged):
+    name = "transformer.h.1.ln_2.weight"
+    with pytest.warns(UserWarning, match=f"'{name}' has only zeros"):
+        damaged("gpt2", lambda tensors: tensors | {name: np.zeros_like(tensors[name])})
+
+
 def test_masks_of_old_checkpoints_are_no_matter(damaged):
     def old(tensors):
         mask = np.tril(np.ones((1, 1, 8, 8), np.float32))
