@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax.engine.engine import compiler_options
 from fdjax.engine.memory import plan_memory
-from fdjax.engine.state import SLOT_MULTIPLE
+from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
+from fdjax.engine.step import decode_steps
 from fdjax.models import chain_features, describe, layers_features, parse_config, random_params
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, is_quantised
-from fdjax.sampling.options import GenerationConfig
+from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.sampling.sampler import Processors
 from fdjax.tools.info import model_info
 
 LLAMA = {
@@ -171,3 +174,29 @@ def test_a_decode_loop_does_not_hold_dequantised_weights(kind):
         sizes[name] = compiled.memory_analysis().temp_size_in_bytes
     one = 4 * 2 * 256 * 1024
     assert sizes[kind] - sizes["plain"] < 2.5 * one
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_weight_is_dequantised_at_a_time_on_a_gpu(kind):
+    from deviceless import compile_for, temp_bytes
+
+    config = parse_config(LLAMA | {"hidden_size": 1024, "intermediate_size": 4096})
+    plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    config = with_formats(config, WeightFormat(kind, 64, scales="bfloat16"), head=False)
+    m = describe(config, dtype="bfloat16", plan=plan)
+    state = jax.eval_shape(lambda: start(init_cache(m, 1, SLOT_MULTIPLE)))
+    sampling = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), per_row([GenerationConfig()], 1)
+    )
+
+    def run(params, state, sampling, steps):
+        return decode_steps(m, params, state, sampling, steps, max_steps=4, processors=Processors())
+
+    compiled = compile_for(
+        *("h100", run, jax.eval_shape(functools.partial(random_params, m)), state, sampling),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        donate_argnums=1,
+        compiler_options=compiler_options(decode_steps, m),
+    )
+    assert temp_bytes(compiled) < 1.2 * 2 * 2 * 1024 * 4096

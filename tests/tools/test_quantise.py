@@ -220,8 +220,7 @@ def test_smoothing_changes_no_answer(tmp_path, case):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [32, 128])
-def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeypatch, group):
+def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeypatch, group=32):
     """Closer than those of plain rounding with as many bits, and of a search without a text."""
     searched = written(tiny, tmp_path / "searched", group=group)
     helped = written(tiny, tmp_path / "helped", group=group, inputs=inputs)

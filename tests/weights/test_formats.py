@@ -117,10 +117,7 @@ slow = pytest.mark.slow
     "case",
     [
         "ct_mixed",
-        *(
-            pytest.param(case, marks=slow)
-            for case in ("awq", "ct_int4_asymmetric", "fp8_block", "gptq")
-        ),
+        *(pytest.param(case, marks=slow) for case in ("awq", "gptq")),
     ],
 )
 def test_logits_are_those_of_transformers(case):
