@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -272,6 +273,18 @@ def test_the_command_writes_and_reports(tmp_path, text, capsys):
     assert main(again) == 1 and "is quantised already" in capsys.readouterr().err
     assert main(["quantize", "--output", str(output)]) == 1
     assert "must be a new or empty folder" in capsys.readouterr().err
+
+
+def test_info_of_a_description_alone_warns(capsys):
+    quantised = FIXTURES.parent / "quantised" / "ct_int4_group"
+    assert main(["info", str(quantised)]) == 0
+    assert "int4 by 32" in capsys.readouterr().out
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["info", str(quantised / "config.json")]) == 0
+    shown = capsys.readouterr()
+    assert "int4" not in shown.out
+    assert "without their files they count as bfloat16" in f"{told}{shown.err}"
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
