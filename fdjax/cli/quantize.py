@@ -11,12 +11,13 @@ from fdjax.cli.shared import EMBEDDED, MODEL, read_text, say
 HELP = "write a checkpoint with weights of 4 or 8 bits"
 DESCRIPTION = (
     "Quantise the weights of a model's linear layers and write a checkpoint in the format "
-    '"pack-quantized" of compressed-tensors, which transformers and vLLM also read. With a text, '
+    '"pack-quantized" of compressed-tensors, which transformers also loads. With a text, '
     "the model first runs on a part of it, so that the weights that matter lose less, and the rest "
     "shows how much the answers change. See docs/quantised.md."
 )
-# Tokens of a piece of the text; pieces for the search of scales, and for the comparison.
-_PIECE_TOKENS = 512
+# Tokens of a piece of the text. The pieces of a short text are shorter, so that there are some.
+_PIECE_TOKENS, _LEAST_TOKENS, _LEAST_PIECES = 512, 32, 8
+# The largest number of pieces for the search of scales, and for the comparison.
 _PIECES, _COMPARED = 128, 64
 
 
@@ -98,17 +99,21 @@ def _split(lm: fdjax.LM, texts: list[str]) -> tuple[list[list[int]], list[list[i
     """(pieces of the texts to find scales with, a quarter of them to compare predictions)."""
     from fdjax.tools.calibrate import pieces_of
 
+    def cut(context: int) -> list[list[int]]:
+        return [
+            piece
+            for i, text in enumerate(texts)
+            for piece in pieces_of(lm.engine, lm.tokenizer, text, i, context)
+            if len(piece) > 1
+        ]
+
     context = min(_PIECE_TOKENS, lm.engine.context)
-    pieces = [
-        piece
-        for i, text in enumerate(texts)
-        for piece in pieces_of(lm.engine, lm.tokenizer, text, i, context)
-        if len(piece) > 1
-    ]
+    while len(pieces := cut(context)) < _LEAST_PIECES and context > _LEAST_TOKENS:
+        context //= 2
     if len(pieces) < 4:
         raise ValueError(
-            f"quantize: the text must have more than {3 * context} tokens, of which a quarter is "
-            "for the comparison"
+            f"quantize: the text must have more than {3 * _LEAST_TOKENS} tokens, of which a "
+            "quarter is for the comparison"
         )
     observed = [piece for i, piece in enumerate(pieces) if i % 4 != 3]
     return observed[:_PIECES], pieces[3::4][:_COMPARED]

@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -133,6 +134,12 @@ def model_of(args: argparse.Namespace):
     config = parse_config(data, str(path))
     if folder and has_weights(folder):
         config = quantised_config(folder, config, data)
+    elif data.get("quantization_config"):
+        warnings.warn(
+            f"{path}: the weights are quantised, but without their files they count as "
+            f"{config.dtype}",
+            stacklevel=2,
+        )
     dtype = args.dtype or (unnamed_dtype(folder, data) if folder else None)
     return describe(config, dtype=dtype, plan=plan_of(args)), folder
 

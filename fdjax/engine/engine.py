@@ -46,6 +46,7 @@ from fdjax.system.device_memory import free_memory_bytes
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
+_CONCURRENT = "xla_gpu_command_buffer_scheduling_mode"
 # XLA options that capture a chunk of decode steps, with its loop, in one CUDA graph. Outside a
 # graph, the host reads the condition of each step.
 _DECODE_OPTIONS = {
@@ -58,7 +59,7 @@ _DECODE_OPTIONS = {
     # The small kernels before and after the layers may then run concurrently. They cannot share
     # memory then, so prefill, whose buffers are large, does not use this: it would need a quarter
     # more memory.
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    _CONCURRENT: "CONCURRENT",
 }
 # For every program: XLA's estimate of memory, in percent of what there is, above which it computes
 # things twice. It counts a cache that kernels update in place once more for each kernel.
@@ -396,7 +397,7 @@ class Engine:
                 else cached_on_disk(run, (name, model, packing), device),
                 describe,
                 donate_argnums=1,
-                compiler_options=compiler_options(function),
+                compiler_options=compiler_options(function, self.model),
             )
         return self.programs[key]
 
@@ -447,9 +448,12 @@ class ParamPacking:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def compiler_options(function: Callable) -> dict[str, Any]:
+def compiler_options(function: Callable, model: Model | None = None) -> dict[str, Any]:
     """XLA options for the program of a step, without those that `XLA_FLAGS` sets."""
     options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
+    if model is not None and model.config.weight_formats:
+        # Dequantised weights must share memory, or all of them would exist at the same time.
+        options.pop(_CONCURRENT, None)
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

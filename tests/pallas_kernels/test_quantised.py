@@ -280,7 +280,7 @@ def test_a_row_has_the_same_bits_in_every_batch(case):
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=25)
 @given(
     kind=st.sampled_from(KINDS),
     groups=st.integers(1, 6),

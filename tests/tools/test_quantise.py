@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+import warnings
 from pathlib import Path
 
 import jax
@@ -42,7 +43,7 @@ def tiny():
 def pieces(tiny):
     """Token ids of stories: (to observe, to compare)."""
     drawn = random.Random(1)
-    ids = [tiny.tokenizer.encode(" ".join(story(drawn)))[:200] for _ in range(120)]
+    ids = [tiny.tokenizer.encode(" ".join(story(drawn)))[:200] for _ in range(80)]
     return ids[:40], ids[40:]
 
 
@@ -112,7 +113,7 @@ def test_a_model_is_quantised_while_it_is_loaded(tiny):
         lm = fdjax.load("tiny", quantize=kind, plan=Plan())
         assert lm.model.weight_bytes < share * tiny.model.weight_bytes
         assert {weight.kind for weight in lm.config.weight_formats} == {kind}
-        assert "Pacific" in lm.generate("What is the largest ocean?").text
+    assert "Pacific" in lm.generate("What is the largest ocean?").text
     assert {weight.group for weight in lm.config.weight_formats} == {256, 640}
 
 
@@ -141,7 +142,6 @@ def test_a_written_checkpoint_is_what_load_makes(tiny, tmp_path):
         jax.tree.leaves(lm.params), jax.tree.leaves(direct.params), strict=True
     ):
         np.testing.assert_array_equal(ours, theirs)
-    assert lm.generate("What is the largest ocean?").text
     described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
     weights = described["config_groups"]["group_0"]["weights"]
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 128, True)
@@ -184,7 +184,16 @@ def test_one_tensor_is_made_at_a_time(tmp_path):
     assert [float(tensors[f"w{i}"].view()[-1]) for i in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("case", ["llama_bias", "phi3_longrope", "gemma2", "qwen2_mixed", "qwen3"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama_bias", "phi3_longrope"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("gemma2", "qwen2_mixed", "qwen3")
+        ),
+    ],
+)
 def test_smoothing_changes_no_answer(tmp_path, case):
     """The same logits before anything is rounded, also with biases, fused tensors and offsets."""
     folder = FIXTURES / case
@@ -211,11 +220,8 @@ def test_smoothing_changes_no_answer(tmp_path, case):
     assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
 
 
-@pytest.mark.parametrize(
-    "group",
-    [128, pytest.param(64, marks=pytest.mark.slow), pytest.param(32, marks=pytest.mark.slow)],
-)
-def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeypatch, group):
+@pytest.mark.slow
+def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeypatch, group=32):
     """Closer than those of plain rounding with as many bits, and of a search without a text."""
     searched = written(tiny, tmp_path / "searched", group=group)
     helped = written(tiny, tmp_path / "helped", group=group, inputs=inputs)
@@ -231,6 +237,7 @@ def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeyp
         assert found["helped"].agreement > found[other].agreement, found
 
 
+@pytest.mark.slow
 def test_a_comparison_with_itself_and_with_noise(tiny, pieces):
     same = tool.compare(tiny.engine, tiny.engine, pieces[1][:9])
     assert (same.mean_kl, same.p99_kl, same.agreement) == (0, 0, 1)
@@ -266,6 +273,18 @@ def test_the_command_writes_and_reports(tmp_path, text, capsys):
     assert main(again) == 1 and "is quantised already" in capsys.readouterr().err
     assert main(["quantize", "--output", str(output)]) == 1
     assert "must be a new or empty folder" in capsys.readouterr().err
+
+
+def test_info_of_a_description_alone_warns(capsys):
+    quantised = FIXTURES.parent / "quantised" / "ct_int4_group"
+    assert main(["info", str(quantised)]) == 0
+    assert "int4 by 32" in capsys.readouterr().out
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["info", str(quantised / "config.json")]) == 0
+    shown = capsys.readouterr()
+    assert "int4" not in shown.out
+    assert "without their files they count as bfloat16" in f"{told}{shown.err}"
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
