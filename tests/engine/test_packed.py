@@ -207,7 +207,7 @@ def test_a_packed_call_is_bit_by_bit_what_blocks_give_one_by_one(family):
 
     blocks = [(row, s) for row, n in enumerate(lengths) for s in range(0, n, PAGE)]
     order = [blocks[i] for i in rng.permutation(len(blocks))]
-    packed_state, first, _ = call(start_in_pages(pool, batch, 384), [*order, None], restarts)
+    packed_state, first, _ = call(start_in_pages(pool, batch, 384), [None, *order], restarts)
     state, firsts = start_in_pages(pool, batch, 384), np.full(batch, -1)
     for block in blocks:
         state, chosen, _ = call(state, [block, None, None], restarts)
