@@ -19,6 +19,8 @@ from typing import Any
 
 import numpy as np
 
+from fdjax.system.files import output_file, write_whole
+
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "models" / "tiny"
 REFERENCE = Path(__file__).parent / "results" / "hf_tiny_greedy.npz"
@@ -160,7 +162,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="plans to compare in bf16",
     )
     parser.add_argument("--reference", action="store_true", help="make the reference and stop")
-    parser.add_argument("--output", help="write the record to this file as well")
+    parser.add_argument("--output", type=output_file, help="write the record to this file as well")
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
     return parser.parse_args(argv)
 
@@ -205,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     record = {"environment": environment(args.commit), "rows": rows}
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return int(not all(row["ok"] for row in rows))
 

@@ -11,13 +11,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 import fdjax
 from fdjax.bench.record import environment
 from fdjax.models.tiny.world import Example, World
+from fdjax.system.files import output_file, write_whole
 from fdjax.tools.calibrate import (
     BIN_LOG2,
     BINS,
@@ -79,8 +79,8 @@ def density(scores: np.ndarray) -> dict[str, list]:
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=32, help="rows of 512 tokens of each text")
-    parser.add_argument("--output")
-    parser.add_argument("--plot")
+    parser.add_argument("--output", type=output_file)
+    parser.add_argument("--plot", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot:
         plot(known, "embedded model", args.plot)
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return 0
 

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import numpy as np
 
+from fdjax.system.files import output_file, write_whole
+
 LLAMA2_7B = {
     "vocab_size": 32000,
     "hidden_size": 4096,
@@ -121,7 +123,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--prompt-tokens", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--output")
+    parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 
@@ -144,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     peers = {"torch": torch.__version__, "transformers": transformers.__version__}
     record = {"environment": environment(args.commit), "peers": peers, "rows": rows}
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1))
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return int(not all(row["ok"] for row in rows))
 

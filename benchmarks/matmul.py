@@ -17,6 +17,7 @@ from fdjax.bench.record import Measurement, Record, emit, environment, read, wri
 from fdjax.models import LinearShape
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.system.files import output_file
 from fdjax.tools.tune import ROWS, time_linear
 
 PLAIN = {
@@ -129,7 +130,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--runs", type=int, default=10, help="timed calls per pass")
     parser.add_argument("--passes", type=int, default=2, help="passes over the implementations")
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
-    parser.add_argument("--output", help="write the record to this file as well")
+    parser.add_argument("--output", type=output_file, help="write the record to this file as well")
     parser.add_argument("--of", nargs="+", metavar="RECORD", help="only summarise these records")
     return parser.parse_args(argv)
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from fdjax.bench.record import environment
-from fdjax.system.files import write_whole
+from fdjax.system.files import output_file, write_whole
 
 LENGTHS = (128, 512, 1024, 2048)
 # Parts of the names of our kernels and those of cuDNN, XLA and cuBLAS.
@@ -74,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
     return parser.parse_args(argv)
 

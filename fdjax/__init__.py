@@ -12,7 +12,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from fdjax.engine.generation import forward, generate
-    from fdjax.engine.results import GenerateResult, Generation, Stats
+    from fdjax.engine.results import GenerateResult, Generation, Interrupted, Stats
     from fdjax.lm import LM, load
     from fdjax.models import CheckpointError, describe, parse_config
     from fdjax.sampling.options import GenerationConfig
@@ -29,6 +29,7 @@ _HOMES = {
     "parse_config": "fdjax.models",
     "GenerateResult": "fdjax.engine.results",
     "Generation": "fdjax.engine.results",
+    "Interrupted": "fdjax.engine.results",
     "Stats": "fdjax.engine.results",
 }
 
@@ -38,6 +39,7 @@ __all__ = [
     "GenerateResult",
     "Generation",
     "GenerationConfig",
+    "Interrupted",
     "Stats",
     "__version__",
     "describe",

@@ -14,7 +14,8 @@ import jax.numpy as jnp
 
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
-from fdjax.engine.results import Answer, GenerateResult, TextStream, Timer
+from fdjax.engine.results import Answer, GenerateResult, Interrupted, TextStream, Timer
+from fdjax.engine.runner import STREAM_STEPS
 from fdjax.engine.running import RunningRequest
 from fdjax.engine.sequence import Request, Row
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
@@ -40,9 +41,8 @@ from fdjax.weights.checkpoint import (
 from fdjax.weights.quantise import quantised_formats
 from fdjax.weights.stacked import stack_layers
 
-# Decode steps per dispatch. A stream shows new text after each dispatch.
+# Decode steps per dispatch.
 _STEPS = 32
-_STREAM_STEPS = 4
 
 # The models in use, by (configuration, dtype, plan).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
@@ -180,6 +180,7 @@ class LM:
           MissingTokenizerError: a text or a stop string is given, but there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
           MemoryError: the cache of one row does not fit beside the weights.
+          Interrupted: Ctrl-C, a KeyboardInterrupt whose `answers` hold what is complete.
 
         Warns:
           UserWarning: an option has no effect because nothing is sampled.
@@ -193,11 +194,16 @@ class LM:
         """Run the requests to their end and return their rows, one per request."""
         rows = [Row(request, self.tokenizer) for request in requests]
         run = contextlib.closing(self.engine.run(rows, steps))
-        with run as chunks, progress_bars.answers(len(rows)) as update:
-            for chunk in chunks:
-                timer.chunk(chunk)
-                if update is not None:
-                    _show(rows, update)
+        try:
+            with run as chunks, progress_bars.answers(len(rows)) as update:
+                for chunk in chunks:
+                    timer.chunk(chunk)
+                    if update is not None:
+                        _show(rows, update)
+        except KeyboardInterrupt as error:
+            complete = [row for row in rows if row.finish_reason is not None]
+            has_text = bool(self.tokenizer)
+            raise Interrupted([Answer.of(row, with_text=has_text) for row in complete]) from error
         return rows
 
     def warmup(
@@ -212,7 +218,8 @@ class LM:
         """Compile the programs of a later call now, or load them from disk.
 
         A later call of about these sizes with these options then compiles nothing. Other lengths of
-        prompts, numbers of new tokens or numbers of prompts may need other programs.
+        prompts, numbers of new tokens or numbers of prompts may need other programs, and so may
+        prompts whose beginning is in the cache.
 
         Args:
           config, **options: as in `generate`, the options of the later call.
@@ -236,7 +243,7 @@ class LM:
             dataclasses.replace(request, config=self._of_two_tokens(request.config))
             for request in self._requests(prompts, config, options, self.defaults)
         ]
-        rows = self._run(requests, timer, _STREAM_STEPS if streamed else _STEPS)
+        rows = self._run(requests, timer, STREAM_STEPS if streamed else _STEPS)
         return timer.stats(rows).compile_seconds
 
     def _of_two_tokens(self, config: GenerationConfig) -> GenerationConfig:
@@ -305,7 +312,7 @@ class LM:
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
         rows = [Row(request, self.tokenizer, streamed=has_text) for request in requests]
-        return RunningRequest(self.engine.runner, rows, _STREAM_STEPS, timer, with_text=has_text)
+        return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
 
     def stream(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -340,7 +347,7 @@ class LM:
 
     def _pieces(self, row: Row, timer: Timer) -> Iterator[str]:
         timer.resume()
-        with contextlib.closing(self.engine.run([row], _STREAM_STEPS)) as chunks:
+        with contextlib.closing(self.engine.run([row], STREAM_STEPS)) as chunks:
             for chunk in chunks:
                 timer.chunk(chunk)
                 if piece := row.new_text():
@@ -584,6 +591,7 @@ def load(
         raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
     refuse_forked()
     platform.warn_of_idle_gpu()
+    platform.log_memory_share()
     if compilation_cache is not False:
         platform.enable_compilation_cache()
     folder = locate(model, revision=revision, token=token)

@@ -19,6 +19,7 @@ from jax import Array, lax
 from fdjax.models.attend import Attend, Stack
 from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
+from fdjax.models.layouts import laid_out
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
@@ -491,9 +492,12 @@ def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | No
       plan: chooses the implementations; default the plan of the first local device.
     """
     dtype = dtype or config.dtype
+    plan = Plan.for_device() if plan is None else plan
+    if config.weight_formats:
+        config = laid_out(config, plan, jnp.dtype(dtype).itemsize)
     abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
     graph, state = nnx.split(abstract)
-    return Model(config, dtype, Plan.for_device() if plan is None else plan, graph, state)
+    return Model(config, dtype, plan, graph, state)
 
 
 def random_params(model: Model, seed: int = 0) -> Params:

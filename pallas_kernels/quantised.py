@@ -15,13 +15,20 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.bricks import BRICK, brick_words, pack_bricks, unpack_bricks
 from fdjax.pallas_kernels.dispatch import Features
 
 # Bits of a code.
 BITS = {"int4": 4, "int8": 8, "fp8": 8}
-PLAIN = "plain"
+PLAIN, BRICKS = "plain", "bricks"
 # Features of `matmul` for everything that this module can dequantise.
-WEIGHT_FEATURES = frozenset({*(f"weight.{kind}" for kind in BITS), "weight.zeros"})
+WEIGHT_FEATURES = frozenset(
+    {
+        *(f"weight.{kind}" for kind in BITS),
+        *(f"weight.layout.{layout}" for layout in (PLAIN, BRICKS)),
+        "weight.zeros",
+    }
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +63,9 @@ class WeightFormat:
     @property
     def features(self) -> Features:
         """What an implementation must support to read this weight."""
-        names = {f"weight.{self.kind}"}
+        names = {f"weight.{self.kind}", f"weight.layout.{self.layout}"}
         if self.zeros:
             names.add("weight.zeros")
-        if self.layout != PLAIN:
-            names.add(f"weight.layout.{self.layout}")
         return frozenset(names)
 
     @property
@@ -78,7 +83,7 @@ class WeightFormat:
         if k % self.group:
             raise ValueError(f"weight: group must divide K = {k}, got {self.group}")
         scales = jnp.zeros((k // self.group, *outs), self.scales)
-        words = jnp.zeros((word_rows(k, self.kind), *outs), jnp.int32)
+        words = jnp.zeros(words_shape(self.kind, shape, self.layout), jnp.int32)
         zeros = scales if self.zeros else None
         return QTensor(words, scales, zeros, self.kind, self.group, tuple(shape), self.layout)
 
@@ -92,7 +97,8 @@ class QTensor:
 
     Attributes:
       words: int32. In the layout "plain", a word holds successive rows of a column, the first in
-        its lowest bits: [K/8, ...] for "int4", else [K/4, ...]. Missing rows are zero bits.
+        its lowest bits: [K/8, ...] for "int4", else [K/4, ...]. Missing rows are zero bits. For
+        "bricks" see `bricks`.
       scales: [G, ...] floating point, with K = G · group.
       zeros: [G, ...] floating point, or None.
       kind: "int4" | "int8" | "fp8".
@@ -127,8 +133,49 @@ class QTensor:
 
 
 def word_rows(k: int, kind: str) -> int:
-    """Number of words that hold K codes of a column."""
+    """Number of words that hold K codes of a column in the layout "plain"."""
     return -(-k * BITS[kind] // 32)
+
+
+def words_shape(kind: str, shape: tuple[int, ...], layout: str = PLAIN) -> tuple[int, ...]:
+    """Shape of the words of a weight [K,N] or [K,2,N]."""
+    k, *outs = shape
+    if layout == BRICKS:
+        *parts, n = outs
+        return *parts, n // BRICK, k // BRICK, *brick_words(BITS[kind])
+    return word_rows(k, kind), *outs
+
+
+def in_layout(q: QTensor, layout: str) -> QTensor:
+    """The same weight with its words in another order.
+
+    Raises:
+      ValueError: it cannot have this layout.
+    """
+    if layout == q.layout:
+        return q
+    check(q, "in_layout")
+    if layout == BRICKS:
+        if problem := no_bricks(q.shape):
+            raise ValueError(f"in_layout: {problem}")
+        words = pack_bricks(_codes(q), BITS[q.kind])
+    else:
+        words = pack(_codes(q), q.kind)
+    return dataclasses.replace(q, words=words, layout=layout)
+
+
+def no_bricks(shape: tuple[int, ...]) -> str | None:
+    """Why a weight cannot have the layout "bricks"; None if it can."""
+    if shape[0] % BRICK or shape[-1] % BRICK:
+        return f"bricks need K and N that are multiples of {BRICK}, got {list(shape)}"
+    return None
+
+
+def _codes(q: QTensor) -> Array:
+    """Codes [K, ...] uint8."""
+    if q.layout == BRICKS:
+        return unpack_bricks(q.words, BITS[q.kind])
+    return unpack(q.words, q.kind, q.shape[0])
 
 
 def pack(codes: Array, kind: str) -> Array:
@@ -158,14 +205,11 @@ def dequantise(q: QTensor, dtype: Any) -> Array:
     """The weight [K,N] or [K,2,N], computed in fp32 and rounded once.
 
     Raises:
-      NotImplementedError: the layout is not "plain".
       ValueError: the arrays do not fit together.
     """
-    if q.layout != PLAIN:
-        raise NotImplementedError(f"dequantise: cannot read the layout {q.layout!r}")
     check(q, "dequantise")
-    k, *outs = q.shape
-    codes = unpack(q.words, q.kind, k)
+    _, *outs = q.shape
+    codes = _codes(q)
     if q.kind == "fp8":
         codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     values = codes.astype(jnp.float32).reshape(-1, q.group, *outs)
@@ -185,19 +229,19 @@ def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
       op: begins the error message.
       stacked: whether the arrays have a leading axis.
     """
-    layout, (k, *outs) = q.format.layout, q.shape
+    kind, (k, *outs) = q.format.kind, q.shape
     if k % q.group:
         raise ValueError(f"{op}: group must divide K = {k}, got {q.group}")
     if len(q.stack) != stacked:
         raise ValueError(f"{op}: w must have {int(stacked)} axes before {list(q.shape)}")
-    rows = {"scales": k // q.group, "zeros": k // q.group}
-    if layout == PLAIN:
-        rows["words"] = word_rows(k, q.kind)
-    for name, count in rows.items():
+    factors = (k // q.group, *outs)
+    shapes = {"scales": factors, "zeros": factors}
+    shapes["words"] = words_shape(kind, q.shape, q.layout)
+    for name, shape in shapes.items():
         array = getattr(q, name)
         if array is None:
             continue
-        want = (*q.stack, count, *outs)
+        want = (*q.stack, *shape)
         if array.shape != want:
             raise ValueError(f"{op}: w.{name} must be {list(want)}, got {list(array.shape)}")
         dtype = jnp.int32 if name == "words" else jnp.floating
@@ -227,7 +271,9 @@ def random_quantised(key: Array, like: QTensor, deviation: float) -> QTensor:
         scale = deviation * math.sqrt(12) / levels
     scales = jnp.full_like(like.scales, scale)
     zeros = None if like.zeros is None else jnp.full_like(like.zeros, levels / 2)
-    return dataclasses.replace(like, words=pack(codes, like.kind), scales=scales, zeros=zeros)
+    words = pack(codes, like.kind)
+    plain = dataclasses.replace(like, words=words, scales=scales, zeros=zeros, layout=PLAIN)
+    return in_layout(plain, like.layout)
 
 
 def refuse_quantised(op: str, *weights: Array | QTensor) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fdjax.bench import record as records
 from fdjax.bench.compare import compare
+from fdjax.system.files import output_file
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +25,7 @@ def add_commands(parser: argparse.ArgumentParser) -> None:
     command.add_argument("--bytes", type=int, default=2**30, help="bytes that each kernel reads")
     command.add_argument("--matmul-size", type=int, default=8192, help="0 skips it")
     command.add_argument("--commit", help="commit to record if git cannot be asked")
-    command.add_argument("--output", help="write the record to this file as well")
+    command.add_argument("--output", type=output_file, help="write the record to this file as well")
     command.set_defaults(run=_ceiling)
 
 

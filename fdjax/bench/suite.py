@@ -13,6 +13,7 @@ from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.check import verify
 from fdjax.bench.record import Measurement, Record, emit, environment, write
 from fdjax.bench.timing import Timing, cold_sets, compile_for, measure
+from fdjax.system.files import output_file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--only", default="", help="run only cases whose name contains this")
     parser.add_argument("--runs", type=int, default=20, help="timed calls per pass")
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
-    parser.add_argument("--output", help="write the record to this file as well")
+    parser.add_argument("--output", type=output_file, help="write the record to this file as well")
     return parser.parse_args(argv)
 
 

@@ -65,6 +65,11 @@ def integer(least: int, most: int | None = None) -> Callable[[str], int]:
     return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
 
 
+def share(text: str) -> float:
+    """Parse a share, above 0 and at most 1."""
+    return _number(float, lambda x: 0 < x <= 1, "number above 0 and at most 1")(text)
+
+
 def argument_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
     """The same parser for argparse, which then shows the text of its ValueError."""
 

@@ -10,10 +10,10 @@ from fdjax.cli.shared import (
     EMBEDDED,
     MODEL,
     add_dtype,
-    check_writable,
     read_text,
     say,
 )
+from fdjax.system.files import check_writable
 
 HELP = "measure attention scores on a text, for faster attention"
 DESCRIPTION = (

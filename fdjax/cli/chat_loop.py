@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from fdjax.cli.chat_input import QUOTES, piped, read_message, typed
-from fdjax.cli.shared import check_writable, say
+from fdjax.cli.shared import say
 from fdjax.lm import LM
-from fdjax.system.files import write_whole
+from fdjax.system.files import check_writable, write_whole
 from fdjax.text.conversation import chat_ids
 
 logger = logging.getLogger("fdjax")

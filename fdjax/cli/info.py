@@ -11,6 +11,7 @@ from fdjax.cli.shared import (
     add_table,
     model_of,
 )
+from fdjax.system.memory_share import DEFAULT_SHARE
 from fdjax.tools.devices import DEVICES
 
 HELP = "size of a model, what fits, which kernels run"
@@ -52,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     model, _ = model_of(args)
     memory_bytes = args.memory
     if memory_bytes is None and args.device is not None:
-        memory_bytes = DEVICES[args.device].memory_bytes
+        share = args.gpu_memory_utilization or DEFAULT_SHARE
+        memory_bytes = int(share * DEVICES[args.device].memory_bytes)
     info = model_info(model, batch=args.batch, slots=args.context, memory_bytes=memory_bytes)
     print(json.dumps(info.asdict()) if args.json else info)
     return 0

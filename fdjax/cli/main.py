@@ -10,8 +10,9 @@ import warnings
 from collections.abc import Iterator, Sequence
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError, did_you_mean
+from fdjax.cli.arguments import Parser, UsageError, did_you_mean, share
 from fdjax.system import interrupts
+from fdjax.system.memory_share import DEFAULT_SHARE, memory_share
 
 _EXAMPLES = """examples:
   fdjax generate "What is the largest ocean?"
@@ -75,7 +76,7 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return 2
     logged = _logged() if getattr(args, "verbose", False) else contextlib.nullcontext()
-    with warnings.catch_warnings(), logged:
+    with warnings.catch_warnings(), logged, memory_share(args.gpu_memory_utilization):
         warnings.showwarning = _show_warning
         return args.run(args)
 
@@ -155,8 +156,19 @@ def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=module.HELP, description=module.DESCRIPTION)
         if chosen in (None, name):
             module.add_arguments(command)
+            _add_memory(command)
             command.set_defaults(run=module.run, parser=command)
     return parser
+
+
+def _add_memory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--gpu-memory-utilization",
+        type=share,
+        metavar="SHARE",
+        help=f"share of each GPU's memory that JAX may take, up to 1; default: {DEFAULT_SHARE}, "
+        "or what JAX's environment variables say",
+    )
 
 
 if __name__ == "__main__":

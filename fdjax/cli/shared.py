@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -155,19 +154,6 @@ def read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 at byte {error.start}") from None
-
-
-def check_writable(path: Path) -> None:
-    """Create the folders above a file and check that it can be written.
-
-    Raises:
-      OSError: it cannot be written.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise PermissionError(f"{path} cannot be written")
 
 
 def say(doing: str) -> None:

@@ -9,10 +9,10 @@ from fdjax.cli.shared import (
     MODEL_OR_CONFIG,
     add_dtype,
     add_table,
-    check_writable,
     model_of,
     say,
 )
+from fdjax.system.files import check_writable
 
 HELP = "measure which implementation of each linear layer is the fastest"
 DESCRIPTION = (

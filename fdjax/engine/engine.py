@@ -16,7 +16,14 @@ import numpy as np
 
 from fdjax.engine import step
 from fdjax.engine.disk_cache import cached_on_disk
-from fdjax.engine.memory import MemoryPlan, plan_memory, workspace_bytes
+from fdjax.engine.memory import (
+    MOST_ROWS,
+    MemoryPlan,
+    plan_memory,
+    pool_pages,
+    reads_pages,
+    room_for_pages,
+)
 from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
@@ -30,7 +37,6 @@ from fdjax.engine.state import (
     abstract_state,
     init_cache,
     init_pool,
-    page_bytes,
     start,
     start_in_pages,
 )
@@ -61,13 +67,10 @@ _OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 
 logger = logging.getLogger("fdjax")
 
-# The largest number of sequences that run at once. More are no faster on a CPU.
-_MOST_ROWS = 256
+# The largest number of sequences that run at once on a CPU. More are no faster.
 _MOST_ROWS_ON_CPU = 32
 # Where the memory is not known, as on a CPU, caches take as much as the weights, or this.
 _LEAST_CACHE_BYTES = 2**30
-# Share of the memory beside weights and workspace that a pool of pages takes.
-_POOL_SHARE = 0.95
 # Where memory is paid for when it is used, as on a CPU, a pool begins with this many pages.
 _FIRST_PAGES = 64
 
@@ -141,7 +144,7 @@ class Engine:
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
-        self.paged = _reads_pages(model)
+        self.paged = reads_pages(model)
         # Keys and values depend on more than the tokens before them if the rotation does.
         regular = not any(s.rope and s.rope.depends_on_length for s in model.config.attention)
         self._prefix_cache = prefix_cache and regular
@@ -176,7 +179,7 @@ class Engine:
         total = max(row.most_tokens for row in rows)
         least = max(row.slots for row in rows)
         slots = max(least, slots_for(prompt, total, self.max_len))
-        most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else _MOST_ROWS
+        most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else MOST_ROWS
         most = min(self.max_batch or most, most)
         batch = min(2 ** math.ceil(math.log2(len(rows))), most)
         if self.paged:
@@ -220,23 +223,18 @@ class Engine:
 
     def _most_pages(self, slots: int) -> int:
         """Pages of a pool that memory has room for, and that some batch could use."""
-        rows = self.max_batch or _MOST_ROWS
-        of_a_row = page_count(max(slots, self.max_len or self.model.config.max_position_embeddings))
+        context = max(slots, self.max_len or self.model.config.max_position_embeddings)
+        sizes = {"rows": self.max_batch or MOST_ROWS, "context": context}
         if self.memory_bytes is None:
             room = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
         else:
-            tokens = min(of_a_row * SLOT_MULTIPLE, self.context)
-            workspace = workspace_bytes(self.model, rows, tokens, slots)
             room = self.memory_bytes - self.model.weight_bytes
             if self.pool is None and self.model.plan.compute_capability is not None:
                 # Others may have taken some since.
                 (device,) = self.params[0].devices()
                 room = min(room, free_memory_bytes(device))
-            room = _POOL_SHARE * (room - workspace)
-        pages = max(0, min(int(room / page_bytes(self.model)), 1 + rows * of_a_row))
-        # Free memory differs a little from process to process. Programs depend on the number.
-        step = 2 ** max(0, pages.bit_length() - 5)
-        return pages // step * step
+            room = room_for_pages(self.model, **sizes, memory_bytes=room, slots=slots)
+        return pool_pages(self.model, **sizes, pool_bytes=room)
 
     @property
     def short_calls(self) -> bool:
@@ -448,27 +446,6 @@ class ParamPacking:
         for group, array in zip(self.groups, arrays, strict=True):
             leaves |= {group[0]: array} if len(group) == 1 else dict(zip(group, array, strict=True))
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
-
-
-def _reads_pages(model: Model) -> bool:
-    """Whether all attention of a model reads pages without copying them first.
-
-    On a CPU it copies them too, but there a copy costs little beside the rest.
-    """
-    plan, c = model.plan, model.config
-    if plan.compute_capability is None:
-        return True
-    if plan.compute_capability < (9, 0):
-        return False
-    shape = {"h": c.heads, "hkv": c.kv_heads, "d": c.head_dim}
-    shape["itemsize"] = jnp.dtype(model.dtype).itemsize
-    choices = (
-        plan.choose(op, spec.features, b=b, t=t, s=s, masks=int(spec.is_masked), **shape)
-        for spec in set(c.attention)
-        for op, t in (("decode_attention", 1), ("prefill_attention", 128))
-        for b, s in ((1, 512), (1, 8192), (64, 2048))
-    )
-    return all(choice.implementation == "mosaic_gpu" for choice in choices)
 
 
 def compiler_options(function: Callable, model: Model | None = None) -> dict[str, Any]:

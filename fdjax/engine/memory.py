@@ -13,13 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from fdjax.engine.schedule import (
+    CHUNKS,
     call_tokens,
     covered_slots,
     most_rows_of_call,
     rows_of_call,
     widest_chunk,
 )
-from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
+from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_bytes
 from fdjax.models import Model
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
@@ -31,6 +32,10 @@ _LOGITS = 5.3
 # XLA's attention limits its scores to this many bytes. With P they take the factor below.
 _SCORES_BYTES = 256 * 2**20
 _SCORES_AND_P = 1.5
+# The largest number of sequences that run at once on a GPU.
+MOST_ROWS = 256
+# Share of the memory beside weights and workspace that a pool of pages takes.
+_POOL_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,6 +240,55 @@ def _dequantised_bytes(model: Model) -> int:
     shapes = {linear.shape for linear in linears} | set(model.config.linear_shapes.values())
     sizes = (shape.k * shape.n for shape in shapes if shape.weight)
     return max(sizes, default=0) * jnp.dtype(model.dtype).itemsize
+
+
+def reads_pages(model: Model) -> bool:
+    """Whether all attention of a model reads pages without copying them first.
+
+    On a CPU it copies them too, but there a copy costs little beside the rest.
+    """
+    plan, c = model.plan, model.config
+    if plan.compute_capability is None:
+        return True
+    if plan.compute_capability < (9, 0):
+        return False
+    shape = {"h": c.heads, "hkv": c.kv_heads, "d": c.head_dim}
+    shape["itemsize"] = jnp.dtype(model.dtype).itemsize
+    choices = (
+        plan.choose(op, spec.features, b=b, t=t, s=s, masks=int(spec.is_masked), **shape)
+        for spec in set(c.attention)
+        for op, t in (("decode_attention", 1), ("prefill_attention", 128))
+        for b, s in ((1, 512), (1, 8192), (64, 2048))
+    )
+    return all(choice.implementation == "mosaic_gpu" for choice in choices)
+
+
+def room_for_pages(
+    model: Model, *, rows: int, context: int, memory_bytes: int, slots: int | None = None
+) -> int:
+    """Bytes of a pool of pages, of what is there beside the weights.
+
+    Args:
+      model: the model.
+      rows: largest number of rows that run at once.
+      context: largest number of tokens of a row.
+      memory_bytes: bytes beside the weights.
+      slots: slots of a row; default those of a row of `context` tokens.
+    """
+    slots = covered_slots(context) if slots is None else slots
+    # Packed calls of any prompts are as large as those of long ones, and never halved.
+    tokens, rows = max(CHUNKS[-1], context), 2 ** (rows - 1).bit_length()
+    workspace = workspace_bytes(model, rows, tokens, slots)
+    return int(_POOL_SHARE * (memory_bytes - workspace))
+
+
+def pool_pages(model: Model, *, rows: int, context: int, pool_bytes: int) -> int:
+    """Pages of a pool: as many as there is room for and as the rows could use."""
+    most = 1 + rows * -(-context // SLOT_MULTIPLE)
+    pages = max(0, min(int(pool_bytes / page_bytes(model)), most))
+    # Free memory differs a little from process to process. Programs depend on the number.
+    step = 2 ** max(0, pages.bit_length() - 5)
+    return pages // step * step
 
 
 def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -> set[str]:

@@ -1,5 +1,6 @@
 """Splits a batch of prompts into calls of a few fixed shapes."""
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
@@ -12,9 +13,12 @@ CHUNKS = (128, 512, 1024)
 # has at least this many rows: as many tokens as the narrowest of `CHUNKS`.
 SHORT_CHUNK, _SHORT_ROWS = 16, 8
 # Limit of prompt tokens per call over all its rows, padding included.
-_CALL_TOKENS = 8192
+CALL_TOKENS = 8192
 # Cost of one more call, in tokens of compute, because it reads the weights again.
 _CALL_OVERHEAD_TOKENS = 128
+# The same in units of the narrowest chunk.
+_UNITS = tuple(chunk // CHUNKS[0] for chunk in CHUNKS)
+_CALL_OVERHEAD = _CALL_OVERHEAD_TOKENS // CHUNKS[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,8 +27,11 @@ class PrefillCall:
 
     Attributes:
       rows: [R] rows of the state, or None for all of them in order.
-      tokens: [R, T].
-      lengths, offsets, final, prompts, generated: [R].
+      tokens: [M, T], blocks of tokens.
+      lengths, offsets: [M].
+      final, prompts, generated: [R].
+      owners: [M], the entry of `rows` that a block belongs to, or None: each row has one block.
+      last: [R], the block in which a row's tokens end, -1 if it has none; or None with `owners`.
     """
 
     rows: np.ndarray | None
@@ -34,6 +41,8 @@ class PrefillCall:
     final: np.ndarray
     prompts: np.ndarray
     generated: np.ndarray
+    owners: np.ndarray | None = None
+    last: np.ndarray | None = None
 
     @property
     def size(self) -> int:
@@ -68,16 +77,17 @@ def covered_slots(length: int) -> int:
 def _widest_and_rest(length: int) -> tuple[int, tuple[int, ...]]:
     """The cheapest chunks: (number of the widest, widths of the chunks after them)."""
     widest = max(0, -(-length // CHUNKS[-1]) - 2)
-    return widest, _cheapest(-(-length // CHUNKS[0]) - widest * (CHUNKS[-1] // CHUNKS[0]))
+    units = cheapest(-(-length // CHUNKS[0]) - widest * _UNITS[-1], _UNITS)
+    return widest, tuple(CHUNKS[0] * n for n in units)
 
 
 @functools.cache
-def _cheapest(units: int) -> tuple[int, ...]:
-    """The cheapest chunks that cover `units` of the narrowest; for up to twice the widest."""
+def cheapest(units: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """The cheapest sizes that cover a number of units of 128 tokens, twice the largest at most."""
     if units <= 0:
         return ()
-    options = [(c, *_cheapest(units - c // CHUNKS[0])) for c in reversed(CHUNKS)]
-    return min(options, key=lambda o: sum(o) + _CALL_OVERHEAD_TOKENS * len(o))
+    options = [(size, *cheapest(units - size, sizes)) for size in reversed(sizes)]
+    return min(options, key=lambda o: sum(o) + _CALL_OVERHEAD * len(o))
 
 
 def rows_of_call(width: int, batch: int) -> int:
@@ -87,14 +97,14 @@ def rows_of_call(width: int, batch: int) -> int:
     programs, whatever the prompts.
     """
     rows = batch
-    while rows > 1 and rows * width > _CALL_TOKENS:
+    while rows > 1 and rows * width > CALL_TOKENS:
         rows //= 2
     return rows
 
 
 def most_rows_of_call(length: int) -> int:
     """Largest number of rows of a call with the widest chunk of prompts of `length` tokens."""
-    return max(1, _CALL_TOKENS // widest_chunk(length))
+    return max(1, CALL_TOKENS // widest_chunk(length))
 
 
 def call_tokens(length: int, batch: int) -> int:
@@ -145,6 +155,37 @@ def prefill_calls(
         group = sorted(group) if whole else group
         calls += _calls(work, group, widths, whole, cached, generated)
     return calls
+
+
+class PromptsOfRows:
+    """Prompts that wait for their computation, for a cache whose rows are in one piece."""
+
+    def __init__(self, batch: int, slots: int, *, short: bool):
+        """Begin with none; see `prefill_calls`."""
+        self._options = {"batch": batch, "slots": slots, "short": short}
+        self._calls: collections.deque[PrefillCall] = collections.deque()
+
+    def __bool__(self) -> bool:
+        """Whether any prompt waits."""
+        return bool(self._calls)
+
+    def add(
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        cached: Mapping[int, int],
+        generated: Mapping[int, int],
+    ) -> None:
+        """Queue prompts, see `prefill_calls`."""
+        self._calls += prefill_calls(prompts, cached=cached, generated=generated, **self._options)
+
+    def leave_out(self, row: int) -> None:
+        """Compute nothing more of the prompt of a row."""
+        calls = [call.leave_out(row) for call in self._calls]
+        self._calls = collections.deque(call for call in calls if call.lengths.any())
+
+    def take(self, most_tokens: float) -> PrefillCall:
+        """The next call, whatever its size."""
+        return self._calls.popleft()
 
 
 def least_slots(prompt: int, total: int) -> int:

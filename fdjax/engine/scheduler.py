@@ -127,8 +127,8 @@ class Scheduler[S: Schedulable]:
     def should_reopen(self) -> bool:
         """Whether a new state would serve the queue better. What runs is then computed again.
 
-        It does where nothing runs and the next sequence does not fit, and where twice as many
-        sequences as there are rows could run.
+        It does where nothing runs and the next sequence does not fit, where rows of pages are too
+        short for it, and where twice as many sequences as there are rows could run.
         """
         self.skip_ended()
         if not self.waiting or self.shape is None:
@@ -136,11 +136,19 @@ class Scheduler[S: Schedulable]:
         free = any(s is None and i not in self.quarantined for i, s in enumerate(self.rows))
         if free and self.fits(self.waiting[0]):
             return False
-        if self.idle:
+        if self.idle or self._is_too_short(self.waiting[0]):
             return True
         wanted = sum(1 for _ in self.running) + len(self.waiting)
         same_group = self.waiting[0].group == self._group
         return same_group and not self.shape.limited and wanted >= 2 * self.shape.rows
+
+    def _is_too_short(self, sequence: S) -> bool:
+        """Whether a sequence fits the pool, but not a row. Then reopening costs little: what runs
+        goes on from its full pages.
+        """
+        if self.pool is None or page_count(sequence.tokens) >= self.pool.count:
+            return False
+        return sequence.group == self._group and sequence.slots > self.shape.slots
 
     def skip_ended(self) -> None:
         """Remove sequences from the head of the queue that ended while they waited."""

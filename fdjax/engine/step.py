@@ -42,19 +42,23 @@ def prefill(
     restarts: Array | None = None,
     generated: Array | None = None,
     pages: Array | None = None,
+    owners: Array | None = None,
+    last: Array | None = None,
     *,
     processors: Processors = Processors(),
 ) -> tuple[DecodeState, Array, Logprobs | None]:
-    """Process a chunk of some rows' prompts, and choose the first token where a prompt ends.
+    """Process blocks of some rows' prompts, and choose the first token where a prompt ends.
 
     Args:
       model, params: the model.
       state: the batch. Other rows stay as they are, in any phase.
       sampling: the options of each row of the batch.
-      tokens: [R, T] int32 prompt tokens, padded at the end with any tokens of the vocabulary.
-      lengths: [R] int32 tokens of this chunk; 0 leaves a row unchanged.
-      offsets: [R] int32 tokens of the prompt already in the cache; offsets + T <= S.
-      final: [R] bool, whether the prompt ends with this chunk.
+      tokens: [M, T] int32 blocks of prompt tokens, padded at the end with any tokens of the
+        vocabulary. Each row has one block (M = R), unless `owners` are given.
+      lengths: [M] int32 tokens of a block that are not padding; 0 leaves its row unchanged.
+      offsets: [M] int32 tokens of the prompt before the block: in the cache, or in other blocks of
+        this call; offsets + T <= S.
+      final: [R] bool, whether the prompt ends with this call.
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
       prompts: [R] int32 tokens of each whole prompt; default offsets + lengths. Only rotary
         embeddings that depend on a sequence's length use it.
@@ -62,6 +66,10 @@ def prefill(
       generated: [R] int32 how many tokens at the end belong to an answer that goes on, where a
         row's cache is computed anew. `prompts` does not count them. Default none.
       pages: [B, N] int32, the pages of each row, if the cache is a pool of pages.
+      owners: [M] int32, the entry of `rows` that each block belongs to; needs `pages`, `prompts`
+        and offsets that are multiples of T. A row may have any number of blocks, in any order.
+      last: [R] int32, the block in which a row's tokens of this call end; -1 leaves a row
+        unchanged. Given with `owners`.
       processors: the active processors.
 
     Returns:
@@ -71,24 +79,33 @@ def prefill(
     if restarts is not None:
         state = restart(state, restarts)
     module = model.module(params)
-    r, t = tokens.shape
+    r, t = len(final), tokens.shape[1]
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
-    ends = jnp.where(lengths > 0, offsets + lengths, 0)
     max_new_tokens = sampling.max_new_tokens if rows is None else sampling.max_new_tokens[rows]
+    prompts = offsets + lengths if prompts is None else prompts
+    block_ends = ends = jnp.where(lengths > 0, offsets + lengths, 0)
+    row_of_block = index
+    if owners is not None:
+        ends = jnp.where(last >= 0, block_ends[last], 0)
+        row_of_block, prompts, max_new_tokens = (
+            a[owners] for a in (index, prompts, max_new_tokens)
+        )
+    in_order = rows is None and owners is None
     attend = functools.partial(
         attend_prefill,
-        ends=ends,
+        ends=block_ends,
         offsets=offsets,
         rows=rows if pages is None else None,
-        pages=pages if pages is None or rows is None else pages[rows],
-        rotation_at=_rotation_at(offsets + lengths if prompts is None else prompts, max_new_tokens),
+        pages=pages if pages is None or in_order else pages[row_of_block],
+        rotation_at=_rotation_at(prompts, max_new_tokens),
         plan=model.plan,
     )
-    last = jnp.maximum(lengths - 1, 0)
-    hidden, kv = module(tokens, state.kv, attend, model.plan, last=last)
+    last_tokens = jnp.maximum(lengths - 1, 0)
+    hidden, kv = module(tokens, state.kv, attend, model.plan, last=last_tokens)
+    hidden = hidden if owners is None else hidden[last]
     slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    slots = jnp.where(slots < ends[:, None], slots, state.slots)
-    ids = state.ids.at[index[:, None], slots].set(tokens, mode="drop", unique_indices=True)
+    slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
+    ids = state.ids.at[row_of_block[:, None], slots].set(tokens, mode="drop", unique_indices=True)
 
     own_ids, progress = ids, state.progress
     if rows is not None:
@@ -104,10 +121,10 @@ def prefill(
         processors,
         batch_invariant=model.plan.batch_invariant,
     )
-    chosen = final & (lengths > 0)
+    chosen = final & (ends > 0)
     finished = _is_final(first, steps + 1, sampling)
     updated = pack_progress(ends, jnp.maximum(first, 0), steps + 1, finished)
-    changed = jnp.stack([lengths > 0, chosen, chosen, chosen])
+    changed = jnp.stack([ends > 0, chosen, chosen, chosen])
     progress = state.progress.at[:, index].set(jnp.where(changed, updated, progress))
     return DecodeState(kv, ids, progress), jnp.where(chosen, first, -1), logprobs
 

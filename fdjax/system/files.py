@@ -1,5 +1,6 @@
 """Writes files as a whole or not at all."""
 
+import argparse
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -26,6 +27,33 @@ def write_whole(path: str | Path, text: str) -> None:
         part.replace(file)
     finally:
         part.unlink(missing_ok=True)
+
+
+def check_writable(path: Path) -> None:
+    """Create the folders above a file and check that it can be written.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a directory")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(f"{path} cannot be written")
+
+
+def output_file(text: str) -> Path:
+    """Parse the name of a file to write, for argparse.
+
+    It refuses what cannot be written before anything is measured, and creates nothing.
+    """
+    path = Path(text)
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory")
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if (there != path and not there.is_dir()) or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
+    return path
 
 
 def json_by_line(head: Mapping[str, Any], name: str, items: Iterable[Any]) -> str:

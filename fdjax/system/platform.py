@@ -10,6 +10,7 @@ import jax
 
 from fdjax.system import interrupts
 from fdjax.system.compiled_programs import write_damaged_anew
+from fdjax.system.memory_share import HOW_TO_GET_MORE, memory_is_configured
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -100,6 +101,12 @@ def warn_of_idle_gpu() -> None:
             "install JAX for GPUs: pip install 'jax[cuda13]'; `fdjax doctor` says more",
             stacklevel=3,
         )
+
+
+def log_memory_share() -> None:
+    """Log how JAX gets more of a GPU's memory, where nobody has said how much it takes."""
+    if default_backend() == "gpu" and not memory_is_configured():
+        logger.info("JAX takes 75 %% of the GPU's memory; %s", HOW_TO_GET_MORE)
 
 
 def _cpu_was_asked_for() -> bool:

@@ -10,7 +10,7 @@ class KnownDevice:
     Attributes:
       kind: JAX's name of the device.
       compute_capability: compute capability of CUDA, (major, minor).
-      memory_bytes: bytes that JAX uses by default, three quarters of the memory.
+      memory_bytes: bytes of memory of which JAX takes a share.
     """
 
     kind: str
@@ -18,9 +18,9 @@ class KnownDevice:
     memory_bytes: int
 
 
-# JAX reported the numbers of the H100 and H200. That of the A100 is three quarters of 80 GB.
+# Of the H100 and H200, what JAX reports for its share of 75 %, over 0.75. The A100 has 80 GB.
 DEVICES = {
-    "h100": KnownDevice("NVIDIA H100 80GB HBM3", (9, 0), 63_763_906_560),
-    "h200": KnownDevice("NVIDIA H200", (9, 0), 112_583_507_968),
-    "a100": KnownDevice("NVIDIA A100-SXM4-80GB", (8, 0), 60_000_000_000),
+    "h100": KnownDevice("NVIDIA H100 80GB HBM3", (9, 0), 85_018_542_080),
+    "h200": KnownDevice("NVIDIA H200", (9, 0), 150_111_343_957),
+    "a100": KnownDevice("NVIDIA A100-SXM4-80GB", (8, 0), 80_000_000_000),
 }

@@ -22,6 +22,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.system import platform
 from fdjax.system.compiled_programs import damaged_entries
 from fdjax.system.device_memory import device_memory_bytes
+from fdjax.system.memory_share import HOW_TO_GET_MORE
 
 # Oldest driver for each CUDA generation (NVIDIA's CUDA toolkit release notes).
 _DRIVER_FOR_CUDA = {13: 580, 12: 525}
@@ -93,7 +94,12 @@ def diagnose() -> Diagnosis:
         findings.append(Finding("devices", "problem", str(error), cure))
     else:
         findings.append(_backend(backend, complaints))
-        findings += [*map(_device, jax.local_devices()), _operations()]
+        findings += map(_device, jax.local_devices())
+        if backend == "gpu":
+            findings.append(
+                Finding("memory", "note", f"JAX takes 75 % of a GPU; {HOW_TO_GET_MORE}")
+            )
+        findings.append(_operations())
     return Diagnosis((*findings, _cache()))
 
 

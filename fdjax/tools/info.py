@@ -5,7 +5,17 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from fdjax.engine.memory import MemoryPlan, largest_batch, longest_context, plan_memory
+from fdjax.engine.memory import (
+    MOST_ROWS,
+    MemoryPlan,
+    largest_batch,
+    longest_context,
+    plan_memory,
+    pool_pages,
+    reads_pages,
+    room_for_pages,
+)
+from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
 from fdjax.pallas_kernels.plan import Choice
 from fdjax.system.device_memory import device_memory_bytes, gigabytes
@@ -24,6 +34,8 @@ class ModelInfo:
       device_bytes: bytes that JAX may use there, None if unknown.
       memory: memory plan for the given number of rows and their length.
       largest_batch: largest number of rows of that length that fits, None if the memory is unknown.
+      pool_tokens: tokens of all rows together that the cache holds in pages; None if the memory is
+        unknown or rows are in one piece.
       longest_context: largest length of that number of rows that fits, in tokens, None if the
         memory is unknown.
       max_position_embeddings: the model's context, in tokens.
@@ -42,6 +54,7 @@ class ModelInfo:
     memory: MemoryPlan
     largest_batch: int | None
     longest_context: int | None
+    pool_tokens: int | None
     max_position_embeddings: int
     choices: tuple[tuple[str, str, str, str], ...]
 
@@ -64,6 +77,8 @@ class ModelInfo:
         lines.append(f"needs         {self.memory}")
         if self.device_bytes is not None:
             lines.append(f"fits          {self._fits()}")
+        if self.pool_tokens is not None:
+            lines.append(f"pool          {self.pool_tokens:,} tokens of all rows together")
         lines += ["", f"{'op':18} {'shape':44} {'runs':10} chosen by"]
         lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
         lines += ["", "docs/performance.md explains these operations and implementations."]
@@ -98,11 +113,12 @@ def model_info(
     """
     memory_bytes = device_memory_bytes() if memory_bytes is None else memory_bytes
     slots = model.config.max_position_embeddings if slots is None else slots
-    fits = {"largest_batch": None, "longest_context": None}
+    fits = dict.fromkeys(("largest_batch", "longest_context", "pool_tokens"))
     if memory_bytes is not None:
         fits = {
             "largest_batch": largest_batch(model, max_len=slots, memory_bytes=memory_bytes),
             "longest_context": longest_context(model, batch=batch, memory_bytes=memory_bytes),
+            "pool_tokens": _pool_tokens(model, memory_bytes) if reads_pages(model) else None,
         }
     return ModelInfo(
         family=model.config.family,
@@ -118,6 +134,14 @@ def model_info(
         max_position_embeddings=model.config.max_position_embeddings,
         choices=tuple(_choices(model, batch, slots)),
     )
+
+
+def _pool_tokens(model: Model, memory_bytes: int) -> int:
+    sizes = {"rows": MOST_ROWS, "context": model.config.max_position_embeddings}
+    left = memory_bytes - model.weight_bytes
+    room = room_for_pages(model, **sizes, memory_bytes=left)
+    pages = pool_pages(model, **sizes, pool_bytes=room)
+    return max(0, pages - 1) * SLOT_MULTIPLE  # one page is nobody's
 
 
 def _choices(model: Model, batch: int, slots: int):

@@ -28,7 +28,7 @@ from fdjax.models import (
 )
 from fdjax.models.name_map import Weight, WeightMap, join
 from fdjax.models.readable import readable
-from fdjax.pallas_kernels.quantised import QTensor, WeightFormat
+from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, in_layout
 from fdjax.weights.formats.layer import Codes, StoredLinear
 from fdjax.weights.formats.scheme import scheme_of, stored_linears, with_stored_formats
 from fdjax.weights.quantise import quantise
@@ -296,6 +296,9 @@ def _stored_linears(
     return stored_linears(scheme_of(data, str(folder / "config.json")), config, stored)
 
 
+_in_layout = jax.jit(in_layout, static_argnames="layout")
+
+
 def _quantised(
     codes: list[Codes], form: WeightFormat, weight: Weight, device: jax.Device | None
 ) -> QTensor:
@@ -310,7 +313,8 @@ def _quantised(
     words = fused([one.words for one in codes], "int32")
     scales = fused([one.scales for one in codes], form.scales)
     zeros = fused([one.zeros for one in codes], form.scales) if form.zeros else None
-    return QTensor(words, scales, zeros, form.kind, form.group, (k, *words.shape[1:]), form.layout)
+    plain = QTensor(words, scales, zeros, form.kind, form.group, (k, *words.shape[1:]))
+    return _in_layout(plain, form.layout)
 
 
 def _warn_of_dequantised(

@@ -127,7 +127,8 @@ def append_prefill_attention(
       layer: index into stacked caches.
       rows: [R] int32 distinct rows of the caches; default all of them in order (R = B).
       pages: [R, N] int32, see `decode_attention`; excludes `rows`. Rows must not share the pages
-        that they write, and offsets must be multiples of 64.
+        that they write, and offsets must be multiples of 64. Rows may be chunks of one prompt in
+        any order, because all are written before any attends.
       implementation, plan: see `prefill_attention`.
 
     Returns:

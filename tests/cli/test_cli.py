@@ -29,7 +29,9 @@ except ImportError:  # not a Unix
 
 import fdjax
 from fdjax.bench import record as records
+from fdjax.cli import info
 from fdjax.cli.main import _parser, main
+from fdjax.cli.shared import model_of
 from fdjax.engine import results
 from fdjax.engine.program import Program
 from fdjax.pallas_kernels.dispatch import NAMES
@@ -1021,12 +1023,58 @@ def test_info_plans_for_a_gpu_that_is_not_here(run, tmp_path):
     assert (code, err) == (0, "")
     data = json.loads(out)
     assert data["device"] == "NVIDIA H100 80GB HBM3"
-    assert data["device_bytes"] == 63_763_906_560
+    # JAX reported 63 763 906 560 for its 75 %.
+    assert data["device_bytes"] == pytest.approx(63_763_906_560 / 0.75 * 0.9, abs=1)
+    _, out, _ = run(
+        *("info", str(config), "--device", "h100", "--gpu-memory-utilization", "0.75", "--json")
+    )
+    assert json.loads(out)["device_bytes"] == 63_763_906_560
     assert "mosaic_gpu" in {runs for _, _, runs, _ in data["choices"]}
     code, out, _ = run("info", str(config), "--device", "a100", "--memory", "40GB", "--json")
     data = json.loads(out)
     assert (data["device"], data["device_bytes"]) == ("NVIDIA A100-SXM4-80GB", 40 * 10**9)
     assert run("info", "--device", "abacus")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("environment", "argument", "expected"),
+    [
+        ({}, [], {"XLA_CLIENT_MEM_FRACTION": "0.9"}),
+        ({}, ["0.5"], {"XLA_CLIENT_MEM_FRACTION": "0.5"}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, [], {"XLA_CLIENT_MEM_FRACTION": "0.4"}),
+        ({"XLA_CLIENT_MEM_FRACTION": "0.4"}, ["1"], {"XLA_CLIENT_MEM_FRACTION": "1.0"}),
+        # JAX refuses both names at once.
+        (
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.4"},
+            ["0.8"],
+            {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.8"},
+        ),
+        (
+            {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+            [],
+            {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        ),
+    ],
+)
+def test_the_share_of_memory(run, monkeypatch, environment, argument, expected):
+    def xla():
+        return {name: value for name, value in os.environ.items() if re.match("XLA.*CLIENT", name)}
+
+    for name in xla():
+        monkeypatch.delenv(name)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    seen = []
+    monkeypatch.setattr(info, "model_of", lambda args: (seen.append(xla()), model_of(args))[1])
+    assert run("info", *(f"--gpu-memory-utilization={share}" for share in argument))[0] == 0
+    assert (seen, xla()) == ([expected], environment)
+
+
+@pytest.mark.parametrize("share", ["0", "1.1", "-1", "nan", "much"])
+def test_a_share_of_memory_that_is_none(run, share):
+    code, out, err = run("info", f"--gpu-memory-utilization={share}")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "must be a number above 0 and at most 1" in err
 
 
 @pytest.mark.parametrize("name", DEVICES)

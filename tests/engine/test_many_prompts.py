@@ -1,7 +1,9 @@
 """Any number of prompts: each gets the answer that it gets alone."""
 
 import collections
+import contextlib
 import dataclasses
+import itertools
 import threading
 
 import jax
@@ -10,6 +12,7 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax.engine import runner
 from fdjax.engine.sequence import Request, Row
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -96,6 +99,23 @@ def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):
     close(got, uncached.generate(ids, **options, **OPTIONS))
     plain = uncached.generate(ids, max_new_tokens=12, **OPTIONS)
     assert plain.tokens != got.tokens
+
+
+def test_options_see_a_beginning_while_others_run(lm, monkeypatch):
+    """Decode steps of other rows come between a row's first tokens and the rest of its prompt."""
+    monkeypatch.setattr(runner, "_PROMPT_TOKENS_OF_STREAMS", 128)
+
+    def repeat_the_first_token(ids, lengths, scores):
+        return jax.nn.one_hot(ids[:, 0], scores.shape[-1])
+
+    options = {"logits_processors": (repeat_the_first_token,), "eos_token_id": None}
+    ids = [77, *range(3, 290)]
+    lm.generate(ids, max_new_tokens=1, **options)
+    with contextlib.closing(lm.stream([5, 6], max_new_tokens=400, **options)) as stream:
+        next(stream)
+        got = lm.generate([*([411 + i] * 300 for i in range(2)), ids], max_new_tokens=9, **options)
+    assert got.stats.cached_tokens == 256
+    assert got.tokens == [[411] * 9, [412] * 9, [77] * 9]
 
 
 def test_samples_of_a_prompt_share_its_pages(lm, uncached):
@@ -298,6 +318,34 @@ def test_answers_come_as_they_are_finished(lm):
         assert answer.logprobs == whole.logprobs[answer.index]
         assert (answer.finish_reason, answer.error) == ("length", None)
     assert list(lm.generate_iter([])) == []
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_an_interrupt_keeps_what_is_complete(lm, monkeypatch, after):
+    ids = prompts(12)
+    new = [60 if i == 1 else 1 + i for i in range(12)]
+    whole = lm.generate(ids, max_new_tokens=new, **OPTIONS)
+    calls = itertools.count()
+    real = runner.Session.decode
+
+    def decode(*args):
+        if next(calls) == after:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    monkeypatch.setattr(runner.Session, "decode", decode)
+    with pytest.raises(KeyboardInterrupt) as stop:
+        lm.generate(ids, max_new_tokens=new, **OPTIONS)
+    assert isinstance(stop.value, fdjax.Interrupted)
+    answers = stop.value.answers
+    assert len(answers) < 12 and bool(answers) == (after > 0)
+    for answer in answers:
+        assert answer.tokens == whole.tokens[answer.index]
+        assert (answer.finish_reason, answer.error) == ("length", None)
+    assert [answer.index for answer in answers] == sorted(answer.index for answer in answers)
+    monkeypatch.undo()
+    lm.engine.pool.check([])
+    assert lm.generate(ids[0], max_new_tokens=1, **OPTIONS).tokens == whole.tokens[:1]
 
 
 def test_a_prompt_that_fails_has_an_error_and_the_others_their_answers(lm):

@@ -112,19 +112,36 @@ class Device:
             self.engine.fail_next = False
             raise RuntimeError("the device failed")
         self.restart()
-        rows = range(len(call.tokens)) if call.rows is None else call.rows.tolist()
-        out = np.full((len(call.tokens), 1), -1, np.int32)
-        for r, i in enumerate(rows):
-            n = call.lengths[r]
+        rows = range(len(call.final)) if call.rows is None else call.rows.tolist()
+        assert len(set(rows)) == len(rows) and set(rows) <= set(range(self.shape.rows))
+        owners = range(len(rows)) if call.owners is None else call.owners.tolist()
+        out = np.full((len(rows), 1), -1, np.int32)
+        ends = [0] * len(rows)
+        # All blocks are written before any attends, so their order means nothing.
+        for offset, b in sorted(zip(call.offsets.tolist(), range(len(call.tokens)), strict=True)):
+            n, r = call.lengths[b], owners[b]
             if not n:
-                assert not call.final[r]
                 continue
-            row = self.rows[i]
-            assert row.finished and call.offsets[r] == len(row.cached)
+            row = self.rows[rows[r]]
+            assert row.finished and offset == len(row.cached)
             if self.engine.pool is None:
-                assert call.offsets[r] + call.tokens.shape[1] <= self.shape.slots
-            self.write(i, call.tokens[r, :n].tolist())
+                assert call.owners is None
+                assert offset + call.tokens.shape[1] <= self.shape.slots
+            elif call.tokens.shape[1] % PAGE == 0:
+                assert offset % PAGE == 0
+            self.write(rows[r], call.tokens[b, :n].tolist())
+            ends[r] = len(row.cached)
+            if call.last is not None:
+                last = call.last[r]
+                assert ends[r] <= call.offsets[last] + call.lengths[last] and owners[last] == r
+        for r, i in enumerate(rows):
+            row = self.rows[i]
+            if not ends[r]:
+                assert not call.final[r] and (call.last is None or call.last[r] == -1)
+                continue
             row.prompt = int(call.prompts[r])
+            if call.last is not None:
+                assert ends[r] == call.offsets[call.last[r]] + call.lengths[call.last[r]]
             if call.final[r]:
                 assert row.cached == self.options[i].ids[: len(row.cached)]
                 assert len(row.cached) == call.prompts[r] + call.generated[r]
@@ -282,6 +299,20 @@ def test_a_longer_prompt_gets_a_larger_state_and_no_one_starves():
         check(row)
 
 
+def test_a_longer_prompt_does_not_wait_for_those_that_run_in_pages():
+    """A larger state is opened at once. What runs goes on from its pages."""
+    engine = Engine(pages=60)
+    first = make_row([3, 4], new=300, eos_token_ids=())
+    chunks = engine.runner.run([first], 4)
+    next(chunks), next(chunks)
+    longer = make_row([5] * 1500, new=3)
+    finish(engine, [longer])
+    assert not first.ended and engine.sessions == 2
+    for _ in chunks:
+        engine.check_pages()
+    check(first), check(longer)
+
+
 def test_newcomers_get_rows_while_others_run():
     engine = Engine()
     first = make_row([3, 4], new=300)
@@ -365,6 +396,56 @@ def test_what_is_submitted_runs_by_itself():
         assert call.ended
         if i != 9:
             check(call.rows[0])
+
+
+def test_a_chunk_tells_the_compiling_since_the_chunk_before(monkeypatch):
+    """Also of programs whose results are read later, as a clock between two chunks includes it."""
+    dispatched = []
+    for name in ("prefill", "decode"):
+
+        def compiling(*args, real=getattr(Device, name)):
+            dispatched.append(1.0)
+            return 1.0, *real(*args)[1:]
+
+        monkeypatch.setattr(Device, name, compiling)
+    told = 0.0
+    for chunk in Engine(pages=100).runner.run([make_row([7] * 900, new=99)], 4):
+        told += chunk.compile_seconds
+        assert told == sum(dispatched)
+    assert told > 20
+
+
+@pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])
+def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens, most_steps):
+    """Between two parts of a stream there are at most 2 048 prompt tokens, and 4 steps."""
+    log = []
+    for name in ("prefill", "decode"):
+
+        def logged(self, *args, name=name, real=getattr(Device, name)):
+            log.append((name, args[0].size if name == "prefill" else args[0]))
+            return real(self, *args)
+
+        monkeypatch.setattr(Device, name, logged)
+    engine = Engine(most_rows=32, pages=400)
+    engine.short_calls = False
+    rows = [make_row([i + 1], new=1200, eos_token_ids=()) for i in range(17)]
+    chunks = engine.runner.run(rows, steps)
+    next(chunks), next(chunks)
+    del log[:]
+    others = [make_row([i + 1] * 1900, new=2, eos_token_ids=()) for i in range(16)]
+    finish(engine, others)
+    for row in others:
+        check(row)
+    between, sums = 0, []
+    for name, size in log[: max(i for i, (name, _) in enumerate(log) if name == "prefill")]:
+        if name == "decode":
+            assert size <= most_steps
+            sums.append(between)
+            between = 0
+        else:
+            between += size
+    assert most_tokens // 2 < max(sums) <= most_tokens
+    chunks.close()
 
 
 def paged(rows, pages, most_rows=8):

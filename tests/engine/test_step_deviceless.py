@@ -209,15 +209,17 @@ def abstract_table(batch, pages):
     return jax.ShapeDtypeStruct((batch, SLOTS // SLOT_MULTIPLE), jnp.int32) if pages else None
 
 
-def compiled_prefill(plan, tied, batch, stacked=False, pages=0):
-    """A prefill call as users get it."""
+def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0):
+    """A prefill call as users get it; with `blocks` of 128 tokens that rows share."""
     m = model(tied, plan)
 
-    def run(params, state, sampling, tokens, lengths, offsets, final, table):
-        return prefill(m, params, state, sampling, tokens, lengths, offsets, final, pages=table)
+    def run(params, state, sampling, tokens, lengths, offsets, final, table, *packed):
+        named = dict(zip(("prompts", "owners", "last"), packed, strict=False), pages=table)
+        return prefill(m, params, state, sampling, tokens, lengths, offsets, final, **named)
 
+    block = jax.ShapeDtypeStruct((blocks or batch,), jnp.int32)
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
-    tokens = jax.ShapeDtypeStruct((batch, CHUNK), jnp.int32)
+    tokens = jax.ShapeDtypeStruct((*block.shape, SLOT_MULTIPLE if blocks else CHUNK), jnp.int32)
     final = jax.ShapeDtypeStruct((batch,), jnp.bool_)
     return compile_for(
         "h100",
@@ -226,10 +228,11 @@ def compiled_prefill(plan, tied, batch, stacked=False, pages=0):
         abstract_state(tied, batch, stacked, pages),
         abstract_sampling(batch),
         tokens,
-        row,
-        row,
+        block,
+        block,
         final,
         abstract_table(batch, pages),
+        *((row, block, row) if blocks else ()),
         donate_argnums=1,
         compiler_options=compiler_options(prefill),
     )
@@ -269,9 +272,9 @@ def test_decode_steps_in_pages(plan, batch, tmp_path):
     assert temp_bytes(compiled) <= batch * 2**21
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-def test_prefill_in_pages(batch):
+@pytest.mark.parametrize(("batch", "blocks"), [(1, 0), (8, 0), (8, 16)])
+def test_prefill_in_pages(batch, blocks):
     plan = dataclasses.replace(H100, named=IN_PAGES)
-    compiled = compiled_prefill(plan, False, batch, pages=PAGES)
+    compiled = compiled_prefill(plan, False, batch, pages=PAGES, blocks=blocks)
     check_in_place(compiled, False, batch, masked_values=False, pages=PAGES)
     assert kernel_names(compiled).count("write_chunk") == model(False).config.layers

@@ -186,6 +186,40 @@ def test_append_prefill_attention(implementation, layer):
 
 
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
+@pytest.mark.parametrize("window", [None, pytest.param(150, marks=pytest.mark.slow)])
+def test_chunks_of_a_prompt_share_a_call(implementation, window):
+    """All are written before any attends, in whatever order they come."""
+    rng, order = np.random.default_rng(5), np.array([2, 0, 1])
+    k, v = map(jnp.asarray, _cache(rng, 1, 384, 64, None))
+    qkv = rng.normal(size=(1, 384, 2, 4, 64)).astype(k.dtype)
+    run = functools.partial(
+        append_prefill_attention,
+        spec=AttentionSpec(0.125, window=window),
+        implementation=implementation,
+    )
+
+    def at(positions):
+        return {"rotation": cos_sin_at(positions.astype(np.int32), Rope(64, 10000.0))}
+
+    one = np.arange(384)[None]
+    want, *caches = run(qkv, k, v, jnp.array([300]), jnp.array([0]), **at(one))
+    *pools, pages = in_pages(k, v)
+    o, *pools = run(
+        qkv.reshape(3, PAGE, 2, 4, 64)[order],
+        *pools,
+        jnp.minimum(300, PAGE * (order + 1)),
+        jnp.array(PAGE * order),
+        **at(one.reshape(3, PAGE)[order]),
+        pages=np.repeat(pages, 3, axis=0),
+    )
+    o = np.asarray(o)[np.argsort(order)].reshape(want.shape)
+    _close(o[:, :300], np.asarray(want)[:, :300])
+    for pool, cache in zip(pools, caches, strict=True):
+        _close(in_rows(pool, pages)[..., :300, :], np.asarray(cache)[..., :300, :])
+        _unowned_are_untouched(pool, pages)
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
 def test_decode_layers(implementation):
     operands = layers._operands(5, **layers.SMALL)
     *pools, pages = in_pages(operands["k"], operands["v"])

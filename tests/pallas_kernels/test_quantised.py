@@ -14,7 +14,14 @@ from fdjax.pallas_kernels.gemm import linear_chain, matmul
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
-from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, dequantise, pack, unpack
+from fdjax.pallas_kernels.quantised import (
+    QTensor,
+    WeightFormat,
+    dequantise,
+    in_layout,
+    pack,
+    unpack,
+)
 
 from . import oracle, quantised_oracle
 from .implementations import MATMUL
@@ -74,6 +81,34 @@ def test_dequantised_weights_are_exact(kind, zeros, scales):
             assert_same_bits(np.asarray(dequantise(q, dtype)), want, f"{group} {k} {dtype}")
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("outs", [(192,), (2, 64)])
+def test_bricks_hold_the_same_weight(kind, outs):
+    q = quantised(kind, 64, 128, *outs)
+    bricks = in_layout(q, "bricks")
+    assert_same_bits(
+        np.asarray(dequantise(bricks, "float32")), np.asarray(dequantise(q, "float32"))
+    )
+    assert_same_bits(np.asarray(in_layout(bricks, "plain").words), q.words)
+
+
+def test_a_thread_holds_its_rows_and_columns_of_a_brick():
+    """The order that the PTX manual gives for the left operand of wgmma.m64nNk16."""
+    codes = np.random.default_rng(0).integers(0, 16, (64, 64))
+    q = QTensor(pack(codes, "int4"), np.ones((1, 64), "f"), None, "int4", 64, (64, 64))
+    words = np.asarray(in_layout(q, "bricks").words).view(np.uint32).reshape(128, 4)
+    for thread, instruction, register, pair in np.ndindex(128, 4, 4, 2):
+        row = instruction * 16 + register // 2 * 8 + thread % 4 * 2 + pair
+        column = thread // 32 * 16 + register % 2 * 8 + thread % 32 // 4
+        code = words[thread, instruction] >> np.uint32(4 * register + 16 * pair) & np.uint32(15)
+        assert code == codes[row, column]
+
+
+def test_bricks_need_whole_bricks():
+    with pytest.raises(ValueError, match=r"multiples of 64, got \[96, 64\]"):
+        in_layout(quantised("int4", 32, 96, 64), "bricks")
+
+
 def test_every_code_of_fp8_has_its_value():
     codes = np.arange(256, dtype=np.uint8)[:, None]
     q = QTensor(pack(codes, "fp8"), np.ones((1, 1), np.float32), None, "fp8", 256, (256, 1))
@@ -99,6 +134,7 @@ class Case:
     gate: str | None = None
     residual: bool = False
     layer: bool = False
+    layout: str = "plain"
 
     def __str__(self):
         differ = [f for f in dataclasses.fields(self) if getattr(self, f.name) != f.default]
@@ -110,7 +146,7 @@ class Case:
 
     @property
     def format(self) -> WeightFormat:
-        return WeightFormat(self.kind, self.group, self.zeros, self.scales)
+        return WeightFormat(self.kind, self.group, self.zeros, self.scales, self.layout)
 
     @property
     def request(self) -> tuple[dict[str, int], frozenset[str]]:
@@ -143,8 +179,15 @@ def _operands(case: Case) -> dict:
     return operands
 
 
-def _matmul(operands, *, implementation, gate, layer, plan=None):
+def relaid(q: QTensor, layout: str) -> QTensor:
+    """The weight, or stack of weights, in another layout."""
+    convert = functools.partial(in_layout, layout=layout)
+    return jax.vmap(convert)(q) if q.stack else convert(q)
+
+
+def _matmul(operands, *, implementation, gate, layer, layout="plain", plan=None):
     operands = dict(operands)
+    operands["w"] = relaid(operands["w"], layout)
     if "scale" in operands:
         operands["norm"] = RMSNorm(operands.pop("scale"), EPS)
     keywords = {"gate": gate, "layer": layer, "implementation": implementation, "plan": plan}
@@ -154,6 +197,7 @@ def _matmul(operands, *, implementation, gate, layer, plan=None):
 def _check(implementation, case: Case, plan=None) -> None:
     operands = _operands(case)
     static = {"implementation": implementation.name, "gate": case.gate, "plan": plan}
+    static["layout"] = case.layout
     run = implementation.jit(_matmul, layer=LAYER if case.layer else None, **static)
     if implementation.cannot(case):
         with pytest.raises(NotImplementedError, match=r"^matmul: .*weight\."):
@@ -193,6 +237,24 @@ CASES = [
     Case("int8", norm=True, bias=True, gate="gelu", residual=True, zeros=True),
     *(Case(kind, layer=True) for kind in KINDS),
     Case(layer=True, gate="silu", norm=True, zeros=True),
+    *(Case(kind, 128, k=256, n=128, layout="bricks") for kind in KINDS),
+    *(
+        Case("int4", group, k=512, n=64, zeros=True, layout="bricks")
+        for group in (32, 64, 256, 512)
+    ),
+    Case("int8", 64, k=192, n=192, scales="bfloat16", dtype="float16", layout="bricks"),
+    Case("int8", 320, 33, k=320, n=128, zeros=True, layout="bricks"),
+    Case("fp8", 576, 1, k=576, n=1024, bias=True, residual=True, norm=True, layout="bricks"),
+    *(
+        Case(kind, 64, m, 256, 192, gate="silu", norm=True, bias=True, layout="bricks")
+        for kind, m in (("int4", 1), ("int8", 12), ("fp8", 40), ("int4", 128))
+    ),
+    *(
+        Case("int4", 128, m, 1024, 512, residual=True, layer=True, layout="bricks")
+        for m in (9, 49, 100)
+    ),
+    Case("int4", 64, 7, 256, 64, True, gate="gelu", layer=True, residual=True, layout="bricks"),
+    Case(m=200, k=256, n=64, layout="bricks"),
 ]
 
 
@@ -297,6 +359,19 @@ def test_kernels_for_plain_weights_refuse_quantised_ones(kind):
     q = weight.empty((4096, 4096))
     with pytest.raises(NotImplementedError, match=f"mosaic_gpu cannot do weight.{kind}"):
         matmul(jnp.zeros((8, 4096), jnp.bfloat16), q, implementation="mosaic_gpu")
+
+
+def test_bricks_run_through_their_kernel_on_hopper_where_it_fits():
+    plan = Plan.for_kind("a GPU", (9, 0))
+
+    def chosen(plan=plan, group=128, m=8, itemsize=2, **format):
+        shape = dict(m=m, k=4096, n=4096, itemsize=itemsize, gate=0, fused=0)
+        weight = WeightFormat("int4", group, layout="bricks", **format)
+        return plan.choose("matmul", weight.features, **shape, **weight.key).implementation
+
+    assert chosen() == chosen(m=128) == chosen(group=32, zeros=True) == "mosaic_gpu"
+    assert chosen(m=129) == chosen(itemsize=4) == chosen(group=16) == chosen(group=192) == "xla"
+    assert chosen(Plan.for_kind("a GPU", (8, 0))) == chosen(Plan.for_kind("cpu", None)) == "xla"
 
 
 def test_plans_tell_kinds_and_groups_apart():

@@ -99,6 +99,7 @@ def test_a_gpu_as_it_should_be(machine):
     assert diagnose().sound
     assert found("NVIDIA driver").text == "580.65.06, runs CUDA 13"
     assert found("devices").text == "2 on platform gpu"
+    assert "XLA_CLIENT_MEM_FRACTION=0.9" in found("memory").text
     text = found("device 1").text
     assert all(part in text for part in ("H100", "60.0 GB", "compute capability 9.0"))
 

@@ -67,6 +67,19 @@ def test_what_fits_is_what_the_planner_says(monkeypatch):
         assert part in text
 
 
+def test_the_pool_is_that_of_the_engine():
+    """The tokens of all rows together, which a pool of pages holds."""
+    llama = model("llama-3-8b", plan=H100)
+    facts = model_info(llama, memory_bytes=72 * 10**9)
+    left = 72 * 10**9 - llama.weight_bytes
+    used = facts.pool_tokens * facts.kv_bytes_per_token
+    assert facts.pool_tokens % 128 == 0 and 0.85 * left < used < left
+    assert f"{facts.pool_tokens:,} tokens of all rows together" in str(facts)
+    in_pieces = dataclasses.replace(H100, named=(("decode_attention", "xla"),))
+    assert model_info(model("llama-3-8b", plan=in_pieces), memory_bytes=10**11).pool_tokens is None
+    assert model_info(llama, memory_bytes=10**10).pool_tokens == 0
+
+
 def test_too_little_memory_and_unknown_memory_are_told(monkeypatch):
     facts = model_info(model("llama-3-8b"), memory_bytes=10**10)
     assert (facts.largest_batch, facts.longest_context) == (0, 0)

@@ -1,0 +1,154 @@
+"""Packs prompts into calls without rows of padding, for a cache in pages.
+
+A call is a list of blocks. A block is up to 128 tokens of one prompt, which fill a page, and a
+prompt may have several blocks in a call: all of them are written to the cache before any attends.
+So padding is less than a block for each prompt, and a few blocks for each call, because calls have
+one of a few sizes.
+"""
+
+import collections
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fdjax.engine.schedule import CALL_TOKENS, CHUNKS, SHORT_CHUNK, PrefillCall, cheapest
+from fdjax.engine.state import SLOT_MULTIPLE
+
+# Blocks of a call.
+_SIZES = (1, 4, 16, 64)
+# Blocks of a call for each row of the state: the widest chunk of a prompt.
+_BLOCKS_PER_ROW = CHUNKS[-1] // SLOT_MULTIPLE
+# Where tokens cost what they compute, as on a CPU, larger calls save nothing.
+_BLOCKS_ON_CPU = 8
+_SHORT_BLOCKS = SLOT_MULTIPLE // SHORT_CHUNK
+
+
+def call_sizes(batch: int, *, on_cpu: bool = False) -> tuple[int, ...]:
+    """Numbers of blocks of calls for a state of `batch` rows; each is a program."""
+    most = min(_BLOCKS_PER_ROW * batch, _BLOCKS_ON_CPU if on_cpu else CALL_TOKENS // SLOT_MULTIPLE)
+    return *(size for size in _SIZES if size < most), most
+
+
+@dataclasses.dataclass(eq=False)
+class _Prompt:
+    """What is left of a prompt: `tokens`, of which the cache holds `done`."""
+
+    row: int
+    tokens: np.ndarray
+    done: int
+    generated: int
+
+    @property
+    def left(self) -> int:
+        return len(self.tokens) - self.done
+
+
+class PackedPrompts:
+    """Prompts that wait for their computation, in the order in which they came."""
+
+    def __init__(self, batch: int, *, on_cpu: bool = False):
+        """Begin with none.
+
+        Args:
+          batch: B, rows of the state.
+          on_cpu: tokens cost what they compute.
+        """
+        self._batch = batch
+        self._sizes = call_sizes(batch, on_cpu=on_cpu)
+        self._short = on_cpu and batch >= _SHORT_BLOCKS
+        self._prompts: collections.deque[_Prompt] = collections.deque()
+
+    def __bool__(self) -> bool:
+        """Whether any prompt waits."""
+        return bool(self._prompts)
+
+    def add(
+        self,
+        prompts: Mapping[int, Sequence[int]],
+        cached: Mapping[int, int],
+        generated: Mapping[int, int],
+    ) -> None:
+        """Queue prompts, see `prefill_calls`."""
+        for row, ids in prompts.items():
+            tokens = np.asarray(ids, np.int32)
+            self._prompts.append(_Prompt(row, tokens, cached[row], generated[row]))
+
+    def leave_out(self, row: int) -> None:
+        """Compute nothing more of the prompt of a row."""
+        self._prompts = collections.deque(p for p in self._prompts if p.row != row)
+
+    def take(self, most_tokens: float) -> PrefillCall:
+        """The next call: of at most `most_tokens` tokens, or of the smallest size."""
+        if self._short:
+            short = [prompt for prompt in self._prompts if prompt.left <= SHORT_CHUNK]
+            if short:
+                return self._call(short, _SHORT_BLOCKS, SHORT_CHUNK)
+        sizes = [size for size in self._sizes if size * SLOT_MULTIPLE <= most_tokens]
+        sizes = tuple(sizes) or self._sizes[:1]
+        blocks = 0
+        for prompt in self._prompts:
+            blocks += -(-prompt.left // SLOT_MULTIPLE)
+            if blocks >= sizes[-1]:
+                return self._call(self._prompts, sizes[-1], SLOT_MULTIPLE)
+        return self._call(self._prompts, cheapest(blocks, sizes)[0], SLOT_MULTIPLE)
+
+    def _call(self, prompts: Sequence[_Prompt], count: int, width: int) -> PrefillCall:
+        """Take `count` blocks of `width` tokens, or what there is."""
+        blocks: list[tuple[_Prompt, int]] = []
+        for prompt in prompts:
+            while prompt.left and len(blocks) < count:
+                blocks.append((prompt, prompt.done))
+                prompt.done += min(width, prompt.left)
+        work = list(dict.fromkeys(prompt for prompt, _ in blocks))
+        self._prompts = collections.deque(p for p in self._prompts if p.left)
+        # Blocks that see the most slots come first, as kernels start them in this order.
+        blocks.sort(key=lambda block: -block[1])
+        return _as_call(blocks, work, count, width, self._batch)
+
+
+def _as_call(
+    blocks: Sequence[tuple[_Prompt, int]],
+    work: Sequence[_Prompt],
+    count: int,
+    width: int,
+    batch: int,
+) -> PrefillCall:
+    """The call of some blocks, each a prompt and its first token, of the prompts in `work`."""
+    rows = [prompt.row for prompt in work]
+    size = min(count, batch)
+    # Rows without work fill up the call.
+    busy = set(rows)
+    rows += [row for row in range(batch) if row not in busy][: size - len(rows)]
+    if size == batch:
+        rows.sort()
+    place = {row: r for r, row in enumerate(rows)}
+    tokens = np.zeros((count, width), np.int32)
+    lengths, offsets, owners = np.zeros((3, count), np.int32)
+    last, prompts, generated = np.zeros((3, size), np.int32)
+    last[:] = -1
+    final = np.zeros(size, bool)
+    for b, (prompt, start) in enumerate(blocks):
+        piece = prompt.tokens[start : start + width]
+        tokens[b, : len(piece)] = piece
+        r = place[prompt.row]
+        lengths[b], offsets[b], owners[b] = len(piece), start, r
+        if start + len(piece) == prompt.done:
+            last[r] = b
+    for prompt in work:
+        r = place[prompt.row]
+        final[r] = not prompt.left
+        prompts[r] = len(prompt.tokens) - prompt.generated
+        generated[r] = prompt.generated
+    return PrefillCall(
+        rows=None if size == batch else np.asarray(rows, np.int32),
+        tokens=tokens,
+        lengths=lengths,
+        offsets=offsets,
+        final=final,
+        prompts=prompts,
+        generated=generated,
+        # A single block is its row's.
+        owners=None if count == 1 else owners,
+        last=None if count == 1 else last,
+    )
