@@ -3,12 +3,9 @@
 import dataclasses
 from typing import NamedTuple
 
-import numpy as np
-
 from fdjax.engine.pages import page_count
 from fdjax.engine.sequence import Chunk, Request, Row
 from fdjax.engine.state import SLOT_MULTIPLE
-from fdjax.sampling.beams import NOTHING
 from fdjax.text.tokenizer import Tokenizer
 
 
@@ -107,14 +104,14 @@ class BeamSearch(Row):
 
     def _finish(self, scores, ends):
         """Fill the answers."""
-        found = sum(score > NOTHING and length > 0 for score, (length, _, _) in zip(scores, ends))
+        found = sum(length > 0 for length, _, _ in ends[: self.width])
         if found < len(self._answers):
             raise ValueError(
                 f"generate: prompt {self.request.prompt}: the options allow only {found} answers, "
                 f"num_return_sequences is {len(self._answers)}"
             )
-        for answer, score, end in zip(self._answers, scores, ends, strict=False):
-            answer.set(self._tokens(*end), score)
+        for i, answer in enumerate(self._answers):
+            answer.set(self._tokens(*ends[i]), scores[i])
         self.finish_reason = self._answers[0].finish_reason
 
     def _tokens(self, length, beam, last):

@@ -56,7 +56,7 @@ def cached_on_disk(function: Callable, description: Any, device: jax.Device) -> 
     local folder.
 
     Args:
-      function: positional pytrees of arrays → lists, tuples, `Logprobs` and `BeamResults` of arrays.
+      function: positional pytrees of arrays → lists, tuples, `Logprobs` and `BeamResults` of them.
       description: what it depends on besides them and this package, complete in its `repr`.
       device: where the arrays are.
     """

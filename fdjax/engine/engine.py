@@ -24,7 +24,7 @@ from fdjax.engine.memory import (
     reads_pages,
     room_for_pages,
 )
-from fdjax.engine.pages import PagePool, page_count
+from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for

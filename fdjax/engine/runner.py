@@ -173,7 +173,7 @@ class Session:
         self._steps_of: dict[int, HostArrays] = {}
 
     def set_options(self, rows: Sequence[Row | None]) -> None:
-        """Set the options of each row, for the following calls; beams of a prompt have one `Row`."""
+        """Set the options of each row, for the following calls. Beams of a prompt share a `Row`."""
         configs = [_NOTHING if row is None else row.request.config for row in rows]
         samples = [0 if row is None else row.request.sample for row in rows]
         for i, row in enumerate(rows):
@@ -577,7 +577,7 @@ class Runner:
         """Give the session the current table of pages, before the next call."""
         if self._table_is_old and self._scheduler.pool is not None:
             members = self._scheduler.members()
-            self._session.set_pages([member and _table(*member) or () for member in members])
+            self._session.set_pages([(member and _table(*member)) or () for member in members])
         self._table_is_old = False
 
     def _dispatch(self) -> None:

@@ -31,7 +31,14 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.sampling import beams as beam_search
 from fdjax.sampling.beams import BeamResults
-from fdjax.sampling.sampler import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
+from fdjax.sampling.sampler import (
+    MAX_TOP_LOGPROBS,
+    Logprobs,
+    Processors,
+    Sampling,
+    next_tokens,
+    next_tokens_and_scores,
+)
 
 
 def prefill(
@@ -119,14 +126,8 @@ def prefill(
         sampling, own_ids, progress = sampling.rows(rows), ids[rows], progress[:, rows]
     steps = jnp.zeros((r,), jnp.int32) if generated is None else generated
     logits = module.logits(hidden[:, 0], model.plan)
-    first, logprobs = next_tokens(
-        logits,
-        sampling,
-        own_ids,
-        ends,
-        steps,
-        processors,
-        batch_invariant=model.plan.batch_invariant,
+    first, logprobs, *scores = _next_tokens(
+        state, logits, sampling, own_ids, ends, steps, processors, model.plan
     )
     chosen = final & (ends > 0)
     finished = _is_final(first, steps + 1, sampling)
@@ -136,16 +137,7 @@ def prefill(
     state = dataclasses.replace(state, kv=kv, ids=ids, progress=progress)
     if state.beams is None:
         return state, jnp.where(chosen, first, -1), logprobs
-    found = beam_search.candidates(
-        logits,
-        jnp.zeros((r,), jnp.float32),
-        sampling,
-        own_ids,
-        ends,
-        steps,
-        processors,
-        batch_invariant=model.plan.batch_invariant,
-    )
+    found = beam_search.candidates(*scores, jnp.zeros((r,), jnp.float32), processors)
     state, tokens, parents = _begin_beams(state, everyone, found, index, chosen)
     first = jnp.where(beam_search.is_beam(sampling), tokens[index], first)
     results = _beam_results(state, everyone, tokens[:, None], parents[:, None])
@@ -165,9 +157,7 @@ def _begin_beams(state, sampling, found, index, chosen):
 
     first = beam_search.first_rows(sampling)
     started = spread(chosen)[first]
-    step, beams = beam_search.begin(
-        jax.tree.map(spread, found), state.beams, sampling, started
-    )
+    step, beams = beam_search.begin(jax.tree.map(spread, found), state.beams, sampling, started)
     begun = pack_progress(
         state.lengths[first], jnp.maximum(step.tokens, 0), jnp.ones_like(first), step.finished
     )
@@ -184,9 +174,7 @@ def _beam_results(state, sampling, tokens, parents):
     """`BeamResults` from tokens and parents [B, n] of each row."""
     members = beam_search.member_rows(sampling, state.beams.width)
     beams = state.beams
-    return BeamResults(
-        tokens[members], parents[members], beams.ended, beams.ends, state.finished
-    )
+    return BeamResults(tokens[members], parents[members], beams.ended, beams.ends, state.finished)
 
 
 def decode_steps(
@@ -245,18 +233,16 @@ def decode_steps(
         index = jnp.arange(b, dtype=jnp.int32)
         ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
         beams = state.beams
-        chosen, chosen_logprobs = next_tokens(
-            logits,
-            sampling,
-            ids,
-            state.lengths + 1,
-            state.steps,
+        chosen, chosen_logprobs, *scores = _next_tokens(
+            *(state, logits, sampling, ids, state.lengths + 1, state.steps),
             processors,
-            batch_invariant=model.plan.batch_invariant,
+            model.plan,
         )
         active = ~state.finished
         if beams is not None:
-            move, beams = _move_beams(state, logits, sampling, ids, processors, model.plan)
+            found = beam_search.candidates(*scores, beams.scores, processors)
+            moved = beam_search.is_beam(sampling) & active
+            move, beams = beam_search.advance(found, beams, sampling, state.steps, moved)
             chosen = jnp.where(move.moved, move.tokens, chosen)
             ids = ids[move.rows]
         emitted = jnp.where(active, chosen, -1)
@@ -307,20 +293,12 @@ def decode_steps(
     return state, tokens, logprobs, *results
 
 
-def _move_beams(state, logits, sampling, ids, processors, plan):
-    """One step of the beams that go on, and the beams after it."""
-    found = beam_search.candidates(
-        logits,
-        state.beams.scores,
-        sampling,
-        ids,
-        state.lengths + 1,
-        state.steps,
-        processors,
-        batch_invariant=plan.batch_invariant,
+def _next_tokens(state, logits, sampling, ids, lengths, steps, processors, plan):
+    """`next_tokens`, or `next_tokens_and_scores` if the state has beams."""
+    choose = next_tokens if state.beams is None else next_tokens_and_scores
+    return choose(
+        *(logits, sampling, ids, lengths, steps, processors), batch_invariant=plan.batch_invariant
     )
-    moved = beam_search.is_beam(sampling) & ~state.finished
-    return beam_search.advance(found, state.beams, sampling, state.steps, moved)
 
 
 def _with_own_slots(state: DecodeState) -> DecodeState:

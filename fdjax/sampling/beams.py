@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fdjax.sampling.sampler import NOT_FINITE, Processors, beam_scores, first_best
+from fdjax.sampling.sampler import NOT_FINITE, BeamScores, Processors, first_best
 from fdjax.sampling.values import Sampling
 
 # The largest `num_beams`.
@@ -24,7 +24,7 @@ MOST_BEAMS = 64
 
 # The score of what does not exist, as in transformers: lower than any sum of log-probabilities, and
 # still a number. Scores below the second one come from it.
-NOTHING, _NEXT_TO_NOTHING = -1e9, -5e8
+_NOTHING, _NEXT_TO_NOTHING = -1e9, -5e8
 
 # Values of `early_stopping` on the device.
 _WHEN_FULL, _NEVER = 1, 2
@@ -54,7 +54,7 @@ class BeamState:
         return cls(
             np.zeros((batch, slots), np.int32),
             np.zeros(batch, np.float32),
-            np.full((batch, width), NOTHING, np.float32),
+            np.full((batch, width), _NOTHING, np.float32),
             np.zeros((batch, width, 3), np.int32),
         )
 
@@ -68,7 +68,7 @@ class BeamState:
         more = width - self.width
         if more <= 0:
             return self
-        ended = jnp.pad(self.ended, ((0, 0), (0, more)), constant_values=NOTHING)
+        ended = jnp.pad(self.ended, ((0, 0), (0, more)), constant_values=_NOTHING)
         return dataclasses.replace(
             self, ended=ended, ends=jnp.pad(self.ends, ((0, 0), (0, more), (0, 0)))
         )
@@ -142,31 +142,19 @@ def member_rows(sampling: Sampling, width: int) -> Array:
     return jnp.minimum(rows, rows.shape[0] - 1)
 
 
-def candidates(
-    logits: Array,
-    running: Array,
-    sampling: Sampling,
-    ids: Array,
-    lengths: Array,
-    steps: Array,
-    processors: Processors,
-    *,
-    batch_invariant: bool = False,
-) -> Candidates:
+def candidates(found: BeamScores, running: Array, processors: Processors) -> Candidates:
     """The best continuations of each row alone; K = W times the candidates per beam.
 
     Args:
-      logits, sampling, ids, lengths, steps, processors, batch_invariant: see `next_tokens`.
+      found: scores of the next tokens.
       running: [B] fp32 scores of the beams.
+      processors: the active processors.
     """
     width, per_beam = processors.beams
-    scores, order = beam_scores(
-        logits, sampling, ids, lengths, steps, processors, batch_invariant=batch_invariant
-    )
-    finite = jnp.isfinite(first_best(logits)[0]) & (first_best(scores)[0] < jnp.inf)
-    order, tokens = _largest(order + running[:, None], width * per_beam)
-    scores = jnp.take_along_axis(scores, tokens, axis=1) + running[:, None]
-    return Candidates(order, jnp.where(order > -jnp.inf, scores, -jnp.inf), tokens, finite)
+    order, tokens = _largest(found.order + running[:, None], width * per_beam)
+    scores = jnp.take_along_axis(found.scores, tokens, axis=1) + running[:, None]
+    scores = jnp.where(order > -jnp.inf, scores, -jnp.inf)
+    return Candidates(order, scores, tokens, found.finite)
 
 
 def begin(
@@ -183,13 +171,13 @@ def begin(
     first = first_rows(sampling)
     # All beams are equal. Only the first one counts, so that the others do not repeat it.
     found = jax.tree.map(lambda a: a[first], found)
-    handicap = jnp.where(sampling.sample_index > 0, NOTHING, 0.0)[:, None]
+    handicap = jnp.where(sampling.sample_index > 0, _NOTHING, 0.0)[:, None]
     found = found._replace(order=found.order + handicap, scores=found.scores + handicap)
     moved = is_beam(sampling) & started
     anew = moved[:, None]
     state = dataclasses.replace(
         state,
-        ended=jnp.where(anew, NOTHING, state.ended),
+        ended=jnp.where(anew, _NOTHING, state.ended),
         ends=jnp.where(anew[:, :, None], 0, state.ends),
     )
     return advance(found, state, sampling, jnp.zeros_like(first), moved)
@@ -219,7 +207,7 @@ def advance(
     ends = length >= sampling.max_new_tokens
     hits = (best.tokens[:, :, None] == sampling.stop_tokens[:, None]).any(axis=-1) | ends[:, None]
 
-    going = best.scores + jnp.where(hits, NOTHING, 0.0)
+    going = best.scores + jnp.where(hits, _NOTHING, 0.0)
     going, at = _largest(jnp.where(best.exists, going, -jnp.inf), width)
     own = jnp.take_along_axis(at, jnp.minimum(sampling.sample_index, width - 1)[:, None], axis=1)
     parents = jnp.take_along_axis(best.beams, own, axis=1)[:, 0]
@@ -258,7 +246,7 @@ class _Best(NamedTuple):
 
 def _of_prompts(found: Candidates, members: Array, exists: Array, sampling: Sampling) -> _Best:
     """The best of the continuations of all beams of a prompt."""
-    b, width = members.shape
+    b = len(members)
     per_row = found.order.shape[1]
     order = jnp.where(exists[:, :, None], found.order[members], -jnp.inf)
     order, at = _largest(order.reshape(b, -1), per_row)
@@ -279,7 +267,7 @@ def _of_prompts(found: Candidates, members: Array, exists: Array, sampling: Samp
 def _with_ended(state, best, counts, length, sampling):
     """The best ended beams [B, W], those of this step included, and their `ends`."""
     scores = best.scores / _to_length(length, sampling)[:, None]
-    scores = jnp.where(counts, scores, NOTHING)
+    scores = jnp.where(counts, scores, _NOTHING)
     lengths = jnp.where(counts, length[:, None], 0)
     ends = jnp.stack([lengths, best.beams, best.tokens], axis=-1)
     ended, at = _largest(jnp.concatenate([state.ended, scores], axis=1), state.width)

@@ -151,7 +151,21 @@ def next_tokens(
     return tokens, _logprobs(logits, tokens, sampling, batch_invariant)
 
 
-def beam_scores(
+class BeamScores(NamedTuple):
+    """The scores of the next tokens of all rows, where some rows are beams.
+
+    Attributes:
+      scores: [B, V] fp32, of a beam what its sum of scores grows by; -inf if not allowed.
+      order: [B, V] fp32, the same, with the noise by which tokens are drawn, in sampled rows.
+      finite: [B] bool.
+    """
+
+    scores: Array
+    order: Array
+    finite: Array
+
+
+def next_tokens_and_scores(
     logits: Array,
     sampling: Sampling,
     ids: Array,
@@ -160,33 +174,41 @@ def beam_scores(
     processors: Processors,
     *,
     batch_invariant: bool = False,
-) -> tuple[Array, Array]:
-    """The scores of every next token of beams.
+) -> tuple[Array, Logprobs | None, BeamScores]:
+    """`next_tokens` where some rows are beams, and the scores of these.
 
-    As in transformers, they are log-probabilities, to which the processors are applied in the order
-    of `next_tokens`. In sampled rows, top-k and its like keep at least one token more than there
-    are end-of-sequence ids.
-
-    Args:
-      logits, sampling, ids, lengths, steps, processors, batch_invariant: see `next_tokens`.
-
-    Returns:
-      ([B, V] fp32 scores, -inf for tokens that are not allowed; the same with the noise added by
-      which tokens are drawn, in sampled rows).
+    As in transformers, the scores of a beam are log-probabilities, to which the processors are
+    applied. Top-k and its like keep at least one token more than there are end-of-sequence ids. The
+    tokens of beams mean nothing.
     """
-    total = _log_total(logits, batch_invariant)[:, None]
-    scores = _edited(logits - total, sampling, ids, lengths, steps, processors)
-    if not processors.sample:
-        return scores, scores
+    beam = (sampling.num_beams > 1)[:, None]
+    finite = jnp.isfinite(first_best(logits)[0])
+    scores = logits - jnp.where(beam, _log_total(logits, batch_invariant)[:, None], 0.0)
+    scores = order = _edited(scores, sampling, ids, lengths, steps, processors)
+    best, _ = first_best(scores)
+    finite &= best < jnp.inf
+    if processors.sample:
+        scores, order = _noisy(scores, best, beam, sampling, steps, processors)
+    tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, first_best(order)[1])
+    tokens = jnp.where(finite, tokens, NOT_FINITE)
+    logprobs = None
+    if processors.logprobs:
+        logprobs = _logprobs(logits, tokens, sampling, batch_invariant)
+    return tokens, logprobs, BeamScores(scores, order, finite)
+
+
+def _noisy(scores, best, beam, sampling, steps, processors):
+    """Scores after the temperature, and with noise, of sampled rows; `best` [B] are the largest."""
     drawn = (sampling.temperature > 0)[:, None]
     temperature = jnp.where(drawn, sampling.temperature[:, None], 1.0)
-    tempered = scores / temperature
+    relative = kept = (scores - best[:, None]) / temperature
     if processors.truncate:
-        shifted = tempered - jnp.max(tempered, axis=-1, keepdims=True)
         ends = jnp.sum(sampling.stop_tokens >= 0, axis=-1, dtype=jnp.int32)
-        kept = _truncate(shifted, sampling, least=jnp.maximum(2, 1 + ends))
-        tempered = jnp.where(kept > -jnp.inf, tempered, -jnp.inf)
-    scores = jnp.where(drawn, tempered, scores)
+        least = jnp.where(beam[:, 0], jnp.maximum(2, 1 + ends), 1)
+        kept = _truncate(relative, sampling, least)
+    # The sums of scores of beams are compared, so theirs are not relative.
+    tempered = jnp.where(beam, scores / temperature, relative)
+    scores = jnp.where(drawn, jnp.where(kept > -jnp.inf, tempered, -jnp.inf), scores)
 
     def noise(seed, index, step):
         return jax.random.gumbel(_key(seed, index, step), scores.shape[1:], mode="low")

@@ -62,12 +62,14 @@ def check(answers, tokens, scores, asked) -> None:
     np.testing.assert_allclose(found, scores[: len(answers)], rtol=1e-4, atol=1e-4, err_msg=asked)
 
 
-def check_grid(name: str, every: int) -> None:
-    """Compare every n-th search of a checkpoint, all in one call."""
+def check_grid(name: str, every: int, prompts: int = len(PROMPT_LENGTHS)) -> None:
+    """Compare every n-th search of the first prompts of a checkpoint, all in one call."""
     lm, want = load(name), expected(name)
     rows = [
         (prompt(int(seed), length, lm.config.vocab_size), *row)
-        for p, (seed, length) in enumerate(zip(want["seeds"], PROMPT_LENGTHS, strict=True))
+        for p, (seed, length) in enumerate(
+            zip(want["seeds"], PROMPT_LENGTHS[:prompts], strict=False)
+        )
         for row in zip(
             option_sets(want["best"][p].tolist()),
             want["tokens"][p],
@@ -99,7 +101,7 @@ def check_ragged(name: str) -> None:
 
 
 def test_some_searches():
-    check_grid("llama3_gqa_tied", 5)
+    check_grid("llama3_gqa_tied", 4, prompts=2)
 
 
 @pytest.mark.slow
