@@ -202,7 +202,7 @@ class Session:
             ids[row, : len(tokens)] = tokens
             lengths[row] = len(tokens)
         host = HostArrays.pack((self._restarts, ids, lengths))
-        state = self.state
+        state = self._whole_state
         ids, progress = _restarted(state.ids, state.progress, host)
         self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
@@ -245,7 +245,11 @@ class Session:
 
     @property
     def state(self) -> DecodeState:
-        """The state after everything that was dispatched."""
+        """The state after everything that was dispatched, without the beams."""
+        return dataclasses.replace(self._whole_state, beams=None)
+
+    @property
+    def _whole_state(self) -> DecodeState:
         return jax.tree.unflatten(self._treedef, self._state)
 
     def _set_state(self, state: DecodeState) -> None:
@@ -254,7 +258,7 @@ class Session:
 
     def _set_beams(self, width: int, _: int) -> None:
         """Let the state have room for beams of prompts with up to `width` of them, 0 for none."""
-        state = self.state
+        state = self._whole_state
         if not width:
             beams = None
         elif state.beams is None:
@@ -526,8 +530,7 @@ class Runner:
         unread = [flying.results[0] for flying in self._flight]
         pending = bool(self._prompts) and self._scheduler.pool is None
         sound = not self._scheduler.quarantined and not pending
-        state = dataclasses.replace(self._session.state, beams=None) if sound else None
-        self._engine.leave_state(state, unread)
+        self._engine.leave_state(self._session.state if sound else None, unread)
         self._forget()
 
     def _abort(self, error: Exception | None) -> None:
