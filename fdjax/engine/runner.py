@@ -213,12 +213,14 @@ class Session:
 
     def prefill(self, call: PrefillCall) -> tuple[float, tuple]:
         """Dispatch a call; returns the seconds spent compiling, and the results."""
-        # Once per prompt, what is not asked for costs next to nothing.
+        # Once per prompt, what is not asked for costs next to nothing. But beams come with few
+        # sets of options, and what they do not need takes most of the time of compiling.
+        wanted = self._wanted
         program = self._engine.program(
             step.prefill,
             stacked=self.stacked,
             beams=self._has_beams,
-            processors=self._wanted.everything,
+            processors=wanted.tier if self._has_beams else wanted.everything,
         )
         fields = call.tokens, call.lengths, call.offsets, call.final, call.rows, call.prompts
         fields = *fields, self._restarts, call.generated, self._pages, call.owners, call.last

@@ -1,5 +1,6 @@
 """Searches run beside other rows, share the pages of their prompt, and end as a whole."""
 
+import dataclasses
 import math
 
 import jax
@@ -12,6 +13,7 @@ from fdjax.engine import engine, runner
 from fdjax.engine.memory import beam_slots
 from fdjax.engine.pages import page_count
 from fdjax.engine.state import SLOT_MULTIPLE as PAGE
+from fdjax.models import random_params
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -19,9 +21,17 @@ OPTIONS = {"eos_token_id": None, "do_sample": False}
 BEAMS = {**OPTIONS, "num_beams": 4, "num_return_sequences": 4}
 
 
+def load() -> fdjax.LM:
+    """All its states have the same shape, so that few programs are compiled."""
+    lm = fdjax.load("tiny", dtype="float32", max_batch=8)
+    shape_for = lm.engine.shape_for
+    lm.engine.shape_for = lambda rows: dataclasses.replace(shape_for(rows), rows=8, slots=512)
+    return lm
+
+
 @pytest.fixture(scope="module")
 def lm():
-    return fdjax.load("tiny", dtype="float32", max_batch=8)
+    return load()
 
 
 def ids(seed, length):
@@ -35,25 +45,27 @@ def same(got, want):
 
 def test_searches_and_others_have_the_answers_that_they_have_alone(lm):
     prompts = [ids(i, 5 + 2 * i) for i in range(5)]
-    beams, several = [4, 1, 2, 1, 4], [4, 1, 2, 1, 1]
-    options = {**OPTIONS, "max_new_tokens": [9, 20, 12, 3, 9]}
-    options |= {"repetition_penalty": [1.0, 1.2, 1.5, 1.0, 1.2]}
-    got = lm.generate(prompts, num_beams=beams, num_return_sequences=several, **options)
+    beams, several, new = [4, 1, 4, 1, 4], [4, 1, 2, 1, 1], [9, 20, 12, 3, 9]
+    got = lm.generate(
+        prompts, num_beams=beams, num_return_sequences=several, max_new_tokens=new, **OPTIONS
+    )
     assert len(got) == sum(several)
     assert [score is None for score in got.sequences_scores] == [
         n == 1 for n, count in zip(beams, several, strict=True) for _ in range(count)
     ]
     start = 0
     for i, count in enumerate(several):
-        one = {name: v[i] if isinstance(v, list) else v for name, v in options.items()}
-        alone = lm.generate(prompts[i], num_beams=beams[i], num_return_sequences=count, **one)
+        one = {"num_beams": beams[i], "num_return_sequences": count, "max_new_tokens": new[i]}
+        alone = lm.generate(prompts[i], **one, **OPTIONS)
         assert alone.tokens == got.tokens[start : start + count]
         if beams[i] > 1:
             assert alone.sequences_scores == got.sequences_scores[start : start + count]
             assert sorted(alone.sequences_scores, reverse=True) == alone.sequences_scores
         start += count
     answers = list(
-        lm.generate_iter(prompts, num_beams=beams, num_return_sequences=several, **options)
+        lm.generate_iter(
+            prompts, num_beams=beams, num_return_sequences=several, max_new_tokens=new, **OPTIONS
+        )
     )
     order = sorted(answers, key=lambda a: (a.index, a.sample))
     assert [a.tokens for a in order] == got.tokens
@@ -61,7 +73,8 @@ def test_searches_and_others_have_the_answers_that_they_have_alone(lm):
     assert got[0].sequences_score == got.sequences_scores[0]
 
 
-def test_a_search_with_two_beams_finds_what_greedy_decoding_misses(lm):
+@pytest.mark.slow
+def test_a_search_finds_what_greedy_decoding_misses(lm):
     """The score is the sum of the log-probabilities that `score` gives."""
     prompt = ids(1, 9)
     got = lm.generate(prompt, **BEAMS, max_new_tokens=6, length_penalty=0.0)
@@ -73,17 +86,18 @@ def test_a_search_with_two_beams_finds_what_greedy_decoding_misses(lm):
 
 
 def test_what_is_in_unused_slots_does_not_matter(lm, monkeypatch):
-    want = lm.generate(ids(2, 20), **BEAMS, max_new_tokens=8)
-    other = fdjax.load("tiny", dtype="float32", max_batch=8)
+    want = lm.generate(ids(2, 12), **BEAMS, max_new_tokens=8)
+    other = load()
 
     def full_of_nan(*args):
         return jax.tree.map(lambda a: jnp.full_like(a, jnp.nan), init_pool(*args))
 
     init_pool = engine.init_pool
     monkeypatch.setattr(engine, "init_pool", full_of_nan)
-    same(other.generate(ids(2, 20), **BEAMS, max_new_tokens=8), want)
+    same(other.generate(ids(2, 12), **BEAMS, max_new_tokens=8), want)
 
 
+@pytest.mark.slow
 def test_a_search_is_cancelled_as_a_whole(lm):
     running = lm.submit(ids(3, 10), **BEAMS, max_new_tokens=300)
     with pytest.raises(ValueError, match="num_beams must be 1 to iterate"):
@@ -97,6 +111,7 @@ def test_a_search_is_cancelled_as_a_whole(lm):
     same(result, lm.generate(ids(3, 10), **BEAMS, max_new_tokens=5))
 
 
+@pytest.mark.slow
 def test_a_search_that_fails_fails_alone(lm):
     def damaged(tokens, lengths, scores):
         return jnp.where((tokens[:, :1] == 99) & (lengths[:, None] > 6), jnp.nan, scores)
@@ -106,11 +121,14 @@ def test_a_search_that_fails_fails_alone(lm):
     failed, other, plain = sorted(lm.generate_iter(prompts, **options), key=lambda a: a.index)
     assert isinstance(failed.error, FloatingPointError)
     assert "prompt 0: logits are not finite at token 4" in str(failed.error)
-    assert other.tokens == lm.generate(prompts[1], **OPTIONS, num_beams=4, max_new_tokens=8).tokens[0]
+    assert (
+        other.tokens == lm.generate(prompts[1], **OPTIONS, num_beams=4, max_new_tokens=8).tokens[0]
+    )
     assert len(plain.tokens) == 8
     lm.engine.pool.check([])
 
 
+@pytest.mark.slow
 def test_fewer_answers_than_asked_for_are_an_error(lm):
     only = [i for i in range(lm.config.vocab_size) if i not in (5, 6)]
     options = {**OPTIONS, "num_beams": 4, "max_new_tokens": 1, "suppress_tokens": only}
@@ -122,7 +140,10 @@ def test_fewer_answers_than_asked_for_are_an_error(lm):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"num_return_sequences": 5}, r"num_return_sequences must be at most num_beams \(4\), got 5"),
+        (
+            {"num_return_sequences": 5},
+            r"num_return_sequences must be at most num_beams \(4\), got 5",
+        ),
         ({"stop_strings": "x"}, "stop_strings cannot be combined with num_beams 4"),
         ({"stopping_criteria": bool}, "stopping_criteria cannot be combined with num_beams 4"),
         ({"return_logprobs": 3}, "return_logprobs cannot be combined with num_beams 4"),
@@ -141,11 +162,12 @@ def test_what_cannot_be(lm, options, message):
 
 
 def test_more_beams_than_tokens():
-    other = fdjax.load("tests/fixtures/hf/qwen3", dtype="float32", compilation_cache=False)
-    other.config.__dict__  # a frozen configuration: the vocabulary has 128 tokens
-    assert other.config.vocab_size == 128
-    with pytest.raises(ValueError, match="must be at most the 32 rows"):
-        other.generate([1], num_beams=40, do_sample=False)
+    config = {"model_type": "llama", "vocab_size": 3, "hidden_size": 64, "intermediate_size": 64}
+    config |= {"num_hidden_layers": 1, "num_attention_heads": 4}
+    model = fdjax.describe(fdjax.parse_config(config), dtype="float32")
+    lm = fdjax.LM(model, random_params(model))
+    with pytest.raises(ValueError, match="num_beams 4 must be at most the 3 tokens of the voc"):
+        lm.generate([1], num_beams=4)
 
 
 def test_calls_without_beams_refuse_them(lm):
@@ -158,6 +180,7 @@ def test_calls_without_beams_refuse_them(lm):
         lm.generate([1, 2], length_penalty=2.0, max_new_tokens=1, **OPTIONS)
 
 
+@pytest.mark.slow
 def test_beams_that_the_checkpoint_asks_for(lm):
     files = {"num_beams": 4, "length_penalty": 0.5, "early_stopping": True}
     files |= {"num_return_sequences": 2, "eos_token_id": 2}
@@ -178,6 +201,7 @@ def test_beams_that_the_checkpoint_asks_for(lm):
     assert other.stream(ids(5, 6), max_new_tokens=3).result.sequences_scores is None
 
 
+@pytest.mark.slow
 def test_beams_take_no_more_pages_than_the_formula_says(lm, monkeypatch):
     """Slots in use are at most those of the paper, and 127 per search for the end of the prompt."""
     found = []
@@ -213,7 +237,7 @@ def test_searches_that_give_up_their_pages_have_the_same_answers(lm, monkeypatch
     options = {**OPTIONS, "max_new_tokens": [200, 150, 280, 200, 10]}
     options |= {"num_beams": [2, 4, 2, 1, 3], "num_return_sequences": [2, 3, 1, 1, 1]}
     want = lm.generate(prompts, **options)
-    small = fdjax.load("tiny", dtype="float32", max_batch=8)
+    small = load()
     small.engine._most_pages = lambda slots: 13
     preempted = []
     preempt = runner.Runner._preempt

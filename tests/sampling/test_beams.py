@@ -19,6 +19,9 @@ from beam_rows import (
     prompt,
 )
 
+# Options that change no scores.
+PLAIN = {"num_beams", "num_return_sequences", "length_penalty", "early_stopping"}
+PLAIN |= {"eos_token_id", "max_new_tokens"}
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -62,14 +65,15 @@ def check(answers, tokens, scores, asked) -> None:
     np.testing.assert_allclose(found, scores[: len(answers)], rtol=1e-4, atol=1e-4, err_msg=asked)
 
 
-def check_grid(name: str, every: int, prompts: int = len(PROMPT_LENGTHS)) -> None:
-    """Compare every n-th search of the first prompts of a checkpoint, all in one call."""
+def check_grid(name: str, every: int, *, plain: bool = False) -> None:
+    """Compare every n-th search of a checkpoint, all in one call.
+
+    With `plain`, only of the shorter prompts, and without edits, so that programs are small.
+    """
     lm, want = load(name), expected(name)
     rows = [
         (prompt(int(seed), length, lm.config.vocab_size), *row)
-        for p, (seed, length) in enumerate(
-            zip(want["seeds"], PROMPT_LENGTHS[:prompts], strict=False)
-        )
+        for p, (seed, length) in enumerate(zip(want["seeds"], PROMPT_LENGTHS, strict=True))
         for row in zip(
             option_sets(want["best"][p].tolist()),
             want["tokens"][p],
@@ -77,6 +81,8 @@ def check_grid(name: str, every: int, prompts: int = len(PROMPT_LENGTHS)) -> Non
             strict=True,
         )
     ][::every]
+    if plain:
+        rows = [row for row in rows if len(row[0]) < 16 and row[1].keys() <= PLAIN]
     prompts, options, *_ = zip(*rows, strict=True)
     for (_, asked, tokens, scores), answers in zip(
         rows, generate(lm, prompts, options), strict=True
@@ -101,14 +107,12 @@ def check_ragged(name: str) -> None:
 
 
 def test_some_searches():
-    check_grid("llama3_gqa_tied", 4, prompts=2)
+    check_grid("llama3_gqa_tied", 2, plain=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gemma2", "mistral_window"])
-def test_more_searches(name):
-    check_grid(name, 3)
-    check_ragged(name)
+def test_more_searches():
+    check_grid("mistral_window", 4)
 
 
 @pytest.mark.soak
@@ -118,7 +122,7 @@ def test_all_searches(name):
     check_ragged(name)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_answers_of_several_pages():
     lm, want = load(LONG_CHECKPOINT), expected("long")
     ids = prompt(int(want["seed"]), LONG_PROMPT, lm.config.vocab_size)
