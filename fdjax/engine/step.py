@@ -256,10 +256,8 @@ def decode_steps(
         # Equal to `active`, but computed from the token, so that one kernel computes all of this.
         advance = (emitted != -1).astype(jnp.int32)
         steps = state.steps + advance
-        final = _is_final(emitted, steps, sampling)
-        if beams is not None:
-            final = jnp.where(move.moved, move.finished, final)
-        finished = state.finished | (active & final)
+        is_final = _is_final if beams is None else functools.partial(_is_final_of, move)
+        finished = state.finished | (active & is_final(emitted, steps, sampling))
         progress = (
             state.lengths + advance,
             jnp.where(emitted >= 0, emitted, state.tokens),
@@ -412,6 +410,11 @@ def _is_final(tokens, steps, sampling):
     for stop in sampling.stop_tokens.T:  # a loop, because a reduction would be another kernel
         final |= (tokens == stop) & (tokens >= 0)
     return final
+
+
+def _is_final_of(move, tokens, steps, sampling):
+    """`_is_final` where beams take part in a step: they end together."""
+    return jnp.where(move.moved, move.finished, _is_final(tokens, steps, sampling))
 
 
 def attend_decode(
