@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from fdjax.system.files import output_file
+from fdjax.system.files import output_file, write_whole
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = ROOT / "models" / "tiny"
@@ -207,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     record = {"environment": environment(args.commit), "rows": rows}
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return int(not all(row["ok"] for row in rows))
 

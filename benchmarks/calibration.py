@@ -11,14 +11,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 import fdjax
 from fdjax.bench.record import environment
 from fdjax.models.tiny.world import Example, World
-from fdjax.system.files import output_file
+from fdjax.system.files import output_file, write_whole
 from fdjax.tools.calibrate import (
     BIN_LOG2,
     BINS,
@@ -132,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.plot:
         plot(known, "embedded model", args.plot)
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return 0
 

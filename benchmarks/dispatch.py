@@ -25,7 +25,7 @@ from fdjax.engine.step import decode_steps
 from fdjax.models import describe, parse_config, random_params
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
-from fdjax.system.files import output_file
+from fdjax.system.files import output_file, write_whole
 
 CONFIG = {
     "model_type": "llama",
@@ -94,7 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": {name: dataclasses.asdict(t) | {"samples_us": None} for name, t in rows.items()},
     }
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1))
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return 0
 

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fdjax.system.files import output_file
+from fdjax.system.files import output_file, write_whole
 
 LLAMA2_7B = {
     "vocab_size": 32000,
@@ -146,7 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     peers = {"torch": torch.__version__, "transformers": transformers.__version__}
     record = {"environment": environment(args.commit), "peers": peers, "rows": rows}
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1))
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return int(not all(row["ok"] for row in rows))
 

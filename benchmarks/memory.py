@@ -29,7 +29,7 @@ from fdjax.lm import LM
 from fdjax.models import Model, Params, describe, parse_config, random_params
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.device_memory import device_memory_bytes, free_memory_bytes
-from fdjax.system.files import output_file
+from fdjax.system.files import output_file, write_whole
 
 # Largest relative difference between a planned and a measured peak.
 TOLERANCE = 0.03
@@ -183,7 +183,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record["temporaries"] = list(temporaries(model, 2048))
     print(table(record))
     if args.output:
-        Path(args.output).write_text(json.dumps(record, indent=1) + "\n")
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
     print(json.dumps(record))
     return int(any(row["ok"] is False for row in record["peaks"]))
 

@@ -64,6 +64,7 @@ class Results:
         self.calibration: list[dict[str, Any]] = []
         self.default_path: list[Record] = []
         self.runtime: list[dict[str, Any]] = []
+        self.serving: dict[str, dict[str, Any]] = {}
         # A table is named after its device, and the folder too, in lower case.
         named = [p for p in tables.glob("*.json") if p.stem.lower() == folder.name]
         self.table = json.loads(named[0].read_text()) if named else None
@@ -80,6 +81,8 @@ class Results:
                     self.calibration.append(data)
                 elif "runtime" in data:
                     self.runtime.append(data)
+                elif "serving" in data:
+                    self.serving[path.stem] = data["serving"]
                 continue
             if Source(path, record).is_default:
                 # Those of the headline command come last and replace earlier ones.
@@ -516,6 +519,62 @@ def with_and_without_attention(results: Results) -> Figure | None:
     return figure
 
 
+def serving_throughput(results: Results) -> Figure | None:
+    """Tokens per second of many requests over the rows at once, with the bound of the device."""
+    panels_of = {name: data for name, data in results.serving.items() if data["throughput"]}
+    if not panels_of:
+        return None
+    figure, panels = _panels(len(panels_of), (4.4, 3.2))
+    for axes, (name, data) in zip(panels, panels_of.items(), strict=True):
+        best = {
+            found["state"]["rows"]: max(call["new_tokens_per_s"] for call in found["timed_calls"])
+            for found in data["throughput"]
+            if found["timed_calls"]
+        }
+        rows = sorted(best)
+        rates = [best[count] for count in rows]
+        axes.plot(rows, rates, marker="o", color=COLOURS["fdjax"], label="fdjax")
+        limit = data["bound"]["new_tokens_per_s"]
+        axes.axhline(limit, color="0.4", linestyle="--", label="bound")
+        if peer := data.get("peer", {}).get("new_tokens_per_s"):
+            colour = COLOURS["hf static, compiled"]
+            axes.axhline(max(peer), color=colour, linestyle=":", label="transformers, continuous")
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(rows, [str(count) for count in rows])
+        axes.minorticks_off()
+        axes.set_ylim(bottom=0)
+        title = f"{name}, {data['requests']['count']} requests"
+        axes.set(title=title, xlabel="rows at once", ylabel="new tokens/s")
+        axes.legend(fontsize=7)
+    return figure
+
+
+def serving_latency(results: Results) -> Figure | None:
+    """First token, and time per token of the deliveries, over the rate at which requests arrive."""
+    measured = {name: d["arrivals"] for name, d in results.serving.items() if d.get("arrivals")}
+    if not measured:
+        return None
+    figure, panels = _panels(2 * len(measured), (4.4, 3.2))
+    pairs = zip(panels[::2], panels[1::2], strict=True)
+    for (first, gaps), (name, rows) in zip(pairs, measured.items(), strict=True):
+        rows = sorted(rows, key=lambda row: row["rate"])
+        rates = [row["rate"] for row in rows]
+        for axes, key, label in (
+            (first, "first_token_ms", "first token, ms"),
+            (gaps, "ms_per_token", "ms per token"),
+        ):
+            for percentile, style in (("p50", "-"), ("p99", "--")):
+                values = [row[key] and row[key][percentile] for row in rows]
+                axes.plot(rates, values, style, marker="o", color=OURS, label=percentile)
+            axes.set_yscale("log")
+            axes.set(title=name, xlabel="requests per second", ylabel=label)
+        largest = [row["largest_gap_ms"] for row in rows]
+        gaps.plot(rates, largest, ":", marker="x", color="tab:red", label="largest gap, undivided")
+        first.legend(fontsize=7)
+        gaps.legend(fontsize=7)
+    return figure
+
+
 FIGURES: dict[str, Callable[[Results], Figure | None]] = {
     function.__name__: function
     for function in (
@@ -536,6 +595,8 @@ FIGURES: dict[str, Callable[[Results], Figure | None]] = {
         runtime,
         over_naive,
         with_and_without_attention,
+        serving_throughput,
+        serving_latency,
     )
 }
 

@@ -1,23 +1,32 @@
 """Many requests of different lengths at once: `python -m benchmarks.serving [CONFIG]`.
 
 A seeded list of prompts of random tokens, log-normal in length, each with its own number of new
-tokens, through `LM.generate` with random weights. The first call compiles; the others are timed.
+tokens, through `LM.generate` with random weights. The first call compiles; the others are timed,
+and compared with `benchmarks.serving_bound`. No two calls have a prompt in common.
 """
 
 import argparse
+import dataclasses
 import json
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-import numpy as np
+import jax
 
+from benchmarks import arrivals, prefixes
+from benchmarks.request_mix import requests
+from benchmarks.serving_bound import bound
+from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.record import environment
 from fdjax.lm import LM
-from fdjax.models import describe, parse_config, random_params
-from fdjax.system.device_memory import free_memory_bytes
-from fdjax.system.files import output_file
+from fdjax.models import Model, describe, parse_config, random_params
+from fdjax.system.device_memory import device_memory_bytes, free_memory_bytes
+from fdjax.system.files import output_file, write_whole
 
 CONFIG = {
     "model_type": "llama",
@@ -29,25 +38,8 @@ CONFIG = {
     "num_hidden_layers": 32,
     "max_position_embeddings": 4096,
 }
-
-
-def requests(count: int, vocab_size: int, scale: float = 1.0) -> tuple[list[list[int]], list[int]]:
-    """Prompts and numbers of new tokens.
-
-    Args:
-      count: of the requests.
-      vocab_size: of the tokens.
-      scale: of all lengths; 1: prompts have a median of 384 tokens (σ 0.8, at most 2048), answers
-        one of 160 (σ 0.7, at most 768).
-    """
-    rng = np.random.default_rng(0)
-
-    def lengths(median, sigma, most):
-        drawn = rng.lognormal(np.log(median), sigma, count)
-        return np.clip((scale * np.minimum(drawn, most)).astype(int), 1, None).tolist()
-
-    prompts, new = lengths(384, 0.8, 2048), lengths(160, 0.7, 768)
-    return [rng.integers(0, vocab_size, n).tolist() for n in prompts], new
+# Share of the device's memory that the bound may use.
+_BOUND_SHARE = 0.9
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -55,23 +47,37 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("config", nargs="?", type=Path, help="a config.json; default: Llama 2 7B")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
-    parser.add_argument("--max-batch", type=int, help="rows at once; default: as many as fit")
+    parser.add_argument(
+        "--max-batch",
+        type=int,
+        nargs="+",
+        metavar="B",
+        default=[None],
+        help="rows at once, one measurement for each; default: as many as fit",
+    )
     parser.add_argument("--runs", type=int, default=2, help="timed calls")
+    parser.add_argument(
+        "--arrivals", type=float, nargs="+", default=[], metavar="RATE", help="requests per second"
+    )
+    parser.add_argument("--prefix", action="store_true", help="measure the prefix cache")
+    parser.add_argument("--peer", action="store_true", help="run transformers as well")
+    parser.add_argument(
+        "--matmul-rate", type=float, metavar="TFLOPS", help="for the bound; default: measured"
+    )
+    parser.add_argument(
+        "--read-rate", type=float, metavar="GB_PER_S", help="for the bound; default: measured"
+    )
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    config = json.loads(args.config.read_text()) if args.config else CONFIG
-    model = describe(parse_config(config), dtype=args.dtype)
-    memory_bytes = free_memory_bytes()
-    lm = LM(model, random_params(model), max_batch=args.max_batch, memory_bytes=memory_bytes)
-    prompts, new = requests(args.requests, model.config.vocab_size, args.scale)
+def throughput(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
+    """Time `generate` of all requests, once to compile and `runs` times more."""
     calls = []
-    for _ in range(args.runs + 1):
+    for run in range(args.runs + 1):
+        prompts, new = requests(args.requests, lm.config.vocab_size, args.scale, seed=run)
         began = time.perf_counter()
         stats = lm.generate(prompts, max_new_tokens=new, eos_token_id=None, do_sample=False).stats
         seconds = time.perf_counter() - began
@@ -81,11 +87,70 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "compile_seconds": stats.compile_seconds,
                 "new_tokens_per_s": sum(new) / seconds,
                 "decode_steps": stats.decode_steps,
+                "cached_tokens": stats.cached_tokens,
             }
         )
         print(calls[-1], file=sys.stderr, flush=True)
     state = lm.engine.reusable.state
-    record = {
+    return {
+        "state": {"rows": state.batch, "slots": state.slots},
+        "first_call": calls[0],
+        "timed_calls": calls[1:],
+    }
+
+
+def least_time(model: Model, args: argparse.Namespace, memory_bytes: int | None) -> dict[str, Any]:
+    """The bound of all requests, and the ceilings it comes from."""
+    rates = {"tflop_per_s": args.matmul_rate, "gb_per_s": args.read_rate}
+    if None in rates.values():
+        on_gpu = jax.default_backend() == "gpu"
+        size = {} if on_gpu else {"total_bytes": 2**26, "matmul_size": 1024}
+        ceiling = measure_ceiling(**size)
+        measured = {
+            "tflop_per_s": ceiling["matmul_tflop_per_s"],
+            "gb_per_s": ceiling["read_gb_per_s"],
+        }
+        rates = {name: given or measured[name] for name, given in rates.items()}
+    prompts, new = requests(args.requests, model.config.vocab_size, args.scale)
+    found = bound(
+        model,
+        [len(ids) for ids in prompts],
+        new,
+        memory_bytes=_BOUND_SHARE * memory_bytes if memory_bytes else float("inf"),
+        bytes_per_s=1e9 * rates["gb_per_s"],
+        flop_per_s=1e12 * rates["tflop_per_s"],
+    )
+    return rates | dataclasses.asdict(found) | {"new_tokens_per_s": sum(new) / found.seconds}
+
+
+def whole_memory_bytes() -> int | None:
+    """Bytes of the first device's memory, also those that JAX leaves to others."""
+    smi = environment("")["nvidia_smi"]
+    return int(smi["memory.total"].split()[0]) * 2**20 if smi else device_memory_bytes()
+
+
+def peer(config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """The same requests in transformers, in a process that ends before JAX takes the memory."""
+    prompts, new = requests(args.requests, config["vocab_size"], args.scale)
+    given = {"config": config, "dtype": args.dtype, "device": "cuda", "runs": args.runs}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "requests.json"
+        file.write_text(json.dumps(given | {"prompts": prompts, "new": new}))
+        command = [sys.executable, "-m", "benchmarks.serving_peer", str(file)]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return {"problem": f"exit code {done.returncode}"}
+    found = json.loads(done.stdout.splitlines()[-1])
+    return found | {"new_tokens_per_s": [sum(new) / seconds for seconds in found["seconds"]]}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    config = json.loads(args.config.read_text()) if args.config else CONFIG
+    record: dict[str, Any] = {"peer": peer(config, args)} if args.peer else {}
+    model = describe(parse_config(config), dtype=args.dtype)
+    prompts, new = requests(args.requests, model.config.vocab_size, args.scale)
+    record |= {
         "environment": environment(args.commit),
         "config": config,
         "requests": {
@@ -93,15 +158,41 @@ def main(argv: Sequence[str] | None = None) -> int:
             "prompt_tokens": sum(map(len, prompts)),
             "new_tokens": sum(new),
         },
-        "state": {"rows": state.batch, "slots": state.slots},
-        "memory_bytes": memory_bytes,
-        "first_call": calls[0],
-        "timed_calls": calls[1:],
+        "memory_bytes": free_memory_bytes(),
+        "bound": least_time(model, args, whole_memory_bytes()),
+        "throughput": [],
     }
-    if args.output:
-        args.output.write_text(json.dumps(record, indent=1))
-    print(json.dumps(record))
+    params = random_params(model)
+    for rows in args.max_batch:
+        lm = LM(model, params, max_batch=rows, memory_bytes=record["memory_bytes"])
+        found = throughput(lm, args)
+        best = min((call["seconds"] for call in found["timed_calls"]), default=None)
+        share = best and record["bound"]["seconds"] / best
+        record["throughput"].append({"max_batch": rows, "share_of_bound": share} | found)
+        _write(record, args.output)
+        if rows is args.max_batch[-1]:
+            continue
+        lm.release()
+    if args.arrivals:
+        record["arrivals"] = []
+        arrivals.warm_up(lm, args.requests, args.scale)
+        for number, rate in enumerate(args.arrivals):
+            of_rate = requests(args.requests, model.config.vocab_size, args.scale, 100 + number)
+            record["arrivals"].append(arrivals.measure(lm, *of_rate, rate=rate))
+            print(record["arrivals"][-1], file=sys.stderr, flush=True)
+            _write(record, args.output)
+    lm.release()
+    if args.prefix:
+        record["prefix"] = prefixes.measure(config, params, args, record["memory_bytes"])
+        _write(record, args.output)
+    print(json.dumps({"serving": record}))
     return 0
+
+
+def _write(record: dict[str, Any], output: Path | None) -> None:
+    """Write what there is, so that a run that is cut off keeps it."""
+    if output:
+        write_whole(output, json.dumps({"serving": record}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

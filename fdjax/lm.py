@@ -31,7 +31,15 @@ from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
 from fdjax.tools import score
 from fdjax.weights.calibration import calibrated
-from fdjax.weights.checkpoint import CheckpointError, load_params, locate, read_json, unnamed_dtype
+from fdjax.weights.checkpoint import (
+    CheckpointError,
+    load_params,
+    locate,
+    quantised_config,
+    read_json,
+    unnamed_dtype,
+)
+from fdjax.weights.quantise import quantised_formats
 from fdjax.weights.stacked import stack_layers
 
 # Decode steps per dispatch.
@@ -211,7 +219,8 @@ class LM:
         """Compile the programs of a later call now, or load them from disk.
 
         A later call of about these sizes with these options then compiles nothing. Other lengths of
-        prompts, numbers of new tokens or numbers of prompts may need other programs.
+        prompts, numbers of new tokens or numbers of prompts may need other programs, and so may
+        prompts whose beginning is in the cache.
 
         Args:
           config, **options: as in `generate`, the options of the later call.
@@ -547,6 +556,7 @@ def load(
     model: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
     max_batch: int | None = None,
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
@@ -564,6 +574,8 @@ def load(
     Args:
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
+      quantize: "int4" | "int8" quantises the weights of linear layers while they are loaded, see
+        docs/quantised.md. Default: weights stay as the checkpoint has them, quantised or not.
       max_batch: largest number of rows that run at once. Default: as many as fit.
       max_len: cache slots per row, for prompt and new tokens. Default: the cache is sized by the
         prompts, in a few steps, up to the model's max_position_embeddings. If a call does not give
@@ -596,6 +608,8 @@ def load(
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    if quantize not in (None, "int4", "int8"):
+        raise ValueError(f"load: quantize must be int4 or int8, got {quantize!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"load: plan must be a Plan, such as Plan.for_device(), got {plan!r}")
     if device is not None and not isinstance(device, jax.Device):
@@ -608,10 +622,16 @@ def load(
     folder = locate(model, revision=revision, token=token)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
+    config = quantised_config(folder, config, data)
+    dtype = dtype or unnamed_dtype(folder, data) or config.dtype
+    if quantize is not None:
+        if config.weight_formats:
+            raise ValueError(f"load: {folder} is quantised already, so quantize must be None")
+        config = quantised_formats(config, quantize, dtype)
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan
-    description = describe(config, dtype=dtype or unnamed_dtype(folder, data), plan=plan)
+    description = describe(config, dtype=dtype, plan=plan)
     description = _in_use(description)
     longest, memory_bytes = check_load(
         description,

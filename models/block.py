@@ -9,13 +9,14 @@ import functools
 import math
 
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
-from fdjax.pallas_kernels.dispatch import Features, used_features
+from fdjax.pallas_kernels.dispatch import NO_FEATURES, Features, used_features
+from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, WeightFormat
 
 Path = tuple[str, ...]
 
 # Features of a `BlockSpec` that the modules of `fdjax.models.decoder` support.
 DECODER_CAN = frozenset(
-    {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"}
+    {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"} | WEIGHT_FEATURES
 )
 
 
@@ -28,7 +29,8 @@ class LinearShape:
       gate: the result is act(gate) * up. All activations cost the same.
       norm: x is normalised first.
       residual: a residual is added.
-      result: dtype of the result, default that of the weight.
+      result: dtype of the result, default that of x.
+      weight: format of a quantised weight, or None.
     """
 
     k: int
@@ -37,6 +39,13 @@ class LinearShape:
     norm: bool = False
     residual: bool = False
     result: str | None = None
+    weight: WeightFormat | None = None
+
+    @property
+    def features(self) -> Features:
+        """The features of `matmul` for `Plan.choose`."""
+        names = frozenset(name for name in ("gate", "norm", "residual") if getattr(self, name))
+        return names | (self.weight.features if self.weight else NO_FEATURES)
 
     @property
     def fused(self) -> bool:
@@ -52,10 +61,12 @@ class LinearShape:
             "itemsize": itemsize,
             "gate": int(self.gate),
             "fused": int(self.fused),
+            **(self.weight.key if self.weight else {}),
         }
 
     def __str__(self):
         weight = f"[{self.k},2,{self.n // 2}]" if self.gate else f"[{self.k},{self.n}]"
+        weight += f" {self.weight}" if self.weight else ""
         return weight + " norm" * self.norm + " gate" * self.gate + " residual" * self.residual
 
 
@@ -69,6 +80,7 @@ class LinearSpec:
       outs: the weight's other axes.
       bias: whether it has a bias.
       norm, gate, residual: what is fused with it, as in `LinearShape`.
+      weight: format of a quantised weight, or None.
     """
 
     path: Path
@@ -78,12 +90,14 @@ class LinearSpec:
     norm: bool = False
     gate: bool = False
     residual: bool = False
+    weight: WeightFormat | None = None
 
     @property
     def shape(self) -> LinearShape:
         """Its shape for a plan and `tune`. The bias is left out: it costs nothing measurable."""
         n = math.prod(self.outs)
-        return LinearShape(self.k, n, gate=self.gate, norm=self.norm, residual=self.residual)
+        fused = {"gate": self.gate, "norm": self.norm, "residual": self.residual}
+        return LinearShape(self.k, n, **fused, weight=self.weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +118,7 @@ class BlockSpec:
       qk_norm: q and k are normalised per head, before RoPE.
       post_norms: the outputs of attention and MLP are normalised before they are added to the
         residual stream.
+      formats: formats of the quantised weights, by the names in `linears`.
     """
 
     width: int
@@ -120,6 +135,7 @@ class BlockSpec:
     norm_offset: float = 0.0
     qk_norm: bool = False
     post_norms: bool = False
+    formats: tuple[tuple[str, WeightFormat], ...] = ()
 
     def __post_init__(self):
         for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim"):
@@ -139,7 +155,8 @@ class BlockSpec:
     @functools.cached_property
     def features(self) -> Features:
         """Features outside of attention, as the names of their fields."""
-        return used_features(self)
+        weights = (weight.features for _, weight in self.formats)
+        return (used_features(self) - {"formats"}).union(*weights)
 
     @functools.cached_property
     def attention_features(self) -> Features:
@@ -158,7 +175,7 @@ class BlockSpec:
         heads = self.heads * self.head_dim
         qkv = self.kv_heads, self.group + 2, self.head_dim
         summed = not self.post_norms
-        return {
+        linears = {
             "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=True),
             "out": LinearSpec(
                 ("attention", "out"), heads, (self.width,), self.out_bias, residual=summed
@@ -172,6 +189,9 @@ class BlockSpec:
                 ("mlp", "down"), self.mlp_width, (self.width,), self.mlp_bias, residual=summed
             ),
         }
+        for name, weight in self.formats:
+            linears[name] = dataclasses.replace(linears[name], weight=weight)
+        return linears
 
     @property
     def norms(self) -> dict[Path, int]:

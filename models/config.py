@@ -9,6 +9,7 @@ from typing import Any
 from fdjax.models.block import BlockSpec, LinearShape
 from fdjax.models.readable import readable
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.quantised import WeightFormat
 
 
 class CheckpointError(ValueError):
@@ -36,6 +37,7 @@ class DecoderConfig:
       dtype: dtype of the checkpoint, a NumPy name.
       embedding_scale: multiplies the embeddings, rounded to their dtype.
       logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
+      head_format: format of a quantised head, or None. The head is then not tied.
     """
 
     family: str
@@ -46,6 +48,7 @@ class DecoderConfig:
     dtype: str
     embedding_scale: float = 1.0
     logit_soft_cap: float | None = None
+    head_format: WeightFormat | None = None
 
     def __post_init__(self):
         if self.vocab_size < 1:
@@ -76,6 +79,39 @@ class DecoderConfig:
         replaced = (dataclasses.replace(block, attention=spec) for block, spec in pairs)
         return dataclasses.replace(self, blocks=tuple(replaced))
 
+    def with_formats(
+        self, formats: Mapping[tuple[str | int, ...], WeightFormat]
+    ) -> "DecoderConfig":
+        """A copy with quantised weights: their formats by path, as in a `WeightMap`."""
+        blocks = tuple(
+            dataclasses.replace(
+                block,
+                formats=tuple(
+                    (name, formats[path])
+                    for name, linear in block.linears.items()
+                    if (path := ("blocks", i, *linear.path, "weight")) in formats
+                ),
+            )
+            for i, block in enumerate(self.blocks)
+        )
+        return dataclasses.replace(self, blocks=blocks, head_format=formats.get(("head", "weight")))
+
+    def format_of(self, path: tuple[str | int, ...]) -> WeightFormat | None:
+        """The format of the parameter at a path, None if it is not quantised."""
+        if path == ("head", "weight"):
+            return self.head_format
+        if path[0] != "blocks":
+            return None
+        block = self.blocks[path[1]]
+        linears = (linear for linear in block.linears.values() if linear.weight)
+        return next((one.weight for one in linears if (*one.path, "weight") == path[2:]), None)
+
+    @property
+    def weight_formats(self) -> tuple[WeightFormat, ...]:
+        """The different formats of quantised weights."""
+        formats = [weight for block in self.blocks for _, weight in block.formats]
+        return tuple(dict.fromkeys([*formats, *([self.head_format] if self.head_format else [])]))
+
     def __getattr__(self, name: str) -> Any:
         if name in _BLOCK_NAMES:
             return getattr(self.blocks[0], name)
@@ -99,7 +135,12 @@ class DecoderConfig:
         """
         shapes = {name: linear.shape for name, linear in self.blocks[0].linears.items()}
         if not self.tie_embeddings:
-            shapes["head"] = LinearShape(self.width, self.vocab_size, norm=True, result="float32")
+            shapes["head"] = LinearShape(
+                *(self.width, self.vocab_size),
+                norm=True,
+                result="float32",
+                weight=self.head_format,
+            )
         return shapes
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
@@ -173,11 +214,6 @@ class ConfigReader:
 
     def finish(self, ignorable: Sequence[str] = ()) -> None:
         """Raise CheckpointError for unread fields that change the model; warn of unknown ones."""
-        if self.data.get("quantization_config"):
-            raise CheckpointError(
-                f"{self.source}: 'quantization_config' is not supported; "
-                "use the unquantised checkpoint"
-            )
         for key in sorted(set(_NEUTRAL) & set(self.data) - self._read):
             if key == "sliding_window" and self.data.get("use_sliding_window") is False:
                 continue
@@ -200,18 +236,20 @@ class ConfigReader:
             )
 
 
-# Fields that do not affect the forward pass in inference.
+# Fields that do not affect the forward pass in inference, and those that tell how weights are
+# stored.
 _IGNORABLE = frozenset(
     """
     _name_or_path add_cross_attention architectures attention_dropout auto_map bad_words_ids
     begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
-    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample
-    early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
+    compression_config cross_attention_hidden_size decoder_start_token_id diversity_penalty
+    do_sample early_stopping embd_pdrop encoder_no_repeat_ngram_size eos_token_id
     exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id
     hidden_dropout id2label initializer_range is_decoder is_encoder_decoder label2id
     length_penalty max_length max_sequence_length min_length model_type no_repeat_ngram_size
     num_beam_groups num_beams num_return_sequences output_attentions output_hidden_states
     output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    quantization_config
     remove_invalid_values repetition_penalty resid_pdrop return_dict return_dict_in_generate
     sep_token_id suppress_tokens task_specific_params temperature tf_legacy_loss
     tie_encoder_decoder tokenizer_class top_k top_p torchscript transformers_version typical_p
@@ -226,7 +264,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
-    "compression_config": (),
     "embedding_multiplier": (1.0,),
     "final_logit_softcapping": (),
     "layer_types": ("full_attention",),
@@ -237,7 +274,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "num_experts": (),
     "num_local_experts": (),
     "qk_layernorm": (False,),
-    "quantization_config": ({},),
     "query_pre_attn_scalar": (),
     "residual_multiplier": (1.0,),
     "rope_interleaved": (False,),

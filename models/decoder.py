@@ -7,6 +7,7 @@ Modules hold no cache. `describe` splits them once into a static graph and plain
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,12 +19,19 @@ from jax import Array, lax
 from fdjax.models.attend import Attend, Stack
 from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
+from fdjax.models.layouts import laid_out
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import (
+    QTensor,
+    WeightFormat,
+    is_quantised,
+    random_quantised,
+)
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
@@ -58,25 +66,37 @@ class Norm(nnx.Module):
 
 
 class Linear(nnx.Module):
-    """A weight [K, ...] and an optional bias, applied through `matmul`."""
+    """A weight [K, ...] and an optional bias, applied through `matmul`.
 
-    def __init__(self, shape: tuple[int, ...], bias: bool, dtype):
-        self.weight = nnx.Param(jnp.zeros(shape, dtype))
+    A quantised weight is a `QTensor` [K,N], or [K,2,N] with a gate.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], bias: bool, dtype, weight: WeightFormat | None = None
+    ):
+        empty = jnp.zeros(shape, dtype) if weight is None else weight.empty(flat_shape(shape))
+        self.weight = nnx.Param(empty)
         self.bias = nnx.Param(jnp.zeros(shape[1:], dtype)) if bias else None
 
     @classmethod
     def of(cls, spec: LinearSpec, dtype) -> "Linear":
         """The linear layer that a spec describes."""
-        return cls((spec.k, *spec.outs), spec.bias, dtype)
+        return cls((spec.k, *spec.outs), spec.bias, dtype, spec.weight)
 
     def __call__(self, x: Array, **fused) -> Array:
         """x [..., K] → [..., N]; `fused` are keywords of `matmul`."""
-        weight = self.weight[...]
+        weight = self.weight.get_value()
         bias = None if self.bias is None else self.bias[...]
         if "gate" not in fused:
-            weight = weight.reshape(weight.shape[0], -1)
+            if not isinstance(weight, QTensor):
+                weight = weight.reshape(weight.shape[0], -1)
             bias = None if bias is None else bias.reshape(-1)
         return matmul(x, weight, bias=bias, **fused)
+
+
+def flat_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a linear layer's quantised weight: [K,N], or [K,2,F] of gate and up."""
+    return shape if len(shape) == 3 else (shape[0], math.prod(shape[1:]))
 
 
 class Attention(nnx.Module):
@@ -265,7 +285,7 @@ class Decoder(nnx.Module):
         self.head = (
             None
             if config.tie_embeddings
-            else Linear((config.width, config.vocab_size), False, dtype)
+            else Linear((config.width, config.vocab_size), False, dtype, config.head_format)
         )
 
     def __call__(
@@ -290,7 +310,7 @@ class Decoder(nnx.Module):
         Returns:
           ([B, T, E], or [B, 1, E] with `last`; the updated caches).
         """
-        x = self._embedded(tokens, plan)
+        x = self.embedded(tokens, plan)
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
@@ -304,7 +324,7 @@ class Decoder(nnx.Module):
             kv = _updated(kv, i, layer_kv)
         return x, kv
 
-    def _embedded(self, tokens: Array, plan: Plan) -> Array:
+    def embedded(self, tokens: Array, plan: Plan) -> Array:
         """tokens [B,T] → [B,T,E]."""
         x = jnp.take(self.embed[...], tokens, axis=0)
         if (scale := self.config.embedding_scale) != 1:
@@ -338,7 +358,7 @@ class Decoder(nnx.Module):
         Returns:
           (hidden states before the final norm [B,1,E], the updated caches).
         """
-        x = self._embedded(tokens[:, None], plan)[:, 0]
+        x = self.embedded(tokens[:, None], plan)[:, 0]
         first = self.config.attention[0]
         x, *kv = decode_layers(
             *(x, *kv, lengths, rotation_at(first.rope), layer_weights(stacked)),
@@ -413,7 +433,7 @@ class Model:
 
     Attributes:
       config: the architecture.
-      dtype: dtype of the parameters, a NumPy name.
+      dtype: dtype of activations, cache and parameters that are not quantised, a NumPy name.
       plan: chooses the implementations.
     """
 
@@ -452,12 +472,14 @@ class Model:
     @property
     def parameter_count(self) -> int:
         """Number of weights; tied embeddings count once."""
-        return sum(leaf.size for leaf in jax.tree.leaves(self.abstract_params))
+        leaves = jax.tree.leaves(self.abstract_params, is_leaf=is_quantised)
+        return sum(leaf.size for leaf in leaves)
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of the parameters."""
-        return self.parameter_count * jnp.dtype(self.dtype).itemsize
+        leaves = jax.tree.leaves(self.abstract_params)
+        return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | None = None) -> Model:
@@ -465,26 +487,33 @@ def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | No
 
     Args:
       config: the architecture.
-      dtype: dtype of parameters and activations; default that of the checkpoint.
+      dtype: dtype of activations, cache and parameters that are not quantised; default that of the
+        checkpoint.
       plan: chooses the implementations; default the plan of the first local device.
     """
     dtype = dtype or config.dtype
+    plan = Plan.for_device() if plan is None else plan
+    if config.weight_formats:
+        config = laid_out(config, plan, jnp.dtype(dtype).itemsize)
     abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
     graph, state = nnx.split(abstract)
-    return Model(config, dtype, Plan.for_device() if plan is None else plan, graph, state)
+    return Model(config, dtype, plan, graph, state)
 
 
 def random_params(model: Model, seed: int = 0) -> Params:
     """Random parameters for benchmarks and tests, made on the device in the real shapes.
 
-    Weights are normal with the standard deviation of transformers, 0.02. Norms scale by 1.
+    Weights are normal with the standard deviation of transformers, 0.02. Norms scale by 1. Codes of
+    quantised weights are uniform, with the same standard deviation of the weights.
     """
     key = jax.random.key(seed)
-    paths, tree = jax.tree.flatten_with_path(model.abstract_params)
+    paths, tree = jax.tree.flatten_with_path(model.abstract_params, is_leaf=is_quantised)
     leaves = []
     for i, (path, leaf) in enumerate(paths):
         if jax.tree_util.keystr(path, simple=True, separator=".").endswith("scale"):
             leaves.append(jnp.full(leaf.shape, 1 - model.config.norm_offset, leaf.dtype))
+        elif is_quantised(leaf):
+            leaves.append(random_quantised(jax.random.fold_in(key, i), leaf, 0.02))
         else:
             leaves.append(_normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
     return jax.tree.unflatten(tree, leaves)

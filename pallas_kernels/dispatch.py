@@ -22,7 +22,10 @@ NO_FEATURES: Features = frozenset()
 
 # A measurement at one value of these keys says nothing about another value: the kernel may run
 # other code, may not run at all, or may leave a part of the device idle.
-_EXACT_KEYS = ("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden")
+_EXACT_KEYS = (
+    *("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden"),
+    *("int4", "int8", "fp8"),
+)
 
 _DTYPES = {1: "float8", 4: "float32", 8: "float64"}
 
@@ -305,7 +308,8 @@ def resolve(
     named = [i for i in (*known, *own) if i.name == choice.implementation]
     if not named:
         raise NotImplementedError(f"{op}: no {choice.implementation!r} implementation")
-    chosen = next((i for i in named if i.runs_on(capability)), named[0])
+    here = [i for i in named if i.runs_on(capability)] or named
+    chosen = next((i for i in here if i.supports(shape, features, capability)), here[0])
     if reason := chosen.refusal(shape, features, capability):
         raise NotImplementedError(f"{op}: {chosen.name} {reason}")
     return chosen, chosen.config(**dict(choice.config)) if choice.config else None

@@ -115,7 +115,14 @@ def model_of(args: argparse.Namespace):
     """
     from fdjax.models import describe, parse_config
     from fdjax.system.platform import default_backend
-    from fdjax.weights.checkpoint import locate, read_json, unnamed_dtype, user_path
+    from fdjax.weights.checkpoint import (
+        has_weights,
+        locate,
+        quantised_config,
+        read_json,
+        unnamed_dtype,
+        user_path,
+    )
 
     path = user_path(args.model)
     folder = None
@@ -127,6 +134,8 @@ def model_of(args: argparse.Namespace):
     default_backend()
     data = read_json(path)
     config = parse_config(data, str(path))
+    if folder and has_weights(folder):
+        config = quantised_config(folder, config, data)
     dtype = args.dtype or (unnamed_dtype(folder, data) if folder else None)
     return describe(config, dtype=dtype, plan=plan_of(args)), folder
 

@@ -9,8 +9,9 @@ from jax import Array
 
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
 from fdjax.engine.step import decode_steps, prefill
-from fdjax.models import Model, Params
+from fdjax.models import Attend, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -43,30 +44,35 @@ def forward(
       ValueError: `ids`, `lengths` or `last` are not of such a shape or out of range.
     """
     ids, lengths = _checked("forward", ids, lengths, model)
-    b, t = ids.shape
+    t = ids.shape[1]
     if last is not None and not 0 < last <= t:
         raise ValueError(f"forward: last must be in 1..{t}, got {last}")
-    positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+    module = model.module(params)
+    attend = attend_without_cache(lengths, model.plan)
+    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan)
+    return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
+
+
+def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
+    """Attention of whole texts to themselves; it returns their caches as they are.
+
+    Args:
+      lengths: [B] int32 valid tokens of each text.
+      plan: chooses the implementations.
+    """
 
     def attend(spec, kv, qkv):
+        b, t = qkv.shape[:2]
+        positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
         q, k, v = split_qkv(qkv)
         if spec.rope is not None:
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)
             )
-        o = prefill_attention(
-            q,
-            k.transpose(0, 2, 1, 3),
-            v.transpose(0, 2, 1, 3),
-            lengths,
-            spec=spec,
-            plan=model.plan,
-        )
-        return o, kv
+        k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+        return prefill_attention(q, k, v, lengths, spec=spec, plan=plan), kv
 
-    module = model.module(params)
-    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan)
-    return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
+    return attend
 
 
 @transfers_allowed()

@@ -247,7 +247,15 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         blas = 0
     else:
         blas = _CUBLAS_BYTES.get(plan.compute_capability, _CUBLAS_BYTES_OTHER_GPU)
-    return max(mlp, attention, logits) + blas
+    return max(mlp, attention, logits) + blas + _dequantised_bytes(model)
+
+
+def _dequantised_bytes(model: Model) -> int:
+    """Bytes of the largest quantised weight once XLA has dequantised it for a product."""
+    linears = [linear for block in model.config.blocks for linear in block.linears.values()]
+    shapes = {linear.shape for linear in linears} | set(model.config.linear_shapes.values())
+    sizes = (shape.k * shape.n for shape in shapes if shape.weight)
+    return max(sizes, default=0) * jnp.dtype(model.dtype).itemsize
 
 
 def reads_pages(model: Model) -> bool:
@@ -284,8 +292,8 @@ def room_for_pages(
       slots: slots of a row; default those of a row of `context` tokens.
     """
     slots = covered_slots(context) if slots is None else slots
-    # Packed calls of any prompts are as large as those of long ones.
-    tokens = max(CHUNKS[-1], context)
+    # Packed calls of any prompts are as large as those of long ones, and never halved.
+    tokens, rows = max(CHUNKS[-1], context), 2 ** (rows - 1).bit_length()
     workspace = workspace_bytes(model, rows, tokens, slots)
     return int(_POOL_SHARE * (memory_bytes - workspace))
 

@@ -45,6 +45,7 @@ class Stats:
       decode_steps: each is one token of every row that has not ended; the first tokens have none.
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
       chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
+      chunk_steps: decode steps of each chunk.
       compile_seconds: in which the host traced and compiled programs, or loaded compiled ones.
       reruns: of each layer, the share of decode attention's blocks (row, KV head, split) whose
         scores left the range of the unified maximum, so that they ran again; None unless
@@ -60,6 +61,7 @@ class Stats:
     decode_steps: int = 0
     peak_gb_per_s: float | None = None
     chunk_ms_per_token: tuple[float, ...] = ()
+    chunk_steps: tuple[int, ...] = ()
     compile_seconds: float = 0.0
     reruns: tuple[float, ...] | None = None
     cached_tokens: int = 0
@@ -294,6 +296,7 @@ class Timer:
         self._prefill = self._decode = self._compile = 0.0
         self._steps = 0
         self._chunk_ms: list[float] = []
+        self._chunk_steps: list[int] = []
         self._reruns: list[np.ndarray] = []
 
     def pause(self) -> None:
@@ -317,6 +320,7 @@ class Timer:
         self._steps += steps
         if steps:
             self._chunk_ms.append(1e3 * seconds / steps)
+            self._chunk_steps.append(steps)
             if chunk.reruns is not None:
                 self._reruns.append(chunk.reruns)
 
@@ -338,6 +342,7 @@ class Timer:
             decode_steps=self._steps,
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),
+            chunk_steps=tuple(self._chunk_steps),
             compile_seconds=self._compile,
             reruns=tuple((sum(self._reruns) / self._steps).tolist()) if self._reruns else None,
         )

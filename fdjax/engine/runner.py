@@ -134,13 +134,11 @@ class InFlight(NamedTuple):
 
     Attributes:
       owners: the task of each row of the results, or None.
-      compile_seconds: seconds spent compiling.
       results: tokens, log-probabilities, reruns and results of beams; None for what there is not.
       is_first: whether these are first tokens, from a call with prompts.
     """
 
     owners: tuple[Task | None, ...]
-    compile_seconds: float
     results: tuple
     is_first: bool
 
@@ -302,6 +300,7 @@ class Runner:
         self._arrivals: collections.deque[Call] = collections.deque()
         self._prompts: PackedPrompts | PromptsOfRows | tuple = ()
         self._flight: collections.deque[InFlight] = collections.deque()
+        self._compile_seconds = 0.0  # since the last results were read
         self._undivided = 0  # prompt tokens dispatched since the last decode steps
         self._turn = threading.Condition()
         self._table_is_old = False
@@ -591,17 +590,15 @@ class Runner:
         most = self._most_prompt_tokens(starts)
         if starts:
             self._undivided = 0
-        compile_seconds = 0.0
         while self._prompts and self._undivided < most:
             call = self._prompts.take(most - self._undivided)
             self._set_pages()
             seconds, results = self._session.prefill(call)
             self._undivided += call.size
-            compile_seconds += seconds
+            self._compile_seconds += seconds
             if call.final.any():
                 owners = self._first_owners(call)
-                self._flight.append(InFlight(owners, compile_seconds, results, True))
-                compile_seconds = 0.0
+                self._flight.append(InFlight(owners, results, True))
         if not self._prompts and self._scheduler.pool is not None:
             self._scheduler.pool.dispatched()
         # First tokens are read before anything else is dispatched: compiling must not delay them.
@@ -649,7 +646,9 @@ class Runner:
             )
             for task in active:
                 task.budget = max(task.budget - steps, 0)
-            self._flight.append(InFlight(owners, *self._session.decode(steps, most), False))
+            seconds, results = self._session.decode(steps, most)
+            self._compile_seconds += seconds
+            self._flight.append(InFlight(owners, results, False))
             self._undivided = 0
 
     def _grow(self, active: Sequence[Task], steps: int) -> bool:
@@ -671,7 +670,7 @@ class Runner:
     def _read(self) -> None:
         """Wait for the oldest results and hand them to their owners."""
         flying = self._flight.popleft()
-        chunk = _chunk(flying)
+        chunk = _chunk(flying, self._compile_seconds)
         parts: dict[Call, list[int]] = {}
         damaged = (chunk.tokens == NOT_FINITE).any(axis=1)
         for i, task in enumerate(flying.owners):
@@ -689,6 +688,8 @@ class Runner:
             except Exception as error:
                 task.row.error = error
             parts.setdefault(task.call, []).append(i)
+        if parts:
+            self._compile_seconds = 0.0
         for call, rows in parts.items():
             call.receive(chunk.rows(rows))
 
@@ -698,12 +699,12 @@ def _table(task: Task, beam: int) -> list[int]:
     return task.row.table(task.pages, beam)
 
 
-def _chunk(flying: InFlight) -> Chunk:
+def _chunk(flying: InFlight, compile_seconds: float) -> Chunk:
     tokens, logprobs, reruns, beams = (*_numpy(flying.results), None, None, None)[:4]
     chosen, top = None, None
     if isinstance(logprobs, Logprobs):
         chosen, top = logprobs.chosen, (logprobs.top, logprobs.top_ids)
-    return Chunk(tokens, chosen, top, flying.compile_seconds, reruns, flying.is_first, beams)
+    return Chunk(tokens, chosen, top, compile_seconds, reruns, flying.is_first, beams)
 
 
 def _numpy(results: Any) -> Any:

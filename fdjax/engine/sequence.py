@@ -40,7 +40,7 @@ class Chunk:
       tokens: [B, n], below 0 where a row has none.
       logprobs: [B, n] or None.
       top: ([B, n, N] log-probabilities, [B, n, N] ids) or None.
-      compile_seconds: what compiling took before its programs could start.
+      compile_seconds: what compiling took since the results before.
       reruns: [L] of each layer, summed over the steps, or None.
       is_first: it holds the first tokens of rows, of a call with their prompts.
       beams: the results of beams, or None without any.

@@ -43,12 +43,16 @@ def check_writable(path: Path) -> None:
 
 
 def output_file(text: str) -> Path:
-    """Parse the name of a file to write, for argparse; refuse it before anything is measured."""
+    """Parse the name of a file to write, for argparse.
+
+    It refuses what cannot be written before anything is measured, and creates nothing.
+    """
     path = Path(text)
-    try:
-        check_writable(path)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"{path} is a directory")
+    there = next(p for p in (path, *path.absolute().parents) if p.exists())
+    if (there != path and not there.is_dir()) or not os.access(there, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{path} cannot be written")
     return path
 
 

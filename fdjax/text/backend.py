@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from fdjax.models import CheckpointError
 from fdjax.text.tokenizer_files import StoredToken, TokenizerFiles
 from fdjax.text.tokenizer_limits import check_tokenizer, is_failure
-from fdjax.weights.checkpoint import refuse_pointer
+from fdjax.weights.stored import refuse_pointer
 
 _QWEN_2_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"

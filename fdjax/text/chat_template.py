@@ -21,7 +21,7 @@ from fdjax.models import CheckpointError
 from fdjax.models.readable import readable
 from fdjax.text.template_limits import LimitedEnvironment, TemplateLimitError, limited
 from fdjax.text.tokenizer_files import TokenizerFiles
-from fdjax.weights.checkpoint import is_there, read_json
+from fdjax.weights.stored import is_there, read_json
 
 Message = Mapping[str, Any]
 

@@ -14,7 +14,7 @@ from fdjax.models import CheckpointError
 from fdjax.text.chat_template import ChatTemplate, Message
 from fdjax.text.tokenizer_files import TokenizerFiles
 from fdjax.text.tokenizer_limits import is_failure
-from fdjax.weights.checkpoint import is_there
+from fdjax.weights.stored import is_there
 
 _ROWS = list | tuple | np.ndarray | jax.Array
 

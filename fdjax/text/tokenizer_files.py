@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fdjax.models import CheckpointError
-from fdjax.weights.checkpoint import is_there, read_json
+from fdjax.weights.stored import is_there, read_json
 
 # A token in a file: its text, or the fields of a `tokenizers.AddedToken`.
 StoredToken = str | dict[str, Any]

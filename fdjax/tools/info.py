@@ -28,6 +28,7 @@ class ModelInfo:
 
     Attributes:
       family, parameters, dtype: family, number of parameters and dtype of the model.
+      quantised: formats of the quantised weights.
       weight_bytes: bytes of all parameters.
       kv_bytes_per_token: bytes of cache that one token takes in all layers.
       device: kind of the device.
@@ -49,6 +50,7 @@ class ModelInfo:
     family: str
     parameters: int
     dtype: str
+    quantised: tuple[str, ...]
     weight_bytes: int
     kv_bytes_per_token: int
     device: str
@@ -71,7 +73,7 @@ class ModelInfo:
         lines = [
             f"family        {self.family}",
             f"parameters    {self.parameters:,}",
-            f"weights       {gigabytes(self.weight_bytes)} in {self.dtype}",
+            f"weights       {gigabytes(self.weight_bytes)} in {', '.join(self._dtypes())}",
             f"KV cache      {self.kv_bytes_per_token:,} bytes per token",
             f"context       {self.max_position_embeddings:,} tokens",
             f"device        {self.device}",
@@ -90,6 +92,9 @@ class ModelInfo:
         lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
         lines += ["", "docs/performance.md explains these operations and implementations."]
         return "\n".join(lines)
+
+    def _dtypes(self) -> tuple[str, ...]:
+        return (*self.quantised, self.dtype)
 
     def _fits(self) -> str:
         if not self.longest_context:
@@ -143,6 +148,7 @@ def model_info(
         family=model.config.family,
         parameters=model.parameter_count,
         dtype=model.dtype,
+        quantised=tuple(map(str, model.config.weight_formats)),
         weight_bytes=model.weight_bytes,
         kv_bytes_per_token=per_token,
         device=model.plan.device_kind,
@@ -179,8 +185,9 @@ def _choices(model: Model, batch: int, slots: int):
     for name, shape in c.linear_shapes.items():
         if one_launch and name != "head":
             continue
-        choice = model.plan.choose("matmul", **shape.key(batch, itemsize))
-        yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]", choice)
+        choice = model.plan.choose("matmul", shape.features, **shape.key(batch, itemsize))
+        weight = f" {shape.weight}" if shape.weight else ""
+        yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]{weight}", choice)
     shape, features = chain_shape(c, batch, itemsize), chain_features(c)
     if not one_launch and model.plan.has_kernel("linear_chain", features, **shape):
         choice = model.plan.choose("linear_chain", features, **shape)

@@ -1,95 +1,61 @@
-"""Reads a Hugging Face checkpoint: finds the folder, reads JSON files, loads the tensors.
+"""Loads a Hugging Face checkpoint: finds the folder, checks and loads the tensors."""
 
-This module memory-maps the tensors itself. The safetensors package copies every tensor to anonymous
-memory first, and its error for a truncated file names no tensor. A file consists of the header's
-length in eight bytes, a JSON header, and the bytes of the tensors.
-"""
-
-import dataclasses
 import hashlib
 import importlib.resources
-import json
 import logging
 import math
 import mmap
 import os
 import re
-import struct
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from jax import Array
 
-from fdjax.models import CheckpointError, Model, Params, ignored_tensors, weight_map
-from fdjax.models.name_map import WeightMap, join
+from fdjax.models import (
+    CheckpointError,
+    DecoderConfig,
+    Model,
+    Params,
+    ignored_tensors,
+    weight_map,
+)
+from fdjax.models.name_map import Weight, WeightMap, join
 from fdjax.models.readable import readable
+from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, in_layout
+from fdjax.weights.formats.layer import Codes, StoredLinear
+from fdjax.weights.formats.scheme import scheme_of, stored_linears, with_stored_formats
+from fdjax.weights.quantise import quantise
+from fdjax.weights.stored import (
+    DTYPES,
+    FLOATS,
+    INDEX,
+    SINGLE,
+    StoredTensor,
+    is_there,
+    read_json,
+    stored_tensors,
+)
 
-_DTYPES = {
-    "F32": np.dtype(np.float32),
-    "F16": np.dtype(np.float16),
-    "BF16": np.dtype(ml_dtypes.bfloat16),
-    "F64": np.dtype(np.float64),
-}
 EMBEDDED = "tiny"
-_SINGLE = "model.safetensors"
-_INDEX = "model.safetensors.index.json"
-# Longest file name in common file systems, in bytes.
-_NAME_BYTES = 255
-_DOWNLOAD_AGAIN = "download the file again"
-# Beginning of the small file that a clone without Git LFS has in place of a large file.
-_LFS_POINTER = b"version https://git-lfs"
 # Names of quantised tensors end like this: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8.
 _QUANTISED = (
     r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
 )
+# Scales of activations and of the cache, which fdjax does not quantise.
+_OTHER_SCALES = r".*\.(input|output|[qkv])_(scale|zero_point)"
 # A fingerprint reads this many values before and after the middle of each tensor.
 _SAMPLE = 512
 # XLA's CPU client uses host memory without a copy if its address is a multiple of this.
 _ALIGNMENT_BYTES = 64
 
 logger = logging.getLogger("fdjax")
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """The location of a tensor in a file.
-
-    Attributes:
-      file: the safetensors file.
-      name: name of the tensor.
-      dtype: dtype in the names of safetensors, such as "BF16".
-      shape: shape of the tensor.
-      start: position of its first byte in the file.
-    """
-
-    file: Path
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-
-    def view(self) -> np.ndarray:
-        """The tensor as a memory-mapped array.
-
-        Raises:
-          CheckpointError: the dtype is not supported.
-        """
-        dtype = _DTYPES.get(self.dtype)
-        if dtype is None:
-            raise CheckpointError(
-                f"{self.file.name}: tensor {self.name!r} has dtype {self.dtype}, "
-                f"supported: {', '.join(_DTYPES)}"
-            )
-        if 0 in self.shape:
-            return np.zeros(self.shape, dtype)
-        return np.memmap(self.file, dtype, mode="r", offset=self.start, shape=self.shape)
 
 
 def locate(
@@ -163,240 +129,36 @@ def user_path(name: str) -> Path:
         raise CheckpointError(f"{name}: no such user") from None
 
 
-def is_there(path: Path) -> bool:
-    """Whether a file exists.
-
-    Raises:
-      CheckpointError: the path is a broken link, as in a cleaned-up cache of the hub, or exists but
-        is no regular file.
-    """
-    if path.is_symlink() and not path.exists():
-        raise CheckpointError(f"{path}: a broken link; download the checkpoint again")
-    there = path.exists()
-    if there:
-        _refuse_irregular(path)
-    return there
-
-
-def _refuse_irregular(path: Path) -> None:
-    """Raise CheckpointError for a folder, and for a pipe or a device, which may never end."""
-    if not path.is_file():
-        kind = "a folder" if path.is_dir() else "a pipe or a device"
-        raise CheckpointError(f"{path}: must be a regular file, but is {kind}")
-
-
-def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
-    """Read a JSON object; {} if the file is missing and not required.
-
-    Raises:
-      CheckpointError: the file is required but missing, cannot be read, or is no JSON object.
-    """
-    if not is_there(path):
-        if required:
-            hint = "is this a checkpoint folder?"
-            if (path.parent / "adapter_config.json").exists():
-                hint = "this is an adapter: merge it into its base model first"
-            raise CheckpointError(f"{path.parent}: no {path.name}; {hint}")
-        return {}
-    try:
-        refuse_pointer(path)
-        data = json.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    except CheckpointError:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(data, dict):
-        raise CheckpointError(f"{path}: must be a JSON object, got {type(data).__name__}")
-    return data
-
-
-def refuse_pointer(path: Path) -> None:
-    """Raise CheckpointError if a file is only a pointer of Git LFS to the real file."""
-    with path.open("rb") as file:
-        if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
-            raise CheckpointError(
-                f"{path}: a pointer of Git LFS, not the file itself; run `git lfs pull`"
-            )
-
-
-def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
-    """Find all tensors of a checkpoint, which may have one file or several shards.
-
-    Raises:
-      CheckpointError: there are no weights, a shard is missing, or a file is damaged or truncated.
-
-    Warns:
-      UserWarning: a file or a tensor is there twice. The message says which one is read.
-    """
-    if is_there(folder / _SINGLE):
-        if shards := sorted(folder.glob("model-*.safetensors")):
-            warnings.warn(
-                f"{folder}: {_SINGLE} is read, and {shards[0].name} is not; remove one of them",
-                stacklevel=2,
-            )
-        return _read_header(folder / _SINGLE)
-    if is_there(folder / _INDEX):
-        return _read_shards(folder)
-    others = sorted(folder.glob("*.bin")) + sorted(folder.glob("*.pth"))
-    if others:
-        raise CheckpointError(
-            f"{others[0].name}: pickled weights are not supported; convert them with transformers: "
-            "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(folder)"
-        )
-    hint = "is this a checkpoint folder?"
-    if (folder / "adapter_model.safetensors").exists():
-        hint = "this is an adapter: merge it into its base model first"
-    elif parts := sorted(folder.glob("*.safetensors")):
-        hint = f"{parts[0].name} alone is not enough; download the index too"
-    elif any(folder.glob("*.gguf")):
-        hint = "GGUF files are not supported; take the checkpoint that they were made from"
-    raise CheckpointError(f"{folder}: no {_SINGLE} and no {_INDEX}; {hint}")
-
-
-def _read_shards(folder: Path) -> dict[str, StoredTensor]:
-    index = read_json(folder / _INDEX).get("weight_map")
-    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
-        raise CheckpointError(f"{_INDEX}: 'weight_map' must map tensors to files")
-    tensors: dict[str, StoredTensor] = {}
-    copies = []
-    for file in sorted(set(index.values())):
-        first = min(name for name, f in index.items() if f == file)
-        # An index must not name files outside the folder.
-        beside = file not in ("", "..") and Path(file).name == file
-        if not (beside and file.isprintable() and len(file.encode()) <= _NAME_BYTES):
-            raise CheckpointError(
-                f"{_INDEX}: tensor {first!r} must be in a file beside the index, got {file!r}"
-            )
-        if not (folder / file).exists():
-            raise CheckpointError(
-                f"{file}: shard is missing, needed for tensor {first!r}; {_DOWNLOAD_AGAIN}"
-            )
-        _refuse_irregular(folder / file)
-        for name, tensor in _read_header(folder / file).items():
-            # A tensor without an index entry is kept, so that `check_tensors` reports it.
-            if index.get(name, file) == file:
-                tensors[name] = tensor
-            else:
-                copies.append(
-                    f"{file}: tensor {name!r} is not read, the index has it in {index[name]}"
-                )
-    for name, file in index.items():
-        if name not in tensors:
-            raise CheckpointError(
-                f"{file}: tensor {name!r} is in the index but not in the file; {_DOWNLOAD_AGAIN}"
-            )
-    for copy in copies:
-        warnings.warn(readable(copy), stacklevel=3)
-    return tensors
-
-
-def _read_header(path: Path) -> dict[str, StoredTensor]:
-    try:
-        refuse_pointer(path)
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            prefix = file.read(8)
-            (length,) = struct.unpack("<Q", prefix) if len(prefix) == 8 else (0,)
-            raw = file.read(length) if 8 + length <= size else b""
-    except OSError as error:
-        raise CheckpointError(f"{path.name}: cannot be read ({error.strerror})") from None
-    if len(prefix) < 8:
-        raise CheckpointError(
-            f"{path.name}: truncated, {size} bytes are too few for a header; {_DOWNLOAD_AGAIN}"
-        )
-    if 8 + length > size:
-        raise CheckpointError(
-            f"{path.name}: truncated or not safetensors, header of {length} bytes "
-            f"in a file of {size}; {_DOWNLOAD_AGAIN}"
-        )
-    try:
-        header = json.loads(raw, object_pairs_hook=_unique)
-        header.pop("__metadata__", None)
-        entries = header.items()
-    except (ValueError, TypeError, AttributeError, RecursionError):
-        raise CheckpointError(
-            f"{path.name}: header is not that of a safetensors file; {_DOWNLOAD_AGAIN}"
-        ) from None
-    spans = [_read_entry(path, name, entry, 8 + length, size) for name, entry in entries]
-    spans.sort(key=lambda span: (span[0].start, span[1]))
-    # The format forbids gaps and overlaps, so that no bytes can be hidden or read twice.
-    end = 8 + length
-    for tensor, tensor_end in spans:
-        if tensor.start != end:
-            problem = "overlaps another" if tensor.start < end else "leaves a gap before it"
-            raise CheckpointError(
-                f"{path.name}: tensor {tensor.name!r} {problem}; {_DOWNLOAD_AGAIN}"
-            )
-        end = tensor_end
-    if end != size:
-        raise CheckpointError(
-            f"{path.name}: {size - end} bytes follow the last tensor; {_DOWNLOAD_AGAIN}"
-        )
-    return {tensor.name: tensor for tensor, _ in spans}
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The dict of these pairs. Raises ValueError if a key occurs twice."""
-    made = dict(pairs)
-    if len(made) != len(pairs):
-        raise ValueError("a key occurs twice")
-    return made
-
-
-def _read_entry(
-    path: Path, name: str, entry: Any, data_start: int, size: int
-) -> tuple[StoredTensor, int]:
-    """(tensor, position of the first byte after it) from an entry of the header."""
-    try:
-        start, end = entry["data_offsets"]
-        dtype, shape = entry["dtype"], tuple(entry["shape"])
-        sound = isinstance(dtype, str) and all(type(n) is int for n in (*shape, start, end))
-        sound = sound and 0 <= start <= end and min(shape, default=0) >= 0
-    except (KeyError, TypeError, ValueError):
-        sound = False
-    if not sound:
-        raise CheckpointError(
-            f"{path.name}: header entry of tensor {name!r} is malformed; {_DOWNLOAD_AGAIN}"
-        )
-    tensor = StoredTensor(path, name, dtype, shape, data_start + start)
-    if data_start + end > size:
-        raise CheckpointError(
-            f"{path.name}: truncated, tensor {name!r} ends at byte {data_start + end} "
-            f"of {size}; {_DOWNLOAD_AGAIN}"
-        )
-    if dtype in _DTYPES and end - start != math.prod(shape) * _DTYPES[dtype].itemsize:
-        raise CheckpointError(
-            f"{path.name}: tensor {name!r} of shape {list(shape)} must take "
-            f"{math.prod(shape) * _DTYPES[dtype].itemsize} bytes, got {end - start}; "
-            f"{_DOWNLOAD_AGAIN}"
-        )
-    return tensor, data_start + end
-
-
-def check_tensors(stored: dict[str, StoredTensor], weights: WeightMap, ignored: Iterable[str]):
+def check_tensors(
+    stored: dict[str, StoredTensor],
+    weights: WeightMap,
+    ignored: Iterable[str],
+    linears: Mapping[str, StoredLinear] = {},
+) -> None:
     """Compare the tensors of a checkpoint with those that the model needs.
 
     Args:
       stored: tensors of the checkpoint, by name.
       weights: the tensors that the model needs.
       ignored: patterns of names that may be in the checkpoint but are not needed.
+      linears: the quantised weights, by name.
 
     Raises:
       CheckpointError: a tensor is missing, unexpected, quantised, or has a wrong shape.
     """
     files = {tensor.file.name for tensor in stored.values()}
-    whole = files.pop() if len(files) == 1 else _INDEX if files else _SINGLE
+    whole = files.pop() if len(files) == 1 else INDEX if files else SINGLE
+    needed = {name for linear in linears.values() for name in linear.names}
     for name, tensor in stored.items():
-        if re.fullmatch(_QUANTISED, name):
+        if re.fullmatch(_QUANTISED, name) and name not in needed:
             raise CheckpointError(
-                f"{tensor.file.name}: tensor {name!r} belongs to quantised weights, which are not "
-                "supported; use the unquantised checkpoint"
+                f"{tensor.file.name}: tensor {name!r} belongs to quantised weights, which "
+                "config.json does not describe"
             )
-    needed = set()
     for weight in weights.values():
         for name, shape in weight.sources:
+            if name in linears:
+                continue
             needed.add(name)
             if name not in stored:
                 raise CheckpointError(
@@ -424,10 +186,11 @@ def load_params(
     device: jax.Device | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
-    """Load the parameters of a checkpoint onto a device, fused and in the model's dtype.
+    """Load the parameters of a checkpoint onto a device, fused and in the model's dtypes.
 
     The tensors are memory-mapped and fused on the device, one parameter at a time. Besides the
-    parameters themselves, this needs memory for the largest fused parameter.
+    parameters themselves, this needs memory for the largest fused parameter. Weights are quantised
+    or dequantised if the model holds them otherwise than the checkpoint.
 
     Args:
       folder: the checkpoint.
@@ -445,35 +208,134 @@ def load_params(
     began = time.perf_counter()
     stored = stored_tensors(folder)
     weights = weight_map(model.config)
-    check_tensors(stored, weights, ignored_tensors(model.config))
+    linears = _stored_linears(folder, model.config, stored)
+    ignored = ignored_tensors(model.config)
+    check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
     if model.config.tie_embeddings:
         ((embedding, _),) = weights["embed",].sources
         _check_tied(stored, embedding)
-    views = {name: stored[name].view() for weight in weights.values() for name, _ in weight.sources}
+    _warn_of_dequantised(folder, linears, model.config)
+    views = {
+        name: stored[name].view(FLOATS)
+        for weight in weights.values()
+        for name, _ in weight.sources
+        if name not in linears
+    }
     total = sum(view.nbytes for view in views.values())
+    total += sum(stored[name].nbytes for linear in linears.values() for name in linear.names)
     done = 0
     # New dicts, because those of the model must not change.
     params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
-        parts = [views.pop(name) for name, _ in weight.sources]
-        nbytes = sum(part.nbytes for part in parts)
-        parts = [jax.device_put(_staged(part), device) for part in parts]
-        for (name, _), part in zip(weight.sources, parts, strict=True):
-            _warn_of_damage(stored[name], float(_largest(part)), model)
-        leaf = join(parts, layout=weight.layout, dtype=model.dtype)
-        del parts
+        form = model.config.format_of(path)
+        if form is None:
+            parts = []
+            mixed = any(name in linears for name, _ in weight.sources)
+            for name, _ in weight.sources:
+                part = linears[name].dense() if name in linears else views.pop(name)
+                part = part.astype(np.dtype(model.dtype)) if mixed else part
+                parts.append(jax.device_put(_staged(part), device))
+                if name not in linears:
+                    _warn_of_damage(stored[name], float(_largest(parts[-1])), model)
+            leaf = join(parts, layout=weight.layout, dtype=model.dtype)
+            del part, parts
+        else:
+            codes = [
+                linears[name].codes(form) if name in linears else quantise(views.pop(name), form)
+                for name, _ in weight.sources
+            ]
+            leaf = _quantised(codes, form, weight, device)
         # Wait for each parameter. Queued transfers would hold all pieces in memory at once.
-        leaf.block_until_ready()
+        jax.block_until_ready(leaf)
         node = params
         for key in path[:-1]:
             node = node[key]
         if node[path[-1]].shape != leaf.shape:
             raise AssertionError(f"{path}: weight map gives {leaf.shape}")
         node[path[-1]] = leaf
-        done += nbytes
+        done += sum(
+            stored[part].nbytes
+            for name, _ in weight.sources
+            for part in (linears[name].names if name in linears else (name,))
+        )
         progress(done, total)
     logger.info("%s: %.2f GB read in %.1f s", folder, total / 1e9, time.perf_counter() - began)
     return params
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has weights, not only the JSON files of a checkpoint."""
+    return any((folder / name).exists() for name in (SINGLE, INDEX))
+
+
+def quantised_config(
+    folder: Path, config: DecoderConfig, data: dict[str, Any] | None = None
+) -> DecoderConfig:
+    """The architecture with the formats of the checkpoint's quantised weights.
+
+    Args:
+      folder: the checkpoint.
+      config: the architecture.
+      data: content of its config.json; default the file's.
+
+    Raises:
+      CheckpointError: the format is not supported, or tensors do not fit it.
+    """
+    if data is None:
+        data = read_json(folder / "config.json", required=False)
+    scheme = scheme_of(data, str(folder / "config.json"))
+    if scheme is None:
+        return config
+    return with_stored_formats(config, stored_linears(scheme, config, stored_tensors(folder)))
+
+
+def _stored_linears(
+    folder: Path, config: DecoderConfig, stored: dict[str, StoredTensor]
+) -> dict[str, StoredLinear]:
+    data = read_json(folder / "config.json", required=False)
+    return stored_linears(scheme_of(data, str(folder / "config.json")), config, stored)
+
+
+_in_layout = jax.jit(in_layout, static_argnames="layout")
+
+
+def _quantised(
+    codes: list[Codes], form: WeightFormat, weight: Weight, device: jax.Device | None
+) -> QTensor:
+    """Fuse the codes of linear layers to one parameter on the device."""
+    k = weight.sources[0][1][1]
+
+    def fused(parts: list[np.ndarray], dtype: str) -> Array:
+        parts = [jax.device_put(_staged(np.ascontiguousarray(part)), device) for part in parts]
+        joined = join(parts, layout=weight.layout, dtype=dtype)
+        return joined if joined.ndim == 3 else joined.reshape(len(joined), -1)
+
+    words = fused([one.words for one in codes], "int32")
+    scales = fused([one.scales for one in codes], form.scales)
+    zeros = fused([one.zeros for one in codes], form.scales) if form.zeros else None
+    plain = QTensor(words, scales, zeros, form.kind, form.group, (k, *words.shape[1:]))
+    return _in_layout(plain, form.layout)
+
+
+def _warn_of_dequantised(
+    folder: Path, linears: Mapping[str, StoredLinear], config: DecoderConfig
+) -> None:
+    """Warn of quantised weights that the model holds dequantised."""
+    reasons = [
+        linears[name].reason or "the layers that fuse with it have other formats"
+        for path, weight in weight_map(config).items()
+        if config.format_of(path) is None
+        for name, _ in weight.sources
+        if name in linears
+    ]
+    if reasons:
+        warnings.warn(
+            readable(
+                f"{folder}: {len(reasons)} of {len(linears)} quantised weights are dequantised and "
+                f"take more memory ({', '.join(sorted(set(reasons)))})"
+            ),
+            stacklevel=3,
+        )
 
 
 def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
@@ -508,7 +370,7 @@ def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
       CheckpointError: see `stored_tensors`.
     """
     named = any(config.get(key) is not None for key in ("dtype", "torch_dtype"))
-    if named or not any((folder / name).exists() for name in (_SINGLE, _INDEX)):
+    if named or not has_weights(folder):
         return None
     dtypes = {tensor.dtype for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1}
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -526,7 +388,7 @@ def fingerprint(folder: Path) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(stored_tensors(folder).items()):
         digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-        if tensor.dtype not in _DTYPES:  # no model uses such a tensor
+        if tensor.dtype not in DTYPES:  # no model uses such a tensor
             continue
         values = tensor.view().reshape(-1)
         middle = values.size // 2

@@ -14,6 +14,7 @@ from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import CHAIN_HOPPER
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.quantised import refuse_quantised
 
 
 def linear_chain(
@@ -57,10 +58,11 @@ def linear_chain(
 
     Raises:
       ValueError: shapes or dtypes disagree, or an unknown activation.
-      NotImplementedError: the named implementation cannot do this.
+      NotImplementedError: the named implementation cannot do this, or a weight is quantised.
 
     Costs (K·E + 3·E·F + E·N)·itemsize bytes of weights, and 2·M FLOPs for each weight.
     """
+    refuse_quantised("linear_chain", out, gate_up, down, following)
     _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate)
     key = chain_key(len(x), *out.shape, len(down), following.shape[1], x.dtype.itemsize)
     features = {"eps_by_norm"} if mlp_norm.eps != next_norm.eps else set()

@@ -12,15 +12,17 @@ from jax import Array
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM
+from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PACKED_GEMM
 from fdjax.pallas_kernels.gemm.xla import MATMUL_XLA
 from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.quantised import QTensor, check
 
-MATMUL = (FLAT_GEMM, MATMUL_XLA)
+MATMUL = (FLAT_GEMM, PACKED_GEMM, MATMUL_XLA)
 
 
 def matmul(
     x: Array,
-    w: Array,
+    w: Array | QTensor,
     *,
     layer: Array | int | None = None,
     norm: RMSNorm | None = None,
@@ -34,11 +36,13 @@ def matmul(
     """Linear layer fused with norm, bias, gate and residual.
 
     It accumulates in fp32 and multiplies fp32 operands in full fp32 precision, never TF32. "xla"
-    also rounds the product to the result's dtype before bias, gate and residual.
+    also rounds the product to the result's dtype before bias, gate and residual, and a quantised
+    weight to the dtype of x.
 
     Args:
       x: [..., K]; M is the product of the leading axes.
       w: [K, N], or [K, 2, N] (gate, then up) with `gate`; with `layer` a stack of these, [L, ...].
+        An array, or a `QTensor` whose arrays have these axes.
       layer: index into stacked weights, traced or static.
       norm: RMSNorm applied to the rows of x first.
       bias: [N], or [2, N] with `gate`; added to the product.
@@ -55,7 +59,7 @@ def matmul(
       ValueError: shapes or dtypes disagree, or an unknown activation.
       NotImplementedError: the named implementation cannot do this.
 
-    Costs K·N·itemsize bytes of weight (2·K·N·itemsize with `gate`) and 2·M·K·N FLOPs (4·M·K·N).
+    Costs the bytes of the weight and 2·M·K·N FLOPs (4·M·K·N with `gate`).
     """
     k, n = _check(x, w, layer, norm, bias, gate, residual)
     dtype = jnp.dtype(preferred_element_type or x.dtype)
@@ -64,17 +68,19 @@ def matmul(
         residual = residual.reshape(-1, n)
     fused = {"norm": norm, "bias": bias, "gate": gate, "residual": residual}
     used = frozenset(name for name, operand in fused.items() if operand is not None)
+    weight = w.format if isinstance(w, QTensor) else None
     chosen, config = resolve(
         MATMUL,
         plan,
         implementation,
-        used,
+        used | (weight.features if weight else frozenset()),
         m=rows.shape[0],
         k=k,
         n=n * (2 if gate else 1),
         itemsize=x.dtype.itemsize,
         gate=int(gate is not None),
         fused=int(bool(used)),
+        **(weight.key if weight else {}),
     )
     y = chosen.run(
         *(rows, w),
@@ -94,20 +100,24 @@ def _check(x, w, layer, norm, bias, gate, residual) -> tuple[int, int]:
     axes = ("L," if layer is not None else "") + ("K,2,N" if gate else "K,N")
     if x.ndim < 1:
         raise ValueError("matmul: x must be [...,K], got a scalar")
-    if w.ndim != axes.count(",") + 1:
-        raise ValueError(f"matmul: w must be [{axes}], got {list(w.shape)}")
-    shape = w.shape[1:] if layer is not None else w.shape
+    full, quantised = w.shape, isinstance(w, QTensor)
+    if quantised:
+        check(w, "matmul", stacked=layer is not None)
+        full = (*w.stack, *w.shape)
+    if len(full) != axes.count(",") + 1:
+        raise ValueError(f"matmul: w must be [{axes}], got {list(full)}")
+    shape = full[1:] if layer is not None else full
     k, n = shape[0], shape[-1]
     if x.shape[-1] != k:
-        raise ValueError(f"matmul: x {list(x.shape)} and w {list(w.shape)} disagree on K")
+        raise ValueError(f"matmul: x {list(x.shape)} and w {list(full)} disagree on K")
     if gate is not None and shape[1] != 2:
-        raise ValueError(f"matmul: with gate, w must be [K,2,N], got {list(w.shape)}")
-    if x.dtype != w.dtype:
+        raise ValueError(f"matmul: with gate, w must be [K,2,N], got {list(full)}")
+    if not quantised and x.dtype != w.dtype:
         raise ValueError(f"matmul: x is {x.dtype} but w is {w.dtype}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"matmul: x and w must be floating point, got {x.dtype}")
-    if isinstance(layer, int) and not 0 <= layer < w.shape[0]:
-        raise ValueError(f"matmul: layer must be in 0..{w.shape[0] - 1}, got {layer}")
+    if isinstance(layer, int) and not 0 <= layer < full[0]:
+        raise ValueError(f"matmul: layer must be in 0..{full[0] - 1}, got {layer}")
     if norm is not None and norm.scale.shape != (k,):
         raise ValueError(f"matmul: norm.scale must be [{k}], got {list(norm.scale.shape)}")
     if bias is not None and bias.shape != shape[1:]:

@@ -1,11 +1,13 @@
 """`matmul` through XLA: one dot, with elementwise operations before and after it."""
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.dispatch import Implementation
 from fdjax.pallas_kernels.norm import rms_norm
+from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, QTensor, dequantise
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 
@@ -53,10 +55,15 @@ def matmul_row_tiles(x, w, *, norm, bias, gate, residual, dtype):
 
 def _run(x, w, *, layer, config, batch_invariant, **fused):
     if layer is not None:
-        w = lax.dynamic_index_in_dim(w, layer, keepdims=False)
+        w = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer, keepdims=False), w)
+    if isinstance(w, QTensor):
+        # Without the barrier, XLA would dequantise the weights of all layers before a decode loop
+        # and hold them in memory.
+        x, w = lax.optimization_barrier((x, w))
+        w = dequantise(w, x.dtype)
     return (matmul_row_tiles if batch_invariant else matmul_xla)(x, w, **fused)
 
 
 MATMUL_XLA = Implementation(
-    "matmul", "xla", _run, can=frozenset({"norm", "bias", "gate", "residual"})
+    "matmul", "xla", _run, can=frozenset({"norm", "bias", "gate", "residual"}) | WEIGHT_FEATURES
 )

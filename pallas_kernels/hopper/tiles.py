@@ -12,10 +12,10 @@ from fdjax.pallas_kernels.activations import ACTIVATIONS
 LAYOUT = plgpu.Layout.WGMMA
 
 
-def matrix(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory tiled by 8 rows, with the widest swizzle that divides a row."""
+def matrix(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
+    """Shared memory tiled by 8 rows, with the widest swizzle up to `most` that divides a row."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if shape[-1] * itemsize % s == 0)
+    swizzle = next(s for s in (128, 64, 32) if s <= most and shape[-1] * itemsize % s == 0)
     transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
     return plgpu.SMEM(shape, dtype, transforms=transforms)
 

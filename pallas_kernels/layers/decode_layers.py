@@ -19,6 +19,7 @@ from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.layers.hopper.decode_layers import LAYERS_HOPPER
 from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.quantised import refuse_quantised
 
 
 class LayerWeights(NamedTuple):
@@ -80,10 +81,11 @@ def decode_layers(
 
     Raises:
       ValueError: shapes or dtypes disagree, or an unknown activation.
-      NotImplementedError: the named implementation cannot do this.
+      NotImplementedError: the named implementation cannot do this, or a weight is quantised.
 
     Costs the bytes of `weights`, and 2·L·sum(lengths)·Hkv·D·itemsize bytes of the cache.
     """
+    refuse_quantised("decode_layers", *weights)
     _check(x, k, v, lengths, rotation, weights, gate, pages)
     key = layers_key(len(x), weights, k.shape, row_slots(k, pages))
     chosen, config = resolve(DECODE_LAYERS, plan, implementation, **key, itemsize=x.dtype.itemsize)

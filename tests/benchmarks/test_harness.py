@@ -205,6 +205,16 @@ def test_one_pass_is_padded_for_the_kernels():
     assert out.shape == (1, 128, 128)
 
 
+def test_a_model_with_quantised_weights(config):
+    args = [str(config), "--weights", "int4:32", "--head", "int8"]
+    model = end_to_end.read_model(end_to_end.parse_args(args))
+    assert {str(weight) for _, weight in model.config.blocks[0].formats} == {"int4 by 32"}
+    assert str(model.config.head_format) == f"int8 by {model.config.width}"
+    for wrong in ("int3:32", "int4:", "int4:x"):
+        with pytest.raises(SystemExit):
+            end_to_end.parse_args([str(config), "--weights", wrong])
+
+
 @pytest.mark.parametrize("name", end_to_end.PLANS)
 def test_plans_do_without_what_they_are_named_for(name):
     """Also without kernels that a table has for several operations at once."""
@@ -658,6 +668,22 @@ def record_of(rows, config):
     return Record(environment, config, {"before": dict(CEILING)}, rows).finish()
 
 
+_PERCENTILES = {"p50": 10.0, "p90": 20.0, "p99": 30.0}
+SERVING = {
+    "requests": {"count": 6},
+    "bound": {"new_tokens_per_s": 900.0},
+    "throughput": [{"state": {"rows": 4}, "timed_calls": [{"new_tokens_per_s": 400.0}]}],
+    "arrivals": [
+        {
+            "rate": 1.0,
+            "first_token_ms": _PERCENTILES,
+            "ms_per_token": _PERCENTILES,
+            "largest_gap_ms": 99.0,
+        }
+    ],
+}
+
+
 @pytest.fixture
 def results(tmp_path):
     """A folder with one record of every kind."""
@@ -709,6 +735,7 @@ def results(tmp_path):
     peak["planned_bytes"] = 15 * 10**9
     data = {"config": {"model": "llama-2-7b.json"}, "peaks": [peak, long, left_out]}
     (folder / "memory.json").write_text(json.dumps(data))
+    (folder / "serving.json").write_text(json.dumps({"serving": SERVING}))
     ends = [[-3.0, -4.0], [5.0, 6.0]]
     data = {"model": "tiny", "scores_99_99": {"calibration": ends, "held out": ends}}
     data["score_density"] = {"centres": [-1.0, 0.0, 1.0], "layers": [[0.1, 0.8, 0.1]] * 2}

@@ -302,15 +302,16 @@ def test_a_longer_prompt_gets_a_larger_state_and_no_one_starves():
 def test_a_longer_prompt_does_not_wait_for_those_that_run_in_pages():
     """A larger state is opened at once. What runs goes on from its pages."""
     engine = Engine(pages=60)
-    first = make_row([3, 4], new=300, eos_token_ids=())
-    chunks = engine.runner.run([first], 4)
+    first = [make_row([3 + i, 4], new=300, eos_token_ids=()) for i in range(3)]
+    chunks = engine.runner.run(first, 4)
     next(chunks), next(chunks)
     longer = make_row([5] * 1500, new=3)
     finish(engine, [longer])
-    assert not first.ended and engine.sessions == 2
+    assert not any(row.ended for row in first) and engine.sessions == 2
     for _ in chunks:
         engine.check_pages()
-    check(first), check(longer)
+    for row in [*first, longer]:
+        check(row)
 
 
 def test_newcomers_get_rows_while_others_run():
@@ -398,6 +399,23 @@ def test_what_is_submitted_runs_by_itself():
             check(call.rows[0])
 
 
+def test_a_chunk_tells_the_compiling_since_the_chunk_before(monkeypatch):
+    """Also of programs whose results are read later, as a clock between two chunks includes it."""
+    dispatched = []
+    for name in ("prefill", "decode"):
+
+        def compiling(*args, real=getattr(Device, name)):
+            dispatched.append(1.0)
+            return 1.0, *real(*args)[1:]
+
+        monkeypatch.setattr(Device, name, compiling)
+    told = 0.0
+    for chunk in Engine(pages=100).runner.run([make_row([7] * 900, new=99)], 4):
+        told += chunk.compile_seconds
+        assert told == sum(dispatched)
+    assert told > 20
+
+
 @pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])
 def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens, most_steps):
     """Between two parts of a stream there are at most 2 048 prompt tokens, and 4 steps."""
@@ -429,6 +447,24 @@ def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens,
             between += size
     assert most_tokens // 2 < max(sums) <= most_tokens
     chunks.close()
+
+
+def test_who_will_read_along_waits_for_few_steps(monkeypatch):
+    log = []
+    real = Device.decode
+    monkeypatch.setattr(
+        Device, "decode", lambda self, steps, most: (log.append(steps), real(self, steps, most))[1]
+    )
+    engine = Engine(most_rows=2, pages=60)
+    chunks = engine.runner.run([make_row([i + 1], new=90, eos_token_ids=()) for i in range(2)], 32)
+    next(chunks), next(chunks)
+    assert set(log) == {32}
+    del log[:]
+    stream = make_row([9], new=20, eos_token_ids=())
+    first = next(engine.runner.run([stream], 4))
+    assert first.is_first and log and max(log) == 4
+    for _ in chunks:
+        pass
 
 
 def paged(rows, pages, most_rows=8):

@@ -537,7 +537,6 @@ def test_a_missing_llama3_rope_field_is_named(field):
             {"rope_scaling": {"rope_type": "llama3", **LLAMA3, "high_freq_factor": 1.0}},
             ["rope_scaling", "low_freq_factor", "high_freq_factor"],
         ),
-        ({"quantization_config": {"quant_method": "gptq"}}, ["quantization_config", "unquantised"]),
         ({"rope_interleaved": True}, ["rope_interleaved"]),
     ],
     ids=lambda v: str(v)[:60],

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from fdjax.pallas_kernels.attention import AttentionSpec, alibi_slopes
 from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
+from fdjax.pallas_kernels.quantised import BITS, BRICKS, PLAIN, WeightFormat
 
 FILE = Path(__file__).with_name("supported.json")
 
@@ -57,6 +58,19 @@ def matmul_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
         yield name, shape | {"fused": int(bool(fused))}, frozenset(fused)
 
 
+def quantised_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
+    sizes = itertools.product(
+        (1, 128, 129), (32, 64, 128, 192, 256, 512), (2, 4), BITS, (False, True), (PLAIN, BRICKS)
+    )
+    for m, group, itemsize, kind, zeros, layout in sizes:
+        if zeros and kind == "fp8":
+            continue
+        weight = WeightFormat(kind, group, zeros, layout=layout)
+        shape = dict(m=m, k=512, n=128, itemsize=itemsize, gate=0, fused=0)
+        name = f"M{m} {8 * itemsize} bit {weight}{' zeros' * zeros} {layout}"
+        yield name, shape | weight.key, weight.features
+
+
 def layers_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
     slots = (None,) if op == "linear_chain" else (100, 1024)
     for (name, model), m, s, itemsize in itertools.product(
@@ -73,15 +87,18 @@ def layers_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]
 
 def supported() -> dict[str, list[str]]:
     """Supported cases by op, implementation and the first compute capability that runs them."""
-    found = {}
+    found: dict[str, list[str]] = {}
     for i in IMPLEMENTATIONS:
         if "attention" in i.op:
             cases = [(name, shape, spec.features) for name, shape, spec in attention_cases(i.op)]
+        elif i.op == "matmul":
+            cases = [*matmul_cases(), *quantised_cases()]
         else:
-            cases = list(matmul_cases() if i.op == "matmul" else layers_cases(i.op))
+            cases = list(layers_cases(i.op))
         where = "any device" if i.capabilities is None else "sm_{}{}".format(*i.capabilities[0])
         names = [name for name, shape, features in cases if i.supports(shape, features)]
-        found[f"{i.op} {i.name} {where}"] = names
+        # Several kernels may share a name.
+        found.setdefault(f"{i.op} {i.name} {where}", []).extend(names)
     return found
 
 

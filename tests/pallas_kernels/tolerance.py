@@ -69,15 +69,25 @@ def assert_same_bits(a, b, what: str = "") -> None:
 
 
 def assert_matmul(
-    actual, exact: Exact, *, dtype: str, result: str, k: int, normed: bool, fused: bool
+    actual,
+    exact: Exact,
+    *,
+    dtype: str,
+    result: str,
+    k: int,
+    normed: bool,
+    fused: bool,
+    quantised: bool = False,
 ) -> None:
     """Assert that a product is right; `dtype` is that of the operands and of the normalised x.
 
-    Before a fused epilogue, the product may be rounded to the dtype of the result.
+    Before a fused epilogue, the product may be rounded to the dtype of the result. A quantised
+    weight may be rounded to `dtype`.
     """
     row, output = tolerance(dtype, k), tolerance(result, 1)
     # The norm adds one more sum over K and one more rounding to the dtype of x.
     inner = 2 * row.sum + row.rounding if normed else row.sum
+    inner += row.rounding * quantised
     bound = inner * exact.magnitude + output.rounding * np.abs(exact.value)
     if fused:
         bound = bound + output.rounding * exact.product

@@ -1,5 +1,6 @@
 """Files are written as a whole or not at all."""
 
+import argparse
 import errno
 import importlib
 import os
@@ -10,6 +11,7 @@ import pytest
 import benchmarks
 from fdjax.bench import __main__ as bench
 from fdjax.bench import record, suite
+from fdjax.system import files
 from fdjax.system.files import write_whole
 from fdjax.tools.tune_table import write_table
 
@@ -66,6 +68,17 @@ def test_a_folder_is_refused_before_anything_is_measured(module, tmp_path, capsy
         parse[module](["--output", str(tmp_path)])
     assert stop.value.code == 2
     assert f"argument --output: {tmp_path} is a directory" in capsys.readouterr().err
+
+
+def test_an_output_is_checked_and_not_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name in ("new", "file", "a/b/new"):
+        assert files.output_file(str(tmp_path / name)) == tmp_path / name
+    assert files.output_file(os.devnull) == Path(os.devnull)
+    for name in ("file/new", "file/a/new", "."):
+        with pytest.raises(argparse.ArgumentTypeError):
+            files.output_file(str(tmp_path / name))
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 def test_every_benchmark_refuses_a_folder(tmp_path, capsys):

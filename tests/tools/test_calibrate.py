@@ -56,7 +56,7 @@ def gather(lm, texts, **options):
 
 
 def _pieces(lm, text, i, context):
-    return calibrate._pieces(lm.engine, lm.tokenizer, text, i, context)
+    return calibrate.pieces_of(lm.engine, lm.tokenizer, text, i, context)
 
 
 CONFIG = DecoderConfig.alike(

@@ -31,20 +31,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
+from fdjax.pallas_kernels.gemm.hopper.flat_tile import FlatTile, in_groups
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.tiles import (
-    KERNEL_ACTIVATIONS,
-    LAYOUT,
-    load,
-    matrix,
-    shared_bytes,
-)
 from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
 
-_SMEM_BYTES = 227 * 1024 - 256  # shared memory of a block, less its barriers
-_MAX_GROUPS = 8
-_MAX_SCALED_ROWS = 64
+MAX_SCALED_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,20 +115,16 @@ def matmul_flat_gemm(
     n = w.shape[-1]
     if m == 0:
         return jnp.zeros((m, n), dtype)
-    if norm is not None and m > _MAX_SCALED_ROWS:
+    if norm is not None and m > MAX_SCALED_ROWS:
         x, norm = rms_norm(x, norm.scale, eps=norm.eps), None
-    groups = _groups(m)
-    if groups is None:
-        groups, padding = 1, ((0, -m % 8), (0, 0))
-        x = jnp.pad(x, padding)
-        residual = None if residual is None else jnp.pad(residual, padding)
+    x, residual = in_groups(x, residual)
     operands = {
-        "x": x.reshape(groups, -1, k),
+        "x": x,
         "w": w,
         "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         "scale": None if norm is None else norm.scale,
         "bias": bias,
-        "residual": None if residual is None else residual.reshape(groups, -1, n),
+        "residual": residual,
     }
     y = _launch(
         {name: operand for name, operand in operands.items() if operand is not None},
@@ -148,16 +136,6 @@ def matmul_flat_gemm(
     return y.reshape(-1, n)[:m]
 
 
-def _groups(m: int) -> int | None:
-    """Number of equal groups in which TMA copies the rows: 1 if 8 divides M, else of under 8 rows.
-
-    None if there is no such number up to `_MAX_GROUPS`. Then the rows must be padded.
-    """
-    if m % 8 == 0:
-        return 1
-    return next((g for g in range(-(-m // 8), _MAX_GROUPS + 1) if m % g == 0), None)
-
-
 # Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(jax.jit, static_argnames=("eps", "gate", "dtype", "config"))
 def _launch(operands, *, eps, gate, dtype, config):
@@ -166,190 +144,65 @@ def _launch(operands, *, eps, gate, dtype, config):
     x, residual and the result are [groups, rows, ...]. In shared memory, each of several groups
     takes 8 rows.
     """
-    groups, m, k = operands["x"].shape
-    n = operands["w"].shape[-1]
-    in_dtype = operands["x"].dtype
-    tile_m = min(-(-m // 8) * 8, config.block_m)
-    block_m = groups * tile_m
-    block_n, block_k, split = config.block_n, config.block_k, config.split
-    parts = 2 if gate else 1
-    steps = -(-k // (block_k * split))
-    normed = "scale" in operands
-    late = groups * ("residual" in operands) + parts * ("bias" in operands)
+    tile = FlatTile(
+        operands,
+        n=operands["w"].shape[-1],
+        wide=1,
+        width=config.block_n,
+        block_k=config.block_k,
+        block_m=config.block_m,
+        split=config.split,
+        gate=gate,
+        eps=eps,
+        dtype=dtype,
+    )
+    block_k, parts, steps = config.block_k, tile.parts, tile.steps
+    weights = {"w": ((parts, block_k, config.block_n), tile.in_dtype)}
+    stages, scratch = tile.scratch(weights, (), config.stages, parts)
+    names = ("w", *tile.stage)
 
-    buffers = {"y": ((block_m, block_n), dtype)}
-    if normed:
-        buffers["scaled_x"] = ((2, block_m, block_k), in_dtype)
-    if "residual" in operands:
-        buffers["residual"] = ((block_m, block_n), operands["residual"].dtype)
-    if "bias" in operands:
-        buffers["bias"] = ((parts, block_n), operands["bias"].dtype)
-    if split > 1:
-        buffers["partial"] = ((split - 1, parts, block_n, block_m), jnp.float32)
-        if normed:
-            buffers["partial_squares"] = ((split - 1, 64, block_m), jnp.float32)
-    stage = {"w": ((parts, block_k, block_n), in_dtype), "x": ((block_m, block_k), in_dtype)}
-    if normed:
-        stage["scale"] = ((block_k,), operands["scale"].dtype)
-    # The sum of squares over the warps of a block takes 8 bytes per row.
-    room = _SMEM_BYTES - 8 * block_m - shared_bytes(buffers)
-    stages = min(config.stages, steps, room // shared_bytes(stage))
-    if stages < min(2, steps):
-        raise NotImplementedError(f"matmul: {config} does not fit into shared memory at M = {m}")
-    buffers |= {name: ((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
-    scratch = {
-        name: (plgpu.SMEM if name in ("scale", "bias") else matrix)(*buffer)
-        for name, buffer in buffers.items()
-    }
-    scratch["arrived"] = plgpu.Barrier(num_arrivals=parts + groups + normed, num_barriers=stages)
-    if late:
-        scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
-    if split > 1:
-        scratch["partial_arrived"] = plgpu.Barrier(num_arrivals=(split - 1) * (parts + normed))
-
-    def flat_gemm_kernel(*refs):
-        gmem = dict(zip((*operands, "y"), refs, strict=False))
-        pl.run_scoped(functools.partial(body, gmem), **scratch)
-
-    def body(gmem, **smem):
-        columns = pl.ds(lax.axis_index("n") * block_n, block_n)
-        rows = pl.ds(pl.multiple_of(lax.axis_index("m") * tile_m, 8), tile_m)
-        tiles = [pl.ds(group * tile_m, tile_m) for group in range(groups)]
-        rank = lax.axis_index("k")
-        layer = (gmem["layer"][0],) if "layer" in gmem else ()
-
-        def fetch(step, slot, names):
-            """Copy a tile of each named operand into its ring; past K, M or N it is zero."""
-            ks = pl.ds((rank * steps + step) * block_k, block_k)
-            arrived = smem["arrived"].at[slot]
-            if "w" in names:
+    def fetch(step, slot, names):
+        """Copy a tile of each named operand into its ring; past K, M or N it is zero."""
+        ks = pl.ds((tile.rank * steps + step) * block_k, block_k)
+        arrived = tile.smem["arrived"].at[slot]
+        for name in names:
+            if name == "w":
                 for part in range(parts):
-                    tile = (*layer, ks, part, columns) if gate else (*layer, ks, columns)
-                    plgpu.copy_gmem_to_smem(gmem["w"].at[tile], smem["w"].at[slot, part], arrived)
-            if "x" in names:
-                for group, tile in enumerate(tiles):
-                    source, target = gmem["x"].at[group, rows, ks], smem["x"].at[slot, tile]
-                    plgpu.copy_gmem_to_smem(source, target, arrived)
-            if "scale" in names:
-                plgpu.copy_gmem_to_smem(gmem["scale"].at[ks], smem["scale"].at[slot], arrived)
+                    at = (*tile.layer, ks, *((part,) if gate else ()), tile.columns)
+                    target = tile.smem["w"].at[slot, part]
+                    plgpu.copy_gmem_to_smem(tile.gmem["w"].at[at], target, arrived)
+            else:
+                tile.fetch(name, ks, slot, arrived)
 
-        def scale_x(slot, scaled, squares):
-            """Scale a tile [block_m, block_k] of x; add its squares to `squares` [64, block_m]."""
-            for start in range(0, block_k, 64):
-                ks = pl.ds(start, 64)
-                x = load(smem["x"].at[slot, :, ks].T)  # [64, block_m]
-                scale = load(smem["scale"].at[slot, ks], LAYOUT.reduce(1))  # [64]
-                squares += x * x
-                x *= lax.broadcast_in_dim(scale, x.shape, [0])
-                scaled.at[:, ks].T[...] = x.astype(in_dtype)
-            plgpu.commit_smem()
+    def accumulate(*accumulators):  # [block_n, block_m] each
+        def step(i, squares):
+            slot = lax.rem(i, stages)
+            plgpu.barrier_wait(tile.smem["arrived"].at[slot])
+            x, squares = tile.input(i, slot, squares)
+            for part, accumulator in enumerate(accumulators):
+                plgpu.wgmma(accumulator, tile.smem["w"].at[slot, part].T, x.T)
+            # The previous step's products have finished reading their tiles. This step's run.
+            plgpu.wgmma_wait(parts)
+            refill = i - 1 + stages
+
+            @when((i > 0) & (refill < steps))
+            def _():
+                fetch(refill, lax.rem(i - 1, stages), names)
+
             return squares
 
-        def accumulate(*accumulators):  # [block_n, block_m] each
-            def step(i, squares):
-                slot = lax.rem(i, stages)
-                plgpu.barrier_wait(smem["arrived"].at[slot])
-                x = smem["x"].at[slot]
-                if normed:
-                    x = smem["scaled_x"].at[lax.rem(i, 2)]
-                    squares = scale_x(slot, x, squares)
-                for part, accumulator in enumerate(accumulators):
-                    plgpu.wgmma(accumulator, smem["w"].at[slot, part].T, x.T)
-                # The previous step's products have finished reading their tiles. This step's run.
-                plgpu.wgmma_wait(parts)
-                refill = i - 1 + stages
+        squares = lax.fori_loop(0, steps, step, tile.no_squares())
+        return [accumulator[...] for accumulator in accumulators], squares
 
-                @when((i > 0) & (refill < steps))
-                def _():
-                    fetch(refill, lax.rem(i - 1, stages), stage)
-
-                return squares
-
-            squares = None
-            if normed:
-                squares = plgpu.layout_cast(jnp.zeros((64, block_m), jnp.float32), LAYOUT)
-            squares = lax.fori_loop(0, steps, step, squares)
-            return [accumulator[...] for accumulator in accumulators], squares
-
-        for name in ("w", *(name for name in stage if name != "w")):
+    def body():
+        for name in names:
             for slot in range(stages):
                 fetch(slot, slot, (name,))
-        if "residual" in gmem:
-            for group, tile in enumerate(tiles):
-                source, target = (
-                    gmem["residual"].at[group, rows, columns],
-                    smem["residual"].at[tile],
-                )
-                plgpu.copy_gmem_to_smem(source, target, smem["late_arrived"])
-        if "bias" in gmem:
-            for part in range(parts):
-                source = gmem["bias"].at[(part, columns) if gate else columns]
-                plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
+        tile.fetch_late()
+        accumulator = plgpu.ACC((tile.block_n, tile.block_m), jnp.float32)
+        tile.finish(*pl.run_scoped(accumulate, *[accumulator] * parts))
 
-        products, squares = pl.run_scoped(
-            accumulate, *[plgpu.ACC((block_n, block_m), jnp.float32)] * parts
-        )
-
-        def epilogue():
-            total, sum_of_squares = list(products), squares
-            if split > 1:
-                plgpu.barrier_wait(smem["partial_arrived"])
-                for peer in range(split - 1):
-                    for part in range(parts):
-                        total[part] += load(smem["partial"].at[peer, part])
-                    if normed:
-                        sum_of_squares += load(smem["partial_squares"].at[peer])
-            if normed:
-                r = lax.rsqrt(jnp.sum(sum_of_squares, axis=0) / k + eps)  # [block_m]
-                total = [t * lax.broadcast_in_dim(r, t.shape, [1]) for t in total]
-            if late:
-                plgpu.barrier_wait(smem["late_arrived"])
-            if "bias" in gmem:
-                for part in range(parts):
-                    b = load(smem["bias"].at[part], LAYOUT.reduce(1))  # [block_n]
-                    total[part] += lax.broadcast_in_dim(b, total[part].shape, [0])
-            y = KERNEL_ACTIVATIONS[gate](total[0]) * total[1] if gate else total[0]
-            if "residual" in gmem:
-                y += load(smem["residual"].T)
-            y = y.astype(dtype)
-            if dtype.itemsize == 4:
-                y = plgpu.layout_cast(y, plgpu.Layout.WGMMA_TRANSPOSED)
-            smem["y"].T[...] = y
-            plgpu.commit_smem()
-            for group, tile in enumerate(tiles):
-                plgpu.copy_smem_to_gmem(smem["y"].at[tile], gmem["y"].at[group, rows, columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        if split == 1:
-            epilogue()
-            return
-
-        @when(rank > 0)
-        def _send():
-            send = functools.partial(
-                plgpu.async_store_smem,
-                barrier=smem["partial_arrived"],
-                cluster_idx=0,
-                cluster_dim="k",
-                optimized=False,
-            )
-            for part in range(parts):
-                send(products[part], smem["partial"].at[rank - 1, part])
-            if normed:
-                send(squares, smem["partial_squares"].at[rank - 1])
-
-        when(rank == 0)(epilogue)
-
-    return plgpu.kernel(
-        flat_gemm_kernel,
-        out_type=jax.ShapeDtypeStruct((groups, m, n), dtype),
-        grid=(-(-n // block_n), -(-m // block_m)),
-        grid_names=("n", "m"),
-        cluster=(split,),
-        cluster_names=("k",),
-        # All layouts are given. Inferring them would take longer than the rest of the lowering.
-        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(*operands.values())
+    return tile.launch("flat_gemm_kernel", scratch, body)
 
 
 # (block_n, block_k, stages, split) for up to 64 rows. In sweeps over all combinations, the fastest

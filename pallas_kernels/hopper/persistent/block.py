@@ -11,10 +11,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent import counters
-from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, TILE_BRICKS, X_SLOTS
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, TILE_BRICKS
 
 Layer = int | Array
 Pair = tuple[Array, Array]
+Copies = list[tuple[Any, Any]]
 
 
 class Work:
@@ -58,6 +59,7 @@ class Block:
       zero: a traced 0. A slice that starts here may reach past the end of an array, where TMA
         fills in zeros.
       padded: rows of x, rounded up to a multiple of 8.
+      x_bricks: bricks of columns in a slot of the ring of x.
       rows: the slice of all these rows.
       dtype: dtype of x and of the weights.
     """
@@ -75,7 +77,8 @@ class Block:
         self.stages, self.layers, self.config = stages, layers, config
         self.cluster, self.rank = lax.axis_index("cluster"), lax.axis_index("rank")
         self.zero = self.rank * 0
-        self.padded, self.dtype = smem["x"].shape[1], smem["x"].dtype
+        self.x_slots, self.padded, width = smem["x"].shape
+        self.x_bricks, self.dtype = width // BRICK, smem["x"].dtype
         self.rows = pl.ds(pl.multiple_of(self.zero, 8), self.padded)
         self._slots = smem["w"].shape[0]
         self._copies = max(stage.copies for stage in stages)
@@ -111,14 +114,14 @@ class Block:
         """Ring slot of tile number `at`, counted since the kernel began."""
         return lax.rem(at, self._slots)
 
-    def bring_tile(self, tiles: Pair, in_flight: int, sources: Callable[[], Sequence[Any]]) -> Pair:
+    def bring_tile(self, tiles: Pair, in_flight: int, copies: Callable[[Array], Copies]) -> Pair:
         """Request one more tile, once the ring has room and fewer than `in_flight` are in flight.
 
         Args:
           tiles: (tiles requested, tiles waited for) since the kernel began.
           in_flight: limit of requested tiles that have not arrived.
-          sources: returns references to global memory, of equal size, that make up the tile. It is
-            called when there is room.
+          copies: returns pairs of references to global memory and to the shared memory of a slot
+            that together make up the tile. It is called when there is room.
 
         Returns:
           The updated `tiles`.
@@ -139,26 +142,30 @@ class Block:
         tiles = loaded + 1, seen
 
         arrived = self.smem["w_arrived"].at[slot]
-        copies = sources()
-        each = TILE_BRICKS // len(copies)
-        for at, source in enumerate(copies):
-            target = self.smem["w"].at[slot, bricks(at * each, each)]
+        pairs = copies(slot)
+        for source, target in pairs:
             plgpu.copy_gmem_to_smem(source, target, arrived)
-        for _ in range(len(copies), self._copies):
+        for _ in range(len(pairs), self._copies):
             plgpu.barrier_arrive(arrived)
         return tiles
+
+    def into_bricks(self, slot: Array, sources: Sequence[Any]) -> Copies:
+        """Copies of references of equal size into a slot of the ring."""
+        each = TILE_BRICKS // len(sources)
+        targets = [self.smem["w"].at[slot, bricks(at * each, each)] for at in range(len(sources))]
+        return list(zip(sources, targets, strict=True))
 
     # The ring of x.
 
     def x_slot(self, at: Array) -> Array:
         """Ring slot of brick number `at`, counted since the kernel began."""
-        return lax.rem(at, X_SLOTS)
+        return lax.rem(at, self.x_slots)
 
     def bring_brick(self, loaded: Array, source: Any) -> Array:
-        """Request one more brick of x, or its first rows; returns `loaded`, the count, plus one."""
+        """Request one more slot of x, or its first rows; returns `loaded`, the count, plus one."""
         slot = self.x_slot(loaded)
 
-        @when(loaded >= X_SLOTS)
+        @when(loaded >= self.x_slots)
         def _():
             plgpu.barrier_wait(self.smem["x_used"].at[slot])
 
@@ -214,12 +221,12 @@ def bricks(start: Array | int, count: int) -> Any:
     return pl.ds(start * BRICK, count * BRICK)
 
 
-def brick_of(ref: Any, rows: Any, at: Array) -> Any:
-    """Brick `at` of the columns of [M,N], whose columns may be split into axes: [M,_,_,D]."""
+def brick_of(ref: Any, rows: Any, at: Array, count: int = 1) -> Any:
+    """`count` bricks from brick `at` · `count` of columns [M,N], which may be split: [M,_,_,D]."""
     if len(ref.shape) == 2:
-        return ref.at[rows, bricks(at, 1)]
+        return ref.at[rows, bricks(at * count, count)]
     _, _, parts, d = ref.shape
-    of_part = d // BRICK
+    of_part = d // (BRICK * count)
     whole = of_part * parts
     head, part = lax.div(at, whole), lax.rem(lax.div(at, of_part), parts)
-    return ref.at[rows, head, part, bricks(lax.rem(at, of_part), 1)]
+    return ref.at[rows, head, part, bricks(lax.rem(at, of_part) * count, count)]

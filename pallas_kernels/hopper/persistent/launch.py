@@ -16,7 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent.block import Block
-from fdjax.pallas_kernels.hopper.persistent.memory import Memory, with_rings
+from fdjax.pallas_kernels.hopper.persistent.memory import Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.sizes import CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 
@@ -30,8 +30,9 @@ def launch(
     layers: int,
     memory: Memory,
     config: Any,
-    registers: tuple[int, int, int],
+    registers: tuple[int, ...],
     approx_math: bool = False,
+    packing: Packing | None = None,
 ) -> dict[str, Array]:
     """Run a kernel of 132 blocks, which must all run at once.
 
@@ -44,27 +45,33 @@ def launch(
       layers: number of layers.
       memory: shared memory of the stages.
       config: configuration of the op, with its limits on tiles in flight.
-      registers: registers per thread of the warpgroups that compute, load x and load weights.
+      registers: registers per thread of the warpgroups that compute, load x, load weights, and, if
+        there is a fourth, assist.
       approx_math: whether the compiler may use approximate math.
+      packing: how weights are quantised, if they are.
 
     Returns:
       The results by name.
     """
     rows = len(operands["x"])
     copies = max(stage.copies for stage in stages)
-    scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies)
+    at_start = 65536 // (128 * len(registers)) // 8 * 8
+    scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies, packing)
 
     def kernel(*refs):
         gmem = dict(zip((*operands, *results), refs, strict=True))
         pl.run_scoped(functools.partial(body, gmem), **scratch, collective_axes="warpgroup")
 
     def body(gmem, **smem):
+        if packing:
+            smem["w"], smem["words"] = smem["w"]
         block = Block(gmem, smem, stages=stages, layers=layers, config=config)
-        for index, run in enumerate((_compute, _bring_x, _bring_weights)):
+        roles = _compute, _bring_x, _bring_weights, _assist
+        for index, run in enumerate(roles[: len(registers)]):
 
             @when(lax.axis_index("warpgroup") == index)
             def _(run=run, registers=registers[index]):
-                action = "increase" if registers > 168 else "decrease"
+                action = "increase" if registers > at_start else "decrease"
                 plgpu.set_max_registers(registers, action=action)
                 run(block)
 
@@ -76,7 +83,7 @@ def launch(
         grid_names=("cluster",),
         cluster=(2,),
         cluster_names=("rank",),
-        num_threads=3,
+        num_threads=len(registers),
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=approx_math, lowering_semantics=plgpu.LoweringSemantics.Lane
@@ -91,7 +98,18 @@ def _compute(block: Block) -> None:
             used = stage.compute(block, layer, used)
         return used
 
-    # Counts tiles of the ring and bricks of x.
+    if "sums_read" in block.smem:
+        plgpu.barrier_arrive(block.smem["sums_read"])
+    # Counts tiles of the ring and slots of x.
+    block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
+
+
+def _assist(block: Block) -> None:
+    def run(layer, used):
+        for stage in block.stages:
+            used = stage.assist(block, layer, used)
+        return used
+
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
 
 

@@ -6,29 +6,41 @@ from typing import Any
 import jax.numpy as jnp
 
 from fdjax.pallas_kernels.dispatch import Shape, needs_half
-from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, with_rings
+from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, Packing, with_rings
+from fdjax.pallas_kernels.hopper.persistent.packed_product import PackedProduct
 from fdjax.pallas_kernels.hopper.persistent.product import InputNorm, Product, Scaled
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, MAX_ROWS, TILE_BRICKS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 
 
-def projection(weight: str, *, width: int, n: int, eps: float) -> Product:
+def projection(
+    weight: str, *, width: int, n: int, eps: float, packing: Packing | None = None
+) -> Product:
     """Projection of the residual stream [M, width] to Q, K and V, n columns in all."""
     # Wide tiles where they still occupy enough blocks.
     n //= BRICK
+    if packing:
+        norm = InputNorm("next_squares", eps)
+        return _packed(packing, weight, "next_x", width // BRICK, n, norm=norm, y="y")
     wide = 2 if n >= CLUSTERS * 2 else 1
     deep, norm = TILE_BRICKS // wide, InputNorm("next_squares", eps)
     return Product(weight, "next_x", width // BRICK, n, wide, deep, 1, norm=norm, y="y")
 
 
 def after_attention(
-    *, width: int, heads: int, hidden: int, gate: str, eps: float
+    *, width: int, heads: int, hidden: int, gate: str, eps: float, packing: Packing | None = None
 ) -> tuple[Product, Product, Product]:
     """Three stages: output projection of o [M, heads], gate and up, and down to [M, width]."""
     width, heads, hidden = (size // BRICK for size in (width, heads, hidden))
     mlp = Scaled("mlp_x", "mlp_scale", "mlp_squares")
     following = Scaled("next_x", "next_scale", "next_squares", next_layer=True)
     norm = InputNorm("mlp_squares", eps)
+    if packing:
+        return (
+            _packed(packing, "out", "o", heads, width, residual="x", scaled=mlp),
+            _packed(packing, "gate_up", "mlp_x", width, hidden, gate, norm=norm, y="hidden"),
+            _packed(packing, "down", "hidden", hidden, width, y="x_out", scaled=following),
+        )
     return (
         Product("out", "o", heads, width, 1, 4, 2, residual="x", scaled=mlp),
         Product("gate_up", "mlp_x", width, hidden, 2, 1, 1, gate, norm, y="hidden"),
@@ -36,17 +48,35 @@ def after_attention(
     )
 
 
+def _packed(
+    packing: Packing, weight: str, x: str, k: int, n: int, gate: str | None = None, **fields: Any
+) -> PackedProduct:
+    """A product with quantised weights. Two blocks share K: it keeps nearly all blocks at work."""
+    parts = 2 if gate else 1
+    # One wide tile for a cluster saves time between tiles, but takes registers.
+    most = min(packing.wide, packing.bricks // 2) // parts
+    wide = 1 if "scaled" in fields else max(min(-(-n // CLUSTERS), most), 1)
+    most = packing.bricks // (parts * wide) // 2 * 2
+    # Few tiles, of which the last should not be mostly empty.
+    deep = min(range(most, 0, -2), key=lambda deep: -(-k // (2 * deep)) * (deep + 1))
+    return PackedProduct(weight, x, k, n, wide, deep, 2, gate, packing=packing, **fields)
+
+
 def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: Any) -> Memory:
     """Shared memory of these stages for a residual stream [rows, width]."""
     rounds = -(-(width // BRICK) // CLUSTERS)
     square_tiles = -(-width // BRICK**2)
     wide = max(stage.wide for stage in stages)
+    most = max(stage.pieces for stage in stages)
+    packed = any(isinstance(stage, PackedProduct) for stage in stages)
+    shared = {stage.pieces for stage in stages if stage.split > 1}
     return Memory(
         matrices={
             "residual": ((rounds, rows, BRICK), dtype),  # the residual stream, this block's part
             "y": ((wide, rows, BRICK), dtype),
-            "partial": ((BRICK, rows), jnp.float32),
+            "partial": ((max(shared, default=1), BRICK, rows), jnp.float32),
             "squares": ((square_tiles, BRICK, rows), jnp.float32),
+            **({"sums": ((most, BRICK, rows), jnp.float32)} if packed else {}),
         },
         vectors={
             "square_row": ((rows,), jnp.float32),
@@ -56,7 +86,8 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
             "residual_arrived": rounds,
             "mlp_squares_arrived": square_tiles,
             "next_squares_arrived": square_tiles,
-            "partial_arrived": 1,
+            **dict.fromkeys(("sums_made", "sums_read") if packed else (), 1),
+            **{stage.partial_arrived: stage.pieces for stage in stages if stage.split > 1},
         },
     )
 
@@ -81,7 +112,12 @@ def products_fit(shape: Shape, sizes: tuple[int, ...]) -> str | None:
 
 
 def room_for(
-    stages: Sequence[Stage], *, rows: int, width: int, others: Memory = NO_MEMORY
+    stages: Sequence[Stage],
+    *,
+    rows: int,
+    width: int,
+    others: Memory = NO_MEMORY,
+    packing: Packing | None = None,
 ) -> str | None:
     """Check for `Implementation.fits`: whether shared memory holds stages in half precision.
 
@@ -94,6 +130,7 @@ def room_for(
     padded = -(-rows // 8) * 8
     products = [stage for stage in stages if isinstance(stage, Product)]
     memory = products_memory(products, rows=padded, width=width, dtype=dtype) | others
-    if with_rings(memory, padded, dtype, max(stage.copies for stage in stages)) is None:
+    copies = max(stage.copies for stage in stages)
+    if with_rings(memory, padded, dtype, copies, packing) is None:
         return f"has no room in shared memory for {rows} rows of width {width}"
     return None

@@ -3,10 +3,13 @@
 import dataclasses
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.bricks import brick_words
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, SMEM_BYTES, TILE_BRICKS, X_SLOTS
 from fdjax.pallas_kernels.hopper.tiles import matrix, shared_bytes
+from fdjax.pallas_kernels.quantised import BITS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,31 @@ class Memory:
 NO_MEMORY = Memory({}, {}, {})
 
 
-def with_rings(memory: Memory, rows: int, dtype: Any, copies: int) -> dict[str, Any] | None:
+@dataclasses.dataclass(frozen=True)
+class Packing:
+    """How the weights of a kernel are quantised.
+
+    Attributes:
+      kind: "int4" | "int8" | "fp8".
+      group: number of rows that share a scale, or None for one scale per column.
+      scales: dtype of the scales.
+      wide: most columns of a tile of a product, in bricks.
+    """
+
+    kind: str
+    group: int | None
+    scales: Any
+    wide: int
+
+    @property
+    def bricks(self) -> int:
+        """Number of packed bricks that a slot of the ring of weights holds."""
+        return TILE_BRICKS * 16 // BITS[self.kind]
+
+
+def with_rings(
+    memory: Memory, rows: int, dtype: Any, copies: int, packing: Packing | None = None
+) -> dict[str, Any] | None:
     """Scratch of a kernel: `memory`, a ring of bricks of x, and a ring of tiles in the rest.
 
     Args:
@@ -42,23 +69,35 @@ def with_rings(memory: Memory, rows: int, dtype: Any, copies: int) -> dict[str, 
       rows: rows of x, a multiple of 8.
       dtype: dtype of x and of the weights.
       copies: number of copies that fill one tile.
+      packing: how weights are quantised, if they are.
 
     Returns:
       Scratch by name, or None if the rest has no room for two tiles.
     """
-    matrices = memory.matrices | {"x": ((X_SLOTS, rows, BRICK), dtype)}
+    width = 2 * BRICK if packing else BRICK
+    matrices = memory.matrices | {"x": ((X_SLOTS, rows, width), dtype)}
     slot_bytes = TILE_BRICKS * BRICK * BRICK * dtype.itemsize
-    slots = (SMEM_BYTES - shared_bytes(matrices | memory.vectors)) // slot_bytes
+    scale_rows = packing.bricks * BRICK // packing.group if packing and packing.group else 0
+    scale_bytes = scale_rows * BRICK * packing.scales.itemsize if scale_rows else 0
+    room = SMEM_BYTES - shared_bytes(matrices | memory.vectors) - 1024 * bool(scale_rows)
+    slots = room // (slot_bytes + scale_bytes)
     if slots < 2:
         return None
-    matrices["w"] = ((slots, TILE_BRICKS * BRICK, BRICK), dtype)
+    rings = {"w": matrix((slots, TILE_BRICKS * BRICK, BRICK), dtype)}
+    if packing:
+        words = plgpu.SMEM((slots, packing.bricks, *brick_words(BITS[packing.kind])), jnp.int32)
+        rings["w"] = plgpu.RefUnion(rings["w"], words)
+    if scale_rows:
+        rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
+    users = 2 if packing else 1  # warpgroups that compute
     return {
         **{name: matrix(*buffer) for name, buffer in matrices.items()},
+        **rings,
         **{name: plgpu.SMEM(*buffer) for name, buffer in memory.vectors.items()},
         **{name: plgpu.Barrier(num_arrivals=n) for name, n in memory.barriers.items()},
         "w_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
-        "w_used": plgpu.Barrier(num_barriers=slots),
+        "w_used": plgpu.Barrier(num_arrivals=users, num_barriers=slots),
         "x_arrived": plgpu.Barrier(num_barriers=X_SLOTS),
-        "x_used": plgpu.Barrier(num_barriers=X_SLOTS),
+        "x_used": plgpu.Barrier(num_arrivals=users, num_barriers=X_SLOTS),
         "done": plgpu.Barrier(),
     }

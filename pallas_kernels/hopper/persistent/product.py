@@ -14,8 +14,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, brick_of, bricks
-from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, X_SLOTS
+from fdjax.pallas_kernels.hopper.persistent.block import (
+    Block,
+    Copies,
+    Layer,
+    Pair,
+    brick_of,
+    bricks,
+)
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, put
 
@@ -86,9 +93,19 @@ class Product(Stage):
         return 2 if self.gate else 1
 
     @property
-    def copies(self) -> int:
+    def pieces(self) -> int:
         """Pieces of a tile of the weight, each with its own accumulator."""
         return self.parts * self.wide
+
+    @property
+    def copies(self) -> int:
+        """Number of copies that fill a tile."""
+        return self.pieces
+
+    @property
+    def partial_arrived(self) -> str:
+        """Barrier of the partial sums of the other block of a cluster."""
+        return f"partial_arrived_{self.pieces}"
 
     @property
     def tiles(self) -> int:
@@ -105,36 +122,42 @@ class Product(Stage):
     ) -> tuple[Array, Pair]:
         """Load this block's tiles of the weight."""
         config, share = block.config, block.share(self)
-        weight = block.gmem[self.weight]
 
         def bring(i, tiles):
             tile, step = share.first + lax.div(i, self.steps) * share.stride, lax.rem(i, self.steps)
             block.await_done(worked, i == config.ahead)
-
-            def sources():
-                ks = bricks((share.rank * self.steps + step) * self.deep, self.deep)
-                columns = [bricks(tile * self.wide + c, 1) for c in range(self.wide)]
-                if self.gate:
-                    return [weight.at[layer, ks, half, c] for half in range(2) for c in columns]
-                return [weight.at[layer, ks, c] for c in columns]
-
+            at = share.rank * self.steps + step
+            copies = functools.partial(self.tile_copies, block, layer, tile, at)
             in_flight = config.shared if self.split > 1 else config.alone
-            return block.bring_tile(tiles, in_flight, sources)
+            return block.bring_tile(tiles, in_flight, copies)
 
         count = share.count * self.steps
         return count, lax.fori_loop(0, count, bring, tiles)
 
+    def tile_copies(
+        self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array
+    ) -> Copies:
+        """Copies of tile number `tile` of columns and number `at` of rows into a slot."""
+        weight, ks = block.gmem[self.weight], bricks(at * self.deep, self.deep)
+        columns = [bricks(tile * self.wide + c, 1) for c in range(self.wide)]
+        if self.gate:
+            sources = [weight.at[layer, ks, half, c] for half in range(2) for c in columns]
+        else:
+            sources = [weight.at[layer, ks, c] for c in columns]
+        return block.into_bricks(slot, sources)
+
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load this block's share of x for each tile of columns, and residual and squares once."""
         share = block.share(self)
-        each = self.steps * self.deep
+        each = self.steps * self.deep // block.x_bricks
 
         def bring(i, loaded):
             at = share.rank * each + lax.rem(i, each)
-            return block.bring_brick(loaded, brick_of(block.gmem[self.x], block.rows, at))
+            source = brick_of(block.gmem[self.x], block.rows, at, block.x_bricks)
+            return block.bring_brick(loaded, source)
 
         # Residual and squares are needed later than the first bricks of x.
-        ahead = jnp.minimum(share.count * each, X_SLOTS)
+        ahead = jnp.minimum(share.count * each, block.x_slots)
         loaded = lax.fori_loop(0, ahead, bring, loaded)
         when(share.count > 0)(functools.partial(self._bring_rest, block, layer))
         return lax.fori_loop(ahead, share.count * each, bring, loaded)
@@ -172,7 +195,7 @@ class Product(Stage):
             scale_layer = block.following(layer) if self.scaled.next_layer else layer
             source = block.gmem[self.scaled.scale].at[scale_layer, bricks(tile, 1)]
             scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
-        products = self._multiply(block, i, used)
+        products = self._multiply(block, layer, tile, i, used)
         if self.split == 1:
             self._finish(block, layer, i, tile, products, scale)
         else:
@@ -180,24 +203,30 @@ class Product(Stage):
 
             @when(owner != block.rank)
             def _():
-                plgpu.async_store_smem(
-                    products[0],
-                    smem["partial"],
-                    barrier=smem["partial_arrived"],
-                    cluster_idx=owner,
-                    cluster_dim="rank",
-                    optimized=False,
-                )
+                for c, product in enumerate(products):
+                    plgpu.async_store_smem(
+                        product,
+                        smem["partial"].at[c],
+                        barrier=smem[self.partial_arrived],
+                        cluster_idx=owner,
+                        cluster_dim="rank",
+                        optimized=False,
+                    )
                 block.finish_tile(self, i)
 
             @when(owner == block.rank)
             def _():
                 self._finish(block, layer, i, tile, products, scale)
 
-        w_used, x_used = used
-        return w_used + self.steps, x_used + self.steps * self.deep
+        return self._after_tile(block, used)
 
-    def _multiply(self, block: Block, i: Array, used: Pair) -> list[Array]:
+    def _after_tile(self, block: Block, used: Pair) -> Pair:
+        w_used, x_used = used
+        return w_used + self.steps, x_used + self.steps * self.deep // block.x_bricks
+
+    def _multiply(
+        self, block: Block, layer: Layer, tile: Array, i: Array, used: Pair
+    ) -> list[Array]:
         """This block's share of a tile's sums: [64, padded] for each of the `copies`."""
         smem = block.smem
         w_used, x_used = used
@@ -224,7 +253,7 @@ class Product(Stage):
                         w = smem["w"].at[slot, bricks(c * self.deep + k, 1)]
                         plgpu.wgmma(accumulator, w.T, smem["x"].at[x_slot].T)
                 # The products of the previous step have finished reading their tiles.
-                plgpu.wgmma_wait(self.deep * self.copies)
+                plgpu.wgmma_wait(self.deep * self.pieces)
                 when(step > 0)(lambda: release(step - 1))
 
             lax.fori_loop(0, self.steps, product, None)
@@ -233,7 +262,7 @@ class Product(Stage):
             return [accumulator[...] for accumulator in accumulators]
 
         accumulator = plgpu.ACC((BRICK, block.padded), jnp.float32)
-        return pl.run_scoped(accumulate, *[accumulator] * self.copies)
+        return pl.run_scoped(accumulate, *[accumulator] * self.pieces)
 
     def _prepare(self, block: Block) -> None:
         """Turn sums of squares into the norm's factors, while weights are in flight."""
@@ -249,8 +278,9 @@ class Product(Stage):
         smem = block.smem
         total = list(products)
         if self.split > 1:
-            plgpu.barrier_wait(smem["partial_arrived"])
-            total[0] += load(smem["partial"])
+            plgpu.barrier_wait(smem[self.partial_arrived])
+            for c in range(self.pieces):
+                total[c] += load(smem["partial"].at[c])
         if self.norm:
             factors = plgpu.load(smem["factors"], layout=LAYOUT.reduce(0), optimized=False)
             total = [t * lax.broadcast_in_dim(factors, t.shape, [1]) for t in total]

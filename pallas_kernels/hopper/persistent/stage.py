@@ -29,6 +29,10 @@ class Stage(Work, abc.ABC):
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load the results of earlier stages as bricks; `loaded` counts them since the start."""
 
+    def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
+        """What a second warpgroup computes; `used` is as for `compute`."""
+        raise NotImplementedError
+
     @abc.abstractmethod
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
         """Compute the stage; `used` counts tiles of the ring and bricks of x since the start."""

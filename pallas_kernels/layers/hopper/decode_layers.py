@@ -10,6 +10,7 @@ Weights and caches are stacked over the layers: separate arrays would need hundr
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -26,9 +27,11 @@ from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
     projection,
     room_for,
 )
+from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
 from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, heads_memory
+from fdjax.pallas_kernels.quantised import QTensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +63,7 @@ def layers_mosaic(
     """`decode_layers`, for sizes that `LAYERS_HOPPER` supports."""
     layers, m, d = len(k), len(x), k.shape[-1]
     check_pages("decode_layers", k, pages, BRICK)
-    width, parts, dtype = x.shape[1], weights.qkv.shape[3], x.dtype
+    width, dtype = x.shape[1], x.dtype
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     x32 = x.astype(jnp.float32)
     next_x = (x32 * weights.attention_norm[:1].astype(jnp.float32)).astype(dtype)
@@ -76,36 +79,67 @@ def layers_mosaic(
         "pages": None if pages is None else pages.astype(jnp.int32),
         "cos": cos.reshape(m, d // 2),
         "sin": sin.reshape(m, d // 2),
-        "qkv": weights.qkv.reshape(layers, width, -1),
-        "out": weights.out,
+        **_products(weights),
         "mlp_scale": weights.mlp_norm,
-        "gate_up": weights.gate_up,
-        "down": weights.down,
         "next_scale": weights.attention_norm,
         "counters": new_counters(layers),
     }
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     config = config or DecodeLayersConfig()
     slots = row_slots(k, pages)
+    packed = isinstance(weights.out, QTensor)
+    sizes = {
+        "heads": weights.out.shape[-2],
+        "hidden": weights.down.shape[-2],
+        "n": math.prod(weights.qkv.shape[1:] if packed else weights.qkv.shape[2:]),
+    }
     x = _launch(
-        operands, rows=m, slots=slots, parts=parts, gate=gate, eps=eps, scale=scale, config=config
+        operands,
+        rows=m,
+        slots=slots,
+        sizes=sizes,
+        gate=gate,
+        eps=eps,
+        scale=scale,
+        packing=_packing(weights, m),
+        config=config,
     )
     return x[:m], jax.freeze(k), jax.freeze(v)
 
 
-def _launch(operands, *, rows, slots, parts, gate, eps, scale, config):
+def _products(weights) -> dict[str, jax.Array]:
+    """Operands of the products by name: weights, or packed bricks and their scales."""
+    named = {name: getattr(weights, name) for name in ("qkv", "out", "gate_up", "down")}
+    if not isinstance(weights.out, QTensor):
+        named["qkv"] = weights.qkv.reshape(*weights.qkv.shape[:2], -1)
+        return named
+    words = {name: w.words.reshape(-1, *w.words.shape[-3:]) for name, w in named.items()}
+    return words | {f"{name}_scales": w.scales for name, w in named.items()}
+
+
+def _packing(weights, rows) -> Packing | None:
+    w = weights.out
+    if not isinstance(w, QTensor):
+        return None
+    # Sums of more columns would not fit into registers.
+    wide = 48 // (-(-rows // 8) * 8)
+    return Packing(w.kind, None if w.group == w.shape[0] else w.group, w.scales.dtype, wide)
+
+
+def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
     padded, width = operands["x"].shape
     dtype = operands["x"].dtype
     layers, _, kv_heads, _, d = operands["k"].shape
+    heads, hidden, n = sizes["heads"], sizes["hidden"], sizes["n"]
+    parts = n // (kv_heads * d)
     group = parts - 2
-    heads, hidden = operands["out"].shape[1], operands["down"].shape[1]
     stages = _stages(
-        rows,
-        *(width, heads, hidden, operands["qkv"].shape[2]),
+        *(rows, width, heads, hidden, n),
         *(kv_heads, group, slots),
         gate=gate,
         eps=eps,
         scale=scale,
+        packing=packing,
     )
     results = {
         "x_out": ((padded, width), dtype),
@@ -122,19 +156,24 @@ def _launch(operands, *, rows, slots, parts, gate, eps, scale, config):
         layers=layers,
         memory=memory | heads_memory(dtype),
         config=config,
-        registers=(240, 128, 120),
+        registers=(184, 104, 104, 120) if packing else (240, 128, 120),
         approx_math=True,
+        packing=packing,
     )
     return made["x_out"]
 
 
-def _stages(m, width, heads, hidden, n, kv_heads, group, cache_slots, *, gate, eps, scale):
+def _stages(
+    m, width, heads, hidden, n, kv_heads, group, cache_slots, *, gate, eps, scale, packing=None
+):
     # Two blocks that share a head finish it sooner. With many heads, sharing would only add work.
     split = 2 if m * kv_heads <= CLUSTERS else 1
     return (
-        projection("qkv", width=width, n=n, eps=eps),
+        projection("qkv", width=width, n=n, eps=eps, packing=packing),
         Heads(m, kv_heads, group, cache_slots, split, scale),
-        *after_attention(width=width, heads=heads, hidden=hidden, gate=gate, eps=eps),
+        *after_attention(
+            width=width, heads=heads, hidden=hidden, gate=gate, eps=eps, packing=packing
+        ),
     )
 
 

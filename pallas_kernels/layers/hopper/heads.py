@@ -82,15 +82,16 @@ class Heads(Stage):
                 count, tiles = carry
                 block.await_done(worked, count == config.ahead)
 
-                def sources():
+                def copies(slot):
                     start = (share.rank + self.split * j) * BRICK
-                    return [
+                    sources = [
                         cache.block(start, BRICK).at[:, bricks(half, 1)]
                         for cache in caches
                         for half in range(2)
                     ]
+                    return block.into_bricks(slot, sources)
 
-                tiles = block.bring_tile(tiles, config.cache, sources)
+                tiles = block.bring_tile(tiles, config.cache, copies)
                 return count + 1, tiles
 
             mine = self._cache_tiles(block, gmem["lengths"][row])[1]
@@ -103,10 +104,11 @@ class Heads(Stage):
 
         def bring(i, loaded):
             row, head = self._head(block, i)
-            for half in range(2):
+            for at in range(2 // block.x_bricks):
                 # TMA zero-fills missing parts.
                 parts = pl.ds(block.zero, PARTS)
-                source = block.gmem["y"].at[row, head, parts, bricks(half, 1)]
+                columns = bricks(at * block.x_bricks, block.x_bricks)
+                source = block.gmem["y"].at[row, head, parts, columns]
                 loaded = block.bring_brick(loaded, source)
             return loaded
 
@@ -141,25 +143,50 @@ class Heads(Stage):
             following = fetch(i + 1)
             before = functools.partial(arrive, i - 1)
             self._attend(block, layer, i, filled, w_used, before)
-            return (w_used + self._cache_tiles(block, filled)[1], x_used + 2), following
+            x_used += 2 // block.x_bricks
+            return (w_used + self._cache_tiles(block, filled)[1], x_used), following
 
         used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
         arrive(mine - 1)
         when(mine > 0)(block.mark_done)
         return used
 
+    def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
+        """Nothing, but barriers want to see both warpgroups."""
+        smem = block.smem
+
+        def pass_by(arrived, used, slot):
+            plgpu.barrier_wait(smem[arrived].at[slot])
+            plgpu.barrier_arrive(smem[used].at[slot])
+
+        def pass_tile(at, _):
+            pass_by("w_arrived", "w_used", block.w_slot(at))
+
+        def one(i, used):
+            w_used, x_used = used
+            x_after = x_used + 2 // block.x_bricks
+            for at in range(2 // block.x_bricks):
+                pass_by("x_arrived", "x_used", block.x_slot(x_used + at))
+            filled = block.gmem["lengths"][self._head(block, i)[0]]
+            w_after = w_used + self._cache_tiles(block, filled)[1]
+            lax.fori_loop(w_used, w_after, pass_tile, None)
+            return w_after, x_after
+
+        return lax.fori_loop(0, block.share(self).count, one, used)
+
     def _receive(self, block, cos, sin, x_used) -> None:
         """Receive queries and the new token, and apply RoPE."""
         smem = block.smem
         cos, sin = (lax.broadcast_in_dim(a, (BRICK, PARTS), [0]) for a in (cos, sin))
         halves = []
-        for half in range(2):
-            slot = block.x_slot(x_used + half)
+        slots = [block.x_slot(x_used + at) for at in range(2 // block.x_bricks)]
+        for slot in slots:
             plgpu.barrier_wait(smem["x_arrived"].at[slot])
-            halves.append(load(smem["x"].at[slot, pl.ds(0, PARTS)].T))
+            for at in range(block.x_bricks):
+                halves.append(load(smem["x"].at[slot, pl.ds(0, PARTS), bricks(at, 1)].T))
         plgpu.commit_smem()
-        for half in range(2):
-            plgpu.barrier_arrive(smem["x_used"].at[block.x_slot(x_used + half)])
+        for slot in slots:
+            plgpu.barrier_arrive(smem["x_used"].at[slot])
         a, b = halves
         turned = a * cos - b * sin, b * cos + a * sin
         columns = plgpu.broadcasted_iota(jnp.int32, a.shape, 1, layout=LAYOUT)

@@ -1,0 +1,73 @@
+"""Requests that arrive one by one: what their readers wait for. Part of `benchmarks.serving`."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fdjax.lm import LM
+
+_OPTIONS = {"eos_token_id": None, "do_sample": False}
+
+
+def times(count: int, rate: float, seed: int = 0) -> np.ndarray:
+    """Seconds at which requests arrive: a Poisson process of `rate` per second, from 0 on."""
+    gaps = np.random.default_rng(seed).exponential(1 / rate, count)
+    return np.cumsum(gaps) - gaps[0]
+
+
+def warm_up(lm: LM, most: int, scale: float) -> None:
+    """Compile what streams of up to `most` requests need: states of 1, 2, 4 and more rows."""
+    rng = np.random.default_rng(1)
+    rows = 1
+    while rows <= min(most, lm.max_batch or most):
+        for length in (2048, 700, 100):
+            prompts = rng.integers(0, lm.config.vocab_size, (rows, max(1, int(scale * length))))
+            running = [lm.submit(ids.tolist(), max_new_tokens=9, **_OPTIONS) for ids in prompts]
+            for request in running:
+                request.result()
+        rows *= 2
+
+
+def measure(
+    lm: LM, prompts: Sequence[Sequence[int]], new: Sequence[int], *, rate: float
+) -> dict[str, Any]:
+    """Submit requests at their times, and report what their readers saw.
+
+    A delivery is a chunk of decode steps that reached the host.
+
+    Returns:
+      `rate`, `seconds` from the first arrival to the last answer, `new_tokens_per_s`, and
+      percentiles: `first_token_ms` after the arrival; `ms_per_token`, the time since the delivery
+      before over the tokens delivered; `largest_gap_ms`, the longest time between two deliveries
+      of one request, undivided; `compile_seconds`, which must be 0 for these to mean anything.
+    """
+    began = time.perf_counter()
+    running = []
+    for at, ids, count in zip(times(len(prompts), rate), prompts, new, strict=True):
+        time.sleep(max(0.0, began + at - time.perf_counter()))
+        running.append(lm.submit(list(ids), max_new_tokens=count, **_OPTIONS))
+    stats = [request.result().stats for request in running]
+    seconds = time.perf_counter() - began
+    per_token = [ms for one in stats for ms in one.chunk_ms_per_token]
+    gaps = [
+        ms * steps
+        for one in stats
+        for ms, steps in zip(one.chunk_ms_per_token, one.chunk_steps, strict=True)
+    ]
+    return {
+        "rate": rate,
+        "seconds": seconds,
+        "new_tokens_per_s": sum(new) / seconds,
+        "compile_seconds": sum(one.compile_seconds for one in stats),
+        "first_token_ms": _percentiles([1e3 * one.prefill_seconds for one in stats]),
+        "ms_per_token": _percentiles(per_token),
+        "largest_gap_ms": max(gaps, default=None),
+    }
+
+
+def _percentiles(values: Sequence[float]) -> dict[str, float] | None:
+    if not values:
+        return None
+    return {f"p{p}": float(np.percentile(values, p)) for p in (50, 90, 99)}

@@ -1,0 +1,100 @@
+"""What the prefix cache saves, and what it costs where it finds nothing: `serving --prefix`."""
+
+import argparse
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from benchmarks.request_mix import requests
+from fdjax.lm import LM
+from fdjax.models import Params, describe, parse_config
+
+_OPTIONS = {"eos_token_id": None, "do_sample": False}
+# Tokens: a beginning and what follows it, and a prompt with several samples.
+_BEGINNING, _REST, _SAMPLED, _SAMPLES = 4032, 64, 2000, 16
+
+
+def measure(
+    config: dict[str, Any], params: Params, args: argparse.Namespace, memory_bytes: int | None
+) -> dict[str, Any]:
+    """Measure the three things that a user of the prefix cache asks.
+
+    Returns:
+      `first_token_ms`, of 64 tokens behind a beginning of 4 032, `cold` and `cached`;
+      `samples_ms`, the first tokens of 16 samples of a prompt of 2 000 tokens, and of `one`;
+      `without_hits`, seconds for all requests with prompts that have nothing in common, `on` and
+      `off`. Each a list of `--runs` measurements, in turn; and `ratios` of their medians.
+    """
+    longest = int(args.scale * (_BEGINNING + _REST)) + 256
+    context = max(parse_config(config).max_position_embeddings, longest)
+    model = describe(parse_config(config | {"max_position_embeddings": context}), dtype=args.dtype)
+    rows = args.max_batch[-1]
+    lm = LM(model, params, max_batch=rows, memory_bytes=memory_bytes)
+    first = _first_token(lm, args)
+    samples = _samples(lm, args)
+    lm.release()
+    return {
+        "first_token_ms": first,
+        "samples_ms": samples,
+        "without_hits": (hits := _without_hits(model, params, args, memory_bytes)),
+        "ratios": {
+            "first_token": median(first["cold"]) / median(first["cached"]),
+            "samples": median(samples["all"]) / median(samples["one"]),
+            "without_hits": median(hits["on"]) / median(hits["off"]),
+        },
+    }
+
+
+def _ms(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return 1e3 * (time.perf_counter() - began)
+
+
+def _prompt(lm: LM, tokens: float, seed: Sequence[int]) -> list[int]:
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, lm.config.vocab_size, max(1, int(tokens))).tolist()
+
+
+def _first_token(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"cold": [], "cached": []}
+    for run in range(args.runs + 1):
+        beginning = _prompt(lm, args.scale * _BEGINNING, (1, run))
+        for kind in found:
+            ids = beginning + _prompt(lm, args.scale * _REST, (2, run, kind == "cold"))
+            result: list[Any] = []
+            took = _ms(lambda: result.append(lm.generate(ids, max_new_tokens=1, **_OPTIONS)))  # noqa: B023
+            if run:  # the first compiles
+                found[kind].append(took)
+            cached = result[0].stats.cached_tokens
+    return found | {"cached_tokens": cached}
+
+
+def _samples(lm: LM, args: argparse.Namespace) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"one": [], "all": []}
+    for run in range(args.runs + 1):
+        for kind, count in (("one", 1), ("all", _SAMPLES)):
+            ids = _prompt(lm, args.scale * _SAMPLED, (3, run, count))
+            options = {"temperature": 1.0, "num_return_sequences": count, "eos_token_id": None}
+            took = _ms(lambda: lm.generate(ids, max_new_tokens=1, **options))  # noqa: B023
+            if run:
+                found[kind].append(took)
+    return found
+
+
+def _without_hits(model, params, args, memory_bytes) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {"on": [], "off": []}
+    for kind, seconds in found.items():
+        limits = {"max_batch": args.max_batch[-1], "memory_bytes": memory_bytes}
+        lm = LM(model, params, **limits, prefix_cache=kind == "on")
+        for run in range(args.runs + 1):
+            ids, new = requests(args.requests, model.config.vocab_size, args.scale, 50 + run)
+            call = {"max_new_tokens": new, **_OPTIONS}
+            took = _ms(lambda: lm.generate(ids, **call)) / 1e3  # noqa: B023
+            if run:
+                seconds.append(took)
+        lm.release()
+    return found

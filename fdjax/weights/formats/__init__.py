@@ -1,0 +1,1 @@
+"""The formats in which checkpoints store quantised weights, one file for each."""

@@ -1,0 +1,291 @@
+"""compressed-tensors: packed int4 and int8, int8 and fp8 by channel, tensor, group or block."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from fdjax.models import CheckpointError, ConfigReader
+from fdjax.pallas_kernels.quantised import WeightFormat
+from fdjax.weights.formats.layer import (
+    Codes,
+    Stored,
+    StoredLinear,
+    damaged,
+    dequantised,
+    group_of,
+    matches,
+    read_scales,
+    scale_dtype,
+    take,
+    unpack_rows,
+)
+from fdjax.weights.stored import StoredTensor
+
+_FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    "mixed-precision",
+)
+_SCALES = ("BF16", "F16", "F32", "F8_E8M0")
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """A config group: which layers it is for, and how their weights are quantised.
+
+    Attributes:
+      targets: names of modules or of their class, and regular expressions after "re:".
+      kind: "int4" | "int8" | "fp8".
+      symmetric: whether there are no zeros.
+      strategy: "tensor" | "channel" | "group" | "block".
+      group_size: for "group".
+      block: for "block", (rows of N, columns of K).
+    """
+
+    targets: tuple[str, ...]
+    kind: str
+    symmetric: bool
+    strategy: str
+    group_size: int | None
+    block: tuple[int, int] | None
+
+    @classmethod
+    def parse(cls, data: Any, source: str) -> "Group | None":
+        """Parse a group; None if it leaves the weights as they are."""
+        reader = ConfigReader(data if isinstance(data, dict) else {}, source)
+        weights = reader.get("weights", dict, None)
+        if weights is None:
+            return None
+        targets = reader.get("targets", list)
+        weights = ConfigReader(weights, source)
+        bits, kind = weights.get("num_bits", int), weights.get("type", str, "int")
+        kinds = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "fp8"}
+        if (bits, kind) not in kinds:
+            raise CheckpointError(
+                f"{source}: weights of type {kind!r} with {bits} bits are not supported; "
+                "supported: int with 4 or 8 bits, float with 8 bits"
+            )
+        group_size = weights.get("group_size", int, None)
+        default = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
+        strategy = weights.get("strategy", str, default)
+        if strategy not in ("tensor", "channel", "group", "block"):
+            raise CheckpointError(f"{source}: strategy {strategy!r} of weights is not supported")
+        block = weights.get("block_structure", list, None)
+        if strategy == "block" and not is_block(block):
+            raise CheckpointError(f"{source}: 'block_structure' must be two sizes, got {block!r}")
+        return cls(
+            tuple(map(str, targets)),
+            kinds[bits, kind],
+            weights.get("symmetric", bool, True),
+            strategy,
+            group_size,
+            tuple(block) if block else None,
+        )
+
+
+def is_block(block: Any) -> bool:
+    """Whether something is a block's size, two positive integers."""
+    sized = isinstance(block, list) and len(block) == 2
+    return sized and all(type(size) is int and size > 0 for size in block)
+
+
+@dataclasses.dataclass(frozen=True)
+class CompressedTensors:
+    """A checkpoint of compressed-tensors.
+
+    Attributes:
+      groups: its config groups.
+      ignore: modules that are not quantised.
+      source: name of config.json, for errors.
+    """
+
+    groups: tuple[Group, ...]
+    ignore: tuple[str, ...]
+    source: str
+
+    @classmethod
+    def parse(cls, data: dict[str, Any], source: str) -> "CompressedTensors":
+        """Parse a `quantization_config`.
+
+        Raises:
+          CheckpointError: it needs something that is not supported.
+        """
+        reader = ConfigReader(data, source)
+        groups = reader.get("config_groups", dict)
+        formats = {reader.get("format", str, None)}
+        formats |= {g.get("format") for g in groups.values() if isinstance(g, dict)}
+        if wrong := sorted(str(f) for f in formats - {None, *_FORMATS}):
+            raise CheckpointError(
+                f"{source}: compressed-tensors format {wrong[0]!r} is not supported; "
+                f"supported: {', '.join(_FORMATS)}"
+            )
+        sparsity = reader.get("sparsity_config", dict, None) or {}
+        if sparsity.get("format", "dense") != "dense":
+            raise CheckpointError(f"{source}: sparse weights {sparsity['format']!r} not supported")
+        if (reader.get("transform_config", dict, None) or {}).get("config_groups"):
+            raise CheckpointError(f"{source}: 'transform_config' is not supported")
+        parsed = [Group.parse(group, source) for group in groups.values()]
+        ignore = reader.get("ignore", list, [])
+        return cls(tuple(g for g in parsed if g), tuple(map(str, ignore)), source)
+
+    def linear(self, module: str, shape: tuple[int, int], stored: Stored) -> StoredLinear | None:
+        """See `Scheme.linear`."""
+        packed = f"{module}.weight_packed" in stored
+        weight = stored.get(f"{module}.weight")
+        coded = weight is not None and weight.dtype in ("I8", "F8_E4M3")
+        if not (packed or coded or f"{module}.weight_scale" in stored):
+            return None
+        group = self._group(module)
+        read = _packed if packed or group.kind == "int4" else _naive
+        return read(group, module, shape, stored, self.source)
+
+    def _group(self, module: str) -> Group:
+        """The group of a module: one that names it, else one with an expression, else its class."""
+        ranks = (
+            lambda target: target == module,
+            lambda target: target.startswith("re:") and matches(module, [target], self.source),
+            lambda target: target == "Linear",
+        )
+        if not matches(module, self.ignore, self.source):
+            for ranked in ranks:
+                for group in self.groups:
+                    if any(map(ranked, group.targets)):
+                        return group
+        raise CheckpointError(
+            f"{self.source}: no config group of 'quantization_config' is for {module!r}, "
+            "whose weight is quantised"
+        )
+
+
+def _packed(group: Group, module: str, shape, stored: Stored, source: str) -> StoredLinear:
+    n, k = shape
+    if group.kind == "fp8":
+        raise CheckpointError(f"{source}: {module!r} has packed integers, not float")
+    bits = 4 if group.kind == "int4" else 8
+    why = f" for {bits} bits"
+    packed = take(stored, f"{module}.weight_packed", ["I32"], (n, -(-k * bits // 32)), why=why)
+    size = take(stored, f"{module}.weight_shape", ["I64", "I32"], (2,))
+    if tuple(size.view().tolist()) != shape:
+        raise damaged(size, f"must hold {list(shape)} by config.json, got {size.view().tolist()}")
+    scale, columns = _scale(group, module, shape, stored, source)
+    names = [packed.name, size.name, scale.name]
+    zero = order = None
+    if not group.symmetric:
+        name = f"{module}.weight_zero_point"
+        if group.strategy not in ("group", "channel"):
+            raise CheckpointError(f"{source}: zero points of a {group.strategy} not supported")
+        zero = take(stored, name, ["I32"], (-(-n * bits // 32), len(columns)))
+        names.append(name)
+    if (name := f"{module}.weight_g_idx") in stored:
+        order = take(stored, name, ["I32", "I64"], (k,))
+        names.append(name)
+
+    def read_codes():
+        zeros = None
+        if zero is not None:
+            zeros = unpack_rows(zero.view().T, bits, n).T
+        return _codes(packed.view(), scale, zeros, n, columns)
+
+    weight = WeightFormat(group.kind, k // len(columns), zero is not None, scale_dtype(scale))
+    return in_order(shape, tuple(names), weight, read_codes, order)
+
+
+def in_order(
+    shape: tuple[int, int],
+    names: tuple[str, ...],
+    weight: WeightFormat,
+    read: Any,
+    order: StoredTensor | None,
+) -> StoredLinear:
+    """A layer whose columns may belong to groups in any order, told by a tensor [K].
+
+    Raises:
+      CheckpointError: there is no such group.
+    """
+    k = shape[1]
+    in_turn = np.arange(k) // weight.group
+    groups = in_turn if order is None else np.asarray(order.view()).astype(np.int64)
+    if groups.min() < 0 or groups.max() >= k // weight.group:
+        raise damaged(order, f"must be in 0..{k // weight.group - 1}")
+    if np.array_equal(groups, in_turn):
+        return StoredLinear(shape, names, weight, read)
+
+    def read_dense():
+        return dequantised(read(), weight.kind, k, groups)
+
+    return StoredLinear(shape, names, None, read_dense, "the order of activations")
+
+
+def _naive(group: Group, module: str, shape, stored: Stored, source: str) -> StoredLinear:
+    n, k = shape
+    dtype = "F8_E4M3" if group.kind == "fp8" else "I8"
+    weight = take(stored, f"{module}.weight", [dtype], shape)
+    scale, columns = _scale(group, module, shape, stored, source)
+    names = [weight.name, scale.name]
+    zero = None
+    if not group.symmetric:
+        zero = take(stored, f"{module}.weight_zero_point", ["I8"], scale.shape)
+        names.append(zero.name)
+
+    def read():
+        zeros = None
+        if zero is not None:
+            zeros = np.broadcast_to(zero.view().astype(np.int32) + 128, (n, len(columns)))
+        return _codes(words_of(weight), scale, zeros, n, columns, group.block)
+
+    form = WeightFormat(group.kind, k // len(columns), zero is not None, scale_dtype(scale))
+    return StoredLinear(shape, tuple(names), form, read)
+
+
+def words_of(weight: StoredTensor) -> np.ndarray:
+    """Words [N,W] of a weight [N,K] of signed bytes or fp8."""
+    codes = np.asarray(weight.view()).view(np.uint8)
+    if weight.dtype == "I8":
+        codes = codes ^ np.uint8(128)
+    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % 4)))
+    return np.ascontiguousarray(codes).view("<i4")
+
+
+def _scale(
+    group: Group, module: str, shape: tuple[int, int], stored: Stored, source: str
+) -> tuple[StoredTensor, Sequence[int]]:
+    """(the tensor of scales, for each group of columns the tensor's column)."""
+    n, k = shape
+    name = f"{module}.weight_scale"
+    if group.strategy == "block":
+        columns = block_columns(k, group.block[1])
+        blocks = -(-n // group.block[0]), -(-k // group.block[1])
+        return take(stored, name, _SCALES, blocks), columns
+    if group.strategy == "tensor":
+        return take(stored, name, _SCALES, (), (1,), (1, 1)), [0]
+    if group.strategy == "channel":
+        return take(stored, name, _SCALES, (n, 1), (n,)), [0]
+    count = k // group_of(group.group_size, k, source, module)
+    return take(stored, name, _SCALES, (n, count)), range(count)
+
+
+def block_columns(k: int, width: int) -> list[int]:
+    """For each of the equal groups that columns of blocks of this width fall into, its block.
+
+    If the width does not divide K, the last block is narrower, so groups are smaller than blocks.
+    """
+    group = k if k <= width else math.gcd(k, width)
+    return [start // width for start in range(0, k, group)]
+
+
+def _codes(words, scale: StoredTensor, zeros, n, columns, block=None) -> Codes:
+    scales = expand_scales(read_scales(scale), n, columns, block)
+    return Codes(words, scales, None if zeros is None else zeros.astype(scales.dtype))
+
+
+def expand_scales(
+    scales: np.ndarray, n: int, columns: Sequence[int], block: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Scales [N,G] from those of a tensor, of channels, of groups, or of blocks."""
+    if block:
+        return np.repeat(scales, block[0], axis=0)[:n, columns]
+    if scales.size == 1:
+        return np.full((n, len(columns)), scales.reshape(-1)[0])
+    return scales.reshape(n, len(columns))

@@ -1,0 +1,76 @@
+"""The layout "bricks" of quantised weights: in the order in which Hopper's tensor cores take them.
+
+A brick has 64 columns and 64 rows of a weight [K,N]. Transposed, it is the left operand of four
+wgmma instructions of 16 rows each. Each of the 128 threads of a warpgroup holds 8 of its values per
+instruction: two successive rows, of 2 columns (8 apart) and 2 groups of rows (8 apart). A packed
+brick lists these values for one thread after the other, so that threads read 16 bytes at once and
+exchange nothing. A word holds the 8 codes of int4 of an instruction, or 4 codes of 8 bits.
+"""
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+BRICK = 64
+_THREADS = 128
+_INSTRUCTIONS = 4
+# Axes of the rows of a weight: brick, instruction, half, quarter, pair; then of its columns: brick,
+# warp, half, eighth. In a brick: warp, eighth, quarter (together a thread), instruction, halves of
+# rows and columns, pair.
+_ROWS, _COLUMNS = (_INSTRUCTIONS, 2, 4, 2), (4, 2, 8)
+_ORDER = (5, 0, 6, 8, 3, 1, 2, 7, 4)
+
+
+def brick_words(bits: int) -> tuple[int, int]:
+    """Shape of the int32 words of a brick. TMA copies at most 256 values of an axis."""
+    return bits // 2, 256
+
+
+def pack_bricks(codes: Array, bits: int) -> Array:
+    """Pack codes [K, ..., N] into bricks.
+
+    Args:
+      codes: unsigned integers; 64 divides K and N.
+      bits: 4 or 8, of a code.
+
+    Returns:
+      [..., N/64, K/64, 2 or 4, 256] int32.
+    """
+    k, *outs, n = codes.shape
+    codes = jnp.moveaxis(codes.astype(jnp.uint32), 0, -2).reshape(-1, k, n)
+    codes = codes.reshape(-1, k // BRICK, *_ROWS, n // BRICK, *_COLUMNS)
+    codes = codes.transpose(0, *(1 + axis for axis in _ORDER))
+    if bits == 4:  # halves of rows, halves of columns, pair
+        shifts = _shifts((8, 4, 16), codes.ndim)
+        words = (codes << shifts).sum((-3, -2, -1), dtype=jnp.uint32)
+    else:
+        words = (codes << _shifts((0, 8, 16), codes.ndim)).sum((-2, -1), dtype=jnp.uint32)
+        # The first 16 bytes of all threads, then the second.
+        words = words.reshape(-1, n // BRICK, k // BRICK, _THREADS, 2, 4).swapaxes(-3, -2)
+    words = words.reshape(*outs, n // BRICK, k // BRICK, *brick_words(bits))
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def unpack_bricks(words: Array, bits: int) -> Array:
+    """The inverse of `pack_bricks`: codes [K, ..., N] uint8."""
+    *outs, columns, rows, _, _ = words.shape
+    words = lax.bitcast_convert_type(words, jnp.uint32)
+    if bits == 8:
+        words = words.reshape(-1, 2, _THREADS, 4).swapaxes(-3, -2)
+        words = words.reshape(-1, _THREADS, _INSTRUCTIONS, 2, 1, 1)
+        steps = 0, 8, 16
+    else:
+        words = words.reshape(-1, _THREADS, _INSTRUCTIONS, 1, 1, 1)
+        steps = 8, 4, 16
+    codes = (words >> _shifts(steps, words.ndim)) & jnp.uint32(2**bits - 1)
+    codes = codes.astype(jnp.uint8).reshape(-1, columns, rows, 4, 8, 4, _INSTRUCTIONS, 2, 2, 2)
+    inverse = sorted(range(len(_ORDER)), key=_ORDER.__getitem__)
+    codes = codes.transpose(0, *(1 + axis for axis in inverse))
+    codes = codes.reshape(*outs, rows * BRICK, columns * BRICK)
+    return jnp.moveaxis(codes, -2, 0)
+
+
+def _shifts(steps: tuple[int, int, int], ndim: int) -> Array:
+    """Shifts of the codes of a word along the last axes: halves of rows and columns, pairs."""
+    rows, columns, pairs = steps
+    shifts = [r * rows + c * columns + p * pairs for r in (0, 1) for c in (0, 1) for p in (0, 1)]
+    return jnp.array(shifts, jnp.uint32).reshape(*[1] * (ndim - 3), 2, 2, 2)

@@ -1,0 +1,303 @@
+"""Flat GEMM with quantised weights on Hopper, in one launch.
+
+A product of few rows is bound by the bytes of its weight: a quarter of those of bf16 in int4, half
+in 8 bits. Weights lie in memory as "bricks" that threads read without exchanging anything. A
+warpgroup unpacks a unit of rows into registers and multiplies it with x from shared memory, as in
+`flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that one unpacks
+while the tensor cores work for another.
+
+Scales multiply the fp32 sums of their group of rows: it costs less than to scale weights, and it
+rounds nothing. Zeros are subtracted while unpacking, exactly.
+
+XLA runs the norm, and for more than 32 rows the gate. Scaling x in every block took 7 us on an H100
+where the product takes 20 us, and a launch of its own takes 2 us (benchmarks/LOG.md).
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.activations import ACTIVATIONS
+from fdjax.pallas_kernels.bricks import BRICK, brick_words
+from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
+from fdjax.pallas_kernels.gemm.hopper.flat_tile import FlatTile, in_groups
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.fragments import unpacked
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
+from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
+
+_MAX_ROWS = 128
+# More rows of gate and up would not fit into registers.
+_MAX_GATED_ROWS = 32
+# Rows of the weight that are unpacked at once. It does not depend on the tiling, nor do the bits.
+_UNIT = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class PackedGemmConfig:
+    """Tiling of `matmul_packed`.
+
+    Attributes:
+      wide: bricks of columns of a block; with a gate, of each half.
+      deep: bricks of rows of a tile of the ring, a multiple of 2.
+      stages: most tiles in the ring; K or shared memory may allow fewer.
+      split: number of blocks that share K, at most 8.
+      block_m: most rows of a block, 64 or 128.
+    """
+
+    wide: int = 1
+    deep: int = 4
+    stages: int = 3
+    split: int = 1
+    block_m: int = 64
+
+    def __post_init__(self):
+        if self.wide < 1 or self.wide > 4:
+            raise ValueError(f"packed_gemm: wide must be in 1..4, got {self.wide}")
+        if self.deep not in (2, 4):
+            raise ValueError(f"packed_gemm: deep must be 2 or 4, got {self.deep}")
+        if self.stages < 2:
+            raise ValueError(f"packed_gemm: stages must be at least 2, got {self.stages}")
+        if not 1 <= self.split <= 8:
+            raise ValueError(f"packed_gemm: split must be in 1..8, got {self.split}")
+        if self.block_m not in (64, 128):
+            raise ValueError(f"packed_gemm: block_m must be 64 or 128, got {self.block_m}")
+
+    @classmethod
+    def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "PackedGemmConfig":
+        """A good tiling for an unmeasured shape: two blocks for each multiprocessor, or more."""
+        columns = n // BRICK
+        # Half of the blocks then copy x half as often.
+        wide = 2 if not gate and 16 < m <= 32 and columns >= 2 * MULTIPROCESSORS else 1
+        # Every block should have 2048 rows. The sums of others must leave room for the ring.
+        sums = (2 if gate else 1) * min(m, _block_m(m)) * BRICK * 4
+        splits = [s for s in (2, 4, 8) if k >= 2048 * s and (s - 1) * sums <= 2**16]
+        enough = (s for s in (1, *splits) if s * columns >= 2 * MULTIPROCESSORS)
+        split = next(enough, splits[-1] if splits else 1)
+        return cls(wide=wide, stages=3 if split == 1 else 4, split=split, block_m=_block_m(m))
+
+
+def _block_m(m: int) -> int:
+    return 64 if m <= 64 else 128
+
+
+def matmul_packed(
+    x: Array,
+    w: QTensor,
+    *,
+    layer: Array | int | None = None,
+    norm: RMSNorm | None = None,
+    bias: Array | None = None,
+    gate: str | None = None,
+    residual: Array | None = None,
+    dtype: Any,
+    config: PackedGemmConfig | None = None,
+) -> Array:
+    """`matmul` of x [M,K] and a quantised weight as one Mosaic GPU kernel, after a norm by XLA.
+
+    Args:
+      x: [M,K] bfloat16 or float16.
+      w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these.
+      layer, norm, bias, gate, residual: as for `matmul`; residual is [M,N].
+      dtype: dtype of the result.
+      config: default `PackedGemmConfig.for_shape`.
+
+    Returns:
+      [M,N].
+
+    Raises:
+      NotImplementedError: shared memory has no room for the configuration.
+    """
+    (m, k), n = x.shape, w.shape[-1]
+    if m == 0:
+        return jnp.zeros((m, n), dtype)
+    if norm is not None:
+        x = rms_norm(x, norm.scale, eps=norm.eps)
+    if gate is not None and m > _MAX_GATED_ROWS:
+        return _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config)
+    x, residual = in_groups(x, residual)
+    operands = {
+        "x": x,
+        "w": w.words,
+        "scales": w.scales,
+        "zeros": w.zeros,
+        "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        "bias": bias,
+        "residual": residual,
+    }
+    y = _launch(
+        {name: operand for name, operand in operands.items() if operand is not None},
+        kind=w.kind,
+        group=w.group,
+        gate=gate,
+        dtype=jnp.dtype(dtype),
+        config=config or PackedGemmConfig.for_shape(m, k, n, gate=gate is not None),
+    )
+    return y.reshape(-1, n)[:m]
+
+
+def _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config):
+    """Gate and up as one product without a gate. XLA applies activation and residual."""
+    k, _, n = w.shape
+    lead = w.stack
+    factors = (*lead, k // w.group, 2 * n)
+    flat = dataclasses.replace(
+        w,
+        words=w.words.reshape(*lead, -1, *w.words.shape[-3:]),
+        scales=w.scales.reshape(factors),
+        zeros=None if w.zeros is None else w.zeros.reshape(factors),
+        shape=(k, 2 * n),
+    )
+    bias = None if bias is None else bias.reshape(-1)
+    both = matmul_packed(x, flat, layer=layer, bias=bias, dtype=jnp.float32, config=config)
+    y = ACTIVATIONS[gate](both[:, :n]) * both[:, n:]
+    return (y if residual is None else y + residual.astype(jnp.float32)).astype(dtype)
+
+
+# Jitted separately, so that layers of the same shape share one lowering.
+@functools.partial(jax.jit, static_argnames=("kind", "group", "gate", "dtype", "config"))
+def _launch(operands, *, kind, group, gate, dtype, config):
+    """Launch the kernel; `operands` are arrays by name, without those that are None."""
+    deep, wide = config.deep, config.wide
+    tile = FlatTile(
+        operands,
+        n=operands["scales"].shape[-1],
+        wide=wide,
+        width=BRICK,
+        block_k=deep * BRICK,
+        block_m=config.block_m,
+        split=config.split,
+        gate=gate,
+        eps=None,
+        dtype=dtype,
+        unit=min(group, BRICK),
+    )
+    block_k, pieces, steps = tile.block_k, tile.pieces, tile.steps
+    unit = math.gcd(group, _UNIT)
+    # Rows of scales and zeros of a step. A long group gives all steps the same.
+    scale_rows = max(block_k // group, 1)
+    stage = {"w": ((pieces, deep, *brick_words(BITS[kind])), jnp.int32)}
+    factors = [name for name in ("scales", "zeros") if name in operands]
+    for name in factors:
+        stage[name] = ((pieces, scale_rows, BRICK), operands[name].dtype)
+    copies = pieces * len(stage)
+    names = (*stage, *tile.stage)
+    stages, scratch = tile.scratch(stage, tuple(stage), config.stages, copies)
+
+    def fetch(step, slot, names):
+        """Copy a tile of each named operand into its ring; past M, K and N it is zero."""
+        at = tile.rank * steps + step
+        arrived = tile.smem["arrived"].at[slot]
+        for name in names:
+            if name in tile.stage:
+                tile.fetch(name, pl.ds(at * block_k, block_k), slot, arrived)
+                continue
+            for piece in range(pieces):
+                part, column = divmod(piece, wide)
+                part = (part,) if gate else ()
+                column += lax.axis_index("n") * wide
+                if name == "w":
+                    place = (*tile.layer, *part, column, pl.ds(at * deep, deep))
+                else:
+                    groups = pl.ds(lax.div(at * block_k, group), scale_rows)
+                    place = (*tile.layer, groups, *part, pl.ds(column * BRICK, BRICK))
+                source, target = tile.gmem[name].at[place], tile.smem[name].at[slot, piece]
+                plgpu.copy_gmem_to_smem(source, target, arrived)
+
+    def step(i, totals):
+        smem, slot, totals = tile.smem, lax.rem(i, stages), list(totals)
+        plgpu.barrier_wait(smem["arrived"].at[slot])
+
+        def factor(name, piece, start):
+            row = smem[name].at[slot, piece, start // group if scale_rows > 1 else 0]
+            return load(row, LAYOUT.reduce(1))
+
+        for start in range(0, block_k, unit):
+
+            def product(*accumulators, start=start):
+                for piece, accumulator in enumerate(accumulators):
+                    zeros = factor("zeros", piece, start) if "zeros" in factors else None
+                    bricks = smem["w"].at[slot, piece]
+                    a = unpacked(bricks, kind, tile.in_dtype, start, unit, zeros)
+                    x = smem["x"].at[slot, :, pl.ds(start, unit)]
+                    plgpu.wgmma(accumulator, a, x.T)
+                return [accumulator[...] for accumulator in accumulators]
+
+            accumulator = plgpu.ACC((BRICK, tile.block_m), jnp.float32)
+            sums = pl.run_scoped(product, *[accumulator] * pieces)
+            for piece, values in enumerate(sums):
+                scale = factor("scales", piece, start)
+                totals[piece] += values * lax.broadcast_in_dim(scale, values.shape, [0])
+
+        @when(i + stages < steps)
+        def _():
+            fetch(i + stages, slot, names)
+
+        return totals
+
+    def body():
+        for name in names:
+            for slot in range(stages):
+                fetch(slot, slot, (name,))
+        tile.fetch_late()
+        blank = jnp.zeros((BRICK, tile.block_m), jnp.float32)
+        totals = [plgpu.layout_cast(blank, LAYOUT)] * pieces
+        tile.finish(lax.fori_loop(0, steps, step, totals), None)
+
+    return tile.launch("packed_gemm_kernel", scratch, body)
+
+
+# (wide, deep, stages, split). In a sweep on an H100, the fastest was always one of these.
+CANDIDATES = (
+    *((1, 4, 3, 1), (1, 4, 5, 1), (1, 2, 6, 1), (1, 2, 10, 1)),
+    *((1, 4, 4, 2), (1, 4, 6, 2), (1, 2, 8, 2), (1, 4, 4, 4), (1, 2, 8, 4)),
+    *((2, 2, 4, 1), (2, 4, 3, 1), (2, 4, 3, 2)),
+)
+
+
+def _candidates(shape: Shape) -> list[PackedGemmConfig]:
+    block_m = _block_m(shape["m"])
+    return [PackedGemmConfig(*c, block_m) for c in CANDIDATES]
+
+
+def _fits(shape: Shape) -> str | None:
+    if problem := needs_half(shape):
+        return problem
+    if not 1 <= shape["m"] <= _MAX_ROWS:
+        return f"takes 1..{_MAX_ROWS} rows, got {shape['m']}"
+    group = next((shape[kind] for kind in BITS if kind in shape), None)
+    if group is None:
+        return "needs a quantised weight"
+    if group not in (32, 64, 128, shape["k"]) and group % 256:
+        return f"takes groups of 32, 64, 128, multiples of 256 or all rows, got {group}"
+    return None
+
+
+def _heuristic(shape: Shape, capability: Capability | None) -> bool:
+    """True: XLA dequantises the weight, and moves nine times the bytes of int4."""
+    return capability is not None
+
+
+def _run(x, w, *, batch_invariant, **keywords):
+    return matmul_packed(x, w, **keywords)
+
+
+PACKED_GEMM = Implementation(
+    *("matmul", "mosaic_gpu", _run),
+    can=frozenset({"norm", "bias", "gate", "residual"})
+    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
+    fits=_fits,
+    heuristic=_heuristic,
+    capabilities=((9, 0), (9, 1)),
+    config=PackedGemmConfig,
+    candidates=_candidates,
+)

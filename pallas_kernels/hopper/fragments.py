@@ -1,0 +1,175 @@
+"""Unpacks quantised weights in registers, as a left operand of Hopper's tensor cores.
+
+The words are those of the layout "bricks". Values become bf16 or fp16 by placing their bits into
+the mantissa of a power of two and subtracting it, because converting integers is slow.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from fdjax.pallas_kernels.bricks import BRICK
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT
+from fdjax.pallas_kernels.quantised import BITS
+
+_THREADS = 128
+_ROWS = 16  # rows of the weight of an instruction
+
+
+def unpacked(
+    bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: Array | None = None
+):
+    """Load some rows of a column of bricks from shared memory.
+
+    Args:
+      bricks: reference to int32 words [n, 2 or 4, 256] of n bricks along K.
+      kind: "int4" | "int8" | "fp8".
+      dtype: bfloat16 or float16.
+      start, width: first row, and number of rows; multiples of 32.
+      zeros: [64] fp32 in `LAYOUT.reduce(1)`, whole numbers that are subtracted from codes; default
+        8 for int4, 128 for int8. fp8 has none.
+
+    Returns:
+      codes - zeros [64, width] in `LAYOUT`, without rounding.
+    """
+    dtype = jnp.dtype(dtype)
+    arrays = () if zeros is None else (zeros,)
+    layouts = (LAYOUT.reduce(1),) * len(arrays)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *layouts),
+        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=LAYOUT),
+    )
+    def run(_, ref, *zeros):
+        half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+        pair = ir.VectorType.get((2,), half)
+        offsets = _offsets(zeros[0], kind, half) if zeros else None
+        registers = []
+        for words in _load_words(ref, kind, start // _ROWS, width // _ROWS):
+            # Columns, and those 8 further on, of rows; then of the rows 8 further on.
+            made = _UNPACK[kind](words, dtype, offsets)
+            registers += [mgpu_utils.bitcast(value, pair) for value in made]
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
+        return mgpu.FragmentedArray(
+            _registers=np.array(registers, dtype=object).reshape(shape),
+            _layout=mgpu.WGMMA_LAYOUT,
+            _is_signed=None,
+        )
+
+    return run(bricks, *arrays)
+
+
+def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[ir.Value]]:
+    """A thread's words of some instructions: one for int4, two for 8 bits."""
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    thread = arith.remui(mgpu_utils.thread_idx(), _word(_THREADS))
+    thread = arith.index_cast(index, arith.muli(thread, _word(4)))
+    flat = mgpu_utils.memref_fold(ref, 0, 3)
+    each = BITS[kind] // 4  # words of an instruction
+    words = []
+    at, end = first * each, (first + count) * each
+    while at < end:
+        # Four words of a thread lie side by side.
+        quad, inside = divmod(at, 4)
+        size = min(4 - inside, end - at)
+        offset = mgpu_utils.c(quad * 4 * _THREADS + inside, index)
+        loaded = vector.load(ir.VectorType.get((size,), i32), flat, [arith.addi(thread, offset)])
+        words += [
+            vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(size)
+        ]
+        at += size
+    return [words[i : i + each] for i in range(0, len(words), each)]
+
+
+def _offsets(zeros: mgpu.FragmentedArray, kind: str, half: ir.Type) -> list[ir.Value]:
+    """What turns based codes of a thread's two columns into codes - zeros, see `_unpack_int4`."""
+    single, pair = ir.F32Type.get(), ir.VectorType.get((2,), half)
+    base = 2.0**23 if kind == "int8" else 128.0 if half == ir.BF16Type.get() else 1024.0
+    offsets = []
+    for register in zeros.registers.flat:
+        zero = vector.extract(register, dynamic_position=[], static_position=[0])
+        offset = arith.subf(mgpu_utils.c(-base, single), zero)
+        if kind == "int4":
+            offset = arith.truncf(half, offset)
+            both = vector.from_elements(pair, [offset, offset])
+            offset = mgpu_utils.bitcast(both, ir.IntegerType.get_signless(32))
+        offsets.append(offset)
+    return offsets
+
+
+def _word(value: int) -> ir.Value:
+    return mgpu_utils.c(value - (value >> 31 << 32), ir.IntegerType.get_signless(32))
+
+
+def _ptx(code: str, *operands: ir.Value, kinds: str = "r") -> ir.Value:
+    constraints = ",".join(["=r", *[kinds] * len(operands)])
+    return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), f"{code};", constraints)
+
+
+def _and_or(word: ir.Value, mask: int, base: ir.Value) -> ir.Value:
+    """(word & mask) | base in one instruction."""
+    return _ptx("lop3.b32 $0, $1, $2, $3, 0xEA", word, _word(mask), base)
+
+
+def _pair_type(dtype: Any) -> str:
+    return "bf16x2" if dtype == jnp.bfloat16 else "f16x2"
+
+
+def _unpack_int4(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | None):
+    """128 + code has the code in the last bits of bf16's mantissa, 1024 + code in fp16's."""
+    (word,) = words
+    if dtype == jnp.bfloat16:
+        base, one, middle = 0x43004300, 0x3F803F80, 0xC308C308
+    else:
+        base, one, middle = 0x64006400, 0x3C003C00, 0xE408E408
+    offsets = offsets or [_word(middle)] * 2
+    values = []
+    for i in range(4):
+        shifted = arith.shrui(word, _word(4 * i)) if i else word
+        based = _and_or(shifted, 0x000F000F, _word(base))
+        code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
+        values.append(_ptx(code, based, _word(one), offsets[i % 2]))
+    return values
+
+
+def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | None):
+    """2^23 + code has the code in the last byte of fp32's mantissa."""
+    single, power = ir.F32Type.get(), _word(0x4B000000)
+    offsets = offsets or [mgpu_utils.c(-(2.0**23) - 128, single)] * 2
+    values = []
+    for word in words:
+        for byte in (0, 1):
+            low, high = (
+                arith.addf(
+                    arith.bitcast(single, _ptx(f"prmt.b32 $0, $1, $2, {0x7650 + b}", word, power)),
+                    offsets[byte],
+                )
+                for b in (byte, byte + 2)
+            )
+            code = f"cvt.rn.{_pair_type(dtype)}.f32 $0, $1, $2"
+            values.append(_ptx(code, high, low, kinds="f"))
+    return values
+
+
+def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
+    """The bits of e4m3 are those of a bf16 that is smaller by 2^120, of an fp16 by 2^8."""
+    shift, power = (4, 0x7B807B80) if dtype == jnp.bfloat16 else (1, 0x5C005C00)
+    values = []
+    for word in words:
+        for moved in (arith.shli(word, _word(8)), word):
+            rest = arith.shrui(arith.andi(moved, _word(0x7F007F00)), _word(shift))
+            small = _and_or(moved, 0x80008000, rest)
+            code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
+            values.append(_ptx(code, small, _word(power), _word(0x80008000)))
+    return values
+
+
+_UNPACK: dict[str, Callable] = {"int4": _unpack_int4, "int8": _unpack_int8, "fp8": _unpack_fp8}

@@ -1,0 +1,282 @@
+"""Quantised weights: codes of a few bits in int32 words, with scales.
+
+w = scale · (code - zero) for "int4" and "int8", whose codes are unsigned: 0..15 and 0..255. Without
+zeros, the zero is the middle code, 8 or 128. w = scale · code for "fp8", whose codes are the bits
+of float8_e4m3fn. `group` successive rows of a column share a scale and a zero.
+
+Words are int32 because NumPy and XLA store narrower integers in one byte or more.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from fdjax.pallas_kernels.bricks import BRICK, brick_words, pack_bricks, unpack_bricks
+from fdjax.pallas_kernels.dispatch import Features
+
+# Bits of a code.
+BITS = {"int4": 4, "int8": 8, "fp8": 8}
+PLAIN, BRICKS = "plain", "bricks"
+# Features of `matmul` for everything that this module can dequantise.
+WEIGHT_FEATURES = frozenset(
+    {
+        *(f"weight.{kind}" for kind in BITS),
+        *(f"weight.layout.{layout}" for layout in (PLAIN, BRICKS)),
+        "weight.zeros",
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class WeightFormat:
+    """How a weight is quantised; all that is known of a `QTensor` before it is loaded.
+
+    Attributes:
+      kind: "int4" | "int8" | "fp8".
+      group: rows of the weight that share a scale; K if a column has one scale.
+      zeros: whether there are zeros. "fp8" has none.
+      scales: dtype of scales and zeros, a NumPy name.
+      layout: order of the words, see `QTensor`.
+    """
+
+    kind: str
+    group: int
+    zeros: bool = False
+    scales: str = "float32"
+    layout: str = PLAIN
+
+    def __post_init__(self):
+        if self.kind not in BITS:
+            raise ValueError(f"weight: kind must be one of {', '.join(BITS)}, got {self.kind!r}")
+        if self.group < 1:
+            raise ValueError(f"weight: group must be positive, got {self.group}")
+        if self.zeros and self.kind == "fp8":
+            raise ValueError("weight: fp8 has no zeros")
+
+    def __str__(self) -> str:
+        return f"{self.kind} by {self.group}"
+
+    @property
+    def features(self) -> Features:
+        """What an implementation must support to read this weight."""
+        names = {f"weight.{self.kind}", f"weight.layout.{self.layout}"}
+        if self.zeros:
+            names.add("weight.zeros")
+        return frozenset(names)
+
+    @property
+    def key(self) -> dict[str, int]:
+        """What it adds to the key of `matmul` for `Plan.choose`: the group, by the kind's name."""
+        return {self.kind: self.group}
+
+    def empty(self, shape: tuple[int, ...]) -> "QTensor":
+        """A weight of zero words and scales; `shape` is [K,N] or [K,2,N].
+
+        Raises:
+          ValueError: the group does not divide K.
+        """
+        k, *outs = shape
+        if k % self.group:
+            raise ValueError(f"weight: group must divide K = {k}, got {self.group}")
+        scales = jnp.zeros((k // self.group, *outs), self.scales)
+        words = jnp.zeros(words_shape(self.kind, shape, self.layout), jnp.int32)
+        zeros = scales if self.zeros else None
+        return QTensor(words, scales, zeros, self.kind, self.group, tuple(shape), self.layout)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QTensor:
+    """A quantised weight [K,N], or [K,2,N] (gate, then up). It is a pytree.
+
+    The arrays may have a leading axis L that `shape` leaves out: a stack of weights.
+
+    Attributes:
+      words: int32. In the layout "plain", a word holds successive rows of a column, the first in
+        its lowest bits: [K/8, ...] for "int4", else [K/4, ...]. Missing rows are zero bits. For
+        "bricks" see `bricks`.
+      scales: [G, ...] floating point, with K = G · group.
+      zeros: [G, ...] floating point, or None.
+      kind: "int4" | "int8" | "fp8".
+      group: rows that share a scale.
+      shape: (K,N) or (K,2,N).
+      layout: order of the words.
+    """
+
+    words: Array
+    scales: Array
+    zeros: Array | None
+    kind: str = dataclasses.field(metadata={"static": True})
+    group: int = dataclasses.field(metadata={"static": True})
+    shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    layout: str = dataclasses.field(default=PLAIN, metadata={"static": True})
+
+    @property
+    def format(self) -> WeightFormat:
+        """Its format."""
+        scales = jnp.dtype(self.scales.dtype).name
+        return WeightFormat(self.kind, self.group, self.zeros is not None, scales, self.layout)
+
+    @property
+    def size(self) -> int:
+        """Number of weights, without those of a leading axis L."""
+        return math.prod(self.shape)
+
+    @property
+    def stack(self) -> tuple[int, ...]:
+        """The leading axes of its arrays that `shape` leaves out."""
+        return tuple(self.scales.shape[: self.scales.ndim - len(self.shape)])
+
+
+def word_rows(k: int, kind: str) -> int:
+    """Number of words that hold K codes of a column in the layout "plain"."""
+    return -(-k * BITS[kind] // 32)
+
+
+def words_shape(kind: str, shape: tuple[int, ...], layout: str = PLAIN) -> tuple[int, ...]:
+    """Shape of the words of a weight [K,N] or [K,2,N]."""
+    k, *outs = shape
+    if layout == BRICKS:
+        *parts, n = outs
+        return *parts, n // BRICK, k // BRICK, *brick_words(BITS[kind])
+    return word_rows(k, kind), *outs
+
+
+def in_layout(q: QTensor, layout: str) -> QTensor:
+    """The same weight with its words in another order.
+
+    Raises:
+      ValueError: it cannot have this layout.
+    """
+    if layout == q.layout:
+        return q
+    check(q, "in_layout")
+    if layout == BRICKS:
+        if problem := no_bricks(q.shape):
+            raise ValueError(f"in_layout: {problem}")
+        words = pack_bricks(_codes(q), BITS[q.kind])
+    else:
+        words = pack(_codes(q), q.kind)
+    return dataclasses.replace(q, words=words, layout=layout)
+
+
+def no_bricks(shape: tuple[int, ...]) -> str | None:
+    """Why a weight cannot have the layout "bricks"; None if it can."""
+    if shape[0] % BRICK or shape[-1] % BRICK:
+        return f"bricks need K and N that are multiples of {BRICK}, got {list(shape)}"
+    return None
+
+
+def _codes(q: QTensor) -> Array:
+    """Codes [K, ...] uint8."""
+    if q.layout == BRICKS:
+        return unpack_bricks(q.words, BITS[q.kind])
+    return unpack(q.words, q.kind, q.shape[0])
+
+
+def pack(codes: Array, kind: str) -> Array:
+    """Pack codes [K, ...] along K, as unsigned integers, into words [K/8 or K/4, ...] int32."""
+    bits = BITS[kind]
+    per_word = 32 // bits
+    k, *outs = codes.shape
+    codes = jnp.pad(codes, ((0, -k % per_word), *((0, 0),) * len(outs))).astype(jnp.uint32)
+    codes = codes.reshape(-1, per_word, *outs)
+    words = jnp.sum(codes << _shifts(bits, len(outs)), axis=1, dtype=jnp.uint32)
+    return lax.bitcast_convert_type(words, jnp.int32)
+
+
+def unpack(words: Array, kind: str, k: int) -> Array:
+    """The inverse of `pack`: codes [K, ...] uint8."""
+    bits = BITS[kind]
+    words = lax.bitcast_convert_type(words, jnp.uint32)[:, None]
+    codes = (words >> _shifts(bits, words.ndim - 2)) & jnp.uint32(2**bits - 1)
+    return codes.astype(jnp.uint8).reshape(-1, *words.shape[2:])[:k]
+
+
+def _shifts(bits: int, outs: int) -> Array:
+    return jnp.arange(0, 32, bits, dtype=jnp.uint32).reshape(1, -1, *[1] * outs)
+
+
+def dequantise(q: QTensor, dtype: Any) -> Array:
+    """The weight [K,N] or [K,2,N], computed in fp32 and rounded once.
+
+    Raises:
+      ValueError: the arrays do not fit together.
+    """
+    check(q, "dequantise")
+    _, *outs = q.shape
+    codes = _codes(q)
+    if q.kind == "fp8":
+        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    values = codes.astype(jnp.float32).reshape(-1, q.group, *outs)
+    if q.zeros is not None:
+        values -= q.zeros.astype(jnp.float32)[:, None]
+    elif q.kind != "fp8":
+        values -= 2.0 ** (BITS[q.kind] - 1)
+    values *= q.scales.astype(jnp.float32)[:, None]
+    return values.reshape(q.shape).astype(dtype)
+
+
+def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
+    """Raise ValueError if the arrays of a weight do not fit together.
+
+    Args:
+      q: the weight.
+      op: begins the error message.
+      stacked: whether the arrays have a leading axis.
+    """
+    kind, (k, *outs) = q.format.kind, q.shape
+    if k % q.group:
+        raise ValueError(f"{op}: group must divide K = {k}, got {q.group}")
+    if len(q.stack) != stacked:
+        raise ValueError(f"{op}: w must have {int(stacked)} axes before {list(q.shape)}")
+    factors = (k // q.group, *outs)
+    shapes = {"scales": factors, "zeros": factors}
+    shapes["words"] = words_shape(kind, q.shape, q.layout)
+    for name, shape in shapes.items():
+        array = getattr(q, name)
+        if array is None:
+            continue
+        want = (*q.stack, *shape)
+        if array.shape != want:
+            raise ValueError(f"{op}: w.{name} must be {list(want)}, got {list(array.shape)}")
+        dtype = jnp.int32 if name == "words" else jnp.floating
+        if not jnp.issubdtype(array.dtype, dtype):
+            raise ValueError(f"{op}: w.{name} must be {dtype.__name__}, got {array.dtype}")
+
+
+def is_quantised(leaf: Any) -> bool:
+    """Whether something is a `QTensor`, for the argument `is_leaf` of `jax.tree` functions."""
+    return isinstance(leaf, QTensor)
+
+
+def random_quantised(key: Array, like: QTensor, deviation: float) -> QTensor:
+    """A random weight around 0 in the shapes of another.
+
+    Args:
+      key: key of JAX's random numbers.
+      like: the other weight; only shapes and dtypes are used.
+      deviation: standard deviation of the weights.
+    """
+    levels = 2 ** BITS[like.kind]
+    if like.kind == "fp8":
+        values = jax.random.normal(key, like.shape).astype(jnp.float8_e4m3fn)
+        codes, scale = lax.bitcast_convert_type(values, jnp.uint8), deviation
+    else:
+        codes = jax.random.bits(key, like.shape, jnp.uint8) & jnp.uint8(levels - 1)
+        scale = deviation * math.sqrt(12) / levels
+    scales = jnp.full_like(like.scales, scale)
+    zeros = None if like.zeros is None else jnp.full_like(like.zeros, levels / 2)
+    words = pack(codes, like.kind)
+    plain = dataclasses.replace(like, words=words, scales=scales, zeros=zeros, layout=PLAIN)
+    return in_layout(plain, like.layout)
+
+
+def refuse_quantised(op: str, *weights: Array | QTensor) -> None:
+    """Raise NotImplementedError if one of the weights is quantised."""
+    if found := sorted({w.kind for w in weights if isinstance(w, QTensor)}):
+        raise NotImplementedError(f"{op}: cannot do weights in {', '.join(found)}")

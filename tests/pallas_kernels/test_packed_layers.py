@@ -1,0 +1,111 @@
+"""All layers in one launch with quantised weights: `layers_mosaic` beside itself in bfloat16.
+
+No plan chooses it yet (benchmarks/LOG.md, 2026-11-25).
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdjax.pallas_kernels.layers import LayerWeights
+from fdjax.pallas_kernels.layers.hopper.decode_layers import DecodeLayersConfig, layers_mosaic
+from fdjax.pallas_kernels.plan import can_chain
+from fdjax.pallas_kernels.quantised import BITS, WeightFormat, dequantise, in_layout, pack
+
+LAYERS, SLOTS = 2, 512
+
+
+def _shapes(width, hidden, heads, kv_heads):
+    n = (heads + 2 * kv_heads) * 128
+    return {
+        "qkv": (width, n),
+        "out": (heads * 128, width),
+        "gate_up": (width, 2, hidden),
+        "down": (hidden, width),
+    }
+
+
+def _weight(key, kind, group, shape):
+    """A stack of weights whose values bfloat16 holds: scales are powers of two."""
+    plain = WeightFormat(kind, group or shape[0], scales="bfloat16").empty(shape)
+
+    def one(key):
+        codes, exponents = jax.random.split(key)
+        codes = jax.random.randint(codes, shape, 0, 2 ** BITS[kind], jnp.int32)
+        size = round(np.log2(shape[0] ** 0.5 * 2 ** BITS[kind] / 4))
+        exponents = jax.random.randint(exponents, plain.scales.shape, -2, 1) - size
+        scales = jnp.exp2(exponents.astype(jnp.float32)).astype(jnp.bfloat16)
+        return dataclasses.replace(plain, words=pack(codes, kind), scales=scales)
+
+    return jax.vmap(one)(jax.random.split(key, LAYERS))
+
+
+def _operands(rows, kind, group, *, width, hidden, heads, kv_heads):
+    keys = iter(jax.random.split(jax.random.key(0), 9))
+    shapes = _shapes(width, hidden, heads, kv_heads)
+    packed = {name: _weight(next(keys), kind, group, shape) for name, shape in shapes.items()}
+    dense = {name: jax.vmap(lambda q: dequantise(q, "bfloat16"))(w) for name, w in packed.items()}
+    dense["qkv"] = dense["qkv"].reshape(LAYERS, width, kv_heads, -1, 128)
+    bricks = {
+        name: jax.vmap(functools.partial(in_layout, layout="bricks"))(w)
+        for name, w in packed.items()
+    }
+    norms = {
+        name: jax.random.uniform(next(keys), (LAYERS, width), jnp.bfloat16) + 0.5
+        for name in ("attention_norm", "mlp_norm")
+    }
+    k, v = (
+        jax.random.normal(next(keys), (LAYERS, rows, kv_heads, SLOTS, 128), jnp.bfloat16)
+        for _ in "kv"
+    )
+    x = jax.random.normal(next(keys), (rows, width), jnp.bfloat16)
+    lengths = jnp.arange(rows, dtype=jnp.int32) * 37 + 150
+    angle = jnp.linspace(0, 3, 64)[None, None].repeat(rows, 0)
+    state = x, k, v, lengths, jnp.cos(angle), jnp.sin(angle)
+    return state, LayerWeights(**norms, **dense), LayerWeights(**norms, **bricks)
+
+
+SMALL = dict(width=1024, hidden=1536, heads=8, kv_heads=2)
+LLAMA2_7B = dict(width=4096, hidden=11008, heads=32, kv_heads=32)
+CASES = [
+    (1, "int4", 128, SMALL),
+    (8, "int4", 64, SMALL),
+    (5, "int8", None, SMALL),
+    (16, "int4", 128, LLAMA2_7B),
+]
+_run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
+
+
+@pytest.mark.deviceless
+def test_compiles_in_place():
+    from deviceless import alias_bytes, compile_for, large_copies
+
+    shape = (1, "int4", 128)
+    state, _, packed = jax.eval_shape(lambda: _operands(*shape, **LLAMA2_7B))
+    x, k, v, *rest = state
+
+    def run(k, v, x, rest, packed):
+        return _run(x, k, v, *rest, weights=packed)
+
+    compiled = compile_for("h100", run, k, v, x, rest, packed, donate_argnums=(0, 1))
+    assert alias_bytes(compiled) == 4 * k.size
+    assert not large_copies(compiled, 2**20)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("rows", "kind", "group", "shape"), CASES, ids=str)
+def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape):
+    if not can_chain(jax.devices()[0]):
+        pytest.skip("the blocks of the kernel would not all run at once here, and wait forever")
+    state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, **shape))()
+    run = jax.jit(_run, static_argnames="config")
+    want, k_want, _ = run(*state, weights=dense)
+    got, k_got, _ = run(*state, weights=packed, config=DecodeLayersConfig(shared=2, ahead=2))
+    want, got = (np.asarray(a, np.float32) for a in (want, got))
+    # Sums in another order round intermediate results to other neighbours in bfloat16.
+    assert np.abs(got - want).max() <= 2**-5 * want.std()
+    assert np.abs(np.asarray(k_got - k_want, np.float32)).max() <= 2**-5
