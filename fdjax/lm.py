@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fdjax.engine.beams import row_of
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
 from fdjax.engine.results import Answer, GenerateResult, Interrupted, TextStream, Timer
@@ -198,7 +199,7 @@ class LM:
 
     def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
         """Run the requests to their end and return their rows, one per request."""
-        rows = [Row(request, self.tokenizer) for request in requests]
+        rows = [row_of(request, self.tokenizer) for request in requests]
         run = contextlib.closing(self.engine.run(rows, steps))
         try:
             with run as chunks, progress_bars.answers(len(rows)) as update:
@@ -207,7 +208,7 @@ class LM:
                     if update is not None:
                         _show(rows, update)
         except KeyboardInterrupt as error:
-            complete = [row for row in rows if row.finish_reason is not None]
+            complete = [row for row in _answers(rows) if row.finish_reason is not None]
             has_text = bool(self.tokenizer)
             raise Interrupted([Answer.of(row, with_text=has_text) for row in complete]) from error
         return rows
@@ -281,7 +282,7 @@ class LM:
         refused: dict[int, Exception] = {}
         given, _ = as_several(prompts, "generate: prompts")
         requests = self._requests(given, config, options, self.defaults, refused) if given else []
-        rows = [Row(request, self.tokenizer) for request in requests]
+        rows = [row_of(request, self.tokenizer) for request in requests]
         for i, error in refused.items():
             rows.append(Row(Request([], self.defaults, i), self.tokenizer))
             rows[-1].error = error
@@ -292,7 +293,8 @@ class LM:
         with contextlib.closing(self.engine.runner.run(rows, _STEPS)) as chunks:
             for _ in itertools.chain([None], chunks, [None]):
                 for i in [i for i, row in left.items() if row.ended]:
-                    yield Answer.of(left.pop(i), with_text=bool(self.tokenizer))
+                    for answer in left.pop(i).answers:
+                        yield Answer.of(answer, with_text=bool(self.tokenizer))
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -317,7 +319,7 @@ class LM:
         timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
-        rows = [Row(request, self.tokenizer, streamed=has_text) for request in requests]
+        rows = [row_of(request, self.tokenizer, streamed=has_text) for request in requests]
         return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
 
     def stream(
@@ -342,8 +344,10 @@ class LM:
         if not as_several(prompt, "stream: prompt")[1]:
             raise ValueError("stream: takes one prompt, a text or token ids")
         timer = Timer(self.model, self._params)
-        one = dataclasses.replace(self.defaults, num_return_sequences=1)
+        one = dataclasses.replace(self.defaults, num_return_sequences=1, num_beams=1)
         requests = self._requests(prompt, config, options, one)
+        if requests[0].config.num_beams > 1:
+            raise ValueError("stream: num_beams must be 1, because beams have no text to their end")
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
@@ -441,7 +445,9 @@ class LM:
                     raise
                 refused[i] = error
                 continue
-            samples = range(row_config.num_return_sequences)
+            # The answers of beam search come from one search.
+            beams = row_config.num_beams > 1
+            samples = range(1 if beams else row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if any(request.config.return_reruns for request in requests):
             # `stats` cover all rows, so all rows run in the same program.
@@ -456,10 +462,24 @@ class LM:
             raise ValueError(f"generate: {wrong}")
         if config.stop_strings:
             self.tokenizer.decode([])
-        if config.num_return_sequences > 1 and not config.sampled:
-            raise ValueError(
-                "generate: num_return_sequences must be 1 if nothing is sampled, got "
-                f"{config.num_return_sequences} for prompt {i}; give a temperature, or ask for one"
+        if conflict := config.conflict:
+            raise ValueError(f"generate: prompt {i}: {conflict}")
+        if config.num_beams > 1:
+            self._check_beams(config.num_beams, i)
+
+    def _check_beams(self, beams: int, i: int) -> None:
+        """Raise an error if prompt `i` cannot have so many beams."""
+        limits = {"rows that run at once": self.engine.most_rows}
+        limits["tokens of the vocabulary"] = self.config.vocab_size
+        for what, most in limits.items():
+            if beams > most:
+                raise ValueError(
+                    f"generate: prompt {i}: num_beams {beams} must be at most the {most} {what}"
+                )
+        if not self.engine.paged:
+            raise NotImplementedError(
+                "generate: num_beams must be 1 here, because the attention kernels that this "
+                "device runs for this model read no pages"
             )
 
     def _within_context(
@@ -506,12 +526,17 @@ class LM:
         return self.engine.program_counts()
 
 
+def _answers(rows: Sequence[Row]) -> list[Row]:
+    """The rows that are results."""
+    return [answer for row in rows for answer in row.answers]
+
+
 def _show(rows: Sequence[Row], update: Callable[..., None]) -> None:
     """Update a progress bar."""
     done = sum(row.ended for row in rows)
-    running = sum(bool(row.tokens) and not row.ended for row in rows)
+    running = sum(row.has_begun and not row.ended for row in rows)
     text = f"{running} running, {len(rows) - done - running} waiting"
-    update(done, sum(len(row.tokens) for row in rows), text)
+    update(done, sum(len(answer.tokens) for answer in _answers(rows)), text)
 
 
 def _check_params(params: Params, wanted: Params) -> None:

@@ -24,7 +24,7 @@ from fdjax.engine.memory import (
     reads_pages,
     room_for_pages,
 )
-from fdjax.engine.pages import PagePool, page_count
+from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for
@@ -179,9 +179,10 @@ class Engine:
         total = max(row.most_tokens for row in rows)
         least = max(row.slots for row in rows)
         slots = max(least, slots_for(prompt, total, self.max_len))
-        most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else MOST_ROWS
-        most = min(self.max_batch or most, most)
-        batch = min(2 ** math.ceil(math.log2(len(rows))), most)
+        wanted, most = sum(row.width for row in rows), self.most_rows
+        if max(row.width for row in rows) > most:
+            raise MemoryError(f"generate: more beams than the {most} rows that run at once")
+        batch = min(2 ** math.ceil(math.log2(wanted)), most)
         if self.paged:
             return self._shape_in_pages(rows, batch, slots)
         plan = functools.partial(plan_memory, self.model, max_len=total, prompt_tokens=prompt)
@@ -197,7 +198,8 @@ class Engine:
         return Shape(batch, slots, limited=batch < len(rows))
 
     def _shape_in_pages(self, rows: Sequence[Row], batch: int, slots: int) -> Shape:
-        needs = [page_count(row.most_tokens) for row in rows]
+        needs = [row.pages_for(row.most_tokens) for row in rows]
+        wanted = sum(row.width for row in rows)
         known = self.memory_bytes is not None and self.model.plan.compute_capability is not None
         if known and self.pool is None:
             # It takes all there is at once, so that programs need not be compiled for other sizes.
@@ -214,12 +216,13 @@ class Engine:
             )
         # Rows that find no pages would only cost time. Half of what they may need is enough for
         # most, as many end early and some share pages.
-        per_row = max(1, sum(needs) // (2 * len(needs)))
+        per_row = max(1, sum(needs) // (2 * wanted))
         batch = min(batch, 2 ** math.floor(math.log2(max(1, (limit - 1) // per_row))))
-        wanted = min(1 + sum(sorted(needs)[-batch:]), limit)
-        while pages < wanted:
+        batch = max(batch, *(row.width for row in rows))
+        useful = min(1 + sum(sorted(needs)[-batch:]), limit)
+        while pages < useful:
             pages = min(max(4 * pages, _FIRST_PAGES), limit)
-        return Shape(batch, slots, limited=batch < len(rows), pages=pages)
+        return Shape(batch, slots, limited=batch < wanted, pages=pages)
 
     def _most_pages(self, slots: int) -> int:
         """Pages of a pool that memory has room for, and that some batch could use."""
@@ -235,6 +238,12 @@ class Engine:
                 room = min(room, free_memory_bytes(device))
             room = room_for_pages(self.model, **sizes, memory_bytes=room, slots=slots)
         return pool_pages(self.model, **sizes, pool_bytes=room)
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that run at once."""
+        most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else MOST_ROWS
+        return min(self.max_batch or most, most)
 
     @property
     def short_calls(self) -> bool:
@@ -348,6 +357,7 @@ class Engine:
         *,
         stacked: bool = False,
         one_launch: bool = False,
+        beams: bool = False,
         **static,
     ) -> Program:
         """The program of a step, one for each set of processors, whatever their values.
@@ -362,14 +372,15 @@ class Engine:
           function: `step.prefill` or `step.decode_steps`.
           stacked: the cache is stacked over the layers.
           one_launch: decode steps run all layers in one launch, with stacked parameters.
+          beams: the state has beams.
           **static: static keyword arguments of the function.
         """
-        layout = {"stacked": stacked, "one_launch": one_launch}
+        layout = {"stacked": stacked, "one_launch": one_launch, "beams": beams}
         name = function.__name__, *(item for item in layout.items() if item[1]), *static.items()
         (device,) = self.params[0].devices()
         if (key := (*name, device)) not in self.programs:
             model, packing = self.model, self.stacked_packing if one_launch else self.packing
-            state_def = jax.tree.structure(abstract_state(model, stacked))
+            state_def = jax.tree.structure(abstract_state(model, stacked, beams))
 
             def run(params, state, host):
                 state = jax.tree.unflatten(state_def, state)

@@ -112,6 +112,8 @@ def generate(
     for name in ("stop_strings", "stopping_criteria"):
         if getattr(config, name):
             raise ValueError(f"generate: {name} must be empty in a jitted function")
+    if config.num_beams != 1:
+        raise ValueError("generate: num_beams must be 1 in a jitted function")
     if config.num_return_sequences != 1:
         raise ValueError("generate: num_return_sequences must be 1: repeat the prompts")
     if wrong := config.id_outside(model.config.vocab_size):

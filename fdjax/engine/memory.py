@@ -117,6 +117,22 @@ def plan_memory(
     )
 
 
+def beam_slots(prompt: int, new: int, *, beams: int) -> int:
+    """Cache slots of the beams of a prompt (segment KV cache, Wu et al. 2024, section 3.2).
+
+    The prompt's slots are shared. Each beam has pages of its own for its `new` tokens.
+
+    Args:
+      prompt: tokens of the prompt, P.
+      new: tokens of the answer, R.
+      beams: number of beams, W.
+
+    Returns:
+      P + W · ⌈R / 128⌉ · 128, where 128 are the slots of a page.
+    """
+    return prompt + beams * -(-new // SLOT_MULTIPLE) * SLOT_MULTIPLE
+
+
 def plan_up_to(model: Model, *, batch: int, max_len: int) -> MemoryPlan:
     """Plan the memory for any number of rows up to `batch`, of `max_len` tokens each.
 

@@ -8,6 +8,7 @@ import numpy as np
 from jax import Array
 
 from fdjax.models import Model
+from fdjax.sampling.beams import BeamState
 
 # One layer's cache: keys and values, each [B, Hkv, S, D].
 LayerCache = tuple[Array, Array]
@@ -58,11 +59,13 @@ class DecodeState:
       ids: [B, S] int32 token in each slot.
       progress: [4, B] int32, whose rows are the properties `lengths`, `tokens`, `steps` and
         `finished`. It is one array because each donated array costs the host microseconds per call.
+      beams: the beams among the rows, or None if there are none.
     """
 
     kv: list[LayerCache] | StackedCache
     ids: Array
     progress: Array
+    beams: BeamState | None = None
 
     @property
     def lengths(self) -> Array:
@@ -122,10 +125,10 @@ def page_bytes(model: Model) -> int:
     return cache_bytes(model, 1, SLOT_MULTIPLE)
 
 
-def abstract_state(model: Model, stacked: bool = False) -> DecodeState:
+def abstract_state(model: Model, stacked: bool = False, beams: bool = False) -> DecodeState:
     """The pytree structure of a state, with zeros as leaves."""
     kv = StackedCache(0, 0) if stacked else [(0, 0)] * model.config.layers
-    return DecodeState(kv=kv, ids=0, progress=0)
+    return DecodeState(kv, ids=0, progress=0, beams=BeamState(0, 0, 0, 0) if beams else None)
 
 
 def cache_bytes(model: Model, batch: int, slots: int) -> int:
@@ -162,8 +165,8 @@ def restart(state: DecodeState, rows: Array) -> DecodeState:
     """
     anew, zeros = rows != KEEP, jnp.zeros_like(rows)
     progress = pack_progress(zeros, zeros, zeros, rows == EMPTY)
-    return DecodeState(
-        state.kv,
-        jnp.where(anew[:, None], 0, state.ids),
-        jnp.where(anew, progress, state.progress),
+    return dataclasses.replace(
+        state,
+        ids=jnp.where(anew[:, None], 0, state.ids),
+        progress=jnp.where(anew, progress, state.progress),
     )
