@@ -308,8 +308,10 @@ def resolve(
     named = [i for i in (*known, *own) if i.name == choice.implementation]
     if not named:
         raise NotImplementedError(f"{op}: no {choice.implementation!r} implementation")
-    here = [i for i in named if i.runs_on(capability)] or named
-    chosen = next((i for i in here if i.supports(shape, features, capability)), here[0])
+    first = next((i for i in named if i.runs_on(capability)), named[0])
+    # Kernels that share a name and the devices they run on differ in what they can do.
+    alike = [i for i in named if i.capabilities == first.capabilities]
+    chosen = next((i for i in alike if i.supports(shape, features, capability)), first)
     if reason := chosen.refusal(shape, features, capability):
         raise NotImplementedError(f"{op}: {chosen.name} {reason}")
     return chosen, chosen.config(**dict(choice.config)) if choice.config else None

@@ -158,7 +158,7 @@ def _launch(operands, *, eps, gate, dtype, config):
     )
     block_k, parts, steps = config.block_k, tile.parts, tile.steps
     weights = {"w": ((parts, block_k, config.block_n), tile.in_dtype)}
-    stages, scratch = tile.scratch(weights, (), config.stages, parts)
+    stages, scratch = tile.scratch(weights, (), parts, config)
     names = ("w", *tile.stage)
 
     def fetch(step, slot, names):

@@ -113,15 +113,15 @@ class FlatTile:
         return self.groups + self.normed
 
     def scratch(
-        self, weights: Buffers, vectors: tuple[str, ...], most_stages: int, copies: int
+        self, weights: Buffers, vectors: tuple[str, ...], copies: int, config: Any
     ) -> tuple[int, dict[str, Any]]:
         """Shared memory of the kernel.
 
         Args:
           weights: buffers of the weight in one step.
           vectors: names of those that have no swizzle.
-          most_stages: most steps in the ring; K or shared memory may allow fewer.
           copies: number of copies that fill the weight's buffers.
+          config: the tiling, with its most `stages` in the ring; K or shared memory may allow fewer.
 
         Returns:
           (steps in the ring, scratch by name).
@@ -146,10 +146,10 @@ class FlatTile:
         stage = weights | self.stage
         # The sum of squares over the warps of a block takes 8 bytes per row.
         room = _SMEM_BYTES - 8 * self.block_m - shared_bytes(buffers)
-        stages = min(most_stages, self.steps, room // shared_bytes(stage))
+        stages = min(config.stages, self.steps, room // shared_bytes(stage))
         if stages < min(2, self.steps):
             raise NotImplementedError(
-                f"matmul: the tiles do not fit into shared memory at M = {self.m}"
+                f"matmul: {config} does not fit into shared memory at M = {self.m}"
             )
         buffers |= {name: ((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
         vectors += _VECTORS

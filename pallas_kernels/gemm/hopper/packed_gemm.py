@@ -191,7 +191,7 @@ def _launch(operands, *, kind, group, gate, dtype, config):
         stage[name] = ((pieces, scale_rows, BRICK), operands[name].dtype)
     copies = pieces * len(stage)
     names = (*stage, *tile.stage)
-    stages, scratch = tile.scratch(stage, tuple(stage), config.stages, copies)
+    stages, scratch = tile.scratch(stage, tuple(stage), copies, config)
 
     def fetch(step, slot, names):
         """Copy a tile of each named operand into its ring; past M, K and N it is zero."""
