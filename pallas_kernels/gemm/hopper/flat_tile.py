@@ -121,7 +121,7 @@ class FlatTile:
           weights: buffers of the weight in one step.
           vectors: names of those that have no swizzle.
           copies: number of copies that fill the weight's buffers.
-          config: the tiling, with its most `stages` in the ring; K or shared memory may allow fewer.
+          config: the tiling. K or shared memory may allow fewer `stages` in the ring.
 
         Returns:
           (steps in the ring, scratch by name).
