@@ -16,7 +16,9 @@ Path = tuple[str, ...]
 
 # Features of a `BlockSpec` that the modules of `fdjax.models.decoder` support.
 DECODER_CAN = frozenset(
-    {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"} | WEIGHT_FEATURES
+    {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"}
+    | {"tensor_parallel"}
+    | WEIGHT_FEATURES
 )
 
 
@@ -81,6 +83,7 @@ class LinearSpec:
       bias: whether it has a bias.
       norm, gate, residual: what is fused with it, as in `LinearShape`.
       weight: format of a quantised weight, or None.
+      ranks: devices whose products are summed.
     """
 
     path: Path
@@ -91,6 +94,7 @@ class LinearSpec:
     gate: bool = False
     residual: bool = False
     weight: WeightFormat | None = None
+    ranks: int = 1
 
     @property
     def shape(self) -> LinearShape:
@@ -119,6 +123,7 @@ class BlockSpec:
       post_norms: the outputs of attention and MLP are normalised before they are added to the
         residual stream.
       formats: formats of the quantised weights, by the names in `linears`.
+      tensor_parallel: devices that share the layer. Heads and F are then those of one device.
     """
 
     width: int
@@ -136,6 +141,7 @@ class BlockSpec:
     qk_norm: bool = False
     post_norms: bool = False
     formats: tuple[tuple[str, WeightFormat], ...] = ()
+    tensor_parallel: int = 1
 
     def __post_init__(self):
         for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim"):
@@ -174,11 +180,15 @@ class BlockSpec:
         """The linear layers by name, in the order they run."""
         heads = self.heads * self.head_dim
         qkv = self.kv_heads, self.group + 2, self.head_dim
-        summed = not self.post_norms
+        ranks = self.tensor_parallel
+        # The residual is added to the sum over the devices.
+        summed = not self.post_norms and ranks == 1
         linears = {
             "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=True),
             "out": LinearSpec(
-                ("attention", "out"), heads, (self.width,), self.out_bias, residual=summed
+                *(("attention", "out"), heads, (self.width,), self.out_bias),
+                residual=summed,
+                ranks=ranks,
             ),
             "gate_up": LinearSpec(
                 *(("mlp", "gate_up"), self.width, (2, self.mlp_width), self.mlp_bias),
@@ -186,7 +196,9 @@ class BlockSpec:
                 gate=True,
             ),
             "down": LinearSpec(
-                ("mlp", "down"), self.mlp_width, (self.width,), self.mlp_bias, residual=summed
+                *(("mlp", "down"), self.mlp_width, (self.width,), self.mlp_bias),
+                residual=summed,
+                ranks=ranks,
             ),
         }
         for name, weight in self.formats:

@@ -128,6 +128,11 @@ class DecoderConfig:
         return len(self.blocks)
 
     @property
+    def head_width(self) -> int:
+        """Columns of the head on a device. Those of all devices together may exceed V."""
+        return -(-self.vocab_size // self.tensor_parallel)
+
+    @property
     def linear_shapes(self) -> dict[str, LinearShape]:
         """The linear layers of a decoder step, by name.
 
@@ -136,7 +141,7 @@ class DecoderConfig:
         shapes = {name: linear.shape for name, linear in self.blocks[0].linears.items()}
         if not self.tie_embeddings:
             shapes["head"] = LinearShape(
-                *(self.width, self.vocab_size),
+                *(self.width, self.head_width),
                 norm=True,
                 result="float32",
                 weight=self.head_format,

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from fdjax.engine import step
 from fdjax.engine.disk_cache import cached_on_disk
@@ -24,6 +25,7 @@ from fdjax.engine.memory import (
     reads_pages,
     room_for_pages,
 )
+from fdjax.engine.mesh import Place, is_spec, specs_of, stacked
 from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
@@ -39,18 +41,19 @@ from fdjax.engine.state import (
     init_pool,
     start,
     start_in_pages,
+    state_specs,
 )
 from fdjax.models import Model, Params
 from fdjax.sampling.sampler import NOT_FINITE
-from fdjax.system.device_memory import free_memory_bytes
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
 # XLA options that capture a chunk of decode steps, with its loop, in one CUDA graph. Outside a
 # graph, the host reads the condition of each step.
+_CAPTURED = "xla_gpu_enable_command_buffer"
 _DECODE_OPTIONS = {
     # XLA's default list, and WHILE.
-    "xla_gpu_enable_command_buffer": (
+    _CAPTURED: (
         "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
     ),
     # The default is 5 operations. The program has fewer outside the loop.
@@ -101,6 +104,9 @@ class Engine:
     """A model's compiled programs and its reusable state.
 
     Attributes:
+      model: the model.
+      local: the model that each device runs, with its own shapes; the same on a single device.
+      place: the devices.
       tree: the parameters.
       params: the parameters, packed by `ParamPacking`.
       stacked_params: the same with the layers stacked, for decode steps in one launch, or None.
@@ -128,7 +134,7 @@ class Engine:
           max_len, max_batch, memory_bytes, prefix_cache: see `LM`.
         """
         refuse_forked()
-        self.model = model
+        self.model, self.local = model, model.local
         self.max_len = max_len
         self.max_batch = max_batch
         self.memory_bytes = memory_bytes
@@ -140,10 +146,11 @@ class Engine:
             self.stacked_packing = ParamPacking.of(whole)
             self.stacked_params = self.stacked_packing.pack(whole)
         self.tree = params
+        self.place = Place.of(jax.tree.leaves(params)[0])
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
-        self.paged = reads_pages(model)
+        self.paged = reads_pages(self.local)
         # Keys and values depend on more than the tokens before them if the rotation does.
         regular = not any(s.rope and s.rope.depends_on_length for s in model.config.attention)
         self._prefix_cache = prefix_cache and regular
@@ -183,9 +190,9 @@ class Engine:
         batch = min(2 ** math.ceil(math.log2(len(rows))), most)
         if self.paged:
             return self._shape_in_pages(rows, batch, slots)
-        plan = functools.partial(plan_memory, self.model, max_len=total, prompt_tokens=prompt)
+        plan = functools.partial(plan_memory, self.local, max_len=total, prompt_tokens=prompt)
         if self.memory_bytes is None:
-            cache = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
+            cache = max(self.local.weight_bytes, _LEAST_CACHE_BYTES)
             while batch > 1 and plan(batch=batch, slots=slots).cache_bytes > cache:
                 batch = 2 ** (math.ceil(math.log2(batch)) - 1)
         elif plan(batch=batch, slots=slots).total_bytes > self.memory_bytes:
@@ -206,7 +213,7 @@ class Engine:
         # One more is nobody's.
         if max(needs) >= limit:
             longest = max(needs) * SLOT_MULTIPLE
-            plan_memory(self.model, max_len=longest).check("generate", self.memory_bytes)
+            plan_memory(self.local, max_len=longest).check("generate", self.memory_bytes)
             raise MemoryError(
                 f"generate: {longest} tokens of cache must fit into {limit - 1} pages of "
                 f"{SLOT_MULTIPLE}"
@@ -225,15 +232,14 @@ class Engine:
         context = max(slots, self.max_len or self.model.config.max_position_embeddings)
         sizes = {"rows": self.max_batch or MOST_ROWS, "context": context}
         if self.memory_bytes is None:
-            room = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
+            room = max(self.local.weight_bytes, _LEAST_CACHE_BYTES)
         else:
-            room = self.memory_bytes - self.model.weight_bytes
+            room = self.memory_bytes - self.local.weight_bytes
             if self.pool is None and self.model.plan.compute_capability is not None:
                 # Others may have taken some since.
-                (device,) = self.params[0].devices()
-                room = min(room, free_memory_bytes(device))
-            room = room_for_pages(self.model, **sizes, memory_bytes=room, slots=slots)
-        return pool_pages(self.model, **sizes, pool_bytes=room)
+                room = min(room, self.place.free_memory_bytes())
+            room = room_for_pages(self.local, **sizes, memory_bytes=room, slots=slots)
+        return pool_pages(self.local, **sizes, pool_bytes=room)
 
     @property
     def short_calls(self) -> bool:
@@ -299,9 +305,14 @@ class Engine:
         del state
         # The programs also return to the host, so their results are committed to a device. A state
         # that is not committed would compile every program once more.
-        (device,) = self.params[0].devices()
         stacks = may_stack and self.stacks(batch, slots)
-        return jax.device_put(start(init_cache(self.model, batch, slots, stacks)), device)
+        kv = init_cache(self.local, batch, slots, stacks, self.place.empty_cache)
+        return self._on_devices(start(kv))
+
+    def _on_devices(self, state: DecodeState) -> DecodeState:
+        """A state whose cache is on the devices already."""
+        ids, progress = self.place.put((state.ids, state.progress))
+        return dataclasses.replace(state, ids=ids, progress=progress)
 
     def leave_state(self, state: DecodeState | None, unread: list[jax.Array]) -> None:
         """Keep a state for the next batch, or none.
@@ -314,7 +325,6 @@ class Engine:
 
     def _take_pages(self, shape: Shape) -> DecodeState:
         """A state of the pool, which keeps its content where it can."""
-        (device,) = self.params[0].devices()
         kept = None if self.reusable is None else self.reusable.state
         if kept is None or kept.kv.k.shape[1] != shape.pages or kept.kv.k.is_deleted():
             kept = None
@@ -322,16 +332,15 @@ class Engine:
         state, self.reusable = self.reusable.state, None
         if (state.batch, state.slots) == (shape.rows, shape.slots):
             return state
-        return jax.device_put(start_in_pages(state.kv, shape.rows, shape.slots), device)
+        return self._on_devices(start_in_pages(state.kv, shape.rows, shape.slots))
 
     def _open_pool(self, pages: int) -> None:
         """Allocate a pool of so many pages; of fewer where free memory is in pieces."""
-        (device,) = self.params[0].devices()
         self.reusable = None
         while True:
             try:
-                with jax.default_device(device):
-                    kv = jax.block_until_ready(init_pool(self.model, pages))
+                kv = init_pool(self.local, pages, self.place.empty_cache)
+                jax.block_until_ready(kv)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error) or pages < _FIRST_PAGES:
@@ -365,12 +374,12 @@ class Engine:
         """
         layout = {"stacked": stacked, "one_launch": one_launch}
         name = function.__name__, *(item for item in layout.items() if item[1]), *static.items()
-        (device,) = self.params[0].devices()
-        if (key := (*name, device)) not in self.programs:
-            model, packing = self.model, self.stacked_packing if one_launch else self.packing
+        if (key := (*name, self.place)) not in self.programs:
+            model, packing = self.local, self.stacked_packing if one_launch else self.packing
             state_def = jax.tree.structure(abstract_state(model, stacked))
+            place, whole = self.place, PartitionSpec()
 
-            def run(params, state, host):
+            def run_local(params, state, host):
                 state = jax.tree.unflatten(state_def, state)
                 params, args = packing.unpack(params), host.unpack()
                 keywords = static
@@ -378,9 +387,16 @@ class Engine:
                     keywords = static | {"layers": params["blocks"]}
                     params = params | {"blocks": layer_slices(params["blocks"])}
                 state, *out = function(model, params, state, *args, **keywords)
+                return jax.tree.leaves(state), out
+
+            specs = specs_of(self.params), jax.tree.leaves(state_specs(model, stacked), is_leaf=is_spec)
+            run_on_all = place.over(run_local, (*specs, whole), (specs[1], whole))
+
+            def run(params, state, host):
+                state, out = run_on_all(params, state, host)
                 # The program copies results to the host itself. So a prompt's first token arrives
                 # 0.6 ms earlier than with a separate copy.
-                return jax.tree.leaves(state), *jax.device_put(out, jax.memory.Space.Host)
+                return state, *jax.device_put(out, jax.memory.Space.Host)
 
             def describe(params, state, host):
                 state = jax.tree.unflatten(state_def, state)
@@ -393,10 +409,10 @@ class Engine:
             self.programs[key] = Program(
                 run
                 if static["processors"].custom
-                else cached_on_disk(run, (name, model, packing), device),
+                else cached_on_disk(run, (name, model, packing), place.devices[0]),
                 describe,
                 donate_argnums=1,
-                compiler_options=compiler_options(function),
+                compiler_options=compiler_options(function, len(place.devices)),
             )
         return self.programs[key]
 
@@ -427,7 +443,9 @@ class ParamPacking:
         leaves, treedef = jax.tree.flatten(params)
         groups: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
-            alike = (leaf.shape, leaf.dtype) if leaf.nbytes <= _PACKED_BYTES else i
+            alike = i
+            if leaf.nbytes <= _PACKED_BYTES:
+                alike = leaf.shape, leaf.dtype, getattr(leaf.sharding, "spec", None)
             groups.setdefault(alike, []).append(i)
         return cls(treedef, tuple(map(tuple, groups.values())))
 
@@ -435,7 +453,7 @@ class ParamPacking:
         """Pack the tree."""
         leaves = jax.tree.leaves(params)
         return [
-            leaves[group[0]] if len(group) == 1 else jnp.stack([leaves[i] for i in group])
+            leaves[group[0]] if len(group) == 1 else stacked([leaves[i] for i in group])
             for group in self.groups
         ]
 
@@ -447,9 +465,11 @@ class ParamPacking:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def compiler_options(function: Callable) -> dict[str, Any]:
-    """XLA options for the program of a step, without those that `XLA_FLAGS` sets."""
+def compiler_options(function: Callable, ranks: int = 1) -> dict[str, Any]:
+    """XLA options for the program of a step on some devices, without those of `XLA_FLAGS`."""
     options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
+    if ranks > 1 and (captured := options.get(_CAPTURED)):
+        options[_CAPTURED] = f"{captured},COLLECTIVES"
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

@@ -211,7 +211,7 @@ class Session:
         if steps not in self._steps_of:
             # Rows know on the device when they have enough: the same numbers serve every chunk.
             host = HostArrays.pack((self._sampling, np.int32(steps), self._pages))
-            self._steps_of[steps] = jax.device_put(host)
+            self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
         layout = {"stacked": self.stacked, "one_launch": self.one_launch}
         program = self._engine.program(step.decode_steps, **layout, **static)
