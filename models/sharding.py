@@ -106,14 +106,18 @@ def is_padded(path: tuple[str | int, ...]) -> bool:
 
 def partitions(whole: Any, local: Any, ranks: int) -> Any:
     """The `PartitionSpec` of each array of a tree, from its shapes in all and on a device."""
-    return jax.tree.map(lambda a, b: _partition(a.shape, b.shape, ranks), whole, _like(local, whole))
+    return jax.tree.map(
+        lambda a, b: _partition(a.shape, b.shape, ranks), whole, _like(local, whole)
+    )
 
 
 def _partition(whole: tuple[int, ...], local: tuple[int, ...], ranks: int) -> PartitionSpec:
     divided = [i for i, (n, m) in enumerate(zip(whole, local, strict=True)) if n != m]
     if len(divided) > 1 or any(whole[i] != ranks * local[i] for i in divided):
         raise NotImplementedError(f"tensor_parallel: cannot divide {whole} into {local}")
-    return PartitionSpec(*(AXIS if i in divided else None for i in range(max(divided, default=-1) + 1)))
+    return PartitionSpec(
+        *(AXIS if i in divided else None for i in range(max(divided, default=-1) + 1))
+    )
 
 
 def _like(tree: Any, other: Any) -> Any:

@@ -53,9 +53,7 @@ from fdjax.weights.stacked import layer_slices, stack_layers
 _CAPTURED = "xla_gpu_enable_command_buffer"
 _DECODE_OPTIONS = {
     # XLA's default list, and WHILE.
-    _CAPTURED: (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-    ),
+    _CAPTURED: ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"),
     # The default is 5 operations. The program has fewer outside the loop.
     "xla_gpu_graph_min_graph_size": 1,
     # The small kernels before and after the layers may then run concurrently. They cannot share
@@ -63,6 +61,11 @@ _DECODE_OPTIONS = {
     # more memory.
     "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
 }
+# The collective operations of XLA that several devices add to these; one that is not captured would
+# uncapture the loop. XLA's own kernels for them have a name since JAX 0.12.
+_COLLECTIVES = ["COLLECTIVES"]
+if jax.__version_info__ >= (0, 12):
+    _COLLECTIVES.append("COLLECTIVES_KERNEL")
 # For every program: XLA's estimate of memory, in percent of what there is, above which it computes
 # things twice. It counts a cache that kernels update in place once more for each kernel.
 _OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
@@ -389,7 +392,10 @@ class Engine:
                 state, *out = function(model, params, state, *args, **keywords)
                 return jax.tree.leaves(state), out
 
-            specs = specs_of(self.params), jax.tree.leaves(state_specs(model, stacked), is_leaf=is_spec)
+            specs = (
+                specs_of(self.params),
+                jax.tree.leaves(state_specs(model, stacked), is_leaf=is_spec),
+            )
             run_on_all = place.over(run_local, (*specs, whole), (specs[1], whole))
 
             def run(params, state, host):
@@ -469,7 +475,7 @@ def compiler_options(function: Callable, ranks: int = 1) -> dict[str, Any]:
     """XLA options for the program of a step on some devices, without those of `XLA_FLAGS`."""
     options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
     if ranks > 1 and (captured := options.get(_CAPTURED)):
-        options[_CAPTURED] = f"{captured},COLLECTIVES"
+        options[_CAPTURED] = ",".join([captured, *_COLLECTIVES])
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

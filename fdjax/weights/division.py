@@ -100,7 +100,9 @@ class Division:
             return rank
         count = whole // part
         if whole % part or ranks % count:
-            raise NotImplementedError(f"tensor_parallel: cannot divide {name} among {ranks} devices")
+            raise NotImplementedError(
+                f"tensor_parallel: cannot divide {name} among {ranks} devices"
+            )
         # KV heads are repeated where there are fewer than devices.
         return rank * count // ranks
 
