@@ -54,7 +54,8 @@ class LM:
 
     Attributes:
       model: static description; a jit static argument of `fdjax.forward` and `fdjax.generate`.
-      params: the weights, a tree of plain dicts.
+      params: the weights, a tree of plain dicts. If devices share the model, each holds its part,
+        and weights of a single device are divided when they are assigned.
       tokenizer: the tokenizer, which is false if the checkpoint has none. Token ids work without.
       defaults: the checkpoint's `GenerationConfig`, for options that a call does not give.
       max_len: cache slots per row, or None to size the cache by the prompts.
@@ -152,9 +153,10 @@ class LM:
         return self.model.config
 
     def __repr__(self) -> str:
+        ranks = f"{self.model.ranks} x " if self.model.ranks > 1 else ""
         return (
             f"LM({self.config.family}, {self.model.parameter_count:,} parameters, "
-            f"{self.model.dtype}, {self.model.plan.device_kind})"
+            f"{self.model.dtype}, {ranks}{self.model.plan.device_kind})"
         )
 
     def generate(

@@ -536,7 +536,7 @@ class Model:
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights; tied embeddings count once."""
+        """Number of weights; tied embeddings count once, repeated KV heads as often as held."""
         leaves = jax.tree.leaves(self.abstract_params, is_leaf=is_quantised)
         return sum(leaf.size for leaf in leaves)
 

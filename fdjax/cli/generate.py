@@ -82,7 +82,8 @@ def run(args: argparse.Namespace) -> int:
     prompt, options = _prompt(args.prompt), sampling_of(args)
     if args.num_return_sequences > 1:
         check_sampled(args.model, options)
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+    devices = args.tensor_parallel
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
     options = with_room(options, lm.defaults.max_new_tokens)
     generate, stream, given = lm.generate, lm.stream, prompt
     if args.system is not None:
