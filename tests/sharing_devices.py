@@ -1,6 +1,6 @@
 """Runs models on several fake CPU devices, in a process of its own, and prints a report.
 
-    python tests/sharing_devices.py FUNCTION ARGUMENTS
+    python tests/sharing_devices.py FUNCTION '[ARGUMENT, ..., {KEYWORDS}]'
 
 prints the result of a function below as JSON. A process has several CPU devices only from its
 start, and tests of other things are slower with them.
@@ -180,7 +180,7 @@ def _calibrated(lm):
 def main():
     function, arguments = sys.argv[1], json.loads(sys.argv[2])
     jax.config.update("jax_disable_most_optimizations", True)
-    options = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+    options = arguments.pop()
     print(json.dumps(globals()[function](*arguments, **options)))
 
 

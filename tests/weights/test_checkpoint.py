@@ -759,7 +759,8 @@ folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
 config = parse_config(read_json(folder / "config.json"))
 model = describe(config, tensor_parallel=ranks)
 devices = jax.devices()[:ranks]
-jax.block_until_ready([jax.numpy.zeros(8, device=d) for d in devices])  # the backend is up before the level is taken
+# The backend is up before the level is taken.
+jax.block_until_ready([jax.numpy.zeros(8, device=device) for device in devices])
 before = anonymous_bytes()
 samples, stop = [before], threading.Event()
 
