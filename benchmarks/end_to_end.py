@@ -263,6 +263,14 @@ def parse_point(text: str) -> Point:
     return int(found[1]), int(found[2])
 
 
+def weight_format(text: str) -> tuple[str, int]:
+    """Parse a kind of quantised weights with its group, such as int4:128."""
+    found = re.fullmatch(r"(int4|int8|fp8)(?::(\d+))?", text)
+    if not found:
+        raise argparse.ArgumentTypeError(f"must be int4, int8 or fp8 with a group, got {text!r}")
+    return found[1], int(found[2] or 0)
+
+
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, nargs="?", help="a config.json")
@@ -279,6 +287,12 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         "--peer-points", nargs="+", type=parse_point, metavar="BxP", help="default: --points"
     )
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--weights", type=weight_format, metavar="KIND:GROUP", help="such as int4:128 or int8"
+    )
+    parser.add_argument(
+        "--head", type=weight_format, metavar="KIND:GROUP", help="of the head, if it is not tied"
+    )
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--check", choices=("logprobs", "tokens"), default="logprobs")
@@ -383,7 +397,28 @@ def read_model(args: argparse.Namespace):
 
     config = parse_config(json.loads(args.config.read_text()))
     config = config.with_attention(config.attention[: args.layers])
+    if args.weights or args.head:
+        config = with_weights(config, args.weights, args.head)
     return describe(config, dtype=args.dtype)
+
+
+def with_weights(config, weights: tuple[str, int] | None, head: tuple[str, int] | None):
+    """The model with quantised weights: (kind, rows of a group, or 0 for one scale a column)."""
+    from fdjax.pallas_kernels.quantised import WeightFormat
+
+    def chosen(form: tuple[str, int], k: int) -> WeightFormat:
+        kind, group = form
+        return WeightFormat(kind, group or k, scales="bfloat16")
+
+    formats = {
+        ("blocks", i, *linear.path, "weight"): chosen(weights, linear.k)
+        for i, block in enumerate(config.blocks)
+        for linear in block.linears.values()
+        if weights
+    }
+    if head:
+        formats["head", "weight"] = chosen(head, config.width)
+    return config.with_formats(formats)
 
 
 def sorted_points(model, points: Sequence[Point]) -> list[Point]:

@@ -177,6 +177,43 @@ def random_model(config: dict[str, Any], dtype: str, device: str) -> Llama:
     return model
 
 
+def _tinygemm(name: str) -> Any:
+    """An operator that PyTorch has under a private name."""
+    return getattr(torch.ops.aten, f"_{name}")
+
+
+class Int4Linear(nn.Module):
+    """A linear layer with random weights of 4 bits in groups of 128, through PyTorch's tinygemm."""
+
+    _GROUP, _K_TILES = 128, 8
+
+    def __init__(self, k: int, n: int, device: torch.device):
+        super().__init__()
+        pairs = torch.randint(0, 256, (n, k // 2), dtype=torch.uint8, device=device)
+        weight = _tinygemm("convert_weight_to_int4pack")(pairs, self._K_TILES)
+        scales = torch.full((k // self._GROUP, n, 2), 0.0, dtype=torch.bfloat16, device=device)
+        scales[..., 0] = math.sqrt(12 / k) / 16
+        self.register_buffer("weight", weight)
+        self.register_buffer("scales_and_zeros", scales)
+        self.n = n
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        product = _tinygemm("weight_int4pack_mm")
+        y = product(rows, self.weight, self._GROUP, self.scales_and_zeros)
+        return y.reshape(*x.shape[:-1], self.n)
+
+
+def quantise(model: nn.Module) -> None:
+    """Replace all linear layers of a model in bfloat16 on a GPU by random ones of 4 bits."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.Linear):
+            n, k = child.weight.shape
+            setattr(model, name, Int4Linear(k, n, child.weight.device))
+        else:
+            quantise(child)
+
+
 def load_transformers(model: Llama, weights: dict[str, Tensor]) -> None:
     """Take the weights of a transformers Llama, by the names of its state dict."""
     ours = {"embed.weight": weights["model.embed_tokens.weight"], "norm.weight": None}

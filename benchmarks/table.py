@@ -30,6 +30,7 @@ PEERS = {
     "hf static, compiled": "transformers, compiled",
     "gpt-fast": "PyTorch like gpt-fast",
     "gpt-fast, max-autotune": "the same, max-autotune",
+    "gpt-fast, int4": "the same, int4",
     "hf eager": "transformers, eager",
 }
 _README_PEERS = ("cudnn", "hf static, compiled", "gpt-fast")

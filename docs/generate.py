@@ -1,7 +1,8 @@
 """Generates the parts of docs/ that describe code: `python docs/generate.py`.
 
 The table of options in options.md comes from `fdjax.sampling.options`, the picture of the rooms in
-architecture.md from the imports. `python -m benchmarks.table --write` makes the measurements.
+architecture.md from the imports, the families in models.md from `fdjax.models`.
+`python -m benchmarks.table --write` makes the measurements.
 """
 
 import argparse
@@ -40,6 +41,28 @@ def options_table() -> str:
                 "yes" if option.in_files else "",
             )
         )
+    return markdown(lines)
+
+
+def families_table() -> str:
+    """A table of the families: their model types, and their modules' docstrings."""
+    from fdjax.models import FAMILIES
+
+    lines = [("`model_type`", "Family and what is special about it")]
+    for family in FAMILIES.values():
+        types = ", ".join(f"`{name}`" for name in family.MODEL_TYPES)
+        lines.append((types, " ".join(inspect.getdoc(family).split())))
+    return markdown(lines)
+
+
+def refused_table() -> str:
+    """A table of the model types that are refused, by reason."""
+    from fdjax.models.refused import REFUSED
+
+    lines = [("`model_type`", "Why not")]
+    for reason in dict.fromkeys(REFUSED.values()):
+        types = ", ".join(f"`{name}`" for name, why in REFUSED.items() if why == reason)
+        lines.append((types, reason))
     return markdown(lines)
 
 
@@ -116,7 +139,10 @@ def picture() -> str:
 def updated() -> dict[Path, str]:
     """The up-to-date text of each file that has generated parts."""
     options, architecture = DOCS / "options.md", DOCS / "architecture.md"
+    models = DOCS / "models.md"
+    families = put(models.read_text(encoding="utf-8"), "families", families_table())
     return {
+        models: put(families, "refused", refused_table()),
         options: put(options.read_text(encoding="utf-8"), "options", options_table()),
         architecture: put(architecture.read_text(encoding="utf-8"), "picture", picture()),
     }

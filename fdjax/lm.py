@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fdjax.engine.beams import row_of
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
 from fdjax.engine.mesh import Place
@@ -40,6 +41,7 @@ from fdjax.weights.checkpoint import (
     unnamed_dtype,
 )
 from fdjax.weights.division import divided
+from fdjax.weights.quantise import quantised_formats
 from fdjax.weights.stacked import stack_layers
 
 # Decode steps per dispatch.
@@ -86,7 +88,8 @@ class LM:
             that returns the engine.
 
         Raises:
-          ValueError: `max_len` is not positive, or the parameters do not belong to the model.
+          ValueError: `max_len` is not positive, or exceeds a learned table of positions; or the
+            parameters do not belong to the model.
 
         Warns:
           UserWarning: `max_len` exceeds the model's max_position_embeddings.
@@ -95,6 +98,11 @@ class LM:
         if max_len is not None and max_len < 1:
             raise ValueError(f"load: max_len must be positive, got {max_len}")
         if max_len is not None and max_len > limit:
+            if model.config.position_offset is not None:
+                raise ValueError(
+                    f"load: max_len must be at most {limit}, the positions that the model has "
+                    f"learned, got {max_len}"
+                )
             warnings.warn(
                 f"max_len {max_len} exceeds the model's max_position_embeddings {limit}: "
                 "quality degrades past it",
@@ -200,7 +208,7 @@ class LM:
 
     def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
         """Run the requests to their end and return their rows, one per request."""
-        rows = [Row(request, self.tokenizer) for request in requests]
+        rows = [row_of(request, self.tokenizer) for request in requests]
         run = contextlib.closing(self.engine.run(rows, steps))
         try:
             with run as chunks, progress_bars.answers(len(rows)) as update:
@@ -209,7 +217,7 @@ class LM:
                     if update is not None:
                         _show(rows, update)
         except KeyboardInterrupt as error:
-            complete = [row for row in rows if row.finish_reason is not None]
+            complete = [row for row in _answers(rows) if row.finish_reason is not None]
             has_text = bool(self.tokenizer)
             raise Interrupted([Answer.of(row, with_text=has_text) for row in complete]) from error
         return rows
@@ -226,7 +234,8 @@ class LM:
         """Compile the programs of a later call now, or load them from disk.
 
         A later call of about these sizes with these options then compiles nothing. Other lengths of
-        prompts, numbers of new tokens or numbers of prompts may need other programs.
+        prompts, numbers of new tokens or numbers of prompts may need other programs, and so may
+        prompts whose beginning is in the cache.
 
         Args:
           config, **options: as in `generate`, the options of the later call.
@@ -282,7 +291,7 @@ class LM:
         refused: dict[int, Exception] = {}
         given, _ = as_several(prompts, "generate: prompts")
         requests = self._requests(given, config, options, self.defaults, refused) if given else []
-        rows = [Row(request, self.tokenizer) for request in requests]
+        rows = [row_of(request, self.tokenizer) for request in requests]
         for i, error in refused.items():
             rows.append(Row(Request([], self.defaults, i), self.tokenizer))
             rows[-1].error = error
@@ -293,7 +302,8 @@ class LM:
         with contextlib.closing(self.engine.runner.run(rows, _STEPS)) as chunks:
             for _ in itertools.chain([None], chunks, [None]):
                 for i in [i for i, row in left.items() if row.ended]:
-                    yield Answer.of(left.pop(i), with_text=bool(self.tokenizer))
+                    for answer in left.pop(i).answers:
+                        yield Answer.of(answer, with_text=bool(self.tokenizer))
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -318,7 +328,7 @@ class LM:
         timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
-        rows = [Row(request, self.tokenizer, streamed=has_text) for request in requests]
+        rows = [row_of(request, self.tokenizer, streamed=has_text) for request in requests]
         return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
 
     def stream(
@@ -343,8 +353,10 @@ class LM:
         if not as_several(prompt, "stream: prompt")[1]:
             raise ValueError("stream: takes one prompt, a text or token ids")
         timer = Timer(self.model, self._params)
-        one = dataclasses.replace(self.defaults, num_return_sequences=1)
+        one = dataclasses.replace(self.defaults, num_return_sequences=1, num_beams=1)
         requests = self._requests(prompt, config, options, one)
+        if requests[0].config.num_beams > 1:
+            raise ValueError("stream: num_beams must be 1, because beams have no text to their end")
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
@@ -442,7 +454,9 @@ class LM:
                     raise
                 refused[i] = error
                 continue
-            samples = range(row_config.num_return_sequences)
+            # The answers of beam search come from one search.
+            beams = row_config.num_beams > 1
+            samples = range(1 if beams else row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if any(request.config.return_reruns for request in requests):
             # `stats` cover all rows, so all rows run in the same program.
@@ -457,10 +471,24 @@ class LM:
             raise ValueError(f"generate: {wrong}")
         if config.stop_strings:
             self.tokenizer.decode([])
-        if config.num_return_sequences > 1 and not config.sampled:
-            raise ValueError(
-                "generate: num_return_sequences must be 1 if nothing is sampled, got "
-                f"{config.num_return_sequences} for prompt {i}; give a temperature, or ask for one"
+        if conflict := config.conflict:
+            raise ValueError(f"generate: prompt {i}: {conflict}")
+        if config.num_beams > 1:
+            self._check_beams(config.num_beams, i)
+
+    def _check_beams(self, beams: int, i: int) -> None:
+        """Raise an error if prompt `i` cannot have so many beams."""
+        limits = {"rows that run at once": self.engine.most_rows}
+        limits["tokens of the vocabulary"] = self.config.vocab_size
+        for what, most in limits.items():
+            if beams > most:
+                raise ValueError(
+                    f"generate: prompt {i}: num_beams {beams} must be at most the {most} {what}"
+                )
+        if not self.engine.paged:
+            raise NotImplementedError(
+                "generate: num_beams must be 1 here, because the attention kernels that this "
+                "device runs for this model read no pages"
             )
 
     def _within_context(
@@ -507,12 +535,17 @@ class LM:
         return self.engine.program_counts()
 
 
+def _answers(rows: Sequence[Row]) -> list[Row]:
+    """The rows that are results."""
+    return [answer for row in rows for answer in row.answers]
+
+
 def _show(rows: Sequence[Row], update: Callable[..., None]) -> None:
     """Update a progress bar."""
     done = sum(row.ended for row in rows)
-    running = sum(bool(row.tokens) and not row.ended for row in rows)
+    running = sum(row.has_begun and not row.ended for row in rows)
     text = f"{running} running, {len(rows) - done - running} waiting"
-    update(done, sum(len(row.tokens) for row in rows), text)
+    update(done, sum(len(answer.tokens) for answer in _answers(rows)), text)
 
 
 def _check_params(params: Params, wanted: Params) -> None:
@@ -538,6 +571,7 @@ def load(
     model: str | os.PathLike[str],
     *,
     dtype: str | None = None,
+    quantize: str | None = None,
     max_batch: int | None = None,
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
@@ -556,6 +590,8 @@ def load(
     Args:
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
+      quantize: "int4" | "int8" quantises the weights of linear layers while they are loaded, see
+        docs/quantised.md. Default: weights stay as the checkpoint has them, quantised or not.
       max_batch: largest number of rows that run at once. Default: as many as fit.
       max_len: cache slots per row, for prompt and new tokens. Default: the cache is sized by the
         prompts, in a few steps, up to the model's max_position_embeddings. If a call does not give
@@ -592,6 +628,8 @@ def load(
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    if quantize not in (None, "int4", "int8"):
+        raise ValueError(f"load: quantize must be int4 or int8, got {quantize!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"load: plan must be a Plan, such as Plan.for_device(), got {plan!r}")
     if device is not None and not isinstance(device, jax.Device):
@@ -606,15 +644,15 @@ def load(
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
     config = quantised_config(folder, config, data)
+    dtype = dtype or unnamed_dtype(folder, data) or config.dtype
+    if quantize is not None:
+        if config.weight_formats:
+            raise ValueError(f"load: {folder} is quantised already, so quantize must be None")
+        config = quantised_formats(config, quantize, dtype)
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan
-    description = describe(
-        config,
-        dtype=dtype or unnamed_dtype(folder, data),
-        plan=plan,
-        tensor_parallel=tensor_parallel,
-    )
+    description = describe(config, dtype=dtype, plan=plan, tensor_parallel=tensor_parallel)
     description = _in_use(description)
     longest, memory_bytes = check_load(
         description.local,

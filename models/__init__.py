@@ -23,8 +23,9 @@ from fdjax.models.decoder import (
     random_params,
 )
 from fdjax.models.families import FAMILIES
-from fdjax.models.name_map import WeightMap, decoder_weights, export_tensors
+from fdjax.models.name_map import TensorNames, WeightMap, decoder_weights, export_tensors
 from fdjax.models.readable import readable
+from fdjax.models.refused import REFUSED
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 __all__ = [
@@ -69,6 +70,8 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Decode
     types = {name: family for family in FAMILIES.values() for name in family.MODEL_TYPES}
     if model_type not in types:
         problem = "is missing" if model_type is None else f"{model_type!r} is not supported"
+        if reason := REFUSED.get(model_type):
+            problem += f", because {reason}"
         code = " (the checkpoint's own code is never run)" if data.get("auto_map") else ""
         raise CheckpointError(
             f"{source}: model_type {problem}{code}; supported: {', '.join(sorted(types))}"
@@ -76,7 +79,8 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Decode
     family = types[model_type]
     _warn_of_code(data, family.ARCHITECTURE, source)
     try:
-        return family.parse_config(ConfigReader(data, source, family.DEFAULTS))
+        names = getattr(family, "NAMES", {})
+        return family.parse_config(ConfigReader(data, source, family.DEFAULTS, names))
     except CheckpointError:
         raise
     except ValueError as error:
@@ -99,8 +103,7 @@ def _warn_of_code(data: Mapping[str, Any], architecture: str, source: str) -> No
 
 def weight_map(config: DecoderConfig) -> WeightMap:
     """The checkpoint tensors of each parameter of a model."""
-    read = getattr(FAMILIES[config.family], "weight_map", decoder_weights)
-    return read(config)
+    return decoder_weights(config, getattr(FAMILIES[config.family], "TENSORS", TensorNames()))
 
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:

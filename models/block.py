@@ -15,9 +15,13 @@ from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, WeightFormat
 Path = tuple[str, ...]
 
 # Features of a `BlockSpec` that the modules of `fdjax.models.decoder` support.
-DECODER_CAN = frozenset(
-    {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"}
-    | {"tensor_parallel"}
+DECODER_CAN = (
+    frozenset(
+        """
+    qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms
+    post_norms sum_norms parallel shared_norm no_gate residual_multiplier tensor_parallel
+    """.split()
+    )
     | WEIGHT_FEATURES
 )
 
@@ -114,14 +118,24 @@ class BlockSpec:
       width: E.
       mlp_width: F.
       heads, kv_heads, head_dim: H, Hkv, D.
-      norm_eps: epsilon of the RMS norms.
-      activation: activation of the gated MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`.
+      norm_eps: epsilon of the norms.
+      activation: activation of the MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`, or without a
+        gate of `pallas_kernels.activations.UNGATED`.
       attention: scores, mask and RoPE.
       qkv_bias, out_bias, mlp_bias: whether these linear layers have a bias.
-      norm_offset: added to the weights of every RMS norm.
+      norm_offset: added to the weights of every norm.
+      layer_norm: the norms subtract the mean first (LayerNorm); otherwise they are RMS norms.
+      norm_bias: the LayerNorms have a bias.
       qk_norm: q and k are normalised per head, before RoPE.
+      whole_qk_norm: q and k are normalised over all heads at once, before RoPE.
+      no_pre_norms: the inputs of attention and MLP are not normalised.
       post_norms: the outputs of attention and MLP are normalised before they are added to the
         residual stream.
+      sum_norms: the residual stream is normalised after each addition.
+      parallel: attention and MLP read the same residual stream, and both are added to it.
+      shared_norm: the MLP of a parallel block reads the norm of attention.
+      no_gate: the MLP is down(act(up(x))).
+      residual_multiplier: multiplies what is added to the residual stream.
       formats: formats of the quantised weights, by the names in `linears`.
       tensor_parallel: devices that share the layer. Heads and F are then those of one device.
     """
@@ -138,8 +152,17 @@ class BlockSpec:
     out_bias: bool = False
     mlp_bias: bool = False
     norm_offset: float = 0.0
+    layer_norm: bool = False
+    norm_bias: bool = False
     qk_norm: bool = False
+    whole_qk_norm: bool = False
+    no_pre_norms: bool = False
     post_norms: bool = False
+    sum_norms: bool = False
+    parallel: bool = False
+    shared_norm: bool = False
+    no_gate: bool = False
+    residual_multiplier: float = 1.0
     formats: tuple[tuple[str, WeightFormat], ...] = ()
     tensor_parallel: int = 1
 
@@ -152,6 +175,14 @@ class BlockSpec:
                 "config: heads must be a multiple of kv_heads, "
                 f"got {self.heads} and {self.kv_heads}"
             )
+        if self.norm_bias and not self.layer_norm:
+            raise ValueError("config: norm_bias needs layer_norm")
+        if self.qk_norm and self.whole_qk_norm:
+            raise ValueError("config: qk_norm and whole_qk_norm exclude each other")
+        if self.sum_norms and self.parallel:
+            raise ValueError("config: sum_norms and parallel exclude each other")
+        if self.shared_norm and (self.no_pre_norms or not self.parallel):
+            raise ValueError("config: shared_norm needs parallel and pre-norms")
 
     @property
     def group(self) -> int:
@@ -181,19 +212,20 @@ class BlockSpec:
         heads = self.heads * self.head_dim
         qkv = self.kv_heads, self.group + 2, self.head_dim
         ranks = self.tensor_parallel
-        # The residual is added to the sum over the devices.
-        summed = not self.post_norms and ranks == 1
+        summed = self.fuses_residual
+        normed = self.fuses_norms and not self.no_pre_norms
+        up = ("up", (self.mlp_width,)) if self.no_gate else ("gate_up", (2, self.mlp_width))
         linears = {
-            "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=True),
+            "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=normed),
             "out": LinearSpec(
                 *(("attention", "out"), heads, (self.width,), self.out_bias),
                 residual=summed,
                 ranks=ranks,
             ),
-            "gate_up": LinearSpec(
-                *(("mlp", "gate_up"), self.width, (2, self.mlp_width), self.mlp_bias),
-                norm=True,
-                gate=True,
+            up[0]: LinearSpec(
+                *(("mlp", up[0]), self.width, up[1], self.mlp_bias),
+                norm=normed,
+                gate=not self.no_gate,
             ),
             "down": LinearSpec(
                 *(("mlp", "down"), self.mlp_width, (self.width,), self.mlp_bias),
@@ -206,13 +238,32 @@ class BlockSpec:
         return linears
 
     @property
+    def fuses_norms(self) -> bool:
+        """Whether linear layers take the norm before them as an operand."""
+        return not self.layer_norm
+
+    @property
+    def fuses_residual(self) -> bool:
+        """Whether linear layers add their result to the residual stream."""
+        # If devices share the layer, it is added to the sum over them.
+        alone = self.tensor_parallel == 1
+        return alone and not self.post_norms and self.residual_multiplier == 1
+
+    @property
     def norms(self) -> dict[Path, int]:
         """Width of each norm, by the path of its parameters."""
-        norms = {("attention_norm",): self.width, ("mlp_norm",): self.width}
-        if self.post_norms:
-            norms |= {("attention_post_norm",): self.width, ("mlp_post_norm",): self.width}
-        if self.qk_norm:
-            norms |= {("attention", name): self.head_dim for name in ("q_norm", "k_norm")}
+        there = {
+            "attention_norm": not self.no_pre_norms,
+            "mlp_norm": not (self.no_pre_norms or self.shared_norm),
+            "attention_post_norm": self.post_norms,
+            "mlp_post_norm": self.post_norms,
+            "attention_sum_norm": self.sum_norms,
+            "mlp_sum_norm": self.sum_norms,
+        }
+        norms: dict[Path, int] = {(name,): self.width for name, here in there.items() if here}
+        if self.qk_norm or self.whole_qk_norm:
+            for name, heads in (("q_norm", self.heads), ("k_norm", self.kv_heads)):
+                norms["attention", name] = self.head_dim * (heads if self.whole_qk_norm else 1)
         return norms
 
     @property
@@ -223,7 +274,8 @@ class BlockSpec:
         2F values of its product and the F values computed from them, and XLA of JAX 0.11 keeps the
         residual stream a third time.
         """
-        return 3 * (self.width + self.mlp_width)
+        hidden = 2 if self.no_gate else 3
+        return 3 * self.width + hidden * self.mlp_width
 
     @property
     def attention_values(self) -> int:

@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
         super().__init__(readable(message))
 
 
-_BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group"}
+_BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group", "fuses_norms"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,14 @@ class DecoderConfig:
       max_position_embeddings: longest context that the model supports, in tokens.
       dtype: dtype of the checkpoint, a NumPy name.
       embedding_scale: multiplies the embeddings, rounded to their dtype.
+      embedding_norm: the embeddings are normalised.
+      embedding_width: width of embedding and head if it is not E; linear layers without bias lead
+        from one to the other.
+      position_offset: row of position 0 in a learned table, whose rows are added to the embeddings;
+        None for no table.
+      final_norm: the residual stream is normalised before the head.
+      head_bias: a head of its own has a bias.
+      logit_scale: multiplies the logits.
       logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
       head_format: format of a quantised head, or None. The head is then not tied.
     """
@@ -47,6 +55,12 @@ class DecoderConfig:
     max_position_embeddings: int
     dtype: str
     embedding_scale: float = 1.0
+    embedding_norm: bool = False
+    embedding_width: int | None = None
+    position_offset: int | None = None
+    final_norm: bool = True
+    head_bias: bool = False
+    logit_scale: float = 1.0
     logit_soft_cap: float | None = None
     head_format: WeightFormat | None = None
 
@@ -140,13 +154,17 @@ class DecoderConfig:
         """
         shapes = {name: linear.shape for name, linear in self.blocks[0].linears.items()}
         if not self.tie_embeddings:
+            width = self.embedding_width or self.width
+            normed = self.final_norm and self.fuses_norms and width == self.width
             shapes["head"] = LinearShape(
-                *(self.width, self.head_width),
-                norm=True,
-                result="float32",
-                weight=self.head_format,
+                *(width, self.head_width), norm=normed, result="float32", weight=self.head_format
             )
         return shapes
+
+    @property
+    def position_rows(self) -> int:
+        """Rows of the learned table of positions."""
+        return self.max_position_embeddings + self.position_offset
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Bytes of KV cache one token takes over all layers."""
@@ -156,7 +174,8 @@ class DecoderConfig:
 class ConfigReader:
     """Typed access to a config.json. It remembers the fields read, so that none is overlooked.
 
-    `defaults` are used for absent fields. They do not replace a null.
+    `defaults` are used for absent fields. They do not replace a null. `names` has other names of
+    fields, which the file may have in place of a Llama's.
     """
 
     def __init__(
@@ -164,10 +183,17 @@ class ConfigReader:
         data: Mapping[str, Any],
         source: str = "config.json",
         defaults: Mapping[str, Any] = {},
+        names: Mapping[str, Sequence[str]] = {},
     ):
         self.data = {**defaults, **data}
         self.source = source
+        self._names = names
         self._read: set[str] = set()
+
+    def name(self, key: str) -> str:
+        """The name of a field in this file."""
+        names = (*self._names.get(key, ()), key)
+        return next((name for name in names if self.data.get(name) is not None), names[0])
 
     def get(self, key: str, kind: type, default: Any = ...) -> Any:
         """The value of `key`; `default` when it is absent or null.
@@ -176,6 +202,7 @@ class ConfigReader:
           CheckpointError: it is absent or null and has no default, has another type, is not finite,
             or is an integer of 2**31 or more.
         """
+        key = self.name(key)
         self._read.add(key)
         value = self.data.get(key)
         if value is None:
@@ -196,7 +223,9 @@ class ConfigReader:
         """Like `get`, for a positive number."""
         value = self.get(key, kind, default)
         if value <= 0:
-            raise CheckpointError(f"{self.source}: {key!r} must be positive, got {value}")
+            raise CheckpointError(
+                f"{self.source}: {self.name(key)!r} must be positive, got {value}"
+            )
         return value
 
     def one_of(self, key: str, choices: Mapping[str, Any], default: str) -> Any:
@@ -204,7 +233,7 @@ class ConfigReader:
         value = self.get(key, str, default)
         if value not in choices:
             raise CheckpointError(
-                f"{self.source}: {key} {value!r} is not supported; "
+                f"{self.source}: {self.name(key)} {value!r} is not supported; "
                 f"supported: {', '.join(sorted(choices))}"
             )
         return choices[value]
@@ -295,6 +324,7 @@ ACTIVATION_NAMES = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
 }
+UNGATED_NAMES = ACTIVATION_NAMES | {"relu": "relu", "gelu_fast": "gelu_tanh"}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 # Far more than any model has. A damaged file must not fill the memory.
 _MOST_LAYERS = 4096
@@ -309,25 +339,33 @@ def read_dtype(reader: ConfigReader) -> str:
     return reader.one_of(key, DTYPES, "float32")
 
 
-def read_dimensions(reader: ConfigReader) -> dict[str, Any]:
-    """The fields that every family names alike, as fields of `DecoderConfig`."""
+def read_dimensions(reader: ConfigReader, *, default_mlp: int | None = None) -> dict[str, Any]:
+    """The fields that every family has, as fields of `DecoderConfig`.
+
+    Args:
+      reader: reader of the whole file.
+      default_mlp: without `intermediate_size`, the MLP is this many times as wide as the model.
+    """
     width = reader.positive("hidden_size")
     heads = reader.positive("num_attention_heads")
+    heads_key = reader.name("num_attention_heads")
     kv_heads = reader.positive("num_key_value_heads", heads)
     if heads % kv_heads:
         raise CheckpointError(
-            f"{reader.source}: 'num_attention_heads' must be a multiple of 'num_key_value_heads', "
-            f"got {heads} and {kv_heads}"
+            f"{reader.source}: {heads_key!r} must be a multiple of "
+            f"{reader.name('num_key_value_heads')!r}, got {heads} and {kv_heads}"
         )
     if width % heads and reader.get("head_dim", int, None) is None:
         raise CheckpointError(
-            f"{reader.source}: without 'head_dim', 'hidden_size' must be a multiple of "
-            f"'num_attention_heads', got {width} and {heads}"
+            f"{reader.source}: without 'head_dim', {reader.name('hidden_size')!r} must be a "
+            f"multiple of {heads_key!r}, got {width} and {heads}"
         )
     return {
         "vocab_size": reader.positive("vocab_size"),
         "width": width,
-        "mlp_width": reader.positive("intermediate_size"),
+        "mlp_width": reader.positive(
+            "intermediate_size", default_mlp * width if default_mlp else ...
+        ),
         "heads": heads,
         "kv_heads": kv_heads,
         "head_dim": reader.positive("head_dim", width // heads),
@@ -350,7 +388,8 @@ def read_decoder(
       **fields: arguments of `DecoderConfig.alike`; default for the activation is `hidden_act`.
     """
     if "activation" not in fields:
-        fields["activation"] = reader.one_of("hidden_act", ACTIVATION_NAMES, "silu")
+        known = UNGATED_NAMES if fields.get("no_gate") else ACTIVATION_NAMES
+        fields["activation"] = reader.one_of("hidden_act", known, "silu")
     config = DecoderConfig.alike(family=family, **fields)
     reader.finish(ignorable)
     return config
@@ -361,7 +400,8 @@ def read_layers(reader: ConfigReader) -> int:
     layers = reader.positive("num_hidden_layers")
     if layers > _MOST_LAYERS:
         raise CheckpointError(
-            f"{reader.source}: 'num_hidden_layers' must be at most {_MOST_LAYERS}, got {layers}"
+            f"{reader.source}: {reader.name('num_hidden_layers')!r} must be at most "
+            f"{_MOST_LAYERS}, got {layers}"
         )
     return layers
 

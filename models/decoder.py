@@ -1,4 +1,4 @@
-"""The decoder that all families share: pre-norm blocks of attention and a gated MLP.
+"""The decoder that all families share: blocks of attention and MLP, as a `BlockSpec` has them.
 
 Modules hold no cache. `describe` splits them once into a static graph and plain parameters, and
 `Model.module` puts both together again inside a trace.
@@ -23,11 +23,12 @@ from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, whole_config
+from fdjax.pallas_kernels.activations import UNGATED
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
-from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.norm import RMSNorm, layer_norm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import (
     QTensor,
@@ -43,10 +44,12 @@ Params = dict[str, Any]
 
 
 class Norm(nnx.Module):
-    """The weights of an RMS norm. A linear layer that follows it takes them as an operand."""
+    """The weights of a norm. A linear layer that follows an RMS norm takes them as an operand."""
 
     def __init__(self, width: int, spec: BlockSpec, dtype):
         self.scale = nnx.Param(jnp.zeros((width,), dtype))
+        self.bias = nnx.Param(jnp.zeros((width,), dtype)) if spec.norm_bias else None
+        self.is_layer_norm = spec.layer_norm
         self.offset = spec.norm_offset
         self.eps = spec.norm_eps
 
@@ -56,7 +59,7 @@ class Norm(nnx.Module):
         return cls(spec.norms[path], spec, dtype) if path in spec.norms else None
 
     def operand(self) -> RMSNorm:
-        """The norm as an operand of `matmul`."""
+        """The RMS norm as an operand of `matmul`."""
         scale = self.scale[...]
         if self.offset:
             # In fp32: weights around 0 would lose bits when 1 is added.
@@ -66,7 +69,11 @@ class Norm(nnx.Module):
     def __call__(self, x: Array, plan: Plan) -> Array:
         """Normalise x [B,T,...,width] over the last axis."""
         norm = self.operand()
-        return _by_row(functools.partial(rms_norm, scale=norm.scale, eps=norm.eps), x, plan)
+        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps)
+        if self.is_layer_norm:
+            bias = None if self.bias is None else self.bias[...]
+            run = functools.partial(layer_norm, scale=norm.scale, bias=bias, eps=norm.eps)
+        return _by_row(run, x, plan)
 
 
 class Linear(nnx.Module):
@@ -132,41 +139,53 @@ class Attention(nnx.Module):
         self.out = Linear.of(linears["out"], dtype)
         self.q_norm = Norm.of(spec, dtype, "attention", "q_norm")
         self.k_norm = Norm.of(spec, dtype, "attention", "k_norm")
+        self.norms_heads = spec.qk_norm
 
     def __call__(self, qkv: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
         """Results of `self.qkv` [B,T,...] → (input of `self.out` [B,T,H·D], updated cache)."""
         b, t, _ = qkv.shape
         qkv = qkv.reshape(b, t, *self.heads)
         if self.q_norm is not None:
-            q, k, v = jnp.split(qkv, (-2, -1), axis=3)
-            qkv = jnp.concatenate([self.q_norm(q, plan), self.k_norm(k, plan), v], axis=3)
+            *qk, v = jnp.split(qkv, (-2, -1), axis=3)
+            shapes = [a.shape if self.norms_heads else (b, t, a[0, 0].size) for a in qk]
+            qk = [
+                norm(a.reshape(shape), plan).reshape(a.shape)
+                for norm, a, shape in zip((self.q_norm, self.k_norm), qk, shapes, strict=True)
+            ]
+            qkv = jnp.concatenate([*qk, v], axis=3)
         o, kv = attend(self.spec, kv, qkv)
         return o.reshape(b, t, -1), kv
 
 
 class MLP(nnx.Module):
-    """Gated MLP: down(act(gate(x)) * up(x))."""
+    """MLP: down(act(gate(x)) * up(x)), or down(act(up(x)))."""
 
     def __init__(self, spec: BlockSpec, dtype):
         self.activation = spec.activation
-        self.gate_up = Linear.of(spec.linears["gate_up"], dtype)
+        self.up = Linear.of(spec.linears["up"], dtype) if spec.no_gate else None
+        self.gate_up = None if spec.no_gate else Linear.of(spec.linears["gate_up"], dtype)
         self.down = Linear.of(spec.linears["down"], dtype)
 
-    def __call__(self, x: Array, norm: RMSNorm, post_norm: Norm | None, plan: Plan) -> Array:
-        """x [B,T,E] → x + post_norm(mlp(norm(x)))."""
-        hidden = self.gate_up(x, norm=norm, gate=self.activation, plan=plan)
-        return _add(x, self.down, hidden, post_norm, plan)
+    def hidden(self, x: Array, norm: Norm | None, plan: Plan) -> Array:
+        """x [B,T,E] → input of `down` [B,T,F]."""
+        if self.up is None:
+            return _normed(norm, self.gate_up, x, plan, gate=self.activation)
+
+        def act(x):
+            return UNGATED[self.activation](x.astype(jnp.float32)).astype(x.dtype)
+
+        return _by_row(act, _normed(norm, self.up, x, plan), plan)
 
 
-def _add(x: Array, linear: Linear, hidden: Array, post_norm: Norm | None, plan: Plan) -> Array:
-    """x [B,T,E] → x + post_norm(linear(hidden))."""
-    if post_norm is None:
-        y = linear(hidden, residual=x, plan=plan)
-    else:
-        y = x + post_norm(linear(hidden, plan=plan), plan)
-    # Without the barrier, for many tokens, XLA would keep the addends of all layers and sum them
-    # again at every use.
-    return y if x.shape[1] == 1 else lax.optimization_barrier(y)
+def _normed(
+    norm: Norm | None, linear: Callable[..., Array], x: Array, plan: Plan, **fused
+) -> Array:
+    """linear(norm(x)), x [...,K]; `fused` are keywords of `matmul`."""
+    if norm is not None and norm.is_layer_norm:
+        x = norm(x.reshape(-1, 1, x.shape[-1]), plan).reshape(x.shape)
+    elif norm is not None:
+        fused["norm"] = norm.operand()
+    return linear(x, plan=plan, **fused)
 
 
 def _by_row(function: Callable[[Array], Array], x: Array, plan: Plan) -> Array:
@@ -185,9 +204,14 @@ class DecoderBlock(nnx.Module):
         self.attention_norm = norm("attention_norm")
         self.attention = Attention(spec, dtype)
         self.attention_post_norm = norm("attention_post_norm")
+        self.attention_sum_norm = norm("attention_sum_norm")
         self.mlp_norm = norm("mlp_norm")
         self.mlp = MLP(spec, dtype)
         self.mlp_post_norm = norm("mlp_post_norm")
+        self.mlp_sum_norm = norm("mlp_sum_norm")
+        self.parallel = spec.parallel
+        self.shared_norm = spec.shared_norm
+        self.residual_multiplier = spec.residual_multiplier
 
     def __call__(
         self, x: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
@@ -196,8 +220,11 @@ class DecoderBlock(nnx.Module):
 
         Args: see `Decoder.__call__`.
         """
-        qkv = self.attention.qkv(x, norm=self.attention_norm.operand(), plan=plan)
-        return self.from_qkv(x, qkv, kv, attend, plan, last)
+        return self.from_qkv(x, self.first_product(x, plan), kv, attend, plan, last)
+
+    def first_product(self, x: Array, plan: Plan) -> Array:
+        """x [B,T,E] → results of `attention.qkv` [B,T,N]."""
+        return _normed(self.attention_norm, self.attention.qkv, x, plan)
 
     def from_qkv(
         self, x: Array, qkv: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
@@ -209,8 +236,30 @@ class DecoderBlock(nnx.Module):
             # These products run once per prompt, so kernels would save less time than lowering
             # them takes.
             plan = plan.with_xla("matmul")
-        x = _add(x, self.attention.out, o, self.attention_post_norm, plan)
-        return self.mlp(x, self.mlp_norm.operand(), self.mlp_post_norm, plan), kv
+        y = self._add(x, self.attention.out, o, self.attention_post_norm, plan)
+        if self.attention_sum_norm is not None:
+            y = self.attention_sum_norm(y, plan)
+        norm = self.attention_norm if self.shared_norm else self.mlp_norm
+        hidden = self.mlp.hidden(x if self.parallel else y, norm, plan)
+        y = self._add(y, self.mlp.down, hidden, self.mlp_post_norm, plan)
+        return y if self.mlp_sum_norm is None else self.mlp_sum_norm(y, plan), kv
+
+    def _add(
+        self, x: Array, linear: Linear, hidden: Array, post_norm: Norm | None, plan: Plan
+    ) -> Array:
+        """x [B,T,E] → x + residual_multiplier * post_norm(linear(hidden))."""
+        scale = self.residual_multiplier
+        if post_norm is None and scale == 1:
+            y = linear(hidden, residual=x, plan=plan)
+        else:
+            y = linear(hidden, plan=plan)
+            y = y if post_norm is None else post_norm(y, plan)
+            # Scaled on its own: fused with the addition, it would be rounded in another way.
+            y = y if scale == 1 else _by_row(lambda y: y * jnp.asarray(scale, y.dtype), y, plan)
+            y = x + y
+        # Without the barrier, for many tokens, XLA would keep the addends of all layers and sum
+        # them again at every use.
+        return y if x.shape[1] == 1 else lax.optimization_barrier(y)
 
     def to_next_qkv(
         self,
@@ -300,15 +349,26 @@ class Decoder(nnx.Module):
     """Embedding, blocks, final norm, head."""
 
     def __init__(self, config: DecoderConfig, dtype):
+        width, inner = config.width, config.embedding_width or config.width
         rows = config.head_width if config.tie_embeddings else config.vocab_size
-        self.embed = nnx.Param(jnp.zeros((rows, config.width), dtype))
+        self.embed = nnx.Param(jnp.zeros((rows, inner), dtype))
+        self.positions = (
+            None
+            if config.position_offset is None
+            else nnx.Param(jnp.zeros((config.position_rows, width), dtype))
+        )
+        self.embed_norm = Norm(width, config.blocks[0], dtype) if config.embedding_norm else None
+        self.embed_in, self.embed_out = (
+            Linear(shape, False, dtype) if inner != width else None
+            for shape in ((inner, width), (width, inner))
+        )
         self.blocks = nnx.List([DecoderBlock(spec, dtype) for spec in config.blocks])
         self.config = config
-        self.norm = Norm(config.width, config.blocks[-1], dtype)
+        self.norm = Norm(width, config.blocks[-1], dtype) if config.final_norm else None
         self.head = (
             None
             if config.tie_embeddings
-            else Linear((config.width, config.head_width), False, dtype, config.head_format)
+            else Linear((inner, config.head_width), config.head_bias, dtype, config.head_format)
         )
 
     def __call__(
@@ -318,6 +378,7 @@ class Decoder(nnx.Module):
         attend: Attend,
         plan: Plan,
         *,
+        starts: Array | None,
         last: Array | None = None,
     ) -> tuple[Array, list[Any] | Stack]:
         """Compute hidden states before the final norm.
@@ -327,13 +388,15 @@ class Decoder(nnx.Module):
           kv: one cache per layer, or one `Stack` for all, in a form that `attend` takes.
           attend: attention against that cache.
           plan: chooses the implementations.
+          starts: [B] int32 position of each row's first token; None for 0. Only a learned table of
+            positions uses it.
           last: [B] int32 index of the one token per row whose state is wanted; default all tokens.
             For other tokens, the last block then only updates its cache.
 
         Returns:
           ([B, T, E], or [B, 1, E] with `last`; the updated caches).
         """
-        x = self._embedded(tokens, plan)
+        x = self.embedded(tokens, starts, plan)
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
@@ -347,14 +410,23 @@ class Decoder(nnx.Module):
             kv = _updated(kv, i, layer_kv)
         return x, kv
 
-    def _embedded(self, tokens: Array, plan: Plan) -> Array:
-        """tokens [B,T] → [B,T,E]."""
+    def embedded(self, tokens: Array, starts: Array | None, plan: Plan) -> Array:
+        """tokens [B,T], at positions from starts [B] on → [B,T,E]."""
         x = self._rows(tokens)
         if (scale := self.config.embedding_scale) != 1:
             # For a single row, XLA would merge this factor with the first norm's and so round
             # differently than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
-        return x
+        if self.embed_in is not None:
+            x = self.embed_in(x, plan=plan)
+        if self.positions is not None:
+            at = self.config.position_offset + jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            at = at if starts is None else at + starts[:, None]
+            # Padding may lie past the end of the table.
+            x = x + jnp.take(
+                self.positions[...], jnp.broadcast_to(at, tokens.shape), axis=0, mode="clip"
+            )
+        return x if self.embed_norm is None else self.embed_norm(x, plan)
 
     def _rows(self, tokens: Array) -> Array:
         """Rows of the embedding, which devices share if it is the head too: [B,T] → [B,T,E]."""
@@ -391,7 +463,7 @@ class Decoder(nnx.Module):
         Returns:
           (hidden states before the final norm [B,1,E], the updated caches).
         """
-        x = self._embedded(tokens[:, None], plan)[:, 0]
+        x = self.embedded(tokens[:, None], lengths, plan)[:, 0]
         first = self.config.attention[0]
         x, *kv = decode_layers(
             *(x, *kv, lengths, rotation_at(first.rope), layer_weights(stacked)),
@@ -421,7 +493,7 @@ class Decoder(nnx.Module):
 
         run = _shared(run, x)
         first, end = self.blocks[0], self.blocks[-1]
-        qkv = first.attention.qkv(x, norm=first.attention_norm.operand(), plan=plan)
+        qkv = first.first_product(x, plan)
         counters = chain_counters(len(self.blocks) - 1)
         for i, pair in enumerate(itertools.pairwise(self.blocks)):
             graph, params = nnx.split(nnx.List(pair))
@@ -433,18 +505,25 @@ class Decoder(nnx.Module):
 
     def logits(self, hidden: Array, plan: Plan) -> Array:
         """hidden [..., E] → fp32 logits [..., V]."""
-        fused = {"norm": self.norm.operand(), "preferred_element_type": jnp.float32, "plan": plan}
-        if self.head is None:
-            # XLA reads the transposed embedding in place. A kernel would need a copy each time.
-            logits = matmul(hidden, self.embed[...].T, implementation="xla", **fused)
-        else:
-            logits = self.head(hidden, **fused)
+        norm = self.norm
+        if self.embed_out is not None:
+            hidden, norm = _normed(norm, self.embed_out, hidden, plan), None
+        logits = _normed(norm, self._head, hidden, plan, preferred_element_type=jnp.float32)
         if self.config.tensor_parallel > 1:
             logits = lax.all_gather(logits, AXIS, axis=logits.ndim - 1, tiled=True)
             logits = logits[..., : self.config.vocab_size]
+        if (scale := self.config.logit_scale) != 1:
+            logits = logits * scale
         if (cap := self.config.logit_soft_cap) is not None:
             logits = cap * jnp.tanh(logits / cap)
         return logits
+
+    def _head(self, hidden: Array, **fused) -> Array:
+        """The head, or the transposed embedding; `fused` are keywords of `matmul`."""
+        if self.head is not None:
+            return self.head(hidden, **fused)
+        # XLA reads the transposed embedding in place. A kernel would need a copy each time.
+        return matmul(hidden, self.embed[...].T, implementation="xla", **fused)
 
 
 def _layer(kv: list[Any] | Stack, i: int) -> Any:

@@ -2,19 +2,24 @@
 
 Hugging Face stores a linear layer as [N, K]. fdjax stores [K, N], with Q, K and V fused and grouped
 by KV head, and with gate and up fused. Tensor parallelism can slice these layouts.
+
+RoPE rotates pairs (i, i + dim/2). Some checkpoints are trained with pairs (2i, 2i + 1): their rows
+of Q and K are reordered, which changes no score. So no kernel needs to know of the other pairs.
 """
 
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
-from fdjax.models.block import BlockSpec
+from fdjax.models.block import BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 
 Path = tuple[str | int, ...]
@@ -60,15 +65,23 @@ class Transposed:
 
 @dataclasses.dataclass(frozen=True)
 class GroupedQKV:
-    """Q, K and V weights, or biases, grouped by KV head: G query heads, then K, then V."""
+    """Q, K and V weights, or biases, grouped by KV head: G query heads, then K, then V.
+
+    Attributes:
+      kv_heads, group, head_dim: Hkv, G, D.
+      interleaved: so many dimensions at the beginning of a head of Q or K are pairs (2i, 2i + 1).
+    """
 
     kv_heads: int
     group: int
     head_dim: int
+    interleaved: int = 0
 
     def join(self, parts):
         """[H·D, E], [Hkv·D, E], [Hkv·D, E] → [E, Hkv, G+2, D]; biases have no axis E."""
         parts = [p.reshape(self.kv_heads, -1, self.head_dim, *p.shape[1:]) for p in parts]
+        if self.interleaved:
+            parts = [p[:, :, self._order()] for p in parts[:2]] + parts[2:]
         joined = jnp.concatenate(parts, axis=1)
         return jnp.moveaxis(joined, -1, 0) if joined.ndim == 4 else joined
 
@@ -77,8 +90,36 @@ class GroupedQKV:
         if parameter.ndim == 4:
             parameter = jnp.moveaxis(parameter, 0, -1)
         g = self.group
-        parts = parameter[:, :g], parameter[:, g : g + 1], parameter[:, g + 1 :]
+        parts = [parameter[:, :g], parameter[:, g : g + 1], parameter[:, g + 1 :]]
+        if self.interleaved:
+            parts = [p[:, :, np.argsort(self._order())] for p in parts[:2]] + parts[2:]
         return [p.reshape(-1, *p.shape[3:]) for p in parts]
+
+    def _order(self) -> np.ndarray:
+        """[D] the dimension of the checkpoint that each dimension of ours is."""
+        end = self.interleaved
+        return np.r_[0:end:2, 1:end:2, end : self.head_dim]
+
+
+@dataclasses.dataclass(frozen=True)
+class PerGroupQKV:
+    """Q, K and V in one tensor, which is grouped by KV head already."""
+
+    kv_heads: int
+    group: int
+    head_dim: int
+
+    def join(self, parts):
+        """[Hkv·(G+2)·D, E] → [E, Hkv, G+2, D]; biases have no axis E."""
+        (part,) = parts
+        grouped = part.reshape(self.kv_heads, self.group + 2, self.head_dim, *part.shape[1:])
+        return jnp.moveaxis(grouped, -1, 0) if grouped.ndim == 4 else grouped
+
+    def split(self, parameter):
+        """The inverse of `join`."""
+        if parameter.ndim == 4:
+            parameter = jnp.moveaxis(parameter, 0, -1)
+        return [parameter.reshape(-1, *parameter.shape[3:])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,6 +156,21 @@ class StackedRows:
 
 
 @dataclasses.dataclass(frozen=True)
+class InputsFirst:
+    """Weights that the checkpoint stores as [K, N]."""
+
+    layout: Layout
+
+    def join(self, parts):
+        """[K,N] each → the parameter of `layout`; biases stay as they are."""
+        return self.layout.join([p.T for p in parts])
+
+    def split(self, parameter):
+        """The inverse of `join`."""
+        return [p.T for p in self.layout.split(parameter)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Weight:
     """The checkpoint tensors of one parameter.
 
@@ -130,78 +186,132 @@ class Weight:
 WeightMap = dict[Path, Weight]
 
 
-def decoder_weights(config: DecoderConfig, *, fused: bool = False) -> WeightMap:
-    """The weight map with the tensor names of Llama and most of its descendants.
+@dataclasses.dataclass(frozen=True)
+class TensorNames:
+    """The names of a checkpoint's modules, and how it stores their tensors. Default: as a Llama.
 
-    Args:
-      config: the architecture.
-      fused: the checkpoint stores Q, K and V in one tensor, and gate and up in one.
+    Attributes:
+      embed, norm, head: the modules outside of the layers.
+      positions, embed_norm, embed_in, embed_out: modules that few models have, see `DecoderConfig`.
+      layer: beginning of the names in a layer; {} is its index.
+      own: linear layer or norm of ours → its modules in a layer, where they differ from a Llama's.
+        For Q, K and V, or gate and up, one module holds them all, one after the other.
+      per_group: the one module of Q, K and V has them grouped by KV head.
+      interleaved: RoPE rotates pairs (2i, 2i + 1) of the checkpoint's dimensions.
+      inputs_first: weights in the layers are stored as [K, N].
     """
-    c = config
-    weights: WeightMap = {
-        ("embed",): Weight((("model.embed_tokens.weight", (c.vocab_size, c.width)),)),
-        ("norm", "scale"): Weight((("model.norm.weight", (c.width,)),)),
-    }
-    if not c.tie_embeddings:
-        head = (("lm_head.weight", (c.vocab_size, c.width)),)
-        weights["head", "weight"] = Weight(head, Transposed())
-    for i, block in enumerate(c.blocks):
-        weights |= _block_weights(block, ("blocks", i), f"model.layers.{i}.", fused)
-    return weights
+
+    embed: str = "model.embed_tokens"
+    norm: str = "model.norm"
+    head: str = "lm_head"
+    positions: str = ""
+    embed_norm: str = ""
+    embed_in: str = ""
+    embed_out: str = ""
+    layer: str = "model.layers.{}."
+    own: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    per_group: bool = False
+    interleaved: bool = False
+    inputs_first: bool = False
+
+    def of(self, name: str) -> tuple[str, ...]:
+        """The modules of a linear layer or norm."""
+        return self.own[name] if name in self.own else _LLAMA[name]
 
 
-_NORMS = {
-    "attention_norm": "input_layernorm",
-    "mlp_norm": "post_attention_layernorm",
-    "q_norm": "self_attn.q_norm",
-    "k_norm": "self_attn.k_norm",
-}
-# Names in checkpoints whose blocks have post norms.
-_NORMS_WITH_POST = _NORMS | {
-    "attention_post_norm": "post_attention_layernorm",
-    "mlp_norm": "pre_feedforward_layernorm",
-    "mlp_post_norm": "post_feedforward_layernorm",
-}
-_PROJECTIONS = {
+_LLAMA = {
+    "attention_norm": ("input_layernorm",),
+    "mlp_norm": ("post_attention_layernorm",),
+    "q_norm": ("self_attn.q_norm",),
+    "k_norm": ("self_attn.k_norm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
+    "up": ("mlp.up_proj",),
     "down": ("mlp.down_proj",),
 }
-_FUSED_PROJECTIONS = {"qkv": "self_attn.qkv_proj", "gate_up": "mlp.gate_up_proj"}
 
 
-def _block_weights(block: BlockSpec, ours: Path, theirs: str, fused: bool) -> WeightMap:
+def decoder_weights(config: DecoderConfig, names: TensorNames = TensorNames()) -> WeightMap:
+    """The weight map of a model whose checkpoint has these names."""
+    c, n = config, names
+    inner = c.embedding_width or c.width
+    weights: WeightMap = {("embed",): Weight(((f"{n.embed}.weight", (c.vocab_size, inner)),))}
+    if c.position_offset is not None:
+        table = (f"{n.positions}.weight", (c.position_rows, c.width))
+        weights["positions",] = Weight((table,))
+    for ours, theirs, there in (
+        ("norm", n.norm, c.final_norm),
+        ("embed_norm", n.embed_norm, c.embedding_norm),
+    ):
+        if there:
+            weights |= _norm(c.blocks[-1], (ours,), theirs, c.width)
+    if inner != c.width:
+        weights |= _linear(("embed_in",), n.embed_in, inner, c.width)
+        weights |= _linear(("embed_out",), n.embed_out, c.width, inner)
+    if not c.tie_embeddings:
+        weights |= _linear(("head",), n.head, inner, c.vocab_size, bias=c.head_bias)
+    for i, block in enumerate(c.blocks):
+        weights |= _block_weights(block, ("blocks", i), names.layer.format(i), names)
+    return weights
+
+
+def _norm(block: BlockSpec, ours: Path, theirs: str, width: int) -> WeightMap:
+    """The weights of a norm."""
+    weights = {(*ours, "scale"): Weight(((f"{theirs}.weight", (width,)),))}
+    if block.norm_bias:
+        weights[(*ours, "bias")] = Weight(((f"{theirs}.bias", (width,)),))
+    return weights
+
+
+def _linear(ours: Path, theirs: str, k: int, n: int, *, bias: bool = False) -> WeightMap:
+    """The weights of a linear layer outside of the layers."""
+    weights = {(*ours, "weight"): Weight(((f"{theirs}.weight", (n, k)),), Transposed())}
+    if bias:
+        weights[(*ours, "bias")] = Weight(((f"{theirs}.bias", (n,)),))
+    return weights
+
+
+def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames) -> WeightMap:
     """The weights of one layer: paths begin with `ours`, tensor names with `theirs`."""
     weights: WeightMap = {}
-    names = _NORMS_WITH_POST if block.post_norms else _NORMS
     for path, width in block.norms.items():
-        tensor = f"{theirs}{names[path[-1]]}.weight"
-        weights[(*ours, *path, "scale")] = Weight(((tensor, (width,)),))
-    kv = block.kv_heads * block.head_dim
-    # Linear layers that a checkpoint stores separately: their outputs, and how they are joined.
-    several = {
-        "qkv": (
-            (block.heads * block.head_dim, kv, kv),
-            GroupedQKV(block.kv_heads, block.group, block.head_dim),
-        ),
-        "gate_up": ((block.mlp_width, block.mlp_width), GateUp()),
-    }
+        (module,) = names.of(path[-1])
+        weights |= _norm(block, (*ours, *path), theirs + module, width)
     for name, linear in block.linears.items():
-        outs, layout = several.get(name, (linear.outs, Transposed()))
-        projections = _PROJECTIONS[name]
-        if fused and name in _FUSED_PROJECTIONS:
-            layout = StackedRows(outs, layout)
-            outs, projections = (sum(outs),), (_FUSED_PROJECTIONS[name],)
-        sources = [(f"{theirs}{p}", out) for p, out in zip(projections, outs, strict=True)]
+        modules = [theirs + module for module in names.of(name)]
+        outs, layout = _stored(block, name, linear, len(modules), names)
+        first = names.inputs_first
         weights[(*ours, *linear.path, "weight")] = Weight(
-            tuple((f"{source}.weight", (out, linear.k)) for source, out in sources), layout
+            tuple(
+                (f"{module}.weight", (linear.k, out) if first else (out, linear.k))
+                for module, out in zip(modules, outs, strict=True)
+            ),
+            InputsFirst(layout) if first else layout,
         )
         if linear.bias:
-            weights[(*ours, *linear.path, "bias")] = Weight(
-                tuple((f"{source}.bias", (out,)) for source, out in sources), layout
-            )
+            sources = [(f"{m}.bias", (out,)) for m, out in zip(modules, outs, strict=True)]
+            weights[(*ours, *linear.path, "bias")] = Weight(tuple(sources), layout)
     return weights
+
+
+def _stored(
+    block: BlockSpec, name: str, linear: LinearSpec, modules: int, names: TensorNames
+) -> tuple[tuple[int, ...], Layout]:
+    """The outputs of each of the modules of a linear layer, and how they are joined."""
+    if name not in ("qkv", "gate_up"):
+        return linear.outs, Transposed()
+    heads = block.kv_heads, block.group, block.head_dim
+    if name == "qkv" and names.per_group:
+        return (math.prod(linear.outs),), PerGroupQKV(*heads)
+    if name == "qkv":
+        q, kv = (n * block.head_dim for n in (block.heads, block.kv_heads))
+        rope = block.attention.rope
+        pairs = rope.dim if names.interleaved and rope is not None else 0
+        outs, layout = (q, kv, kv), GroupedQKV(*heads, interleaved=pairs)
+    else:
+        outs, layout = (block.mlp_width,) * 2, GateUp()
+    return (outs, layout) if modules > 1 else ((sum(outs),), StackedRows(outs, layout))
 
 
 @functools.partial(jax.jit, static_argnames=("layout", "dtype"))

@@ -19,6 +19,7 @@ def read_rope(
     *,
     theta_key: str = "rope_theta",
     default_theta: float = 10000.0,
+    default_partial: float = 1.0,
     sections: Sequence[ConfigReader] | None = None,
     aliases: Mapping[str, str] = {},
 ) -> Rope:
@@ -29,6 +30,7 @@ def read_rope(
       head_dim: D.
       theta_key: field with theta outside the sections.
       default_theta: theta if the file has none.
+      default_partial: the share of a head that is rotated, if the file has none.
       sections: the objects that describe the scaling; default `rope_parameters` and `rope_scaling`.
       aliases: alias → rope type.
 
@@ -42,7 +44,8 @@ def read_rope(
         default_theta,
         float,
     )
-    partial = _agreed([(r, "partial_rotary_factor") for r in (reader, *sections)], 1.0, float)
+    places = [(r, "partial_rotary_factor") for r in (reader, *sections)]
+    partial = _agreed(places, default_partial, float)
     dim = int(head_dim * min(partial, 1.0))
     if partial > 1 or dim < 2 or dim % 2:
         raise CheckpointError(
@@ -72,6 +75,22 @@ def rope_sections(reader: ConfigReader, *keys: str) -> list[ConfigReader]:
     ]
 
 
+def sections_by_layer_type(
+    reader: ConfigReader,
+) -> tuple[list[ConfigReader], list[ConfigReader]]:
+    """Sections for full and for sliding attention; `rope_scaling` belongs to full attention."""
+    full, local = rope_sections(reader, "rope_scaling"), []
+    for new in rope_sections(reader, "rope_parameters"):
+        full += rope_sections(new, "full_attention")
+        local += rope_sections(new, "sliding_attention")
+        if unknown := new.unread():
+            raise CheckpointError(
+                f"{new.source}: unknown keys {', '.join(unknown)}; "
+                f"known: {', '.join(sorted(new.known()))}"
+            )
+    return full, local
+
+
 def _agreed(places: Sequence[tuple[ConfigReader, str]], default, kind: type):
     """Read a positive number that may be in several places, which must agree."""
     given = [
@@ -82,7 +101,7 @@ def _agreed(places: Sequence[tuple[ConfigReader, str]], default, kind: type):
     if len(set(given)) > 1:
         reader, key = places[0]
         raise CheckpointError(
-            f"{reader.source}: {key!r} must be the same everywhere, "
+            f"{reader.source}: {reader.name(key)!r} must be the same everywhere, "
             f"got {' and '.join(map(str, given))}"
         )
     return given[0] if given else default

@@ -21,11 +21,19 @@ from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES
 from fdjax.pallas_kernels.ranks import AXIS
 
 # Features of a `BlockSpec`, of its attention and of a `DecoderConfig` that devices can share.
-_BLOCK_CAN = WEIGHT_FEATURES | {
-    *("qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"),
-}
+_BLOCK_CAN = WEIGHT_FEATURES.union(
+    """
+    qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm no_pre_norms post_norms
+    sum_norms parallel shared_norm no_gate residual_multiplier
+    """.split()
+)
 _ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "phi", "unified"})
-_CONFIG_CAN = frozenset({"embedding_scale", "logit_soft_cap", "head_format"})
+_CONFIG_CAN = frozenset(
+    """
+    embedding_scale embedding_norm embedding_width position_offset final_norm head_bias logit_scale
+    logit_soft_cap head_format
+    """.split()
+)
 # Parameters that are divided by the vocabulary, by the first name in their path.
 _BY_VOCABULARY = ("embed", "head")
 

@@ -1,4 +1,4 @@
-"""RMS normalisation: y = x / rms(x) * scale.
+"""RMS normalisation, y = x / rms(x) * scale, and LayerNorm, y = (x - mean) / std * scale + bias.
 
 Memory bound: 2·M·K·itemsize bytes, or none where it is fused.
 """
@@ -44,3 +44,32 @@ def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     y = x32 * lax.rsqrt(mean_square + eps)
     return (y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)).astype(x.dtype)
+
+
+def layer_norm(x: Array, scale: Array, bias: Array | None = None, *, eps: float) -> Array:
+    """LayerNorm over the last axis, computed in fp32 (Ba et al. 2016).
+
+    Args:
+      x: [..., K].
+      scale: [K].
+      bias: [K], or None.
+      eps: added to the variance.
+
+    Returns:
+      [..., K] in the dtype of x.
+
+    Raises:
+      ValueError: scale or bias is not [K].
+    """
+    for name, weights in (("scale", scale), ("bias", bias)):
+        if weights is not None and weights.shape != x.shape[-1:]:
+            raise ValueError(
+                f"layer_norm: {name} must be [{x.shape[-1]}], got {list(weights.shape)}"
+            )
+    x32 = x.astype(jnp.float32)
+    centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
+    y = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
+    y = y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)
+    if bias is not None:
+        y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
+    return y.astype(x.dtype)

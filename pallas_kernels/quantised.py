@@ -132,13 +132,18 @@ class QTensor:
         return tuple(self.scales.shape[: self.scales.ndim - len(self.shape)])
 
 
+def word_rows(k: int, kind: str) -> int:
+    """Number of words that hold K codes of a column in the layout "plain"."""
+    return -(-k * BITS[kind] // 32)
+
+
 def words_shape(kind: str, shape: tuple[int, ...], layout: str = PLAIN) -> tuple[int, ...]:
     """Shape of the words of a weight [K,N] or [K,2,N]."""
     k, *outs = shape
     if layout == BRICKS:
         *parts, n = outs
         return *parts, n // BRICK, k // BRICK, *brick_words(BITS[kind])
-    return -(-k * BITS[kind] // 32), *outs
+    return word_rows(k, kind), *outs
 
 
 def in_layout(q: QTensor, layout: str) -> QTensor:

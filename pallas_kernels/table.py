@@ -1,5 +1,7 @@
 """Measured dataflow tables (FlashDecoding++, section 5): the fastest implementation by shape."""
 
+import collections
+import dataclasses
 import functools
 import json
 import logging
@@ -76,8 +78,15 @@ def read_entries(
 
 
 def revisions_of(implementations: Sequence[Implementation]) -> dict[str, int]:
-    """The revision of each op's configurable kernel, as tables store it."""
-    return {i.op: i.revision for i in implementations if i.config is not None}
+    """The revision of each op's configurable kernels, as tables store it.
+
+    It is 1 more than the number of changes to any of them.
+    """
+    changes = collections.Counter()
+    for i in implementations:
+        if i.config is not None:
+            changes[i.op] += i.revision - 1
+    return {op: 1 + count for op, count in changes.items()}
 
 
 def entry_of(
@@ -100,7 +109,7 @@ def entry_of(
         if wrong:
             raise ValueError(f"{where}: a {kind} must hold integers, got {', '.join(wrong)}")
     if config is not None:
-        _check_config(row, revisions, where, found)
+        _check_config(row, revisions, where, found, revisions_of(implementations))
     choice = Choice(
         row["implementation"],
         config=None if config is None else tuple(sorted(config.items())),
@@ -109,20 +118,22 @@ def entry_of(
     return Entry(op=op, shape=tuple(sorted(shape.items())), choice=choice)
 
 
-def _check_config(row, revisions, where, found) -> None:
+def _check_config(row, revisions, where, found, current) -> None:
     """Raise ValueError if the configuration of a row is invalid for its kernel."""
     op, config = row["op"], row["config"]
-    tuned = next((i for i in found if i.config is not None), None)
-    if tuned is None:
+    tuned = [i.config for i in found if i.config is not None]
+    if not tuned:
         raise ValueError(
             f"{where}: {row['implementation']!r} for {op} takes no config, got {config}"
         )
-    if revisions.get(op) != tuned.revision:
+    if revisions.get(op) != current[op]:
         raise ValueError(
-            f"{where}: the revision of {op} must be {tuned.revision}, got {revisions.get(op)}"
+            f"{where}: the revision of {op} must be {current[op]}, got {revisions.get(op)}"
         )
+    # Kernels that share a name have configurations with other fields.
+    named = [c for c in tuned if set(config) <= {f.name for f in dataclasses.fields(c)}]
     try:
-        tuned.config(**config)
+        (named or tuned)[0](**config)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: a config must be valid for {op}, got {config} for {row['shape']}, {error}"

@@ -64,7 +64,6 @@ FAMILY = """
 \"\"\"A family of this test: a Llama by another name, whose q, k, v and output have biases.\"\"\"
 
 from fdjax.models.config import ConfigReader, DecoderConfig, read_dimensions, read_layers
-from fdjax.models.name_map import WeightMap, decoder_weights
 from fdjax.models.rope import read_rope
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
@@ -87,10 +86,6 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         mlp_bias=True,
         **dimensions,
     )
-
-
-def weight_map(config: DecoderConfig) -> WeightMap:
-    return decoder_weights(config)
 """
 
 GREEDY = """

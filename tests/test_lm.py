@@ -371,7 +371,7 @@ def test_a_list_of_another_length_is_refused(lm):
         ("n", "use num_return_sequences"),
         ("generation_config", "pass the configuration as `config`"),
         ("streamer", "use `lm.stream`, which yields the text"),
-        ("num_beams", "beam search is not supported"),
+        ("beam_size", "use num_beams"),
         ("temprature", "did you mean temperature?"),
         ("nonsense", "help(fdjax.GenerationConfig) has the options"),
     ],

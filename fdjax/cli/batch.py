@@ -193,6 +193,8 @@ def _answer(answer: Answer, index: int) -> dict[str, Any]:
         called, name = rf"\bprompt {answer.index}\b", f"prompt {index}"
         return {"error": re.sub(called, name, _error(answer.error)["error"], count=1)}
     fields = {"text": answer.text, "tokens": answer.tokens, "finish_reason": answer.finish_reason}
+    if answer.sequences_score is not None:
+        fields["sequences_score"] = answer.sequences_score
     if answer.logprobs is not None:
         fields["logprobs"] = answer.logprobs
     if answer.top_logprobs is not None:

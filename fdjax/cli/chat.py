@@ -33,7 +33,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--chat-template", metavar="T", help="a Jinja file, or the name of a template of the model"
     )
-    add_sampling(parser, f"default: {CHAT_TOKENS}")
+    add_sampling(parser, f"default: {CHAT_TOKENS}", streams=True)
 
 
 def run(args: argparse.Namespace) -> int:

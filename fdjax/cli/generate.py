@@ -54,12 +54,12 @@ def add_arguments(parser: Parser) -> None:
         type=integer(1),
         default=1,
         metavar="N",
-        help="samples to print; more than one needs a temperature",
+        help="answers to print; more than one needs a temperature or --num-beams",
     )
     parser.add_argument(
         "--json",
         action="store_true",
-        help="print a JSON object for each sample at the end; its stats cover the whole call",
+        help="print a JSON object for each answer at the end; its stats cover the whole call",
     )
     parser.add_argument(
         "--logprobs",
@@ -80,8 +80,9 @@ def run(args: argparse.Namespace) -> int:
     if args.logprobs is not None and not args.json:
         raise UsageError("generate: --logprobs needs --json")
     prompt, options = _prompt(args.prompt), sampling_of(args)
-    if args.num_return_sequences > 1:
-        check_sampled(args.model, options)
+    several = {"num_return_sequences": args.num_return_sequences}
+    if args.num_return_sequences > 1 or "num_beams" in options:
+        check_options(args.model, options | several | {"return_logprobs": args.logprobs})
     devices = args.tensor_parallel
     lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
     options = with_room(options, lm.defaults.max_new_tokens)
@@ -89,8 +90,9 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None:
         generate, stream = lm.chat, lm.stream_chat
         given = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
-    if args.json or args.num_return_sequences > 1:
-        several = {"num_return_sequences": args.num_return_sequences}
+    # Beams have no text before their end.
+    has_beams = options.get("num_beams", lm.defaults.num_beams) > 1
+    if args.json or args.num_return_sequences > 1 or has_beams:
         result = generate(given, return_logprobs=args.logprobs, **several, **options)
         if args.json:
             for sample in _samples(prompt, result):
@@ -116,12 +118,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_sampled(model: str, options: dict[str, Any]) -> None:
-    """Raise UsageError if nothing is sampled, before the weights are read.
+def check_options(model: str, options: dict[str, Any]) -> None:
+    """Check that options fit together, before the weights are read.
 
     Args:
       model: folder or hub id.
       options: options of the command line, which override those of the checkpoint.
+
+    Raises:
+      UsageError: they do not fit together.
     """
     from fdjax.sampling.options import GenerationConfig
     from fdjax.sampling.per_prompt import per_prompt
@@ -133,11 +138,13 @@ def check_sampled(model: str, options: dict[str, Any]) -> None:
         read_json(path, required=False), read_json(folder / "config.json"), str(path)
     )
     ((config, _),) = per_prompt(defaults, None, options, 1)
-    if not config.sampled:
+    if config.num_return_sequences > 1 and config.num_beams == 1 and not config.sampled:
         raise UsageError(
-            "generate: --num-return-sequences needs a --temperature above 0, because without it "
-            "all samples are the same"
+            "generate: --num-return-sequences needs a --temperature above 0 or --num-beams, "
+            "because without them all answers are the same"
         )
+    if conflict := config.conflict:
+        raise UsageError(f"generate: {conflict}")
 
 
 def _prompt(given: str | None) -> str:
@@ -166,6 +173,7 @@ def _samples(prompt: str, result: "fdjax.GenerateResult") -> Iterator[dict[str, 
             "text": result.texts[i] if result.texts else None,
             "tokens": tokens,
             "finish_reason": result.finish_reasons[i],
+            **({"sequences_score": result.sequences_scores[i]} if result.sequences_scores else {}),
             **({"logprobs": result.logprobs[i]} if result.logprobs else {}),
             **({"top_logprobs": result.top_logprobs[i]} if result.top_logprobs else {}),
             "stats": {

@@ -3,7 +3,7 @@
 import argparse
 import json
 
-from fdjax.cli.arguments import Parser, byte_count, integer, model_name
+from fdjax.cli.arguments import Parser, UsageError, byte_count, integer, model_name
 from fdjax.cli.shared import (
     EMBEDDED,
     MODEL_OR_CONFIG,
@@ -32,6 +32,19 @@ def add_arguments(parser: Parser) -> None:
         help="tokens of each row; default: the model's context",
     )
     parser.add_argument(
+        "--beams",
+        type=integer(1),
+        metavar="W",
+        default=1,
+        help="beams of each prompt, with --new-tokens; default: 1",
+    )
+    parser.add_argument(
+        "--new-tokens",
+        type=integer(1, 2**31 - 1),
+        metavar="N",
+        help="of the tokens of each row, those of the answer; default: 128",
+    )
+    parser.add_argument(
         "--memory",
         type=byte_count,
         metavar="SIZE",
@@ -57,6 +70,15 @@ def run(args: argparse.Namespace) -> int:
     if memory_bytes is None and args.device is not None:
         share = args.gpu_memory_utilization or DEFAULT_SHARE
         memory_bytes = int(share * DEVICES[args.device].memory_bytes)
-    info = model_info(model, batch=args.batch, slots=args.context, memory_bytes=memory_bytes)
+    if args.beams > 1 and args.context is not None and (args.new_tokens or 128) >= args.context:
+        raise UsageError("info: --new-tokens must be less than --context")
+    info = model_info(
+        model,
+        batch=args.batch,
+        slots=args.context,
+        memory_bytes=memory_bytes,
+        beams=args.beams,
+        new_tokens=args.new_tokens or 128,
+    )
     print(json.dumps(info.asdict()) if args.json else info)
     return 0

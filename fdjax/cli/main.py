@@ -1,4 +1,4 @@
-"""The command line: `fdjax generate | chat | score | info | doctor | bench | calibrate | tune`."""
+"""The command line: `fdjax generate | chat | score | info | doctor | bench | ...`."""
 
 import argparse
 import contextlib
@@ -25,10 +25,14 @@ _EXAMPLES = """examples:
   fdjax bench path/to/checkpoint --batch 8
   fdjax calibrate path/to/checkpoint --text book.txt
   fdjax tune path/to/checkpoint --output table.json
+  fdjax quantize path/to/checkpoint --bits 4 --text book.txt --output folder
 """
 logger = logging.getLogger("fdjax")
 
-_COMMANDS = ("generate", "chat", "score", "info", "doctor", "bench", "calibrate", "tune")
+_COMMANDS = (
+    *("generate", "chat", "score", "info", "doctor", "bench", "calibrate", "tune"),
+    "quantize",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import math
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,21 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
 
 
-def add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
+def add_sampling(
+    parser: argparse.ArgumentParser, default_tokens: str, *, streams: bool = False
+) -> None:
     """Add the flags of the options of `generate`, and --stop.
 
     Args:
       parser: parser of the command.
       default_tokens: words for the default of --max-new-tokens, in its help.
+      streams: the command only streams, so it has no flags for beam search.
     """
     from fdjax.sampling.options import OPTIONS
 
+    names = [n for n, o in OPTIONS.items() if o.flag and not (streams and o.role == "beams")]
     for name, option in OPTIONS.items():
-        if option.flag:
+        if name in names:
             metavar, text = option.flag
             parse = argument_type(option.check.parse)
             flag, text = f"--{name.replace('_', '-')}", text.format(default=default_tokens)
@@ -47,7 +52,6 @@ def add_sampling(parser: argparse.ArgumentParser, default_tokens: str) -> None:
         dest="stop_strings",
         help="end before this text; may be given several times",
     )
-    names = [name for name, option in OPTIONS.items() if option.flag]
     parser.set_defaults(options=[*names, "stop_strings"])
 
 
@@ -146,6 +150,12 @@ def model_of(args: argparse.Namespace):
     config = parse_config(data, str(path))
     if folder and has_weights(folder):
         config = quantised_config(folder, config, data)
+    elif data.get("quantization_config"):
+        warnings.warn(
+            f"{path}: the weights are quantised, but without their files they count as "
+            f"{config.dtype}",
+            stacklevel=2,
+        )
     dtype = args.dtype or (unnamed_dtype(folder, data) if folder else None)
     ranks = getattr(args, "tensor_parallel", 1)
     return describe(config, dtype=dtype, plan=plan_of(args), tensor_parallel=ranks), folder

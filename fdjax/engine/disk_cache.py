@@ -24,11 +24,13 @@ import jax
 import jaxlib
 from jax import export
 
+from fdjax.sampling.beams import BeamResults
 from fdjax.sampling.sampler import Logprobs
 
 logger = logging.getLogger("fdjax")
 
 export.register_namedtuple_serialization(Logprobs, serialized_name="fdjax.Logprobs")
+export.register_namedtuple_serialization(BeamResults, serialized_name="fdjax.BeamResults")
 
 # Custom calls of which JAX promises nothing to a later version; a program is read by none.
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "annotate_device_placement", "__cudnn$fmhaSoftmax")
@@ -54,7 +56,7 @@ def cached_on_disk(function: Callable, description: Any, device: jax.Device) -> 
     local folder.
 
     Args:
-      function: positional pytrees of arrays → lists, tuples and `Logprobs` of arrays.
+      function: positional pytrees of arrays → lists, tuples, `Logprobs` and `BeamResults` of them.
       description: what it depends on besides them and this package, complete in its `repr`.
       device: where the arrays are.
     """

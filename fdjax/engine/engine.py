@@ -26,7 +26,7 @@ from fdjax.engine.memory import (
     room_for_pages,
 )
 from fdjax.engine.mesh import Place, is_spec, specs_of, stacked
-from fdjax.engine.pages import PagePool, page_count
+from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for
@@ -48,6 +48,7 @@ from fdjax.sampling.sampler import NOT_FINITE
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
+_CONCURRENT = "xla_gpu_command_buffer_scheduling_mode"
 # XLA options that capture a chunk of decode steps, with its loop, in one CUDA graph. Outside a
 # graph, the host reads the condition of each step.
 _CAPTURED = "xla_gpu_enable_command_buffer"
@@ -59,7 +60,7 @@ _DECODE_OPTIONS = {
     # The small kernels before and after the layers may then run concurrently. They cannot share
     # memory then, so prefill, whose buffers are large, does not use this: it would need a quarter
     # more memory.
-    "xla_gpu_command_buffer_scheduling_mode": "CONCURRENT",
+    _CONCURRENT: "CONCURRENT",
 }
 # The collective operations of XLA that several devices add to these; one that is not captured would
 # uncapture the loop. XLA's own kernels for them have a name since JAX 0.12.
@@ -188,9 +189,10 @@ class Engine:
         total = max(row.most_tokens for row in rows)
         least = max(row.slots for row in rows)
         slots = max(least, slots_for(prompt, total, self.max_len))
-        most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else MOST_ROWS
-        most = min(self.max_batch or most, most)
-        batch = min(2 ** math.ceil(math.log2(len(rows))), most)
+        wanted, most = sum(row.width for row in rows), self.most_rows
+        if max(row.width for row in rows) > most:
+            raise MemoryError(f"generate: more beams than the {most} rows that run at once")
+        batch = min(2 ** math.ceil(math.log2(wanted)), most)
         if self.paged:
             return self._shape_in_pages(rows, batch, slots)
         plan = functools.partial(plan_memory, self.local, max_len=total, prompt_tokens=prompt)
@@ -206,7 +208,8 @@ class Engine:
         return Shape(batch, slots, limited=batch < len(rows))
 
     def _shape_in_pages(self, rows: Sequence[Row], batch: int, slots: int) -> Shape:
-        needs = [page_count(row.most_tokens) for row in rows]
+        needs = [row.pages_for(row.most_tokens) for row in rows]
+        wanted = sum(row.width for row in rows)
         known = self.memory_bytes is not None and self.model.plan.compute_capability is not None
         if known and self.pool is None:
             # It takes all there is at once, so that programs need not be compiled for other sizes.
@@ -223,12 +226,13 @@ class Engine:
             )
         # Rows that find no pages would only cost time. Half of what they may need is enough for
         # most, as many end early and some share pages.
-        per_row = max(1, sum(needs) // (2 * len(needs)))
+        per_row = max(1, sum(needs) // (2 * wanted))
         batch = min(batch, 2 ** math.floor(math.log2(max(1, (limit - 1) // per_row))))
-        wanted = min(1 + sum(sorted(needs)[-batch:]), limit)
-        while pages < wanted:
+        batch = max(batch, *(row.width for row in rows))
+        useful = min(1 + sum(sorted(needs)[-batch:]), limit)
+        while pages < useful:
             pages = min(max(4 * pages, _FIRST_PAGES), limit)
-        return Shape(batch, slots, limited=batch < len(rows), pages=pages)
+        return Shape(batch, slots, limited=batch < wanted, pages=pages)
 
     def _most_pages(self, slots: int) -> int:
         """Pages of a pool that memory has room for, and that some batch could use."""
@@ -243,6 +247,12 @@ class Engine:
                 room = min(room, self.place.free_memory_bytes())
             room = room_for_pages(self.local, **sizes, memory_bytes=room, slots=slots)
         return pool_pages(self.local, **sizes, pool_bytes=room)
+
+    @property
+    def most_rows(self) -> int:
+        """The largest number of rows that run at once."""
+        most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else MOST_ROWS
+        return min(self.max_batch or most, most)
 
     @property
     def short_calls(self) -> bool:
@@ -359,6 +369,7 @@ class Engine:
         *,
         stacked: bool = False,
         one_launch: bool = False,
+        beams: bool = False,
         **static,
     ) -> Program:
         """The program of a step, one for each set of processors, whatever their values.
@@ -373,13 +384,14 @@ class Engine:
           function: `step.prefill` or `step.decode_steps`.
           stacked: the cache is stacked over the layers.
           one_launch: decode steps run all layers in one launch, with stacked parameters.
+          beams: the state has beams.
           **static: static keyword arguments of the function.
         """
-        layout = {"stacked": stacked, "one_launch": one_launch}
+        layout = {"stacked": stacked, "one_launch": one_launch, "beams": beams}
         name = function.__name__, *(item for item in layout.items() if item[1]), *static.items()
         if (key := (*name, self.place)) not in self.programs:
             model, packing = self.local, self.stacked_packing if one_launch else self.packing
-            state_def = jax.tree.structure(abstract_state(model, stacked))
+            state_def = jax.tree.structure(abstract_state(model, stacked, beams))
             place, whole = self.place, PartitionSpec()
 
             def run_local(params, state, host):
@@ -394,7 +406,7 @@ class Engine:
 
             specs = (
                 specs_of(self.params),
-                jax.tree.leaves(state_specs(model, stacked), is_leaf=is_spec),
+                jax.tree.leaves(state_specs(model, stacked, beams), is_leaf=is_spec),
             )
             run_on_all = place.over(run_local, (*specs, whole), (specs[1], whole))
 
@@ -418,7 +430,7 @@ class Engine:
                 else cached_on_disk(run, (name, model, packing), place.devices[0]),
                 describe,
                 donate_argnums=1,
-                compiler_options=compiler_options(function, len(place.devices)),
+                compiler_options=compiler_options(function, model),
             )
         return self.programs[key]
 
@@ -471,10 +483,13 @@ class ParamPacking:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def compiler_options(function: Callable, ranks: int = 1) -> dict[str, Any]:
-    """XLA options for the program of a step on some devices, without those of `XLA_FLAGS`."""
+def compiler_options(function: Callable, model: Model | None = None) -> dict[str, Any]:
+    """XLA options for the program of a step, without those that `XLA_FLAGS` sets."""
     options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
-    if ranks > 1 and (captured := options.get(_CAPTURED)):
+    if model is not None and model.config.weight_formats:
+        # Dequantised weights must share memory, or all of them would exist at the same time.
+        options.pop(_CONCURRENT, None)
+    if model is not None and model.ranks > 1 and (captured := options.get(_CAPTURED)):
         options[_CAPTURED] = ",".join([captured, *_COLLECTIVES])
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}

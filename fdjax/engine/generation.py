@@ -9,8 +9,9 @@ from jax import Array
 
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
 from fdjax.engine.step import decode_steps, prefill
-from fdjax.models import Model, Params
+from fdjax.models import Attend, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -43,30 +44,35 @@ def forward(
       ValueError: `ids`, `lengths` or `last` are not of such a shape or out of range.
     """
     ids, lengths = _checked("forward", ids, lengths, model)
-    b, t = ids.shape
+    t = ids.shape[1]
     if last is not None and not 0 < last <= t:
         raise ValueError(f"forward: last must be in 1..{t}, got {last}")
-    positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
+    module = model.module(params)
+    attend = attend_without_cache(lengths, model.plan)
+    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan, starts=None)
+    return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
+
+
+def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
+    """Attention of whole texts to themselves; it returns their caches as they are.
+
+    Args:
+      lengths: [B] int32 valid tokens of each text.
+      plan: chooses the implementations.
+    """
 
     def attend(spec, kv, qkv):
+        b, t = qkv.shape[:2]
+        positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
         q, k, v = split_qkv(qkv)
         if spec.rope is not None:
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)
             )
-        o = prefill_attention(
-            q,
-            k.transpose(0, 2, 1, 3),
-            v.transpose(0, 2, 1, 3),
-            lengths,
-            spec=spec,
-            plan=model.plan,
-        )
-        return o, kv
+        k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+        return prefill_attention(q, k, v, lengths, spec=spec, plan=plan), kv
 
-    module = model.module(params)
-    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan)
-    return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
+    return attend
 
 
 @transfers_allowed()
@@ -106,11 +112,13 @@ def generate(
     for name in ("stop_strings", "stopping_criteria"):
         if getattr(config, name):
             raise ValueError(f"generate: {name} must be empty in a jitted function")
+    if config.num_beams != 1:
+        raise ValueError("generate: num_beams must be 1 in a jitted function")
     if config.num_return_sequences != 1:
         raise ValueError("generate: num_return_sequences must be 1: repeat the prompts")
     if wrong := config.id_outside(model.config.vocab_size):
         raise ValueError(f"generate: {wrong}")
-    ids, lengths = _checked("generate", ids, lengths, model)
+    ids, lengths = _checked("generate", ids, lengths, model, config.max_new_tokens)
     b, p = ids.shape
     if config.max_new_tokens == 0:
         return jnp.zeros((b, 0), jnp.int32)
@@ -133,7 +141,9 @@ def generate(
     return jnp.concatenate([first[:, None], rest], axis=1)
 
 
-def _checked(function: str, ids: Array, lengths: Array | None, model: Model) -> tuple[Array, Array]:
+def _checked(
+    function: str, ids: Array, lengths: Array | None, model: Model, new_tokens: int = 0
+) -> tuple[Array, Array]:
     """Ids [B,T] and lengths [B] as int32 arrays; of tracers, only shape and dtype are checked.
 
     Raises:
@@ -151,6 +161,9 @@ def _checked(function: str, ids: Array, lengths: Array | None, model: Model) -> 
     v = model.config.vocab_size
     _check_within(function, "ids", ids, 0, v - 1, "the vocabulary")
     _check_within(function, "lengths", lengths, 1, t, "what ids has room for")
+    if model.config.position_offset is not None:
+        room = model.config.max_position_embeddings - new_tokens
+        _check_within(function, "lengths", lengths, 1, room, "the positions the model has learned")
     return jnp.asarray(ids, jnp.int32), jnp.asarray(lengths, jnp.int32)
 
 

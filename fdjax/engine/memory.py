@@ -117,6 +117,22 @@ def plan_memory(
     )
 
 
+def beam_slots(prompt: int, new: int, *, beams: int) -> int:
+    """Cache slots of the beams of a prompt (segment KV cache, Wu et al. 2024, section 3.2).
+
+    The prompt's slots are shared. Each beam has pages of its own for its `new` tokens.
+
+    Args:
+      prompt: tokens of the prompt, P.
+      new: tokens of the answer, R.
+      beams: number of beams, W.
+
+    Returns:
+      P + W · ⌈R / 128⌉ · 128, where 128 are the slots of a page.
+    """
+    return prompt + beams * -(-new // SLOT_MULTIPLE) * SLOT_MULTIPLE
+
+
 def plan_up_to(model: Model, *, batch: int, max_len: int) -> MemoryPlan:
     """Plan the memory for any number of rows up to `batch`, of `max_len` tokens each.
 
@@ -184,14 +200,17 @@ def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
 def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
     """Largest number of tokens per row, for `batch` rows in `memory_bytes`; 0 if none fits.
 
-    It ignores the model's `max_position_embeddings`.
+    It ignores the model's `max_position_embeddings`, unless the model has learned its positions.
     """
 
     def fits(multiples: int) -> bool:
         max_len = multiples * SLOT_MULTIPLE
         return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
 
-    return SLOT_MULTIPLE * _largest(fits, memory_bytes // cache_bytes(model, batch, SLOT_MULTIPLE))
+    most = memory_bytes // cache_bytes(model, batch, SLOT_MULTIPLE)
+    longest = SLOT_MULTIPLE * _largest(fits, most)
+    learned = model.config.position_offset is not None
+    return min(longest, model.config.max_position_embeddings) if learned else longest
 
 
 def _largest(fits, most: int) -> int:
@@ -276,8 +295,8 @@ def room_for_pages(
       slots: slots of a row; default those of a row of `context` tokens.
     """
     slots = covered_slots(context) if slots is None else slots
-    # Packed calls of any prompts are as large as those of long ones.
-    tokens = max(CHUNKS[-1], context)
+    # Packed calls of any prompts are as large as those of long ones, and never halved.
+    tokens, rows = max(CHUNKS[-1], context), 2 ** (rows - 1).bit_length()
     workspace = workspace_bytes(model, rows, tokens, slots)
     return int(_POOL_SHARE * (memory_bytes - workspace))
 

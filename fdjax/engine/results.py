@@ -119,11 +119,12 @@ class Generation:
     finish_reason: str | None
     logprobs: list[float] | None = None
     top_logprobs: list[dict[int, float]] | None = None
+    sequences_score: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class GenerateResult(Sequence[Generation]):
-    """The outcome of `LM.generate`, one entry per prompt, or for each sample of a prompt in turn.
+    """The outcome of `LM.generate`, one entry per prompt, or for each of its answers in turn.
 
     It is a sequence of `Generation`: `result[0].text`, `for one in result`, `len(result)`.
 
@@ -138,6 +139,8 @@ class GenerateResult(Sequence[Generation]):
       top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first, if
         any row asked for it.
       stats: what the call cost.
+      sequences_scores: of answers of beam search, their scores, best first for each prompt, with
+        the length penalty; None for other answers. None if no prompt asked for beams.
     """
 
     tokens: list[list[int]]
@@ -146,18 +149,22 @@ class GenerateResult(Sequence[Generation]):
     logprobs: list[list[float]] | None
     stats: Stats
     top_logprobs: list[list[dict[int, float]]] | None = None
+    sequences_scores: list[float | None] | None = None
 
     @classmethod
-    def of(cls, rows: Sequence[Row], timer: "Timer", *, with_text: bool) -> "GenerateResult":
-        """The result of rows."""
+    def of(cls, requests: Sequence[Row], timer: "Timer", *, with_text: bool) -> "GenerateResult":
+        """The result of rows, or of searches."""
+        rows = [answer for row in requests for answer in row.answers]
         asked = [row.request.config.return_logprobs for row in rows]
+        scores = [row.score for row in rows]
         return cls(
             tokens=[row.tokens for row in rows],
             texts=[row.text for row in rows] if with_text else None,
             finish_reasons=[row.finish_reason for row in rows],
             logprobs=None if set(asked) <= {None} else [row.logprobs for row in rows],
             top_logprobs=[row.top_logprobs for row in rows] if any(asked) else None,
-            stats=timer.stats(rows),
+            stats=timer.stats(requests),
+            sequences_scores=None if set(scores) <= {None} else scores,
         )
 
     def __len__(self) -> int:
@@ -173,6 +180,7 @@ class GenerateResult(Sequence[Generation]):
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
         columns = self.tokens, self.texts, self.finish_reasons, self.logprobs, self.top_logprobs
+        columns = *columns, self.sequences_scores
         return Generation(*(None if column is None else column[index] for column in columns))
 
     @property
@@ -194,7 +202,8 @@ class Answer:
     Attributes:
       index: which of the prompts it is for.
       sample: which answer to that prompt, with `num_return_sequences`.
-      tokens, text, finish_reason, logprobs, top_logprobs: as in `GenerateResult`, of this answer.
+      tokens, text, finish_reason, logprobs, top_logprobs, sequences_score: as in `GenerateResult`,
+        of this answer.
       error: what ended it instead, or None.
     """
 
@@ -206,6 +215,7 @@ class Answer:
     logprobs: list[float] | None
     top_logprobs: list[dict[int, float]] | None
     error: BaseException | None
+    sequences_score: float | None = None
 
     @classmethod
     def of(cls, row: Row, *, with_text: bool) -> "Answer":
@@ -220,6 +230,7 @@ class Answer:
             logprobs=None if asked is None else row.logprobs,
             top_logprobs=row.top_logprobs if asked else None,
             error=row.error,
+            sequences_score=row.score,
         )
 
 
@@ -320,14 +331,11 @@ class Timer:
         whole = sum(map(_bytes_of_device, jax.tree.leaves(params)))
         weights = step_bytes(model, whole, _bytes_of_device(params["embed"]))
         per_token = model.local.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
-        slots = 0
-        for row in rows:
-            n = max(len(row.tokens) - 1, 0)
-            slots += n * len(row.request.ids) + n * (n + 1) // 2
+        slots = sum(row.slots_read for row in rows)
         return Stats(
             prompt_tokens=sum(len(row.request.ids) for row in rows),
             cached_tokens=sum(row.cached_tokens for row in rows),
-            decode_tokens=sum(len(row.tokens) for row in rows),
+            decode_tokens=sum(len(answer.tokens) for row in rows for answer in row.answers),
             prefill_seconds=self._prefill,
             decode_seconds=self._decode,
             decode_bytes=self._steps * weights + slots * per_token,

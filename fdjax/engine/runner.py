@@ -26,6 +26,7 @@ from fdjax.engine.schedule import PrefillCall, PromptsOfRows
 from fdjax.engine.scheduler import Scheduler, Shape
 from fdjax.engine.sequence import Chunk, Row
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
+from fdjax.sampling.beams import BeamState
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -89,6 +90,15 @@ class Task:
         return self.row.slots
 
     @property
+    def width(self) -> int:
+        """Rows that it takes."""
+        return self.row.width
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a number of its tokens take."""
+        return self.row.pages_for(tokens)
+
+    @property
     def ids(self) -> list[int]:
         """Its tokens so far."""
         return self.row.ids
@@ -124,7 +134,7 @@ class InFlight(NamedTuple):
 
     Attributes:
       owners: the task of each row of the results, or None.
-      results: tokens, log-probabilities and reruns.
+      results: tokens, log-probabilities, reruns and results of beams; None for what there is not.
       is_first: whether these are first tokens, from a call with prompts.
     """
 
@@ -153,7 +163,7 @@ class Session:
         self.stacked = isinstance(state.kv, StackedCache)
         one_launch = self.stacked and not return_reruns
         self.one_launch = one_launch and engine.stacks(shape.rows, shape.slots)
-        self._state, self._treedef = jax.tree.flatten(state)
+        self._set_state(state)
         self._restarts = np.full(shape.rows, EMPTY, np.int32)
         self._wanted = Processors()
         self._sampling: Any = None
@@ -161,10 +171,16 @@ class Session:
         self._steps_of: dict[int, HostArrays] = {}
 
     def set_options(self, rows: Sequence[Row | None]) -> None:
-        """Set the options of each row, for the following calls."""
+        """Set the options of each row, for the following calls. Beams of a prompt share a `Row`."""
         configs = [_NOTHING if row is None else row.request.config for row in rows]
         samples = [0 if row is None else row.request.sample for row in rows]
+        for i, row in enumerate(rows):
+            if row is not None and row.width > 1:
+                samples[i] = samples[i - 1] + 1 if i and rows[i - 1] is row else 0
         self._wanted = functools.reduce(operator.or_, (c.processors for c in configs), self._wanted)
+        if not any(row is not None and row.width > 1 for row in rows):
+            self._wanted = dataclasses.replace(self._wanted, beams=(0, 0))
+        self._set_beams(*self._wanted.beams)
         self._sampling = per_row(configs, self._shape.rows, sample_indices=samples)
         self._steps_of = {}
 
@@ -184,8 +200,9 @@ class Session:
             ids[row, : len(tokens)] = tokens
             lengths[row] = len(tokens)
         host = HostArrays.pack((self._restarts, ids, lengths))
-        *kv, old, progress = self._state
-        self._state = [*kv, *_restarted(old, progress, host)]
+        state = self._whole_state
+        ids, progress = _restarted(state.ids, state.progress, host)
+        self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
 
     def end(self, rows: Sequence[int]) -> None:
@@ -194,17 +211,22 @@ class Session:
 
     def prefill(self, call: PrefillCall) -> tuple[float, tuple]:
         """Dispatch a call; returns the seconds spent compiling, and the results."""
-        # Once per prompt, what is not asked for costs next to nothing.
+        # Once per prompt, what is not asked for costs next to nothing. But beams come with few
+        # sets of options, and what they do not need takes most of the time of compiling.
+        wanted = self._wanted
         program = self._engine.program(
-            step.prefill, stacked=self.stacked, processors=self._wanted.everything
+            step.prefill,
+            stacked=self.stacked,
+            beams=self._has_beams,
+            processors=wanted.tier if self._has_beams else wanted.everything,
         )
         fields = call.tokens, call.lengths, call.offsets, call.final, call.rows, call.prompts
         fields = *fields, self._restarts, call.generated, self._pages, call.owners, call.last
         host = HostArrays.pack((self._sampling, *fields))
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
-        self._state, tokens, logprobs = program(self._engine.params, self._state, host)
-        results = tokens[:, None], jax.tree.map(lambda a: a[:, None], logprobs), None
-        return program.compile_seconds, results if self._wanted.logprobs else (tokens[:, None],)
+        self._state, tokens, logprobs, *beams = program(self._engine.params, self._state, host)
+        logprobs = jax.tree.map(lambda a: a[:, None], logprobs) if self._wanted.logprobs else None
+        return program.compile_seconds, (tokens[:, None], logprobs, None, *(beams or [None]))
 
     def decode(self, steps: int, most: int) -> tuple[float, tuple]:
         """Dispatch at most `steps` decode steps of a program for `most`; see `prefill`."""
@@ -213,16 +235,38 @@ class Session:
             host = HostArrays.pack((self._sampling, np.int32(steps), self._pages))
             self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
-        layout = {"stacked": self.stacked, "one_launch": self.one_launch}
+        one_launch = self.one_launch and not self._has_beams
+        layout = {"stacked": self.stacked, "one_launch": one_launch, "beams": self._has_beams}
         program = self._engine.program(step.decode_steps, **layout, **static)
-        params = self._engine.stacked_params if self.one_launch else self._engine.params
-        self._state, *results = program(params, self._state, self._steps_of[steps])
-        return program.compile_seconds, tuple(results)
+        params = self._engine.stacked_params if one_launch else self._engine.params
+        self._state, tokens, logprobs, *more = program(params, self._state, self._steps_of[steps])
+        reruns, beams = (None, *more) if self._has_beams else (*more, None, None)[:2]
+        return program.compile_seconds, (tokens, logprobs, reruns, beams)
 
     @property
     def state(self) -> DecodeState:
-        """The state after everything that was dispatched."""
+        """The state after everything that was dispatched, without the beams."""
+        return dataclasses.replace(self._whole_state, beams=None)
+
+    @property
+    def _whole_state(self) -> DecodeState:
         return jax.tree.unflatten(self._treedef, self._state)
+
+    def _set_state(self, state: DecodeState) -> None:
+        self._state, self._treedef = jax.tree.flatten(state)
+        self._has_beams = state.beams is not None
+
+    def _set_beams(self, width: int, _: int) -> None:
+        """Let the state have room for beams of prompts with up to `width` of them, 0 for none."""
+        state = self._whole_state
+        if not width:
+            beams = None
+        elif state.beams is None:
+            beams = self._engine.place.put(BeamState.empty(*state.ids.shape, width))
+        else:
+            beams = state.beams.widened(width)
+        if beams is not state.beams:
+            self._set_state(dataclasses.replace(state, beams=beams))
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -411,7 +455,7 @@ class Runner:
         task = self._scheduler.rows[row]
         if task is not None and task.budget is None:
             self._prompts.leave_out(row)
-        self._session.end([row])
+        self._session.end(range(row, row + (1 if task is None else task.width)))
         self._table_is_old = True
 
     def _share(self, task: Task | None) -> None:
@@ -514,10 +558,12 @@ class Runner:
         if not admitted:
             return
         tasks = {i: scheduler.rows[i] for i in admitted}
-        self._session.set_options([task and task.row for task in scheduler.rows])
+        members = scheduler.members()
+        self._session.set_options([member and member[0].row for member in members])
         self._table_is_old = True
         self._set_pages()
         for task in tasks.values():
+            task.row.begin()
             if not task.row.tokens:
                 task.row.cached_tokens = task.cached
         beginnings = {i: task.ids[: task.cached] for i, task in tasks.items() if task.cached}
@@ -532,8 +578,8 @@ class Runner:
     def _set_pages(self) -> None:
         """Give the session the current table of pages, before the next call."""
         if self._table_is_old and self._scheduler.pool is not None:
-            rows = self._scheduler.rows
-            self._session.set_pages([() if task is None else task.pages for task in rows])
+            members = self._scheduler.members()
+            self._session.set_pages([(member and _table(*member)) or () for member in members])
         self._table_is_old = False
 
     def _dispatch(self) -> None:
@@ -646,12 +692,17 @@ class Runner:
             call.receive(chunk.rows(rows))
 
 
+def _table(task: Task, beam: int) -> list[int]:
+    """The pages of one of a task's rows."""
+    return task.row.table(task.pages, beam)
+
+
 def _chunk(flying: InFlight, compile_seconds: float) -> Chunk:
-    tokens, logprobs, reruns = (*_numpy(flying.results), None, None)[:3]
+    tokens, logprobs, reruns, beams = (*_numpy(flying.results), None, None, None)[:4]
     chosen, top = None, None
     if isinstance(logprobs, Logprobs):
         chosen, top = logprobs.chosen, (logprobs.top, logprobs.top_ids)
-    return Chunk(tokens, chosen, top, compile_seconds, reruns, flying.is_first)
+    return Chunk(tokens, chosen, top, compile_seconds, reruns, flying.is_first, beams)
 
 
 def _numpy(results: Any) -> Any:

@@ -36,8 +36,10 @@ class RunningRequest(Iterator[str]):
         Raises:
           Exception: what ended the request.
         """
-        if len(self._rows) > 1:
-            raise ValueError("submit: num_return_sequences must be 1 to iterate over the text")
+        if len(self._rows) > 1 or self._rows[0].width > 1:
+            raise ValueError(
+                "submit: num_return_sequences and num_beams must be 1 to iterate over the text"
+            )
         (row,) = self._rows
         pieces: list[str] = []
 

@@ -1,9 +1,10 @@
 """Decides which sequence runs next, in which row and in which pages. It needs no device.
 
 First come, first served. While sequences run, a state with B rows of S slots is open. A sequence
-waits for a free row. If the state cannot hold it, nothing is admitted until the state is reopened.
-If rows consist of pages, a sequence also waits for the pages of its tokens, and takes more while it
-grows. If no page is left, the sequence that came last gives up its pages and waits again.
+waits for a free row, or for several next to each other. If the state cannot hold it, nothing is
+admitted until the state is reopened. If rows consist of pages, a sequence also waits for the pages
+of its tokens, and takes more while it grows. If no page is left, the sequence that came last gives
+up its pages and waits again.
 """
 
 import collections
@@ -11,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from fdjax.engine.pages import PagePool, page_count
+from fdjax.engine.pages import PagePool
 
 
 class Schedulable(Protocol):
@@ -22,6 +23,8 @@ class Schedulable(Protocol):
       tokens: largest number of tokens that it may have, prompt and answer.
       group: a value that must be equal for all sequences of a state.
       ended: whether it has nothing left to do.
+      width: number of rows that it takes, next to each other.
+      pages_for: number of tokens → pages that they take.
       ids: its tokens so far.
       pages: its pages in order; empty if it has no row.
       cached: number of its tokens that the pages held already when it got its row.
@@ -32,6 +35,8 @@ class Schedulable(Protocol):
     tokens: Any
     group: Any
     ended: Any
+    width: Any
+    pages_for: Any
     ids: Any
     pages: list[int]
     cached: int
@@ -60,7 +65,8 @@ class Scheduler[S: Schedulable]:
 
     Attributes:
       waiting: sequences without a row, in the order in which they will get one.
-      rows: the sequence of each row, None where it is free; empty while no state is open.
+      rows: the sequence that each row is the first one of, None elsewhere; empty while no state is
+        open.
       shape: of the open state, or None.
       quarantined: rows that are not used again, because their cache has values that are not finite.
       pool: the pages of the open state, or None if each row is in one piece.
@@ -77,7 +83,7 @@ class Scheduler[S: Schedulable]:
 
     @property
     def running(self) -> Iterator[tuple[int, S]]:
-        """The rows in use, each with its sequence."""
+        """The first row of each running sequence, and the sequence."""
         return ((i, s) for i, s in enumerate(self.rows) if s is not None)
 
     @property
@@ -120,9 +126,10 @@ class Scheduler[S: Schedulable]:
 
     def fits(self, sequence: S) -> bool:
         """Whether the open state can hold a sequence with its largest number of tokens."""
-        if self.pool is not None and page_count(sequence.tokens) >= self.pool.count:
+        if self.pool is not None and sequence.pages_for(sequence.tokens) >= self.pool.count:
             return False
-        return sequence.group == self._group and sequence.slots <= self.shape.slots
+        holds = sequence.slots <= self.shape.slots and sequence.width <= self.shape.rows
+        return sequence.group == self._group and holds
 
     def should_reopen(self) -> bool:
         """Whether a new state would serve the queue better. What runs is then computed again.
@@ -133,12 +140,11 @@ class Scheduler[S: Schedulable]:
         self.skip_ended()
         if not self.waiting or self.shape is None:
             return False
-        free = any(s is None and i not in self.quarantined for i, s in enumerate(self.rows))
-        if free and self.fits(self.waiting[0]):
+        if self.fits(self.waiting[0]) and self._place(self.waiting[0].width) is not None:
             return False
         if self.idle or self._is_too_short(self.waiting[0]):
             return True
-        wanted = sum(1 for _ in self.running) + len(self.waiting)
+        wanted = sum(s.width for _, s in self.running) + sum(s.width for s in self.waiting)
         same_group = self.waiting[0].group == self._group
         return same_group and not self.shape.limited and wanted >= 2 * self.shape.rows
 
@@ -146,9 +152,10 @@ class Scheduler[S: Schedulable]:
         """Whether a sequence fits the pool, but not a row. Then reopening costs little: what runs
         goes on from its full pages.
         """
-        if self.pool is None or page_count(sequence.tokens) >= self.pool.count:
+        if self.pool is None or sequence.pages_for(sequence.tokens) >= self.pool.count:
             return False
-        return sequence.group == self._group and sequence.slots > self.shape.slots
+        too_short = sequence.slots > self.shape.slots or sequence.width > self.shape.rows
+        return sequence.group == self._group and too_short
 
     def skip_ended(self) -> None:
         """Remove sequences from the head of the queue that ended while they waited."""
@@ -156,24 +163,42 @@ class Scheduler[S: Schedulable]:
             self.waiting.popleft()
 
     def admit(self) -> list[int]:
-        """Give free rows to the next sequences; returns these rows."""
+        """Give free rows to the next sequences; returns the first row of each."""
         admitted = []
-        for i, sequence in enumerate(self.rows):
+        self.skip_ended()
+        while self.waiting and self.fits(self.waiting[0]):
+            row = self._place(self.waiting[0].width)
+            if row is None or not self._take_pages(self.waiting[0]):
+                break
+            self.rows[row] = self.waiting.popleft()
+            admitted.append(row)
             self.skip_ended()
-            if sequence is None and i not in self.quarantined:
-                if not self.waiting or not self.fits(self.waiting[0]):
-                    break
-                if not self._take_pages(self.waiting[0]):
-                    break
-                self.rows[i] = self.waiting.popleft()
-                admitted.append(i)
         return admitted
+
+    def members(self) -> list[tuple[S, int] | None]:
+        """For each row (its sequence, its number among the rows of that), None if it is free."""
+        found: list[tuple[S, int] | None] = [None] * len(self.rows)
+        for row, sequence in self.running:
+            for i in range(sequence.width):
+                found[row + i] = sequence, i
+        return found
+
+    def _place(self, width: int) -> int | None:
+        """The first of `width` free rows next to each other, or None."""
+        free = 0
+        for row, member in enumerate(self.members()):
+            free = free + 1 if member is None and row not in self.quarantined else 0
+            if free == width:
+                return row - width + 1
+        return None
 
     def _take_pages(self, sequence: S) -> bool:
         if self.pool is None:
             return True
-        # Each running sequence will soon need a page.
-        taken = self.pool.admit(sequence.ids, spare=sum(1 for _ in self.running))
+        # Each running row will soon need a page, and so will each beam.
+        spare = sum(s.width for _, s in self.running)
+        spare += sequence.width if sequence.width > 1 else 0
+        taken = self.pool.admit(sequence.ids, spare=spare)
         if taken is None:
             return False
         sequence.pages, sequence.cached = taken
@@ -184,7 +209,7 @@ class Scheduler[S: Schedulable]:
         """Take the pages that a sequence needs for `tokens` tokens; False if there are too few."""
         if self.pool is None:
             return True
-        missing = page_count(tokens) - len(sequence.pages)
+        missing = sequence.pages_for(tokens) - len(sequence.pages)
         if missing > self.pool.available:
             return False
         sequence.pages += self.pool.take(max(missing, 0))

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import least_slots
+from fdjax.sampling.beams import BeamResults
 from fdjax.sampling.callbacks import called
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.sampler import ALL_FORBIDDEN
@@ -41,6 +43,7 @@ class Chunk:
       compile_seconds: what compiling took since the results before.
       reruns: [L] of each layer, summed over the steps, or None.
       is_first: it holds the first tokens of rows, of a call with their prompts.
+      beams: the results of beams, or None without any.
     """
 
     tokens: np.ndarray
@@ -49,6 +52,7 @@ class Chunk:
     compile_seconds: float = 0.0
     reruns: np.ndarray | None = None
     is_first: bool = False
+    beams: BeamResults | None = None
 
     def rows(self, index: Sequence[int]) -> "Chunk":
         """The results of some rows."""
@@ -68,6 +72,7 @@ class Row:
       cached_tokens: tokens of the prompt that the cache held already.
       finish_reason: "stop", "length", or None while the row goes on.
       error: what ended the row in its place, or None.
+      score: of an answer of beam search; None before its end, and for other rows.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, *, streamed: bool = False):
@@ -79,6 +84,7 @@ class Row:
         self.top_logprobs: list[dict[int, float]] = []
         self.finish_reason = None if config.max_new_tokens else "length"
         self.error: BaseException | None = None
+        self.score: float | None = None
         self._tokenizer = tokenizer
         self._lock = threading.Lock()  # the thread that advances is not the one that reads
         self._stop_tokens = frozenset(config.eos_token_ids)
@@ -86,6 +92,43 @@ class Row:
         if streamed or config.stop_strings:
             keeps = config.include_stop_str_in_output
             self._text = GrowingText(tokenizer, config.stop_strings, keeps_stop=keeps)
+
+    @property
+    def width(self) -> int:
+        """Rows of the state that it takes, next to each other."""
+        return 1
+
+    @property
+    def answers(self) -> list["Row"]:
+        """The rows that are results: this one."""
+        return [self]
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there are tokens."""
+        return bool(self.tokens)
+
+    @property
+    def slots_read(self) -> int:
+        """Cache slots that the decode steps had to read."""
+        n = max(len(self.tokens) - 1, 0)
+        return n * len(self.request.ids) + n * (n + 1) // 2
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages of the cache for a number of tokens."""
+        return page_count(tokens)
+
+    def table(self, pages: list[int], beam: int) -> list[int]:
+        """Of its pages, those of one of its rows, in order."""
+        return pages
+
+    def begin(self) -> None:
+        """It gets a row: what was read so far stays."""
+
+    def set(self, tokens: list[int], score: float) -> None:
+        """End it with the tokens and the score of a beam."""
+        self.tokens, self.score = tokens, score
+        self.finish_reason = "stop" if tokens[-1] in self._stop_tokens else "length"
 
     @property
     def ids(self) -> list[int]:
@@ -138,7 +181,7 @@ class Row:
                 if token >= 0:
                     self._take(token, chunk, row, step)
                 elif token != -1:
-                    raise self._failure(token)
+                    raise self._failure(token, len(self.tokens))
             if self.finish_reason is not None and self._text is not None:
                 self._text.finish()
 
@@ -167,15 +210,16 @@ class Row:
         if self.finish_reason is None and len(self.tokens) >= config.max_new_tokens:
             self.finish_reason = "length"
 
-    def _failure(self, token):
+    def _failure(self, token, count):
+        """The error that a token below -1 stands for, after `count` tokens."""
         where = f"generate: prompt {self.request.prompt}:"
         if token == ALL_FORBIDDEN:
-            return ValueError(f"{where} the options forbid every token at token {len(self.tokens)}")
+            return ValueError(f"{where} the options forbid every token at token {count}")
         causes = ["the weights are damaged", "the dtype is too narrow (try dtype='float32')"]
         if self.request.config.logits_processors:
             causes.insert(0, "a logits processor makes them so")
         return FloatingPointError(
-            f"{where} logits are not finite at token {len(self.tokens)}; {', or '.join(causes)}"
+            f"{where} logits are not finite at token {count}; {', or '.join(causes)}"
         )
 
 

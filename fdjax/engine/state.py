@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 
 from fdjax.models import Model
 from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.sampling.beams import BeamState
 
 # One layer's cache: keys and values, each [B, Hkv, S, D].
 LayerCache = tuple[Array, Array]
@@ -62,11 +63,13 @@ class DecodeState:
       ids: [B, S] int32 token in each slot.
       progress: [4, B] int32, whose rows are the properties `lengths`, `tokens`, `steps` and
         `finished`. It is one array because each donated array costs the host microseconds per call.
+      beams: the beams among the rows, or None if there are none.
     """
 
     kv: list[LayerCache] | StackedCache
     ids: Array
     progress: Array
+    beams: BeamState | None = None
 
     @property
     def lengths(self) -> Array:
@@ -135,15 +138,15 @@ def page_bytes(model: Model) -> int:
     return cache_bytes(model, 1, SLOT_MULTIPLE)
 
 
-def abstract_state(model: Model, stacked: bool = False) -> DecodeState:
+def abstract_state(model: Model, stacked: bool = False, beams: bool = False) -> DecodeState:
     """The pytree structure of a state, with zeros as leaves."""
     kv = StackedCache(0, 0) if stacked else [(0, 0)] * model.config.layers
-    return DecodeState(kv=kv, ids=0, progress=0)
+    return DecodeState(kv, ids=0, progress=0, beams=BeamState(0, 0, 0, 0) if beams else None)
 
 
-def state_specs(model: Model, stacked: bool = False) -> DecodeState:
+def state_specs(model: Model, stacked: bool = False, beams: bool = False) -> DecodeState:
     """How devices that share a model divide a state: the cache by KV heads."""
-    whole, shape = PartitionSpec(), abstract_state(model, stacked)
+    whole, shape = PartitionSpec(), abstract_state(model, stacked, beams)
     specs = jax.tree.map(lambda _: whole, shape)
     return dataclasses.replace(specs, kv=kv_specs(shape.kv))
 
@@ -188,8 +191,8 @@ def restart(state: DecodeState, rows: Array) -> DecodeState:
     """
     anew, zeros = rows != KEEP, jnp.zeros_like(rows)
     progress = pack_progress(zeros, zeros, zeros, rows == EMPTY)
-    return DecodeState(
-        state.kv,
-        jnp.where(anew[:, None], 0, state.ids),
-        jnp.where(anew, progress, state.progress),
+    return dataclasses.replace(
+        state,
+        ids=jnp.where(anew[:, None], 0, state.ids),
+        progress=jnp.where(anew, progress, state.progress),
     )

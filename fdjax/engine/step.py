@@ -22,10 +22,23 @@ from fdjax.engine.state import (
     restart,
 )
 from fdjax.models import AttentionSpec, Decoder, Model, Params
-from fdjax.pallas_kernels.attention import append_decode_attention, append_prefill_attention
+from fdjax.pallas_kernels.attention import (
+    BeamSlots,
+    append_decode_attention,
+    append_prefill_attention,
+)
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotation
-from fdjax.sampling.sampler import MAX_TOP_LOGPROBS, Logprobs, Processors, Sampling, next_tokens
+from fdjax.sampling import beams as beam_search
+from fdjax.sampling.beams import BeamResults
+from fdjax.sampling.sampler import (
+    MAX_TOP_LOGPROBS,
+    Logprobs,
+    Processors,
+    Sampling,
+    next_tokens,
+    next_tokens_and_scores,
+)
 
 
 def prefill(
@@ -46,7 +59,7 @@ def prefill(
     last: Array | None = None,
     *,
     processors: Processors = Processors(),
-) -> tuple[DecodeState, Array, Logprobs | None]:
+) -> tuple[DecodeState, Array, Logprobs | None, *tuple[BeamResults, ...]]:
     """Process blocks of some rows' prompts, and choose the first token where a prompt ends.
 
     Args:
@@ -74,7 +87,8 @@ def prefill(
 
     Returns:
       (state, first tokens [R] int32, their log-probabilities or None). A first token is -1 if the
-      prompt goes on, and below -1 if none could be chosen, see `next_tokens`.
+      prompt goes on, and below -1 if none could be chosen, see `next_tokens`. If the state has
+      beams, also their results, for the rows of this call, n = 1.
     """
     if restarts is not None:
         state = restart(state, restarts)
@@ -101,32 +115,66 @@ def prefill(
         plan=model.plan,
     )
     last_tokens = jnp.maximum(lengths - 1, 0)
-    hidden, kv = module(tokens, state.kv, attend, model.plan, last=last_tokens)
+    hidden, kv = module(tokens, state.kv, attend, model.plan, starts=offsets, last=last_tokens)
     hidden = hidden if owners is None else hidden[last]
     slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
     ids = state.ids.at[row_of_block[:, None], slots].set(tokens, mode="drop", unique_indices=True)
 
-    own_ids, progress = ids, state.progress
+    everyone, own_ids, progress = sampling, ids, state.progress
     if rows is not None:
         sampling, own_ids, progress = sampling.rows(rows), ids[rows], progress[:, rows]
     steps = jnp.zeros((r,), jnp.int32) if generated is None else generated
     logits = module.logits(hidden[:, 0], model.plan)
-    first, logprobs = next_tokens(
-        logits,
-        sampling,
-        own_ids,
-        ends,
-        steps,
-        processors,
-        batch_invariant=model.plan.batch_invariant,
+    first, logprobs, *scores = _next_tokens(
+        state, logits, sampling, own_ids, ends, steps, processors, model.plan
     )
     chosen = final & (ends > 0)
     finished = _is_final(first, steps + 1, sampling)
     updated = pack_progress(ends, jnp.maximum(first, 0), steps + 1, finished)
     changed = jnp.stack([ends > 0, chosen, chosen, chosen])
     progress = state.progress.at[:, index].set(jnp.where(changed, updated, progress))
-    return DecodeState(kv, ids, progress), jnp.where(chosen, first, -1), logprobs
+    state = dataclasses.replace(state, kv=kv, ids=ids, progress=progress)
+    if state.beams is None:
+        return state, jnp.where(chosen, first, -1), logprobs
+    found = beam_search.candidates(*scores, jnp.zeros((r,), jnp.float32), processors)
+    state, tokens, parents = _begin_beams(state, everyone, found, index, chosen)
+    first = jnp.where(beam_search.is_beam(sampling), tokens[index], first)
+    results = _beam_results(state, everyone, tokens[:, None], parents[:, None])
+    results = jax.tree.map(lambda a: a[index], results)
+    return state, jnp.where(chosen, first, -1), logprobs, results
+
+
+def _begin_beams(state, sampling, found, index, chosen):
+    """The state whose beams have their first tokens, these [B], and the beams they continue.
+
+    `found` are the continuations of the rows `index` [R], and `chosen` [R] whether they begin.
+    """
+    b = state.batch
+
+    def spread(values):
+        return jnp.zeros((b, *values.shape[1:]), values.dtype).at[index].set(values)
+
+    first = beam_search.first_rows(sampling)
+    started = spread(chosen)[first]
+    step, beams = beam_search.begin(jax.tree.map(spread, found), state.beams, sampling, started)
+    begun = pack_progress(
+        state.lengths[first], jnp.maximum(step.tokens, 0), jnp.ones_like(first), step.finished
+    )
+    state = dataclasses.replace(
+        state,
+        ids=jnp.where(step.moved[:, None], state.ids[first], state.ids),
+        progress=jnp.where(step.moved, begun, state.progress),
+        beams=beams,
+    )
+    return state, jnp.where(step.moved, step.tokens, -1), step.parents
+
+
+def _beam_results(state, sampling, tokens, parents):
+    """`BeamResults` from tokens and parents [B, n] of each row."""
+    members = beam_search.member_rows(sampling, state.beams.width)
+    beams = state.beams
+    return BeamResults(tokens[members], parents[members], beams.ended, beams.ends, state.finished)
 
 
 def decode_steps(
@@ -141,7 +189,7 @@ def decode_steps(
     processors: Processors = Processors(),
     return_reruns: bool = False,
     layers: dict[str, Array] | None = None,
-) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array, ...]]:
+) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array | BeamResults, ...]]:
     """Run at most `n` decode steps in one device loop, fewer if all rows finish.
 
     The loop checks the rows before each step. The engine asks XLA to capture the loop in a CUDA
@@ -165,7 +213,8 @@ def decode_steps(
     Returns:
       (state, tokens [B, max_steps] int32, their log-probabilities, each [B, max_steps, ...], or
       None), and with `return_reruns` reruns [L] fp32 per layer, summed over the steps. A token is
-      -1 if its row was finished, and below -1 if none could be chosen, see `next_tokens`.
+      -1 if its row was finished, and below -1 if none could be chosen, see `next_tokens`. If the
+      state has beams, also their results.
     """
     module = model.module(params)
     b = state.batch
@@ -175,40 +224,47 @@ def decode_steps(
     begun, n = state.steps, jnp.minimum(n, max_steps)
 
     def step(carry):
-        state, tokens, logprobs, *reruns = carry
+        state, tokens, logprobs, parents, *reruns = carry
+        state = _with_own_slots(state)
         hidden, kv, *reruns = run_layers(
             module, state, sampling, model.plan, pages=pages, layers=layers, reruns=reruns
         )
         logits = module.logits(hidden[:, 0], model.plan)
         index = jnp.arange(b, dtype=jnp.int32)
         ids = state.ids.at[index, state.lengths].set(state.tokens, mode="drop")
-        chosen, chosen_logprobs = next_tokens(
-            logits,
-            sampling,
-            ids,
-            state.lengths + 1,
-            state.steps,
+        beams = state.beams
+        chosen, chosen_logprobs, *scores = _next_tokens(
+            *(state, logits, sampling, ids, state.lengths + 1, state.steps),
             processors,
-            batch_invariant=model.plan.batch_invariant,
+            model.plan,
         )
         active = ~state.finished
+        if beams is not None:
+            found = beam_search.candidates(*scores, beams.scores, processors)
+            moved = beam_search.is_beam(sampling) & active
+            move, beams = beam_search.advance(found, beams, sampling, state.steps, moved)
+            chosen = jnp.where(move.moved, move.tokens, chosen)
+            ids = ids[move.rows]
         emitted = jnp.where(active, chosen, -1)
         column = jnp.where(active, state.steps - begun, max_steps)
         place = functools.partial(_place, column)
         tokens = place(tokens, chosen)
         if logprobs is not None:
             logprobs = jax.tree.map(place, logprobs, chosen_logprobs)
+        if beams is not None:
+            parents = place(parents, move.parents)
         # Equal to `active`, but computed from the token, so that one kernel computes all of this.
         advance = (emitted != -1).astype(jnp.int32)
         steps = state.steps + advance
-        finished = state.finished | (active & _is_final(emitted, steps, sampling))
+        is_final = _is_final if beams is None else functools.partial(_is_final_of, move)
+        finished = state.finished | (active & is_final(emitted, steps, sampling))
         progress = (
             state.lengths + advance,
             jnp.where(emitted >= 0, emitted, state.tokens),
             steps,
             finished.astype(jnp.int32),
         )
-        return DecodeState(kv, ids, progress), tokens, logprobs, *reruns
+        return DecodeState(kv, ids, progress, beams), tokens, logprobs, parents, *reruns
 
     def goes_on(carry):
         state = carry[0]
@@ -225,10 +281,40 @@ def decode_steps(
     reruns = [[jnp.float32(0)] * model.config.layers] if return_reruns else []
     # The loop carries four arrays, as XLA would copy a single one at every step.
     state = dataclasses.replace(state, progress=tuple(state.progress))
-    carry = state, tokens, logprobs, *reruns
-    state, tokens, logprobs, *reruns = lax.while_loop(goes_on, step, carry)
+    parents = None if state.beams is None else tokens
+    carry = state, tokens, logprobs, parents, *reruns
+    state, tokens, logprobs, parents, *reruns = lax.while_loop(goes_on, step, carry)
     state = dataclasses.replace(state, progress=jnp.stack(state.progress))
-    return state, tokens, logprobs, *map(jnp.stack, reruns)
+    results = map(jnp.stack, reruns)
+    if state.beams is not None:
+        results = [*results, _beam_results(state, sampling, tokens, parents)]
+    return state, tokens, logprobs, *results
+
+
+def _next_tokens(state, logits, sampling, ids, lengths, steps, processors, plan):
+    """`next_tokens`, or `next_tokens_and_scores` if the state has beams."""
+    choose = next_tokens if state.beams is None else next_tokens_and_scores
+    return choose(
+        *(logits, sampling, ids, lengths, steps, processors), batch_invariant=plan.batch_invariant
+    )
+
+
+def _with_own_slots(state: DecodeState) -> DecodeState:
+    """The state whose beams write their next position to their own pages."""
+    if state.beams is None:
+        return state
+    own = jnp.arange(state.batch, dtype=jnp.int32)
+    sources = state.beams.sources.at[own, state.lengths].set(own, mode="drop")
+    return dataclasses.replace(state, beams=dataclasses.replace(state.beams, sources=sources))
+
+
+def _beam_slots(state: DecodeState, sampling: Sampling) -> BeamSlots | None:
+    """Where the positions of beams are."""
+    if state.beams is None:
+        return None
+    prompts = state.lengths - state.steps + 1
+    prompts = jnp.where(beam_search.is_beam(sampling), prompts, state.slots)
+    return BeamSlots(state.beams.sources, prompts)
 
 
 def run_layers(
@@ -270,20 +356,21 @@ def run_layers(
         lengths=lengths,
         positions=state.lengths,
         pages=pages,
+        beams=_beam_slots(state, sampling),
         rotation_at=rotation_at,
         plan=plan,
     )
     if isinstance(state.kv, StackedCache):
         return _run_stacked(module, state, attend, plan, reruns)
     caches = list(zip(state.kv, *reruns, strict=True))
-    hidden, caches = module(state.tokens[:, None], caches, attend, plan)
+    hidden, caches = module(state.tokens[:, None], caches, attend, plan, starts=state.lengths)
     return hidden, *map(list, zip(*caches, strict=True))
 
 
 def _run_stacked(module, state, attend, plan, reruns):
     """`run_layers` for a cache that passes through the layers as a whole, reruns with it."""
     stack = _CountedStack(state.kv, *reruns)
-    hidden, stack = module(state.tokens[:, None], stack, attend, plan)
+    hidden, stack = module(state.tokens[:, None], stack, attend, plan, starts=state.lengths)
     return hidden, stack.kv, *([] if stack.reruns is None else [stack.reruns])
 
 
@@ -325,6 +412,11 @@ def _is_final(tokens, steps, sampling):
     return final
 
 
+def _is_final_of(move, tokens, steps, sampling):
+    """`_is_final` where beams take part in a step: they end together."""
+    return jnp.where(move.moved, move.finished, _is_final(tokens, steps, sampling))
+
+
 def attend_decode(
     spec: AttentionSpec,
     layer: tuple[LayerCache | StackedLayer, *tuple[Array, ...]],
@@ -335,6 +427,7 @@ def attend_decode(
     plan: Plan,
     positions: Array | None = None,
     pages: Array | None = None,
+    beams: BeamSlots | None = None,
 ) -> tuple[Array, tuple[LayerCache | StackedLayer, *tuple[Array, ...]]]:
     """RoPE, append and attention of T new tokens per row. A layer is its cache, and its reruns.
 
@@ -352,6 +445,7 @@ def attend_decode(
         lengths,
         layer=index[0] if index else None,
         pages=pages,
+        beams=beams,
         rotation=spec.rope and rotation_at(positions, spec.rope),
         spec=spec,
         return_reruns=bool(reruns),

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from fdjax.models import CheckpointError
+from fdjax.sampling.beams import MOST_BEAMS
 from fdjax.sampling.processors import MAX_NGRAM
 from fdjax.sampling.sampler import MAX_TOP_LOGPROBS, LogitsProcessor, Processors, Sampling
 
@@ -112,6 +113,39 @@ class Number:
         return f"{'an integer' if self.kind is int else 'a number'} {self.within}"
 
 
+@dataclasses.dataclass(frozen=True)
+class OneOf:
+    """A check for one of a few values.
+
+    Attributes:
+      values: the values by the words that mean them on the command line.
+    """
+
+    values: Mapping[str, Any]
+
+    def __call__(self, name: str, value: Any) -> Any:
+        """Check the value of the option `name`.
+
+        Raises:
+          ValueError: it is none of the values.
+        """
+        value = _plain(value)
+        if not any(value is v or (isinstance(v, str) and value == v) for v in self.values.values()):
+            allowed = ", ".join(map(repr, self.values.values()))
+            raise ValueError(f"generate: {name} must be one of {allowed}, got {value!r}")
+        return value
+
+    def parse(self, text: str) -> Any:
+        """Parse one of the words.
+
+        Raises:
+          ValueError: it is none of them.
+        """
+        if text not in self.values:
+            raise ValueError(f"must be one of {', '.join(self.values)}, got {text!r}")
+        return self.values[text]
+
+
 def _integer(least: int, end: int, within: str) -> Number:
     return Number(int, within, lambda n: least <= n < end)
 
@@ -211,6 +245,10 @@ _mass = _real("in [0, 1]", lambda p: 0 <= p <= 1)
 _factor = _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30)
 _share = _real("in (0, 1]", lambda p: 0 < p <= 1)
 _penalty = _real("in [-2, 2]", lambda x: -2 <= x <= 2)
+_beams = _integer(1, MOST_BEAMS + 1, f"in [1, {MOST_BEAMS}]")
+_exponent = _real("in [-100, 100]", lambda x: -100 <= x <= 100)
+# The values of `early_stopping`; on the device, each is its position.
+_EARLY = {"false": False, "true": True, "never": "never"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +259,8 @@ class Option:
       default: the value if neither the caller nor the checkpoint gives one.
       check: (name, value) → the checked value in the form that is stored; raises ValueError.
       role: "draw" for an option that limits what is drawn, which turns sampling on if a caller
-        gives it; "edit" for one that changes logits before a token is chosen; None for others.
+        gives it; "edit" for one that changes logits before a token is chosen; "beams" for one of
+        beam search; None for others.
       flag: (name of the value, help text) on the command line, or None if there is no flag.
       column: "reals" or "counts" if the rows' values are a column of that array of `Sampling`.
       depth: number of nested sequences in a value. One more level means one value per prompt.
@@ -299,8 +338,17 @@ class GenerationConfig:
         the same for the whole batch. They run after all penalties and before the temperature. Each
         set of functions compiles its own program, so pass the same functions again, not new
         lambdas. Values that an object holds at its first call become part of the program.
-      num_return_sequences: number of samples per prompt, side by side in the result. A stream has
-        one, whatever the checkpoint's default.
+      num_return_sequences: number of samples per prompt, or of its best beams, side by side in the
+        result. A stream has one, whatever the checkpoint's default.
+      num_beams: number of beams of beam search; 1 is off. The scores of tokens are then
+        log-probabilities, to which penalties and temperature apply. With `do_sample` the
+        continuations are drawn without replacement. A stream has one, whatever the checkpoint's
+        default.
+      length_penalty: the score of a finished beam is the sum of its scores divided by its number of
+        new tokens to this power. Above 0 prefers long answers, below 0 short ones.
+      early_stopping: when beam search ends. True: when `num_beams` beams are finished. False: when
+        the best beam that goes on would not be among the best if it ended now. "never": when it
+        could not be among the best at any length.
       seed: seed of the draws; None takes a new seed in each call. A row's tokens depend only on its
         prompt, its seed and its index among the samples of the prompt, not on the batch.
       eos_token_ids: ids that end a row.
@@ -361,6 +409,18 @@ class GenerationConfig:
         (), _jitted_functions, **_OURS, depth=1, elsewhere=("logits_processor",)
     )
     num_return_sequences: int = _option(1, _samples, elsewhere=("n", "best_of", "num_samples"))
+    num_beams: int = _option(
+        1, _beams, "beams", ("N", "beam search with N beams"), elsewhere=("beam_size", "beam_width")
+    )
+    length_penalty: float = _option(
+        1.0, _exponent, "beams", ("X", "with beams: above 0 prefers long answers")
+    )
+    early_stopping: bool | str = _option(
+        False,
+        OneOf(_EARLY),
+        "beams",
+        ("WHEN", "with beams, when to end: false (default), true or never"),
+    )
     seed: int | None = _option(None, _seed, flag=("N", "makes samples reproducible"), **_OURS)
     eos_token_ids: tuple[int, ...] = _option(
         (), _ids, **_OURS, depth=1, elsewhere=("stop_token_ids",)
@@ -432,8 +492,35 @@ class GenerationConfig:
             sample=config.sampled,
             truncate=config.sampled and config._asks(set(SAMPLED_OPTIONS) - {"temperature"}),
             logprobs=config.return_logprobs is not None,
+            beams=(config.num_beams, config.kept_per_beam) if config.num_beams > 1 else (0, 0),
             custom=config.logits_processors,
         )
+
+    @property
+    def kept_per_beam(self) -> int:
+        """Candidates of a step of beam search per beam: beams go on even if all end tokens lead."""
+        return max(2, 1 + len(self.filled().eos_token_ids))
+
+    @property
+    def conflict(self) -> str | None:
+        """A message about options that exclude each other; None if there are none."""
+        config = self.filled()
+        n, beams = config.num_return_sequences, config.num_beams
+        if beams == 1:
+            if n > 1 and not config.sampled:
+                return (
+                    f"num_return_sequences must be 1 if nothing is sampled, got {n}; give a "
+                    "temperature or num_beams, or ask for one"
+                )
+            return None
+        if n > beams:
+            return f"num_return_sequences must be at most num_beams ({beams}), got {n}"
+        if not config.max_new_tokens:
+            return f"max_new_tokens must be at least 1 with num_beams {beams}"
+        for name in _NOT_WITH_BEAMS:
+            if getattr(config, name) != OPTIONS[name].default:
+                return f"{name} cannot be combined with num_beams {beams}; set num_beams=1"
+        return None
 
     def _asks(self, names: Iterable[str]) -> bool:
         """Whether any of these options differs from its default."""
@@ -512,12 +599,6 @@ class GenerationConfig:
             generation, source = config, str(Path(source).with_name("config.json"))
         names = {name for name, option in OPTIONS.items() if option.in_files}
         known = {n: generation[n] for n in names if generation.get(n) is not None}
-        if (beams := generation.get("num_beams")) not in (None, 1):
-            warnings.warn(
-                f"{source}: num_beams {beams!r} asks for beam search, which is not supported; "
-                "fdjax decodes greedily, or samples if do_sample is true",
-                stacklevel=3,
-            )
         for name, neutral in _NOT_HONOURED.items():
             value = generation.get(name)
             if value not in (None, [], {}, *neutral):
@@ -536,6 +617,10 @@ OPTIONS: dict[str, Option] = {
 # Options that turn sampling on.
 SAMPLED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role == "draw")
 _EDITS = tuple(name for name, option in OPTIONS.items() if option.role == "edit")
+# Options of beam search.
+BEAM_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role == "beams")
+# Options that work on the tokens of a row as they come, which a beam may lose again.
+_NOT_WITH_BEAMS = ("stop_strings", "stopping_criteria", "return_logprobs", "return_reruns")
 
 
 def per_row(
@@ -549,7 +634,7 @@ def per_row(
     Args:
       configs: one configuration per row. Fields that are not given have the option's own default.
       batch: number of rows B, at least as many as configurations.
-      sample_indices: index of each row among the samples of its prompt; default 0.
+      sample_indices: index of each row among the samples or beams of its prompt; default 0.
     """
     rows = [config.filled() for config in configs] + [_NOTHING] * (batch - len(configs))
     indices = [0] * len(configs) if sample_indices is None else sample_indices
@@ -561,8 +646,10 @@ def per_row(
         return [getattr(c, name) for c in rows]
 
     columns = {"reals": {}, "counts": {}}
+    # Without beams, their columns would only cost time.
+    beams = any(c.num_beams > 1 for c in rows)
     for name, option in OPTIONS.items():
-        if option.column:
+        if option.column and (option.role != "beams" or beams):
             columns[option.column][name] = column(name, drawn if option.role == "draw" else rows)
     columns["reals"]["temperature"] = [c.temperature if c.sampled else 0.0 for c in rows]
     columns["counts"] |= {
@@ -570,6 +657,9 @@ def per_row(
         "sample_index": [*indices, *[0] * (batch - len(indices))],
         "top_logprobs": [c.return_logprobs or 0 for c in rows],
     }
+    if beams:
+        modes = list(_EARLY.values())
+        columns["counts"]["early_stopping"] = [modes.index(c.early_stopping) for c in rows]
     biases = [np.asarray(c.biases, np.float64).reshape(-1, 3).T for c in rows]
     words = [c.bad_words for c in rows]
     length = _width([word for row in words for word in row], 8)

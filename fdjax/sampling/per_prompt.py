@@ -10,7 +10,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from fdjax.sampling.options import OPTIONS, SAMPLED_OPTIONS, UNSET, GenerationConfig
+from fdjax.sampling.options import (
+    BEAM_OPTIONS,
+    OPTIONS,
+    SAMPLED_OPTIONS,
+    UNSET,
+    GenerationConfig,
+)
 
 # Arguments of other libraries that are no options here, with advice for the error.
 _INSTEAD = {
@@ -18,7 +24,6 @@ _INSTEAD = {
     "sampling_params": "pass a GenerationConfig as `config`",
     "streamer": "use `lm.stream`, which yields the text",
     "stream": "use `lm.stream`, which yields the text",
-    "num_beams": "beam search is not supported",
     "max_time": "it is not supported; end rows with `stopping_criteria`",
     "pad_token_id": "prompts of any lengths need no padding",
     "attention_mask": "prompts of any lengths need no padding",
@@ -50,7 +55,8 @@ def per_prompt(
       TypeError: there is no such option, or `config` is no `GenerationConfig`.
 
     Warns:
-      UserWarning: an option of sampling is given, but nothing is sampled.
+      UserWarning: an option of sampling or of beam search is given, but nothing is sampled, or
+        there are no beams.
     """
     config = GenerationConfig() if config is None else config
     if not isinstance(config, GenerationConfig):
@@ -69,19 +75,23 @@ def per_prompt(
     for i in range(count):
         values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
         values = {name: value for name, value in values.items() if value is not None}
-        named |= values.keys() & {"seed", *SAMPLED_OPTIONS}
+        named |= values.keys() & {"seed", *SAMPLED_OPTIONS, *BEAM_OPTIONS}
         if not values.keys().isdisjoint(SAMPLED_OPTIONS):
             values.setdefault("do_sample", True)
         if values.get("seed", seed) is None:
             values["seed"] = fresh[i]
         given = dataclasses.replace(config, **values)
         rows.append((given.filled(defaults), "max_new_tokens" in given.given))
-    if named and rows and not any(row.do_sample for row, _ in rows):
-        names = ", ".join(sorted(named))
+    unsampled = sorted(named.difference(BEAM_OPTIONS))
+    if unsampled and rows and not any(row.do_sample for row, _ in rows):
         warnings.warn(
-            f"{names}: no effect, because do_sample is False; set it, or a temperature",
+            f"{', '.join(unsampled)}: no effect, because do_sample is False; set it, or a "
+            "temperature",
             stacklevel=4,
         )
+    of_beams = sorted(named.intersection(BEAM_OPTIONS) - {"num_beams"})
+    if of_beams and rows and all(row.num_beams == 1 for row, _ in rows):
+        warnings.warn(f"{', '.join(of_beams)}: no effect, because num_beams is 1", stacklevel=4)
     if len({row.logits_processors for row, _ in rows}) > 1:
         raise ValueError("generate: logits_processors must be the same for all prompts")
     return rows

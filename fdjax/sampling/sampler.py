@@ -42,6 +42,8 @@ class Processors:
       sample: whether tokens are drawn, with a temperature.
       truncate: whether top-k, top-p, min-p and typical-p limit the draw.
       logprobs: whether log-probabilities are returned.
+      beams: (largest number of beams, largest number of candidates per beam), or zeros if no row
+        is a beam.
       custom: the caller's own processors. They run in this order, after the edits and before the
         temperature.
     """
@@ -50,6 +52,7 @@ class Processors:
     sample: bool = False
     truncate: bool = False
     logprobs: bool = False
+    beams: tuple[int, int] = (0, 0)
     custom: tuple[LogitsProcessor, ...] = ()
 
     def __or__(self, other: "Processors") -> "Processors":
@@ -58,19 +61,21 @@ class Processors:
             self.sample or other.sample,
             self.truncate or other.truncate,
             self.logprobs or other.logprobs,
+            tuple(map(max, self.beams, other.beams)),
             self.custom or other.custom,
         )
 
     @property
     def tier(self) -> "Processors":
         """The smallest set in `_TIERS` that contains this one, so that there are few programs."""
-        tier = next(t for t in _TIERS if t | dataclasses.replace(self, custom=()) == t)
-        return dataclasses.replace(tier, custom=self.custom)
+        common = dataclasses.replace(self, beams=(0, 0), custom=())
+        tier = next(t for t in _TIERS if t | common == t)
+        return dataclasses.replace(tier, beams=self.beams, custom=self.custom)
 
     @property
     def everything(self) -> "Processors":
         """All processors. Prefill uses this set, because it runs too seldom to need variants."""
-        return dataclasses.replace(_TIERS[-1], custom=self.custom)
+        return dataclasses.replace(_TIERS[-1], beams=self.beams, custom=self.custom)
 
 
 _TIERS = (
@@ -130,8 +135,91 @@ def next_tokens(
     Raises:
       ValueError: a custom processor returns another shape, or numbers that are not real.
     """
-    best, tokens = _best(logits)
+    best, tokens = first_best(logits)
     finite = jnp.isfinite(best)
+    scores = _edited(logits, sampling, ids, lengths, steps, processors)
+    if processors.edit or processors.custom:
+        best, tokens = first_best(scores)
+        finite &= best < jnp.inf
+        tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, tokens)
+    if processors.sample:
+        drawn = _sample(scores, sampling, steps, processors)
+        tokens = jnp.where((sampling.temperature > 0) & (tokens >= 0), drawn, tokens)
+    tokens = jnp.where(finite, tokens, NOT_FINITE)
+    if not processors.logprobs:
+        return tokens, None
+    return tokens, _logprobs(logits, tokens, sampling, batch_invariant)
+
+
+class BeamScores(NamedTuple):
+    """The scores of the next tokens of all rows, where some rows are beams.
+
+    Attributes:
+      scores: [B, V] fp32, of a beam what its sum of scores grows by; -inf if not allowed.
+      order: [B, V] fp32, the same, with the noise by which tokens are drawn, in sampled rows.
+      finite: [B] bool.
+    """
+
+    scores: Array
+    order: Array
+    finite: Array
+
+
+def next_tokens_and_scores(
+    logits: Array,
+    sampling: Sampling,
+    ids: Array,
+    lengths: Array,
+    steps: Array,
+    processors: Processors,
+    *,
+    batch_invariant: bool = False,
+) -> tuple[Array, Logprobs | None, BeamScores]:
+    """`next_tokens` where some rows are beams, and the scores of these.
+
+    As in transformers, the scores of a beam are log-probabilities, to which the processors are
+    applied. Top-k and its like keep at least one token more than there are end-of-sequence ids. The
+    tokens of beams mean nothing.
+    """
+    beam = (sampling.num_beams > 1)[:, None]
+    finite = jnp.isfinite(first_best(logits)[0])
+    scores = logits - jnp.where(beam, _log_total(logits, batch_invariant)[:, None], 0.0)
+    scores = order = _edited(scores, sampling, ids, lengths, steps, processors)
+    best, _ = first_best(scores)
+    finite &= best < jnp.inf
+    if processors.sample:
+        scores, order = _noisy(scores, best, beam, sampling, steps, processors)
+    tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, first_best(order)[1])
+    tokens = jnp.where(finite, tokens, NOT_FINITE)
+    logprobs = None
+    if processors.logprobs:
+        logprobs = _logprobs(logits, tokens, sampling, batch_invariant)
+    return tokens, logprobs, BeamScores(scores, order, finite)
+
+
+def _noisy(scores, best, beam, sampling, steps, processors):
+    """Scores after the temperature, and with noise, of sampled rows; `best` [B] are the largest."""
+    drawn = (sampling.temperature > 0)[:, None]
+    temperature = jnp.where(drawn, sampling.temperature[:, None], 1.0)
+    relative = kept = (scores - best[:, None]) / temperature
+    if processors.truncate:
+        ends = jnp.sum(sampling.stop_tokens >= 0, axis=-1, dtype=jnp.int32)
+        least = jnp.where(beam[:, 0], jnp.maximum(2, 1 + ends), 1)
+        kept = _truncate(relative, sampling, least)
+    # The sums of scores of beams are compared, so theirs are not relative.
+    tempered = jnp.where(beam, scores / temperature, relative)
+    scores = jnp.where(drawn, jnp.where(kept > -jnp.inf, tempered, -jnp.inf), scores)
+
+    def noise(seed, index, step):
+        return jax.random.gumbel(_key(seed, index, step), scores.shape[1:], mode="low")
+
+    with jax.threefry_partitionable(True):
+        noisy = scores + jax.vmap(noise)(sampling.seed, sampling.sample_index, steps)
+    return scores, jnp.where(drawn, noisy, scores)
+
+
+def _edited(logits, sampling, ids, lengths, steps, processors):
+    """The scores after penalties, bans and the caller's own processors."""
     scores = logits
     if processors.edit:
         scores = edit_logits(scores, sampling, ids, lengths, steps)
@@ -148,20 +236,10 @@ def next_tokens(
                 f"of {process}"
             )
         scores = jnp.asarray(scores, jnp.float32)
-    if processors.edit or processors.custom:
-        best, tokens = _best(scores)
-        finite &= best < jnp.inf
-        tokens = jnp.where(best == -jnp.inf, ALL_FORBIDDEN, tokens)
-    if processors.sample:
-        drawn = _sample(scores, sampling, steps, processors)
-        tokens = jnp.where((sampling.temperature > 0) & (tokens >= 0), drawn, tokens)
-    tokens = jnp.where(finite, tokens, NOT_FINITE)
-    if not processors.logprobs:
-        return tokens, None
-    return tokens, _logprobs(logits, tokens, sampling, batch_invariant)
+    return scores
 
 
-def _best(scores):
+def first_best(scores: Array) -> tuple[Array, Array]:
     """(largest score of each row, or NaN if the row has one; first token with this score)."""
 
     def larger(a, b):
@@ -183,9 +261,7 @@ def _sample(scores, sampling, steps, processors):
         scores = _truncate(scores, sampling)
 
     def draw(seed, index, step, scores):
-        key = jax.random.key(seed, impl=_GENERATOR)
-        key = jax.random.fold_in(jax.random.fold_in(key, index), step)
-        return jax.random.categorical(key, scores, mode="low")
+        return jax.random.categorical(_key(seed, index, step), scores, mode="low")
 
     # This JAX setting would change the draws of a key, so it is fixed: a seed keeps its meaning.
     with jax.threefry_partitionable(True):
@@ -193,29 +269,47 @@ def _sample(scores, sampling, steps, processors):
     return tokens.astype(jnp.int32)
 
 
-def _truncate(scores, sampling):
-    """Set the scores of tokens that must not be drawn to -inf. The largest score must be 0."""
+def _key(seed, index, step):
+    """The random key of a row, from its options and its number of tokens."""
+    key = jax.random.key(seed, impl=_GENERATOR)
+    return jax.random.fold_in(jax.random.fold_in(key, index), step)
+
+
+def _truncate(scores, sampling, least=None):
+    """Set the scores of tokens that must not be drawn to -inf. The largest score must be 0.
+
+    `least` [B] is the number of tokens that each rule keeps at least; default 1.
+    """
     top_k, top_p = sampling.top_k, sampling.top_p
     min_p, typical_p = sampling.min_p, sampling.typical_p
 
+    def or_first(kept, scores, distance):
+        if least is None:
+            return kept
+        ones = jnp.ones_like(scores)
+        return jnp.maximum(kept, _keep_first(scores, distance, ones, least.astype(jnp.float32)))
+
     def keep_top_k(scores):
         limit = jnp.where(top_k > 0, top_k, scores.shape[-1]).astype(jnp.float32)
-        return _keep_first(scores, -scores, jnp.ones_like(scores), limit)
+        kept = _keep_first(scores, -scores, jnp.ones_like(scores), limit)
+        return or_first(kept, scores, -scores)
 
     def keep_top_p(scores):
         p = jnp.exp(scores)
         limit = jnp.where(top_p < 1, top_p * jnp.sum(p, axis=-1), jnp.inf)
-        return _keep_first(scores, -scores, p, limit)
+        return or_first(_keep_first(scores, -scores, p, limit), scores, -scores)
 
     def keep_min_p(scores):
-        return jnp.where(scores >= jnp.log(min_p)[:, None], scores, -jnp.inf)
+        kept = jnp.where(scores >= jnp.log(min_p)[:, None], scores, -jnp.inf)
+        return or_first(kept, scores, -scores)
 
     def keep_typical(scores):
         logp = jax.nn.log_softmax(scores, axis=-1)
         p = jnp.exp(logp)
         entropy = -jnp.sum(jnp.where(p > 0, p * logp, 0.0), axis=-1, keepdims=True)
         limit = jnp.where(typical_p < 1, typical_p, jnp.inf)
-        return _keep_first(scores, jnp.abs(logp + entropy), p, limit)
+        distance = jnp.abs(logp + entropy)
+        return or_first(_keep_first(scores, distance, p, limit), scores, distance)
 
     scores = where_asked(top_k > 0, keep_top_k, scores)
     scores = where_asked(top_p < 1, keep_top_p, scores)
@@ -256,8 +350,7 @@ def _keep_first(scores, distance, weights, limit):
 def _logprobs(logits, tokens, sampling, batch_invariant):
     b, v = logits.shape
     n = min(MAX_TOP_LOGPROBS, v)
-    log_sum = functools.partial(jax.nn.logsumexp, axis=-1)
-    total = in_row_tiles(log_sum, logits) if batch_invariant else log_sum(logits)
+    total = _log_total(logits, batch_invariant)
 
     def likeliest(none):
         rest, found = logits, []
@@ -271,6 +364,12 @@ def _logprobs(logits, tokens, sampling, batch_invariant):
     none = jnp.zeros((b, n), jnp.float32), jnp.zeros((b, n), jnp.int32)
     top, top_ids = where_asked(sampling.top_logprobs > 0, likeliest, none)
     return Logprobs(_at(logits, jnp.maximum(tokens, 0)) - total, top, top_ids)
+
+
+def _log_total(logits, batch_invariant):
+    """[B] the logarithm of the sum of the exponentials."""
+    log_sum = functools.partial(jax.nn.logsumexp, axis=-1)
+    return in_row_tiles(log_sum, logits) if batch_invariant else log_sum(logits)
 
 
 def _at(scores, tokens):

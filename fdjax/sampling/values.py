@@ -15,8 +15,8 @@ class Sampling:
     """The options of each row, packed in few arrays, because each costs the host 1 µs per call.
 
     Each column of `reals` and `counts` is also an attribute [B] with the name of the option. Beside
-    the options there are `seed` as uint32, `sample_index` (the row's index among the samples of its
-    prompt) and `top_logprobs` (0 is off). A `temperature` of 0 is greedy.
+    the options there are `seed` as uint32, `sample_index` (the row's index among the samples or
+    beams of its prompt) and `top_logprobs` (0 is off). A `temperature` of 0 is greedy.
 
     Attributes:
       reals: [B, R] fp32 options with real values.

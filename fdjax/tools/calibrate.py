@@ -119,7 +119,7 @@ def gather(
     pieces = [
         piece
         for i, text in enumerate(texts)
-        for piece in _pieces(engine, tokenizer, text, i, context)
+        for piece in pieces_of(engine, tokenizer, text, i, context)
     ]
     if not pieces:
         raise ValueError("calibrate: there is no text")
@@ -166,9 +166,20 @@ def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
     return dataclasses.replace(plan, workspace_bytes=workspace_bytes)
 
 
-def _pieces(
+def pieces_of(
     engine: Engine, tokenizer: Tokenizer, text: Prompt, i: int, context: int
 ) -> list[list[int]]:
+    """Cut a text into pieces of up to `context` tokens, each with the tokens that begin a text.
+
+    Args:
+      engine, tokenizer: the model's engine and tokenizer.
+      text: a text or its token ids.
+      i: index of the text, for errors.
+      context: largest number of tokens in a piece.
+
+    Raises:
+      ValueError: an id is outside the vocabulary, or `context` is too small.
+    """
     prefix: list[int] = []
     vocab_size = engine.model.config.vocab_size
     ids = list(text)
@@ -268,7 +279,7 @@ def _observe_chunk(
         )
         return o, (cache, _observe(spec, q, cache[0], positions, ends))
 
-    _, updated = model.module(params)(tokens, kv, attend, model.plan)
+    _, updated = model.module(params)(tokens, kv, attend, model.plan, starts=offsets)
     caches, observed = zip(*updated, strict=True)
     return list(caches), list(observed)
 

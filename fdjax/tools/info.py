@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from fdjax.engine.memory import (
     MOST_ROWS,
     MemoryPlan,
+    beam_slots,
     largest_batch,
     longest_context,
     plan_memory,
@@ -41,6 +42,9 @@ class ModelInfo:
         unknown or rows are in one piece.
       longest_context: largest length of that number of rows that fits, in tokens, None if the
         memory is unknown.
+      beam_cache_bytes: bytes of cache of the given number of prompts with beams, which share the
+        cache of their prompt; None without beams.
+      separate_cache_bytes: the same if beams shared nothing.
       max_position_embeddings: the model's context, in tokens.
       choices: (op, shape, implementation, source) of the decode step and of prefill. If one launch
         runs all layers of a decode step, the operations that it replaces are left out.
@@ -59,6 +63,8 @@ class ModelInfo:
     largest_batch: int | None
     longest_context: int | None
     pool_tokens: int | None
+    beam_cache_bytes: int | None
+    separate_cache_bytes: int | None
     max_position_embeddings: int
     choices: tuple[tuple[str, str, str, str], ...]
 
@@ -85,6 +91,9 @@ class ModelInfo:
             lines.append(f"fits          {self._fits()}")
         if self.pool_tokens is not None:
             lines.append(f"pool          {self.pool_tokens:,} tokens of all rows together")
+        if self.beam_cache_bytes is not None:
+            shared, apart = map(gigabytes, (self.beam_cache_bytes, self.separate_cache_bytes))
+            lines.append(f"beams         cache {shared}; {apart} if beams shared no prompt")
         lines += ["", f"{'op':18} {'shape':44} {'runs':10} chosen by"]
         lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
         lines += ["", "docs/performance.md explains these operations and implementations."]
@@ -107,7 +116,13 @@ def _rows(count: int) -> str:
 
 
 def model_info(
-    model: Model, *, batch: int = 1, slots: int | None = None, memory_bytes: int | None = None
+    model: Model,
+    *,
+    batch: int = 1,
+    slots: int | None = None,
+    memory_bytes: int | None = None,
+    beams: int = 1,
+    new_tokens: int = 128,
 ) -> ModelInfo:
     """Collect the facts about a model on the device of its plan.
 
@@ -116,6 +131,8 @@ def model_info(
       batch: number of rows.
       slots: tokens of each row; default the model's context.
       memory_bytes: memory of the device in bytes; default that of the first local device.
+      beams: beams of each prompt.
+      new_tokens: of the tokens of each row, those of the answer; only beams need it.
     """
     memory_bytes = device_memory_bytes() if memory_bytes is None else memory_bytes
     whole, model = model, model.local
@@ -127,6 +144,13 @@ def model_info(
             "longest_context": longest_context(model, batch=batch, memory_bytes=memory_bytes),
             "pool_tokens": _pool_tokens(model, memory_bytes) if reads_pages(model) else None,
         }
+    itemsize = jnp.dtype(model.dtype).itemsize
+    per_token = model.config.kv_bytes_per_token(itemsize)
+    beam_cache = separate_cache = None
+    if beams > 1:
+        prompt = max(1, slots - new_tokens)
+        beam_cache = batch * beam_slots(prompt, new_tokens, beams=beams) * per_token
+        separate_cache = batch * beams * slots * per_token
     return ModelInfo(
         devices=whole.ranks,
         family=model.config.family,
@@ -134,11 +158,13 @@ def model_info(
         dtype=model.dtype,
         quantised=tuple(map(str, model.config.weight_formats)),
         weight_bytes=model.weight_bytes,
-        kv_bytes_per_token=model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize),
+        kv_bytes_per_token=per_token,
         device=model.plan.device_kind,
         device_bytes=memory_bytes,
         memory=plan_memory(model, batch=batch, max_len=slots),
         **fits,
+        beam_cache_bytes=beam_cache,
+        separate_cache_bytes=separate_cache,
         max_position_embeddings=model.config.max_position_embeddings,
         choices=tuple(_choices(model, batch, slots)),
     )
@@ -176,7 +202,8 @@ def _choices(model: Model, batch: int, slots: int):
         yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
     if c.tie_embeddings:
         tied = Choice("xla", source="only")  # no kernel reads a transposed weight
-        yield row("matmul", f"head M={batch} [{c.width},{c.head_width}]", tied)
+        width = c.embedding_width or c.width
+        yield row("matmul", f"head M={batch} [{width},{c.head_width}]", tied)
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
         if one_launch and op == "decode_attention":
             continue

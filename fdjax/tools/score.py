@@ -259,7 +259,7 @@ def _score_chunk(
         rotation_at=rotation_at,
         plan=model.plan,
     )
-    hidden, kv = module(tokens, kv, attend, model.plan)
+    hidden, kv = module(tokens, kv, attend, model.plan, starts=offsets)
     block = math.gcd(t, max(1, _LOGITS_ROWS // b))
 
     def score_block(operands):

@@ -27,13 +27,13 @@ from fdjax.models import (
     describe,
 )
 from fdjax.pallas_kernels.gemm import (
-    FlatGemmConfig,
     chain_counters,
     linear_chain,
     matmul,
 )
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM, matmul_flat_gemm
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import chain_mosaic
+from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PACKED_GEMM, matmul_packed
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
@@ -41,6 +41,7 @@ from fdjax.pallas_kernels.plan import (
     as_entry,
     can_chain,
 )
+from fdjax.pallas_kernels.quantised import BRICKS, QTensor, random_quantised
 from fdjax.tools.tune_layers import measure_layers
 from fdjax.tools.tune_table import table_entry, table_of
 
@@ -53,9 +54,10 @@ CHAIN_ROWS = (1, 2, 4, 8, 16, 32)
 _TOLERANCE = 2e-2
 
 
-def candidates(shape: LinearShape, m: int) -> Sequence[FlatGemmConfig]:
+def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
     """Tilings of a linear layer with M rows that are worth measuring."""
-    return FLAT_GEMM.candidates(shape.key(m, itemsize=2))
+    kernel = PACKED_GEMM if shape.weight else FLAT_GEMM
+    return kernel.candidates(shape.key(m, itemsize=2))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +102,7 @@ def time_linear(
       (M, the measurement of each variant).
     """
     weights = _weights(shape, dtype)
-    operands = [_operands(shape, max(rows), w, i) for i, w in enumerate(weights)]
+    operands = [_operands(shape, max(rows), w, i, dtype) for i, w in enumerate(weights)]
     calls = {m: [(_first(m, one),) for one in operands] for m in rows}
     reference = reference or next(iter(variants.values()))
     # Compiling autotunes on the device, so timing starts only when all variants are compiled.
@@ -126,9 +128,14 @@ def time_linear(
         yield m, measured
 
 
-def _weights(shape: LinearShape, dtype: str) -> list[jax.Array]:
+def _weights(shape: LinearShape, dtype: str) -> list[jax.Array | QTensor]:
     """Enough weights that the next one is never in the L2 cache."""
     axes = (shape.k, 2, shape.n // 2) if shape.gate else (shape.k, shape.n)
+    if shape.weight:
+        like = jax.eval_shape(lambda: shape.weight.empty(axes))
+        random = jax.jit(lambda seed: random_quantised(jax.random.key(seed), like, shape.k**-0.5))
+        nbytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(like))
+        return [random(i) for i in range(_cold_count(nbytes))]
     count = _cold_count(shape.k * shape.n * jnp.dtype(dtype).itemsize)
     return [_normal(i, axes, dtype) * jnp.asarray(shape.k**-0.5, dtype) for i in range(count)]
 
@@ -138,8 +145,7 @@ def _cold_count(nbytes: int) -> int:
     return 3 * l2_bytes(jax.devices()[0]) // nbytes + 1
 
 
-def _operands(shape: LinearShape, m: int, w: jax.Array, seed: int) -> dict[str, Any]:
-    dtype = str(w.dtype)
+def _operands(shape: LinearShape, m: int, w: Any, seed: int, dtype: str) -> dict[str, Any]:
     operands = {"x": _normal(seed, (m, shape.k), dtype), "w": w}
     if shape.norm:
         operands["norm"] = RMSNorm(_normal(seed + 1, (shape.k,), dtype), 1e-5)
@@ -171,7 +177,7 @@ def measure_matmul(
     *,
     dtype: str = "bfloat16",
     runs: int = 10,
-    configs: Callable[[LinearShape, int], Sequence[FlatGemmConfig]] = candidates,
+    configs: Callable[[LinearShape, int], Sequence[Any]] = candidates,
     report: Callable[[str], None] = lambda line: None,
 ) -> Iterator[dict[str, Any]]:
     """Time XLA and every candidate of the kernel on the first device.
@@ -196,8 +202,9 @@ def measure_matmul(
         def xla(operands, keys=keys, result=result):
             return matmul(**operands, **keys, preferred_element_type=result, implementation="xla")
 
-        def kernel(operands, config, keys=keys, result=result):
-            return matmul_flat_gemm(**operands, **keys, dtype=result, config=config)
+        def kernel(operands, config, keys=keys, result=result, quantised=bool(shape.weight)):
+            run = matmul_packed if quantised else matmul_flat_gemm
+            return run(**operands, **keys, dtype=result, config=config)
 
         def tilings(m, shape=shape):
             return tuple(configs(shape, m))
@@ -313,8 +320,7 @@ def tune(
       A table, for `write_table` and `explain`.
 
     Raises:
-      NotImplementedError: the kernels do not run on this device, in this dtype or with quantised
-        weights.
+      NotImplementedError: the kernels do not run on this device or in this dtype.
     """
     capability = model.plan.compute_capability
     if capability != (9, 0):
@@ -326,12 +332,12 @@ def tune(
         raise NotImplementedError(
             f"tune: the kernels multiply bfloat16 or float16, got {model.dtype}"
         )
-    if model.config.weight_formats:
-        raise NotImplementedError(
-            "tune: cannot measure quantised weights, got "
-            + ", ".join(map(str, model.config.weight_formats))
-        )
-    shapes = model.config.linear_shapes.values()
+    # Weights that are not in bricks run through XLA.
+    shapes = [
+        shape
+        for shape in model.config.linear_shapes.values()
+        if not shape.weight or shape.weight.layout == BRICKS
+    ]
     entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     plan = dataclasses.replace(model.plan, table=found)

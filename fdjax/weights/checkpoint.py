@@ -32,6 +32,7 @@ from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, in_layout
 from fdjax.weights.division import Division
 from fdjax.weights.formats.layer import Codes, StoredLinear
 from fdjax.weights.formats.scheme import scheme_of, stored_linears, with_stored_formats
+from fdjax.weights.quantise import quantise
 from fdjax.weights.stored import (
     DTYPES,
     FLOATS,
@@ -186,10 +187,11 @@ def load_params(
     devices: Sequence[jax.Device | None] = (None,),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
-    """Load the parameters of a checkpoint onto a device, fused and in the model's dtype.
+    """Load the parameters of a checkpoint onto a device, fused and in the model's dtypes.
 
     The tensors are memory-mapped and fused on the device, one parameter at a time. Besides the
-    parameters themselves, this needs memory for the largest fused parameter.
+    parameters themselves, this needs memory for the largest fused parameter. Weights are quantised
+    or dequantised if the model holds them otherwise than the checkpoint.
 
     Args:
       folder: the checkpoint.
@@ -206,8 +208,8 @@ def load_params(
       UserWarning: a tensor has values that are not finite, or a matrix or norm is all zeros.
     """
     began = time.perf_counter()
-    stored = stored_tensors(folder)
     weights = weight_map(model.config)
+    stored = _with_base(stored_tensors(folder), weights)
     linears = _stored_linears(folder, model.config, stored)
     ignored = ignored_tensors(model.config)
     check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
@@ -241,7 +243,10 @@ def load_params(
                     _warn_of_damage(stored[name], value, model)
             del tensor, tensors
         else:
-            codes = [linears[name].codes(form) for name, _ in weight.sources]
+            codes = [
+                linears[name].codes(form) if name in linears else quantise(views.pop(name), form)
+                for name, _ in weight.sources
+            ]
             shares = _quantised(codes, form, division, path)
         leaf = division.assembled(shares, path)
         node = params
@@ -363,6 +368,20 @@ def _warn_of_dequantised(
         )
 
 
+def _with_base(stored: dict[str, StoredTensor], weights: WeightMap) -> dict[str, StoredTensor]:
+    """Tensors by the names of a whole model.
+
+    Checkpoints such as those of GPT-2 and BLOOM were saved without the head. Their names lack the
+    first part, "transformer.".
+    """
+    ((embedding, _),) = weights["embed",].sources
+    base, _, rest = embedding.partition(".")
+    if embedding in stored or rest not in stored:
+        return stored
+    needed = {name for weight in weights.values() for name, _ in weight.sources}
+    return {name if name in needed else f"{base}.{name}": t for name, t in stored.items()}
+
+
 def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
     head, embed = stored.get("lm_head.weight"), stored[embedding]
     if head is None or 0 in head.shape:
@@ -434,7 +453,7 @@ def _warn_of_damage(tensor: StoredTensor, largest: float, model: Model) -> None:
     """Warn of a tensor that a failed download or training left behind: all zeros, or not finite."""
     problem = None if math.isfinite(largest) else "values that are not finite"
     # A bias may be all zeros. So may the weights of a norm if the model adds 1 to them.
-    scales = tensor.name.endswith("norm.weight") and not model.config.norm_offset
+    scales = tensor.name.endswith(".weight") and not model.config.norm_offset
     if largest == 0 and (len(tensor.shape) > 1 or scales):
         problem = "only zeros"
     if problem:

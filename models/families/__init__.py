@@ -1,7 +1,8 @@
 """Model families. Every module in this folder is a family.
 
-A family has `MODEL_TYPES`, `ARCHITECTURE`, `DEFAULTS` and `parse_config`. It has `weight_map` and
-`IGNORED_TENSORS` only if they differ from Llama's.
+A family has `MODEL_TYPES`, `ARCHITECTURE`, `DEFAULTS` and `parse_config`. It has `NAMES`
+(fields of config.json), `TENSORS` (names of tensors) and `IGNORED_TENSORS` only if they differ from
+Llama's.
 """
 
 import importlib

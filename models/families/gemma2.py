@@ -11,6 +11,7 @@ from fdjax.models.config import (
     read_dimensions,
     read_windows,
 )
+from fdjax.models.name_map import TensorNames
 from fdjax.models.rope import read_rope
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
@@ -27,6 +28,14 @@ DEFAULTS = {
     "attn_logit_softcapping": 50.0,
     "final_logit_softcapping": 30.0,
 }
+
+TENSORS = TensorNames(
+    own={
+        "attention_post_norm": ("post_attention_layernorm",),
+        "mlp_norm": ("pre_feedforward_layernorm",),
+        "mlp_post_norm": ("post_feedforward_layernorm",),
+    }
+)
 
 # The activation is `hidden_activation`. A `hidden_act` beside it is left over from Gemma 1.
 IGNORABLE = ("hidden_act",)

@@ -4,7 +4,6 @@ Gemma Team 2025, section 2. Each of the two kinds of layer has its own rotary em
 """
 
 from fdjax.models.config import (
-    CheckpointError,
     ConfigReader,
     DecoderConfig,
     read_decoder,
@@ -12,7 +11,8 @@ from fdjax.models.config import (
     read_windows,
 )
 from fdjax.models.families.gemma2 import IGNORABLE, read_gemma
-from fdjax.models.rope import read_rope, rope_sections
+from fdjax.models.families.gemma2 import TENSORS as GEMMA_TENSORS
+from fdjax.models.rope import read_rope, sections_by_layer_type
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 MODEL_TYPES = ("gemma3_text",)
@@ -26,13 +26,14 @@ DEFAULTS = {
     "sliding_window": 4096,
     "sliding_window_pattern": 6,
 }
+TENSORS = GEMMA_TENSORS
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
     """Parse the config.json of a `Gemma3ForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
-    full, local = _rope_sections(reader)
+    full, local = sections_by_layer_type(reader)
     rope = read_rope(reader, head_dim, default_theta=1e6, sections=full)
     local_rope = read_rope(reader, head_dim, theta_key="rope_local_base_freq", sections=local)
     every = reader.positive("sliding_window_pattern", 6)
@@ -55,17 +56,3 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         **dimensions,
         ignorable=(*IGNORABLE, "_sliding_window_pattern"),
     )
-
-
-def _rope_sections(reader: ConfigReader) -> tuple[list[ConfigReader], list[ConfigReader]]:
-    """Sections for full and for sliding attention; `rope_scaling` belongs to full attention."""
-    full, local = rope_sections(reader, "rope_scaling"), []
-    for new in rope_sections(reader, "rope_parameters"):
-        full += rope_sections(new, "full_attention")
-        local += rope_sections(new, "sliding_attention")
-        if unknown := new.unread():
-            raise CheckpointError(
-                f"{new.source}: unknown keys {', '.join(unknown)}; "
-                f"known: {', '.join(sorted(new.known()))}"
-            )
-    return full, local

@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.x, CodeLlama, Vicuna: config.json and tensor names (Touvron et al. 2023)."""
+"""Llama 2, 3 and 3.x, CodeLlama, Vicuna, Falcon 3 (Touvron et al. 2023): RMSNorm, RoPE, SwiGLU."""
 
 from fdjax.models.config import (
     ConfigReader,

@@ -11,7 +11,7 @@ from fdjax.models.config import (
     read_layers,
 )
 from fdjax.models.families.mistral import read_window
-from fdjax.models.name_map import WeightMap, decoder_weights
+from fdjax.models.name_map import TensorNames
 from fdjax.models.rope import read_rope
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
@@ -22,6 +22,7 @@ DEFAULTS = {
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,
 }
+TENSORS = TensorNames(own={"qkv": ("self_attn.qkv_proj",), "gate_up": ("mlp.gate_up_proj",)})
 
 # Fields without effect; the last one has an effect with LongRoPE only.
 _IGNORABLE = ("full_attn_mod", "interpolate_factor", "original_max_position_embeddings")
@@ -41,8 +42,3 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         **dimensions,
         ignorable=_IGNORABLE,
     )
-
-
-def weight_map(config: DecoderConfig) -> WeightMap:
-    """The checkpoint tensors of each parameter."""
-    return decoder_weights(config, fused=True)

@@ -96,7 +96,7 @@ def forward(model: Model, params: Any, ids: Array) -> Array:
         return jax.nn.dot_product_attention(q, k, v, scale=spec.scale, is_causal=True), kv
 
     module = model.module(params)
-    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan)
+    hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan, starts=None)
     return module.logits(hidden, model.plan)
 
 

@@ -7,6 +7,7 @@ from fdjax.pallas_kernels.attention.append import (
 )
 from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
 from fdjax.pallas_kernels.attention.merge import merge_attention
+from fdjax.pallas_kernels.attention.operands import BeamSlots
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
 from fdjax.pallas_kernels.attention.reference import attention_reference
 from fdjax.pallas_kernels.attention.spec import AttentionSpec, alibi_slopes
@@ -15,6 +16,7 @@ __all__ = [
     "DECODE_ATTENTION",
     "PREFILL_ATTENTION",
     "AttentionSpec",
+    "BeamSlots",
     "alibi_slopes",
     "append_decode_attention",
     "append_prefill_attention",

@@ -11,7 +11,9 @@ from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
 from fdjax.pallas_kernels.attention.operands import (
+    BeamSlots,
     attention_shape,
+    beam_features,
     check_attention,
     rotation_features,
     row_slots,
@@ -32,6 +34,7 @@ def append_decode_attention(
     rotation: tuple[Array, Array] | None = None,
     layer: Array | int | None = None,
     pages: Array | None = None,
+    beams: BeamSlots | None = None,
     return_reruns: bool = False,
     implementation: str | None = None,
     plan: Dispatch | None = None,
@@ -48,6 +51,8 @@ def append_decode_attention(
       spec: the attention.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
       layer, pages, return_reruns, implementation, plan: see `decode_attention`.
+      beams: see `decode_attention`. The new tokens are written to each row's own pages, so `rows`
+        must name the row itself at their positions.
 
     Returns:
       (o [B, T, H, D], k_cache, v_cache), and with `return_reruns` reruns [] fp32.
@@ -57,10 +62,13 @@ def append_decode_attention(
       NotImplementedError: the named implementation cannot do this.
     """
     q, k, v = _checked(
-        "append_decode_attention", qkv, k_cache, v_cache, lengths, spec, layer, pages=pages
+        "append_decode_attention",
+        *(qkv, k_cache, v_cache, lengths, spec, layer),
+        pages=pages,
+        beams=beams,
     )
     fused, config = _with_append(
-        DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
+        DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation, beams
     )
     if fused is not None:
         static, phi = spec.for_kernels()
@@ -80,7 +88,7 @@ def append_decode_attention(
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
     k_cache, v_cache = (
-        append(c, new, lengths, layer, pages) for c, new in ((k_cache, k), (v_cache, v))
+        append(c, new, lengths, layer, pages, beams) for c, new in ((k_cache, k), (v_cache, v))
     )
     o = decode_attention(
         q,
@@ -90,6 +98,7 @@ def append_decode_attention(
         spec=spec,
         layer=layer,
         pages=pages,
+        beams=beams,
         return_reruns=return_reruns,
         implementation=implementation,
         plan=plan,
@@ -185,23 +194,27 @@ def _with_append(
     pages: Array | None,
     plan: Dispatch | None,
     implementation: str | None,
+    beams: BeamSlots | None = None,
 ) -> tuple[Implementation | None, Any]:
     """(what appends for the chosen attention, or None; configuration of that attention)."""
     if not len(q):
         return None, None
     shape = attention_shape(q, k_cache, spec, pages)
-    chosen, config = resolve(own, plan, implementation, spec.features, **shape)
-    features = spec.features | rotation_features(rotation, shape["d"])
+    features = spec.features | beam_features(beams)
+    chosen, config = resolve(own, plan, implementation, features, **shape)
+    features |= rotation_features(rotation, shape["d"])
     can = chosen.append is not None and chosen.append.supports(shape, features)
     return chosen.append if can else None, config
 
 
-def _checked(op, qkv, k_cache, v_cache, lengths, spec, layer=None, rows=None, pages=None):
+def _checked(
+    op, qkv, k_cache, v_cache, lengths, spec, layer=None, rows=None, pages=None, beams=None
+):
     """Check the operands and return q, k and v."""
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
     q, k, v = split_qkv(qkv)
-    check_attention(op, q, k_cache, v_cache, lengths, layer, spec, rows, pages)
+    check_attention(op, q, k_cache, v_cache, lengths, layer, spec, rows, pages, beams)
     if k_cache.shape[-3] != qkv.shape[2]:
         raise ValueError(
             f"{op}: qkv must have the {k_cache.shape[-3]} KV heads of the cache, got {qkv.shape[2]}"
@@ -222,10 +235,11 @@ def append(
     lengths: Array,
     layer: Array | int | None = None,
     pages: Array | None = None,
+    beams: BeamSlots | None = None,
 ) -> Array:
     """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on, while slots exist.
 
-    See `decode_attention` for `layer` and `pages`.
+    See `decode_attention` for `layer`, `pages` and `beams`.
     """
     b, t = new.shape[:2]
     if b == t == 1 and layer is None and pages is None:
@@ -235,7 +249,7 @@ def append(
         new = jnp.where(slot < cache.shape[2], new.transpose(0, 2, 1, 3), old)
         return lax.dynamic_update_slice_in_dim(cache, new, slot, axis=2)
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots, layer, pages)
+    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots, layer, pages, beams)
 
 
 def _write(
@@ -245,6 +259,7 @@ def _write(
     slots: Array,
     layer: Array | int | None = None,
     pages: Array | None = None,
+    beams: BeamSlots | None = None,
 ) -> Array:
     """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T] that exist.
 
@@ -255,10 +270,13 @@ def _write(
     heads = jnp.arange(cache.shape[-3], dtype=jnp.int32)
     at_row = rows[:, None]
     if pages is not None:
-        size = cache.shape[-2]
-        page = jnp.minimum(slots // size, pages.shape[1] - 1)
+        size, width = cache.shape[-2], pages.shape[1]
+        if beams is not None:
+            page, slot = beams.page_and_slot(slots, size)
+            slots = page * size + slot
+        page = jnp.minimum(slots // size, width - 1)
         at_row = jnp.take_along_axis(pages, page, axis=1)
-        slots = jnp.where(slots < pages.shape[1] * size, slots % size, size)
+        slots = jnp.where(slots < width * size, slots % size, size)
     index = at_row[:, None], heads[None, :, None], slots[:, None, :]
     at = cache.at[index if layer is None else (layer, *index)]
     # Rows without work may share a page.

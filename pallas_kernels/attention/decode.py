@@ -9,7 +9,12 @@ from jax import Array
 
 from fdjax.pallas_kernels.attention.cudnn import DECODE_CUDNN
 from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER
-from fdjax.pallas_kernels.attention.operands import attention_shape, check_attention
+from fdjax.pallas_kernels.attention.operands import (
+    BeamSlots,
+    attention_shape,
+    beam_features,
+    check_attention,
+)
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.attention.xla import DECODE_XLA
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
@@ -28,6 +33,7 @@ def decode_attention(
     spec: AttentionSpec,
     layer: Array | int | None = None,
     pages: Array | None = None,
+    beams: BeamSlots | None = None,
     return_lse: bool = False,
     return_reruns: bool = False,
     implementation: str | None = None,
@@ -46,6 +52,7 @@ def decode_attention(
       layer: index into stacked caches.
       pages: [B, N] int32, or None. k and v are then a pool [P, Hkv, page, D], or with `layer`
         [L, P, Hkv, page, D], and slot s of row b is slot s % page of page pages[b, s // page].
+      beams: where the slots of rows are that share parts of their responses; needs `pages`.
       return_lse: also return the logsumexp of the scores.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
         left the range of the unified maximum, so that they ran again with a running maximum.
@@ -60,7 +67,7 @@ def decode_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    check_attention("decode_attention", q, k, v, lengths, layer, spec, pages=pages)
+    check_attention("decode_attention", q, k, v, lengths, layer, spec, pages=pages, beams=beams)
     t = q.shape[1]
     if t > MAX_QUERY_TOKENS:
         raise ValueError(f"decode_attention: T must be at most {MAX_QUERY_TOKENS}, got {t}")
@@ -68,7 +75,8 @@ def decode_attention(
         lse = jnp.zeros(q.shape[:3], jnp.float32)
         return _asked_for(q, return_lse and lse, return_reruns and jnp.float32(0))
     shape = attention_shape(q, k, spec, pages)
-    chosen, config = resolve(DECODE_ATTENTION, plan, implementation, spec.features, **shape)
+    features = spec.features | beam_features(beams)
+    chosen, config = resolve(DECODE_ATTENTION, plan, implementation, features, **shape)
     spec, phi = spec.for_kernels()
     o, lse, reruns = chosen.run(
         *(q, k, v, lengths),
@@ -80,6 +88,7 @@ def decode_attention(
         return_lse=return_lse,
         return_reruns=return_reruns,
         batch_invariant=plan is not None and plan.batch_invariant,
+        **({} if beams is None else {"beams": beams}),
     )
     return _asked_for(o, return_lse and lse, return_reruns and reruns)
 

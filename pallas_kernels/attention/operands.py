@@ -1,10 +1,47 @@
 """Operands of attention ops: checks, the shape for the plan, selection of a layer."""
 
+from typing import NamedTuple
+
 import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, Shape
+
+
+class BeamSlots(NamedTuple):
+    """Where the positions of rows are that share a prompt and parts of their responses: beams.
+
+    The pages of a row are the ⌈P/page⌉ of its prompt, which its beams share, and after them those
+    of its response, which only this row writes: position P + t is slot t of them. So a kernel can
+    load the response pages of all beams of a prompt once, and let `rows` be a mask.
+
+    Attributes:
+      rows: [B, S] int32, the row whose pages hold a position of the response. The rows of a
+        prompt's beams are next to each other.
+      prompts: [B] int32, P; S for a row whose positions are all its own, in order.
+    """
+
+    rows: Array
+    prompts: Array
+
+    @property
+    def features(self) -> Features:
+        """Features that an implementation needs, see `Implementation.can`."""
+        return frozenset({"beams"})
+
+    def page_and_slot(self, positions: Array, size: int) -> tuple[Array, Array]:
+        """The index into a row's table, and the slot of that page, for positions [B, N]."""
+        prompts = self.prompts[:, None]
+        response = positions - prompts
+        page = jnp.where(response < 0, positions, response) // size
+        page = jnp.where(response < 0, page, page + (prompts + size - 1) // size)
+        return page, jnp.where(response < 0, positions, response) % size
+
+
+def beam_features(beams: BeamSlots | None) -> Features:
+    """Features that an operand `beams` needs."""
+    return frozenset() if beams is None else beams.features
 
 
 def check_attention(
@@ -17,6 +54,7 @@ def check_attention(
     spec: AttentionSpec,
     rows: Array | None = None,
     pages: Array | None = None,
+    beams: BeamSlots | None = None,
 ) -> None:
     """Raise ValueError if the operands of an attention op do not fit together."""
     stacked = layer is not None
@@ -52,6 +90,12 @@ def check_attention(
     if isinstance(layer, int) and not 0 <= layer < k.shape[0]:
         raise ValueError(f"{op}: layer must be in 0..{k.shape[0] - 1}, got {layer}")
     s = s if pages is None else s * pages.shape[1]
+    if beams is not None:
+        if pages is None:
+            raise ValueError(f"{op}: beams need pages")
+        shapes = list(beams.rows.shape), list(beams.prompts.shape)
+        if shapes != ([b, s], [b]):
+            raise ValueError(f"{op}: beams must be [{b},{s}] and [{b}], got {shapes}")
     for axis, size in (("T", t), ("H", h), ("S", s)):
         if size < 1:
             raise ValueError(f"{op}: {axis} must be at least 1, got {size}")
@@ -107,11 +151,14 @@ def take_layer(
     layer: Array | int | None,
     rows: Array | None = None,
     pages: Array | None = None,
+    beams: BeamSlots | None = None,
 ) -> tuple[Array, Array]:
     """The caches [R,Hkv,S,D] of one layer of a stack, of all rows, of `rows` [R] or of `pages`.
 
     Rows and pages are copied.
     """
+    if beams is not None:
+        return tuple(_gathered_positions(a, layer, pages, beams) for a in (k, v))
     if pages is not None:
         return _gathered(k, layer, pages), _gathered(v, layer, pages)
     if layer is not None:
@@ -126,3 +173,18 @@ def _gathered(pool: Array, layer: Array | int | None, pages: Array) -> Array:
     found = pool[pages] if layer is None else pool[layer, pages]
     r, n, kv_heads, size, d = found.shape
     return found.transpose(0, 2, 1, 3, 4).reshape(r, kv_heads, n * size, d)
+
+
+def _gathered_positions(
+    pool: Array, layer: Array | int | None, pages: Array, beams: BeamSlots
+) -> Array:
+    """Copy the positions of beams from a pool [(L,)P,Hkv,page,D] into rows [B,Hkv,S,D]."""
+    b, s = beams.rows.shape
+    positions = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
+    page, slot = beams.page_and_slot(positions, pool.shape[-2])
+    own = jnp.arange(b, dtype=jnp.int32)[:, None]
+    row = jnp.where(positions < beams.prompts[:, None], own, beams.rows)
+    page = pages[row, jnp.minimum(page, pages.shape[1] - 1)]
+    heads = jnp.arange(pool.shape[-3], dtype=jnp.int32)[None, :, None]
+    index = page[:, None], heads, slot[:, None]
+    return pool[index if layer is None else (layer, *index)]

@@ -146,8 +146,8 @@ def _weighted_values(p, v, lengths, precision):
     return lax.cond(jnp.all(finite), lambda: o, lambda: jnp.where(finite, o, masked_by_blocks()))
 
 
-def _run_decode(q, k, v, lengths, *, spec, layer, pages, batch_invariant, **_):
-    k, v = take_layer(k, v, layer, pages=pages)
+def _run_decode(q, k, v, lengths, *, spec, layer, pages, batch_invariant, beams=None, **_):
+    k, v = take_layer(k, v, layer, pages=pages, beams=beams)
     offsets = lengths - q.shape[1]
     o, lse = attention_xla(q, k, v, lengths, offsets, spec, batch_invariant=batch_invariant)
     return o, lse, jnp.float32(0)
@@ -158,5 +158,5 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, batch_invariant, **_)
     return attention_xla(q, k, v, *live, spec, batch_invariant=batch_invariant)
 
 
-DECODE_XLA = Implementation("decode_attention", "xla", _run_decode, can=ALL_FEATURES)
+DECODE_XLA = Implementation("decode_attention", "xla", _run_decode, can=ALL_FEATURES | {"beams"})
 PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=ALL_FEATURES)

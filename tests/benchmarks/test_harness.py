@@ -205,6 +205,16 @@ def test_one_pass_is_padded_for_the_kernels():
     assert out.shape == (1, 128, 128)
 
 
+def test_a_model_with_quantised_weights(config):
+    args = [str(config), "--weights", "int4:32", "--head", "int8"]
+    model = end_to_end.read_model(end_to_end.parse_args(args))
+    assert {str(weight) for _, weight in model.config.blocks[0].formats} == {"int4 by 32"}
+    assert str(model.config.head_format) == f"int8 by {model.config.width}"
+    for wrong in ("int3:32", "int4:", "int4:x"):
+        with pytest.raises(SystemExit):
+            end_to_end.parse_args([str(config), "--weights", wrong])
+
+
 @pytest.mark.parametrize("name", end_to_end.PLANS)
 def test_plans_do_without_what_they_are_named_for(name):
     """Also without kernels that a table has for several operations at once."""

@@ -373,7 +373,7 @@ class TestChains:
 
             def step(params, state, tokens, model=model):
                 attend = lambda spec, kv, qkv: (qkv[:, :, :, :-2].reshape(4, 1, -1), kv)  # noqa: E731
-                return model.module(params)(tokens, state.kv, attend, model.plan)[0]
+                return model.module(params)(tokens, state.kv, attend, model.plan, starts=None)[0]
 
             traced = jax.jit(step).trace(model.abstract_params, state, tokens)
             assert ("chain_kernel" in str(traced.jaxpr)) == kernel

@@ -302,15 +302,16 @@ def test_a_longer_prompt_gets_a_larger_state_and_no_one_starves():
 def test_a_longer_prompt_does_not_wait_for_those_that_run_in_pages():
     """A larger state is opened at once. What runs goes on from its pages."""
     engine = Engine(pages=60)
-    first = make_row([3, 4], new=300, eos_token_ids=())
-    chunks = engine.runner.run([first], 4)
+    first = [make_row([3 + i, 4], new=300, eos_token_ids=()) for i in range(3)]
+    chunks = engine.runner.run(first, 4)
     next(chunks), next(chunks)
     longer = make_row([5] * 1500, new=3)
     finish(engine, [longer])
-    assert not first.ended and engine.sessions == 2
+    assert not any(row.ended for row in first) and engine.sessions == 2
     for _ in chunks:
         engine.check_pages()
-    check(first), check(longer)
+    for row in [*first, longer]:
+        check(row)
 
 
 def test_newcomers_get_rows_while_others_run():
@@ -446,6 +447,24 @@ def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens,
             between += size
     assert most_tokens // 2 < max(sums) <= most_tokens
     chunks.close()
+
+
+def test_who_will_read_along_waits_for_few_steps(monkeypatch):
+    log = []
+    real = Device.decode
+    monkeypatch.setattr(
+        Device, "decode", lambda self, steps, most: (log.append(steps), real(self, steps, most))[1]
+    )
+    engine = Engine(most_rows=2, pages=60)
+    chunks = engine.runner.run([make_row([i + 1], new=90, eos_token_ids=()) for i in range(2)], 32)
+    next(chunks), next(chunks)
+    assert set(log) == {32}
+    del log[:]
+    stream = make_row([9], new=20, eos_token_ids=())
+    first = next(engine.runner.run([stream], 4))
+    assert first.is_first and log and max(log) == 4
+    for _ in chunks:
+        pass
 
 
 def paged(rows, pages, most_rows=8):

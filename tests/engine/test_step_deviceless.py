@@ -24,6 +24,7 @@ from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, star
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
 from fdjax.weights.stacked import layer_slices, stacked_shapes
@@ -270,6 +271,33 @@ def test_decode_steps_in_pages(plan, batch, tmp_path):
     plan = dataclasses.replace(plan, named=plan.named + IN_PAGES)
     compiled = compiled_chunk(plan, False, batch, tmp_path, pages=PAGES)
     assert temp_bytes(compiled) <= batch * 2**21
+
+
+def test_decode_steps_with_quantised_weights():
+    """They run through their kernel, and nothing is dequantised."""
+    data = json.loads((CONFIGS / "llama-2-7b.old.json").read_text(encoding="utf-8"))
+    config = parse_config(data | {"num_hidden_layers": 2})
+    formats = {
+        ("blocks", i, *linear.path, "weight"): WeightFormat("int4", 128)
+        for i, block in enumerate(config.blocks)
+        for linear in block.linears.values()
+    }
+    formats["head", "weight"] = WeightFormat("int8", config.width)
+    plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    quantised = describe(config.with_formats(formats), dtype="bfloat16", plan=plan)
+    pages = 32
+    state = jax.eval_shape(lambda: start_in_pages(init_pool(quantised, pages), 1, SLOTS))
+
+    def run(params, state, sampling, n, table):
+        return decode_steps(quantised, params, state, sampling, n, table, max_steps=STEPS)
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    args = quantised.abstract_params, state, abstract_sampling(1), n, abstract_table(1, pages)
+    options = compiler_options(decode_steps, quantised)
+    compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
+    assert kernel_names(compiled).count("packed_gemm_kernel") == 2 * 4 + 1
+    assert temp_bytes(compiled) < 2**20
+    assert alias_bytes(compiled) == nbytes(state)
 
 
 @pytest.mark.parametrize(("batch", "blocks"), [(1, 0), (8, 0), (8, 16)])

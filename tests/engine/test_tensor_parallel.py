@@ -11,6 +11,7 @@ import pytest
 
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.step import decode_steps, prefill
+from fdjax.models import describe, parse_config
 
 TESTS = Path(__file__).parents[1]
 # Each runs in a process of its own, see there.
@@ -139,7 +140,9 @@ def test_what_cannot_be_divided_is_refused(what, error):
 
 def test_collective_operations_are_captured_with_the_decode_loop():
     name = "xla_gpu_enable_command_buffer"
-    one, two = (compiler_options(decode_steps, ranks)[name].split(",") for ranks in (1, 2))
+    data = json.loads((TESTS / "fixtures/hf/llama_bias/config.json").read_text())
+    model = describe(parse_config(data), tensor_parallel=2)
+    one, two = (compiler_options(decode_steps, m)[name].split(",") for m in (None, model))
     assert two[: len(one)] == one
     assert two[len(one)] == "COLLECTIVES"
-    assert compiler_options(prefill, 2) == compiler_options(prefill)
+    assert compiler_options(prefill, model) == compiler_options(prefill)

@@ -79,7 +79,7 @@ def compiled(function, m, batch, pages, *host, folder=None, **static):
         donate_argnums=1,
         n_devices=RANKS,
         axis=AXIS,
-        compiler_options=compiler_options(function, RANKS)
+        compiler_options=compiler_options(function, m)
         | ({"xla_dump_to": str(folder)} if folder else {}),
     )
     return program, state

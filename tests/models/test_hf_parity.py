@@ -27,13 +27,18 @@ FAST_BATCH = {"phi3_longrope"}
 # Covers each difference between families once: biases, windows, soft caps, q/k norms, rotary
 # embeddings by length.
 FULL_BATCH = {"gemma2", "gemma3", "phi3_longrope", "qwen2_mixed"}
-# One case per family.
+# One case per family that kernels run. Others are tested in one ragged batch.
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
+BY_XLA = [
+    case for case in CASES if not case.startswith(("llama", *(f.split("_")[0] for f in FAMILIES)))
+]
+# A learned table of positions, and ALiBi with a norm after the embedding.
+FAST_BY_XLA = {"bloom", "opt"}
 # A Llama, the family most unlike it, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
-# Also covers the other kinds of rotary embeddings and checkpoints.
-FAST_LOGITS = FAST | FAMILIES | {"llama2_mha", "llama_yarn", "llama_d128_bf16", "llama_dynamic"}
+# Every family and kind of rotary embedding, but not every size.
+FAST_LOGITS = set(CASES) - {"llama_linear", "llama_d64_bf16", "qwen3_d128_bf16"}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -139,7 +144,11 @@ def test_logits_of_prompts_whose_length_decides(case):
         assert_within_bar(logits[i, lengths[i] - len(kept) : lengths[i]], kept)
 
 
-@pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST_GREEDY))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.soak) for case in BY_XLA]
+    + slow_unless_fast([case for case in CASES if case not in BY_XLA], FAST_GREEDY),
+)
 def test_greedy_tokens_and_logprobs(case):
     for i in PROMPTS:
         result = alone(case, i)
@@ -163,6 +172,22 @@ def assert_batch_is_each_alone(case, order, compiled):
     for i, tokens in zip(order, batch.tokens, strict=True):
         if i in same_in_a_batch()[case]:
             assert tokens == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
+
+
+@pytest.mark.parametrize("case", slow_unless_fast(BY_XLA, FAST_BY_XLA))
+def test_a_ragged_batch_has_the_tokens_of_transformers(case):
+    batch = load(case).generate([prompt(case, i) for i in PROMPTS], **GREEDY)
+    for i in same_in_a_batch()[case]:
+        assert batch.tokens[i] == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
+
+
+@pytest.mark.parametrize("case", slow_unless_fast(["gpt2", "opt"], ()))
+def test_learned_positions_go_on_after_a_beginning_from_the_cache(case):
+    whole = prompt(case, 4)
+    load(case).generate(whole[:150], max_new_tokens=1)
+    result = load(case).generate(whole, **GREEDY)
+    assert result.stats.cached_tokens > 0
+    assert result.tokens == [expected(case)["tokens_4"].tolist()]
 
 
 @pytest.mark.parametrize("case", sorted(FAST_BATCH))

@@ -10,12 +10,15 @@ import numpy as np
 import pytest
 
 import fdjax
+from fdjax.engine.engine import compiler_options
 from fdjax.engine.memory import plan_memory
-from fdjax.engine.state import SLOT_MULTIPLE
+from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
+from fdjax.engine.step import decode_steps
 from fdjax.models import chain_features, describe, layers_features, parse_config, random_params
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, is_quantised
-from fdjax.sampling.options import GenerationConfig
+from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.sampling.sampler import Processors
 from fdjax.tools.info import model_info
 
 LLAMA = {
@@ -72,7 +75,12 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"), [("int4", "float32"), ("int8", "bfloat16"), ("fp8", "bfloat16")]
+    ("kind", "dtype"),
+    [
+        ("int4", "float32"),
+        pytest.param("int8", "bfloat16", marks=pytest.mark.slow),
+        pytest.param("fp8", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_logits_are_those_of_the_dequantised_weights(kind, dtype):
     m = model(kind, dtype)
@@ -85,6 +93,7 @@ def test_logits_are_those_of_the_dequantised_weights(kind, dtype):
     assert np.ptp(got) > 0.01  # the logits say something
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_the_dequantised_weights():
     m = model("int4")
     params = random_params(m, seed=2)
@@ -102,6 +111,7 @@ def test_answers_are_those_of_the_dequantised_weights():
     assert lm.score([[5, 6, 7, 8]]).perplexity > 1
 
 
+@pytest.mark.slow
 def test_layers_may_differ():
     m = model("int8", layers=(1,), head=False)
     params = random_params(m)
@@ -114,7 +124,6 @@ def test_layers_may_differ():
 
 def test_other_weights_may_be_assigned_if_they_have_the_same_format():
     lm = fdjax.LM(model("int4"), random_params(model("int4")))
-    lm.params = random_params(model("int4"), seed=9)
     with pytest.raises(ValueError, match=r"params: blocks\.0\.attention\.out\.weight"):
         lm.params = random_params(model("int8"))
     with pytest.raises(ValueError, match=r"params: blocks\.0\.attention\.out\.weight"):
@@ -165,3 +174,29 @@ def test_a_decode_loop_does_not_hold_dequantised_weights(kind):
         sizes[name] = compiled.memory_analysis().temp_size_in_bytes
     one = 4 * 2 * 256 * 1024
     assert sizes[kind] - sizes["plain"] < 2.5 * one
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("kind", FORMATS)
+def test_one_weight_is_dequantised_at_a_time_on_a_gpu(kind):
+    from deviceless import compile_for, temp_bytes
+
+    config = parse_config(LLAMA | {"hidden_size": 1024, "intermediate_size": 4096})
+    plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    config = with_formats(config, WeightFormat(kind, 64, scales="bfloat16"), head=False)
+    m = describe(config, dtype="bfloat16", plan=plan)
+    state = jax.eval_shape(lambda: start(init_cache(m, 1, SLOT_MULTIPLE)))
+    sampling = jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), per_row([GenerationConfig()], 1)
+    )
+
+    def run(params, state, sampling, steps):
+        return decode_steps(m, params, state, sampling, steps, max_steps=4, processors=Processors())
+
+    compiled = compile_for(
+        *("h100", run, jax.eval_shape(functools.partial(random_params, m)), state, sampling),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        donate_argnums=1,
+        compiler_options=compiler_options(decode_steps, m),
+    )
+    assert temp_bytes(compiled) < 1.2 * 2 * 2 * 1024 * 4096

@@ -72,6 +72,18 @@ def rms_norm(x, scale, *, eps: float) -> Exact:
     return Exact(value, np.abs(value))
 
 
+def layer_norm(x, scale, bias=None, *, eps: float) -> Exact:
+    """x [..., K], scale and bias [K]. The magnitude also has what the subtraction cancels."""
+    x, scale = _f64(x), _f64(scale)
+    mean = x.mean(axis=-1, keepdims=True)
+    size = (np.abs(x - mean) + np.abs(x).mean(axis=-1, keepdims=True)) * np.abs(scale)
+    deviation = np.sqrt(((x - mean) ** 2).mean(axis=-1, keepdims=True) + eps)
+    value, magnitude = (x - mean) / deviation * scale, size / deviation
+    if bias is None:
+        return Exact(value, magnitude)
+    return Exact(value + _f64(bias), magnitude + np.abs(_f64(bias)))
+
+
 def matmul(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Exact:
     """x [..., K]; w [K,N], or [K,2,N] with gate; norm (scale, eps)."""
     x, w = _f64(x), _f64(w)

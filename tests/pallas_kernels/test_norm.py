@@ -1,10 +1,10 @@
-"""RMSNorm against the oracle."""
+"""RMSNorm and LayerNorm against the oracle."""
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdjax.pallas_kernels.norm import rms_norm
+from fdjax.pallas_kernels.norm import layer_norm, rms_norm
 
 from . import oracle
 from .implementations import PLATFORMS
@@ -79,3 +79,34 @@ def test_rows_are_independent(platform):
 def test_scale_of_the_wrong_shape(shape):
     with pytest.raises(ValueError, match=r"^rms_norm: scale must be \[64\], got \[.*\]$"):
         rms_norm(jnp.ones((2, 64)), jnp.ones(shape), eps=1e-5)
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_layer_norm_against_the_oracle(platform, dtype, shape, with_bias):
+    x, scale = _operands(shape, dtype)
+    # A mean larger than the deviation, which the subtraction must remove.
+    x = (x + np.asarray(3, x.dtype)).astype(x.dtype)
+    bias = _operands(shape, dtype, seed=1)[1] if with_bias else None
+    y = platform.jit(layer_norm, eps=1e-5)(x, scale, bias)
+    assert y.dtype == x.dtype
+    exact = oracle.layer_norm(x, scale, bias, eps=1e-5)
+    # The error of the mean counts in each element, and twice more in the deviation.
+    bound = (3 * tolerance("float32", shape[-1]).sum + 2**-22) * exact.magnitude
+    bound = bound + tolerance(dtype, 1).rounding * np.abs(exact.value)
+    assert_within(y, exact.value, bound + tolerance(dtype, 1).underflow, "layer_norm")
+
+
+@pytest.mark.parametrize("platform", PLATFORMS)
+def test_layer_norm_ignores_a_constant(platform):
+    x, scale = _operands((4, 64), "float32")
+    norm = platform.jit(layer_norm, eps=1e-5)
+    np.testing.assert_allclose(norm(x + np.float32(8), scale), norm(x, scale), atol=1e-5)
+
+
+@pytest.mark.parametrize(("scale", "bias"), [((63,), (64,)), ((64,), (1, 64)), ((64,), (63,))])
+def test_layer_norm_of_the_wrong_shape(scale, bias):
+    with pytest.raises(ValueError, match=r"^layer_norm: (scale|bias) must be \[64\], got"):
+        layer_norm(jnp.ones((2, 64)), jnp.ones(scale), jnp.ones(bias), eps=1e-5)

@@ -606,9 +606,9 @@ def test_without_generation_config_an_old_config_has_the_defaults():
     assert new == fdjax.GenerationConfig(top_k=9, eos_token_ids=(2,))
     with pytest.raises(fdjax.CheckpointError, match=r"^a/config\.json: .*top_k"):
         from_files({}, old | {"top_k": -1}, "a/generation_config.json")
-    message = r"^a/config\.json: num_beams 4 asks for beam search, .* decodes greedily, or samples"
-    with pytest.warns(UserWarning, match=message):
-        from_files({}, old | {"num_beams": 4}, "a/generation_config.json")
+    assert from_files({}, old | {"num_beams": 4}, "a/generation_config.json").num_beams == 4
+    with pytest.raises(fdjax.CheckpointError, match=r"^a/config\.json: .*early_stopping"):
+        from_files({}, old | {"early_stopping": "soon"}, "a/generation_config.json")
 
 
 NOT_HONOURED = ["max_time", "penalty_alpha", "forced_eos_token_id", "min_length"]

@@ -56,7 +56,7 @@ def gather(lm, texts, **options):
 
 
 def _pieces(lm, text, i, context):
-    return calibrate._pieces(lm.engine, lm.tokenizer, text, i, context)
+    return calibrate.pieces_of(lm.engine, lm.tokenizer, text, i, context)
 
 
 CONFIG = DecoderConfig.alike(
@@ -144,7 +144,9 @@ def rows_by_brute_force(lm, texts):
 
     @jax.jit
     def run(params, tokens):
-        _, found = lm.model.module(params)(tokens, [None] * lm.config.layers, attend, lm.model.plan)
+        _, found = lm.model.module(params)(
+            tokens, [None] * lm.config.layers, attend, lm.model.plan, starts=None
+        )
         return found
 
     found = jax.device_get(run(lm.params, tokens))

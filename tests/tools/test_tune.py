@@ -15,8 +15,17 @@ from fdjax.cli.main import main
 from fdjax.models import LinearShape, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, linear_chain, matmul
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import CHAIN_CANDIDATES
+from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PackedGemmConfig
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
-from fdjax.pallas_kernels.plan import Choice, Plan, read_table, shipped_table_path
+from fdjax.pallas_kernels.plan import (
+    KERNEL_REVISIONS,
+    Choice,
+    Plan,
+    as_entry,
+    read_table,
+    shipped_table_path,
+)
+from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.system import platform
 from fdjax.tools import tune
 from fdjax.tools.tune import measure_chain, measure_matmul
@@ -39,6 +48,7 @@ LAYERS = [
     LinearShape(128, 256, residual=True),
     LinearShape(128, 256, gate=True, norm=True),
     LinearShape(128, 192, norm=True, result="float32"),
+    LinearShape(128, 256, gate=True, norm=True, weight=WeightFormat("int4", 32, layout="bricks")),
 ]
 LLAMA = {
     "model_type": "llama",
@@ -94,6 +104,7 @@ def fake(monkeypatch):
         return _timing(us[config])
 
     monkeypatch.setattr(tune, "matmul_flat_gemm", kernel)
+    monkeypatch.setattr(tune, "matmul_packed", kernel)
     monkeypatch.setattr(tune, "chain_mosaic", chain)
     monkeypatch.setattr(tune, "linear_chain", one_by_one)
     monkeypatch.setattr(tune, "_compile", compile_)
@@ -118,6 +129,7 @@ def test_the_fastest_that_is_right_is_chosen(fake, layer):
             "itemsize": 2,
             "gate": int(layer.gate),
             "fused": int(layer != PLAIN),
+            **(layer.weight.key if layer.weight else {}),
         },
         "implementation": "mosaic_gpu",
         "config": dataclasses.asdict(FAST),
@@ -210,7 +222,11 @@ def test_xla_is_timed_on_this_device():
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "layer",
-    [LinearShape(1024, 4096, norm=True), LinearShape(1024, 8192, gate=True, norm=True)],
+    [
+        LinearShape(1024, 4096, norm=True),
+        LinearShape(1024, 8192, gate=True, norm=True),
+        LinearShape(4096, 8192, residual=True, weight=WeightFormat("int8", 64, layout="bricks")),
+    ],
     ids=str,
 )
 def test_kernels_are_timed_on_this_device(layer):
@@ -243,6 +259,17 @@ def test_a_table_is_read_as_it_was_measured(fake, tmp_path):
         assert plan.choose("matmul", **shape.key(5, 4)).source == "heuristic"
     assert plan.choose("matmul", **LAYERS[3].key(16, 2)) == Choice("xla", source="table")
     assert plan.choose("matmul", **LAYERS[3].key(9, 2)) == Choice("xla", source="nearest")
+
+
+def test_a_table_tells_the_kernels_of_plain_and_quantised_weights_apart():
+    shape = {"m": 8, "k": 4096, "n": 4096, "itemsize": 2, "gate": 0, "fused": 0}
+    row = {"op": "matmul", "implementation": "mosaic_gpu", "microseconds": {}}
+    row |= {"shape": shape | {"int4": 128}, "config": dataclasses.asdict(PackedGemmConfig(2))}
+    entry = as_entry(row, KERNEL_REVISIONS, "a table")
+    assert PackedGemmConfig(**dict(entry.choice.config)) == PackedGemmConfig(2)
+    for config, problem in (({"wide": 9}, "wide must be in"), ({"tall": 1}, "tall")):
+        with pytest.raises(ValueError, match=f"a config must be valid for matmul.*{problem}"):
+            as_entry(row | {"config": config}, KERNEL_REVISIONS, "a table")
 
 
 def test_the_layers_of_a_decoder_as_it_calls_them():

@@ -221,7 +221,10 @@ ERRORS = {
     ),
     # fields of config.json, each of its type, sign and size
     "no model_type": (config(model_type=None), "model_type is missing"),
-    "foreign model_type": (config(model_type="mamba"), "'mamba' is not supported; supported: "),
+    "foreign model_type": (
+        config(model_type="mamba"),
+        "'mamba' is not supported, because .*; supported: ",
+    ),
     "model_type 5": (config(model_type=5), "'model_type' must be"),
     **{
         f"no {name}": (config(**{name: None}), f"config.json: '{name}' is missing")

@@ -117,10 +117,7 @@ slow = pytest.mark.slow
     "case",
     [
         "ct_mixed",
-        *(
-            pytest.param(case, marks=slow)
-            for case in ("awq", "ct_int4_asymmetric", "fp8_block", "gptq")
-        ),
+        *(pytest.param(case, marks=slow) for case in ("awq", "gptq")),
     ],
 )
 def test_logits_are_those_of_transformers(case):
@@ -603,6 +600,57 @@ def test_an_error_names_the_file_and_the_place(tmp_path, name):
     message = str(caught.value)
     assert "\n" not in message and len(message) < 500
     assert re.search(r"(config\.json|model\.safetensors)", message)
+
+
+@pytest.mark.parametrize("scale", [(), (1,), (1, 1), (64,), (64, 1)])
+def test_fp8_without_blocks_has_a_scale_of_the_tensor_or_of_channels(tmp_path, scale):
+    rng = np.random.default_rng(0)
+    tensors = {}
+    for module, (n, k) in LINEARS.items():
+        own = (n, *scale[1:]) if scale[:1] == (64,) else scale
+        tensors[f"{module}.weight"] = rng.normal(size=(n, k)).astype(ml_dtypes.float8_e4m3fn)
+        tensors[f"{module}.weight_scale"] = rng.uniform(1, 2, own).astype(np.float32)
+    write(tmp_path, {"quant_method": "fp8", "activation_scheme": "static"}, tensors)
+    want = tensors[f"{Q}.weight"].astype(np.float32)
+    want *= tensors[f"{Q}.weight_scale"].reshape(-1, 1)
+    np.testing.assert_array_equal(weights_of(tmp_path)[Q], want)
+
+
+WRONG_VALUES = (None, True, 0, -1, 3.5, "x", "re:(", [], [1], {}, {"a": 1}, [[2, 2]], 2**40)
+
+
+def keys_of(data, path=()):
+    """Paths of all values in nested objects and lists."""
+    items = data.items() if isinstance(data, dict) else enumerate(data)
+    for key, value in items:
+        yield (*path, key)
+        if isinstance(value, dict | list):
+            yield from keys_of(value, (*path, key))
+
+
+@pytest.mark.parametrize(
+    "case", ["awq", "bnb_nf4", "ct_fp8_block", "ct_mixed", "fp8_block", "gptq"]
+)
+def test_a_wrong_value_is_an_error_or_makes_no_difference(case):
+    """Every value of `quantization_config` in turn: a `CheckpointError`, or the same formats."""
+    folder = FIXTURES / case
+    data = json.loads((folder / "config.json").read_text())
+    config = parse_config(data)
+    right = quantised_config(folder, config, data)
+    for path in keys_of(data["quantization_config"]):
+        for wrong in WRONG_VALUES:
+            changed = json.loads(json.dumps(data))
+            node = changed["quantization_config"]
+            for key in path[:-1]:
+                node = node[key]
+            node[path[-1]] = wrong
+            try:
+                found = quantised_config(folder, config, changed)
+            except CheckpointError as error:
+                assert "\n" not in str(error)
+                continue
+            formats = {(w.kind, w.group) for w in found.weight_formats}
+            assert formats <= {(w.kind, w.group) for w in right.weight_formats}, (path, wrong)
 
 
 def test_a_description_without_quantised_weights_is_refused(tmp_path):

@@ -52,9 +52,9 @@ class Group:
     block: tuple[int, int] | None
 
     @classmethod
-    def parse(cls, data: Any, source: str) -> "Group | None":
+    def parse(cls, data: dict[str, Any], source: str) -> "Group | None":
         """Parse a group; None if it leaves the weights as they are."""
-        reader = ConfigReader(data if isinstance(data, dict) else {}, source)
+        reader = ConfigReader(data, source)
         weights = reader.get("weights", dict, None)
         if weights is None:
             return None
@@ -115,8 +115,11 @@ class CompressedTensors:
         reader = ConfigReader(data, source)
         groups = reader.get("config_groups", dict)
         formats = {reader.get("format", str, None)}
-        formats |= {g.get("format") for g in groups.values() if isinstance(g, dict)}
-        if wrong := sorted(str(f) for f in formats - {None, *_FORMATS}):
+        for name, group in groups.items():
+            if not isinstance(group, dict):
+                raise CheckpointError(f"{source}: config group {name!r} must be an object")
+            formats.add(ConfigReader(group, source).get("format", str, None))
+        if wrong := sorted(formats - {None, *_FORMATS}):
             raise CheckpointError(
                 f"{source}: compressed-tensors format {wrong[0]!r} is not supported; "
                 f"supported: {', '.join(_FORMATS)}"

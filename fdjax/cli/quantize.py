@@ -1,0 +1,119 @@
+"""`fdjax quantize`: writes a checkpoint with weights of 4 or 8 bits."""
+
+import argparse
+import time
+from pathlib import Path
+
+import fdjax
+from fdjax.cli.arguments import Parser, integer, model_name
+from fdjax.cli.shared import EMBEDDED, MODEL, read_text, say
+
+HELP = "write a checkpoint with weights of 4 or 8 bits"
+DESCRIPTION = (
+    "Quantise the weights of a model's linear layers and write a checkpoint in the format "
+    '"pack-quantized" of compressed-tensors, which transformers also loads. With a text, '
+    "the model first runs on a part of it, so that the weights that matter lose less, and the rest "
+    "shows how much the answers change. See docs/quantised.md."
+)
+# Tokens of a piece of the text. The pieces of a short text are shorter, so that there are some.
+_PIECE_TOKENS, _LEAST_TOKENS, _LEAST_PIECES = 512, 32, 8
+# The largest number of pieces for the search of scales, and for the comparison.
+_PIECES, _COMPARED = 128, 64
+
+
+def add_arguments(parser: Parser) -> None:
+    """Add the arguments of the command."""
+    parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL)
+    parser.add_argument("--bits", type=int, choices=(4, 8), default=4, help="default: 4")
+    parser.add_argument(
+        "--group",
+        type=integer(1),
+        metavar="N",
+        help="weights that share a scale; default: 128 with 4 bits, all of an output with 8",
+    )
+    parser.add_argument(
+        "--text",
+        action="append",
+        type=Path,
+        metavar="FILE",
+        help="UTF-8 text, similar to what the model will see; may be given several times",
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, metavar="DIR", help="an empty or new folder"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the command and return its exit code."""
+    from fdjax.models import parse_config
+    from fdjax.system.device_memory import gigabytes
+    from fdjax.tools import quantise, smoothing
+    from fdjax.weights.checkpoint import locate, quantised_config, read_json, unnamed_dtype
+    from fdjax.weights.stored import stored_tensors
+
+    # Everything is checked first, because a large model takes minutes.
+    texts = [read_text(path) for path in args.text or ()]
+    folder = locate(args.model)
+    data = read_json(folder / "config.json")
+    config = parse_config(data, str(folder / "config.json"))
+    if quantised_config(folder, config, data).weight_formats:
+        raise ValueError(f"quantize: {folder} is quantised already")
+    if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
+        raise ValueError(f"quantize: {args.output} must be a new or empty folder")
+    inputs, reference = None, None
+    if texts:
+        reference = fdjax.load(str(folder), calibration=False)
+        observed, compared = _split(reference, texts)
+        say(f"running {sum(map(len, observed)):,} tokens")
+        inputs = smoothing.observe(reference.engine, observed)
+    began, last = time.perf_counter(), 0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal last
+        if total and 10 * done // total > last:
+            last = 10 * done // total
+            say(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB written")
+
+    written = quantise.quantise_checkpoint(
+        folder,
+        args.output,
+        config,
+        bits=args.bits,
+        group=args.group or (128 if args.bits == 4 else None),
+        scales=unnamed_dtype(folder, data) or config.dtype,
+        inputs=inputs,
+        progress=progress,
+    )
+    seconds = time.perf_counter() - began
+    before = sum(tensor.nbytes for tensor in stored_tensors(folder).values())
+    print(f"size          {gigabytes(written)}, {before / written:.2f} times less than before")
+    print(f"seconds       {seconds:.1f}")
+    if reference is not None:
+        other = fdjax.load(str(args.output), calibration=False)
+        print(quantise.compare(reference.engine, other.engine, compared))
+    say(f"written to {args.output}")
+    return 0
+
+
+def _split(lm: fdjax.LM, texts: list[str]) -> tuple[list[list[int]], list[list[int]]]:
+    """(pieces of the texts to find scales with, a quarter of them to compare predictions)."""
+    from fdjax.tools.calibrate import pieces_of
+
+    def cut(context: int) -> list[list[int]]:
+        return [
+            piece
+            for i, text in enumerate(texts)
+            for piece in pieces_of(lm.engine, lm.tokenizer, text, i, context)
+            if len(piece) > 1
+        ]
+
+    context = min(_PIECE_TOKENS, lm.engine.context)
+    while len(pieces := cut(context)) < _LEAST_PIECES and context > _LEAST_TOKENS:
+        context //= 2
+    if len(pieces) < 4:
+        raise ValueError(
+            f"quantize: the text must have more than {3 * _LEAST_TOKENS} tokens, of which a "
+            "quarter is for the comparison"
+        )
+    observed = [piece for i, piece in enumerate(pieces) if i % 4 != 3]
+    return observed[:_PIECES], pieces[3::4][:_COMPARED]

@@ -1,0 +1,130 @@
+"""The host's part of a beam search: its steps, gathered from chunks, and the answers in the end."""
+
+import dataclasses
+from typing import NamedTuple
+
+from fdjax.engine.pages import page_count
+from fdjax.engine.sequence import Chunk, Request, Row
+from fdjax.engine.state import SLOT_MULTIPLE
+from fdjax.text.tokenizer import Tokenizer
+
+
+class _Step(NamedTuple):
+    """Tokens [W] of the beams after a step, and the beams [W] that they continue."""
+
+    tokens: list[int]
+    parents: list[int]
+
+
+class BeamSearch(Row):
+    """The beams of one prompt. The scheduler runs it like a row, but in several rows of the state.
+
+    If it has to be computed again, it begins again, as its beams have no common answer so far.
+    """
+
+    def __init__(self, request: Request, tokenizer: Tokenizer):
+        self._answers = [
+            Row(dataclasses.replace(request, sample=i), tokenizer)
+            for i in range(request.config.num_return_sequences)
+        ]
+        self._steps: list[_Step] = []
+        super().__init__(request, tokenizer)
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.request.config.num_beams
+
+    @property
+    def answers(self) -> list[Row]:
+        """The answers, best first; they have no tokens before the end."""
+        return self._answers
+
+    @property
+    def error(self) -> BaseException | None:
+        """What ended the search in place of its answers, or None."""
+        return self._error
+
+    @error.setter
+    def error(self, error: BaseException | None) -> None:
+        self._error = error
+        for answer in self._answers:
+            answer.error = error
+
+    @property
+    def slots(self) -> int:
+        """Cache slots that a row needs: the response begins on a page of its own."""
+        new = self.most_tokens - len(self.request.ids)
+        pages = page_count(len(self.request.ids)) + page_count(new)
+        return max(super().slots, pages * SLOT_MULTIPLE)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there are tokens."""
+        return bool(self._steps)
+
+    @property
+    def slots_read(self) -> int:
+        """Cache slots that the decode steps had to read: the prompt once for all beams."""
+        n = max(len(self._steps) - 1, 0)
+        return n * len(self.request.ids) + self.width * (n * (n + 1) // 2)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages for a number of tokens: those of the prompt are shared, each beam has its own."""
+        prompt = len(self.request.ids)
+        return page_count(prompt) + self.width * page_count(max(0, tokens - prompt))
+
+    def table(self, pages: list[int], beam: int) -> list[int]:
+        """The pages of one beam: those of the prompt, then every W-th of the others."""
+        prompt = page_count(len(self.request.ids))
+        return pages[:prompt] + pages[prompt + beam :: self.width]
+
+    def begin(self) -> None:
+        """Forget all steps."""
+        self._steps = []
+        self.cached_tokens = 0
+
+    def take(self, chunk: Chunk, row: int) -> None:
+        """Take the part of a chunk that the first beam's row has.
+
+        Raises:
+          FloatingPointError: logits were not finite.
+          ValueError: the options allow fewer answers than asked for.
+        """
+        beams = chunk.beams
+        tokens, parents = beams.tokens[row].T.tolist(), beams.parents[row].T.tolist()
+        for step in map(_Step, tokens, parents):
+            if step.tokens[0] == -1:
+                break
+            if step.tokens[0] < 0:
+                raise self._failure(step.tokens[0], len(self._steps))
+            self._steps.append(step)
+        if beams.finished[row] and self._steps and self.finish_reason is None:
+            self._finish(beams.ended[row].tolist(), beams.ends[row].tolist())
+
+    def _finish(self, scores, ends):
+        """Fill the answers."""
+        found = sum(length > 0 for length, _, _ in ends[: self.width])
+        if found < len(self._answers):
+            raise ValueError(
+                f"generate: prompt {self.request.prompt}: the options allow only {found} answers, "
+                f"num_return_sequences is {len(self._answers)}"
+            )
+        for i, answer in enumerate(self._answers):
+            answer.set(self._tokens(*ends[i]), scores[i])
+        self.finish_reason = self._answers[0].finish_reason
+
+    def _tokens(self, length, beam, last):
+        """The tokens of a beam that ended: its last one, and backwards what that continued."""
+        tokens = [last]
+        for step in reversed(self._steps[: length - 1]):
+            tokens.append(step.tokens[beam])
+            beam = step.parents[beam]
+        return tokens[::-1]
+
+
+def row_of(request: Request, tokenizer: Tokenizer, *, streamed: bool = False) -> Row:
+    """The host's part of a request."""
+    if request.config.num_beams > 1:
+        return BeamSearch(request, tokenizer)
+    return Row(request, tokenizer, streamed=streamed)

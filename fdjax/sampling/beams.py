@@ -1,0 +1,308 @@
+"""Beam search on the device, with the rules of transformers.
+
+The beams of a prompt are rows next to each other. Each step has the best `kept` continuations per
+beam, over all beams of a prompt together. Those that end are candidates for the result if they are
+among the first W. The best W of the others go on. Ties go to the lower beam and the lower token.
+
+A row does not move when its beam continues that of another row: it only reads its past from there,
+see `BeamState.sources`.
+"""
+
+import dataclasses
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fdjax.sampling.sampler import NOT_FINITE, BeamScores, Processors, first_best
+from fdjax.sampling.values import Sampling
+
+# The largest `num_beams`.
+MOST_BEAMS = 64
+
+# The score of what does not exist, as in transformers: lower than any sum of log-probabilities, and
+# still a number. Scores below the second one come from it.
+_NOTHING, _NEXT_TO_NOTHING = -1e9, -5e8
+
+# Values of `early_stopping` on the device.
+_WHEN_FULL, _NEVER = 1, 2
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BeamState:
+    """The beams of a batch. Rows that are no beams have values without meaning.
+
+    Attributes:
+      sources: [B, S] int32, the row whose cache holds a position of the response.
+      scores: [B] fp32, sum of the scores of a beam's tokens.
+      ended: [B, W] fp32, the scores of the best ended beams of the row's prompt, best first.
+      ends: [B, W, 3] int32 of these: number of tokens, or 0 if there is none; the beam, counted
+        from the first of the prompt, that was continued by the last token; and that token.
+    """
+
+    sources: Array
+    scores: Array
+    ended: Array
+    ends: Array
+
+    @classmethod
+    def empty(cls, batch: int, slots: int, width: int) -> "BeamState":
+        """Host arrays for B rows of S slots with up to W beams per prompt."""
+        return cls(
+            np.zeros((batch, slots), np.int32),
+            np.zeros(batch, np.float32),
+            np.full((batch, width), _NOTHING, np.float32),
+            np.zeros((batch, width, 3), np.int32),
+        )
+
+    @property
+    def width(self) -> int:
+        """W."""
+        return self.ended.shape[1]
+
+    def widened(self, width: int) -> "BeamState":
+        """The state with room for at least so many beams per prompt."""
+        more = width - self.width
+        if more <= 0:
+            return self
+        ended = jnp.pad(self.ended, ((0, 0), (0, more)), constant_values=_NOTHING)
+        return dataclasses.replace(
+            self, ended=ended, ends=jnp.pad(self.ends, ((0, 0), (0, more), (0, 0)))
+        )
+
+
+class BeamResults(NamedTuple):
+    """The results of a call for each row that is the first beam of a prompt.
+
+    Attributes:
+      tokens, parents: [B, W, n] int32, the tokens of the beams after each step, -1 if there was no
+        step, and the beams that they continue.
+      ended, ends: see `BeamState`, after the last step.
+      finished: [B] bool, whether the search has ended.
+    """
+
+    tokens: Array
+    parents: Array
+    ended: Array
+    ends: Array
+    finished: Array
+
+
+class Candidates(NamedTuple):
+    """The best continuations of each row, K of them, best first.
+
+    Attributes:
+      order: [B, K] fp32, by which they are compared.
+      scores: [B, K] fp32, the beam's score with the token.
+      tokens: [B, K] int32.
+      finite: [B] bool, whether the logits are finite.
+    """
+
+    order: Array
+    scores: Array
+    tokens: Array
+    finite: Array
+
+
+class Step(NamedTuple):
+    """What a step of beam search gives each row.
+
+    Attributes:
+      moved: [B] bool, whether the row is a beam that takes part; the others mean nothing then.
+      tokens: [B] int32 next tokens, or `NOT_FINITE`.
+      rows: [B] int32, the row whose beam is continued.
+      parents: [B] int32, the same, counted from the first beam of the prompt.
+      finished: [B] bool, whether the search has ended.
+    """
+
+    moved: Array
+    tokens: Array
+    rows: Array
+    parents: Array
+    finished: Array
+
+
+def is_beam(sampling: Sampling) -> Array:
+    """[B] whether a row is a beam."""
+    return sampling.num_beams > 1
+
+
+def first_rows(sampling: Sampling) -> Array:
+    """[B] the row of the first beam of the same prompt."""
+    rows = jnp.arange(sampling.num_beams.shape[0], dtype=jnp.int32)
+    return jnp.where(is_beam(sampling), rows - sampling.sample_index, rows)
+
+
+def member_rows(sampling: Sampling, width: int) -> Array:
+    """[B, W] the rows of all beams of the same prompt; any row after the last one."""
+    rows = first_rows(sampling)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
+    return jnp.minimum(rows, rows.shape[0] - 1)
+
+
+def candidates(found: BeamScores, running: Array, processors: Processors) -> Candidates:
+    """The best continuations of each row alone; K = W times the candidates per beam.
+
+    Args:
+      found: scores of the next tokens.
+      running: [B] fp32 scores of the beams.
+      processors: the active processors.
+    """
+    width, per_beam = processors.beams
+    order, tokens = _largest(found.order + running[:, None], width * per_beam)
+    scores = jnp.take_along_axis(found.scores, tokens, axis=1) + running[:, None]
+    scores = jnp.where(order > -jnp.inf, scores, -jnp.inf)
+    return Candidates(order, scores, tokens, found.finite)
+
+
+def begin(
+    found: Candidates, state: BeamState, sampling: Sampling, started: Array
+) -> tuple[Step, BeamState]:
+    """Choose the first tokens of prompts.
+
+    Args:
+      found: for rows that are first beams of a prompt; the others mean nothing.
+      state: the beams.
+      sampling: the options of all rows.
+      started: [B] bool, whether the prompt of a row's beam was just processed.
+    """
+    first = first_rows(sampling)
+    # All beams are equal. Only the first one counts, so that the others do not repeat it.
+    found = jax.tree.map(lambda a: a[first], found)
+    handicap = jnp.where(sampling.sample_index > 0, _NOTHING, 0.0)[:, None]
+    found = found._replace(order=found.order + handicap, scores=found.scores + handicap)
+    moved = is_beam(sampling) & started
+    anew = moved[:, None]
+    state = dataclasses.replace(
+        state,
+        ended=jnp.where(anew, _NOTHING, state.ended),
+        ends=jnp.where(anew[:, :, None], 0, state.ends),
+    )
+    return advance(found, state, sampling, jnp.zeros_like(first), moved)
+
+
+def advance(
+    found: Candidates, state: BeamState, sampling: Sampling, steps: Array, moved: Array
+) -> tuple[Step, BeamState]:
+    """Choose the next tokens of beams among the continuations of all rows.
+
+    Args:
+      found: of all rows.
+      state: the beams.
+      sampling: the options of all rows.
+      steps: [B] int32 number of tokens before.
+      moved: [B] bool, whether the row is a beam that takes part.
+
+    Returns:
+      (the step, the beams after it).
+    """
+    width = state.width
+    beams = sampling.num_beams[:, None]
+    members = member_rows(sampling, width)
+    exists = jnp.arange(width, dtype=jnp.int32)[None] < beams
+    best = _of_prompts(found, members, exists, sampling)
+    length = steps + 1
+    ends = length >= sampling.max_new_tokens
+    hits = (best.tokens[:, :, None] == sampling.stop_tokens[:, None]).any(axis=-1) | ends[:, None]
+
+    going = best.scores + jnp.where(hits, _NOTHING, 0.0)
+    going, at = _largest(jnp.where(best.exists, going, -jnp.inf), width)
+    own = jnp.take_along_axis(at, jnp.minimum(sampling.sample_index, width - 1)[:, None], axis=1)
+    parents = jnp.take_along_axis(best.beams, own, axis=1)[:, 0]
+    tokens = jnp.take_along_axis(best.tokens, own, axis=1)[:, 0]
+    scores = jnp.take_along_axis(best.scores, own, axis=1)[:, 0]
+
+    counts = jnp.arange(hits.shape[1], dtype=jnp.int32)[None] < beams
+    counts &= hits & (best.scores > _NEXT_TO_NOTHING)
+    ended, ends = _with_ended(state, best, counts, length, sampling)
+    hopeless = _is_hopeless(going[:, 0], ended, exists, length, sampling)
+    full = jnp.all((ends[:, :, 0] > 0) | ~exists, axis=1)
+    finished = hopeless | full & (sampling.early_stopping == _WHEN_FULL)
+    finished |= jnp.all(hits | ~best.exists, axis=1)
+    finite = jnp.all(found.finite[members] | ~exists, axis=1)
+
+    rows = jnp.where(moved, first_rows(sampling) + parents, jnp.arange(len(moved), dtype=jnp.int32))
+    anew = moved[:, None]
+    state = BeamState(
+        sources=state.sources[rows],
+        scores=jnp.where(moved, scores, state.scores),
+        ended=jnp.where(anew, ended, state.ended),
+        ends=jnp.where(anew[:, :, None], ends, state.ends),
+    )
+    tokens = jnp.where(finite, tokens, NOT_FINITE)
+    return Step(moved, tokens, rows, parents, finished | ~finite), state
+
+
+class _Best(NamedTuple):
+    """The best continuations of each prompt [B, K]: whether they exist, scores, beams, tokens."""
+
+    exists: Array
+    scores: Array
+    beams: Array
+    tokens: Array
+
+
+def _of_prompts(found: Candidates, members: Array, exists: Array, sampling: Sampling) -> _Best:
+    """The best of the continuations of all beams of a prompt."""
+    b = len(members)
+    per_row = found.order.shape[1]
+    order = jnp.where(exists[:, :, None], found.order[members], -jnp.inf)
+    order, at = _largest(order.reshape(b, -1), per_row)
+    scores, tokens = (
+        jnp.take_along_axis(a[members].reshape(b, -1), at, axis=1)
+        for a in (found.scores, found.tokens)
+    )
+    ends = jnp.sum(sampling.stop_tokens >= 0, axis=-1, dtype=jnp.int32)
+    count = sampling.num_beams * jnp.maximum(2, 1 + ends)
+    return _Best(
+        jnp.arange(per_row, dtype=jnp.int32)[None] < count[:, None],
+        jnp.where(order > -jnp.inf, scores, -jnp.inf),
+        at // per_row,
+        tokens,
+    )
+
+
+def _with_ended(state, best, counts, length, sampling):
+    """The best ended beams [B, W], those of this step included, and their `ends`."""
+    scores = best.scores / _to_length(length, sampling)[:, None]
+    scores = jnp.where(counts, scores, _NOTHING)
+    lengths = jnp.where(counts, length[:, None], 0)
+    ends = jnp.stack([lengths, best.beams, best.tokens], axis=-1)
+    ended, at = _largest(jnp.concatenate([state.ended, scores], axis=1), state.width)
+    ends = jnp.concatenate([state.ends, ends], axis=1)
+    return ended, jnp.take_along_axis(ends, at[:, :, None], axis=1)
+
+
+def _is_hopeless(best_going, ended, exists, length, sampling):
+    """[B] whether no beam that goes on can be expected to be among the best ended ones."""
+    at_most = (sampling.early_stopping == _NEVER) & (sampling.length_penalty > 0)
+    length = jnp.where(at_most, sampling.max_new_tokens, length)
+    worst = jnp.min(jnp.where(exists, ended, jnp.inf), axis=1)
+    return ~(best_going / _to_length(length, sampling) > worst)
+
+
+def _to_length(length, sampling):
+    """[B] what a sum of scores is divided by."""
+    return length.astype(jnp.float32) ** sampling.length_penalty
+
+
+def _largest(values: Array, count: int) -> tuple[Array, Array]:
+    """The largest values of each row [B, N], and where they are, each [B, count].
+
+    Equal values are in order. If there are too few above -inf, the others are -inf, at 0.
+    """
+    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
+
+    # `lax.top_k` may call a library, which cannot be part of a CUDA graph.
+    def following(last, _):
+        value, place = (a[:, None] for a in last)
+        after = (values < value) | (values == value) & (places > place)
+        found = first_best(jnp.where(after, values, -jnp.inf))
+        return found, found
+
+    b = values.shape[0]
+    before = jnp.full(b, jnp.inf, values.dtype), jnp.full(b, -1, jnp.int32)
+    _, (largest, at) = lax.scan(following, before, length=count)
+    return largest.T, at.T

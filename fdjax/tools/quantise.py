@@ -1,0 +1,249 @@
+"""Writes a quantised checkpoint, and compares its answers with those of the original."""
+
+import dataclasses
+import functools
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fdjax.engine.engine import Engine
+from fdjax.engine.generation import forward
+from fdjax.models import CheckpointError, DecoderConfig, Model, weight_map
+from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
+from fdjax.system.process import transfers_allowed
+from fdjax.tools.smoothing import Inputs, Smoothed, smoothed
+from fdjax.weights.calibration import FILE as CALIBRATION
+from fdjax.weights.quantise import quantise
+from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json, stored_tensors
+from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
+
+# Files beside the weights that are copied.
+_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+_NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+
+
+def quantise_checkpoint(
+    folder: Path,
+    output: Path,
+    config: DecoderConfig,
+    *,
+    bits: int,
+    group: int | None = None,
+    scales: str,
+    inputs: Sequence[Mapping[str, Inputs]] | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> int:
+    """Write a checkpoint in the format "pack-quantized" of compressed-tensors.
+
+    Only one tensor is in memory at a time.
+
+    Args:
+      folder: the checkpoint.
+      output: folder of the new one, which is created.
+      config: the model.
+      bits: 4 or 8.
+      group: weights that share a scale, None for all of a column.
+      scales: dtype of the scales, a NumPy name.
+      inputs: what the layers get, from `smoothing.observe`, to lose less of what matters.
+      shard_bytes: size of a file from which the next one begins.
+      progress: called with (bytes written, bytes in all).
+
+    Returns:
+      Bytes of the tensors.
+
+    Raises:
+      CheckpointError: a tensor is not floating point.
+      ValueError: the group does not divide the inputs of a layer.
+      OSError: a file cannot be written.
+    """
+    stored = stored_tensors(folder)
+    config = _with_formats(config, bits, group, scales)
+    weights = weight_map(config)
+    changes = Smoothed() if inputs is None else smoothed(config, weights, stored, inputs)
+    formats = {
+        name: form
+        for path, weight in weights.items()
+        if (form := config.format_of(path)) is not None
+        for name, _ in weight.sources
+    }
+    groups = [
+        _packed(tensor, formats[name], changes) if name in formats else _kept(tensor, changes)
+        for name, tensor in stored.items()
+    ]
+    output.mkdir(parents=True, exist_ok=True)
+    _copy_files(folder, output)
+    written = write_tensors(output, groups, shard_bytes=shard_bytes, progress=progress)
+    data = read_json(folder / "config.json") | {"quantization_config": _described(bits, group)}
+    (output / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    return written
+
+
+def _with_formats(
+    config: DecoderConfig, bits: int, group: int | None, scales: str
+) -> DecoderConfig:
+    formats = {}
+    for i, block in enumerate(config.blocks):
+        for name, linear in block.linears.items():
+            if group is not None and linear.k % group:
+                raise ValueError(
+                    f"quantize: group must divide the {linear.k} inputs of {name}, got {group}"
+                )
+            form = WeightFormat(f"int{bits}", group or linear.k, scales=scales)
+            formats["blocks", i, *linear.path, "weight"] = form
+    return config.with_formats(formats)
+
+
+def _packed(tensor: StoredTensor, form: WeightFormat, changes: Smoothed):
+    """The tensors of a quantised weight, and the function that makes them."""
+    (n, k), module = tensor.shape, tensor.name.removesuffix(".weight")
+    tensors = (
+        Planned(f"{module}.weight_packed", "I32", (n, word_rows(k, form.kind))),
+        Planned(f"{module}.weight_scale", _NAMES[form.scales], (n, k // form.group)),
+        Planned(f"{module}.weight_shape", "I64", (2,)),
+    )
+
+    def make():
+        weight = changes.apply(tensor.name, tensor.view(FLOATS))
+        codes = quantise(weight, form, changes.importance.get(tensor.name))
+        return codes.words, codes.scales, np.array([n, k], np.int64)
+
+    return tensors, make
+
+
+def _kept(tensor: StoredTensor, changes: Smoothed):
+    if tensor.dtype not in FLOATS:
+        raise CheckpointError(
+            f"{tensor.file.name}: tensor {tensor.name!r} has dtype {tensor.dtype}; "
+            "only plain checkpoints can be quantised"
+        )
+
+    def make():
+        view = tensor.view(FLOATS)
+        return (changes.apply(tensor.name, view).astype(DTYPES[tensor.dtype]),)
+
+    return (Planned(tensor.name, tensor.dtype, tensor.shape),), make
+
+
+def _copy_files(folder: Path, output: Path) -> None:
+    skipped = {INDEX, CALIBRATION, "config.json"}
+    for pattern in _COPIED:
+        for file in folder.glob(pattern):
+            if file.is_file() and file.name not in skipped:
+                shutil.copyfile(file, output / file.name)
+
+
+def _described(bits: int, group: int | None) -> dict[str, Any]:
+    """The `quantization_config` of the checkpoint that is written."""
+    weights = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel" if group is None else "group",
+        "group_size": group,
+        "dynamic": False,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": weights,
+                "input_activations": None,
+                "output_activations": None,
+            }
+        },
+        "ignore": ["lm_head"],
+        "kv_cache_scheme": None,
+    }
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """How a model's predictions differ from those of another, over the tokens of texts.
+
+    Attributes:
+      tokens: number of predictions.
+      perplexity: of the other model.
+      reference_perplexity: of the reference.
+      mean_kl: mean Kullback-Leibler divergence from the reference, in nats.
+      p99_kl: the divergence that 1 % of the predictions exceed.
+      agreement: share of predictions with the same likeliest token.
+    """
+
+    tokens: int
+    perplexity: float
+    reference_perplexity: float
+    mean_kl: float
+    p99_kl: float
+    agreement: float
+
+    def __str__(self) -> str:
+        """Lines for people."""
+        return "\n".join(
+            (
+                f"perplexity    {self.perplexity:.4f}, of the original "
+                f"{self.reference_perplexity:.4f}, over {self.tokens:,} tokens",
+                f"KL            mean {self.mean_kl:.5f}, 99th percentile {self.p99_kl:.5f}",
+                f"agreement     {self.agreement:.2%} of the likeliest tokens are the same",
+            )
+        )
+
+
+@transfers_allowed()
+def compare(reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]) -> Comparison:
+    """Compare two models of one architecture on texts.
+
+    Args:
+      reference, other: engines of the models, in memory together.
+      pieces: token ids of texts, each within the context.
+
+    Raises:
+      ValueError: no text has two tokens.
+      FloatingPointError: logits are not finite.
+    """
+    width = max(map(len, pieces), default=0)
+    if width < 2:
+        raise ValueError("quantize: the text is too short to compare predictions")
+    columns = []
+    for piece in pieces:
+        ids = np.zeros((1, width), np.int32)
+        ids[0, : len(piece)] = piece
+        length = np.array([len(piece)], np.int32)
+        models = reference.model, other.model
+        values = _compare(*models, reference.tree, other.tree, ids, length)
+        columns.append(np.asarray(values)[:, : len(piece) - 1])
+    ours, theirs, divergence, same = np.concatenate(columns, axis=1).astype(np.float64)
+    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        raise FloatingPointError("quantize: logits are not finite; the weights are damaged")
+    return Comparison(
+        tokens=len(ours),
+        perplexity=float(np.exp(-theirs.mean())),
+        reference_perplexity=float(np.exp(-ours.mean())),
+        mean_kl=float(divergence.mean()),
+        p99_kl=float(np.percentile(divergence, 99)),
+        agreement=float(same.mean()),
+    )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _compare(
+    reference: Model, other: Model, params: Any, other_params: Any, ids: Array, length: Array
+) -> Array:
+    """[4, T-1]: log-probabilities of the next token by each model, KL, same likeliest token."""
+    p = jax.nn.log_softmax(forward(reference, params, ids, length)[0, :-1])
+    q = jax.nn.log_softmax(forward(other, other_params, ids, length)[0, :-1])
+    target = ids[0, 1:, None]
+    chosen = [jnp.take_along_axis(a, target, axis=1)[:, 0] for a in (p, q)]
+    divergence = jnp.sum(jnp.exp(p) * (p - q), axis=1)
+    same = (jnp.argmax(p, axis=1) == jnp.argmax(q, axis=1)).astype(jnp.float32)
+    return jnp.stack([*chosen, divergence, same])

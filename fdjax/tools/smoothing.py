@@ -1,0 +1,261 @@
+"""Moves the size of activations into weights, where it costs nothing, before they are quantised.
+
+The method is AWQ's (Lin et al. 2024). A linear layer computes the same if its input is divided by
+s [K] and its weight multiplied by s. Large inputs meet larger weights then, which lose less by
+rounding. What is before the layer divides by s: the weights of a norm, or the rows of V or of the
+up projection. s is the mean magnitude of the inputs to a power between 0 and 1. The power is that
+with the least error of the layer's outputs on a sample of its inputs.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+
+from fdjax.engine.engine import Engine
+from fdjax.engine.generation import attend_without_cache
+from fdjax.models import DecoderConfig
+from fdjax.models.name_map import StackedRows, Weight, WeightMap
+from fdjax.pallas_kernels.norm import rms_norm
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES, WeightFormat
+from fdjax.system.process import transfers_allowed
+from fdjax.weights.stored import FLOATS, StoredTensor
+
+# Rows of a layer's inputs that are kept.
+_SAMPLE = 256
+_POWERS = tuple(i / 20 for i in range(21))
+
+
+# Features of blocks whose norms, or linear layers before, can take a factor.
+_CAN = WEIGHT_FEATURES | frozenset(
+    {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"}
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The inputs of a linear layer.
+
+    Attributes:
+      magnitude: [K] mean of |x|.
+      square: [K] mean of x².
+      sample: [S, K] some of them.
+    """
+
+    magnitude: np.ndarray
+    square: np.ndarray
+    sample: np.ndarray
+
+
+@transfers_allowed()
+def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, Inputs]]:
+    """Run texts through a model and observe what its linear layers get.
+
+    Args:
+      engine: the model's engine.
+      pieces: token ids of texts, each within the context.
+
+    Returns:
+      For each layer, the inputs by the names of `BlockSpec.linears`.
+    """
+    model = engine.model
+    module = model.module(engine.tree)
+    width = max(map(len, pieces))
+    rows = max(1, -(-_SAMPLE // len(pieces)))
+    parts: list[list] = [[] for _ in module.blocks]
+    for piece in pieces:
+        ids = np.zeros((1, width), np.int32)
+        ids[0, : len(piece)] = piece
+        length = np.array([len(piece)], np.int32)
+        x = module.embedded(jnp.asarray(ids), None, model.plan)
+        for i, block in enumerate(module.blocks):
+            graph, params = nnx.split(block)
+            spec = model.config.blocks[i]
+            x, seen = _observe(graph, params, x, length, spec=spec, plan=model.plan, rows=rows)
+            parts[i].append(jax.device_get(seen))
+    tokens = sum(map(len, pieces))
+    return [
+        {
+            name: Inputs(
+                sum(part[name][0] for part in block) / tokens,
+                sum(part[name][1] for part in block) / tokens,
+                np.concatenate([part[name][2] for part in block])[:_SAMPLE],
+            )
+            for name in block[0]
+        }
+        for block in parts
+    ]
+
+
+@functools.partial(jax.jit, static_argnames=("graph", "spec", "plan", "rows"))
+def _observe(graph, params, x: Array, length: Array, *, spec, plan: Plan, rows: int):
+    """Run a layer: (x [1,T,E], sums of |x| and x², and `rows` of the inputs, by linear layer)."""
+    block = nnx.merge(graph, params)
+    seen = {}
+
+    def tapped(name, linear):
+        def call(x, norm=None, **fused):
+            normed = x if norm is None else rms_norm(x, norm.scale, eps=norm.eps)
+            seen[name] = normed[0].astype(jnp.float32)
+            return linear(x, norm=norm, **fused)
+
+        return call
+
+    for name, linear in spec.linears.items():
+        owner = functools.reduce(getattr, linear.path[:-1], block)
+        setattr(owner, linear.path[-1], tapped(name, getattr(owner, linear.path[-1])))
+    x, _ = block(x, None, attend_without_cache(length, plan), plan)
+    live = jnp.arange(x.shape[1], dtype=jnp.int32)[:, None] < length[0]
+    chosen = jnp.arange(rows, dtype=jnp.int32) * length[0] // rows
+
+    def statistics(a):
+        a = jnp.where(live, a, 0.0)
+        return jnp.sum(jnp.abs(a), axis=0), jnp.sum(a * a, axis=0), a[chosen].astype(x.dtype)
+
+    return x, {name: statistics(a) for name, a in seen.items()}
+
+
+@dataclasses.dataclass
+class Smoothed:
+    """How the tensors of a checkpoint change before they are quantised.
+
+    Attributes:
+      columns: factors [K] of the columns of a weight, by name.
+      rows: factors [N] of the rows of a weight, or of a bias.
+      norms: new weights of norms.
+      importance: [K] by which squared errors of a weight count, by name.
+    """
+
+    columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    rows: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    norms: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+    importance: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
+
+    def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
+        """A tensor as it is to be written: a weight [N,K] or a bias [N] in fp32, or a norm."""
+        if name in self.norms:
+            return self.norms[name]
+        if name in self.columns:
+            tensor = tensor.astype(np.float32) * self.columns[name]
+        if name in self.rows:
+            rows = self.rows[name].reshape(-1, *[1] * (tensor.ndim - 1))
+            tensor = tensor.astype(np.float32) * rows
+        return tensor
+
+
+def smoothed(
+    config: DecoderConfig,
+    weights: WeightMap,
+    stored: Mapping[str, StoredTensor],
+    inputs: Sequence[Mapping[str, Inputs]],
+) -> Smoothed:
+    """Find the factors of all layers.
+
+    Layers with features beyond those of Llama and Gemma get none. For them, only the importance of
+    errors is found.
+
+    Args:
+      config: the model with the formats of its weights.
+      weights: the checkpoint tensors of each parameter.
+      stored: the tensors.
+      inputs: the inputs of each layer, from `observe`.
+    """
+    found = Smoothed()
+    for i, block in enumerate(config.blocks):
+        foldable = block.features <= _CAN
+        for name, linear in block.linears.items():
+            weight = weights["blocks", i, *linear.path, "weight"]
+            seen = inputs[i][name]
+            if not foldable:
+                found.importance |= {tensor: seen.square for tensor, _ in weight.sources}
+                continue
+            heads = (block.kv_heads, block.group) if name == "out" else None
+            scale = _scale(weight, stored, seen, linear.weight, heads)
+            if name in ("qkv", "gate_up"):
+                norm = "attention_norm" if name == "qkv" else "mlp_norm"
+                ((tensor, _),) = weights["blocks", i, norm, "scale"].sources
+                old = stored[tensor].view(FLOATS)
+                found.norms[tensor], scale = _divided(old, scale, block.norm_offset)
+            else:
+                before, part = ("qkv", 2) if name == "out" else ("gate_up", 1)
+                divisor = scale
+                if heads:
+                    divisor = scale.reshape(*heads, -1)[:, 0].reshape(-1)
+                path = "blocks", i, *block.linears[before].path
+                for kind in ("weight", "bias"):
+                    if (*path, kind) in weights:
+                        _divide_rows(found, weights[*path, kind], part, divisor)
+            for tensor, _ in weight.sources:
+                found.columns[tensor] = scale
+                found.importance[tensor] = seen.square / scale**2
+    return found
+
+
+def _divided(old: np.ndarray, scale: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndarray]:
+    """(weights of a norm divided by a scale, what they are divided by after rounding)."""
+    wide = old.astype(np.float32) + np.float32(offset)
+    new = (wide / scale - np.float32(offset)).astype(old.dtype)
+    rounded = new.astype(np.float32) + np.float32(offset)
+    usable = (rounded != 0) & (wide != 0)
+    exact = np.where(usable, wide, 1) / np.where(usable, rounded, 1)
+    return np.where(usable, new, old), exact.astype(np.float32)
+
+
+def _divide_rows(found: Smoothed, weight: Weight, part: int, divisor: np.ndarray) -> None:
+    """Divide the rows of one of the linear layers that fuse, which may share a tensor."""
+    start = 0
+    if isinstance(weight.layout, StackedRows):
+        start, part = sum(weight.layout.outs[:part]), 0
+    name, shape = weight.sources[part]
+    factors = np.ones(shape[0], np.float32)
+    factors[start : start + len(divisor)] = 1 / divisor
+    found.rows[name] = factors
+
+
+def _scale(
+    weight: Weight,
+    stored: Mapping[str, StoredTensor],
+    seen: Inputs,
+    form: WeightFormat,
+    heads: tuple[int, int] | None,
+) -> np.ndarray:
+    """The scale [K] of the least error. `heads` (Hkv, G): the heads of a group share theirs."""
+    magnitude = seen.magnitude
+    if heads:
+        grouped = magnitude.reshape(*heads, -1).mean(axis=1, keepdims=True)
+        magnitude = np.broadcast_to(grouped, (*heads, grouped.shape[2])).reshape(-1)
+    magnitude = np.maximum(magnitude, 1e-4 * max(magnitude.max(), 1e-20)).astype(np.float32)
+    errors = np.zeros(len(_POWERS))
+    for name, _ in weight.sources:
+        view = stored[name].view(FLOATS)
+        errors += np.asarray(_errors(view, seen.sample, magnitude, form=form), np.float64)
+    return _power(magnitude, np.float32(_POWERS[int(errors.argmin())]), np)
+
+
+def _power(magnitude, power, numpy):
+    scale = magnitude**power
+    return scale / numpy.sqrt(scale.max() * scale.min())
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _errors(weight: Array, sample: Array, magnitude: Array, *, form: WeightFormat) -> Array:
+    """Squared errors of the outputs of a layer [N,K] on a sample [S,K], for each power."""
+    weight, sample = weight.astype(jnp.float32), sample.astype(jnp.float32)
+    half = 2.0 ** (BITS[form.kind] - 1)
+
+    def error(power):
+        scale = _power(magnitude, power, jnp)[None]
+        groups = (weight * scale).reshape(weight.shape[0], -1, form.group)
+        step = jnp.max(jnp.abs(groups), axis=2, keepdims=True) / (half - 1)
+        step = jnp.where(step == 0, 1.0, step)
+        rounded = jnp.clip(jnp.round(groups / step), -half, half - 1) * step
+        lost = rounded.reshape(weight.shape) / scale - weight
+        return jnp.sum((sample @ lost.T) ** 2)
+
+    return jax.lax.map(error, jnp.array(_POWERS, jnp.float32))

@@ -1,0 +1,91 @@
+"""Quantises weights: round to nearest, with scales of the least squared error.
+
+A group of weights w is stored as codes round(w / scale) within -8..7 for 4 bits. The usual scale,
+max|w| / 7, loses more by coarse steps than a smaller one loses by clipping the largest weights. So
+many scales are tried for each group, also negative ones: they put the weight of the largest
+magnitude at -8, which uses all codes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from fdjax.models import DecoderConfig
+from fdjax.pallas_kernels.quantised import BITS, WeightFormat
+from fdjax.weights.formats.layer import Codes, pack_rows
+
+# Tried scales, relative to that which puts the largest weight at code -2^(bits-1).
+_FACTORS = tuple(float(f) for f in np.linspace(0.4, 1.2, 41))
+# Weights that are quantised at a time.
+_AT_ONCE = 2**24
+GROUPS = (128, 64, 32)
+
+
+def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderConfig:
+    """A model with all linear layers but the head quantised.
+
+    Args:
+      config: the model.
+      kind: "int4" by the largest of `GROUPS` that divides K, or "int8" by column.
+      scales: dtype of the scales.
+    """
+    formats = {}
+    for i, block in enumerate(config.blocks):
+        for linear in block.linears.values():
+            fitting = (g for g in GROUPS if kind == "int4" and linear.k % g == 0)
+            group = next(fitting, linear.k)
+            formats["blocks", i, *linear.path, "weight"] = WeightFormat(kind, group, scales=scales)
+    return config.with_formats(formats)
+
+
+def quantise(
+    weight: np.ndarray | Array, form: WeightFormat, importance: np.ndarray | None = None
+) -> Codes:
+    """Quantise a linear layer.
+
+    Args:
+      weight: [N,K].
+      form: the format, an integer kind without zeros.
+      importance: [K], by which squared errors are weighted; default all alike.
+    """
+    n, k = weight.shape
+    importance = np.ones(k, np.float32) if importance is None else importance
+    rows = max(1, _AT_ONCE // k)
+    parts = [
+        jax.device_get(_quantise(weight[i : i + rows], importance, form=form))
+        for i in range(0, n, rows)
+    ]
+    codes, scales = (np.concatenate(part) for part in zip(*parts, strict=True))
+    return Codes(pack_rows(codes, BITS[form.kind]), scales)
+
+
+@functools.partial(jax.jit, static_argnames="form")
+def _quantise(weight: Array, importance: Array, *, form: WeightFormat) -> tuple[Array, Array]:
+    """(codes [N,K] uint8, scales [N,G])."""
+    n, k = weight.shape
+    half = 2.0 ** (BITS[form.kind] - 1)
+    groups = weight.astype(jnp.float32).reshape(n, -1, form.group)
+    importance = importance.astype(jnp.float32).reshape(1, -1, form.group)
+    place = jnp.argmax(jnp.abs(groups), axis=2, keepdims=True)
+    widest = -jnp.take_along_axis(groups, place, axis=2) / half
+
+    def codes_of(scales):
+        steps = jnp.where(scales == 0, 1.0, scales)
+        return jnp.clip(jnp.round(groups / steps), -half, half - 1)
+
+    def tried(best, factor):
+        scales = (widest * factor).astype(form.scales).astype(jnp.float32)
+        errors = (codes_of(scales) * scales - groups) ** 2
+        error = jnp.sum(errors * importance, axis=2, keepdims=True)
+        better = error < best[0]
+        return (jnp.where(better, error, best[0]), jnp.where(better, scales, best[1])), None
+
+    start = jnp.full(widest.shape, jnp.inf), jnp.zeros_like(widest)
+    usual = half / (half - 1)
+    factors = [sign * factor for factor in (usual, *_FACTORS) for sign in (1, -1)]
+    (_, scales), _ = lax.scan(tried, start, jnp.array(factors, jnp.float32))
+    codes = (codes_of(scales) + half).astype(jnp.uint8).reshape(n, k)
+    return codes, scales[..., 0].astype(form.scales)

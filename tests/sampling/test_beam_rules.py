@@ -1,0 +1,221 @@
+"""The rules of beam search, against a search in plain Python on a model that is a table.
+
+The scores of the next token depend on the step and on the last token.
+"""
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fdjax.sampling import beams
+from fdjax.sampling.beams import BeamState
+from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.sampling.sampler import next_tokens_and_scores
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+START = 0
+
+
+def search(table: np.ndarray, config: GenerationConfig, draws=None) -> list[tuple[float, list]]:
+    """The ended beams (score, tokens), best first.
+
+    Args:
+      table: [steps, V, V] log-probabilities of the next token.
+      config: the options.
+      draws: for each step, the places of the candidates [beam, token] in the order in which they
+        were drawn; default in the order of their scores.
+    """
+    w, ends = config.num_beams, set(config.eos_token_ids)
+    going, ended = [(0.0, [])], []
+    for step in range(1, config.max_new_tokens + 1):
+        found = [
+            (score + table[step - 1, tokens[-1] if tokens else START, token], b, token)
+            for b, (score, tokens) in enumerate(going)
+            for token in range(len(table[0]))
+        ]
+        if draws is None:
+            found = sorted(found, key=lambda c: (-c[0], c[1], c[2]))[: w * max(2, 1 + len(ends))]
+        else:
+            found = [found[i] for i in draws[step - 1]]
+        found = [(score, going[b][1] + [token]) for score, b, token in found]
+        is_last = step == config.max_new_tokens
+        hits = [is_last or tokens[-1] in ends for _, tokens in found]
+        new = [
+            (score / step**config.length_penalty, tokens)
+            for (score, tokens), hit in zip(found[:w], hits, strict=False)
+            if hit
+        ]
+        ended = sorted(ended + new, key=lambda c: -c[0])[:w]
+        going = [c for c, hit in zip(found, hits, strict=True) if not hit]
+        going = sorted(going, key=lambda c: -c[0])[:w]
+        if not going or (config.early_stopping is True and len(ended) == w):
+            break
+        never = config.early_stopping == "never" and config.length_penalty > 0
+        length = config.max_new_tokens if never else step
+        if len(ended) == w and going[0][0] / length**config.length_penalty <= ended[-1][0]:
+            break
+    return ended
+
+
+@jax.jit
+def first(table, state, sampling, ids):
+    return _step(table, state, sampling, ids, 0)
+
+
+@jax.jit
+def following(table, state, sampling, ids, steps):
+    return _step(table, state, sampling, ids, steps)
+
+
+def _step(table, state, sampling, ids, steps):
+    processors = STATIC["processors"]
+    b = len(ids)
+    lengths = jnp.full((b,), 1, jnp.int32) + steps
+    last = ids[:, 0] if isinstance(steps, int) else ids[jnp.arange(b), steps]
+    at = jnp.zeros((b,), jnp.int32) + steps
+    _, _, scores = next_tokens_and_scores(table[at, last], sampling, ids, lengths, at, processors)
+    everyone = jnp.ones((b,), bool)
+    if isinstance(steps, int):
+        found = beams.candidates(scores, jnp.zeros((b,), jnp.float32), processors)
+        return beams.begin(found, state, sampling, everyone)
+    found = beams.candidates(scores, state.scores, processors)
+    return beams.advance(found, state, sampling, at, everyone)
+
+
+STATIC = {}
+
+
+def run(table: np.ndarray, configs: list[GenerationConfig]) -> list[list[tuple[float, list]]]:
+    """The ended beams of each search on the device, from its steps."""
+    rows = [(c, beam) for c in configs for beam in range(c.num_beams)]
+    processors = configs[0].processors
+    for config in configs:
+        processors |= config.processors
+    if STATIC.get("processors") != processors:
+        STATIC["processors"] = processors
+        jax.clear_caches()
+    b, new = len(rows), configs[0].max_new_tokens
+    sampling = per_row([c for c, _ in rows], b, sample_indices=[beam for _, beam in rows])
+    sampling = jax.tree.map(jnp.asarray, sampling)
+    state = jax.tree.map(jnp.asarray, BeamState.empty(b, new + 1, processors.beams[0]))
+    table, ids = jnp.asarray(table, jnp.float32), np.full((b, new + 1), START, np.int32)
+    steps, ended = [], [None] * len(configs)
+    starts = np.cumsum([0, *(c.num_beams for c in configs)])
+    for i in range(new):
+        step, state = (
+            following(table, state, sampling, jnp.asarray(ids), jnp.int32(i))
+            if i
+            else first(table, state, sampling, jnp.asarray(ids))
+        )
+        ids = ids[np.asarray(step.rows)]
+        ids[:, i + 1] = np.asarray(step.tokens)
+        steps.append((np.asarray(step.tokens), np.asarray(step.parents)))
+        scores, ends = np.asarray(state.ended), np.asarray(state.ends)
+        for g, config in enumerate(configs):
+            row = starts[g]
+            if ended[g] is None and bool(step.finished[row]):
+                ended[g] = [
+                    (scores[row, k].item(), backwards(steps, row, *ends[row, k].tolist()))
+                    for k in range(config.num_beams)
+                    if ends[row, k, 0]
+                ]
+    return ended
+
+
+def backwards(steps, row, length, beam, last):
+    tokens = [last]
+    for of, parents in reversed(steps[: length - 1]):
+        tokens.append(of[row + beam].item())
+        beam = parents[row + beam].item()
+    return tokens[::-1]
+
+
+def log_table(rng, steps: int, v: int) -> np.ndarray:
+    logits = rng.normal(size=(steps, v, v)) * 1.5
+    return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+
+
+@settings(max_examples=12)
+@given(st.integers(0, 2**32 - 1))
+def test_searches_on_a_table(seed):
+    rng = np.random.default_rng(seed)
+    table = log_table(rng, 7, 12)
+    configs = [
+        GenerationConfig(
+            max_new_tokens=7,
+            num_beams=int(beams),
+            length_penalty=float(rng.choice([-1, 0, 0.6, 1, 2])),
+            early_stopping=[True, False, "never"][rng.integers(3)],
+            eos_token_ids=tuple(rng.choice(12, rng.integers(0, 4), replace=False).tolist()),
+            seed=0,
+        ).filled()
+        for beams in rng.permutation([2, 3, 4, 5] * 6)
+    ]
+    # All examples have the same shapes, so that they share a program.
+    (widest,) = [i for i, c in enumerate(configs) if c.num_beams == 5][:1]
+    configs[widest] = dataclasses.replace(configs[widest], eos_token_ids=(1, 2, 3))
+    for config, found in zip(configs, run(table, configs), strict=True):
+        want = search(table, config)
+        assert [tokens for _, tokens in found] == [tokens for _, tokens in want], config
+        np.testing.assert_allclose([s for s, _ in found], [s for s, _ in want], rtol=1e-4)
+
+
+def exact_distribution(table: np.ndarray, config: GenerationConfig) -> dict[tuple, float]:
+    """The probability of each best answer of a sampled search of two steps."""
+    w, kept = config.num_beams, config.num_beams * max(2, 1 + len(config.eos_token_ids))
+    v, chances = len(table[0]), {}
+
+    def orders(weights, count):
+        """All ordered draws without replacement, with their probabilities."""
+        for order in itertools.permutations(np.flatnonzero(weights).tolist(), count):
+            chance, left = 1.0, weights.sum()
+            for i in order:
+                chance, left = chance * weights[i] / left, left - weights[i]
+            yield order, chance
+
+    for one, chance in orders(np.exp(table[0, START]), kept):
+        ends = config.eos_token_ids
+        going = sorted((-table[0, START, t], t) for t in one if t not in ends)[:w]
+        weights = np.exp(np.concatenate([table[1, t] - score for score, t in going]))
+        best: dict[tuple, float] = {}
+        # Only the first W draws can become an answer.
+        for two, second in orders(weights, w):
+            answers = search(table, config, draws=[one, two])
+            key = tuple(answers[0][1])
+            best[key] = best.get(key, 0.0) + second
+        for key, second in best.items():
+            chances[key] = chances.get(key, 0.0) + chance * second
+    assert math.isclose(sum(chances.values()), 1.0, rel_tol=1e-9)
+    assert all(len(key) <= 2 and max(key) < v for key in chances)
+    return chances
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [(), (3,)])
+def test_sampled_searches_have_the_exact_distribution(ends):
+    count, table = 6000, log_table(np.random.default_rng(5), 2, 5)
+    config = GenerationConfig(
+        max_new_tokens=2, num_beams=2, do_sample=True, eos_token_ids=ends, length_penalty=0.7
+    ).filled()
+    want = exact_distribution(table, config)
+    found = run(
+        table, [GenerationConfig(seed=i, max_new_tokens=2).filled(config) for i in range(count)]
+    )
+    counts = {key: 0 for key in want}
+    for answers in found:
+        counts[tuple(answers[0][1])] += 1
+    likely = [key for key, chance in want.items() if chance * count >= 5]
+    rest = count * (1 - sum(want[key] for key in likely))
+    chi = sum((counts[k] - count * want[k]) ** 2 / (count * want[k]) for k in likely)
+    if rest >= 5:
+        chi += (count - sum(counts[k] for k in likely) - rest) ** 2 / rest
+    # Six standard deviations of chi-square, with as many degrees of freedom.
+    assert chi < len(likely) + 6 * math.sqrt(2 * len(likely)), (chi, len(likely))

@@ -1,0 +1,301 @@
+"""`fdjax quantize` and `load(quantize=...)`: what is lost, and what is written."""
+
+import json
+import random
+import shutil
+import warnings
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fdjax
+from fdjax.cli.main import main
+from fdjax.engine.engine import Engine
+from fdjax.models import describe, parse_config, weight_map
+from fdjax.models.tiny.stories import story
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import WeightFormat
+from fdjax.tools import quantise as tool
+from fdjax.tools import smoothing
+from fdjax.weights.checkpoint import load_params, locate, read_json
+from fdjax.weights.formats.layer import Codes, dequantised, pack_rows
+from fdjax.weights.quantise import quantise
+from fdjax.weights.stored import stored_tensors
+from fdjax.weights.written import Planned, write_tensors
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
+INT4 = WeightFormat("int4", 32, scales="bfloat16")
+INT8 = WeightFormat("int8", 96, scales="float32")
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return fdjax.load("tiny", plan=Plan())
+
+
+@pytest.fixture(scope="module")
+def pieces(tiny):
+    """Token ids of stories: (to observe, to compare)."""
+    drawn = random.Random(1)
+    ids = [tiny.tokenizer.encode(" ".join(story(drawn)))[:200] for _ in range(80)]
+    return ids[:40], ids[40:]
+
+
+@pytest.fixture(scope="module")
+def inputs(tiny, pieces):
+    return smoothing.observe(tiny.engine, pieces[0])
+
+
+def to_nearest(weight, form, importance=None) -> Codes:
+    """Plain round to nearest: the largest weight of a group is the largest code."""
+    n, k = weight.shape
+    top = 7 if form.kind == "int4" else 127
+    groups = np.asarray(weight).astype(np.float32).reshape(n, -1, form.group)
+    scales = (np.abs(groups).max(axis=2) / top).astype(np.dtype(form.scales))
+    steps = scales.astype(np.float32)[..., None]
+    codes = np.clip(np.round(groups / np.where(steps == 0, 1, steps)), -top - 1, top)
+    codes = (codes + top + 1).astype(np.uint8).reshape(n, k)
+    return Codes(pack_rows(codes, 4 if form.kind == "int4" else 8), scales)
+
+
+def errors(weight, codes, form, importance=1.0):
+    """Squared error of each group [N,G], float64."""
+    lost = dequantised(codes, form, weight.shape[1]).astype(np.float64) - weight.astype(np.float64)
+    return (lost**2 * importance).reshape(len(weight), -1, form.group).sum(axis=2)
+
+
+@pytest.mark.parametrize("form", [INT4, INT8], ids=str)
+@pytest.mark.parametrize("heavy", [False, True])
+def test_no_group_loses_more_than_by_plain_rounding(form, heavy):
+    rng = np.random.default_rng(0)
+    weight = rng.standard_t(3, (40, 96)) if heavy else rng.normal(size=(40, 96))
+    weight = weight.astype(ml_dtypes.bfloat16)
+    ours = errors(weight, quantise(weight, form), form)
+    plain = errors(weight, to_nearest(weight, form), form)
+    assert (ours <= plain * (1 + 1e-5)).all()
+    if form is INT4:
+        assert ours.sum() < 0.9 * plain.sum()
+
+
+def test_errors_count_by_their_importance():
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(40, 96)).astype(np.float32)
+    importance = np.where(np.arange(96) % 8 == 0, 100.0, 1.0)
+    weighted = errors(weight, quantise(weight, INT4, importance), INT4, importance)
+    alike = errors(weight, quantise(weight, INT4), INT4, importance)
+    assert weighted.sum() < 0.8 * alike.sum()
+
+
+def test_groups_of_zeros_and_single_weights():
+    weight = np.zeros((2, 64), np.float32)
+    weight[1, 40] = -3.0
+    codes = quantise(weight, INT4)
+    np.testing.assert_array_equal(dequantised(codes, INT4, 64), weight)
+
+
+def test_rows_are_quantised_alike_in_parts(monkeypatch):
+    weight = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
+    whole = quantise(weight, INT4)
+    monkeypatch.setattr("fdjax.weights.quantise._AT_ONCE", 7 * 64)
+    parts = quantise(weight, INT4)
+    np.testing.assert_array_equal(whole.words, parts.words)
+    np.testing.assert_array_equal(whole.scales, parts.scales)
+
+
+def test_a_model_is_quantised_while_it_is_loaded(tiny):
+    for kind, share in (("int4", 0.33), ("int8", 0.56)):
+        lm = fdjax.load("tiny", quantize=kind, plan=Plan())
+        assert lm.model.weight_bytes < share * tiny.model.weight_bytes
+        assert {weight.kind for weight in lm.config.weight_formats} == {kind}
+    assert "Pacific" in lm.generate("What is the largest ocean?").text
+    assert {weight.group for weight in lm.config.weight_formats} == {256, 640}
+
+
+def test_what_cannot_be_quantised_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="quantize must be int4 or int8, got 'int3'"):
+        fdjax.load("tiny", quantize="int3")
+    quantised = FIXTURES.parent / "quantised" / "ct_int4_group"
+    with pytest.raises(ValueError, match="is quantised already"):
+        fdjax.load(str(quantised), quantize="int4")
+    with pytest.raises(fdjax.CheckpointError, match="only plain checkpoints can be quantised"):
+        config = parse_config(read_json(quantised / "config.json"))
+        tool.quantise_checkpoint(quantised, tmp_path, config, bits=4, scales="bfloat16")
+
+
+def written(tiny, folder, *, bits=4, group=128, inputs=None, **options) -> fdjax.LM:
+    options = {"bits": bits, "group": group, "scales": "bfloat16", "inputs": inputs} | options
+    tool.quantise_checkpoint(locate("tiny"), folder, tiny.config, **options)
+    return fdjax.load(str(folder), plan=Plan())
+
+
+def test_a_written_checkpoint_is_what_load_makes(tiny, tmp_path):
+    lm = written(tiny, tmp_path)
+    direct = fdjax.load("tiny", quantize="int4", plan=Plan())
+    assert lm.config == direct.config
+    for ours, theirs in zip(
+        jax.tree.leaves(lm.params), jax.tree.leaves(direct.params), strict=True
+    ):
+        np.testing.assert_array_equal(ours, theirs)
+    described = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    weights = described["config_groups"]["group_0"]["weights"]
+    assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 128, True)
+
+
+def test_a_checkpoint_may_have_several_files(tiny, tmp_path):
+    one, many = written(tiny, tmp_path / "one"), written(tiny, tmp_path / "many", shard_bytes=10**6)
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert files[0] == "model-00001-of-00003.safetensors" and len(files) == 3
+    for ours, theirs in zip(jax.tree.leaves(one.params), jax.tree.leaves(many.params), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def test_a_failure_leaves_no_file_that_looks_complete(tmp_path):
+    def fail():
+        raise OSError("disk is full")
+
+    group = ((Planned("w", "F32", (2,)),), fail)
+    with pytest.raises(OSError, match="disk is full"):
+        write_tensors(tmp_path, [group])
+    assert not any(tmp_path.iterdir())
+
+
+def test_one_tensor_is_made_at_a_time(tmp_path):
+    """Each tensor is in the file before the next one is made."""
+    seen = []
+
+    def make(i):
+        def run():
+            (part,) = tmp_path.iterdir()
+            seen.append(part.stat().st_size)
+            return (np.full(10**6, i, np.float32),)
+
+        return run
+
+    groups = [((Planned(f"w{i}", "F32", (10**6,)),), make(i)) for i in range(3)]
+    assert write_tensors(tmp_path, groups) == 12 * 10**6
+    assert seen[2] - seen[1] >= 4 * 10**6 - 2**16
+    tensors = stored_tensors(tmp_path)
+    assert [float(tensors[f"w{i}"].view()[-1]) for i in range(3)] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("llama_bias", "phi3_longrope"),
+        *(
+            pytest.param(case, marks=pytest.mark.slow)
+            for case in ("gemma2", "qwen2_mixed", "qwen3")
+        ),
+    ],
+)
+def test_smoothing_changes_no_answer(tmp_path, case):
+    """The same logits before anything is rounded, also with biases, fused tensors and offsets."""
+    folder = FIXTURES / case
+    config = parse_config(read_json(folder / "config.json"))
+    model = describe(config, dtype="float32", plan=Plan())
+    params = load_params(folder, model)
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12)).tolist()
+    seen = smoothing.observe(Engine(model, params), ids)
+    stored = stored_tensors(folder)
+    formats = tool._with_formats(config, 4, None, "float32")
+    changes = smoothing.smoothed(formats, weight_map(config), stored, seen)
+    assert any(np.ptp(scale) > 0.1 for scale in changes.columns.values())
+    for file in folder.glob("*.json"):
+        shutil.copy(file, tmp_path)
+    (tmp_path / "model.safetensors.index.json").unlink(missing_ok=True)
+    groups = []
+    for name, tensor in stored.items():
+        new = changes.apply(name, np.array(tensor.view())).astype(np.float32)
+        groups.append(((Planned(name, "F32", new.shape),), lambda new=new: (new,)))
+    write_tensors(tmp_path, groups)
+    with_s = load_params(tmp_path, model)
+    want = np.asarray(fdjax.forward(model, params, np.array(ids)))
+    got = np.asarray(fdjax.forward(model, with_s, np.array(ids)))
+    assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+
+
+@pytest.mark.slow
+def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeypatch, group=32):
+    """Closer than those of plain rounding with as many bits, and of a search without a text."""
+    searched = written(tiny, tmp_path / "searched", group=group)
+    helped = written(tiny, tmp_path / "helped", group=group, inputs=inputs)
+    monkeypatch.setattr(tool, "quantise", to_nearest)
+    plain = written(tiny, tmp_path / "plain", group=group)
+    assert plain.model.weight_bytes == searched.model.weight_bytes == helped.model.weight_bytes
+    found = {
+        name: tool.compare(tiny.engine, lm.engine, pieces[1])
+        for name, lm in (("plain", plain), ("searched", searched), ("helped", helped))
+    }
+    for other in ("plain", "searched"):
+        assert found["helped"].mean_kl < 0.95 * found[other].mean_kl, found
+        assert found["helped"].agreement > found[other].agreement, found
+
+
+@pytest.mark.slow
+def test_a_comparison_with_itself_and_with_noise(tiny, pieces):
+    same = tool.compare(tiny.engine, tiny.engine, pieces[1][:9])
+    assert (same.mean_kl, same.p99_kl, same.agreement) == (0, 0, 1)
+    assert same.perplexity == same.reference_perplexity
+    scored = tiny.score(pieces[1][:9]).perplexity
+    assert same.perplexity == pytest.approx(scored, rel=1e-3)
+    params = tiny.params
+    params["embed"] = jnp.roll(params["embed"], 1, axis=0)
+    other = fdjax.LM(tiny.model, params)
+    assert tool.compare(tiny.engine, other.engine, pieces[1][:9]).mean_kl > 1
+    with pytest.raises(ValueError, match="too short to compare"):
+        tool.compare(tiny.engine, tiny.engine, [[3]])
+
+
+@pytest.fixture
+def text(tmp_path):
+    drawn = random.Random(2)
+    path = tmp_path / "text.txt"
+    path.write_text("\n".join(" ".join(story(drawn)) for _ in range(40)), encoding="utf-8")
+    return path
+
+
+def test_the_command_writes_and_reports(tmp_path, text, capsys):
+    output = tmp_path / "int4"
+    assert main(["quantize", "--group", "64", "--text", str(text), "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    for word in ("size ", "seconds ", "perplexity ", "KL ", "99th percentile", "agreement "):
+        assert word in said
+    assert "3.14 times less" in said
+    assert main(["info", str(output)]) == 0
+    assert "int4 by 64" in capsys.readouterr().out
+    again = ["quantize", str(output), "--output", str(tmp_path / "again")]
+    assert main(again) == 1 and "is quantised already" in capsys.readouterr().err
+    assert main(["quantize", "--output", str(output)]) == 1
+    assert "must be a new or empty folder" in capsys.readouterr().err
+
+
+def test_info_of_a_description_alone_warns(capsys):
+    quantised = FIXTURES.parent / "quantised" / "ct_int4_group"
+    assert main(["info", str(quantised)]) == 0
+    assert "int4 by 32" in capsys.readouterr().out
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert main(["info", str(quantised / "config.json")]) == 0
+    shown = capsys.readouterr()
+    assert "int4" not in shown.out
+    assert "without their files they count as bfloat16" in f"{told}{shown.err}"
+
+
+def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
+    output = str(tmp_path / "out")
+    assert main(["quantize", "--group", "100", "--output", output]) == 1
+    assert "group must divide the 256 inputs of qkv, got 100" in capsys.readouterr().err
+    short = tmp_path / "short.txt"
+    short.write_text("Once.", encoding="utf-8")
+    assert main(["quantize", "--text", str(short), "--output", output]) == 1
+    assert "the text must have more than" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["quantize", "--bits", "3", "--output", output])
+    assert "invalid choice" in capsys.readouterr().err
+    assert not Path(output).exists()
