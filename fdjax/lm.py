@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from fdjax.engine.beams import row_of
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
+from fdjax.engine.mesh import Place
 from fdjax.engine.results import Answer, GenerateResult, Interrupted, TextStream, Timer
 from fdjax.engine.runner import STREAM_STEPS
 from fdjax.engine.running import RunningRequest
@@ -39,13 +40,14 @@ from fdjax.weights.checkpoint import (
     read_json,
     unnamed_dtype,
 )
+from fdjax.weights.division import divided
 from fdjax.weights.quantise import quantised_formats
 from fdjax.weights.stacked import stack_layers
 
 # Decode steps per dispatch.
 _STEPS = 32
 
-# The models in use, by (configuration, dtype, plan).
+# The models in use, by (configuration, dtype, plan, number of devices).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
 
 
@@ -54,7 +56,8 @@ class LM:
 
     Attributes:
       model: static description; a jit static argument of `fdjax.forward` and `fdjax.generate`.
-      params: the weights, a tree of plain dicts.
+      params: the weights, a tree of plain dicts. If devices share the model, each holds its part,
+        and weights of a single device are divided when they are assigned.
       tokenizer: the tokenizer, which is false if the checkpoint has none. Token ids work without.
       defaults: the checkpoint's `GenerationConfig`, for options that a call does not give.
       max_len: cache slots per row, or None to size the cache by the prompts.
@@ -134,6 +137,11 @@ class LM:
         params = jax.tree.map(
             lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
         )
+        if self.model.ranks > 1:
+            place = Place.of(jax.tree.leaves(params)[0])
+            if len(place.devices) != self.model.ranks:
+                place = Place.local(self.model.ranks)
+            params = divided(self.model, params, place.devices)
         _check_params(params, self.model.abstract_params)
         limits = self.max_len, self.max_batch, self._memory_bytes
         engine = self._make_engine(self.model, params, *limits, self.prefix_cache)
@@ -153,9 +161,10 @@ class LM:
         return self.model.config
 
     def __repr__(self) -> str:
+        ranks = f"{self.model.ranks} x " if self.model.ranks > 1 else ""
         return (
             f"LM({self.config.family}, {self.model.parameter_count:,} parameters, "
-            f"{self.model.dtype}, {self.model.plan.device_kind})"
+            f"{self.model.dtype}, {ranks}{self.model.plan.device_kind})"
         )
 
     def generate(
@@ -569,6 +578,7 @@ def load(
     prefix_cache: bool = True,
     plan: Plan | None = None,
     device: jax.Device | None = None,
+    tensor_parallel: int = 1,
     revision: str | None = None,
     token: str | bool | None = None,
     calibration: bool = True,
@@ -595,6 +605,10 @@ def load(
       plan: the plan that chooses implementations; default the device's.
       device: one of `jax.devices()`, which holds the weights and runs everything; default the first
         local one. Weights that are assigned later run on the device that holds them.
+      tensor_parallel: number of local devices that share the model, the first ones. Each holds a
+        part of the weights and of the cache, and all run every step together. The number must
+        divide the query heads and the width of the MLP. It must divide the KV heads or be a
+        multiple of them, which are then repeated. Memory options and plans are those of one device.
       revision: branch, tag or commit of a hub id.
       token: access token for a hub id that needs one. True and None use the one of `hf auth login`,
         False uses none.
@@ -620,6 +634,7 @@ def load(
         raise TypeError(f"load: plan must be a Plan, such as Plan.for_device(), got {plan!r}")
     if device is not None and not isinstance(device, jax.Device):
         raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
+    place = _place(tensor_parallel, device)
     refuse_forked()
     platform.warn_of_idle_gpu()
     platform.log_memory_share()
@@ -637,10 +652,10 @@ def load(
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan
-    description = describe(config, dtype=dtype, plan=plan)
+    description = describe(config, dtype=dtype, plan=plan, tensor_parallel=tensor_parallel)
     description = _in_use(description)
     longest, memory_bytes = check_load(
-        description,
+        description.local,
         max_batch=max_batch,
         max_len=max_len,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -652,7 +667,8 @@ def load(
         raise CheckpointError(f"{folder}: {wrong}")
     tokenizer = Tokenizer(folder)
     with transfers_allowed(), progress_bars.loading(folder.name, progress) as update:
-        params = load_params(folder, description, device=device, progress=update)
+        devices = (device,) if tensor_parallel == 1 else place.devices
+        params = load_params(folder, description, devices=devices, progress=update)
         # Nobody else holds the weights yet, so each kind can be freed as soon as it is stacked.
         # This reference keeps the stacked arrays alive until the engine has them.
         _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
@@ -669,6 +685,17 @@ def load(
     )
 
 
+def _place(tensor_parallel: int, device: jax.Device | None) -> Place:
+    """The devices of a model, see `load`."""
+    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int):
+        raise ValueError(f"load: tensor_parallel must be an integer, got {tensor_parallel!r}")
+    if tensor_parallel < 1:
+        raise ValueError(f"load: tensor_parallel must be positive, got {tensor_parallel}")
+    if tensor_parallel > 1 and device is not None:
+        raise ValueError("load: device must be None with tensor_parallel, which takes the first")
+    return Place.local(tensor_parallel, device)
+
+
 def _in_use(model: Model) -> Model:
     """An equal model that is in use, if there is one, so that its programs can be used again."""
-    return _loaded.setdefault((model.config, model.dtype, model.plan), model)
+    return _loaded.setdefault((model.config, model.dtype, model.plan, model.ranks), model)

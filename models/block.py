@@ -19,7 +19,7 @@ DECODER_CAN = (
     frozenset(
         """
     qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms
-    post_norms sum_norms parallel shared_norm no_gate residual_multiplier
+    post_norms sum_norms parallel shared_norm no_gate residual_multiplier tensor_parallel
     """.split()
     )
     | WEIGHT_FEATURES
@@ -87,6 +87,7 @@ class LinearSpec:
       bias: whether it has a bias.
       norm, gate, residual: what is fused with it, as in `LinearShape`.
       weight: format of a quantised weight, or None.
+      ranks: devices whose products are summed.
     """
 
     path: Path
@@ -97,6 +98,7 @@ class LinearSpec:
     gate: bool = False
     residual: bool = False
     weight: WeightFormat | None = None
+    ranks: int = 1
 
     @property
     def shape(self) -> LinearShape:
@@ -135,6 +137,7 @@ class BlockSpec:
       no_gate: the MLP is down(act(up(x))).
       residual_multiplier: multiplies what is added to the residual stream.
       formats: formats of the quantised weights, by the names in `linears`.
+      tensor_parallel: devices that share the layer. Heads and F are then those of one device.
     """
 
     width: int
@@ -161,6 +164,7 @@ class BlockSpec:
     no_gate: bool = False
     residual_multiplier: float = 1.0
     formats: tuple[tuple[str, WeightFormat], ...] = ()
+    tensor_parallel: int = 1
 
     def __post_init__(self):
         for name in ("width", "mlp_width", "heads", "kv_heads", "head_dim"):
@@ -207,13 +211,16 @@ class BlockSpec:
         """The linear layers by name, in the order they run."""
         heads = self.heads * self.head_dim
         qkv = self.kv_heads, self.group + 2, self.head_dim
+        ranks = self.tensor_parallel
         summed = self.fuses_residual
         normed = self.fuses_norms and not self.no_pre_norms
         up = ("up", (self.mlp_width,)) if self.no_gate else ("gate_up", (2, self.mlp_width))
         linears = {
             "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=normed),
             "out": LinearSpec(
-                ("attention", "out"), heads, (self.width,), self.out_bias, residual=summed
+                *(("attention", "out"), heads, (self.width,), self.out_bias),
+                residual=summed,
+                ranks=ranks,
             ),
             up[0]: LinearSpec(
                 *(("mlp", up[0]), self.width, up[1], self.mlp_bias),
@@ -221,7 +228,9 @@ class BlockSpec:
                 gate=not self.no_gate,
             ),
             "down": LinearSpec(
-                ("mlp", "down"), self.mlp_width, (self.width,), self.mlp_bias, residual=summed
+                *(("mlp", "down"), self.mlp_width, (self.width,), self.mlp_bias),
+                residual=summed,
+                ranks=ranks,
             ),
         }
         for name, weight in self.formats:
@@ -236,7 +245,9 @@ class BlockSpec:
     @property
     def fuses_residual(self) -> bool:
         """Whether linear layers add their result to the residual stream."""
-        return not self.post_norms and self.residual_multiplier == 1
+        # If devices share the layer, it is added to the sum over them.
+        alone = self.tensor_parallel == 1
+        return alone and not self.post_norms and self.residual_multiplier == 1
 
     @property
     def norms(self) -> dict[Path, int]:

@@ -142,6 +142,11 @@ class DecoderConfig:
         return len(self.blocks)
 
     @property
+    def head_width(self) -> int:
+        """Columns of the head on a device. Those of all devices together may exceed V."""
+        return -(-self.vocab_size // self.tensor_parallel)
+
+    @property
     def linear_shapes(self) -> dict[str, LinearShape]:
         """The linear layers of a decoder step, by name.
 
@@ -152,7 +157,7 @@ class DecoderConfig:
             width = self.embedding_width or self.width
             normed = self.final_norm and self.fuses_norms and width == self.width
             shapes["head"] = LinearShape(
-                *(width, self.vocab_size), norm=normed, result="float32", weight=self.head_format
+                *(width, self.head_width), norm=normed, result="float32", weight=self.head_format
             )
         return shapes
 

@@ -13,13 +13,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdjax.models.attend import Attend, Stack
 from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
+from fdjax.models.sharding import local_config, partitions, whole_config
 from fdjax.pallas_kernels.activations import UNGATED
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
@@ -33,6 +36,7 @@ from fdjax.pallas_kernels.quantised import (
     is_quantised,
     random_quantised,
 )
+from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
@@ -79,16 +83,22 @@ class Linear(nnx.Module):
     """
 
     def __init__(
-        self, shape: tuple[int, ...], bias: bool, dtype, weight: WeightFormat | None = None
+        self,
+        shape: tuple[int, ...],
+        bias: bool,
+        dtype,
+        weight: WeightFormat | None = None,
+        ranks: int = 1,
     ):
         empty = jnp.zeros(shape, dtype) if weight is None else weight.empty(flat_shape(shape))
+        self.ranks = ranks
         self.weight = nnx.Param(empty)
         self.bias = nnx.Param(jnp.zeros(shape[1:], dtype)) if bias else None
 
     @classmethod
     def of(cls, spec: LinearSpec, dtype) -> "Linear":
         """The linear layer that a spec describes."""
-        return cls((spec.k, *spec.outs), spec.bias, dtype, spec.weight)
+        return cls((spec.k, *spec.outs), spec.bias, dtype, spec.weight, spec.ranks)
 
     def __call__(self, x: Array, **fused) -> Array:
         """x [..., K] → [..., N]; `fused` are keywords of `matmul`."""
@@ -98,7 +108,19 @@ class Linear(nnx.Module):
             if not isinstance(weight, QTensor):
                 weight = weight.reshape(weight.shape[0], -1)
             bias = None if bias is None else bias.reshape(-1)
+        if self.ranks > 1:
+            return _summed(x, weight, bias, **fused)
         return matmul(x, weight, bias=bias, **fused)
+
+
+def _summed(
+    x: Array, weight: Array | QTensor, bias: Array | None, residual: Array | None = None, **fused
+) -> Array:
+    """`matmul` by weights whose rows are divided among devices: x [..., K/ranks] → [..., N]."""
+    y = lax.psum(matmul(x, weight, **fused), AXIS)
+    for addend in (bias, residual):
+        y = y if addend is None else y + jnp.broadcast_to(addend, y.shape)
+    return y
 
 
 def flat_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -328,7 +350,8 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, dtype):
         width, inner = config.width, config.embedding_width or config.width
-        self.embed = nnx.Param(jnp.zeros((config.vocab_size, inner), dtype))
+        rows = config.head_width if config.tie_embeddings else config.vocab_size
+        self.embed = nnx.Param(jnp.zeros((rows, inner), dtype))
         self.positions = (
             None
             if config.position_offset is None
@@ -345,7 +368,7 @@ class Decoder(nnx.Module):
         self.head = (
             None
             if config.tie_embeddings
-            else Linear((inner, config.vocab_size), config.head_bias, dtype, config.head_format)
+            else Linear((inner, config.head_width), config.head_bias, dtype, config.head_format)
         )
 
     def __call__(
@@ -389,7 +412,7 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Array, starts: Array | None, plan: Plan) -> Array:
         """tokens [B,T], at positions from starts [B] on → [B,T,E]."""
-        x = jnp.take(self.embed[...], tokens, axis=0)
+        x = self._rows(tokens)
         if (scale := self.config.embedding_scale) != 1:
             # For a single row, XLA would merge this factor with the first norm's and so round
             # differently than in a batch.
@@ -404,6 +427,16 @@ class Decoder(nnx.Module):
                 self.positions[...], jnp.broadcast_to(at, tokens.shape), axis=0, mode="clip"
             )
         return x if self.embed_norm is None else self.embed_norm(x, plan)
+
+    def _rows(self, tokens: Array) -> Array:
+        """Rows of the embedding, which devices share if it is the head too: [B,T] → [B,T,E]."""
+        embed = self.embed[...]
+        if len(embed) == self.config.vocab_size:
+            return jnp.take(embed, tokens, axis=0)
+        index = tokens - lax.axis_index(AXIS) * len(embed)
+        own = (index >= 0) & (index < len(embed))
+        rows = jnp.take(embed, jnp.where(own, index, 0), axis=0)
+        return lax.psum(jnp.where(own[..., None], rows, 0), AXIS)
 
     def in_one_launch(
         self,
@@ -476,6 +509,9 @@ class Decoder(nnx.Module):
         if self.embed_out is not None:
             hidden, norm = _normed(norm, self.embed_out, hidden, plan), None
         logits = _normed(norm, self._head, hidden, plan, preferred_element_type=jnp.float32)
+        if self.config.tensor_parallel > 1:
+            logits = lax.all_gather(logits, AXIS, axis=logits.ndim - 1, tiled=True)
+            logits = logits[..., : self.config.vocab_size]
         if (scale := self.config.logit_scale) != 1:
             logits = logits * scale
         if (cap := self.config.logit_soft_cap) is not None:
@@ -521,16 +557,44 @@ class Model:
     plan: Plan
     _graph: nnx.GraphDef = dataclasses.field(repr=False)
     _abstract: nnx.State = dataclasses.field(repr=False)
+    _local: "Model | None" = dataclasses.field(default=None, repr=False)
+
+    @property
+    def local(self) -> "Model":
+        """The model that each device runs, with its own shapes: itself on a single device."""
+        return self._local or self
+
+    @property
+    def ranks(self) -> int:
+        """Number of devices that share the model."""
+        return self.local.config.tensor_parallel
+
+    @functools.cached_property
+    def partitions(self) -> Any:
+        """The `PartitionSpec` of each parameter, as a tree like `abstract_params`."""
+        return partitions(self.abstract_params, self.local.abstract_params, self.ranks)
 
     def module(self, params: Params) -> Decoder:
-        """The decoder with these parameters; call it inside a trace."""
+        """The decoder with these parameters; call it inside a trace.
+
+        Raises:
+          NotImplementedError: several devices share the model. Each runs `local`.
+        """
+        if self._local is not None:
+            raise NotImplementedError(
+                "tensor_parallel: only `LM` runs a model that devices share; describe it without"
+            )
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), jax.tree.leaves(params))
         return nnx.merge(self._graph, state)
 
     @functools.cached_property
     def abstract_params(self) -> Params:
         """Shapes and dtypes of the parameters, as a tree of `jax.ShapeDtypeStruct`."""
-        return nnx.to_pure_dict(self._abstract)
+        params = nnx.to_pure_dict(self._abstract)
+        if self._local is not None and not self.config.tie_embeddings:
+            # Devices read few rows of it, so each has the whole.
+            params["embed"] = self._local.abstract_params["embed"]
+        return params
 
     def one_launch(self, rows: int, slots: int) -> bool:
         """Whether one kernel runs all layers of a decode step with this many rows and slots.
@@ -538,8 +602,9 @@ class Model:
         The kernel reads weights and caches that are stacked over the layers.
         """
         itemsize = jnp.dtype(self.dtype).itemsize
-        shape = layers_shape(self.config, rows, slots, itemsize)
-        choice = self.plan.choose("decode_layers", layers_features(self.config), **shape)
+        config = self.local.config
+        shape = layers_shape(config, rows, slots, itemsize)
+        choice = self.plan.choose("decode_layers", layers_features(config), **shape)
         return choice.implementation != "xla"
 
     @property
@@ -550,7 +615,7 @@ class Model:
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights; tied embeddings count once."""
+        """Number of weights; tied embeddings count once, repeated KV heads as often as held."""
         leaves = jax.tree.leaves(self.abstract_params, is_leaf=is_quantised)
         return sum(leaf.size for leaf in leaves)
 
@@ -561,7 +626,13 @@ class Model:
         return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
-def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | None = None) -> Model:
+def describe(
+    config: DecoderConfig,
+    *,
+    dtype: str | None = None,
+    plan: Plan | None = None,
+    tensor_parallel: int = 1,
+) -> Model:
     """Describe a model without allocating anything.
 
     Args:
@@ -569,22 +640,57 @@ def describe(config: DecoderConfig, *, dtype: str | None = None, plan: Plan | No
       dtype: dtype of activations, cache and parameters that are not quantised; default that of the
         checkpoint.
       plan: chooses the implementations; default the plan of the first local device.
+      tensor_parallel: number of devices that share the model. It must divide the query heads and F,
+        and divide the KV heads or be a multiple of them, which are then repeated.
+
+    Raises:
+      ValueError: `tensor_parallel` does not divide the model.
+      NotImplementedError: devices cannot share a model with its features.
     """
     dtype = dtype or config.dtype
     plan = Plan.for_device() if plan is None else plan
-    if config.weight_formats:
+    if tensor_parallel == 1:
+        return _described(config, dtype, plan)
+    local = _described(local_config(config, tensor_parallel), dtype, plan)
+    whole = _described(whole_config(local.config), dtype, plan, lay_out=False)
+    return Model(config, dtype, plan, whole._graph, whole._abstract, local)
+
+
+def _described(config: DecoderConfig, dtype: str, plan: Plan, *, lay_out: bool = True) -> Model:
+    if config.weight_formats and lay_out:
         config = laid_out(config, plan, jnp.dtype(dtype).itemsize)
     abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
     graph, state = nnx.split(abstract)
     return Model(config, dtype, plan, graph, state)
 
 
-def random_params(model: Model, seed: int = 0) -> Params:
-    """Random parameters for benchmarks and tests, made on the device in the real shapes.
+def random_params(
+    model: Model, seed: int = 0, devices: Sequence[jax.Device] | None = None
+) -> Params:
+    """Random parameters for benchmarks and tests, made on the devices in the real shapes.
 
     Weights are normal with the standard deviation of transformers, 0.02. Norms scale by 1. Codes of
     quantised weights are uniform, with the same standard deviation of the weights.
+
+    Args:
+      model: the model.
+      seed: seed of the random numbers.
+      devices: devices that share the model; default the first local ones.
     """
+    if model.ranks > 1:
+        devices = jax.local_devices()[: model.ranks] if devices is None else devices
+        mesh = Mesh(np.array(devices), (AXIS,))
+        shardings = jax.tree.map(
+            lambda spec: NamedSharding(mesh, spec),
+            model.partitions,
+            is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
+        )
+        # Each device makes its own part of each parameter.
+        return jax.jit(_random, static_argnums=0, out_shardings=shardings)(model, seed)
+    return _random(model, seed)
+
+
+def _random(model: Model, seed: int | Array) -> Params:
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(model.abstract_params, is_leaf=is_quantised)
     leaves = []

@@ -29,8 +29,8 @@ _COMPUTE_CAPABILITY = {"h100": (9, 0), "a100": (8, 0)}
 
 
 @functools.cache
-def mesh_of(target: Target, n_devices: int = 1) -> Mesh:
-    """A mesh with one axis `x` over `n_devices` GPUs of one host. They need not exist."""
+def mesh_of(target: Target, n_devices: int = 1, axis: str = "x") -> Mesh:
+    """A mesh with one axis over `n_devices` GPUs of one host. They need not exist."""
     config = Path(__file__).parent / "targets" / f"{target}.txtpb"
     try:
         topology = topologies.get_topology_desc(
@@ -41,7 +41,7 @@ def mesh_of(target: Target, n_devices: int = 1) -> Mesh:
             "compile_for: the CUDA plugin must be installed (pip install -e '.[deviceless]'), and "
             "JAX_PLATFORMS=cpu set where there is no GPU"
         ) from error
-    return topologies.make_mesh(topology, (n_devices,), ("x",))
+    return topologies.make_mesh(topology, (n_devices,), (axis,))
 
 
 def compile_for(
@@ -52,6 +52,7 @@ def compile_for(
     donate_argnums: int | Sequence[int] = (),
     static_argnums: int | Sequence[int] = (),
     n_devices: int = 1,
+    axis: str = "x",
     compiler_options: dict[str, Any] | None = None,
 ) -> jax.stages.Compiled:
     """Compile `fn(*args, **kwargs)` for a target.
@@ -60,18 +61,19 @@ def compile_for(
         target: the GPU, one of `tests/targets`.
         fn: a function. If it is a result of `jax.jit`, it keeps its own donations and statics.
         *args: pytrees. Arrays and `jax.ShapeDtypeStruct`s are replicated, unless they have a
-            `NamedSharding` with a spec over `x`. Other leaves are passed without changes.
+            `NamedSharding` with a spec over `axis`. Other leaves are passed without changes.
         kwargs: keyword arguments, treated in the same way.
         donate_argnums: as for `jax.jit`.
         static_argnums: as for `jax.jit`.
-        n_devices: devices on the mesh axis `x`.
+        n_devices: devices on the mesh axis.
+        axis: name of the mesh axis.
         compiler_options: XLA options of this one compile.
     """
     if not hasattr(fn, "lower"):
         fn = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)
     elif donate_argnums != () or static_argnums != ():
         raise ValueError("compile_for: a jitted function has its own donations and statics")
-    mesh = mesh_of(target, n_devices)
+    mesh = mesh_of(target, n_devices, axis)
 
     def placed(leaf: Any) -> Any:
         if not isinstance(leaf, jax.ShapeDtypeStruct | jax.Array | np.ndarray):

@@ -51,7 +51,8 @@ def run_batch(args: argparse.Namespace) -> int:
         _say(f"{len(lines)} prompts, {len(left)} without an answer")
         if not left:
             return 0
-        lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+        devices = args.tensor_parallel
+        lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
         if args.system is not None or any(line.is_chat for line in lines):
             # The answer of a chat also ends at the tokenizer's end token.
             _, options = split_options(lm.tokenizer, lm.defaults, None, options)

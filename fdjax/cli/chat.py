@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if template is not None and Path(template).is_file():
         template = read_text(Path(template))
     options = {"max_new_tokens": CHAT_TOKENS} | with_room(sampling_of(args), CHAT_TOKENS)
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+    devices = args.tensor_parallel
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
     talk(Conversation(lm, system=args.system, chat_template=template, **options))
     return 0

@@ -83,7 +83,8 @@ def run(args: argparse.Namespace) -> int:
     several = {"num_return_sequences": args.num_return_sequences}
     if args.num_return_sequences > 1 or "num_beams" in options:
         check_options(args.model, options | several | {"return_logprobs": args.logprobs})
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+    devices = args.tensor_parallel
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
     options = with_room(options, lm.defaults.max_new_tokens)
     generate, stream, given = lm.generate, lm.stream, prompt
     if args.system is not None:

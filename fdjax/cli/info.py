@@ -7,6 +7,7 @@ from fdjax.cli.arguments import Parser, UsageError, byte_count, integer, model_n
 from fdjax.cli.shared import (
     EMBEDDED,
     MODEL_OR_CONFIG,
+    add_devices,
     add_dtype,
     add_table,
     model_of,
@@ -56,6 +57,7 @@ def add_arguments(parser: Parser) -> None:
     )
     add_dtype(parser)
     add_table(parser)
+    add_devices(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> int:
     for text in contents:
         if not text.strip():
             raise UsageError("score: a text is empty")
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args))
+    devices = args.tensor_parallel
+    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
     result = lm.score(contents, stride=args.stride, batch_size=args.batch_size)
     for i, named in enumerate(texts):
         print(json.dumps(dict([named]) | _scores(result, i, args.tokens)))

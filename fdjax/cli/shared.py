@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import UsageError, argument_type, model_name, some_text
+from fdjax.cli.arguments import UsageError, argument_type, integer, model_name, some_text
 
 # The path of the embedded model. Its name "tiny" could also be a folder of the user.
 EMBEDDED = str(Path(fdjax.__file__).parent / "models" / "tiny")
@@ -17,10 +17,11 @@ MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of a command that loads a model: --model, --dtype, --table, --verbose."""
+    """Add the arguments of a command that loads a model, among them --verbose."""
     parser.add_argument("--model", default=EMBEDDED, type=model_name, help=MODEL)
     add_dtype(parser)
     add_table(parser)
+    add_devices(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
 
 
@@ -80,6 +81,17 @@ def add_dtype(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_devices(parser: argparse.ArgumentParser) -> None:
+    """Add --tensor-parallel N."""
+    parser.add_argument(
+        "--tensor-parallel",
+        type=integer(1),
+        default=1,
+        metavar="N",
+        help="number of local devices that share the model; default: 1",
+    )
+
+
 def add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` measured") -> None:
     """Add --table FILE."""
     parser.add_argument("--table", type=Path, metavar="FILE", help=text)
@@ -113,6 +125,7 @@ def model_of(args: argparse.Namespace):
     Raises:
       CheckpointError: the checkpoint is damaged or not supported.
       FileNotFoundError: there is no such config.json.
+      ValueError: --tensor-parallel does not divide the model.
     """
     from fdjax.models import describe, parse_config
     from fdjax.system.platform import default_backend
@@ -144,7 +157,8 @@ def model_of(args: argparse.Namespace):
             stacklevel=2,
         )
     dtype = args.dtype or (unnamed_dtype(folder, data) if folder else None)
-    return describe(config, dtype=dtype, plan=plan_of(args)), folder
+    ranks = getattr(args, "tensor_parallel", 1)
+    return describe(config, dtype=dtype, plan=plan_of(args), tensor_parallel=ranks), folder
 
 
 def read_text(path: Path) -> str:

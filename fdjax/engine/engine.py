@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from fdjax.engine import step
 from fdjax.engine.disk_cache import cached_on_disk
@@ -24,6 +25,7 @@ from fdjax.engine.memory import (
     reads_pages,
     room_for_pages,
 )
+from fdjax.engine.mesh import Place, is_spec, specs_of, stacked
 from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
@@ -39,21 +41,20 @@ from fdjax.engine.state import (
     init_pool,
     start,
     start_in_pages,
+    state_specs,
 )
 from fdjax.models import Model, Params
 from fdjax.sampling.sampler import NOT_FINITE
-from fdjax.system.device_memory import free_memory_bytes
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
 _CONCURRENT = "xla_gpu_command_buffer_scheduling_mode"
 # XLA options that capture a chunk of decode steps, with its loop, in one CUDA graph. Outside a
 # graph, the host reads the condition of each step.
+_CAPTURED = "xla_gpu_enable_command_buffer"
 _DECODE_OPTIONS = {
     # XLA's default list, and WHILE.
-    "xla_gpu_enable_command_buffer": (
-        "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
-    ),
+    _CAPTURED: ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"),
     # The default is 5 operations. The program has fewer outside the loop.
     "xla_gpu_graph_min_graph_size": 1,
     # The small kernels before and after the layers may then run concurrently. They cannot share
@@ -61,6 +62,11 @@ _DECODE_OPTIONS = {
     # more memory.
     _CONCURRENT: "CONCURRENT",
 }
+# The collective operations of XLA that several devices add to these; one that is not captured would
+# uncapture the loop. XLA's own kernels for them have a name since JAX 0.12.
+_COLLECTIVES = ["COLLECTIVES"]
+if jax.__version_info__ >= (0, 12):
+    _COLLECTIVES.append("COLLECTIVES_KERNEL")
 # For every program: XLA's estimate of memory, in percent of what there is, above which it computes
 # things twice. It counts a cache that kernels update in place once more for each kernel.
 _OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
@@ -102,6 +108,9 @@ class Engine:
     """A model's compiled programs and its reusable state.
 
     Attributes:
+      model: the model.
+      local: the model that each device runs, with its own shapes; the same on a single device.
+      place: the devices.
       tree: the parameters.
       params: the parameters, packed by `ParamPacking`.
       stacked_params: the same with the layers stacked, for decode steps in one launch, or None.
@@ -129,7 +138,7 @@ class Engine:
           max_len, max_batch, memory_bytes, prefix_cache: see `LM`.
         """
         refuse_forked()
-        self.model = model
+        self.model, self.local = model, model.local
         self.max_len = max_len
         self.max_batch = max_batch
         self.memory_bytes = memory_bytes
@@ -141,10 +150,11 @@ class Engine:
             self.stacked_packing = ParamPacking.of(whole)
             self.stacked_params = self.stacked_packing.pack(whole)
         self.tree = params
+        self.place = Place.of(jax.tree.leaves(params)[0])
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
-        self.paged = reads_pages(model)
+        self.paged = reads_pages(self.local)
         # Keys and values depend on more than the tokens before them if the rotation does.
         regular = not any(s.rope and s.rope.depends_on_length for s in model.config.attention)
         self._prefix_cache = prefix_cache and regular
@@ -185,9 +195,9 @@ class Engine:
         batch = min(2 ** math.ceil(math.log2(wanted)), most)
         if self.paged:
             return self._shape_in_pages(rows, batch, slots)
-        plan = functools.partial(plan_memory, self.model, max_len=total, prompt_tokens=prompt)
+        plan = functools.partial(plan_memory, self.local, max_len=total, prompt_tokens=prompt)
         if self.memory_bytes is None:
-            cache = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
+            cache = max(self.local.weight_bytes, _LEAST_CACHE_BYTES)
             while batch > 1 and plan(batch=batch, slots=slots).cache_bytes > cache:
                 batch = 2 ** (math.ceil(math.log2(batch)) - 1)
         elif plan(batch=batch, slots=slots).total_bytes > self.memory_bytes:
@@ -209,7 +219,7 @@ class Engine:
         # One more is nobody's.
         if max(needs) >= limit:
             longest = max(needs) * SLOT_MULTIPLE
-            plan_memory(self.model, max_len=longest).check("generate", self.memory_bytes)
+            plan_memory(self.local, max_len=longest).check("generate", self.memory_bytes)
             raise MemoryError(
                 f"generate: {longest} tokens of cache must fit into {limit - 1} pages of "
                 f"{SLOT_MULTIPLE}"
@@ -229,15 +239,14 @@ class Engine:
         context = max(slots, self.max_len or self.model.config.max_position_embeddings)
         sizes = {"rows": self.max_batch or MOST_ROWS, "context": context}
         if self.memory_bytes is None:
-            room = max(self.model.weight_bytes, _LEAST_CACHE_BYTES)
+            room = max(self.local.weight_bytes, _LEAST_CACHE_BYTES)
         else:
-            room = self.memory_bytes - self.model.weight_bytes
+            room = self.memory_bytes - self.local.weight_bytes
             if self.pool is None and self.model.plan.compute_capability is not None:
                 # Others may have taken some since.
-                (device,) = self.params[0].devices()
-                room = min(room, free_memory_bytes(device))
-            room = room_for_pages(self.model, **sizes, memory_bytes=room, slots=slots)
-        return pool_pages(self.model, **sizes, pool_bytes=room)
+                room = min(room, self.place.free_memory_bytes())
+            room = room_for_pages(self.local, **sizes, memory_bytes=room, slots=slots)
+        return pool_pages(self.local, **sizes, pool_bytes=room)
 
     @property
     def most_rows(self) -> int:
@@ -309,9 +318,14 @@ class Engine:
         del state
         # The programs also return to the host, so their results are committed to a device. A state
         # that is not committed would compile every program once more.
-        (device,) = self.params[0].devices()
         stacks = may_stack and self.stacks(batch, slots)
-        return jax.device_put(start(init_cache(self.model, batch, slots, stacks)), device)
+        kv = init_cache(self.local, batch, slots, stacks, self.place.empty_cache)
+        return self._on_devices(start(kv))
+
+    def _on_devices(self, state: DecodeState) -> DecodeState:
+        """A state whose cache is on the devices already."""
+        ids, progress = self.place.put((state.ids, state.progress))
+        return dataclasses.replace(state, ids=ids, progress=progress)
 
     def leave_state(self, state: DecodeState | None, unread: list[jax.Array]) -> None:
         """Keep a state for the next batch, or none.
@@ -324,7 +338,6 @@ class Engine:
 
     def _take_pages(self, shape: Shape) -> DecodeState:
         """A state of the pool, which keeps its content where it can."""
-        (device,) = self.params[0].devices()
         kept = None if self.reusable is None else self.reusable.state
         if kept is None or kept.kv.k.shape[1] != shape.pages or kept.kv.k.is_deleted():
             kept = None
@@ -332,16 +345,15 @@ class Engine:
         state, self.reusable = self.reusable.state, None
         if (state.batch, state.slots) == (shape.rows, shape.slots):
             return state
-        return jax.device_put(start_in_pages(state.kv, shape.rows, shape.slots), device)
+        return self._on_devices(start_in_pages(state.kv, shape.rows, shape.slots))
 
     def _open_pool(self, pages: int) -> None:
         """Allocate a pool of so many pages; of fewer where free memory is in pieces."""
-        (device,) = self.params[0].devices()
         self.reusable = None
         while True:
             try:
-                with jax.default_device(device):
-                    kv = jax.block_until_ready(init_pool(self.model, pages))
+                kv = init_pool(self.local, pages, self.place.empty_cache)
+                jax.block_until_ready(kv)
                 break
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error) or pages < _FIRST_PAGES:
@@ -377,12 +389,12 @@ class Engine:
         """
         layout = {"stacked": stacked, "one_launch": one_launch, "beams": beams}
         name = function.__name__, *(item for item in layout.items() if item[1]), *static.items()
-        (device,) = self.params[0].devices()
-        if (key := (*name, device)) not in self.programs:
-            model, packing = self.model, self.stacked_packing if one_launch else self.packing
+        if (key := (*name, self.place)) not in self.programs:
+            model, packing = self.local, self.stacked_packing if one_launch else self.packing
             state_def = jax.tree.structure(abstract_state(model, stacked, beams))
+            place, whole = self.place, PartitionSpec()
 
-            def run(params, state, host):
+            def run_local(params, state, host):
                 state = jax.tree.unflatten(state_def, state)
                 params, args = packing.unpack(params), host.unpack()
                 keywords = static
@@ -390,9 +402,19 @@ class Engine:
                     keywords = static | {"layers": params["blocks"]}
                     params = params | {"blocks": layer_slices(params["blocks"])}
                 state, *out = function(model, params, state, *args, **keywords)
+                return jax.tree.leaves(state), out
+
+            specs = (
+                specs_of(self.params),
+                jax.tree.leaves(state_specs(model, stacked, beams), is_leaf=is_spec),
+            )
+            run_on_all = place.over(run_local, (*specs, whole), (specs[1], whole))
+
+            def run(params, state, host):
+                state, out = run_on_all(params, state, host)
                 # The program copies results to the host itself. So a prompt's first token arrives
                 # 0.6 ms earlier than with a separate copy.
-                return jax.tree.leaves(state), *jax.device_put(out, jax.memory.Space.Host)
+                return state, *jax.device_put(out, jax.memory.Space.Host)
 
             def describe(params, state, host):
                 state = jax.tree.unflatten(state_def, state)
@@ -405,10 +427,10 @@ class Engine:
             self.programs[key] = Program(
                 run
                 if static["processors"].custom
-                else cached_on_disk(run, (name, model, packing), device),
+                else cached_on_disk(run, (name, model, packing), place.devices[0]),
                 describe,
                 donate_argnums=1,
-                compiler_options=compiler_options(function, self.model),
+                compiler_options=compiler_options(function, model),
             )
         return self.programs[key]
 
@@ -439,7 +461,9 @@ class ParamPacking:
         leaves, treedef = jax.tree.flatten(params)
         groups: dict[Any, list[int]] = {}
         for i, leaf in enumerate(leaves):
-            alike = (leaf.shape, leaf.dtype) if leaf.nbytes <= _PACKED_BYTES else i
+            alike = i
+            if leaf.nbytes <= _PACKED_BYTES:
+                alike = leaf.shape, leaf.dtype, getattr(leaf.sharding, "spec", None)
             groups.setdefault(alike, []).append(i)
         return cls(treedef, tuple(map(tuple, groups.values())))
 
@@ -447,7 +471,7 @@ class ParamPacking:
         """Pack the tree."""
         leaves = jax.tree.leaves(params)
         return [
-            leaves[group[0]] if len(group) == 1 else jnp.stack([leaves[i] for i in group])
+            leaves[group[0]] if len(group) == 1 else stacked([leaves[i] for i in group])
             for group in self.groups
         ]
 
@@ -465,6 +489,8 @@ def compiler_options(function: Callable, model: Model | None = None) -> dict[str
     if model is not None and model.config.weight_formats:
         # Dequantised weights must share memory, or all of them would exist at the same time.
         options.pop(_CONCURRENT, None)
+    if model is not None and model.ranks > 1 and (captured := options.get(_CAPTURED)):
+        options[_CAPTURED] = ",".join([captured, *_COLLECTIVES])
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

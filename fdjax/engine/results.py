@@ -3,6 +3,7 @@
 import atexit
 import contextlib
 import dataclasses
+import math
 import time
 import weakref
 from collections.abc import Generator, Iterator, Sequence
@@ -327,10 +328,9 @@ class Timer:
     def stats(self, rows: Sequence[Row]) -> Stats:
         """The cost of the call up to the last chunk."""
         model, params = self._model, self._params
-        weights = step_bytes(
-            model, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), params["embed"].nbytes
-        )
-        per_token = model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
+        whole = sum(map(_bytes_of_device, jax.tree.leaves(params)))
+        weights = step_bytes(model, whole, _bytes_of_device(params["embed"]))
+        per_token = model.local.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
         slots = sum(row.slots_read for row in rows)
         return Stats(
             prompt_tokens=sum(len(row.request.ids) for row in rows),
@@ -346,6 +346,11 @@ class Timer:
             compile_seconds=self._compile,
             reruns=tuple((sum(self._reruns) / self._steps).tolist()) if self._reruns else None,
         )
+
+
+def _bytes_of_device(array: jax.Array) -> int:
+    """Bytes that an array takes on each of its devices."""
+    return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
 def step_bytes(model: Model, params_bytes: int, embed_bytes: int) -> int:

@@ -233,7 +233,7 @@ class Session:
         if steps not in self._steps_of:
             # Rows know on the device when they have enough: the same numbers serve every chunk.
             host = HostArrays.pack((self._sampling, np.int32(steps), self._pages))
-            self._steps_of[steps] = jax.device_put(host)
+            self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
         one_launch = self.one_launch and not self._has_beams
         layout = {"stacked": self.stacked, "one_launch": one_launch, "beams": self._has_beams}
@@ -262,9 +262,7 @@ class Session:
         if not width:
             beams = None
         elif state.beams is None:
-            beams = BeamState.empty(*state.ids.shape, width)
-            (device,) = self._engine.params[0].devices()
-            beams = jax.device_put(beams, device)
+            beams = self._engine.place.put(BeamState.empty(*state.ids.shape, width))
         else:
             beams = state.beams.widened(width)
         if beams is not state.beams:

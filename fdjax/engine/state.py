@@ -1,13 +1,17 @@
 """The state of a batch in flight: one pytree, allocated once and donated to every program."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import PartitionSpec
 
 from fdjax.models import Model
+from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.sampling.beams import BeamState
 
 # One layer's cache: keys and values, each [B, Hkv, S, D].
@@ -104,20 +108,29 @@ def pack_progress(lengths: Array, tokens: Array, steps: Array, finished: Array) 
 
 
 def init_cache(
-    model: Model, batch: int, slots: int, stacked: bool = False
+    model: Model,
+    batch: int,
+    slots: int,
+    stacked: bool = False,
+    zeros: Callable[[tuple[int, ...], str], Array] = jnp.zeros,
 ) -> list[LayerCache] | StackedCache:
-    """An empty cache of `slots` tokens per row for every layer, stacked or one per layer."""
+    """An empty cache of `slots` tokens per row for every layer, stacked or one per layer.
+
+    `zeros` of (shape, dtype) makes the arrays.
+    """
     c = model.config
     shape = (batch, c.kv_heads, slots, c.head_dim)
     if stacked:
         shape = (c.layers, *shape)
-        return StackedCache(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype))
-    return [(jnp.zeros(shape, model.dtype), jnp.zeros(shape, model.dtype)) for _ in range(c.layers)]
+        return StackedCache(zeros(shape, model.dtype), zeros(shape, model.dtype))
+    return [(zeros(shape, model.dtype), zeros(shape, model.dtype)) for _ in range(c.layers)]
 
 
-def init_pool(model: Model, pages: int) -> StackedCache:
+def init_pool(
+    model: Model, pages: int, zeros: Callable[[tuple[int, ...], str], Array] = jnp.zeros
+) -> StackedCache:
     """An empty cache of a number of pages."""
-    return init_cache(model, pages, SLOT_MULTIPLE, stacked=True)
+    return init_cache(model, pages, SLOT_MULTIPLE, stacked=True, zeros=zeros)
 
 
 def page_bytes(model: Model) -> int:
@@ -129,6 +142,19 @@ def abstract_state(model: Model, stacked: bool = False, beams: bool = False) -> 
     """The pytree structure of a state, with zeros as leaves."""
     kv = StackedCache(0, 0) if stacked else [(0, 0)] * model.config.layers
     return DecodeState(kv, ids=0, progress=0, beams=BeamState(0, 0, 0, 0) if beams else None)
+
+
+def state_specs(model: Model, stacked: bool = False, beams: bool = False) -> DecodeState:
+    """How devices that share a model divide a state: the cache by KV heads."""
+    whole, shape = PartitionSpec(), abstract_state(model, stacked, beams)
+    specs = jax.tree.map(lambda _: whole, shape)
+    return dataclasses.replace(specs, kv=kv_specs(shape.kv))
+
+
+def kv_specs(kv: Any) -> Any:
+    """The same for a cache, of any arrays."""
+    axes = 2 if isinstance(kv, StackedCache) else 1
+    return jax.tree.map(lambda _: PartitionSpec(*[None] * axes, AXIS), kv)
 
 
 def cache_bytes(model: Model, batch: int, slots: int) -> int:

@@ -103,9 +103,14 @@ def gather(
     Raises:
       ValueError: there is no text, a text is neither text nor ids, an id is outside the vocabulary,
         or `context` is out of range.
+      NotImplementedError: several devices share the model.
       FloatingPointError: scores are not finite.
       MemoryError: the cache that a piece needs does not fit beside the weights.
     """
+    if engine.model.ranks > 1:
+        raise NotImplementedError(
+            "calibrate: load the model without tensor_parallel; its calibration serves both"
+        )
     limit = engine.context
     context = min(limit, _CONTEXT) if context is None else context
     if not 1 < context <= limit:

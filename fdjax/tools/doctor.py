@@ -13,12 +13,15 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 import fdjax
 from fdjax.engine.disk_cache import damaged_programs
+from fdjax.engine.mesh import Place
 from fdjax.pallas_kernels.attention import AttentionSpec, decode_attention
 from fdjax.pallas_kernels.gemm import matmul
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.system import platform
 from fdjax.system.compiled_programs import damaged_entries
 from fdjax.system.device_memory import device_memory_bytes
@@ -100,6 +103,8 @@ def diagnose() -> Diagnosis:
                 Finding("memory", "note", f"JAX takes 75 % of a GPU; {HOW_TO_GET_MORE}")
             )
         findings.append(_operations())
+        if jax.local_device_count() > 1:
+            findings.append(_several_devices())
     return Diagnosis((*findings, _cache()))
 
 
@@ -213,6 +218,22 @@ def _device(device: jax.Device) -> Finding:
         )
     table = f"{len(plan.table)} measured choices" if plan.table else "choices by heuristic"
     return Finding(subject, "ok", f"{text}, {table}")
+
+
+def _several_devices() -> Finding:
+    """Sum over all local devices, to find broken communication."""
+    place = Place.local(jax.local_device_count())
+    text = f"{len(place.devices)} devices can share a model (tensor_parallel)"
+    try:
+        sum_of = place.over(lambda x: jax.lax.psum(x, AXIS), PartitionSpec(), PartitionSpec())
+        total = jax.jit(sum_of)(place.put(jnp.ones(8)))
+        right = bool((total == len(place.devices)).all())
+    except Exception as error:  # any error is a finding
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return Finding("several devices", "problem", f"fail to add: {reason}", _INSTALL)
+    if not right:
+        return Finding("several devices", "problem", "add to a wrong sum", _INSTALL)
+    return Finding("several devices", "ok", text)
 
 
 def _operations() -> Finding:

@@ -26,7 +26,10 @@ from fdjax.system.device_memory import device_memory_bytes, gigabytes
 class ModelInfo:
     """Facts about a model on a device, known without running it.
 
+    If devices share the model, all but `parameters` is that of one of them.
+
     Attributes:
+      devices: number of devices that share the model.
       family, parameters, dtype: family, number of parameters and dtype of the model.
       quantised: formats of the quantised weights.
       weight_bytes: bytes of all parameters.
@@ -47,6 +50,7 @@ class ModelInfo:
         runs all layers of a decode step, the operations that it replaces are left out.
     """
 
+    devices: int
     family: str
     parameters: int
     dtype: str
@@ -78,6 +82,8 @@ class ModelInfo:
             f"context       {self.max_position_embeddings:,} tokens",
             f"device        {self.device}",
         ]
+        if self.devices > 1:
+            lines.append(f"shared by     {self.devices} devices; these are the numbers of each")
         if self.device_bytes is not None:
             lines.append(f"memory        {self.device_bytes / 1e9:.1f} GB")
         lines.append(f"needs         {self.memory}")
@@ -129,6 +135,7 @@ def model_info(
       new_tokens: of the tokens of each row, those of the answer; only beams need it.
     """
     memory_bytes = device_memory_bytes() if memory_bytes is None else memory_bytes
+    whole, model = model, model.local
     slots = model.config.max_position_embeddings if slots is None else slots
     fits = dict.fromkeys(("largest_batch", "longest_context", "pool_tokens"))
     if memory_bytes is not None:
@@ -145,8 +152,9 @@ def model_info(
         beam_cache = batch * beam_slots(prompt, new_tokens, beams=beams) * per_token
         separate_cache = batch * beams * slots * per_token
     return ModelInfo(
+        devices=whole.ranks,
         family=model.config.family,
-        parameters=model.parameter_count,
+        parameters=whole.parameter_count,
         dtype=model.dtype,
         quantised=tuple(map(str, model.config.weight_formats)),
         weight_bytes=model.weight_bytes,
@@ -195,7 +203,7 @@ def _choices(model: Model, batch: int, slots: int):
     if c.tie_embeddings:
         tied = Choice("xla", source="only")  # no kernel reads a transposed weight
         width = c.embedding_width or c.width
-        yield row("matmul", f"head M={batch} [{width},{c.vocab_size}]", tied)
+        yield row("matmul", f"head M={batch} [{width},{c.head_width}]", tied)
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
         if one_launch and op == "decode_attention":
             continue

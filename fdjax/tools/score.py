@@ -13,12 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import MemoryPlan, plan_memory
+from fdjax.engine.mesh import specs_of
 from fdjax.engine.program import Program
 from fdjax.engine.schedule import chunks_for, slots_for
-from fdjax.engine.state import LayerCache, init_cache
+from fdjax.engine.state import LayerCache, abstract_state, init_cache, kv_specs
 from fdjax.engine.step import attend_prefill
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
@@ -97,7 +99,7 @@ def score(
         longest = max(1, len(windows[0].ids) - 1)
         slots = slots_for(longest, longest, engine.max_len)
         count = max(1, min(batch_size, _CACHE_SLOTS // slots, engine.max_batch or batch_size))
-        plan = functools.partial(_plan, engine.model, longest, slots)
+        plan = functools.partial(_plan, engine.local, longest, slots)
         count = engine.fitting_rows("score", min(count, len(windows)), plan)
         scored += _score_batch(engine, windows[:count], slots)
         windows = windows[count:]
@@ -173,7 +175,7 @@ def _score_batch(
     ids = np.zeros((len(lengths), sum(widths) + 1), np.int32)
     for row, window in zip(ids, windows, strict=False):
         row[: len(window.ids)] = window.ids
-    cache = init_cache(engine.model, len(lengths), slots)
+    cache = init_cache(engine.local, len(lengths), slots, False, engine.place.empty_cache)
     program = _program(engine)
     chunks = []
     offset = 0
@@ -204,11 +206,12 @@ def _score_batch(
 
 def _program(engine: Engine) -> Program:
     """The program of `_score_chunk`, kept with the other programs of the model."""
-    key, model, programs = ("score",), engine.model, engine.programs
+    key, model, programs = ("score", engine.place), engine.local, engine.programs
     if key not in programs:
-
-        def run(params, kv, *operands):
-            return _score_chunk(model, params, kv, *operands)
+        run_local = functools.partial(_score_chunk, model)
+        kv_spec, whole = kv_specs(abstract_state(model).kv), PartitionSpec()
+        inputs = specs_of(engine.tree), kv_spec, *[whole] * 5
+        run = engine.place.over(run_local, inputs, (kv_spec, whole, whole))
 
         def describe(params, kv, tokens, *operands):
             rows, _, slots, _ = kv[0][0].shape

@@ -9,7 +9,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from fdjax.models import (
 from fdjax.models.name_map import Weight, WeightMap, join
 from fdjax.models.readable import readable
 from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, in_layout
+from fdjax.weights.division import Division
 from fdjax.weights.formats.layer import Codes, StoredLinear
 from fdjax.weights.formats.scheme import scheme_of, stored_linears, with_stored_formats
 from fdjax.weights.quantise import quantise
@@ -183,7 +184,7 @@ def load_params(
     folder: Path,
     model: Model,
     *,
-    device: jax.Device | None = None,
+    devices: Sequence[jax.Device | None] = (None,),
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Params:
     """Load the parameters of a checkpoint onto a device, fused and in the model's dtypes.
@@ -195,7 +196,8 @@ def load_params(
     Args:
       folder: the checkpoint.
       model: the model that the checkpoint must contain.
-      device: device of the parameters; default JAX's default device.
+      devices: devices that share the model, one by default: JAX's default device. Each device gets
+        only its part of each tensor.
       progress: called with (bytes read, bytes in all).
 
     Raises:
@@ -221,32 +223,32 @@ def load_params(
         for name, _ in weight.sources
         if name not in linears
     }
+    division = Division(model, devices)
     total = sum(view.nbytes for view in views.values())
     total += sum(stored[name].nbytes for linear in linears.values() for name in linear.names)
     done = 0
     # New dicts, because those of the model must not change.
     params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
-        form = model.config.format_of(path)
+        form = model.local.config.format_of(path)
         if form is None:
-            parts = []
+            tensors = []
             mixed = any(name in linears for name, _ in weight.sources)
             for name, _ in weight.sources:
-                part = linears[name].dense() if name in linears else views.pop(name)
-                part = part.astype(np.dtype(model.dtype)) if mixed else part
-                parts.append(jax.device_put(_staged(part), device))
+                tensor = linears[name].dense() if name in linears else views.pop(name)
+                tensors.append(tensor.astype(np.dtype(model.dtype)) if mixed else tensor)
+            shares, largest = _dense(tensors, division, path, model.dtype)
+            for (name, _), value in zip(weight.sources, largest, strict=True):
                 if name not in linears:
-                    _warn_of_damage(stored[name], float(_largest(parts[-1])), model)
-            leaf = join(parts, layout=weight.layout, dtype=model.dtype)
-            del part, parts
+                    _warn_of_damage(stored[name], value, model)
+            del tensor, tensors
         else:
             codes = [
                 linears[name].codes(form) if name in linears else quantise(views.pop(name), form)
                 for name, _ in weight.sources
             ]
-            leaf = _quantised(codes, form, weight, device)
-        # Wait for each parameter. Queued transfers would hold all pieces in memory at once.
-        jax.block_until_ready(leaf)
+            shares = _quantised(codes, form, division, path)
+        leaf = division.assembled(shares, path)
         node = params
         for key in path[:-1]:
             node = node[key]
@@ -299,10 +301,38 @@ def _stored_linears(
 _in_layout = jax.jit(in_layout, static_argnames="layout")
 
 
+def _dense(
+    tensors: list[np.ndarray], division: Division, path: tuple[str | int, ...], dtype: str
+) -> tuple[list[Array], list[float]]:
+    """Fuse tensors to one parameter: each device's share of it, and max |x| of each tensor."""
+    shares, largest = [], []
+    for rank, device in enumerate(division.devices):
+        parts = []
+        for i, tensor in enumerate(tensors):
+            part = _staged(division.cut(tensor, path, i, rank))
+            parts.append(jax.device_put(part, device))
+        largest.append([float(_largest(part)) for part in parts])
+        share = join(parts, layout=division.weight(path).layout, dtype=dtype)
+        del part, parts
+        # Wait for each share. Queued transfers would hold all pieces in memory at once.
+        shares.append(jax.block_until_ready(share))
+    return shares, np.max(largest, axis=0).tolist()
+
+
 def _quantised(
+    codes: list[Codes], form: WeightFormat, division: Division, path: tuple[str | int, ...]
+) -> list[QTensor]:
+    """Fuse the codes of linear layers to one parameter: each device's share of it."""
+    weight, shares = division.weight(path), []
+    for rank, device in enumerate(division.devices):
+        own = [division.cut_codes(one, path, i, rank) for i, one in enumerate(codes)]
+        shares.append(jax.block_until_ready(_fused(own, form, weight, device)))
+    return shares
+
+
+def _fused(
     codes: list[Codes], form: WeightFormat, weight: Weight, device: jax.Device | None
 ) -> QTensor:
-    """Fuse the codes of linear layers to one parameter on the device."""
     k = weight.sources[0][1][1]
 
     def fused(parts: list[np.ndarray], dtype: str) -> Array:
@@ -441,8 +471,8 @@ def _staged(part: np.ndarray) -> np.ndarray:
     Copies of the CPU client come from malloc. They leave holes between the parameters that are not
     returned, up to three times the largest parameter. An anonymous mapping is returned when freed.
     """
-    aligned = part.ctypes.data % _ALIGNMENT_BYTES == 0
-    if aligned or not part.size or jax.default_backend() != "cpu":
+    usable = part.ctypes.data % _ALIGNMENT_BYTES == 0 and part.flags.c_contiguous
+    if usable or not part.size or jax.default_backend() != "cpu":
         return part
     private = mmap.mmap(-1, part.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     stage = np.frombuffer(private, part.dtype).reshape(part.shape)

@@ -107,8 +107,8 @@ def check_attention(
         raise ValueError(f"{op}: soft_cap must be positive, got {spec.soft_cap}")
     if spec.alibi is not None and len(spec.alibi) != h:
         raise ValueError(f"{op}: alibi must have {h} slopes, got {len(spec.alibi)}")
-    if spec.phi is not None and len(spec.phi) != h:
-        raise ValueError(f"{op}: phi must have {h} values, got {len(spec.phi)}")
+    if spec.phi is not None and len(spec.phi) != h * spec.ranks:
+        raise ValueError(f"{op}: phi must have {h * spec.ranks} values, got {len(spec.phi)}")
 
 
 def attention_shape(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fdjax.pallas_kernels.dispatch import Features, used_features
+from fdjax.pallas_kernels.ranks import own_share
 from fdjax.pallas_kernels.rope import Rope
 
 # Features that do not count as masks: what was measured without them holds with them.
@@ -33,6 +34,7 @@ class AttentionSpec:
       unified: whether "mosaic_gpu" may use the unified maximum. False makes it use a running
         maximum, for heads whose scores leave the safe range of any φ too often.
       causal: a query sees no later position. False, for prompts only: it sees every live slot.
+      ranks: devices that share the heads. `phi` then has the values of all of them.
     """
 
     scale: float
@@ -43,11 +45,12 @@ class AttentionSpec:
     phi: tuple[float, ...] | None = None
     unified: bool = True
     causal: bool = True
+    ranks: int = 1
 
     @functools.cached_property
     def features(self) -> Features:
-        """Names of the fields that are not at their defaults."""
-        return used_features(self)
+        """Names of the fields that are not at their defaults, without `ranks`."""
+        return used_features(self) - {"ranks"}
 
     @property
     def is_masked(self) -> bool:
@@ -60,8 +63,10 @@ class AttentionSpec:
         The spec leaves out φ, which is an operand, and RoPE, which is applied elsewhere. So layers
         that differ only in them share one lowering.
         """
-        phi = None if self.phi is None else jnp.array(self.phi, jnp.float32)
-        return dataclasses.replace(self, rope=None, phi=None), phi
+        phi = None
+        if self.phi is not None:
+            phi = own_share(jnp.array(self.phi, jnp.float32), self.ranks)
+        return dataclasses.replace(self, rope=None, phi=None, ranks=1), phi
 
 
 ALL_FEATURES = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified", "causal"})

@@ -50,6 +50,7 @@ def machine(monkeypatch, tmp_path):
         monkeypatch.setattr(platform, "default_backend", lambda: backend)
         ran = Finding("operations", "ok", "not run here")
         monkeypatch.setattr(doctor, "_operations", lambda: ran)
+        monkeypatch.setattr(doctor, "_several_devices", lambda: ran)
         if devices is not None:
             monkeypatch.setattr(jax, "local_devices", lambda: devices)
             monkeypatch.setattr(jax, "local_device_count", lambda: len(devices))

@@ -203,7 +203,7 @@ def test_programs_go_with_the_model():
     lm = load.__wrapped__()
     lm = fdjax.LM(dataclasses.replace(lm.model), lm.params)  # a new model without programs
     lm.score([[1, 2, 3]])
-    model, program = weakref.ref(lm), weakref.ref(lm.engine.programs[("score",)])
+    model, program = weakref.ref(lm), weakref.ref(lm.engine.programs["score", lm.engine.place])
     del lm
     assert model() is None  # freed with its weights, at once
     gc.collect()

@@ -755,9 +755,12 @@ def anonymous_bytes():
             kilobytes += int(line.split()[1])
     return 1024 * kilobytes
 
-folder = Path(sys.argv[1])
-model = describe(parse_config(read_json(folder / "config.json")))
-jax.block_until_ready(jax.numpy.zeros(8))  # the backend is up before the level is taken
+folder, ranks = Path(sys.argv[1]), int(sys.argv[2])
+config = parse_config(read_json(folder / "config.json"))
+model = describe(config, tensor_parallel=ranks)
+devices = jax.devices()[:ranks]
+# The backend is up before the level is taken.
+jax.block_until_ready([jax.numpy.zeros(8, device=device) for device in devices])
 before = anonymous_bytes()
 samples, stop = [before], threading.Event()
 
@@ -768,11 +771,12 @@ def watch():
 
 watcher = threading.Thread(target=watch)
 watcher.start()
-params = load_params(folder, model)
+params = load_params(folder, model, devices=devices)
 stop.set()
 watcher.join()
 samples.append(anonymous_bytes())
-sizes = [leaf.nbytes for leaf in jax.tree.leaves(params)]
+shards = [shard for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
+sizes = [shard.data.nbytes for shard in shards]
 print(json.dumps({
     "peak": max(samples) - before,
     "params": sum(sizes),
@@ -826,25 +830,34 @@ def test_looking_for_damage_takes_no_memory(dtype):
     assert compiled.memory_analysis().temp_size_in_bytes < 1024
 
 
+def _whole(name):
+    return "norm" in name or "embed" in name
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")
 @pytest.mark.parametrize(
-    ("vocab_size", "offset"),
+    ("vocab_size", "offset", "ranks"),
     [
         # The embedding is the largest parameter.
-        (32000, 8),
+        (32000, 8, 1),
         # All large tensors are repeated in every layer, so leftovers of a layer add up. XLA uses
         # aligned host memory in place and copies other memory.
-        (2048, 8),
-        (2048, 0),
+        (2048, 8, 1),
+        (2048, 0, 1),
+        # A device reads only its part of each tensor, which the file may hold in pieces.
+        (2048, 8, 4),
+        (2048, 0, 4),
     ],
 )
-def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, offset):
-    total = write_big(tmp_path, BIG | {"vocab_size": vocab_size}, shards=4, offset=offset)
+def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, offset, ranks):
+    config = BIG | {"vocab_size": vocab_size}
+    total = write_big(tmp_path, config, shards=4, offset=offset)
     assert total > 0.9e9
     done = subprocess.run(
-        [sys.executable, "-c", PROBE, str(tmp_path)],
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+        [sys.executable, "-c", PROBE, str(tmp_path), str(ranks)],
+        env=os.environ
+        | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": f"--xla_force_host_platform_device_count={ranks}"},
         capture_output=True,
         text=True,
         check=False,
@@ -853,9 +866,13 @@ def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, off
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout)
     print(seen)
-    assert seen["params"] == total
+    # Norms and the embedding are whole on every device.
+    shared = sum(2 * math.prod(shape) for name, shape in shapes(config).items() if _whole(name))
+    assert seen["params"] == total + (ranks - 1) * shared
     assert seen["samples"] > 100
     # On CPU the parameters themselves are anonymous memory.
     assert seen["peak"] >= seen["params"]
-    # Memory for one fused parameter, and for the programs that fuse and check.
-    assert seen["peak"] <= seen["params"] + 1.3 * seen["largest"] + 5e6, seen
+    # Memory for one fused parameter of a device, and for the programs that fuse and check. On four
+    # devices, whole parameters would take 35 MB more than their parts.
+    programs = 5e6 if ranks == 1 else 25e6
+    assert seen["peak"] <= seen["params"] + 1.3 * seen["largest"] + programs, seen

@@ -1,0 +1,114 @@
+"""Time to first token and decode step on 1, 2, ... GPUs: `python -m benchmarks.tensor_parallel`.
+
+One run measures all numbers of GPUs with the same random weights, and compares what they compute
+with one pass of a single GPU over the same text. `--peer` runs a checkpoint by transformers with
+`tp_plan="auto"` on as many GPUs before, in processes that end before JAX takes the memory.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from fdjax.bench.ceiling import measure_ceiling
+from fdjax.bench.model import model_rows, one_pass
+from fdjax.bench.record import Record, emit, environment
+from fdjax.lm import LM
+from fdjax.models import describe, parse_config, random_params
+from fdjax.system.files import output_file
+
+# Llama 2 7B.
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "intermediate_size": 11008,
+    "vocab_size": 32000,
+    "num_hidden_layers": 32,
+    "max_position_embeddings": 4096,
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", nargs="?", type=Path, help="a config.json; default: Llama 2 7B")
+    parser.add_argument(
+        "--devices", type=int, nargs="+", metavar="N", default=[1, 2], help="numbers of GPUs"
+    )
+    parser.add_argument(
+        "--points",
+        nargs="+",
+        default=["1x1024", "8x1024"],
+        metavar="BxP",
+        help="prompts of a call, and tokens of each",
+    )
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--runs", type=int, default=5, help="timed calls")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--peer", type=Path, metavar="FOLDER", help="checkpoint for transformers")
+    parser.add_argument("--output", type=output_file)
+    parser.add_argument("--commit")
+    return parser.parse_args(argv)
+
+
+def peer(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of transformers, for each number of GPUs and each point."""
+    found = []
+    for devices in args.devices:
+        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}"]
+        command += ["-m", "benchmarks.tensor_parallel_peer", str(args.peer), args.dtype]
+        command += [str(args.new_tokens), str(args.runs), *args.points]
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        if done.returncode:
+            found.append({"devices": devices, "problem": f"exit code {done.returncode}"})
+        else:
+            found.append(json.loads(done.stdout.splitlines()[-1]))
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    points = [tuple(map(int, point.split("x"))) for point in args.points]
+    config = json.loads(args.config.read_text()) if args.config else CONFIG
+    extra = {"peer": peer(args)} if args.peer else {}
+    on_gpu = jax.default_backend() == "gpu"
+    record = Record(
+        environment(args.commit),
+        {"model": config, "dtype": args.dtype, "devices": args.devices, **extra},
+        {"before": measure_ceiling(2**30 if on_gpu else 2**24, matmul_size=0)},
+    )
+    single = _random_lm(config, args.dtype, 1)
+    for devices in args.devices:
+        lm = single if devices == 1 else _random_lm(config, args.dtype, devices)
+        for batch, prompt in points:
+            rows, costs = model_rows(
+                lm,
+                batch=batch,
+                prompt_tokens=prompt,
+                new_tokens=args.new_tokens,
+                runs=args.runs,
+                implementation=f"{devices} devices",
+                check="tokens",
+                logits=lambda _, ids, n: one_pass(single, ids, n),
+                progress=lambda doing, n=devices: print(f"{n} devices: {doing}", file=sys.stderr),
+            )
+            record.rows += rows
+            record.costs |= costs
+        lm.release()
+    emit(record.finish(), args.output)
+    return int(record.failed)
+
+
+def _random_lm(config: dict[str, Any], dtype: str, devices: int) -> LM:
+    model = describe(parse_config(config), dtype=dtype, tensor_parallel=devices)
+    return LM(model, random_params(model))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Tensor parallelism: what each of several devices holds of a model.
+
+QKV is divided by KV heads, gate and up by F, the head by the vocabulary. The products after them
+are divided by their inputs, and the devices sum the results. A device has a model of its own shapes
+(`local_config`). Comparing it with the whole (`whole_config`) gives each parameter's divided axis.
+
+KV heads are repeated where there are fewer than devices, and the vocabulary is padded.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from fdjax.models.block import BlockSpec
+from fdjax.models.config import DecoderConfig
+from fdjax.pallas_kernels.dispatch import refuse_unknown, used_features
+from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES
+from fdjax.pallas_kernels.ranks import AXIS
+
+# Features of a `BlockSpec`, of its attention and of a `DecoderConfig` that devices can share.
+_BLOCK_CAN = WEIGHT_FEATURES.union(
+    """
+    qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm no_pre_norms post_norms
+    sum_norms parallel shared_norm no_gate residual_multiplier
+    """.split()
+)
+_ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "phi", "unified"})
+_CONFIG_CAN = frozenset(
+    """
+    embedding_scale embedding_norm embedding_width position_offset final_norm head_bias logit_scale
+    logit_soft_cap head_format
+    """.split()
+)
+# Parameters that are divided by the vocabulary, by the first name in their path.
+_BY_VOCABULARY = ("embed", "head")
+
+
+def local_config(config: DecoderConfig, ranks: int) -> DecoderConfig:
+    """The model that each of several devices runs. It keeps the whole vocabulary's size.
+
+    Raises:
+      ValueError: the number of devices does not divide the model. The message says what it must
+        divide.
+      NotImplementedError: devices cannot share a model with these features.
+    """
+    op = "tensor_parallel"
+    refuse_unknown(op, used_features(config), _CONFIG_CAN)
+    for block in config.blocks:
+        refuse_unknown(op, block.features, _BLOCK_CAN)
+        refuse_unknown(op, block.attention.features, _ATTENTION_CAN)
+    blocks = tuple(_local_block(block, ranks) for block in config.blocks)
+    form = config.head_format
+    if form and config.vocab_size % ranks:
+        raise ValueError(
+            f"tensor_parallel: must divide the vocabulary {config.vocab_size} of a quantised head, "
+            f"got {ranks}"
+        )
+    return dataclasses.replace(config, blocks=blocks)
+
+
+def _local_block(block: BlockSpec, ranks: int) -> BlockSpec:
+    for name, size in (("query heads", block.heads), ("MLP width", block.mlp_width)):
+        if size % ranks:
+            raise ValueError(f"tensor_parallel: must divide the {name} {size}, got {ranks}")
+    if block.kv_heads % ranks and ranks % block.kv_heads:
+        raise ValueError(
+            f"tensor_parallel: must divide the KV heads {block.kv_heads} or be a multiple of them, "
+            f"got {ranks}"
+        )
+    local = dataclasses.replace(
+        block,
+        heads=block.heads // ranks,
+        kv_heads=max(1, block.kv_heads // ranks),
+        mlp_width=block.mlp_width // ranks,
+        attention=dataclasses.replace(block.attention, ranks=ranks),
+        tensor_parallel=ranks,
+    )
+    formats = []
+    for name, form in block.formats:
+        k = local.linears[name].k
+        if k % (32 // BITS[form.kind]):
+            raise ValueError(
+                f"tensor_parallel: {ranks} devices would divide the words of quantised weights: "
+                f"{name} has {k * ranks} inputs"
+            )
+        # Smaller groups repeat the scales of larger ones.
+        formats.append((name, dataclasses.replace(form, group=math.gcd(form.group, k))))
+    return dataclasses.replace(local, formats=tuple(formats))
+
+
+def whole_config(local: DecoderConfig) -> DecoderConfig:
+    """A model for one device with the parameters of all devices, one after the other."""
+    ranks = local.tensor_parallel
+    blocks = tuple(
+        dataclasses.replace(
+            block,
+            heads=block.heads * ranks,
+            kv_heads=block.kv_heads * ranks,
+            mlp_width=block.mlp_width * ranks,
+            tensor_parallel=1,
+        )
+        for block in local.blocks
+    )
+    return dataclasses.replace(local, blocks=blocks, vocab_size=local.head_width * ranks)
+
+
+def is_padded(path: tuple[str | int, ...]) -> bool:
+    """Whether the parameter at a path is padded to a multiple of the devices."""
+    return path[0] in _BY_VOCABULARY
+
+
+def partitions(whole: Any, local: Any, ranks: int) -> Any:
+    """The `PartitionSpec` of each array of a tree, from its shapes in all and on a device."""
+    return jax.tree.map(
+        lambda a, b: _partition(a.shape, b.shape, ranks), whole, _like(local, whole)
+    )
+
+
+def _partition(whole: tuple[int, ...], local: tuple[int, ...], ranks: int) -> PartitionSpec:
+    divided = [i for i, (n, m) in enumerate(zip(whole, local, strict=True)) if n != m]
+    if len(divided) > 1 or any(whole[i] != ranks * local[i] for i in divided):
+        raise NotImplementedError(f"tensor_parallel: cannot divide {whole} into {local}")
+    return PartitionSpec(
+        *(AXIS if i in divided else None for i in range(max(divided, default=-1) + 1))
+    )
+
+
+def _like(tree: Any, other: Any) -> Any:
+    """The leaves of a tree in the structure of another; `QTensor`s differ in their shapes."""
+    return jax.tree.unflatten(jax.tree.structure(other), jax.tree.leaves(tree))

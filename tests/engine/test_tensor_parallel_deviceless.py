@@ -1,0 +1,155 @@
+"""Programs of several devices, compiled for two H100s: two all-reduces a layer, no copies."""
+
+import functools
+import json
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from deviceless import _parse, _reachable, alias_bytes, compile_for, large_copies, mesh_of
+from fdjax.engine.engine import compiler_options
+from fdjax.engine.mesh import Place, is_spec
+from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
+from fdjax.engine.state import state_specs as specs_of_state
+from fdjax.engine.step import decode_steps, prefill
+from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.sampling.options import GenerationConfig, per_row
+
+pytestmark = pytest.mark.deviceless
+
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
+H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+RANKS, LAYERS, SLOTS, STEPS = 2, 4, 2048, 32
+WHOLE = PartitionSpec()
+
+
+@functools.cache
+def model(tied):
+    """Four layers of Llama 3 8B, in full size."""
+    data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
+    data |= {"num_hidden_layers": LAYERS, "tie_word_embeddings": tied}
+    return describe(parse_config(data), plan=H100, tensor_parallel=RANKS)
+
+
+def abstract_state(m, batch, pages):
+    def make():
+        if pages:
+            return start_in_pages(init_pool(m.local, pages), batch, SLOTS)
+        return start(init_cache(m.local, batch, SLOTS))
+
+    return jax.eval_shape(make)
+
+
+def nbytes(tree):
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def divided(tree, specs):
+    """Shapes of whole arrays, from those of a device."""
+    mesh = mesh_of("h100", RANKS, AXIS)
+
+    def whole(spec, leaf):
+        shape = [n * (RANKS if axis else 1) for n, axis in zip(leaf.shape, spec, strict=False)]
+        shape += leaf.shape[len(spec) :]
+        return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+
+    return jax.tree.map(whole, specs, tree, is_leaf=is_spec)
+
+
+def compiled(function, m, batch, pages, *host, folder=None, **static):
+    """A program as the engine makes it, and a device's part of the state."""
+    place = Place(tuple(mesh_of("h100", RANKS, AXIS).devices.flat))
+    state = abstract_state(m, batch, pages)
+    specs = m.partitions, specs_of_state(m.local, bool(pages))
+
+    def run_local(params, state, *host):
+        state, *out = function(m.local, params, state, *host, **static)
+        return state, out
+
+    run = place.over(run_local, (*specs, *[WHOLE] * len(host)), (specs[1], WHOLE))
+    args = divided(m.local.abstract_params, specs[0]), divided(state, specs[1]), *host
+    program = compile_for(
+        *("h100", run, *args),
+        donate_argnums=1,
+        n_devices=RANKS,
+        axis=AXIS,
+        compiler_options=compiler_options(function, m)
+        | ({"xla_dump_to": str(folder)} if folder else {}),
+    )
+    return program, state
+
+
+def abstract(*shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def abstract_sampling(batch):
+    rows = per_row([GenerationConfig()] * batch, batch)
+    return jax.tree.map(lambda a: abstract(*a.shape, dtype=a.dtype), rows)
+
+
+def collectives(program, computations=None):
+    """Opcodes of the collective operations: how many, in these computations or in all."""
+    module = _parse(program)
+    found = {}
+    for name in module if computations is None else _reachable(module, computations):
+        for instruction in module[name].instructions.values():
+            kind = re.fullmatch(
+                r"(all-\w+|collective-\w+|reduce-scatter)(-start)?", instruction.opcode
+            )
+            if kind:
+                found[kind[1]] = found.get(kind[1], 0) + 1
+    return found
+
+
+def check_in_place(program, state, m):
+    """The state is updated where it is, and no cache or weight of a device is copied."""
+    assert alias_bytes(program) == nbytes(state)
+    weights = [leaf for leaf in jax.tree.leaves(m.local.abstract_params) if leaf.ndim > 1]
+    copies = large_copies(program, min(map(nbytes, weights)) // 4)
+    copies = [copy for copy in copies if "jit(_take)" not in copy.op_name]  # rows of the embedding
+    assert not copies, "\n".join(map(str, copies))
+
+
+@pytest.mark.parametrize(
+    ("batch", "tied", "pages"), [(1, False, 0), (8, True, 0), (1, False, 300), (8, False, 300)]
+)
+def test_decode_steps(batch, tied, pages, tmp_path):
+    m = model(tied)
+    table = (abstract(batch, SLOTS // SLOT_MULTIPLE),) if pages else ()
+    program, state = compiled(
+        *(decode_steps, m, batch, pages, abstract_sampling(batch), abstract(), *table),
+        max_steps=STEPS,
+        folder=tmp_path,
+    )
+    # One CUDA graph holds the loop, with the collective operations.
+    (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    (chunk,) = re.findall(r"^\d+:.*", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "kCommandBuffer" in chunk
+    check_in_place(program, state, m)
+    # A tied embedding is divided by the vocabulary, so its rows are summed too.
+    assert collectives(program) == {"all-reduce": 2 * LAYERS + tied, "all-gather": 1}
+
+
+@pytest.mark.parametrize(("batch", "blocks"), [(1, 1), (8, 16)])
+def test_prefill_in_pages(batch, blocks):
+    m = model(False)
+    block, row = abstract(blocks), abstract(batch)
+    host = abstract_sampling(batch), abstract(blocks, SLOT_MULTIPLE), block, block
+    host = *host, abstract(batch, dtype=jnp.bool_)
+    table = abstract(batch, SLOTS // SLOT_MULTIPLE)
+
+    def packed(model, params, state, *host):
+        *host, pages, prompts, owners, last = host
+        named = {"pages": pages, "prompts": prompts, "owners": owners, "last": last}
+        return prefill(model, params, state, *host, **named)
+
+    program, state = compiled(packed, m, batch, 300, *host, table, row, block, row)
+    check_in_place(program, state, m)
+    assert collectives(program) == {"all-reduce": 2 * LAYERS, "all-gather": 1}

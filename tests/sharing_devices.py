@@ -1,0 +1,188 @@
+"""Runs models on several fake CPU devices, in a process of its own, and prints a report.
+
+    python tests/sharing_devices.py FUNCTION '[ARGUMENT, ..., {KEYWORDS}]'
+
+prints the result of a function below as JSON. A process has several CPU devices only from its
+start, and tests of other things are slower with them.
+"""
+
+import json
+import os
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+if __name__ == "__main__":
+    os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=8"
+
+import jax
+import numpy as np
+
+import fdjax
+from fdjax.engine import runner
+from fdjax.lm import LM
+from fdjax.models import describe, parse_config, random_params
+from fdjax.pallas_kernels.plan import Plan
+
+FIXTURES = Path(__file__).parent / "fixtures"
+OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_logprobs": True}
+PROMPTS = [[1, 2, 3, 4, 5], [7] * 150, [9, 8]]
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 2,
+    "vocab_size": 99,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
+
+
+class Ranks:
+    """Compares what the devices computed, whenever results are read.
+
+    Attributes:
+      compared: number of results that several devices had.
+      differing: number of those that were not the same bits everywhere.
+    """
+
+    def __init__(self):
+        self.compared = self.differing = 0
+        self._read, runner._numpy = runner._numpy, self
+
+    def __call__(self, results):
+        for leaf in jax.tree.leaves(results):
+            first, *others = [np.asarray(shard.data).tobytes() for shard in leaf.addressable_shards]
+            self.compared += bool(others)
+            self.differing += any(other != first for other in others)
+        return self._read(results)
+
+
+def load(path, ranks, **options):
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "max_len 264 exceeds", UserWarning)
+        options = {"dtype": "float32", "compilation_cache": False, "progress": False} | options
+        return fdjax.load(FIXTURES / path, tensor_parallel=ranks, max_len=264, **options)
+
+
+def generated(lm, prompts=PROMPTS, **options):
+    result = lm.generate(prompts, **OPTIONS | options)
+    return {"tokens": result.tokens, "logprobs": result.logprobs}
+
+
+def same_tokens(path, *ranks):
+    """Greedy tokens of a checkpoint on one device and on several."""
+    seen = Ranks()
+    report = {count: generated(load(path, count)) for count in (1, *ranks)}
+    return report | {"compared": seen.compared, "differing": seen.differing}
+
+
+def serving(path, ranks):
+    """Everything that an `LM` does, on one device and on several."""
+    rng = np.random.default_rng(0)
+    beginning = rng.integers(3, 200, 140).tolist()
+    prompts = [beginning + rng.integers(3, 200, i).tolist() for i in range(1, 13)]
+    mixed = {
+        "temperature": [0.0, 0.7, 1.0] * 4,
+        "top_k": [None, 20, None] * 4,
+        "repetition_penalty": [1.0, 1.2, 1.0, 1.1] * 3,
+        "max_new_tokens": [3, 9, 14] * 4,
+        "seed": 5,
+        "do_sample": None,
+    }
+    report = {}
+    for count in (1, ranks):
+        lm = load(path, count, max_batch=4)
+        answers = sorted(lm.generate_iter(prompts, **OPTIONS), key=lambda a: a.index)
+        report[count] = {
+            "mixed": generated(lm, prompts, **mixed),
+            "iter": [answer.tokens for answer in answers],
+            "submit": lm.submit(prompts[0], **OPTIONS).result().tokens,
+            "cached": lm.generate(prompts, **OPTIONS).stats.cached_tokens,
+            "score": lm.score(prompts[:3]).logprobs,
+            "reruns": lm.generate([1, 2], max_new_tokens=4, return_reruns=True).stats.reruns,
+        }
+    return report
+
+
+def own_weights(ranks, **config):
+    """`LM` of given weights: of one device, and the same weights divided."""
+    plan = Plan.for_device()
+    config = parse_config(CONFIG | config)
+    one, many = (
+        describe(config, dtype="float32", plan=plan, tensor_parallel=count) for count in (1, ranks)
+    )
+    params = random_params(one, 3)
+    lm = LM(many, params)
+    report = {1: generated(LM(one, params)), ranks: generated(lm)}
+    lm.params = jax.tree.map(np.asarray, lm.params)  # whole arrays of the host, in their shapes
+    report["again"] = generated(lm)
+    made = random_params(many, 3)
+    report["random"] = generated(LM(many, made))
+    shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(made)]
+    return report | {"bytes": [sum(shards), many.local.weight_bytes, one.weight_bytes]}
+
+
+def disk_cache(path, ranks):
+    """Tokens and compile time of two loads with a cache on disk, the second from it."""
+    with tempfile.TemporaryDirectory() as folder:
+        jax.config.update("jax_compilation_cache_dir", folder)
+        report = {}
+        for run in ("first", "second"):
+            lm = load(path, ranks, compilation_cache=None)
+            report[run] = generated(lm)
+            report[f"{run} programs"] = len(list(Path(folder, "fdjax").iterdir()))
+            del lm
+            jax.clear_caches()
+    return report
+
+
+def refusals():
+    """What is said where devices cannot share a model."""
+    said = {}
+
+    def attempt(name, function):
+        try:
+            function()
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
+
+    path = "hf/llama_bias"
+    for ranks in (0, -1, 2.5, True, "2", 3, 16):
+        attempt(repr(ranks), lambda ranks=ranks: load(path, ranks))
+    attempt("device", lambda: load(path, 2, device=jax.devices()[0]))
+    attempt(
+        "kv heads", lambda: _described(4, num_attention_heads=12, num_key_value_heads=6, head_dim=8)
+    )
+    attempt("heads", lambda: _described(8, num_attention_heads=4))
+    attempt("F", lambda: _described(4, intermediate_size=90))
+    lm = load(path, 2)
+    attempt("forward", lambda: fdjax.forward(lm.model, lm.params, np.ones((1, 4), np.int32)))
+    attempt("calibrate", lambda: _calibrated(lm))
+    attempt("params", lambda: setattr(lm, "params", lm.params | {"embed": np.zeros((3, 3))}))
+    return said
+
+
+def _described(ranks, **config):
+    return describe(parse_config(CONFIG | config), tensor_parallel=ranks)
+
+
+def _calibrated(lm):
+    from fdjax.tools.calibrate import gather
+
+    return gather(lm.engine, lm.tokenizer, [[1, 2, 3]])
+
+
+def main():
+    function, arguments = sys.argv[1], json.loads(sys.argv[2])
+    jax.config.update("jax_disable_most_optimizations", True)
+    options = arguments.pop()
+    print(json.dumps(globals()[function](*arguments, **options)))
+
+
+if __name__ == "__main__":
+    main()
