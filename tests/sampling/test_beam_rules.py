@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from fdjax.sampling import beams
 from fdjax.sampling.beams import BeamState
 from fdjax.sampling.options import GenerationConfig, per_row
-from fdjax.sampling.sampler import next_tokens_and_scores
+from fdjax.sampling.sampler import next_tokens, next_tokens_and_scores
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -219,3 +219,56 @@ def test_sampled_searches_have_the_exact_distribution(ends):
         chi += (count - sum(counts[k] for k in likely) - rest) ** 2 / rest
     # Six standard deviations of chi-square, with as many degrees of freedom.
     assert chi < len(likely) + 6 * math.sqrt(2 * len(likely)), (chi, len(likely))
+
+
+LIMITS = [{"top_k": 1}, {"top_p": 0.01}, {"min_p": 1.0}, {"typical_p": 0.01}]
+
+
+@pytest.mark.slow
+def test_limits_of_a_draw_keep_more_tokens_than_end_tokens():
+    """Otherwise all continuations of a beam could end. Other rows keep one token."""
+    ends = [(), (1,), (1, 2), (1, 2, 3)]
+    configs = [
+        GenerationConfig(
+            do_sample=True, num_beams=2, eos_token_ids=e, temperature=0.5, seed=0, **limit
+        )
+        for limit in LIMITS
+        for e in ends
+    ]
+    configs += [GenerationConfig(do_sample=True, seed=0, **limit) for limit in LIMITS]
+    b = len(configs)
+    rng = np.random.default_rng(2)
+    logits = rng.normal(size=(b, 11)).astype(np.float32)
+    processors = configs[0].filled().processors
+    sampling = jax.tree.map(jnp.asarray, per_row(configs, b))
+    ids, zeros = jnp.zeros((b, 4), jnp.int32), jnp.zeros((b,), jnp.int32)
+    choose = jax.jit(next_tokens_and_scores, static_argnums=5)
+    tokens, _, found = choose(jnp.asarray(logits), sampling, ids, zeros + 1, zeros, processors)
+    kept = np.isfinite(found.scores)
+    want = [max(2, 1 + len(e)) for _ in LIMITS for e in ends] + [1] * len(LIMITS)
+    assert kept.sum(axis=1).tolist() == want
+    logprobs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    n = len(LIMITS) * len(ends)
+    scores = np.where(kept, found.scores, 0.0)[:n]
+    np.testing.assert_allclose(scores, np.where(kept, logprobs / 0.5, 0.0)[:n], rtol=1e-5)
+    for row in range(b):
+        if "typical_p" not in configs[row].given:
+            likeliest = np.argsort(-logits[row])[: want[row]]
+            assert set(np.flatnonzero(kept[row])) == set(likeliest)
+    # A row that is no beam draws what it draws where there are none.
+    alone = per_row(configs[n:], len(LIMITS))
+    args = jax.tree.map(jnp.asarray, (logits[n:], alone, ids[n:], zeros[n:] + 1, zeros[n:]))
+    plain, _ = jax.jit(next_tokens, static_argnums=5)(*args, processors)
+    assert plain.tolist() == tokens[n:].tolist()
+
+
+def test_rows_without_beams_have_no_columns_for_them():
+    """So their programs are those of before."""
+    config = GenerationConfig(seed=0)
+    names = per_row([config], 2).names
+    assert not {"num_beams", "length_penalty", "early_stopping"} & {*names[0], *names[1]}
+    with_beams = per_row([config, GenerationConfig(num_beams=2, seed=0)], 2)
+    assert {"num_beams", "length_penalty", "early_stopping"} <= {
+        *with_beams.names[0],
+        *with_beams.names[1],
+    }
