@@ -58,6 +58,13 @@ def cases(mark, *checked):
             ("hf/qwen3", 4),
             ("hf/gemma2", 2, 4),
             ("hf/gemma3", 4),
+            *(
+                (f"hf/{name}", 2, 4)
+                for name in """
+                chatglm cohere cohere2 glm4 gpt2 gpt_neox gptj granite opt opt_350m phi smollm3
+                starcoder2
+                """.split()
+            ),
             ("quantised/gptq", 4),
             ("quantised/awq_64", 2),
             ("quantised/ct_fp8_channel", 2),

@@ -1,0 +1,123 @@
+"""What each device holds of a model: no device is needed to know it."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import pytest
+from jax.sharding import PartitionSpec
+
+from fdjax.models import chain_features, describe, layers_features, parse_config
+from fdjax.models.block import DECODER_CAN
+from fdjax.models.sharding import _BLOCK_CAN, local_config
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import BRICKS, WeightFormat
+from fdjax.pallas_kernels.ranks import AXIS
+
+CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
+H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+SMALL = {
+    "model_type": "llama",
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 1001,
+    "tie_word_embeddings": False,
+}
+
+
+def config(**fields):
+    return parse_config(SMALL | fields)
+
+
+def with_format(form, **fields):
+    c = config(**fields)
+    formats = tuple((name, form) for name in c.blocks[0].linears)
+    return dataclasses.replace(
+        c, blocks=tuple(dataclasses.replace(block, formats=formats) for block in c.blocks)
+    )
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b.old", "llama-3-8b.new"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_devices_divide_all_weights_but_norms_and_embedding(name, ranks):
+    c = parse_config(json.loads((CONFIGS / f"{name}.json").read_text(encoding="utf-8")))
+    one, several = (describe(c, plan=H100, tensor_parallel=n) for n in (1, ranks))
+    whole = 2 * (c.vocab_size * c.width + (2 * c.layers + 1) * c.width)
+    assert several.weight_bytes == one.weight_bytes
+    assert several.local.weight_bytes == whole + (one.weight_bytes - whole) // ranks
+    shapes = jax.tree.map(lambda a: a.shape, several.abstract_params)
+    assert shapes == jax.tree.map(lambda a: a.shape, one.abstract_params)
+
+
+def test_the_axes_that_are_divided():
+    specs = describe(config(), plan=H100, tensor_parallel=2).partitions
+    block = specs["blocks"][0]
+    assert block["attention"]["qkv"]["weight"] == PartitionSpec(None, AXIS)
+    assert block["attention"]["out"]["weight"] == PartitionSpec(AXIS)
+    assert block["mlp"]["gate_up"]["weight"] == PartitionSpec(None, None, AXIS)
+    assert block["mlp"]["down"]["weight"] == PartitionSpec(AXIS)
+    assert specs["head"]["weight"] == PartitionSpec(None, AXIS)
+    assert specs["embed"] == specs["norm"]["scale"] == PartitionSpec()
+    tied = describe(config(tie_word_embeddings=True), plan=H100, tensor_parallel=2)
+    assert tied.partitions["embed"] == PartitionSpec(AXIS)
+
+
+def test_kv_heads_are_repeated_and_the_vocabulary_is_padded():
+    model = describe(config(), plan=H100, tensor_parallel=8)
+    local, params = model.local.config, model.abstract_params
+    assert (local.heads, local.kv_heads, local.group) == (1, 1, 1)
+    assert params["blocks"][0]["attention"]["qkv"]["weight"].shape == (256, 8, 3, 32)
+    assert params["head"]["weight"].shape == (256, 1008)
+    assert params["embed"].shape == (1001, 256)
+    assert model.local.config.vocab_size == 1001
+
+
+@pytest.mark.parametrize("layout", ["plain", BRICKS])
+def test_quantised_weights_are_divided_by_whole_groups(layout):
+    # 4 devices share 512 inputs: a group of 256 becomes two of 128.
+    c = with_format(WeightFormat("int4", 256, layout=layout))
+    local = local_config(c, 4).blocks[0].linears
+    assert local["down"].weight.group == 128
+    assert local["gate_up"].weight.group == 256
+    model = describe(c, plan=H100, tensor_parallel=4)
+    down = model.abstract_params["blocks"][0]["mlp"]["down"]["weight"]
+    assert down.shape == (512, 256)
+    assert down.scales.shape == (4, 256)
+    specs = model.partitions["blocks"][0]["mlp"]["down"]["weight"]
+    assert specs.scales == PartitionSpec(AXIS)
+    assert AXIS in specs.words
+
+
+def test_words_of_quantised_weights_are_not_divided():
+    c = with_format(WeightFormat("int4", 4), intermediate_size=8 * 12)
+    with pytest.raises(ValueError, match="would divide the words of quantised weights: down has"):
+        local_config(c, 8)
+    c = dataclasses.replace(config(), head_format=WeightFormat("int8", 64))
+    with pytest.raises(ValueError, match="must divide the vocabulary 1001 of a quantised head"):
+        local_config(c, 2)
+
+
+def test_what_nobody_lists_is_refused():
+    assert _BLOCK_CAN <= DECODER_CAN
+    block = dataclasses.replace(config().blocks[0], whole_qk_norm=True)
+    c = dataclasses.replace(config(), blocks=(block,))
+    with pytest.raises(NotImplementedError, match="tensor_parallel: cannot do whole_qk_norm"):
+        local_config(c, 2)
+    attention = dataclasses.replace(config().attention[0], alibi=(1.0,) * 8)
+    with pytest.raises(NotImplementedError, match="tensor_parallel: cannot do alibi"):
+        local_config(config().with_attention([attention] * 2), 2)
+
+
+def test_kernels_for_several_layers_do_not_run():
+    c = parse_config(json.loads((CONFIGS / "llama-2-7b.old.json").read_text(encoding="utf-8")))
+    one, several = (describe(c, plan=H100, tensor_parallel=n) for n in (1, 2))
+    assert one.one_launch_possible
+    assert not several.one_launch_possible
+    for features in (chain_features, layers_features):
+        assert "tensor_parallel" in features(several.local.config)
+    for implementation in H100.implementations:
+        assert "tensor_parallel" not in implementation.can
