@@ -1,6 +1,7 @@
 """Results of `LM.generate` and `LM.stream`."""
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import time
@@ -41,7 +42,8 @@ class Stats:
       decode_tokens: tokens generated, all rows.
       prefill_seconds: from the call to the first token of the last row, less compiling.
       decode_seconds: from there to the last token, less compiling.
-      decode_bytes: bytes the decode steps had to read: weights each step, live cache slots.
+      decode_bytes: bytes the decode steps had to read: weights each step, live cache slots. Of a
+        mixture of experts, as many experts count as the rows of a step can choose at most.
       decode_steps: each is one token of every row that has not ended; the first tokens have none.
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
       chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
@@ -284,6 +286,8 @@ class Timer:
         self._last = self._paused = time.perf_counter()
         self._prefill = self._decode = self._compile = 0.0
         self._steps = 0
+        # How many steps had so many rows.
+        self._steps_of_rows: collections.Counter[int] = collections.Counter()
         self._chunk_ms: list[float] = []
         self._chunk_steps: list[int] = []
         self._reruns: list[np.ndarray] = []
@@ -305,8 +309,11 @@ class Timer:
             self._prefill += seconds
             return
         self._decode += seconds
-        steps = int((chunk.tokens >= 0).any(axis=0).sum())
+        rows = (chunk.tokens >= 0).sum(axis=0)
+        rows = rows[rows > 0].tolist()
+        steps = len(rows)
         self._steps += steps
+        self._steps_of_rows.update(rows)
         if steps:
             self._chunk_ms.append(1e3 * seconds / steps)
             self._chunk_steps.append(steps)
@@ -316,9 +323,8 @@ class Timer:
     def stats(self, rows: Sequence[Row]) -> Stats:
         """The cost of the call up to the last chunk."""
         model, params = self._model, self._params
-        weights = step_bytes(
-            model, sum(leaf.nbytes for leaf in jax.tree.leaves(params)), params["embed"].nbytes
-        )
+        sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(params)), params["embed"].nbytes
+        weights = sum(n * step_bytes(model, *sizes, m) for m, n in self._steps_of_rows.items())
         per_token = model.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
         slots = 0
         for row in rows:
@@ -330,7 +336,7 @@ class Timer:
             decode_tokens=sum(len(row.tokens) for row in rows),
             prefill_seconds=self._prefill,
             decode_seconds=self._decode,
-            decode_bytes=self._steps * weights + slots * per_token,
+            decode_bytes=weights + slots * per_token,
             decode_steps=self._steps,
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),
@@ -340,6 +346,10 @@ class Timer:
         )
 
 
-def step_bytes(model: Model, params_bytes: int, embed_bytes: int) -> int:
-    """Bytes of weights one decode step reads: all but an embedding table that is only looked up."""
-    return params_bytes if model.config.tie_embeddings else params_bytes - embed_bytes
+def step_bytes(model: Model, params_bytes: int, embed_bytes: int, rows: int) -> int:
+    """Bytes of weights that a decode step of this many rows reads.
+
+    These are all but an embedding table that is only looked up, and experts that no row chooses.
+    """
+    idle = model.config.idle_expert_weights(rows) * jnp.dtype(model.dtype).itemsize
+    return params_bytes - idle - (0 if model.config.tie_embeddings else embed_bytes)

@@ -17,6 +17,7 @@ from fdjax.engine.memory import (
 )
 from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
+from fdjax.pallas_kernels.experts import moe_key
 from fdjax.pallas_kernels.plan import Choice
 from fdjax.system.device_memory import device_memory_bytes, gigabytes
 
@@ -27,6 +28,7 @@ class ModelInfo:
 
     Attributes:
       family, parameters, dtype: family, number of parameters and dtype of the model.
+      active_parameters: number of parameters that one token uses.
       quantised: formats of the quantised weights.
       weight_bytes: bytes of all parameters.
       kv_bytes_per_token: bytes of cache that one token takes in all layers.
@@ -45,6 +47,7 @@ class ModelInfo:
 
     family: str
     parameters: int
+    active_parameters: int
     dtype: str
     quantised: tuple[str, ...]
     weight_bytes: int
@@ -66,7 +69,7 @@ class ModelInfo:
         """A readable table."""
         lines = [
             f"family        {self.family}",
-            f"parameters    {self.parameters:,}",
+            f"parameters    {self.parameters:,}{self._active()}",
             f"weights       {gigabytes(self.weight_bytes)} in {', '.join(self._dtypes())}",
             f"KV cache      {self.kv_bytes_per_token:,} bytes per token",
             f"context       {self.max_position_embeddings:,} tokens",
@@ -83,6 +86,11 @@ class ModelInfo:
         lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
         lines += ["", "docs/performance.md explains these operations and implementations."]
         return "\n".join(lines)
+
+    def _active(self) -> str:
+        if self.active_parameters == self.parameters:
+            return ""
+        return f", of which a token uses {self.active_parameters:,}"
 
     def _dtypes(self) -> tuple[str, ...]:
         return (*self.quantised, self.dtype)
@@ -123,6 +131,7 @@ def model_info(
     return ModelInfo(
         family=model.config.family,
         parameters=model.parameter_count,
+        active_parameters=model.active_parameter_count,
         dtype=model.dtype,
         quantised=tuple(map(str, model.config.weight_formats)),
         weight_bytes=model.weight_bytes,
@@ -162,6 +171,14 @@ def _choices(model: Model, batch: int, slots: int):
         choice = model.plan.choose("matmul", shape.features, **shape.key(batch, itemsize))
         weight = f" {shape.weight}" if shape.weight else ""
         yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]{weight}", choice)
+    for block in dict.fromkeys(b for b in c.blocks if b.experts):
+        if one_launch:
+            continue
+        routing, sizes = block.experts, (block.width, block.mlp_width)
+        shape = moe_key(batch, *sizes, routing, itemsize)
+        choice = model.plan.choose("moe", routing.features, **shape)
+        label = f"M={batch} {routing.chosen} of {routing.experts} [{sizes[0]},2,{sizes[1]}]"
+        yield row("moe", label, choice)
     shape, features = chain_shape(c, batch, itemsize), chain_features(c)
     if not one_launch and model.plan.has_kernel("linear_chain", features, **shape):
         choice = model.plan.choose("linear_chain", features, **shape)

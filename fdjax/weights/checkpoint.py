@@ -325,7 +325,12 @@ def _warn_of_dequantised(
 ) -> None:
     """Warn of quantised weights that the model holds dequantised."""
     reasons = [
-        linears[name].reason or "the layers that fuse with it have other formats"
+        linears[name].reason
+        or (
+            "products of experts take plain weights"
+            if "experts" in path
+            else "the layers that fuse with it have other formats"
+        )
         for path, weight in weight_map(config).items()
         if config.format_of(path) is None
         for name, _ in weight.sources
