@@ -79,7 +79,7 @@ def bound(
         lengths[active] += 1
         left[active] -= 1
         tokens = int(lengths[active].sum())
-        moved = cost.step_bytes + cost.bytes_per_token * tokens
+        moved = cost.step_bytes(active.size) + cost.bytes_per_token * tokens
         flops = cost.decode_flops(active.size, tokens)
         decode += max(moved / bytes_per_s, flops / flop_per_s)
         steps += 1
@@ -91,7 +91,8 @@ def bound(
 class _Cost:
     """What the parts of a model cost."""
 
-    step_bytes: int
+    model: Model
+    table_bytes: int
     bytes_per_token: int
     flops_per_token: int
     head_flops: int
@@ -103,13 +104,17 @@ class _Cost:
         table = c.vocab_size * c.width
         tables = table if c.tie_embeddings else 2 * table
         return cls(
-            step_bytes(model, model.weight_bytes, table * itemsize),
+            model,
+            table * itemsize,
             c.kv_bytes_per_token(itemsize),
-            flops_per_token=2 * (model.parameter_count - tables),
+            flops_per_token=2 * (model.active_parameter_count - tables),
             head_flops=2 * table,
             # Two products of each query with each key.
             attention_flops=4 * c.layers * c.heads * c.head_dim,
         )
+
+    def step_bytes(self, rows: int) -> int:
+        return step_bytes(self.model, self.model.weight_bytes, self.table_bytes, rows)
 
     def prefill_flops(self, tokens: int) -> int:
         seen = tokens * (tokens + 1) // 2

@@ -48,6 +48,7 @@ __all__ = [
     "layers_shape",
     "parse_config",
     "random_params",
+    "renamed_tensors",
     "weight_map",
 ]
 
@@ -103,7 +104,16 @@ def _warn_of_code(data: Mapping[str, Any], architecture: str, source: str) -> No
 
 def weight_map(config: DecoderConfig) -> WeightMap:
     """The checkpoint tensors of each parameter of a model."""
-    return decoder_weights(config, getattr(FAMILIES[config.family], "TENSORS", TensorNames()))
+    return decoder_weights(config, _tensor_names(config))
+
+
+def renamed_tensors(config: DecoderConfig) -> Mapping[str, str]:
+    """Patterns in names of checkpoint tensors → replacements that give those of `weight_map`."""
+    return _tensor_names(config).renamed
+
+
+def _tensor_names(config: DecoderConfig) -> TensorNames:
+    return getattr(FAMILIES[config.family], "TENSORS", TensorNames())
 
 
 def ignored_tensors(config: DecoderConfig) -> tuple[str, ...]:

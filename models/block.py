@@ -10,6 +10,7 @@ import math
 
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import NO_FEATURES, Features, used_features
+from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, WeightFormat
 
 Path = tuple[str, ...]
@@ -19,9 +20,11 @@ DECODER_CAN = (
     frozenset(
         """
     qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms
-    post_norms sum_norms parallel shared_norm no_gate residual_multiplier tensor_parallel
+    post_norms sum_norms parallel shared_norm no_gate residual_multiplier tensor_parallel experts
+    shared_width shared_gate
     """.split()
     )
+    | {f"experts.{name}" for name in ROUTING_FEATURES}
     | WEIGHT_FEATURES
 )
 
@@ -85,7 +88,8 @@ class LinearSpec:
       k: rows of the weight.
       outs: the weight's other axes.
       bias: whether it has a bias.
-      norm, gate, residual: what is fused with it, as in `LinearShape`.
+      norm, gate, residual, result: what is fused with it and the dtype of its result, as in
+        `LinearShape`.
       weight: format of a quantised weight, or None.
       ranks: devices whose products are summed.
     """
@@ -97,6 +101,7 @@ class LinearSpec:
     norm: bool = False
     gate: bool = False
     residual: bool = False
+    result: str | None = None
     weight: WeightFormat | None = None
     ranks: int = 1
 
@@ -105,7 +110,7 @@ class LinearSpec:
         """Its shape for a plan and `tune`. The bias is left out: it costs nothing measurable."""
         n = math.prod(self.outs)
         fused = {"gate": self.gate, "norm": self.norm, "residual": self.residual}
-        return LinearShape(self.k, n, **fused, weight=self.weight)
+        return LinearShape(self.k, n, **fused, result=self.result, weight=self.weight)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +121,7 @@ class BlockSpec:
 
     Attributes:
       width: E.
-      mlp_width: F.
+      mlp_width: F, of the MLP or of each expert.
       heads, kv_heads, head_dim: H, Hkv, D.
       norm_eps: epsilon of the norms.
       activation: activation of the MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`, or without a
@@ -136,6 +141,9 @@ class BlockSpec:
       shared_norm: the MLP of a parallel block reads the norm of attention.
       no_gate: the MLP is down(act(up(x))).
       residual_multiplier: multiplies what is added to the residual stream.
+      experts: the MLP is a mixture of experts, with gates, chosen like this; None for one MLP.
+      shared_width: F of an MLP beside the experts that runs for every token; 0 for none.
+      shared_gate: the result of that MLP is multiplied by the sigmoid of a linear layer [E,1].
       formats: formats of the quantised weights, by the names in `linears`.
       tensor_parallel: devices that share the layer. Heads and F are then those of one device.
     """
@@ -163,6 +171,9 @@ class BlockSpec:
     shared_norm: bool = False
     no_gate: bool = False
     residual_multiplier: float = 1.0
+    experts: Routing | None = None
+    shared_width: int = 0
+    shared_gate: bool = False
     formats: tuple[tuple[str, WeightFormat], ...] = ()
     tensor_parallel: int = 1
 
@@ -183,6 +194,14 @@ class BlockSpec:
             raise ValueError("config: sum_norms and parallel exclude each other")
         if self.shared_norm and (self.no_pre_norms or not self.parallel):
             raise ValueError("config: shared_norm needs parallel and pre-norms")
+        if self.shared_width < 0:
+            raise ValueError(f"config: shared_width must not be negative, got {self.shared_width}")
+        if self.shared_width and self.experts is None:
+            raise ValueError("config: shared_width needs experts")
+        if self.shared_gate and not self.shared_width:
+            raise ValueError("config: shared_gate needs shared_width")
+        if self.experts is not None and (self.no_gate or self.mlp_bias):
+            raise ValueError("config: experts exclude no_gate and mlp_bias")
 
     @property
     def group(self) -> int:
@@ -193,7 +212,9 @@ class BlockSpec:
     def features(self) -> Features:
         """Features outside of attention, as the names of their fields."""
         weights = (weight.features for _, weight in self.formats)
-        return (used_features(self) - {"formats"}).union(*weights)
+        routing = self.experts.features if self.experts else ()
+        rules = (f"experts.{name}" for name in routing)
+        return (used_features(self) - {"formats"}).union(*weights, rules)
 
     @functools.cached_property
     def attention_features(self) -> Features:
@@ -214,7 +235,6 @@ class BlockSpec:
         ranks = self.tensor_parallel
         summed = self.fuses_residual
         normed = self.fuses_norms and not self.no_pre_norms
-        up = ("up", (self.mlp_width,)) if self.no_gate else ("gate_up", (2, self.mlp_width))
         linears = {
             "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=normed),
             "out": LinearSpec(
@@ -222,6 +242,16 @@ class BlockSpec:
                 residual=summed,
                 ranks=ranks,
             ),
+            **(self._mlp(normed, summed) if self.experts is None else self._around_experts()),
+        }
+        for name, weight in self.formats:
+            linears[name] = dataclasses.replace(linears[name], weight=weight)
+        return linears
+
+    def _mlp(self, normed: bool, summed: bool) -> dict[str, LinearSpec]:
+        """The linear layers of an MLP."""
+        up = ("up", (self.mlp_width,)) if self.no_gate else ("gate_up", (2, self.mlp_width))
+        return {
             up[0]: LinearSpec(
                 *(("mlp", up[0]), self.width, up[1], self.mlp_bias),
                 norm=normed,
@@ -230,12 +260,38 @@ class BlockSpec:
             "down": LinearSpec(
                 *(("mlp", "down"), self.mlp_width, (self.width,), self.mlp_bias),
                 residual=summed,
-                ranks=ranks,
+                ranks=self.tensor_parallel,
             ),
         }
-        for name, weight in self.formats:
-            linears[name] = dataclasses.replace(linears[name], weight=weight)
+
+    def _around_experts(self) -> dict[str, LinearSpec]:
+        """The linear layers beside the experts, which all read the same normalised input."""
+        inputs = {"k": self.width, "bias": False}
+        path, shared = ("mlp", "shared"), self.shared_width
+        router = LinearSpec(
+            ("mlp", "router"), **inputs, outs=(self.experts.experts,), result="float32"
+        )
+        if not shared:
+            return {"router": router}
+        linears = {
+            "router": router,
+            "shared_gate_up": LinearSpec((*path, "gate_up"), **inputs, outs=(2, shared), gate=True),
+            "shared_down": LinearSpec((*path, "down"), shared, (self.width,), False),
+        }
+        if self.shared_gate:
+            linears["shared_gate"] = LinearSpec(("mlp", "shared_gate"), **inputs, outs=(1,))
         return linears
+
+    @property
+    def expert_weights(self) -> int:
+        """Number of weights of one expert; 0 without experts."""
+        return 0 if self.experts is None else 3 * self.width * self.mlp_width
+
+    def idle_experts(self, rows: int) -> int:
+        """The number of experts that this many rows certainly do not choose."""
+        if self.experts is None:
+            return 0
+        return max(0, self.experts.experts - rows * self.experts.chosen)
 
     @property
     def fuses_norms(self) -> bool:
@@ -274,6 +330,9 @@ class BlockSpec:
         2F values of its product and the F values computed from them, and XLA of JAX 0.11 keeps the
         residual stream a third time.
         """
+        if self.experts is not None:
+            # The experts' sum is in fp32. The tiles of `moe` are small.
+            return 6 * self.width + 3 * self.shared_width
         hidden = 2 if self.no_gate else 3
         return 3 * self.width + hidden * self.mlp_width
 

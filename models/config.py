@@ -152,7 +152,10 @@ class DecoderConfig:
 
         A head that is the transposed embedding is left out, because no kernel reads it.
         """
-        shapes = {name: linear.shape for name, linear in self.blocks[0].linears.items()}
+        shapes = {}
+        for block in dict.fromkeys(self.blocks):
+            for name, linear in block.linears.items():
+                shapes.setdefault(name, linear.shape)
         if not self.tie_embeddings:
             width = self.embedding_width or self.width
             normed = self.final_norm and self.fuses_norms and width == self.width
@@ -160,6 +163,10 @@ class DecoderConfig:
                 *(width, self.head_width), norm=normed, result="float32", weight=self.head_format
             )
         return shapes
+
+    def idle_expert_weights(self, rows: int) -> int:
+        """Weights of all layers' experts that this many tokens certainly do not choose."""
+        return sum(block.idle_experts(rows) * block.expert_weights for block in self.blocks)
 
     @property
     def position_rows(self) -> int:
@@ -298,6 +305,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "attention_multiplier": (),
     "attn_logit_softcapping": (),
+    "clip_qkv": (),
     "embedding_multiplier": (1.0,),
     "final_logit_softcapping": (),
     "layer_types": ("full_attention",),

@@ -26,6 +26,7 @@ from fdjax.models.sharding import local_config, partitions, whole_config
 from fdjax.pallas_kernels.activations import UNGATED
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
+from fdjax.pallas_kernels.experts import moe
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
 from fdjax.pallas_kernels.norm import RMSNorm, layer_norm, rms_norm
@@ -158,13 +159,17 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """MLP: down(act(gate(x)) * up(x)), or down(act(up(x)))."""
+    """MLP: down(act(gate(x)) * up(x)), or down(act(up(x))).
 
-    def __init__(self, spec: BlockSpec, dtype):
+    `beside` is the beginning of the names of its linear layers.
+    """
+
+    def __init__(self, spec: BlockSpec, dtype, beside: str = ""):
+        linears = spec.linears
         self.activation = spec.activation
-        self.up = Linear.of(spec.linears["up"], dtype) if spec.no_gate else None
-        self.gate_up = None if spec.no_gate else Linear.of(spec.linears["gate_up"], dtype)
-        self.down = Linear.of(spec.linears["down"], dtype)
+        self.up = Linear.of(linears["up"], dtype) if spec.no_gate else None
+        self.gate_up = None if spec.no_gate else Linear.of(linears[f"{beside}gate_up"], dtype)
+        self.down = Linear.of(linears[f"{beside}down"], dtype)
 
     def hidden(self, x: Array, norm: Norm | None, plan: Plan) -> Array:
         """x [B,T,E] → input of `down` [B,T,F]."""
@@ -175,6 +180,66 @@ class MLP(nnx.Module):
             return UNGATED[self.activation](x.astype(jnp.float32)).astype(x.dtype)
 
         return _by_row(act, _normed(norm, self.up, x, plan), plan)
+
+    def output(self, hidden: Array, **fused) -> Array:
+        """Result of `hidden` [B,T,F] → [B,T,E]; `fused` are keywords of `matmul`."""
+        return self.down(hidden, **fused)
+
+
+class ExpertWeights(nnx.Module):
+    """The weights of all experts of a layer."""
+
+    def __init__(self, spec: BlockSpec, dtype):
+        experts, width, hidden = spec.experts.experts, spec.width, spec.mlp_width
+        self.gate_up = nnx.Param(jnp.zeros((experts, width, 2, hidden), dtype))
+        self.down = nnx.Param(jnp.zeros((experts, hidden, width), dtype))
+        self.bias = nnx.Param(jnp.zeros((experts,), dtype)) if spec.experts.biased else None
+
+
+class Experts(nnx.Module):
+    """A mixture of experts, and an MLP beside them if the block has one."""
+
+    def __init__(self, spec: BlockSpec, dtype):
+        linears = spec.linears
+        self.routing = spec.experts
+        self.activation = spec.activation
+        self.router = Linear.of(linears["router"], dtype)
+        self.experts = ExpertWeights(spec, dtype)
+        self.shared = MLP(spec, dtype, "shared_") if spec.shared_width else None
+        self.shared_gate = Linear.of(linears["shared_gate"], dtype) if spec.shared_gate else None
+
+    def hidden(self, x: Array, norm: Norm | None, plan: Plan) -> Array:
+        """x [B,T,E] → input of router and experts [B,T,E]."""
+        return x if norm is None else norm(x, plan)
+
+    def output(self, hidden: Array, *, plan: Plan, residual: Array | None = None) -> Array:
+        """Result of `hidden` [B,T,E] → [B,T,E], plus a residual."""
+        bias = self.experts.bias
+        y = moe(
+            hidden.reshape(-1, hidden.shape[-1]),
+            self.router(hidden, preferred_element_type=jnp.float32, plan=plan).reshape(
+                -1, self.routing.experts
+            ),
+            self.experts.gate_up[...],
+            self.experts.down[...],
+            bias=None if bias is None else bias[...],
+            routing=self.routing,
+            gate=self.activation,
+            plan=plan,
+        ).reshape(hidden.shape)
+        if self.shared is not None:
+            y = y + self._shared(hidden, plan)
+        return y if residual is None else residual + y
+
+    def _shared(self, hidden: Array, plan: Plan) -> Array:
+        y = self.shared.output(self.shared.hidden(hidden, None, plan), plan=plan)
+        if self.shared_gate is None:
+            return y
+        gate = self.shared_gate(hidden, preferred_element_type=jnp.float32, plan=plan)
+        # Multiplied on its own, like the residual multiplier of a block.
+        return _by_row(
+            lambda y, g: (y.astype(jnp.float32) * jax.nn.sigmoid(g)).astype(y.dtype), y, plan, gate
+        )
 
 
 def _normed(
@@ -188,11 +253,15 @@ def _normed(
     return linear(x, plan=plan, **fused)
 
 
-def _by_row(function: Callable[[Array], Array], x: Array, plan: Plan) -> Array:
-    """Apply a function of rows to x [B,T,...]; bits do not depend on the batch if the plan asks."""
+def _by_row(function: Callable[..., Array], x: Array, plan: Plan, *others: Array) -> Array:
+    """Apply a function of rows to x [B,T,...] and others; the result is like x.
+
+    Bits do not depend on the batch if the plan asks for that.
+    """
     if plan.batch_invariant:
-        return in_row_tiles(function, x.reshape(-1, *x.shape[2:])).reshape(x.shape)
-    return function(x)
+        rows = (a.reshape(-1, *a.shape[2:]) for a in (x, *others))
+        return in_row_tiles(function, *rows).reshape(x.shape)
+    return function(x, *others)
 
 
 class DecoderBlock(nnx.Module):
@@ -206,7 +275,7 @@ class DecoderBlock(nnx.Module):
         self.attention_post_norm = norm("attention_post_norm")
         self.attention_sum_norm = norm("attention_sum_norm")
         self.mlp_norm = norm("mlp_norm")
-        self.mlp = MLP(spec, dtype)
+        self.mlp = MLP(spec, dtype) if spec.experts is None else Experts(spec, dtype)
         self.mlp_post_norm = norm("mlp_post_norm")
         self.mlp_sum_norm = norm("mlp_sum_norm")
         self.parallel = spec.parallel
@@ -241,11 +310,16 @@ class DecoderBlock(nnx.Module):
             y = self.attention_sum_norm(y, plan)
         norm = self.attention_norm if self.shared_norm else self.mlp_norm
         hidden = self.mlp.hidden(x if self.parallel else y, norm, plan)
-        y = self._add(y, self.mlp.down, hidden, self.mlp_post_norm, plan)
+        y = self._add(y, self.mlp.output, hidden, self.mlp_post_norm, plan)
         return y if self.mlp_sum_norm is None else self.mlp_sum_norm(y, plan), kv
 
     def _add(
-        self, x: Array, linear: Linear, hidden: Array, post_norm: Norm | None, plan: Plan
+        self,
+        x: Array,
+        linear: Callable[..., Array],
+        hidden: Array,
+        post_norm: Norm | None,
+        plan: Plan,
     ) -> Array:
         """x [B,T,E] → x + residual_multiplier * post_norm(linear(hidden))."""
         scale = self.residual_multiplier
@@ -298,8 +372,8 @@ class DecoderBlock(nnx.Module):
 def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, int]:
     """A plan's key for the `linear_chain` of a decode step."""
     linears = config.linear_shapes
-    out, down = linears["out"], linears["down"]
-    return chain_key(rows, out.k, config.width, down.k, linears["qkv"].n, itemsize)
+    sizes = linears["out"].k, config.width, config.mlp_width, linears["qkv"].n
+    return chain_key(rows, *sizes, itemsize)
 
 
 def layers_shape(config: DecoderConfig, rows: int, slots: int, itemsize: int) -> dict[str, int]:
@@ -618,6 +692,11 @@ class Model:
         """Number of weights; tied embeddings count once, repeated KV heads as often as held."""
         leaves = jax.tree.leaves(self.abstract_params, is_leaf=is_quantised)
         return sum(leaf.size for leaf in leaves)
+
+    @property
+    def active_parameter_count(self) -> int:
+        """Number of weights that one token uses, without the experts that it does not choose."""
+        return self.parameter_count - self.config.idle_expert_weights(1)
 
     @property
     def weight_bytes(self) -> int:

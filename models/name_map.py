@@ -171,16 +171,51 @@ class InputsFirst:
 
 
 @dataclasses.dataclass(frozen=True)
+class PerExpert:
+    """Weights of X experts, each as `layout` has them, one expert after the other."""
+
+    experts: int
+    layout: Layout
+
+    def join(self, parts):
+        """Checkpoint tensors → the parameters of `layout` [X, ...]."""
+        each = len(parts) // self.experts
+        return jnp.stack([self.layout.join(part) for part in itertools.batched(parts, each)])
+
+    def split(self, parameter):
+        """The inverse of `join`."""
+        return [part for expert in parameter for part in self.layout.split(expert)]
+
+
+@dataclasses.dataclass(frozen=True)
+class AllExperts:
+    """Weights of X experts in one tensor, each as `layout` has it."""
+
+    layout: Layout
+
+    def join(self, parts):
+        """[X, ...] → the parameters of `layout` [X, ...]."""
+        return jax.vmap(lambda part: self.layout.join([part]))(parts[0])
+
+    def split(self, parameter):
+        """The inverse of `join`."""
+        return [jax.vmap(lambda expert: self.layout.split(expert)[0])(parameter)]
+
+
+@dataclasses.dataclass(frozen=True)
 class Weight:
     """The checkpoint tensors of one parameter.
 
     Attributes:
       sources: the tensors as (name, shape).
       layout: converts them to the parameter.
+      whole: a tensor (name, shape) that newer checkpoints have in their place, with all their
+        values one after the other; None for none.
     """
 
     sources: tuple[tuple[str, tuple[int, ...]], ...]
     layout: Layout = Same()
+    whole: tuple[str, tuple[int, ...]] | None = None
 
 
 WeightMap = dict[Path, Weight]
@@ -199,6 +234,10 @@ class TensorNames:
       per_group: the one module of Q, K and V has them grouped by KV head.
       interleaved: RoPE rotates pairs (2i, 2i + 1) of the checkpoint's dimensions.
       inputs_first: weights in the layers are stored as [K, N].
+      experts: modules of the experts in a layer. For gate and up, and for down; {} is the index of
+        the expert, and without it one tensor holds the weights of all.
+      router_bias: tensor in a layer with the bias by which experts are chosen.
+      renamed: pattern → replacement in names of the checkpoint, for newer names.
     """
 
     embed: str = "model.embed_tokens"
@@ -213,6 +252,12 @@ class TensorNames:
     per_group: bool = False
     interleaved: bool = False
     inputs_first: bool = False
+    experts: tuple[tuple[str, ...], tuple[str, ...]] = (
+        ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
+        ("mlp.experts.{}.down_proj",),
+    )
+    router_bias: str = "mlp.gate.e_score_correction_bias"
+    renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def of(self, name: str) -> tuple[str, ...]:
         """The modules of a linear layer or norm."""
@@ -229,6 +274,10 @@ _LLAMA = {
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "up": ("mlp.up_proj",),
     "down": ("mlp.down_proj",),
+    "router": ("mlp.gate",),
+    "shared_gate_up": ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    "shared_down": ("mlp.shared_expert.down_proj",),
+    "shared_gate": ("mlp.shared_expert_gate",),
 }
 
 
@@ -292,6 +341,37 @@ def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames
         if linear.bias:
             sources = [(f"{m}.bias", (out,)) for m, out in zip(modules, outs, strict=True)]
             weights[(*ours, *linear.path, "bias")] = Weight(tuple(sources), layout)
+    if block.experts is not None:
+        weights |= _expert_weights(block, (*ours, "mlp", "experts"), theirs, names)
+    return weights
+
+
+def _expert_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames) -> WeightMap:
+    """The weights of the experts of one layer."""
+    experts, width, hidden = block.experts.experts, block.width, block.mlp_width
+    weights: WeightMap = {}
+    for name, modules, outs, k in (
+        ("gate_up", names.experts[0], (hidden, hidden), width),
+        ("down", names.experts[1], (width,), hidden),
+    ):
+        layout = GateUp() if name == "gate_up" else Transposed()
+        whole = experts, sum(outs), k
+        if "{}" not in modules[0]:
+            layout = StackedRows(outs, layout) if len(outs) > 1 else layout
+            source = (f"{theirs}{modules[0]}.weight", whole)
+            weights[(*ours, name)] = Weight((source,), AllExperts(layout))
+            continue
+        sources = tuple(
+            (f"{theirs}{module.format(i)}.weight", (out, k))
+            for i in range(experts)
+            for module, out in zip(modules, outs, strict=True)
+        )
+        beginning = modules[0].partition("{}")[0]
+        weights[(*ours, name)] = Weight(
+            sources, PerExpert(experts, layout), (f"{theirs}{beginning}{name}_proj", whole)
+        )
+    if block.experts.biased:
+        weights[(*ours, "bias")] = Weight(((theirs + names.router_bias, (experts,)),))
     return weights
 
 
@@ -299,7 +379,7 @@ def _stored(
     block: BlockSpec, name: str, linear: LinearSpec, modules: int, names: TensorNames
 ) -> tuple[tuple[int, ...], Layout]:
     """The outputs of each of the modules of a linear layer, and how they are joined."""
-    if name not in ("qkv", "gate_up"):
+    if name not in ("qkv", "gate_up", "shared_gate_up"):
         return linear.outs, Transposed()
     heads = block.kv_heads, block.group, block.head_dim
     if name == "qkv" and names.per_group:
@@ -310,7 +390,7 @@ def _stored(
         pairs = rope.dim if names.interleaved and rope is not None else 0
         outs, layout = (q, kv, kv), GroupedQKV(*heads, interleaved=pairs)
     else:
-        outs, layout = (block.mlp_width,) * 2, GateUp()
+        outs, layout = linear.outs[1:] * 2, GateUp()
     return (outs, layout) if modules > 1 else ((sum(outs),), StackedRows(outs, layout))
 
 

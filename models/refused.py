@@ -1,6 +1,6 @@
 """Model types that cannot run, and why."""
 
-_EXPERTS = "its MLP is a mixture of experts"
+_EXPERTS = "its mixture of experts is unlike those of the supported families"
 _LATENT = "its attention keeps a latent vector in place of keys and values (MLA)"
 _DELTA_NET = "most of its layers are gated delta nets, which are no attention"
 _STATE_SPACE = "it has state space layers, which are no attention"
@@ -8,8 +8,8 @@ _STATE_SPACE = "it has state space layers, which are no attention"
 REFUSED = {
     **dict.fromkeys(
         """
-        dbrx ernie4_5_moe glm4_moe gpt_oss granitemoe granitemoeshared hunyuan_v1_moe jetmoe
-        llama4 llama4_text mixtral olmoe phimoe qwen2_moe qwen3_moe switch_transformers
+        dbrx ernie4_5_moe glm4_moe gpt_oss granitemoeshared hunyuan_v1_moe jetmoe llama4
+        llama4_text phimoe switch_transformers
         """.split(),
         _EXPERTS,
     ),

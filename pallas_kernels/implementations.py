@@ -4,11 +4,12 @@ Where nothing was measured, the first implementation of an op that can run and w
 accepts the shape runs it.
 """
 
-from fdjax.pallas_kernels import attention, gemm, layers
+from fdjax.pallas_kernels import attention, experts, gemm, layers
 
 IMPLEMENTATIONS = (
     *gemm.MATMUL,
     *gemm.LINEAR_CHAIN,
+    *experts.MOE,
     *layers.DECODE_LAYERS,
     *attention.DECODE_ATTENTION,
     *attention.PREFILL_ATTENTION,

@@ -5,27 +5,29 @@ row computed in a small one can differ in the last bit.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 # Rows of a tile in prefill. In the decode phase a tile is one row.
-_PREFILL_TILE = 128
+PREFILL_TILE = 128
 
 
-def in_row_tiles(function: Callable[..., Array], *operands: Array) -> Array:
+def in_row_tiles(function: Callable[..., Any], *operands: Array) -> Any:
     """`function(*operands)`, one tile of rows at a time.
 
     Args:
-      function: operands [R, ...] → [R, N...] for any R; each row depends on its own row only.
+      function: operands [R, ...] → [R, N...], or a tree of such arrays, for any R; each row depends
+        on its own row only.
       *operands: [M, ...].
 
     Returns:
-      [M, N...].
+      [M, N...], or such a tree.
     """
     m = operands[0].shape[0]
-    tile = 1 if m < _PREFILL_TILE else _PREFILL_TILE
+    tile = 1 if m < PREFILL_TILE else PREFILL_TILE
     count = max(1, -(-m // tile))
     tiles = [
         jnp.pad(a, ((0, count * tile - m), *((0, 0),) * (a.ndim - 1))).reshape(
@@ -36,11 +38,12 @@ def in_row_tiles(function: Callable[..., Array], *operands: Array) -> Array:
 
     def one(i, y):
         part = function(*(lax.dynamic_index_in_dim(a, i, keepdims=False) for a in tiles))
-        return lax.dynamic_update_index_in_dim(y, part, i, 0)
+        return jax.tree.map(lambda y, p: lax.dynamic_update_index_in_dim(y, p, i, 0), y, part)
 
     out = jax.eval_shape(function, *(a[0] for a in tiles))
     # The barrier hides the count from the compiler, so that a single tile runs in the loop too.
     # Unrolled, it would be fused with its neighbours and rounded differently.
     unknown = lax.optimization_barrier(jnp.int32(count))
-    y = lax.fori_loop(0, unknown, one, jnp.zeros((count, *out.shape), out.dtype))
-    return y.reshape(count * tile, *out.shape[1:])[:m]
+    y = jax.tree.map(lambda part: jnp.zeros((count, *part.shape), part.dtype), out)
+    y = lax.fori_loop(0, unknown, one, y)
+    return jax.tree.map(lambda a: a.reshape(count * tile, *a.shape[2:])[:m], y)

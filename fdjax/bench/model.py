@@ -147,7 +147,7 @@ def model_rows(
         reason = "rows ended early"
     stats = [r.stats for r in results]
     step_bytes = stats[0].decode_bytes // stats[0].decode_steps
-    flops = 2 * lm.model.parameter_count * batch * prompt_tokens
+    flops = 2 * lm.model.active_parameter_count * batch * prompt_tokens
     rows = []
     for case, samples, traffic, work in (
         ("first token", [1e6 * s.prefill_seconds for s in stats], 0, flops),

@@ -1,6 +1,7 @@
 """Results of `LM.generate` and `LM.stream`."""
 
 import atexit
+import collections
 import contextlib
 import dataclasses
 import math
@@ -42,7 +43,8 @@ class Stats:
       decode_tokens: tokens generated, all rows.
       prefill_seconds: from the call to the first token of the last row, less compiling.
       decode_seconds: from there to the last token, less compiling.
-      decode_bytes: bytes the decode steps had to read: weights each step, live cache slots.
+      decode_bytes: bytes the decode steps had to read: weights each step, live cache slots. Of a
+        mixture of experts, as many experts count as the rows of a step can choose at most.
       decode_steps: each is one token of every row that has not ended; the first tokens have none.
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
       chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
@@ -296,6 +298,8 @@ class Timer:
         self._last = self._paused = time.perf_counter()
         self._prefill = self._decode = self._compile = 0.0
         self._steps = 0
+        # How many steps had so many rows.
+        self._steps_of_rows: collections.Counter[int] = collections.Counter()
         self._chunk_ms: list[float] = []
         self._chunk_steps: list[int] = []
         self._reruns: list[np.ndarray] = []
@@ -317,8 +321,11 @@ class Timer:
             self._prefill += seconds
             return
         self._decode += seconds
-        steps = int((chunk.tokens >= 0).any(axis=0).sum())
+        rows = (chunk.tokens >= 0).sum(axis=0)
+        rows = rows[rows > 0].tolist()
+        steps = len(rows)
         self._steps += steps
+        self._steps_of_rows.update(rows)
         if steps:
             self._chunk_ms.append(1e3 * seconds / steps)
             self._chunk_steps.append(steps)
@@ -328,8 +335,11 @@ class Timer:
     def stats(self, rows: Sequence[Row]) -> Stats:
         """The cost of the call up to the last chunk."""
         model, params = self._model, self._params
-        whole = sum(map(_bytes_of_device, jax.tree.leaves(params)))
-        weights = step_bytes(model, whole, _bytes_of_device(params["embed"]))
+        sizes = (
+            sum(map(_bytes_of_device, jax.tree.leaves(params))),
+            _bytes_of_device(params["embed"]),
+        )
+        weights = sum(n * step_bytes(model, *sizes, m) for m, n in self._steps_of_rows.items())
         per_token = model.local.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
         slots = sum(row.slots_read for row in rows)
         return Stats(
@@ -338,7 +348,7 @@ class Timer:
             decode_tokens=sum(len(answer.tokens) for row in rows for answer in row.answers),
             prefill_seconds=self._prefill,
             decode_seconds=self._decode,
-            decode_bytes=self._steps * weights + slots * per_token,
+            decode_bytes=weights + slots * per_token,
             decode_steps=self._steps,
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),
@@ -353,6 +363,10 @@ def _bytes_of_device(array: jax.Array) -> int:
     return math.prod(array.sharding.shard_shape(array.shape)) * array.dtype.itemsize
 
 
-def step_bytes(model: Model, params_bytes: int, embed_bytes: int) -> int:
-    """Bytes of weights one decode step reads: all but an embedding table that is only looked up."""
-    return params_bytes if model.config.tie_embeddings else params_bytes - embed_bytes
+def step_bytes(model: Model, params_bytes: int, embed_bytes: int, rows: int) -> int:
+    """Bytes of weights that a decode step of this many rows reads.
+
+    These are all but an embedding table that is only looked up, and experts that no row chooses.
+    """
+    idle = model.config.idle_expert_weights(rows) * jnp.dtype(model.dtype).itemsize
+    return params_bytes - idle - (0 if model.config.tie_embeddings else embed_bytes)

@@ -18,6 +18,7 @@ from fdjax.engine.memory import (
 )
 from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
+from fdjax.pallas_kernels.experts import moe_key
 from fdjax.pallas_kernels.plan import Choice
 from fdjax.system.device_memory import device_memory_bytes, gigabytes
 
@@ -31,6 +32,7 @@ class ModelInfo:
     Attributes:
       devices: number of devices that share the model.
       family, parameters, dtype: family, number of parameters and dtype of the model.
+      active_parameters: number of parameters that one token uses.
       quantised: formats of the quantised weights.
       weight_bytes: bytes of all parameters.
       kv_bytes_per_token: bytes of cache that one token takes in all layers.
@@ -53,6 +55,7 @@ class ModelInfo:
     devices: int
     family: str
     parameters: int
+    active_parameters: int
     dtype: str
     quantised: tuple[str, ...]
     weight_bytes: int
@@ -76,7 +79,7 @@ class ModelInfo:
         """A readable table."""
         lines = [
             f"family        {self.family}",
-            f"parameters    {self.parameters:,}",
+            f"parameters    {self.parameters:,}{self._active()}",
             f"weights       {gigabytes(self.weight_bytes)} in {', '.join(self._dtypes())}",
             f"KV cache      {self.kv_bytes_per_token:,} bytes per token",
             f"context       {self.max_position_embeddings:,} tokens",
@@ -98,6 +101,11 @@ class ModelInfo:
         lines += [f"{op:18} {shape:44} {run:10} {why}" for op, shape, run, why in self.choices]
         lines += ["", "docs/performance.md explains these operations and implementations."]
         return "\n".join(lines)
+
+    def _active(self) -> str:
+        if self.active_parameters == self.parameters:
+            return ""
+        return f", of which a token uses {self.active_parameters:,}"
 
     def _dtypes(self) -> tuple[str, ...]:
         return (*self.quantised, self.dtype)
@@ -155,6 +163,7 @@ def model_info(
         devices=whole.ranks,
         family=model.config.family,
         parameters=whole.parameter_count,
+        active_parameters=whole.active_parameter_count,
         dtype=model.dtype,
         quantised=tuple(map(str, model.config.weight_formats)),
         weight_bytes=model.weight_bytes,
@@ -196,6 +205,14 @@ def _choices(model: Model, batch: int, slots: int):
         choice = model.plan.choose("matmul", shape.features, **shape.key(batch, itemsize))
         weight = f" {shape.weight}" if shape.weight else ""
         yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]{weight}", choice)
+    for block in dict.fromkeys(b for b in c.blocks if b.experts):
+        if one_launch:
+            continue
+        routing, sizes = block.experts, (block.width, block.mlp_width)
+        shape = moe_key(batch, *sizes, routing, itemsize)
+        choice = model.plan.choose("moe", routing.features, **shape)
+        label = f"M={batch} {routing.chosen} of {routing.experts} [{sizes[0]},2,{sizes[1]}]"
+        yield row("moe", label, choice)
     shape, features = chain_shape(c, batch, itemsize), chain_features(c)
     if not one_launch and model.plan.has_kernel("linear_chain", features, **shape):
         choice = model.plan.choose("linear_chain", features, **shape)

@@ -20,7 +20,7 @@ from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
 from fdjax.system.process import transfers_allowed
 from fdjax.tools.smoothing import Inputs, Smoothed, smoothed
 from fdjax.weights.calibration import FILE as CALIBRATION
-from fdjax.weights.quantise import quantise
+from fdjax.weights.quantise import quantise, refuse_experts
 from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json, stored_tensors
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
 
@@ -61,9 +61,11 @@ def quantise_checkpoint(
 
     Raises:
       CheckpointError: a tensor is not floating point.
+      NotImplementedError: the model has mixtures of experts.
       ValueError: the group does not divide the inputs of a layer.
       OSError: a file cannot be written.
     """
+    refuse_experts(config)
     stored = stored_tensors(folder)
     config = _with_formats(config, bits, group, scales)
     weights = weight_map(config)

@@ -1,5 +1,6 @@
 """Loads a Hugging Face checkpoint: finds the folder, checks and loads the tensors."""
 
+import dataclasses
 import hashlib
 import importlib.resources
 import logging
@@ -24,6 +25,7 @@ from fdjax.models import (
     Model,
     Params,
     ignored_tensors,
+    renamed_tensors,
     weight_map,
 )
 from fdjax.models.name_map import Weight, WeightMap, join
@@ -209,7 +211,7 @@ def load_params(
     """
     began = time.perf_counter()
     weights = weight_map(model.config)
-    stored = _with_base(stored_tensors(folder), weights)
+    stored = _by_our_names(folder, model.config)
     linears = _stored_linears(folder, model.config, stored)
     ignored = ignored_tensors(model.config)
     check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
@@ -288,7 +290,8 @@ def quantised_config(
     scheme = scheme_of(data, str(folder / "config.json"))
     if scheme is None:
         return config
-    return with_stored_formats(config, stored_linears(scheme, config, stored_tensors(folder)))
+    stored = _by_our_names(folder, config)
+    return with_stored_formats(config, stored_linears(scheme, config, stored))
 
 
 def _stored_linears(
@@ -352,7 +355,12 @@ def _warn_of_dequantised(
 ) -> None:
     """Warn of quantised weights that the model holds dequantised."""
     reasons = [
-        linears[name].reason or "the layers that fuse with it have other formats"
+        linears[name].reason
+        or (
+            "products of experts take plain weights"
+            if "experts" in path
+            else "the layers that fuse with it have other formats"
+        )
         for path, weight in weight_map(config).items()
         if config.format_of(path) is None
         for name, _ in weight.sources
@@ -366,6 +374,44 @@ def _warn_of_dequantised(
             ),
             stacklevel=3,
         )
+
+
+def _by_our_names(folder: Path, config: DecoderConfig) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by the names in the weight map of its model."""
+    weights = weight_map(config)
+    stored = _with_base(stored_tensors(folder), weights)
+    for pattern, replacement in renamed_tensors(config).items():
+        renamed = {name: re.sub(pattern, replacement, name) for name in stored}
+        # A tensor that is there by both names keeps them, and one is then unexpected.
+        stored = {
+            name if renamed[name] in stored else renamed[name]: t for name, t in stored.items()
+        }
+    for weight in weights.values():
+        if weight.whole is None or weight.whole[0] not in stored:
+            continue
+        if not any(name in stored for name, _ in weight.sources):
+            stored |= _parts(stored.pop(weight.whole[0]), weight)
+    return stored
+
+
+def _parts(tensor: StoredTensor, weight: Weight) -> dict[str, StoredTensor]:
+    """The parts of a tensor that holds all sources of a weight, one after the other.
+
+    Raises:
+      CheckpointError: it has another shape, or is not floating point.
+    """
+    tensor.view(FLOATS)
+    _, shape = weight.whole
+    if tensor.shape != shape:
+        raise CheckpointError(
+            f"{tensor.file.name}: tensor {tensor.name!r} must have shape {list(shape)} "
+            f"by config.json, got {list(tensor.shape)}; config.json describes another model"
+        )
+    parts, start = {}, tensor.start
+    for name, shape in weight.sources:
+        parts[name] = dataclasses.replace(tensor, shape=shape, start=start)
+        start += parts[name].nbytes
+    return parts
 
 
 def _with_base(stored: dict[str, StoredTensor], weights: WeightMap) -> dict[str, StoredTensor]:

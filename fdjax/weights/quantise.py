@@ -32,6 +32,7 @@ def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderC
       kind: "int4" by the largest of `GROUPS` that divides K, or "int8" by column.
       scales: dtype of the scales.
     """
+    refuse_experts(config)
     formats = {}
     for i, block in enumerate(config.blocks):
         for linear in block.linears.values():
@@ -39,6 +40,12 @@ def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderC
             group = next(fitting, linear.k)
             formats["blocks", i, *linear.path, "weight"] = WeightFormat(kind, group, scales=scales)
     return config.with_formats(formats)
+
+
+def refuse_experts(config: DecoderConfig) -> None:
+    """Raise NotImplementedError if a model has mixtures of experts."""
+    if any(block.experts for block in config.blocks):
+        raise NotImplementedError("quantize: the weights of experts cannot be quantised")
 
 
 def quantise(

@@ -1,5 +1,7 @@
 """Granite 3 (Granite Team 2024): a Llama with factors of embeddings, scores, layers and logits."""
 
+from typing import Any
+
 from fdjax.models.config import (
     ConfigReader,
     DecoderConfig,
@@ -18,18 +20,25 @@ DEFAULTS = {}
 def parse_config(reader: ConfigReader) -> DecoderConfig:
     """Parse the config.json of a `GraniteForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
-    rope = read_rope(reader, dimensions["head_dim"])
-    spec = AttentionSpec(scale=reader.positive("attention_multiplier", 1.0, float), rope=rope)
-    bias = reader.get("attention_bias", bool, False)
     return read_decoder(
         reader,
         "granite",
-        attention=(spec,) * read_layers(reader),
-        qkv_bias=bias,
-        out_bias=bias,
+        **read_granite(reader, dimensions["head_dim"], read_layers(reader)),
         mlp_bias=reader.get("mlp_bias", bool, False),
-        residual_multiplier=reader.positive("residual_multiplier", 1.0, float),
-        embedding_scale=reader.positive("embedding_multiplier", 1.0, float),
-        logit_scale=1 / reader.positive("logits_scaling", 1.0, float),
         **dimensions,
     )
+
+
+def read_granite(reader: ConfigReader, head_dim: int, layers: int) -> dict[str, Any]:
+    """Read the fields that all Granites have, as fields of `DecoderConfig`."""
+    rope = read_rope(reader, head_dim)
+    spec = AttentionSpec(scale=reader.positive("attention_multiplier", 1.0, float), rope=rope)
+    bias = reader.get("attention_bias", bool, False)
+    return {
+        "attention": (spec,) * layers,
+        "qkv_bias": bias,
+        "out_bias": bias,
+        "residual_multiplier": reader.positive("residual_multiplier", 1.0, float),
+        "embedding_scale": reader.positive("embedding_multiplier", 1.0, float),
+        "logit_scale": 1 / reader.positive("logits_scaling", 1.0, float),
+    }

@@ -29,6 +29,7 @@ from fdjax.models.name_map import GroupedQKV
 from fdjax.models.refused import REFUSED
 from fdjax.pallas_kernels.attention import attention_reference, prefill_attention
 from fdjax.pallas_kernels.attention.spec import AttentionSpec, alibi_slopes
+from fdjax.pallas_kernels.experts import ROUTING_FEATURES, Routing
 from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES
 from fdjax.pallas_kernels.rope import Rope, apply_rope
@@ -48,6 +49,10 @@ NEW = {
     "shared_norm": {"shared_norm": True, "parallel": True},
     "no_gate": {"no_gate": True},
     "residual_multiplier": {"residual_multiplier": 0.5},
+    "experts": {"experts": Routing(4, 2)},
+    "experts.normalised": {"experts": Routing(4, 2, normalised=True)},
+    "shared_width": {"experts": Routing(4, 2), "shared_width": 64},
+    "shared_gate": {"experts": Routing(4, 2), "shared_width": 64, "shared_gate": True},
 }
 
 
@@ -81,7 +86,7 @@ def test_kernels_of_several_layers_refuse_what_they_do_not_list(name):
 def test_the_decoder_runs_every_field():
     assert {name for name in NEW} <= DECODER_CAN
     used = {field.name for field in dataclasses.fields(BlockSpec)}
-    assert used >= DECODER_CAN - WEIGHT_FEATURES
+    assert used >= DECODER_CAN - WEIGHT_FEATURES - {f"experts.{name}" for name in ROUTING_FEATURES}
 
 
 @pytest.mark.parametrize(
@@ -92,6 +97,11 @@ def test_the_decoder_runs_every_field():
         ({"sum_norms": True, "parallel": True}, "exclude each other"),
         ({"shared_norm": True}, "needs parallel"),
         ({"shared_norm": True, "parallel": True, "no_pre_norms": True}, "pre-norms"),
+        ({"shared_width": 8}, "shared_width needs experts"),
+        ({"experts": Routing(4, 2), "shared_gate": True}, "shared_gate needs shared_width"),
+        ({"experts": Routing(4, 2), "shared_width": -1}, "must not be negative"),
+        ({"experts": Routing(4, 2), "no_gate": True}, "experts exclude no_gate and mlp_bias"),
+        ({"experts": Routing(4, 2), "mlp_bias": True}, "experts exclude no_gate and mlp_bias"),
     ],
     ids=str,
 )
@@ -245,6 +255,15 @@ def test_chatglm2_has_its_published_size():
         ("smollm3", {"no_rope_layers": [1]}, "'no_rope_layers' must be 0 or 1 for each layer"),
         ("smollm3", {"no_rope_layers": [1, 2]}, "'no_rope_layers' must be 0 or 1"),
         ("olmo3", {"rope_parameters": {"rope_type": "yarn"}}, "unknown keys rope_type"),
+        ("mixtral", {"num_experts_per_tok": 5}, "'num_experts_per_tok' must be at most 'num_local"),
+        ("mixtral", {"num_local_experts": 10**6}, "'num_local_experts' must be at most 4096"),
+        ("mixtral", {"num_local_experts": 0}, "'num_local_experts' must be positive"),
+        ("mixtral", {"num_experts": 4}, "'num_experts' 4 is not supported"),
+        ("qwen2_moe", {"mlp_only_layers": ["1"]}, "'mlp_only_layers' must hold integers"),
+        ("qwen2_moe", {"mlp_only_layers": 1}, "'mlp_only_layers' must be list"),
+        ("qwen2_moe", {"decoder_sparse_step": 0}, "'decoder_sparse_step' must be positive"),
+        ("qwen3_moe", {"moe_intermediate_size": -1}, "'moe_intermediate_size' must be positive"),
+        ("olmoe", {"clip_qkv": 8.0}, "'clip_qkv' 8.0 is not supported"),
     ],
     ids=str,
 )
@@ -262,7 +281,7 @@ def test_what_a_family_cannot_do(model_type, changes, says):
         ("gemma3n", "inputs of their own"),
         ("gemma4", "share keys and values"),
         ("deepseek_v3", "MLA"),
-        ("mixtral", "mixture of experts"),
+        ("gpt_oss", "mixture of experts"),
     ],
 )
 def test_other_models_are_refused_with_the_reason(model_type, why):

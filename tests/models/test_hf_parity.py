@@ -31,10 +31,12 @@ FULL_BATCH = {"gemma2", "gemma3", "phi3_longrope", "qwen2_mixed"}
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
 BY_XLA = [
-    case for case in CASES if not case.startswith(("llama", *(f.split("_")[0] for f in FAMILIES)))
+    case
+    for case in CASES
+    if case.endswith("_moe") or not case.startswith(("llama", *(f.split("_")[0] for f in FAMILIES)))
 ]
-# A learned table of positions, and ALiBi with a norm after the embedding.
-FAST_BY_XLA = {"bloom", "opt"}
+# A learned table of positions, ALiBi with a norm after the embedding, and experts in some layers.
+FAST_BY_XLA = {"bloom", "opt", "qwen2_moe"}
 # A Llama, the family most unlike it, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
 # Every family and kind of rotary embedding, but not every size.

@@ -199,3 +199,40 @@ def rope(x, positions, frequencies: np.ndarray, attention_factor: float = 1.0) -
     value = np.concatenate([turned.real, turned.imag, x[..., 2 * half :]], axis=-1)
     magnitude = np.concatenate([np.abs(pairs)] * 2 + [np.zeros_like(x[..., 2 * half :])], axis=-1)
     return Exact(value, magnitude)
+
+
+def moe(x, logits, gate_up, down, *, routing, gate, bias=None) -> Exact:
+    """x [M,E], logits [M,X], gate_up [X,E,2,F], down [X,F,E], bias [X]; one row at a time."""
+    value, magnitude = np.zeros((2, *x.shape))
+    for row, scores in enumerate(_f64(logits)):
+        experts, weights = _routed(scores, routing, 0 if bias is None else _f64(bias))
+        for expert, weight in zip(experts, weights, strict=True):
+            hidden = matmul(x[row], gate_up[expert], gate=gate)
+            w = _f64(down[expert])
+            value[row] += weight * (hidden.value @ w)
+            magnitude[row] += weight * (hidden.magnitude @ np.abs(w))
+    return Exact(value, magnitude)
+
+
+def _routed(logits: np.ndarray, routing, bias) -> tuple[list[int], np.ndarray]:
+    """The experts of a row with logits [X], and their weights."""
+    if routing.sigmoid:
+        scores = 1 / (1 + np.exp(-logits))
+    else:
+        scores = np.exp(logits - logits.max())
+        scores /= scores.sum()
+    size = routing.experts // routing.groups
+    ranked = scores + bias
+
+    def best_two(group: int) -> float:
+        return sum(sorted(ranked[group * size : (group + 1) * size])[-2:])
+
+    groups = list(range(routing.groups))
+    if routing.groups > 1:
+        groups = sorted(groups, key=lambda g: (-best_two(g), g))[: routing.chosen_groups]
+    allowed = [expert for expert in range(routing.experts) if expert // size in groups]
+    experts = sorted(allowed, key=lambda e: (-ranked[e], e))[: routing.chosen]
+    weights = scores[experts]
+    if routing.normalised:
+        weights = weights / weights.sum()
+    return experts, weights * routing.scale

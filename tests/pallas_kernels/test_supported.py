@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdjax.pallas_kernels.attention import AttentionSpec, alibi_slopes
+from fdjax.pallas_kernels.experts import Routing, moe_key
 from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
 from fdjax.pallas_kernels.quantised import BITS, BRICKS, PLAIN, WeightFormat
 
@@ -85,6 +86,17 @@ def layers_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]
             yield f"{name} M{m} S{s} {8 * itemsize} bit", shape | {"s": s}, features
 
 
+def experts_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
+    rules = {
+        "plain": Routing(8, 2),
+        "normalised": Routing(8, 2, normalised=True),
+        "sigmoid": Routing(8, 2, sigmoid=True, biased=True, groups=2, scale=2.0),
+    }
+    for m, itemsize, (name, routing) in itertools.product((1, 128), (2, 4), rules.items()):
+        shape = moe_key(m, 4096, 14336, routing, itemsize)
+        yield f"{name} M{m} {8 * itemsize} bit", shape, routing.features
+
+
 def supported() -> dict[str, list[str]]:
     """Supported cases by op, implementation and the first compute capability that runs them."""
     found: dict[str, list[str]] = {}
@@ -93,6 +105,8 @@ def supported() -> dict[str, list[str]]:
             cases = [(name, shape, spec.features) for name, shape, spec in attention_cases(i.op)]
         elif i.op == "matmul":
             cases = [*matmul_cases(), *quantised_cases()]
+        elif i.op == "moe":
+            cases = list(experts_cases())
         else:
             cases = list(layers_cases(i.op))
         where = "any device" if i.capabilities is None else "sm_{}{}".format(*i.capabilities[0])

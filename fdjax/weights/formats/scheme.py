@@ -61,7 +61,8 @@ def stored_linears(
     found = {}
     for path, weight in weight_map(config).items():
         for name, shape in weight.sources:
-            if path[-1] != "weight" or not name.endswith(_WEIGHT):
+            may_be = path[-1] == "weight" or ("experts" in path and len(shape) == 2)
+            if not (may_be and name.endswith(_WEIGHT)):
                 continue
             linear = scheme.linear(name.removesuffix(_WEIGHT), shape, stored)
             if linear is not None:

@@ -1,0 +1,261 @@
+"""Mixtures of experts: layouts of checkpoints, sizes, bytes of a step, what refuses them."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import safetensors.numpy
+
+import fdjax
+from fdjax.engine.memory import plan_memory
+from fdjax.engine.results import step_bytes
+from fdjax.models import CheckpointError, describe, export_tensors, parse_config, weight_map
+from fdjax.tools.info import model_info
+from fdjax.weights.checkpoint import load_params
+from fdjax.weights.quantise import quantised_formats
+
+FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
+CASES = ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
+PUBLISHED = {
+    # Of the model's page: "12.9B", "2.7B", "3.3B", "1.3B", "400M" of active parameters.
+    "mixtral-8x7b": 12_879_925_248,
+    "qwen1.5-moe-a2.7b": 2_689_173_504,
+    "qwen3-30b-a3b": 3_353_032_704,
+    "olmoe-1b-7b": 1_282_017_280,
+    "granite-3.0-1b-a400m": 428_658_688,
+}
+
+
+def config(name: str, **changes):
+    return parse_config(json.loads((FIXTURES / name / "config.json").read_text()) | changes)
+
+
+def published(name: str):
+    return describe(parse_config(json.loads((FIXTURES / f"configs/{name}.new.json").read_text())))
+
+
+def tensors_of(case: str) -> dict[str, np.ndarray]:
+    return safetensors.numpy.load_file(FIXTURES / case / "model.safetensors")
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    """A function of (case, tensors) that loads a copy of the checkpoint with other tensors."""
+
+    def load(case, tensors):
+        folder = tmp_path / case
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(FIXTURES / case, folder)
+        safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+        return load_params(folder, describe(config(case), dtype="float32"))
+
+    return load
+
+
+def newer(case: str) -> dict[str, np.ndarray]:
+    """The tensors as transformers 5 holds them: all experts of a layer in one tensor."""
+    tensors, experts = {}, {}
+    for name, tensor in tensors_of(case).items():
+        if case == "mixtral":
+            name = name.replace(".block_sparse_moe.", ".mlp.")
+        if case == "granitemoe":
+            name = name.replace("input_linear.weight", "experts.gate_up_proj")
+            name = name.replace("output_linear.weight", "experts.down_proj")
+            name = name.replace("router.layer.weight", "router.weight")
+        found = re.fullmatch(r"(.*\.experts)\.(\d+)\.(\w+)\.weight", name)
+        if found:
+            experts.setdefault(found[1], {})[int(found[2]), found[3]] = tensor
+        else:
+            tensors[name] = tensor
+    gate, up, down = (
+        ("w1", "w3", "w2") if case == "mixtral" else (*("gate_proj", "up_proj", "down_proj"),)
+    )
+    for module, parts in experts.items():
+        count = len(parts) // 3
+        joined = [np.concatenate([parts[i, gate], parts[i, up]]) for i in range(count)]
+        tensors[f"{module}.gate_up_proj"] = np.stack(joined)
+        tensors[f"{module}.down_proj"] = np.stack([parts[i, down] for i in range(count)])
+    return tensors
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_both_layouts_load_to_the_same(case, loaded):
+    want = loaded(case, tensors_of(case))
+    others = newer(case)
+    assert set(others) != set(tensors_of(case))
+    jax.tree.map(np.testing.assert_array_equal, loaded(case, others), want)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_become_the_tensors_that_they_were(case, loaded):
+    tensors = tensors_of(case)
+    exported = export_tensors(loaded(case, tensors), weight_map(config(case)))
+    assert set(exported) == set(tensors)
+    for name, tensor in exported.items():
+        np.testing.assert_array_equal(tensor, tensors[name], name)
+
+
+def test_an_expert_is_where_it_belongs(loaded):
+    tensors = tensors_of("mixtral")
+    experts = loaded("mixtral", tensors)["blocks"][1]["mlp"]["experts"]
+    name = "model.layers.1.block_sparse_moe.experts.{}.w{}.weight"
+    for i in range(4):
+        gate, down, up = (tensors[name.format(i, part)].T for part in (1, 2, 3))
+        np.testing.assert_array_equal(experts["gate_up"][i, :, 0], gate)
+        np.testing.assert_array_equal(experts["gate_up"][i, :, 1], up)
+        np.testing.assert_array_equal(experts["down"][i], down)
+
+
+GATE_UP = "model.layers.0.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            lambda a: {GATE_UP: a[:-1]},
+            r"gate_up_proj' must have shape \[8, 32, 32\].*\[7, 32, 32\]",
+        ),
+        (lambda a: {GATE_UP: a.transpose(0, 2, 1)[:, :, :-1].copy()}, "must have shape"),
+        (lambda a: {GATE_UP: a.astype(np.int32)}, "gate_up_proj' has dtype I32"),
+        (lambda a: {}, r"experts\.0\.gate_proj\.weight' is missing"),
+        (
+            lambda a: {GATE_UP: a, "model.layers.0.mlp.experts.3.up_proj.weight": a[3, 16:].copy()},
+            "gate_up_proj' is unexpected|is missing",
+        ),
+    ],
+    ids=["fewer", "narrower", "integers", "missing", "both"],
+)
+def test_damage_of_a_tensor_of_all_experts(change, says, loaded):
+    tensors = newer("olmoe")
+    whole = tensors.pop(GATE_UP)
+    with pytest.raises(CheckpointError, match=says):
+        loaded("olmoe", tensors | change(whole))
+
+
+def test_a_tensor_by_its_older_and_its_newer_name_is_unexpected(loaded):
+    tensors = tensors_of("mixtral")
+    name = "model.layers.0.block_sparse_moe.gate.weight"
+    twice = tensors | {name.replace("block_sparse_moe", "mlp"): tensors[name] + 1}
+    with pytest.raises(CheckpointError, match=r"'model\.layers\.0\.mlp\.gate\.weight' is unexp"):
+        loaded("mixtral", twice)
+
+
+def test_an_expert_of_nan_is_warned_of(loaded):
+    tensors = tensors_of("olmoe")
+    name = "model.layers.1.mlp.experts.6.down_proj.weight"
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    with pytest.warns(UserWarning, match=f"'{name}' has values that are not finite"):
+        loaded("olmoe", tensors)
+
+
+def test_layers_without_experts():
+    blocks = config("qwen2_moe").blocks
+    assert [block.experts is None for block in blocks] == [False, True, False]
+    assert [block.mlp_width for block in blocks] == [12, 48, 12]
+    assert blocks[1].linears.keys() == {"qkv", "out", "gate_up", "down"}
+    every_other = config("qwen2_moe", mlp_only_layers=[], decoder_sparse_step=2).blocks
+    assert [block.experts is None for block in every_other] == [True, False, True]
+    names = {"qkv", "out", "gate_up", "down", "head", "router"}
+    names |= {f"shared_{part}" for part in ("gate_up", "down", "gate")}
+    assert config("qwen2_moe").linear_shapes.keys() == names
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_active_parameters_of_published_models(name, arrays_made):
+    model = published(name)
+    assert model.active_parameter_count == PUBLISHED[name]
+    facts = model_info(model, batch=4, slots=512)
+    assert (facts.parameters, facts.active_parameters) == (
+        *(model.parameter_count, PUBLISHED[name]),
+    )
+    assert f"{model.parameter_count:,}, of which a token uses {PUBLISHED[name]:,}" in str(facts)
+    (row,) = [row for row in facts.choices if row[0] == "moe"]
+    assert row[1].startswith("M=4 ") and row[2] == "xla"
+    assert plan_memory(model, max_len=64).weight_bytes == 2 * model.parameter_count
+    assert arrays_made() == 0
+
+
+def test_a_step_reads_at_most_the_experts_that_its_rows_choose():
+    model = published("mixtral-8x7b")
+    total, table = model.weight_bytes, 2 * 32000 * 4096
+    expert = 2 * 3 * 4096 * 14336 * 32
+    read = [step_bytes(model, total, table, rows) for rows in (1, 2, 3, 4, 5, 100)]
+    assert read == [total - table - idle * expert for idle in (6, 4, 2, 0, 0, 0)]
+    dense = published("llama-3-8b")
+    assert step_bytes(dense, 100, 10, 1) == step_bytes(dense, 100, 10, 9) == 90
+
+
+def test_statistics_count_the_rows_of_each_step():
+    lm = fdjax.load(str(FIXTURES / "olmoe"), compilation_cache=False, progress=False)
+    c = lm.config
+    options = {"do_sample": False, "eos_token_id": None, "max_new_tokens": [5, 3]}
+    stats = lm.generate([[1, 2, 3], [4, 5]], **options).stats
+    assert stats.decode_steps == 4
+    whole = lm.model.weight_bytes - 4 * c.vocab_size * c.width
+    idle = 4 * c.idle_expert_weights(1)
+    assert idle == 4 * 2 * 4 * 3 * 32 * 16
+    slots = sum(range(4, 8)) + sum(range(3, 5))
+    # Two rows of 4 experts each may choose all 8.
+    assert stats.decode_bytes == 4 * whole - 2 * idle + slots * c.kv_bytes_per_token(4)
+
+
+def test_weights_of_experts_are_not_quantised():
+    with pytest.raises(NotImplementedError, match="experts cannot be quantised"):
+        quantised_formats(config("mixtral"), "int4", "float32")
+    with pytest.raises(NotImplementedError, match="experts cannot be quantised"):
+        fdjax.load(str(FIXTURES / "mixtral"), quantize="int8", compilation_cache=False)
+
+
+def test_a_quantised_checkpoint_of_experts_is_dequantised(tmp_path):
+    """Blocks of 16 in FP8, as published checkpoints of Qwen3 have them with 128."""
+    tensors, exact = {}, tensors_of("qwen3_moe")
+    for name, tensor in exact.items():
+        if not re.search(r"experts\.\d+\.\w+\.weight$", name):
+            tensors[name] = tensor
+            continue
+        blocks = np.ones([-(-n // 16) for n in tensor.shape], np.float32) / 64
+        codes = jnp.asarray(64 * tensor).astype(jnp.float8_e4m3fn)
+        tensors[name], tensors[f"{name}_scale_inv"] = np.asarray(codes), blocks
+        exact[name] = np.asarray(codes.astype(jnp.float32)) / 64
+    folder = shutil.copytree(FIXTURES / "qwen3_moe", tmp_path / "quantised")
+    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    data = json.loads((folder / "config.json").read_text())
+    data["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps(data))
+    with pytest.warns(UserWarning, match="dequantised.*products of experts take plain weights"):
+        lm = fdjax.load(str(folder), compilation_cache=False, progress=False)
+    exported = export_tensors(lm.params, weight_map(lm.config))
+    for name, tensor in exported.items():
+        np.testing.assert_array_equal(tensor, exact[name], name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_rows_are_bitwise_those_alone(name):
+    lm = fdjax.load(str(FIXTURES / name), compilation_cache=False, progress=False)
+    prompts = [[5, 6, 7], list(range(40)), [9]]
+    options = {"do_sample": False, "max_new_tokens": 9, "return_logprobs": True}
+    batch = lm.generate(prompts, **options)
+    for i, prompt in enumerate(prompts):
+        alone = lm.generate(prompt, **options)
+        assert (batch.tokens[i], batch.logprobs[i]) == (alone.tokens[0], alone.logprobs[0])
+
+
+def test_an_expert_that_nobody_chooses_may_be_nan():
+    lm = fdjax.load(str(FIXTURES / "olmoe"), compilation_cache=False, progress=False)
+    model, params = lm.model, jax.tree.map(lambda leaf: leaf, lm.params)
+    for block in params["blocks"].values():
+        # The largest logits are those of the first four.
+        block["mlp"]["router"]["weight"] = jnp.zeros((32, 8)).at[:, 4:].set(-0.0)
+    ids = np.arange(12, dtype=np.int32)[None]
+    want = fdjax.forward(model, params, ids)
+    for block in params["blocks"].values():
+        experts = block["mlp"]["experts"]
+        block["mlp"]["experts"] = {name: a.at[4:].set(jnp.nan) for name, a in experts.items()}
+    np.testing.assert_array_equal(fdjax.forward(model, params, ids), want)
+    assert np.isfinite(np.asarray(want)).all()

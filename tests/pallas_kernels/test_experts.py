@@ -1,0 +1,260 @@
+"""`moe` against the float64 oracle: routing rules, ties, experts that nobody or all rows choose."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdjax.pallas_kernels.experts import ROUTING_FEATURES, Routing, moe, moe_reference, route
+from fdjax.pallas_kernels.experts.xla import moe_xla, tile_rows
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import WeightFormat
+
+from . import oracle
+from .implementations import PLATFORMS, on
+from .tolerance import assert_same_bits, assert_within, tolerance
+
+RULES = {
+    "plain": {},
+    "normalised": {"normalised": True},
+    "sigmoid": {"sigmoid": True, "normalised": True, "scale": 2.5},
+    "sigmoid alone": {"sigmoid": True},
+    "biased": {"sigmoid": True, "biased": True, "normalised": True},
+    "groups": dict(
+        sigmoid=True, biased=True, normalised=True, scale=1.8, groups=3, chosen_groups=2
+    ),
+    "groups of a softmax": {"groups": 2, "chosen_groups": 1},
+}
+
+
+def operands(m, experts=6, width=20, hidden=12, dtype="float32", seed=0):
+    """x, logits, gate_up, down and a bias."""
+    rng = np.random.default_rng(seed)
+
+    def normal(*shape, scale=1.0):
+        return jnp.asarray(scale * rng.normal(size=shape), dtype)
+
+    return (
+        normal(m, width),
+        normal(m, experts).astype(jnp.float32),
+        normal(experts, width, 2, hidden, scale=width**-0.5),
+        normal(experts, hidden, width, scale=hidden**-0.5),
+        normal(experts).astype(jnp.float32),
+    )
+
+
+def run(x, logits, gate_up, down, bias=None, *, plan=None, **options):
+    return jax.jit(functools.partial(moe, plan=plan, **options))(
+        x, logits, gate_up, down, bias=bias
+    )
+
+
+INVARIANT = Plan(batch_invariant=True)
+
+
+@pytest.mark.parametrize("implementation", PLATFORMS)
+@pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("m", [1, 7, 40, 150])
+def test_against_float64(m, dtype, plan, implementation):
+    x, logits, gate_up, down, _ = operands(m, dtype=dtype, seed=m)
+    routing = Routing(6, 2, normalised=True)
+    exact = oracle.moe(x, logits, gate_up, down, routing=routing, gate="silu")
+    with on(implementation.platform):
+        y = run(x, logits, gate_up, down, routing=routing, gate="silu", plan=plan)
+    assert y.dtype == x.dtype
+    assert_moe(y, exact, dtype)
+    if dtype == "float32":
+        y = moe_reference(x, logits, gate_up, down, routing=routing, gate="silu")
+        assert_moe(y, exact, dtype)
+
+
+def assert_moe(y, exact, dtype):
+    """Each product rounds its operands and its result; `magnitude` bounds what this changes."""
+    one = tolerance(dtype, 32)
+    bound = (4 * one.sum + 4 * one.rounding) * exact.magnitude
+    assert_within(y, exact.value, bound + one.rounding * np.abs(exact.value), "moe")
+
+
+@pytest.mark.parametrize("gate", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_of_routing(rule, gate):
+    routing = Routing(6, 2, **RULES[rule])
+    *arrays, bias = operands(33, seed=3)
+    bias = bias if routing.biased else None
+    exact = oracle.moe(*arrays, bias=bias, routing=routing, gate=gate)
+    for plan in (None, INVARIANT):
+        assert_moe(run(*arrays, bias, routing=routing, gate=gate, plan=plan), exact, "float32")
+    y = moe_reference(*arrays, bias=bias, routing=routing, gate=gate)
+    assert_moe(y, exact, "float32")
+
+
+def test_the_rules_have_every_feature():
+    used = frozenset().union(*(Routing(6, 2, **rule).features for rule in RULES.values()))
+    assert used == ROUTING_FEATURES
+
+
+def test_a_softmax_over_the_chosen_is_normalised():
+    logits = operands(50)[1]
+    _, weights = route(logits, Routing(6, 3, normalised=True))
+    best = np.sort(np.asarray(logits, np.float64), axis=1)[:, :2:-1]
+    want = np.exp(best) / np.exp(best).sum(axis=1, keepdims=True)
+    np.testing.assert_allclose(weights, want, rtol=1e-6)
+
+
+@pytest.mark.parametrize("rule", ["plain", "sigmoid"])
+def test_of_equal_logits_the_lower_index_is_chosen(rule):
+    logits = jnp.array([[0.0, 1.0, 1.0, 1.0, 0.5, 1.0], [2.0] * 6, [-1e30] * 6])
+    experts, weights = jax.jit(lambda a: route(a, Routing(6, 3, **RULES[rule])))(logits)
+    np.testing.assert_array_equal(experts, [[1, 2, 3], [0, 1, 2], [0, 1, 2]])
+    assert np.isfinite(weights).all()
+
+
+def test_logits_that_one_softmax_rounds_to_equal_scores_stay_in_order():
+    """The scores of the last two are both 0 in fp32."""
+    experts, _ = route(jnp.array([[200.0, -10.0, -5.0]]), Routing(3, 2))
+    np.testing.assert_array_equal(experts, [[0, 2]])
+
+
+@pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
+@pytest.mark.parametrize("m", [1, 5, 130])
+def test_weights_of_an_expert_that_nobody_chose_are_not_read(m, plan):
+    x, logits, gate_up, down, _ = operands(m)
+    logits = logits.at[:, jnp.array([0, 4])].set(-1e9)
+    options = {"routing": Routing(6, 2), "gate": "silu", "plan": plan}
+    want = run(x, logits, gate_up, down, **options)
+    for nobodys in (0, 4):
+        gate_up, down = (a.at[nobodys].set(jnp.nan) for a in (gate_up, down))
+    assert_same_bits(run(x, logits, gate_up, down, **options), want)
+
+
+@pytest.mark.parametrize("m", [1, 3, 64, 200])
+def test_all_rows_on_one_expert(m):
+    x, logits, gate_up, down, _ = operands(m)
+    logits = logits.at[:, 5].set(50.0)
+    routing = Routing(6, 1)
+    exact = oracle.moe(x, logits, gate_up, down, routing=routing, gate="silu")
+    assert_moe(run(x, logits, gate_up, down, routing=routing, gate="silu"), exact, "float32")
+
+
+def test_all_experts_of_every_row():
+    *arrays, _ = operands(9)
+    routing = Routing(6, 6, normalised=True)
+    exact = oracle.moe(*arrays, routing=routing, gate="silu")
+    assert_moe(run(*arrays, routing=routing, gate="silu"), exact, "float32")
+
+
+def test_a_row_of_nan_spoils_no_other_row():
+    x, logits, gate_up, down, _ = operands(9)
+    options = {"routing": Routing(6, 2), "gate": "silu", "plan": INVARIANT}
+    want = run(x, logits, gate_up, down, **options)
+    x, logits = x.at[4].set(jnp.nan), logits.at[4].set(jnp.nan)
+    y = np.asarray(run(x, logits, gate_up, down, **options))
+    assert np.isnan(y[4]).all()
+    assert_same_bits(np.delete(y, 4, axis=0), np.delete(np.asarray(want), 4, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rows"),
+    [
+        ((6, 20, 12), (1, 2, 9, 40, 127)),
+        ((32, 64, 48), (1, 3, 17, 100)),
+        ((6, 20, 12), (128, 200)),
+        pytest.param((32, 512, 256), (1, 2, 8, 33, 127), marks=pytest.mark.slow),
+        pytest.param((5, 33, 7), (129, 300), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_bits_of_a_row_do_not_depend_on_the_others(sizes, rows, dtype):
+    experts, width, hidden = sizes
+    x, logits, gate_up, down, _ = operands(max(rows), experts, width, hidden, dtype)
+    options = {"routing": Routing(experts, 2, True), "gate": "silu", "plan": INVARIANT}
+    want = np.asarray(run(x, logits, gate_up, down, **options))
+    rng = np.random.default_rng(0)
+    for m in rows:
+        some = rng.permutation(max(rows))[:m]
+        assert_same_bits(run(x[some], logits[some], gate_up, down, **options), want[some], f"M{m}")
+
+
+@pytest.mark.parametrize("tile", [1, 2, 8, 64])
+def test_tiles_of_any_height(tile):
+    x, logits, gate_up, down, _ = operands(21)
+    routing = Routing(6, 2)
+    exact = oracle.moe(x, logits, gate_up, down, routing=routing, gate="silu")
+    chosen = route(logits, routing)
+    assert_moe(moe_xla(x, *chosen, gate_up, down, gate="silu", tile=tile), exact, "float32")
+
+
+def test_the_height_of_tiles():
+    routing = Routing(8, 2)
+    assert [tile_rows(m, routing, False) for m in (1, 4, 16, 100, 4096)] == [1, 2, 8, 32, 128]
+    assert {tile_rows(m, routing, True) for m in range(1, 128)} == {8}
+    assert {tile_rows(m, routing, True) for m in (128, 4096)} == {32}
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"logits": (5, 7)}, r"logits must be \[5, 6\] for 6 experts beside x \[5, 20\]"),
+        ({"gate_up": (6, 20, 12)}, r"gate_up must be \[6, 20, 2, 12\]"),
+        ({"gate_up": (5, 20, 2, 12)}, r"gate_up must be \[6, 20, 2, 12\]"),
+        ({"down": (6, 12, 21)}, r"down must be \[6, 12, 20\]"),
+        ({"down": (6, 12)}, r"x and down must be \[M,E\] and \[X,F,E\]"),
+        ({"bias": (6,)}, "bias must be given if routing.biased, which is False"),
+    ],
+    ids=str,
+)
+def test_shapes_that_disagree(changes, says):
+    x, logits, gate_up, down, _ = operands(5)
+    arrays = {"x": x, "logits": logits, "gate_up": gate_up, "down": down}
+    arrays |= {name: jnp.zeros(shape) for name, shape in changes.items()}
+    with pytest.raises(ValueError, match=says):
+        moe(**arrays, routing=Routing(6, 2), gate="silu")
+
+
+def test_what_it_cannot_do():
+    x, logits, gate_up, down, _ = operands(5)
+    options = {"routing": Routing(6, 2), "gate": "silu"}
+    with pytest.raises(ValueError, match="one floating-point dtype, got bfloat16, float32"):
+        moe(x.astype(jnp.bfloat16), logits, gate_up, down, **options)
+    with pytest.raises(ValueError, match="gate must be one of silu"):
+        moe(x, logits, gate_up, down, **options | {"gate": "relu"})
+    with pytest.raises(NotImplementedError, match="no 'mosaic_gpu' implementation"):
+        moe(x, logits, gate_up, down, **options, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="cannot do weights in int4"):
+        moe(x, logits, WeightFormat("int4", 4).empty((20, 2, 12)), down, **options)
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"chosen": 0}, "must choose 1 to 6 of the experts, got 0"),
+        ({"chosen": 7}, "must choose 1 to 6 of the experts, got 7"),
+        ({"groups": 4}, "groups of the same size"),
+        ({"groups": 2, "chosen_groups": 3}, "must choose 1 to 2 of the groups"),
+        ({"groups": 6, "chosen_groups": 6}, "must have 2 or more each"),
+        ({"groups": 3, "chosen": 3}, "1 groups of 2 experts must have"),
+    ],
+    ids=str,
+)
+def test_routing_that_makes_no_sense(fields, says):
+    with pytest.raises(ValueError, match=says):
+        Routing(**{"experts": 6, "chosen": 2} | fields)
+
+
+def test_a_rule_that_nobody_knows_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class NewRouting(Routing):
+        rule_nobody_knows: bool = False
+
+    x, logits, gate_up, down, _ = operands(5)
+    with pytest.raises(NotImplementedError, match="cannot do rule_nobody_knows"):
+        moe(
+            *(x, logits, gate_up, down),
+            routing=NewRouting(6, 2, rule_nobody_knows=True),
+            gate="silu",
+        )
