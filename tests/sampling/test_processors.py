@@ -246,6 +246,7 @@ def test_tiers_hold_what_is_asked_for_and_are_few():
         tiers.add(tier)
     assert len(tiers) == 5
     assert Processors(custom=(abs,)).tier.custom == (abs,)
+    assert Processors(edit=True, beams=(4, 2)).tier.beams == (4, 2)
 
 
 @pytest.mark.slow
