@@ -75,6 +75,11 @@ def run_processes(command: Sequence[str], folder: Path, count: int) -> int:
 class StandIn(np.ndarray):
     """Zeros that take no memory and claim to be on a device."""
 
+    @property
+    def sharding(self) -> jax.sharding.Sharding:
+        """Where a real array would be."""
+        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
     def devices(self) -> set[jax.Device]:
         """The device that real arrays would be on."""
         return {jax.local_devices()[0]}

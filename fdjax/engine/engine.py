@@ -463,8 +463,7 @@ class ParamPacking:
         for i, leaf in enumerate(leaves):
             alike = i
             if leaf.nbytes <= _PACKED_BYTES:
-                sharding = getattr(leaf, "sharding", None)
-                alike = leaf.shape, leaf.dtype, getattr(sharding, "spec", None)
+                alike = leaf.shape, leaf.dtype, getattr(leaf.sharding, "spec", None)
             groups.setdefault(alike, []).append(i)
         return cls(treedef, tuple(map(tuple, groups.values())))
 

@@ -28,9 +28,8 @@ class Place:
     @classmethod
     def of(cls, array: jax.Array) -> "Place":
         """The place of an array."""
-        sharding = getattr(array, "sharding", None)  # arrays of other libraries have none
-        if isinstance(sharding, NamedSharding):
-            return cls(tuple(sharding.mesh.devices.flat))
+        if isinstance(array.sharding, NamedSharding):
+            return cls(tuple(array.sharding.mesh.devices.flat))
         return cls(tuple(array.devices()))
 
     @classmethod
