@@ -17,6 +17,11 @@ from . import oracle
 from .implementations import PLATFORMS, on
 from .tolerance import assert_same_bits, assert_within, tolerance
 
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 RULES = {
     "plain": {},
     "normalised": {"normalised": True},
@@ -58,7 +63,7 @@ INVARIANT = Plan(batch_invariant=True)
 @pytest.mark.parametrize("implementation", PLATFORMS)
 @pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("m", [1, 7, 40, 150])
+@pytest.mark.parametrize("m", [1, slow(7), slow(40), 150])
 def test_against_float64(m, dtype, plan, implementation):
     x, logits, gate_up, down, _ = operands(m, dtype=dtype, seed=m)
     routing = Routing(6, 2, normalised=True)
@@ -79,7 +84,7 @@ def assert_moe(y, exact, dtype):
     assert_within(y, exact.value, bound + one.rounding * np.abs(exact.value), "moe")
 
 
-@pytest.mark.parametrize("gate", ["gelu", "gelu_tanh"])
+@pytest.mark.parametrize("gate", ["gelu", slow("gelu_tanh")])
 @pytest.mark.parametrize("rule", RULES)
 def test_every_rule_of_routing(rule, gate):
     routing = Routing(6, 2, **RULES[rule])
@@ -120,7 +125,7 @@ def test_logits_that_one_softmax_rounds_to_equal_scores_stay_in_order():
 
 
 @pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
-@pytest.mark.parametrize("m", [1, 5, 130])
+@pytest.mark.parametrize("m", [slow(1), 5, 130])
 def test_weights_of_an_expert_that_nobody_chose_are_not_read(m, plan):
     x, logits, gate_up, down, _ = operands(m)
     logits = logits.at[:, jnp.array([0, 4])].set(-1e9)
@@ -131,7 +136,7 @@ def test_weights_of_an_expert_that_nobody_chose_are_not_read(m, plan):
     assert_same_bits(run(x, logits, gate_up, down, **options), want)
 
 
-@pytest.mark.parametrize("m", [1, 3, 64, 200])
+@pytest.mark.parametrize("m", [slow(1), 3, slow(64), 200])
 def test_all_rows_on_one_expert(m):
     x, logits, gate_up, down, _ = operands(m)
     logits = logits.at[:, 5].set(50.0)
@@ -161,10 +166,10 @@ def test_a_row_of_nan_spoils_no_other_row():
     ("sizes", "rows"),
     [
         ((6, 20, 12), (1, 2, 9, 40, 127)),
-        ((32, 64, 48), (1, 3, 17, 100)),
+        slow((32, 64, 48), (1, 3, 17, 100)),
         ((6, 20, 12), (128, 200)),
-        pytest.param((32, 512, 256), (1, 2, 8, 33, 127), marks=pytest.mark.slow),
-        pytest.param((5, 33, 7), (129, 300), marks=pytest.mark.slow),
+        slow((32, 512, 256), (1, 2, 8, 33, 127)),
+        slow((5, 33, 7), (129, 300)),
     ],
     ids=str,
 )
@@ -180,7 +185,7 @@ def test_bits_of_a_row_do_not_depend_on_the_others(sizes, rows, dtype):
         assert_same_bits(run(x[some], logits[some], gate_up, down, **options), want[some], f"M{m}")
 
 
-@pytest.mark.parametrize("tile", [1, 2, 8, 64])
+@pytest.mark.parametrize("tile", [1, slow(2), 8, slow(64)])
 def test_tiles_of_any_height(tile):
     x, logits, gate_up, down, _ = operands(21)
     routing = Routing(6, 2)
