@@ -234,7 +234,7 @@ def test_beams_take_no_more_pages_than_the_formula_says(lm, monkeypatch):
     lm.engine.pool.check([])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_searches_that_give_up_their_pages_have_the_same_answers(lm, monkeypatch):
     prompts = [ids(i, 60 + 40 * i) for i in range(5)]
     options = {**OPTIONS, "max_new_tokens": [200, 150, 280, 200, 10]}
