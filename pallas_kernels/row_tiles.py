@@ -15,19 +15,21 @@ from jax import Array, lax
 PREFILL_TILE = 128
 
 
-def in_row_tiles(function: Callable[..., Any], *operands: Array) -> Any:
+def in_row_tiles(function: Callable[..., Any], *operands: Array, tile: int | None = None) -> Any:
     """`function(*operands)`, one tile of rows at a time.
 
     Args:
       function: operands [R, ...] → [R, N...], or a tree of such arrays, for any R; each row depends
         on its own row only.
       *operands: [M, ...].
+      tile: R; default 1 below 128 rows, else 128.
 
     Returns:
       [M, N...], or such a tree.
     """
     m = operands[0].shape[0]
-    tile = 1 if m < PREFILL_TILE else PREFILL_TILE
+    if tile is None:
+        tile = 1 if m < PREFILL_TILE else PREFILL_TILE
     count = max(1, -(-m // tile))
     tiles = [
         jnp.pad(a, ((0, count * tile - m), *((0, 0),) * (a.ndim - 1))).reshape(
@@ -37,7 +39,10 @@ def in_row_tiles(function: Callable[..., Any], *operands: Array) -> Any:
     ]
 
     def one(i, y):
-        part = function(*(lax.dynamic_index_in_dim(a, i, keepdims=False) for a in tiles))
+        rows = [lax.dynamic_index_in_dim(a, i, keepdims=False) for a in tiles]
+        # With `i` in the barrier, the compiler cannot take a single tile out of the loop.
+        _, rows = lax.optimization_barrier((i, rows))
+        part = function(*rows)
         return jax.tree.map(lambda y, p: lax.dynamic_update_index_in_dim(y, p, i, 0), y, part)
 
     out = jax.eval_shape(function, *(a[0] for a in tiles))

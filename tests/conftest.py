@@ -89,23 +89,35 @@ def one_compile_of_a_program() -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def few_memory_mappings() -> Iterator[None]:
+    """Drop compiled programs before they are too many.
+
+    Each holds memory mappings, and Linux kills a process with more than 65530 of them.
+    """
+    before = len(_executables)
+    yield
+    # Few tests compile anything, and only they pay for the count.
+    maps = Path("/proc/self/maps")
+    if len(_executables) == before or not maps.exists():
+        return
+    if len(maps.read_bytes().splitlines()) > 20_000:
+        gc.unfreeze()
+        _executables.clear()
+        jax.clear_caches()
+        gc.collect()
+
+
 @pytest.fixture(autouse=True, scope="module")
 def little_to_carry_along() -> Iterator[None]:
     """Clean up after each module, so that it does not slow down the next ones.
 
-    A compilation cache that the command line turned on is turned off again. Compiled programs are
-    dropped, because each holds memory mappings, and Linux kills a process with more than 65530 of
-    them. Other objects that outlive a module are frozen, so that the garbage collector does not
-    visit them again and again.
+    A compilation cache that the command line turned on is turned off again. Objects that outlive a
+    module are frozen, so that the garbage collector does not visit them again and again.
     """
     cache = jax.config.jax_compilation_cache_dir
     yield
     jax.config.update("jax_compilation_cache_dir", cache)
-    maps = Path("/proc/self/maps")
-    if maps.exists() and len(maps.read_bytes().splitlines()) > 20_000:
-        gc.unfreeze()
-        _executables.clear()
-        jax.clear_caches()
     gc.collect()
     gc.freeze()
 

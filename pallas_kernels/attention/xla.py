@@ -8,6 +8,7 @@ from jax import Array, lax
 from fdjax.pallas_kernels.attention.operands import take_layer
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
 from fdjax.pallas_kernels.dispatch import Implementation
+from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 # Limit of the scores of a block of query rows, in bytes.
 _SCORES_BYTES = 256 * 2**20
@@ -15,8 +16,9 @@ _SCORES_BYTES = 256 * 2**20
 _DECODE_ROWS = 64
 # Slots per block where V is masked block by block.
 _MASKED_BLOCK = 128
-# Query rows per block in batch-invariant mode, whatever the length of the chunk.
-_INVARIANT_BLOCK = 128
+# Query tokens per block in batch-invariant mode: the shortest chunk of a prompt, so that products
+# have one shape for all chunks.
+_INVARIANT_BLOCK = 16
 
 
 def attention_xla(
@@ -36,18 +38,16 @@ def attention_xla(
 
     Args:
       batch_invariant: compute one row of the batch at a time. Then results do not depend on B, and
-        if T is a multiple of 128, they do not depend on how a prompt is cut into chunks.
+        if T is a multiple of 16, they do not depend on how a prompt is cut into chunks.
     """
     t = q.shape[1]
     if batch_invariant:
+        block = _INVARIANT_BLOCK if t % _INVARIANT_BLOCK == 0 else t
 
-        def one_row(operands):
-            row = [a[None] for a in operands]
-            block = _INVARIANT_BLOCK if t % _INVARIANT_BLOCK == 0 else t
-            o, lse = _in_query_blocks(block, *row, spec)
-            return o[0], lse[0]
+        def one_row(*row):
+            return _in_query_blocks(block, *row, spec)
 
-        return lax.map(one_row, (q, k, v, lengths, offsets))
+        return in_row_tiles(one_row, q, k, v, lengths, offsets, tile=1)
     block = min(t, max(1, _SCORES_BYTES // (4 * q.shape[0] * q.shape[2] * k.shape[2])))
     while t % block:
         block -= 1

@@ -50,11 +50,6 @@ def matmul_row_tiles(x, w, *, norm, bias, gate, residual, dtype):
     def product(x, residual=None):
         return matmul_xla(x, w, norm=norm, bias=bias, gate=gate, residual=residual, dtype=dtype)
 
-    if w.shape[1:] == (1,) and bias is None and residual is None:
-        # XLA makes a product with one column a sum. Of a single tile, it then takes that out of the
-        # loop and rounds it differently.
-        w = jnp.pad(w, ((0, 0), (0, 1)))
-        return in_row_tiles(product, x)[:, :1]
     return in_row_tiles(product, x) if residual is None else in_row_tiles(product, x, residual)
 
 

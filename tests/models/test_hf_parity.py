@@ -26,7 +26,7 @@ FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 FAST_BATCH = {"phi3_longrope"}
 # Covers each difference between families once: biases, windows, soft caps, q/k norms, rotary
 # embeddings by length.
-FULL_BATCH = {"gemma2", "gemma3", "phi3_longrope", "qwen2_mixed"}
+FULL_BATCH = {"gemma3", "llama2_mha", "olmo2", "phi3_longrope", "qwen2_mixed"}
 # One case per family that kernels run. Others are tested in one ragged batch.
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
@@ -201,7 +201,7 @@ def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
     "case",
     [
         pytest.param(case, marks=pytest.mark.slow if case in FULL_BATCH else pytest.mark.soak)
-        for case in sorted(FAMILIES | {"qwen3_d128_bf16"})
+        for case in CASES
     ],
 )
 def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):

@@ -542,6 +542,7 @@ class TestBatchInvariant:
         "case",
         [
             Decode(dtype="bfloat16"),
+            Decode(group=1),
             Decode(t=3, window=50, alibi=True),
             Prefill(dtype="bfloat16", soft_cap=4.0, d=80),
         ],
@@ -557,23 +558,28 @@ class TestBatchInvariant:
                 assert_same_bits(a, b[picked], f"{name} of rows {picked}")
 
     @pytest.mark.parametrize(
-        ("dtype", "masks"),
-        [("float32", {}), ("bfloat16", {}), ("bfloat16", dict(window=100, alibi=True))],
+        ("width", "dtype", "masks"),
+        [
+            (128, "float32", {}),
+            (16, "float32", dict(soft_cap=4.0)),
+            (128, "bfloat16", {}),
+            (128, "bfloat16", dict(window=100, alibi=True)),
+        ],
     )
-    def test_chunks_of_a_prompt(self, implementation, dtype, masks):
-        """128 tokens at a time give the same as 512 at once; the last chunk is partly padding."""
+    def test_chunks_of_a_prompt(self, implementation, width, dtype, masks):
+        """Chunks give the same as 512 tokens at once; the last chunk is partly padding."""
         case = Prefill(t=512, s=640, group=2, kv_heads=1, dtype=dtype, **masks)
         operands = _operands(case, (600, 530), (70, 128))
         full = _run(implementation, case, operands, INVARIANT)
-        for start in range(0, 512, 128):
+        for start in range(0, 512, width):
             chunk = dataclasses.replace(
                 operands,
-                q=operands.q[:, start : start + 128],
+                q=operands.q[:, start : start + width],
                 offsets=operands.offsets + np.int32(start),
             )
-            part = _run(implementation, dataclasses.replace(case, t=128), chunk, INVARIANT)
+            part = _run(implementation, dataclasses.replace(case, t=width), chunk, INVARIANT)
             for name, a, b in zip(("o", "lse"), part, full, strict=True):
-                assert_same_bits(a, b[:, start : start + 128], f"{name} from {start}")
+                assert_same_bits(a, b[:, start : start + width], f"{name} from {start}")
 
     def test_against_the_oracle(self, implementation):
         case = Prefill(t=256, s=300, group=2, kv_heads=1, window=90)

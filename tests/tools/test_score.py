@@ -160,7 +160,7 @@ def test_what_cannot_be_scored(given, options, told):
 def test_the_limits_of_the_model_hold(monkeypatch):
     made = []
     monkeypatch.setattr(
-        score, "init_cache", lambda *shape: made.append(shape[1:]) or init_cache(*shape)
+        score, "init_cache", lambda *given: made.append(given[1:3]) or init_cache(*given)
     )
     free, narrow = load().score(texts()), load(max_batch=2)
     limited = narrow.score(texts())
@@ -189,7 +189,7 @@ def test_what_an_answer_leaves_is_dropped_before_another_cache_is_made(monkeypat
     reusable = weakref.ref(lm.engine.reusable.state.kv.k)
     left = []
     monkeypatch.setattr(
-        score, "init_cache", lambda *shape: left.append(reusable()) or init_cache(*shape)
+        score, "init_cache", lambda *given: left.append(reusable()) or init_cache(*given)
     )
     with pytest.raises(ValueError, match="text 0 is empty"):
         lm.score([[]])
