@@ -105,7 +105,7 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, **_):
 
 _CAPABILITIES = (8, 0), (99, 0)
 # Features beside causal attention. It ignores φ, which changes no result.
-_CAN = frozenset({"rope", "phi", "unified"})
+_CAN = frozenset({"rope", "phi", "unified", "sinks"})
 
 DECODE_CUDNN = Implementation(
     *("decode_attention", "cudnn", _run_decode),
