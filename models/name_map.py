@@ -238,7 +238,7 @@ class Weight:
     whole: tuple[str, tuple[int, ...]] | None = None
 
     def outputs_first(self) -> tuple["Weight", bool]:
-        """The same with sources [..., N, K], as all quantised weights are read, and if it differs."""
+        """The same with sources [..., N, K], as quantised weights have them; whether it differs."""
         if not isinstance(self.layout, InputsFirst):
             return self, False
         sources = tuple((name, (*head, n, k)) for name, (*head, k, n) in self.sources)
@@ -301,6 +301,7 @@ _LLAMA = {
     "k_norm": ("self_attn.k_norm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
+    "sinks": ("self_attn.sinks",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "up": ("mlp.up_proj",),
     "down": ("mlp.down_proj",),
@@ -371,6 +372,9 @@ def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames
         if linear.bias:
             sources = [(f"{m}.bias", (out,)) for m, out in zip(modules, outs, strict=True)]
             weights[(*ours, *linear.path, "bias")] = Weight(tuple(sources), layout)
+    if block.attention.sinks:
+        (sinks,) = names.of("sinks")
+        weights[(*ours, "attention", "sinks")] = Weight(((theirs + sinks, (block.heads,)),))
     if block.experts is not None:
         weights |= _expert_weights(block, (*ours, "mlp", "experts"), theirs, names)
     return weights
