@@ -234,7 +234,8 @@ def dequantise(q: QTensor, dtype: Any) -> Array:
 
 def _e2m1(codes: Array) -> Array:
     """The values of float4_e2m1fn codes. XLA converts that dtype itself on few devices only."""
-    exponent, fraction = codes.astype(jnp.int32) >> 1 & 3, codes & 1
+    codes = codes.astype(jnp.int32)
+    exponent, fraction = codes >> 1 & 3, codes & 1
     # 0, 1/2, 1, 3/2, 2, 3, 4, 6, as halves.
     halves = jnp.where(exponent == 0, fraction, (2 + fraction) << jnp.maximum(exponent - 1, 0))
     return jnp.where(codes >= 8, -0.5, 0.5) * halves.astype(jnp.float32)

@@ -51,6 +51,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
+    sinks: bool = False
     layer: str | None = None
     scale: float | None = None
 
@@ -73,7 +74,12 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.q_scale, causal=self.causal, **self.masks)
+        return AttentionSpec(self.q_scale, causal=self.causal, sinks=self.sinks, **self.masks)
+
+    @property
+    def sink_values(self) -> np.ndarray | None:
+        """[H], some far below and some far above all scores."""
+        return np.linspace(-9, 9, self.heads, dtype=np.float32) if self.sinks else None
 
     @property
     def op_name(self) -> str:
@@ -140,9 +146,10 @@ def _operands(case: Case, lengths, offsets=None, seed: int = 0) -> Operands:
 def _attention(q, k, v, lengths, offsets, layer=None, *, implementation, case, plan):
     spec = case.spec
     if implementation == "reference":
-        return attention_reference(q, k, v, lengths, offsets, spec=spec)
+        return attention_reference(q, k, v, lengths, offsets, spec=spec, sinks=case.sink_values)
     layer = 1 if case.layer == "static" else layer
     keys = dict(layer=layer, return_lse=True, implementation=implementation, plan=plan, spec=spec)
+    keys["sinks"] = None if not case.sinks else jnp.asarray(case.sink_values)
     if case.op == "decode":
         return decode_attention(q, k, v, lengths, **keys)
     return prefill_attention(q, k, v, lengths, offsets, **keys)
@@ -164,6 +171,7 @@ def _exact(case: Case, operands: Operands) -> oracle.ExactAttention:
         *operands.arrays,
         scale=case.q_scale,
         causal=case.causal,
+        sinks=case.sink_values,
         **case.masks,
     )
 
@@ -222,6 +230,8 @@ DECODE = [
     Decode(layer="static", dtype="bfloat16"),
     Decode(layer="traced", kv_heads=1, t=2),
     Decode(scale=0.3, kv_heads=1, group=1),
+    Decode(sinks=True, dtype="bfloat16"),
+    Decode(sinks=True, t=3, window=5),
 ]
 PREFILL = [
     *(Prefill(d=d, group=g, dtype="bfloat16") for d, g in ((128, 4), (80, 8), (256, 1))),
@@ -235,6 +245,8 @@ PREFILL = [
     Prefill(alibi=True, causal=False, group=1, soft_cap=3.0, window=50, dtype="bfloat16"),
     Prefill(layer="static", dtype="bfloat16", group=1),
     Prefill(layer="traced", group=1),
+    Prefill(sinks=True, dtype="bfloat16"),
+    Prefill(sinks=True, window=9, soft_cap=3.0),
 ]
 
 
@@ -295,6 +307,7 @@ def test_prefill_of_any_lengths_and_offsets(implementation, case, lengths, offse
         window=st.none() | st.integers(1, 80),
         soft_cap=st.none() | st.floats(0.5, 50),
         alibi=st.booleans(),
+        sinks=st.booleans(),
     ),
     data=st.data(),
     invariant=st.booleans(),
@@ -716,6 +729,7 @@ UNFIT = [
     (dict(soft_cap=0.0), "soft_cap must be positive, got 0.0"),
     (dict(alibi=(0.5, 0.25)), "alibi must have 4 slopes, got 2"),
     (dict(phi=(1.0,) * 3), "phi must have 4 values, got 3"),
+    (dict(sinks=True), "sinks must be [4], got None"),
 ]
 
 
@@ -754,6 +768,34 @@ def test_no_row_runs_again():
     empty = {name: FITTING[name][:0] for name in ("q", "k", "v", "lengths")}
     _, reruns = _call(decode_attention, empty | {"return_reruns": True})
     assert (reruns.shape, reruns.dtype, float(reruns)) == ((), jnp.float32, 0.0)
+
+
+def test_sinks_without_a_spec_that_has_them():
+    arrays = [FITTING[name] for name in ("q", "k", "v", "lengths")]
+    with pytest.raises(ValueError, match=r"^decode_attention: sinks must be None, got \[4\]$"):
+        decode_attention(*arrays, spec=AttentionSpec(1.0), sinks=jnp.zeros(4))
+    with pytest.raises(ValueError, match=r"^decode_attention: sinks must be \[4\], got \[3\]$"):
+        decode_attention(*arrays, spec=AttentionSpec(1.0, sinks=True), sinks=jnp.zeros(3))
+
+
+def test_results_of_disjoint_keys_merge_with_the_sink_of_one():
+    """The sink counts once, also where the part that has it sees no key."""
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(3, 1, 4, 16)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(3, 2, 24, 16)), jnp.float32) for _ in range(2))
+    sinks = jnp.array([-2.0, 0.0, 1.0, 5.0])
+    run = functools.partial(decode_attention, return_lse=True)
+    plain, with_sinks = (AttentionSpec(0.25, sinks=there) for there in (False, True))
+    lengths, first = jnp.array([24, 24, 24]), jnp.array([8, 0, 8])
+    # Slots of the first part, then those after it.
+    shifted = [
+        jnp.stack([jnp.roll(a[i], -int(first[i]), axis=1) for i in range(3)]) for a in (k, v)
+    ]
+    one = run(q, k, v, first, spec=with_sinks, sinks=sinks)
+    other = run(q, *shifted, lengths - first, spec=plain)
+    want = run(q, k, v, lengths, spec=with_sinks, sinks=sinks)
+    for got, exact in zip(merge_attention(*one, *other), want, strict=True):
+        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
 
 
 def test_too_many_query_tokens_for_decode():

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.pallas_kernels.quantised import (
+    BITS,
     QTensor,
     WeightFormat,
     dequantise,
@@ -28,7 +30,7 @@ from .implementations import MATMUL
 from .tolerance import assert_matmul, assert_same_bits, assert_within, tolerance
 
 EPS = 1e-5
-KINDS = ["int4", "int8", "fp8"]
+KINDS = ["int4", "int8", "fp8", "fp4"]
 LAYERS, LAYER = 3, 1
 
 
@@ -36,8 +38,8 @@ def quantised(kind, group, k, *outs, zeros=False, scales="float32", seed=0, stac
     """A random weight of a standard deviation near K ** -0.5; all codes and zero points occur."""
     rng = np.random.default_rng(seed)
     groups = k // group
-    codes = rng.integers(0, 16 if kind == "int4" else 256, (*stack, k, *outs))
-    size = {"int4": 5.0, "int8": 80.0, "fp8": 100.0}[kind] * k**0.5
+    codes = rng.integers(0, 2 ** BITS[kind], (*stack, k, *outs))
+    size = {"int4": 5.0, "int8": 80.0, "fp8": 100.0, "fp4": 3.0}[kind] * k**0.5
     if kind == "fp8":
         codes = np.where((codes & 127) == 127, 0, codes)  # NaN
     s = (rng.uniform(0.5, 1.5, (*stack, groups, *outs)) / size).astype(jnp.dtype(scales))
@@ -56,7 +58,7 @@ def exact_weight(q: QTensor) -> np.ndarray:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("k", [1, 7, 8, 63, 64])
 def test_codes_are_packed_with_the_first_in_the_lowest_bits(kind, k):
-    bits = 4 if kind == "int4" else 8
+    bits = BITS[kind]
     codes = np.random.default_rng(k).integers(0, 2**bits, (k, 2, 3), dtype=np.uint8)
     words = np.asarray(pack(codes, kind))
     assert words.dtype == np.int32
@@ -70,7 +72,10 @@ def test_codes_are_packed_with_the_first_in_the_lowest_bits(kind, k):
 @pytest.mark.parametrize("scales", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("kind", "zeros"),
-    [("int4", False), ("int4", True), ("int8", False), ("int8", True), ("fp8", False)],
+    [
+        *(("int4", False), ("int4", True), ("int8", False), ("int8", True), ("fp8", False)),
+        ("fp4", False),
+    ],
 )
 def test_dequantised_weights_are_exact(kind, zeros, scales):
     for group, k, outs in ((32, 96, (5,)), (64, 64, (2, 3)), (21, 63, (4,)), (63, 63, (1,))):
@@ -115,6 +120,20 @@ def test_every_code_of_fp8_has_its_value():
     np.testing.assert_array_equal(
         np.asarray(dequantise(q, "float32"))[:, 0], quantised_oracle.e4m3_values()
     )
+
+
+def test_every_code_of_fp4_and_every_exponent_of_its_scales():
+    codes = np.arange(16, dtype=np.uint8)[:, None]
+    scales = np.arange(1, 255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    words, exponents = pack(codes.repeat(254, axis=1), "fp4"), np.arange(1, 255) - 127.0
+    q = QTensor(words, scales[None], None, "fp4", 16, (16, 254))
+    want = quantised_oracle.E2M1_VALUES[:, None] * 2.0**exponents
+    # The largest overflow, and halves of the smallest are flushed to zero on some devices.
+    held = np.abs(want) <= np.finfo(np.float32).max
+    held &= (want == 0) | (np.abs(want) >= np.finfo(np.float32).tiny)
+    got = np.asarray(dequantise(q, "float32"))
+    np.testing.assert_array_equal(got[held], want[held].astype(np.float32))
+    assert held.mean() > 0.98
 
 
 @dataclasses.dataclass(frozen=True)
