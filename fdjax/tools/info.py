@@ -184,7 +184,7 @@ def model_info(
         beam_cache_bytes=beam_cache,
         separate_cache_bytes=separate_cache,
         max_position_embeddings=model.config.max_position_embeddings,
-        choices=tuple(_choices(model, batch, slots)),
+        choices=tuple(dict.fromkeys(_choices(model, batch, slots))),
     )
 
 
