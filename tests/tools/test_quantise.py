@@ -301,13 +301,8 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
     assert not Path(output).exists()
 
 
-@pytest.mark.parametrize(
-    ("case", "bits", "group"),
-    [
-        ("mixtral", 4, 8),
-        *(pytest.param(*c, marks=pytest.mark.slow) for c in [("qwen2_moe", 8, None)]),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "bits", "group"), [("mixtral", 4, 8), ("qwen2_moe", 8, None)])
 def test_experts_are_written_and_routers_stay(case, bits, group, tmp_path):
     folder, output = FIXTURES / case, tmp_path / "out"
     config = parse_config(read_json(folder / "config.json"))
@@ -321,10 +316,10 @@ def test_experts_are_written_and_routers_stay(case, bits, group, tmp_path):
     lm = fdjax.load(str(output), compilation_cache=False, progress=False)
     formats = dict(lm.config.blocks[0].formats)
     assert "router" not in formats and "shared_gate" not in formats
-    assert formats["experts.down"].group == group or lm.config.mlp_width
+    assert formats["experts.down"].group == (group or config.mlp_width)
     ignored = read_json(output / "config.json")["quantization_config"]["ignore"]
     router = "block_sparse_moe.gate" if case == "mixtral" else "mlp.gate"
-    assert {"lm_head", f"model.layers.1.{router}"} - set(ignored) <= {"model.layers.1.mlp.gate"}
+    assert {"lm_head", f"model.layers.0.{router}"} <= set(ignored)
     plain = fdjax.load(str(folder), compilation_cache=False, progress=False)
     ours, theirs = (m.params["blocks"][0]["mlp"] for m in (lm, plain))
     np.testing.assert_array_equal(ours["router"]["weight"], theirs["router"]["weight"])
@@ -412,4 +407,5 @@ def test_weights_that_are_stored_transposed(bits, tmp_path):
             )
             got = np.asarray(dequantise(ours, "float32"))
             error = np.abs(got - np.asarray(theirs).reshape(got.shape))
-            assert error.mean() < (0.06 if bits == 4 else 0.006), path
+            bar = (0.12 if bits == 4 else 0.012) * np.abs(theirs).mean()
+            assert error.mean() < bar, path
