@@ -476,7 +476,9 @@ def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
     named = any(config.get(key) is not None for key in ("dtype", "torch_dtype"))
     if named or not has_weights(folder):
         return None
-    dtypes = {tensor.dtype for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1}
+    matrices = [tensor for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1]
+    # Integers are codes of quantised weights.
+    dtypes = {tensor.dtype for tensor in matrices if not tensor.dtype.startswith(("I", "U"))}
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     return names.get(dtypes.pop()) if len(dtypes) == 1 else None
 
