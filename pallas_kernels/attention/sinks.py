@@ -11,6 +11,10 @@ from jax import Array
 
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
+# Rows of a tile if bits must not depend on the batch. A CPU computes the exponentials of whole
+# vectors and those of the rest of an array by different code, and with this tile there is no rest.
+_TILE = 16
+
 
 def apply_sinks(
     o: Array, lse: Array, sinks: Array, *, batch_invariant: bool = False
@@ -33,6 +37,6 @@ def apply_sinks(
         o = (o.astype(jnp.float32) * share[..., None]).astype(o.dtype)
         return o, jnp.logaddexp(lse, sinks)
 
-    run = (lambda *rows: in_row_tiles(apply, *rows)) if batch_invariant else apply
-    o_rows, lse_rows = run(o.reshape(-1, *o.shape[2:]), lse.reshape(-1, lse.shape[2]))
+    rows = o.reshape(-1, *o.shape[2:]), lse.reshape(-1, lse.shape[2])
+    o_rows, lse_rows = in_row_tiles(apply, *rows, tile=_TILE) if batch_invariant else apply(*rows)
     return o_rows.reshape(o.shape), lse_rows.reshape(lse.shape)

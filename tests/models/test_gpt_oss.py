@@ -18,20 +18,10 @@ from fdjax.models import (
     CheckpointError,
     describe,
     export_tensors,
-    layers_features,
     parse_config,
     random_params,
     weight_map,
 )
-from fdjax.pallas_kernels.attention import (
-    AttentionSpec,
-    append_decode_attention,
-    append_prefill_attention,
-    attention_reference,
-    split_qkv,
-)
-from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER
-from fdjax.pallas_kernels.layers.hopper.decode_layers import LAYERS_HOPPER
 from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, dequantise
 from fdjax.system.device_memory import gigabytes
 from fdjax.tools.info import model_info
@@ -340,45 +330,3 @@ def test_random_parameters_have_the_deviation_of_others():
     # Scales are powers of 2.
     assert values.shape == (4, 64, 2, 96) and 0.01 < np.std(values) < 0.04
     assert not np.array_equal(values[0], values[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pages", [False, True])
-def test_appends_and_pages_give_what_a_whole_text_gives(pages):
-    """Sinks in both ops that append, with a layer of a stack, rows of other lengths and pages."""
-    rng = np.random.default_rng(0)
-    b, t, kv_heads, group, d, s = 3, 16, 2, 2, 8, 128
-    spec = AttentionSpec(d**-0.5, window=9, sinks=True)
-    sinks = jnp.array([-1.0, 0.5, 2.0, -3.0])
-    qkv = jnp.asarray(rng.normal(size=(b, t, kv_heads, group + 2, d)), jnp.float32)
-    q, k, v = split_qkv(qkv)
-    lengths = jnp.array([16, 9, 1])
-    want = attention_reference(
-        *(q, k.swapaxes(1, 2), v.swapaxes(1, 2), lengths, jnp.zeros(b, jnp.int32)),
-        spec=spec,
-        sinks=sinks,
-    )[0]
-    shape = (2, b, kv_heads, s, d)
-    table = {"pages": jnp.array([[2], [0], [1]])} if pages else {}
-    caches = jnp.zeros(shape), jnp.zeros(shape)
-    options = {"spec": spec, "sinks": sinks, "layer": 1, **table}
-    before = jnp.maximum(lengths - 3, 0)
-    first, *caches = append_prefill_attention(
-        qkv, *caches, before, jnp.zeros(b, jnp.int32), **options
-    )
-    rest = jnp.stack([jnp.roll(qkv[i], -int(before[i]), axis=0)[:3] for i in range(b)])
-    last, *caches = append_decode_attention(rest, *caches, before, **options)
-    for i, (start, end) in enumerate(zip(before, lengths, strict=True)):
-        np.testing.assert_allclose(first[i, :start], want[i, :start], atol=1e-5)
-        np.testing.assert_allclose(last[i, : end - start], want[i, start:end], atol=1e-5)
-
-
-def test_kernels_that_return_no_logsumexp_refuse_sinks():
-    features = AttentionSpec(1.0, sinks=True).features
-    shape = dict(b=1, t=1, h=8, hkv=8, s=128, d=64, itemsize=2, masks=0)
-    assert DECODE_HOPPER.supports(shape, features)
-    assert DECODE_HOPPER.append.supports(shape, frozenset())
-    assert DECODE_HOPPER.append.refusal(shape, features) == "cannot do sinks"
-    data = json.loads((FIXTURES / "hf/configs/gpt-oss-20b.old.json").read_text())
-    assert "attention.sinks" in layers_features(parse_config(data))
-    assert "attention.sinks" not in LAYERS_HOPPER.can

@@ -770,34 +770,6 @@ def test_no_row_runs_again():
     assert (reruns.shape, reruns.dtype, float(reruns)) == ((), jnp.float32, 0.0)
 
 
-def test_sinks_without_a_spec_that_has_them():
-    arrays = [FITTING[name] for name in ("q", "k", "v", "lengths")]
-    with pytest.raises(ValueError, match=r"^decode_attention: sinks must be None, got \[4\]$"):
-        decode_attention(*arrays, spec=AttentionSpec(1.0), sinks=jnp.zeros(4))
-    with pytest.raises(ValueError, match=r"^decode_attention: sinks must be \[4\], got \[3\]$"):
-        decode_attention(*arrays, spec=AttentionSpec(1.0, sinks=True), sinks=jnp.zeros(3))
-
-
-def test_results_of_disjoint_keys_merge_with_the_sink_of_one():
-    """The sink counts once, also where the part that has it sees no key."""
-    rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.normal(size=(3, 1, 4, 16)), jnp.float32)
-    k, v = (jnp.asarray(rng.normal(size=(3, 2, 24, 16)), jnp.float32) for _ in range(2))
-    sinks = jnp.array([-2.0, 0.0, 1.0, 5.0])
-    run = functools.partial(decode_attention, return_lse=True)
-    plain, with_sinks = (AttentionSpec(0.25, sinks=there) for there in (False, True))
-    lengths, first = jnp.array([24, 24, 24]), jnp.array([8, 0, 8])
-    # Slots of the first part, then those after it.
-    shifted = [
-        jnp.stack([jnp.roll(a[i], -int(first[i]), axis=1) for i in range(3)]) for a in (k, v)
-    ]
-    one = run(q, k, v, first, spec=with_sinks, sinks=sinks)
-    other = run(q, *shifted, lengths - first, spec=plain)
-    want = run(q, k, v, lengths, spec=with_sinks, sinks=sinks)
-    for got, exact in zip(merge_attention(*one, *other), want, strict=True):
-        np.testing.assert_allclose(got, exact, rtol=1e-5, atol=1e-6)
-
-
 def test_too_many_query_tokens_for_decode():
     with pytest.raises(ValueError, match=r"^decode_attention: T must be at most 16, got 17$"):
         _call(decode_attention, dict(q=jnp.ones((2, 17, 4, 16))))
