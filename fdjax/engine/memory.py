@@ -254,13 +254,14 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
 
 
 def _dequantised_bytes(model: Model) -> int:
-    """Bytes of the largest quantised weight, of one expert, that XLA dequantises for a product."""
+    """Bytes of the largest quantised weight, or of one expert, once XLA has dequantised it."""
     linears = [linear for block in model.config.blocks for linear in block.linears.values()]
     shapes = {linear.shape for linear in linears} | set(model.config.linear_shapes.values())
     sizes = [shape.k * shape.n for shape in shapes if shape.weight]
     for block in set(model.config.blocks):
-        quantised = any(name == "experts.gate_up" for name, _ in block.formats)
-        sizes.append(2 * block.width * block.mlp_width * quantised)
+        formats = dict(block.formats)
+        parts = (n for name, n in (("gate_up", 2), ("down", 1)) if f"experts.{name}" in formats)
+        sizes.append(sum(parts) * block.width * block.mlp_width)
     return max(sizes, default=0) * jnp.dtype(model.dtype).itemsize
 
 

@@ -219,10 +219,15 @@ def dequantised(params):
     return jax.tree.map(plain, params, is_leaf=is_quantised)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [("olmoe", "int4"), ("qwen2_moe", "int4"), ("granitemoe", "int8"), ("mixtral", "int8")],
+    [
+        pytest.param("olmoe", "int4", marks=pytest.mark.slow),
+        *(
+            pytest.param(case, kind, marks=pytest.mark.soak)
+            for case, kind in (("qwen2_moe", "int4"), ("granitemoe", "int8"), ("mixtral", "int8"))
+        ),
+    ],
 )
 def test_quantised_experts_compute_what_dequantised_ones_do(case, kind):
     options = {"compilation_cache": False, "progress": False}
@@ -283,6 +288,7 @@ def test_experts_of_a_quantised_checkpoint_stay_quantised(tmp_path):
         np.testing.assert_array_equal(tensor, exact[name], name)
 
 
+@pytest.mark.slow
 def test_an_expert_that_is_not_quantised_makes_all_of_its_layer_plain(tmp_path):
     tensors, exact = fp8_experts(tmp_path / "fp8")
     name = "model.layers.1.mlp.experts.5.down_proj.weight"

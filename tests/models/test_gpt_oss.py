@@ -119,6 +119,7 @@ def test_experts_stay_in_four_bits_and_compute_what_dequantised_ones_do(tmp_path
     assert np.isfinite(np.asarray(want)).all()
 
 
+@pytest.mark.slow
 def test_an_expert_of_nan_that_nobody_chooses(tmp_path):
     """Also NaN in its scales; and all rows on the same two experts."""
     packed, _ = in_mxfp4()
@@ -261,10 +262,10 @@ def test_published_sizes(name, arrays_made):
 def test_beams_and_scores_know_the_sinks():
     """Their log-probabilities are those of a forward pass over the whole text."""
     lm = loaded(CASE)
-    prompts, new = [[5, 9, 2, 44], list(range(40))], 30
+    prompt, new = list(range(40)), 30
     options = {"num_beams": 3, "num_return_sequences": 3, "max_new_tokens": new}
-    found = lm.generate(prompts, **options, do_sample=False, eos_token_id=None)
-    texts = [[*prompts[i // 3], *tokens] for i, tokens in enumerate(found.tokens)]
+    found = lm.generate(prompt, **options, do_sample=False, eos_token_id=None)
+    texts = [[*prompt, *tokens] for tokens in found.tokens]
     want = []
     for text in texts:
         logits = forward(lm.model, lm.params, np.array([text], np.int32))[0]
@@ -315,9 +316,14 @@ def test_codes_do_not_hide_the_dtype(tmp_path):
 def test_memory_for_one_dequantised_expert():
     data = json.loads((FIXTURES / "hf/configs/gpt-oss-20b.old.json").read_text())
     plain = parse_config(data)
-    one = plain.with_formats({("blocks", 3, "mlp", "experts", "gate_up"): MX})
-    more = [plan_memory(describe(c), max_len=256).workspace_bytes for c in (plain, one)]
-    assert more[1] - more[0] == 2 * 2 * 2880 * 2880
+    path = "blocks", 3, "mlp", "experts"
+    one = plain.with_formats({(*path, "gate_up"): MX})
+    both = plain.with_formats({(*path, "gate_up"): MX, (*path, "down"): MX})
+    none, *more = (
+        plan_memory(describe(c), max_len=256).workspace_bytes for c in (plain, one, both)
+    )
+    # XLA holds both at once: see test_experts_deviceless.py.
+    assert [size - none for size in more] == [2 * n * 2880 * 2880 for n in (2, 3)]
 
 
 @pytest.mark.slow

@@ -173,9 +173,20 @@ def quantised_operands(m, kind):
     return x, logits, weights, dense
 
 
-@pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), INVARIANT])
-@pytest.mark.parametrize("kind", slow_unless_fp4())
-@pytest.mark.parametrize("m", [3, slow(140)])
+@pytest.mark.parametrize(
+    ("kind", "m", "plan"),
+    [
+        ("fp4", 3, INVARIANT),
+        *(slow(kind, 3, INVARIANT) for kind in ("int4", "int8", "fp8")),
+        slow("fp4", 140, INVARIANT),
+        slow("fp4", 3, None),
+        *(
+            pytest.param(kind, m, plan, marks=pytest.mark.soak)
+            for kind in ("int4", "int8", "fp8")
+            for m, plan in ((140, INVARIANT), (3, None), (140, None))
+        ),
+    ],
+)
 def test_quantised_experts_give_the_bits_of_dequantised_ones(kind, m, plan):
     x, logits, weights, dense = quantised_operands(m, kind)
     assert 0.05 < np.std(dense[0]) < 0.5
@@ -221,7 +232,7 @@ def test_scales_of_an_expert_that_nobody_chose_may_be_nan(kind, m):
     assert_same_bits(np.delete(y, 1, axis=0), np.delete(np.asarray(want), 1, axis=0))
 
 
-@pytest.mark.parametrize("m", [3, slow(200)])
+@pytest.mark.parametrize("m", [slow(3), pytest.param(200, marks=pytest.mark.soak)])
 def test_all_rows_on_one_quantised_expert(m):
     x, logits, weights, dense = quantised_operands(m, "fp4")
     logits = logits.at[:, 5].set(50.0)

@@ -65,6 +65,7 @@ def test_kernels_that_return_no_logsumexp_refuse_sinks():
     assert "attention.sinks" not in LAYERS_HOPPER.can
 
 
+@pytest.mark.slow
 def test_results_of_disjoint_keys_merge_with_the_sink_of_one():
     """The sink counts once, also where the part that has it sees no key."""
     rng = np.random.default_rng(0)
