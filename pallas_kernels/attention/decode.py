@@ -9,6 +9,7 @@ from jax import Array
 
 from fdjax.pallas_kernels.attention.cudnn import DECODE_CUDNN
 from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER
+from fdjax.pallas_kernels.attention.hopper.segments import DECODE_SEGMENTS
 from fdjax.pallas_kernels.attention.operands import (
     BeamSlots,
     attention_shape,
@@ -19,7 +20,7 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.attention.xla import DECODE_XLA
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
 
-DECODE_ATTENTION = (DECODE_HOPPER, DECODE_CUDNN, DECODE_XLA)
+DECODE_ATTENTION = (DECODE_HOPPER, DECODE_SEGMENTS, DECODE_CUDNN, DECODE_XLA)
 
 MAX_QUERY_TOKENS = 16
 

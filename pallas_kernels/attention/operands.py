@@ -1,7 +1,8 @@
 """Operands of attention ops: checks, the shape for the plan, selection of a layer."""
 
-from typing import NamedTuple
+import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -9,7 +10,9 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, Shape
 
 
-class BeamSlots(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BeamSlots:
     """Where the positions of rows are that share a prompt and parts of their responses: beams.
 
     The pages of a row are the ⌈P/page⌉ of its prompt, which its beams share, and after them those
@@ -20,15 +23,19 @@ class BeamSlots(NamedTuple):
       rows: [B, S] int32, the row whose pages hold a position of the response. The rows of a
         prompt's beams are next to each other.
       prompts: [B] int32, P; S for a row whose positions are all its own, in order.
+      first: [B] int32, the row of the first beam of the same prompt.
+      width: W, the largest number of beams of a prompt.
     """
 
     rows: Array
     prompts: Array
+    first: Array
+    width: int = dataclasses.field(metadata={"static": True})
 
     @property
     def features(self) -> Features:
         """Features that an implementation needs, see `Implementation.can`."""
-        return frozenset({"beams"})
+        return frozenset({"beams"} if self.width <= 16 else {"beams", "many_beams"})
 
     def page_and_slot(self, positions: Array, size: int) -> tuple[Array, Array]:
         """The index into a row's table, and the slot of that page, for positions [B, N]."""

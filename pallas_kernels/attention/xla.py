@@ -158,5 +158,7 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, batch_invariant, **_)
     return attention_xla(q, k, v, *live, spec, batch_invariant=batch_invariant)
 
 
-DECODE_XLA = Implementation("decode_attention", "xla", _run_decode, can=ALL_FEATURES | {"beams"})
+DECODE_XLA = Implementation(
+    *("decode_attention", "xla", _run_decode), can=ALL_FEATURES | {"beams", "many_beams"}
+)
 PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=ALL_FEATURES)

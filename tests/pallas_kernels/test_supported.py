@@ -34,7 +34,7 @@ MODELS = {
 }
 
 
-def attention_cases(op: str) -> Iterator[tuple[str, dict[str, int], AttentionSpec]]:
+def attention_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
     sizes = itertools.product(
         (1, 2, 16) if op == "decode_attention" else (1, 24, 130),
         (8, 60, 64, 80, 96, 128, 256, 264),
@@ -46,7 +46,10 @@ def attention_cases(op: str) -> Iterator[tuple[str, dict[str, int], AttentionSpe
         if op == "decode_attention" and not spec.causal:
             continue
         shape = dict(b=2, t=t, h=8, hkv=2, s=s, d=d, itemsize=itemsize, masks=int(spec.is_masked))
-        yield f"{name} T{t} D{d} S{s} {8 * itemsize} bit", shape, spec
+        size = f"T{t} D{d} S{s} {8 * itemsize} bit"
+        yield f"{name} {size}", shape, spec.features
+        if op == "decode_attention" and name in ("plain", "window"):
+            yield f"{name} beams {size}", shape, spec.features | {"beams"}
 
 
 def matmul_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
@@ -102,7 +105,7 @@ def supported() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for i in IMPLEMENTATIONS:
         if "attention" in i.op:
-            cases = [(name, shape, spec.features) for name, shape, spec in attention_cases(i.op)]
+            cases = list(attention_cases(i.op))
         elif i.op == "matmul":
             cases = [*matmul_cases(), *quantised_cases()]
         elif i.op == "moe":

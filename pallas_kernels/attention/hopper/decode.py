@@ -122,11 +122,27 @@ _STATIC = ("spec", "config", "return_reruns", "interpret")
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
 def decode_mosaic(
-    q, k, v, lengths, *, spec, phi=None, layer=None, pages=None, return_lse=True, **options
+    q,
+    k,
+    v,
+    lengths,
+    *,
+    spec,
+    phi=None,
+    layer=None,
+    pages=None,
+    visible=None,
+    return_lse=True,
+    **options,
 ):
     """`decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
     Jitted, so that the layers of a model share one lowering. `options` are those of `_launch`.
+
+    Args:
+      visible: [B, S] int32, or None. Query token t then sees the slots whose bit t is set, all of
+        them below `lengths`. If no query sees some slot of a page, `HOLES` is set for all slots of
+        that page.
     """
     b, t, h, d = q.shape
     kv_heads = k.shape[-3]
@@ -141,7 +157,7 @@ def decode_mosaic(
         q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
     q = q.reshape(b, kv_heads * tiles, -1, d)
     operands = {"q": q, "k": k, "v": v, "lengths": lengths, "pages": pages, "layer": layer}
-    operands |= {"phi": phi}
+    operands |= {"phi": phi, "visible": visible}
     static = {"t": t, "group": group, "spec": spec, "return_lse": return_lse}
     o, lse, reruns = _launch(operands, **static, **options)
     o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
@@ -192,11 +208,14 @@ def _launch(
     # Rows of q; with a fused front, k and v of the new token are two more rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     config = config or default_config(b, kv_heads * tiles, s, d, staged)
-    if dtype == jnp.float16 or not spec.unified:
+    # With `visible`, nothing tells a query that sees no slot of a split from one out of range.
+    marked = operands.get("visible") is not None
+    if dtype == jnp.float16 or not spec.unified or marked:
         config = dataclasses.replace(config, unified=False)
     check_pages("decode_attention", k, pages, config.block_kv)
     operands |= {"slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32)}
-    for name, like in (("lengths", jnp.int32), ("pages", jnp.int32), ("phi", jnp.float32)):
+    types = {"lengths": jnp.int32, "pages": jnp.int32, "visible": jnp.int32, "phi": jnp.float32}
+    for name, like in types.items():
         if operands.get(name) is not None:
             operands[name] = operands[name].astype(like)
     if operands.get("layer") is not None:
@@ -221,8 +240,10 @@ def _launch(
     scratch = {
         "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
         "q_arrived": plgpu.Barrier(num_arrivals=1),
-        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        "loaded": plgpu.Barrier(num_arrivals=3 if marked else 2, num_barriers=config.stages),
     }
+    if marked:
+        scratch["visible"] = plgpu.SMEM((config.stages, config.block_kv), jnp.int32)
     if "qkv" in operands:
         front = plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES)
         token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}

@@ -22,6 +22,8 @@ _SAFE_LOG2 = 64
 # m moves to the maximum of the first block if that is further away from φ than this, in log2.
 _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
+# In `visible`: set for all slots of a page if some of them are seen by no query.
+HOLES = -(2**31)
 
 
 def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
@@ -30,7 +32,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
         rotation [B,2,D] of a new token; k, v; lengths [B] without that token; layer, pages, phi,
-        slopes if any.
+        slopes, visible [B,S] if any.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
@@ -61,6 +63,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             source = cache.block(start, bk, page)
             to = loaded.at[stage, pl.ds(0, source.shape[0])]
             plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
+        if "visible" in inputs:
+            source = inputs["visible"].at[row, pl.ds(start, bk)]
+            plgpu.copy_gmem_to_smem(source, smem["visible"].at[stage], smem["loaded"].at[stage])
 
     # Without a window, splits take blocks in turn. So a split's first block does not depend on the
     # length of the row, and its load starts before the length is read.
@@ -114,8 +119,20 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             )
         return spread
 
+    def marks(step):
+        """The part of `visible` [block] of a step, in shared memory."""
+        return smem["visible"].at[lax.rem(step, jnp.int32(config.stages))]
+
     def visible(step):
         """[block, R] each: whether a query row sees a slot, and slot minus query position."""
+        if "visible" in inputs:
+            bits = plgpu.load(marks(step), layout=COLUMN)
+            bits = lax.broadcast_in_dim(bits, (bk, padded), [0])
+            token = lax.div(query_rows(), jnp.full_like(bits, group))
+            own = jnp.zeros_like(bits)
+            for i in range(t):
+                own = jnp.where(token == i, 1 << i, own)
+            return (bits & own) != 0, None
         slots = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + block_start(step)
         query = n - 1
         if t > 1:
@@ -161,14 +178,23 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
     def zero_dead_values(step, values):
         """Zero the values of dead slots: they may be NaN, and 0 * NaN is NaN."""
         begin = block_start(step)
+        if "visible" in inputs:
+            any_dead = marks(step)[0] < 0
+        else:
+            any_dead = begin + bk > cached
 
-        @when(begin + bk > cached)
+        @when(any_dead)
         def _():
-            slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
+            if "visible" in inputs:
+                bits = plgpu.load(marks(step), layout=COLUMN)
+                live = lax.broadcast_in_dim(bits & ~HOLES, (bk, 64), [0]) != 0
+            else:
+                slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
+                live = slots < cached
             for column in range(0, d, 64):
                 part = values.at[:, pl.ds(column, 64)]
                 found = plgpu.load(part, layout=TILE)
-                part[...] = jnp.where(slots < cached, found, jnp.zeros_like(found))
+                part[...] = jnp.where(live, found, jnp.zeros_like(found))
 
     def down(values, size):
         """Broadcast values [R] to [size, R]."""
