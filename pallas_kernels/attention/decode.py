@@ -7,6 +7,7 @@ once, 2 · sum(lengths) · Hkv · D · itemsize bytes.
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.pallas_kernels.attention.cache import Cache, features_of
 from fdjax.pallas_kernels.attention.cudnn import DECODE_CUDNN
 from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER
 from fdjax.pallas_kernels.attention.operands import (
@@ -26,8 +27,8 @@ MAX_QUERY_TOKENS = 16
 
 def decode_attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     lengths: Array,
     *,
     spec: AttentionSpec,
@@ -47,6 +48,7 @@ def decode_attention(
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
         never affect the result. "cudnn" needs finite values there, as it multiplies them by zero.
+        Both may be a `QuantisedCache`, which "xla" reads.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
@@ -75,7 +77,7 @@ def decode_attention(
         lse = jnp.zeros(q.shape[:3], jnp.float32)
         return _asked_for(q, return_lse and lse, return_reruns and jnp.float32(0))
     shape = attention_shape(q, k, spec, pages)
-    features = spec.features | beam_features(beams)
+    features = spec.features | features_of(k) | beam_features(beams)
     chosen, config = resolve(DECODE_ATTENTION, plan, implementation, features, **shape)
     spec, phi = spec.for_kernels()
     o, lse, reruns = chosen.run(
