@@ -78,6 +78,18 @@ def features_of(cache: Cache) -> Features:
     return cache_features("int8" if isinstance(cache, QuantisedCache) else None)
 
 
+def check_caches(op: str, k: Cache, v: Cache) -> None:
+    """Raise ValueError if caches of keys and values are of two kinds, or scales do not fit."""
+    caches = [cache for cache in (k, v) if isinstance(cache, QuantisedCache)]
+    if len(caches) == 1:
+        raise ValueError(f"{op}: k and v must both be quantised or neither")
+    for cache in caches:
+        if cache.scales.shape != cache.shape[:-1]:
+            raise ValueError(
+                f"{op}: scales must be {list(cache.shape[:-1])}, got {list(cache.scales.shape)}"
+            )
+
+
 def quantise(values: Array) -> QuantisedCache:
     """Quantise keys or values [..., D], each head of a token by itself.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.attention.cache import Cache, dequantised
+from fdjax.pallas_kernels.attention.cache import Cache, check_caches, dequantised
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, Shape
 
@@ -68,6 +68,7 @@ def check_attention(
         raise ValueError(
             f"{op}: k and v must both be {axes}, got {list(k.shape)} and {list(v.shape)}"
         )
+    check_caches(op, k, v)
     b, t, h, d = q.shape
     kb, kv_heads, s, kd = k.shape[stacked:]
     if pages is not None:

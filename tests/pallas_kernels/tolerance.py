@@ -95,9 +95,7 @@ def assert_matmul(
     assert_within(actual, exact.value, bound + output.underflow, "matmul")
 
 
-def attention_bounds(
-    exact: ExactAttention, *, dtype: str, d: int, s: int, quantised: bool = False
-):
+def attention_bounds(exact: ExactAttention, *, dtype: str, d: int, s: int, quantised: bool = False):
     """Bounds of (o, lse); `dtype` is that of P, partial results and o.
 
     Keys and values of a quantised cache may be rounded to `dtype`.
