@@ -1,7 +1,10 @@
 """A model with an int8 cache does everything that it does with another."""
 
+import functools
+import itertools
 import json
 import pickle
+import random
 from pathlib import Path
 
 import jax
@@ -22,9 +25,12 @@ from fdjax.engine.state import (
     init_pool,
     page_bytes,
 )
+from fdjax.engine.step import attend_prefill
 from fdjax.models import describe, parse_config
+from fdjax.models.tiny.stories import story
 from fdjax.pallas_kernels.attention import QuantisedCache
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.rope import rotation
 from fdjax.tools.info import model_info
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -238,3 +244,87 @@ def test_commands_pass_it_on(command, monkeypatch, capsys):
     monkeypatch.setattr(fdjax, "load", loaded)
     assert main([*command, "--kv-dtype", "int8"]) == 1
     assert "asked for int8" in capsys.readouterr().err
+
+
+# Accuracy
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def predictions(model, params, ids, lengths):
+    """Log-probabilities [B,T,V] of the tokens after each of `ids` [B,T], read through the cache."""
+    zeros = jnp.zeros_like(lengths)
+    attend = functools.partial(
+        attend_prefill,
+        ends=lengths,
+        offsets=zeros,
+        rows=None,
+        rotation_at=lambda at, rope: rotation(at, rope, prompt=lengths, limit=lengths),
+        plan=model.plan,
+    )
+    module, cache = model.module(params), init_cache(model, *ids.shape)
+    hidden, _ = module(ids, cache, attend, model.plan, starts=zeros)
+    return jax.nn.log_softmax(module.logits(hidden, model.plan))
+
+
+def compared(dtype, count, tokens):
+    """How the embedded model's predictions over texts change with an int8 cache."""
+    plain, int8 = (
+        fdjax.load("tiny", dtype=dtype, kv_dtype=kind, compilation_cache=False, progress=False)
+        for kind in (None, "int8")
+    )
+    pieces = stories(plain.tokenizer, count, tokens)
+    divergences, same, ours, theirs = [], [], [], []
+    for begin in range(0, len(pieces), 4):
+        batch = pieces[begin : begin + 4]
+        ids, lengths = np.array(batch, np.int32), np.full(4, tokens, np.int32)
+        p, q = (
+            np.asarray(predictions(lm.model, lm.params, ids, lengths)).astype(np.float64)
+            for lm in (plain, int8)
+        )
+        for row, piece in enumerate(batch):
+            at, a, b = (np.arange(tokens - 1), piece[1:]), p[row, :-1], q[row, :-1]
+            divergences.append((np.exp(a) * (a - b)).sum(axis=-1))
+            same.append(a.argmax(axis=-1) == b.argmax(axis=-1))
+            ours.append(-a[at])
+            theirs.append(-b[at])
+    divergences, same, ours, theirs = map(np.concatenate, (divergences, same, ours, theirs))
+    return {
+        "texts": count,
+        "tokens": tokens,
+        "predictions": len(same),
+        "agreement": float(same.mean()),
+        "mean_kl": float(divergences.mean()),
+        "p99_kl": float(np.percentile(divergences, 99)),
+        "perplexity": float(np.exp(ours.mean())),
+        "perplexity_int8": float(np.exp(theirs.mean())),
+    }
+
+
+def stories(tokenizer, count, tokens):
+    """Texts of the kind that the embedded model knows, as token ids."""
+    drawn = random.Random(5)
+    ids = [tokenizer.encode(" ".join(story(drawn))) for _ in range(count * tokens // 50)]
+    start = tokenizer.encode("")
+    ids = [one[len(start) :] for one in ids]
+    joined = list(itertools.chain.from_iterable(ids))
+    return [start + joined[i * tokens : (i + 1) * tokens - len(start)] for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "count", "tokens"),
+    [
+        pytest.param("float32", 4, 256, marks=pytest.mark.slow),
+        *(
+            pytest.param(dtype, count, tokens, marks=pytest.mark.soak)
+            for dtype in ("float32", "bfloat16")
+            for count, tokens in ((512, 64), (64, 512))
+        ),
+    ],
+)
+def test_predictions_hardly_change(dtype, count, tokens):
+    found = compared(dtype, count, tokens)
+    print(json.dumps({"dtype": dtype} | found))
+    assert found["agreement"] > 0.995
+    assert 0 < found["mean_kl"] < 6e-4
+    assert found["p99_kl"] < 0.02
+    assert abs(np.log(found["perplexity_int8"] / found["perplexity"])) < 2e-3
