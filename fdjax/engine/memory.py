@@ -241,7 +241,7 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
     runs = _prefill_implementations(model, rows, tokens // rows, slots)
     # A copy of the cache of the rows in the call: gathered, dequantised, or both.
-    if runs != {"mosaic_gpu"} and (rows < batch or model.kv_dtype):
+    if model.kv_dtype or (rows < batch and runs != {"mosaic_gpu"}):
         attention += 2 * rows * row_bytes
     if "xla" in runs:
         scores = 4 * rows * c.heads * (tokens // rows) * slots

@@ -43,7 +43,7 @@ def prefill_attention(
       q: [B, T, H, D].
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. They hold the chunk's own
         keys and values already. Slots at and past `lengths` never affect the result, but "cudnn"
-        needs finite values there. Both may be a `QuantisedCache`, which "xla" reads.
+        needs finite values there. Both may be a `QuantisedCache`, which is dequantised first.
       lengths: [B] int32 live slots per row, the chunk included.
       offsets: [B] int32 position of the first query, default 0.
       spec: the attention; RoPE must have been applied already.

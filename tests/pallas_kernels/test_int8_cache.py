@@ -222,27 +222,49 @@ def test_beams_read_the_slots_of_others():
 # Refusals
 
 
-def test_only_xla_reads_it():
+def test_only_what_dequantises_it_first_reads_it():
     able = {(i.op, i.name) for i in IMPLEMENTATIONS if cache_features("int8") <= i.can}
-    assert able == {("decode_attention", "xla"), ("prefill_attention", "xla")}
+    names = ("xla", "cudnn", "mosaic_gpu")
+    assert able == {
+        *(("prefill_attention", name) for name in names),
+        *(("decode_attention", name) for name in names[:2]),
+    }
 
 
 def test_a_kernel_that_is_named_refuses():
     k, v, _ = caches("rows")
     q, lengths = normal(3, 1, HKV * G, D), np.array([1, 2, 3], np.int32)
-    for name in ("mosaic_gpu", "cudnn"):
-        with pytest.raises(NotImplementedError, match=f"{name} cannot do int8_cache"):
-            decode_attention(q, k, v, lengths, spec=SPEC, implementation=name)
-        with pytest.raises(NotImplementedError, match=f"{name} cannot do int8_cache"):
-            prefill_attention(q, k, v, lengths, spec=SPEC, implementation=name)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu cannot do int8_cache"):
+        decode_attention(q, k, v, lengths, spec=SPEC, implementation="mosaic_gpu")
 
 
-@pytest.mark.parametrize("op", ["decode_attention", "prefill_attention"])
-def test_the_plan_of_a_gpu_falls_back(op):
+def test_the_plan_of_a_gpu_falls_back():
     plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
     shape = dict(b=1, t=1, h=32, hkv=8, s=4096, d=128, itemsize=2, masks=0)
-    assert plan.choose(op, **shape).implementation == "mosaic_gpu"
-    assert plan.choose(op, cache_features("int8"), **shape).implementation == "xla"
+    assert plan.choose("decode_attention", **shape).implementation == "mosaic_gpu"
+    int8 = cache_features("int8")
+    assert plan.choose("decode_attention", int8, **shape).implementation == "cudnn"
+    assert plan.choose("decode_attention", int8 | {"beams"}, **shape).implementation == "xla"
+    shape["t"] = 512
+    assert plan.choose("prefill_attention", int8, **shape).implementation == "mosaic_gpu"
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("kind", ["rows", "pages of layers"])
+def test_prompts_compile_for_an_h100(kind):
+    from ..deviceless import compile_for
+
+    k, v, named = caches(kind, s=128)
+    qkv = normal(3, 64, HKV, G + 2, D)
+    offsets, lengths = np.array([[0, 64, 0], [9, 128, 64]], np.int32)
+
+    def run(qkv, k, v, lengths, offsets, named):
+        return append_prefill_attention(
+            qkv, k, v, lengths, offsets, spec=SPEC, implementation="mosaic_gpu", **named
+        )
+
+    compiled = compile_for("h100", run, qkv, k, v, lengths, offsets, named, donate_argnums=(1, 2))
+    assert "prefill_attention" in compiled.as_text()
 
 
 def test_operands_that_disagree():
