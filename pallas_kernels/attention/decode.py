@@ -9,7 +9,7 @@ from jax import Array
 
 from fdjax.pallas_kernels.attention.cache import Cache, features_of
 from fdjax.pallas_kernels.attention.cudnn import DECODE_CUDNN
-from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER
+from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER, DECODE_INT8_HOPPER
 from fdjax.pallas_kernels.attention.operands import (
     BeamSlots,
     attention_shape,
@@ -20,7 +20,7 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.attention.xla import DECODE_XLA
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
 
-DECODE_ATTENTION = (DECODE_HOPPER, DECODE_CUDNN, DECODE_XLA)
+DECODE_ATTENTION = (DECODE_HOPPER, DECODE_CUDNN, DECODE_XLA, DECODE_INT8_HOPPER)
 
 MAX_QUERY_TOKENS = 16
 
@@ -58,7 +58,7 @@ def decode_attention(
       return_lse: also return the logsumexp of the scores.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
         left the range of the unified maximum, so that they ran again with a running maximum.
-      implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
+      implementation: "xla" | "cudnn" | "mosaic_gpu" | "mosaic_gpu_int8"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:

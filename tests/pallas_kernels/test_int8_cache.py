@@ -222,12 +222,12 @@ def test_beams_read_the_slots_of_others():
 # Refusals
 
 
-def test_only_what_dequantises_it_first_reads_it():
+def test_what_reads_it():
     able = {(i.op, i.name) for i in IMPLEMENTATIONS if cache_features("int8") <= i.can}
     names = ("xla", "cudnn", "mosaic_gpu")
     assert able == {
         *(("prefill_attention", name) for name in names),
-        *(("decode_attention", name) for name in names[:2]),
+        *(("decode_attention", name) for name in ("xla", "cudnn", "mosaic_gpu_int8")),
     }
 
 
@@ -244,6 +244,8 @@ def test_the_plan_of_a_gpu_falls_back():
     assert plan.choose("decode_attention", **shape).implementation == "mosaic_gpu"
     int8 = cache_features("int8")
     assert plan.choose("decode_attention", int8, **shape).implementation == "cudnn"
+    named = dataclasses.replace(plan, named=(("decode_attention", "mosaic_gpu_int8"),))
+    assert named.choose("decode_attention", int8, **shape).implementation == "mosaic_gpu_int8"
     assert plan.choose("decode_attention", int8 | {"beams"}, **shape).implementation == "xla"
     shape["t"] = 512
     assert plan.choose("prefill_attention", int8, **shape).implementation == "mosaic_gpu"
