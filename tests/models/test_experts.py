@@ -20,6 +20,8 @@ from fdjax.tools.info import model_info
 from fdjax.weights.checkpoint import load_params
 from fdjax.weights.quantise import quantised_formats
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 CASES = ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
 PUBLISHED = {
