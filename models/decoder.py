@@ -24,6 +24,7 @@ from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, whole_config
 from fdjax.pallas_kernels.activations import UNGATED
+from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.experts import moe
@@ -622,8 +623,9 @@ class Model:
 
     Attributes:
       config: the architecture.
-      dtype: dtype of activations, cache and parameters that are not quantised, a NumPy name.
+      dtype: dtype of activations and of parameters that are not quantised, a NumPy name.
       plan: chooses the implementations.
+      kv_dtype: "int8", or None for a cache in the dtype of the activations.
     """
 
     config: DecoderConfig
@@ -632,6 +634,7 @@ class Model:
     _graph: nnx.GraphDef = dataclasses.field(repr=False)
     _abstract: nnx.State = dataclasses.field(repr=False)
     _local: "Model | None" = dataclasses.field(default=None, repr=False)
+    kv_dtype: str | None = None
 
     @property
     def local(self) -> "Model":
@@ -642,6 +645,11 @@ class Model:
     def ranks(self) -> int:
         """Number of devices that share the model."""
         return self.local.config.tensor_parallel
+
+    @property
+    def cache_features(self) -> Features:
+        """Features that attention must support for the cache."""
+        return cache_features(self.kv_dtype)
 
     @functools.cached_property
     def partitions(self) -> Any:
@@ -678,7 +686,8 @@ class Model:
         itemsize = jnp.dtype(self.dtype).itemsize
         config = self.local.config
         shape = layers_shape(config, rows, slots, itemsize)
-        choice = self.plan.choose("decode_layers", layers_features(config), **shape)
+        features = layers_features(config) | self.cache_features
+        choice = self.plan.choose("decode_layers", features, **shape)
         return choice.implementation != "xla"
 
     @property
@@ -711,36 +720,51 @@ def describe(
     dtype: str | None = None,
     plan: Plan | None = None,
     tensor_parallel: int = 1,
+    kv_dtype: str | None = None,
 ) -> Model:
     """Describe a model without allocating anything.
 
     Args:
       config: the architecture.
-      dtype: dtype of activations, cache and parameters that are not quantised; default that of the
+      dtype: dtype of activations and of parameters that are not quantised; default that of the
         checkpoint.
       plan: chooses the implementations; default the plan of the first local device.
       tensor_parallel: number of devices that share the model. It must divide the query heads and F,
         and divide the KV heads or be a multiple of them, which are then repeated.
+      kv_dtype: "int8", or the dtype of the activations, which is the default.
 
     Raises:
-      ValueError: `tensor_parallel` does not divide the model.
+      ValueError: `tensor_parallel` does not divide the model, or `kv_dtype` is another dtype.
       NotImplementedError: devices cannot share a model with its features.
     """
     dtype = dtype or config.dtype
     plan = Plan.for_device() if plan is None else plan
+    if kv_dtype not in (None, "int8", dtype):
+        raise ValueError(
+            f"load: kv_dtype must be int8 or the dtype of the activations, {dtype}, "
+            f"got {kv_dtype!r}"
+        )
+    kv_dtype = None if kv_dtype == dtype else kv_dtype
     if tensor_parallel == 1:
-        return _described(config, dtype, plan)
-    local = _described(local_config(config, tensor_parallel), dtype, plan)
+        return _described(config, dtype, plan, kv_dtype)
+    local = _described(local_config(config, tensor_parallel), dtype, plan, kv_dtype)
     whole = _described(whole_config(local.config), dtype, plan, lay_out=False)
-    return Model(config, dtype, plan, whole._graph, whole._abstract, local)
+    return Model(config, dtype, plan, whole._graph, whole._abstract, local, kv_dtype)
 
 
-def _described(config: DecoderConfig, dtype: str, plan: Plan, *, lay_out: bool = True) -> Model:
+def _described(
+    config: DecoderConfig,
+    dtype: str,
+    plan: Plan,
+    kv_dtype: str | None = None,
+    *,
+    lay_out: bool = True,
+) -> Model:
     if config.weight_formats and lay_out:
         config = laid_out(config, plan, jnp.dtype(dtype).itemsize)
     abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
     graph, state = nnx.split(abstract)
-    return Model(config, dtype, plan, graph, state)
+    return Model(config, dtype, plan, graph, state, kv_dtype=kv_dtype)
 
 
 def random_params(

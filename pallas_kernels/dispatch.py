@@ -208,7 +208,7 @@ class Dispatch:
 
     def __post_init__(self):
         for op, implementation in self.named:
-            check_name(op, implementation, self.implementations)
+            check_name(op, implementation, [i for i in self.implementations if i.op == op])
 
     def of(self, op: str) -> tuple[Implementation, ...]:
         """The implementations of an op that run on this device."""

@@ -74,10 +74,10 @@ def generated(lm, prompts=PROMPTS, **options):
     return {"tokens": result.tokens, "logprobs": result.logprobs}
 
 
-def same_tokens(path, *ranks):
+def same_tokens(path, *ranks, **options):
     """Greedy tokens of a checkpoint on one device and on several."""
     seen = Ranks()
-    report = {count: generated(load(path, count)) for count in (1, *ranks)}
+    report = {count: generated(load(path, count, **options)) for count in (1, *ranks)}
     return report | {"compared": seen.compared, "differing": seen.differing}
 
 

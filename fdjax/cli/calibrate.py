@@ -10,6 +10,7 @@ from fdjax.cli.shared import (
     EMBEDDED,
     MODEL,
     add_dtype,
+    add_kv_dtype,
     read_text,
     say,
 )
@@ -44,6 +45,7 @@ def add_arguments(parser: Parser) -> None:
         help="longest piece of a text in tokens; default: the model's context, up to 4096",
     )
     add_dtype(parser)
+    add_kv_dtype(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         calibrate.check_plot(args.plot)
         check_writable(args.plot)
-    lm = fdjax.load(str(folder), dtype=args.dtype, calibration=False)
+    lm = fdjax.load(str(folder), dtype=args.dtype, kv_dtype=args.kv_dtype, calibration=False)
     last = 0
 
     def progress(done: int, total: int) -> None:

@@ -319,7 +319,7 @@ class Engine:
         # The programs also return to the host, so their results are committed to a device. A state
         # that is not committed would compile every program once more.
         stacks = may_stack and self.stacks(batch, slots)
-        kv = init_cache(self.local, batch, slots, stacks, self.place.empty_cache)
+        kv = init_cache(self.local, batch, slots, stacks, self.place.zeros)
         return self._on_devices(start(kv))
 
     def _on_devices(self, state: DecodeState) -> DecodeState:
@@ -339,7 +339,8 @@ class Engine:
     def _take_pages(self, shape: Shape) -> DecodeState:
         """A state of the pool, which keeps its content where it can."""
         kept = None if self.reusable is None else self.reusable.state
-        if kept is None or kept.kv.k.shape[1] != shape.pages or kept.kv.k.is_deleted():
+        pool = None if kept is None else jax.tree.leaves(kept.kv)[0]
+        if kept is None or pool.shape[1] != shape.pages or pool.is_deleted():
             kept = None
             self._open_pool(shape.pages)
         state, self.reusable = self.reusable.state, None
@@ -352,7 +353,7 @@ class Engine:
         self.reusable = None
         while True:
             try:
-                kv = init_pool(self.local, pages, self.place.empty_cache)
+                kv = init_pool(self.local, pages, self.place.zeros)
                 jax.block_until_ready(kv)
                 break
             except jax.errors.JaxRuntimeError as error:

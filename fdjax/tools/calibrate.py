@@ -43,6 +43,7 @@ from fdjax.engine.schedule import chunks_for, covered_slots
 from fdjax.engine.state import LayerCache, init_cache
 from fdjax.models import AttentionSpec, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.attention.cache import dequantised, stored_in
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.system.process import transfers_allowed
 from fdjax.text.prompts import Prompt, as_several
@@ -266,7 +267,13 @@ def _observe_chunk(
             )
         # For a row that has ended, padding goes into the cache. No query sees slots past `ends`.
         cache = tuple(
-            lax.dynamic_update_slice_in_dim(old, new.transpose(0, 2, 1, 3), offset, 2)
+            jax.tree.map(
+                lambda old, new: lax.dynamic_update_slice_in_dim(
+                    old, new.swapaxes(1, 2), offset, 2
+                ),
+                old,
+                stored_in(old, new),
+            )
             for old, new in zip(cache, (k, v), strict=True)
         )
         o = prefill_attention(
@@ -277,7 +284,7 @@ def _observe_chunk(
             spec=spec,
             plan=model.plan,
         )
-        return o, (cache, _observe(spec, q, cache[0], positions, ends))
+        return o, (cache, _observe(spec, q, dequantised(cache[0]), positions, ends))
 
     _, updated = model.module(params)(tokens, kv, attend, model.plan, starts=offsets)
     caches, observed = zip(*updated, strict=True)

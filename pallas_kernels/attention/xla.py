@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.operands import take_layer
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
 from fdjax.pallas_kernels.dispatch import Implementation
@@ -158,7 +159,9 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, batch_invariant, **_)
     return attention_xla(q, k, v, *live, spec, batch_invariant=batch_invariant)
 
 
+_CAN = ALL_FEATURES | cache_features("int8")
+
 DECODE_XLA = Implementation(
-    *("decode_attention", "xla", _run_decode), can=ALL_FEATURES | {"beams", "many_beams"}
+    *("decode_attention", "xla", _run_decode), can=_CAN | {"beams", "many_beams"}
 )
-PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=ALL_FEATURES)
+PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=_CAN)

@@ -84,6 +84,16 @@ def test_several_devices_give_the_tokens_of_one(path, ranks):
 
 
 @pytest.mark.slow
+def test_an_int8_cache_is_divided_by_heads():
+    found = report("same_tokens", "hf/llama3_gqa_tied", 2, kv_dtype="int8")
+    assert found["2"]["tokens"] == found["1"]["tokens"]
+    for ours, expected in zip(found["2"]["logprobs"], found["1"]["logprobs"], strict=True):
+        # A key may round to another code.
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=0.02)
+    assert found["compared"] > 4 and found["differing"] == 0
+
+
+@pytest.mark.slow
 def test_everything_that_one_device_does():
     """Many prompts with options of their own, a common beginning, scores, submitted prompts."""
     found = report("serving", "hf/llama3_gqa_tied", 4)

@@ -28,6 +28,7 @@ from fdjax.pallas_kernels.attention import (
     prefill_tiles,
     split_qkv,
 )
+from fdjax.pallas_kernels.attention.cache import dequantised, quantise
 from fdjax.pallas_kernels.attention.hopper import decode_kernel
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import Rope, apply_rope
@@ -84,8 +85,8 @@ CONFIG = DecoderConfig.alike(
 )
 
 
-def random_lm(config=CONFIG, plan=None):
-    model = describe(config, plan=plan)
+def random_lm(config=CONFIG, plan=None, **options):
+    model = describe(config, plan=plan, **options)
     return fdjax.LM(model, random_params(model, seed=3))
 
 
@@ -134,6 +135,8 @@ def rows_by_brute_force(lm, texts):
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)
             )
+        if lm.model.kv_dtype is not None:
+            k, v = (dequantised(quantise(a)) for a in (k, v))
         o = prefill_attention(
             q,
             *(a.transpose(0, 2, 1, 3) for a in (k, v)),
@@ -186,20 +189,21 @@ def same_counts(got, values):
     return np.abs(np.cumsum(got) - np.cumsum(want)).max() <= 1 + len(values) / 1000
 
 
-@pytest.fixture(scope="module")
-def by_force():
-    """Texts of two chunks, of one token, and between, with their rows."""
+@pytest.fixture(scope="module", params=[None, pytest.param("int8", marks=pytest.mark.slow)])
+def by_force(request):
+    """Texts of two chunks, of one token, and between, with their rows; the model."""
     texts = [token_ids(140, 1), token_ids(1, 2), token_ids(33, 3)]
-    return texts, rows_by_brute_force(random_lm(), texts)
+    lm = random_lm(kv_dtype=request.param)
+    return texts, rows_by_brute_force(lm, texts), lm
 
 
 # All queries of a chunk at once, and in blocks of 16.
 @pytest.mark.parametrize("block_bytes", [2**26, 2**18])
 def test_counts_are_those_of_a_brute_force(by_force, monkeypatch, block_bytes):
     monkeypatch.setattr(calibrate, "_SCORES_BYTES", block_bytes)
-    texts, found = by_force
+    texts, found, lm = by_force
     done = []
-    counted = gather(random_lm(), texts, progress=lambda *p: done.append(p))
+    counted = gather(lm, texts, progress=lambda *p: done.append(p))
     assert done == [(174, 174)]
     for layer in range(CONFIG.layers):
         for head in range(CONFIG.heads):
