@@ -14,10 +14,12 @@ class Attend(Protocol):
     queries, its key and its value, before RoPE and after any q/k norm. It also passes its layer's
     part of the cache. It gets back o [B,T,H,D] and the updated part. The owner of the cache knows
     the positions and does RoPE, append and attention, fused or not. The function must be pure,
-    because equal blocks are traced once.
+    because equal blocks are traced once. With `spec.sinks`, a block also passes its sinks [H].
     """
 
-    def __call__(self, spec: AttentionSpec, kv: Any, qkv: Array) -> tuple[Array, Any]:
+    def __call__(
+        self, spec: AttentionSpec, kv: Any, qkv: Array, sinks: Array | None = None
+    ) -> tuple[Array, Any]:
         """Compute one layer's attention; returns (o, updated part of the cache)."""
         ...
 

@@ -21,7 +21,7 @@ DECODER_CAN = (
         """
     qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms
     post_norms sum_norms parallel shared_norm no_gate residual_multiplier tensor_parallel experts
-    shared_width shared_gate
+    shared_width shared_gate router_bias expert_bias
     """.split()
     )
     | {f"experts.{name}" for name in ROUTING_FEATURES}
@@ -124,8 +124,8 @@ class BlockSpec:
       mlp_width: F, of the MLP or of each expert.
       heads, kv_heads, head_dim: H, Hkv, D.
       norm_eps: epsilon of the norms.
-      activation: activation of the MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`, or without a
-        gate of `pallas_kernels.activations.UNGATED`.
+      activation: activation of the MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`, without a gate
+        of `pallas_kernels.activations.UNGATED`, or of experts also of `PAIRED` there.
       attention: scores, mask and RoPE.
       qkv_bias, out_bias, mlp_bias: whether these linear layers have a bias.
       norm_offset: added to the weights of every norm.
@@ -144,7 +144,9 @@ class BlockSpec:
       experts: the MLP is a mixture of experts, with gates, chosen like this; None for one MLP.
       shared_width: F of an MLP beside the experts that runs for every token; 0 for none.
       shared_gate: the result of that MLP is multiplied by the sigmoid of a linear layer [E,1].
-      formats: formats of the quantised weights, by the names in `linears`.
+      router_bias: the linear layer whose results choose the experts has a bias.
+      expert_bias: the linear layers of the experts have biases.
+      formats: formats of the quantised weights, by the names in `weights`.
       tensor_parallel: devices that share the layer. Heads and F are then those of one device.
     """
 
@@ -174,6 +176,8 @@ class BlockSpec:
     experts: Routing | None = None
     shared_width: int = 0
     shared_gate: bool = False
+    router_bias: bool = False
+    expert_bias: bool = False
     formats: tuple[tuple[str, WeightFormat], ...] = ()
     tensor_parallel: int = 1
 
@@ -200,6 +204,8 @@ class BlockSpec:
             raise ValueError("config: shared_width needs experts")
         if self.shared_gate and not self.shared_width:
             raise ValueError("config: shared_gate needs shared_width")
+        if self.experts is None and (self.router_bias or self.expert_bias):
+            raise ValueError("config: router_bias and expert_bias need experts")
         if self.experts is not None and (self.no_gate or self.mlp_bias):
             raise ValueError("config: experts exclude no_gate and mlp_bias")
 
@@ -245,8 +251,19 @@ class BlockSpec:
             **(self._mlp(normed, summed) if self.experts is None else self._around_experts()),
         }
         for name, weight in self.formats:
-            linears[name] = dataclasses.replace(linears[name], weight=weight)
+            if name in linears:
+                linears[name] = dataclasses.replace(linears[name], weight=weight)
         return linears
+
+    @property
+    def weights(self) -> dict[str, tuple[Path, int]]:
+        """The path and K of each weight that may be quantised, by name."""
+        weights = {name: ((*one.path, "weight"), one.k) for name, one in self.linears.items()}
+        if self.experts is not None:
+            path = "mlp", "experts"
+            weights["experts.gate_up"] = (*path, "gate_up"), self.width
+            weights["experts.down"] = (*path, "down"), self.mlp_width
+        return weights
 
     def _mlp(self, normed: bool, summed: bool) -> dict[str, LinearSpec]:
         """The linear layers of an MLP."""
@@ -269,7 +286,8 @@ class BlockSpec:
         inputs = {"k": self.width, "bias": False}
         path, shared = ("mlp", "shared"), self.shared_width
         router = LinearSpec(
-            ("mlp", "router"), **inputs, outs=(self.experts.experts,), result="float32"
+            *(("mlp", "router"), self.width, (self.experts.experts,), self.router_bias),
+            result="float32",
         )
         if not shared:
             return {"router": router}
@@ -285,7 +303,10 @@ class BlockSpec:
     @property
     def expert_weights(self) -> int:
         """Number of weights of one expert; 0 without experts."""
-        return 0 if self.experts is None else 3 * self.width * self.mlp_width
+        if self.experts is None:
+            return 0
+        biases = (2 * self.mlp_width + self.width) * self.expert_bias
+        return 3 * self.width * self.mlp_width + biases
 
     def idle_experts(self, rows: int) -> int:
         """The number of experts that this many rows certainly do not choose."""

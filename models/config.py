@@ -102,8 +102,8 @@ class DecoderConfig:
                 block,
                 formats=tuple(
                     (name, formats[path])
-                    for name, linear in block.linears.items()
-                    if (path := ("blocks", i, *linear.path, "weight")) in formats
+                    for name, (own, _) in block.weights.items()
+                    if (path := ("blocks", i, *own)) in formats
                 ),
             )
             for i, block in enumerate(self.blocks)
@@ -117,8 +117,8 @@ class DecoderConfig:
         if path[0] != "blocks":
             return None
         block = self.blocks[path[1]]
-        linears = (linear for linear in block.linears.values() if linear.weight)
-        return next((one.weight for one in linears if (*one.path, "weight") == path[2:]), None)
+        weights = block.weights
+        return next((form for name, form in block.formats if weights[name][0] == path[2:]), None)
 
     @property
     def weight_formats(self) -> tuple[WeightFormat, ...]:

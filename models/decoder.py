@@ -142,6 +142,7 @@ class Attention(nnx.Module):
         self.q_norm = Norm.of(spec, dtype, "attention", "q_norm")
         self.k_norm = Norm.of(spec, dtype, "attention", "k_norm")
         self.norms_heads = spec.qk_norm
+        self.sinks = nnx.Param(jnp.zeros((spec.heads,), dtype)) if spec.attention.sinks else None
 
     def __call__(self, qkv: Array, kv: Any, attend: Attend, plan: Plan) -> tuple[Array, Any]:
         """Results of `self.qkv` [B,T,...] → (input of `self.out` [B,T,H·D], updated cache)."""
@@ -155,7 +156,8 @@ class Attention(nnx.Module):
                 for norm, a, shape in zip((self.q_norm, self.k_norm), qk, shapes, strict=True)
             ]
             qkv = jnp.concatenate([*qk, v], axis=3)
-        o, kv = attend(self.spec, kv, qkv)
+        sinks = () if self.sinks is None else (self.sinks[...],)
+        o, kv = attend(self.spec, kv, qkv, *sinks)
         return o.reshape(b, t, -1), kv
 
 
@@ -188,13 +190,33 @@ class MLP(nnx.Module):
 
 
 class ExpertWeights(nnx.Module):
-    """The weights of all experts of a layer."""
+    """The weights of all experts of a layer, quantised or not."""
 
     def __init__(self, spec: BlockSpec, dtype):
-        experts, width, hidden = spec.experts.experts, spec.width, spec.mlp_width
-        self.gate_up = nnx.Param(jnp.zeros((experts, width, 2, hidden), dtype))
-        self.down = nnx.Param(jnp.zeros((experts, hidden, width), dtype))
-        self.bias = nnx.Param(jnp.zeros((experts,), dtype)) if spec.experts.biased else None
+        count, width, hidden = spec.experts.experts, spec.width, spec.mlp_width
+        formats = dict(spec.formats)
+
+        def weight(name, *shape):
+            form = formats.get(f"experts.{name}")
+            empty = (
+                jnp.zeros((count, *shape), dtype) if form is None else form.empty(shape, (count,))
+            )
+            return nnx.Param(empty)
+
+        def bias(there, *shape):
+            return nnx.Param(jnp.zeros((count, *shape), dtype)) if there else None
+
+        self.gate_up = weight("gate_up", width, 2, hidden)
+        self.down = weight("down", hidden, width)
+        self.gate_up_bias = bias(spec.expert_bias, 2, hidden)
+        self.down_bias = bias(spec.expert_bias, width)
+        self.bias = bias(spec.experts.biased)
+
+    def operands(self) -> dict[str, Array | QTensor]:
+        """The arrays by the names that `moe` has for them."""
+        names = "gate_up", "down", "gate_up_bias", "down_bias", "bias"
+        found = {name: getattr(self, name) for name in names}
+        return {name: param.get_value() for name, param in found.items() if param is not None}
 
 
 class Experts(nnx.Module):
@@ -215,15 +237,12 @@ class Experts(nnx.Module):
 
     def output(self, hidden: Array, *, plan: Plan, residual: Array | None = None) -> Array:
         """Result of `hidden` [B,T,E] → [B,T,E], plus a residual."""
-        bias = self.experts.bias
         y = moe(
             hidden.reshape(-1, hidden.shape[-1]),
             self.router(hidden, preferred_element_type=jnp.float32, plan=plan).reshape(
                 -1, self.routing.experts
             ),
-            self.experts.gate_up[...],
-            self.experts.down[...],
-            bias=None if bias is None else bias[...],
+            **self.experts.operands(),
             routing=self.routing,
             gate=self.activation,
             plan=plan,
@@ -706,6 +725,17 @@ class Model:
     def active_parameter_count(self) -> int:
         """Number of weights that one token uses, without the experts that it does not choose."""
         return self.parameter_count - self.config.idle_expert_weights(1)
+
+    def idle_expert_bytes(self, rows: int) -> int:
+        """Bytes of all layers' experts that this many tokens certainly do not choose."""
+        idle = 0
+        for i, block in enumerate(self.config.blocks):
+            if count := block.idle_experts(rows):
+                experts = self.abstract_params["blocks"][i]["mlp"]["experts"]
+                leaves = jax.tree.leaves({**experts, "bias": None})
+                held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+                idle += count * held // block.experts.experts
+        return idle
 
     @property
     def weight_bytes(self) -> int:

@@ -29,9 +29,13 @@ def laid_out(config: DecoderConfig, plan: Plan, itemsize: int) -> DecoderConfig:
     blocks = tuple(
         dataclasses.replace(
             block,
-            formats=tuple((name, chosen(block.linears[name].shape)) for name, _ in block.formats),
+            formats=tuple(
+                (name, chosen(linears[name].shape) if name in linears else form)
+                for name, form in block.formats
+            ),
         )
         for block in config.blocks
+        for linears in [block.linears]
     )
     head = config.head_format and chosen(config.linear_shapes["head"])
     return dataclasses.replace(config, blocks=blocks, head_format=head)

@@ -156,18 +156,38 @@ class StackedRows:
 
 
 @dataclasses.dataclass(frozen=True)
-class InputsFirst:
-    """Weights that the checkpoint stores as [K, N]."""
+class Alternating:
+    """Two linear layers in one tensor: its even rows are those of the first one."""
 
     layout: Layout
 
     def join(self, parts):
-        """[K,N] each → the parameter of `layout`; biases stay as they are."""
-        return self.layout.join([p.T for p in parts])
+        """[2·N, K] → the parameter of `layout`; biases have no axis K."""
+        return self.layout.join([parts[0][0::2], parts[0][1::2]])
 
     def split(self, parameter):
         """The inverse of `join`."""
-        return [p.T for p in self.layout.split(parameter)]
+        parts = jnp.stack(self.layout.split(parameter), axis=1)
+        return [parts.reshape(-1, *parts.shape[2:])]
+
+
+@dataclasses.dataclass(frozen=True)
+class InputsFirst:
+    """Weights that the checkpoint stores as [..., K, N]. `layout` takes [..., N, K]."""
+
+    layout: Layout
+
+    def join(self, parts):
+        """[..., K, N] each → the parameter of `layout`; biases stay as they are."""
+        return self.layout.join([_swapped(p) for p in parts])
+
+    def split(self, parameter):
+        """The inverse of `join`."""
+        return [_swapped(p) for p in self.layout.split(parameter)]
+
+
+def _swapped(part):
+    return part.swapaxes(-1, -2) if part.ndim > 1 else part
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,6 +237,13 @@ class Weight:
     layout: Layout = Same()
     whole: tuple[str, tuple[int, ...]] | None = None
 
+    def outputs_first(self) -> tuple["Weight", bool]:
+        """The same with sources [..., N, K], as quantised weights have them; whether it differs."""
+        if not isinstance(self.layout, InputsFirst):
+            return self, False
+        sources = tuple((name, (*head, n, k)) for name, (*head, k, n) in self.sources)
+        return dataclasses.replace(self, sources=sources, layout=self.layout.layout), True
+
 
 WeightMap = dict[Path, Weight]
 
@@ -235,7 +262,9 @@ class TensorNames:
       interleaved: RoPE rotates pairs (2i, 2i + 1) of the checkpoint's dimensions.
       inputs_first: weights in the layers are stored as [K, N].
       experts: modules of the experts in a layer. For gate and up, and for down; {} is the index of
-        the expert, and without it one tensor holds the weights of all.
+        the expert. Without it, this is the name of one tensor that holds the weights of all.
+      alternating_experts: the tensors of all experts are [X, K, N], and the columns, or biases, of
+        gate and of up alternate.
       router_bias: tensor in a layer with the bias by which experts are chosen.
       renamed: pattern → replacement in names of the checkpoint, for newer names.
     """
@@ -256,6 +285,7 @@ class TensorNames:
         ("mlp.experts.{}.gate_proj", "mlp.experts.{}.up_proj"),
         ("mlp.experts.{}.down_proj",),
     )
+    alternating_experts: bool = False
     router_bias: str = "mlp.gate.e_score_correction_bias"
     renamed: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
@@ -271,6 +301,7 @@ _LLAMA = {
     "k_norm": ("self_attn.k_norm",),
     "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "out": ("self_attn.o_proj",),
+    "sinks": ("self_attn.sinks",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "up": ("mlp.up_proj",),
     "down": ("mlp.down_proj",),
@@ -341,6 +372,9 @@ def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames
         if linear.bias:
             sources = [(f"{m}.bias", (out,)) for m, out in zip(modules, outs, strict=True)]
             weights[(*ours, *linear.path, "bias")] = Weight(tuple(sources), layout)
+    if block.attention.sinks:
+        (sinks,) = names.of("sinks")
+        weights[(*ours, "attention", "sinks")] = Weight(((theirs + sinks, (block.heads,)),))
     if block.experts is not None:
         weights |= _expert_weights(block, (*ours, "mlp", "experts"), theirs, names)
     return weights
@@ -357,9 +391,7 @@ def _expert_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorName
         layout = GateUp() if name == "gate_up" else Transposed()
         whole = experts, sum(outs), k
         if "{}" not in modules[0]:
-            layout = StackedRows(outs, layout) if len(outs) > 1 else layout
-            source = (f"{theirs}{modules[0]}.weight", whole)
-            weights[(*ours, name)] = Weight((source,), AllExperts(layout))
+            weights |= _experts_in_one(block, (*ours, name), theirs + modules[0], outs, k, names)
             continue
         sources = tuple(
             (f"{theirs}{module.format(i)}.weight", (out, k))
@@ -372,6 +404,27 @@ def _expert_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorName
         )
     if block.experts.biased:
         weights[(*ours, "bias")] = Weight(((theirs + names.router_bias, (experts,)),))
+    return weights
+
+
+def _experts_in_one(
+    block: BlockSpec, ours: Path, theirs: str, outs: tuple[int, ...], k: int, names: TensorNames
+) -> WeightMap:
+    """The weight of all experts that one tensor holds, and their biases."""
+    experts, n = block.experts.experts, sum(outs)
+    first = names.alternating_experts
+    if len(outs) == 1:
+        layout, bias = Transposed(), Same()
+    elif first:
+        layout = bias = Alternating(GateUp())
+    else:
+        layout = bias = StackedRows(outs, GateUp())
+    source = (theirs, (experts, k, n) if first else (experts, n, k))
+    layout = AllExperts(layout)
+    weights = {ours: Weight((source,), InputsFirst(layout) if first else layout)}
+    if block.expert_bias:
+        path = (*ours[:-1], f"{ours[-1]}_bias")
+        weights[path] = Weight(((f"{theirs}_bias", (experts, n)),), AllExperts(bias))
     return weights
 
 

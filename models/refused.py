@@ -8,7 +8,7 @@ _STATE_SPACE = "it has state space layers, which are no attention"
 REFUSED = {
     **dict.fromkeys(
         """
-        dbrx ernie4_5_moe glm4_moe gpt_oss granitemoeshared hunyuan_v1_moe jetmoe llama4
+        dbrx ernie4_5_moe glm4_moe granitemoeshared hunyuan_v1_moe jetmoe llama4
         llama4_text phimoe switch_transformers
         """.split(),
         _EXPERTS,

@@ -24,7 +24,7 @@ NO_FEATURES: Features = frozenset()
 # other code, may not run at all, or may leave a part of the device idle.
 _EXACT_KEYS = (
     *("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden"),
-    *("int4", "int8", "fp8", "experts", "chosen"),
+    *("int4", "int8", "fp8", "fp4", "experts", "chosen"),
 )
 
 _DTYPES = {1: "float8", 4: "float32", 8: "float64"}

@@ -1,8 +1,9 @@
 """Quantised weights: codes of a few bits in int32 words, with scales.
 
 w = scale · (code - zero) for "int4" and "int8", whose codes are unsigned: 0..15 and 0..255. Without
-zeros, the zero is the middle code, 8 or 128. w = scale · code for "fp8", whose codes are the bits
-of float8_e4m3fn. `group` successive rows of a column share a scale and a zero.
+zeros, the zero is the middle code, 8 or 128. w = scale · code for "fp8" and "fp4", whose codes are
+the bits of float8_e4m3fn and of float4_e2m1fn. `group` successive rows of a column share a scale
+and a zero. MXFP4 (OCP 2023) is "fp4" by 32 with powers of 2 as scales, float8_e8m0fnu.
 
 Words are int32 because NumPy and XLA store narrower integers in one byte or more.
 """
@@ -19,7 +20,10 @@ from fdjax.pallas_kernels.bricks import BRICK, brick_words, pack_bricks, unpack_
 from fdjax.pallas_kernels.dispatch import Features
 
 # Bits of a code.
-BITS = {"int4": 4, "int8": 8, "fp8": 8}
+BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
+_FLOATS = ("fp8", "fp4")
+# Standard deviation of the 16 values of float4_e2m1fn.
+_E2M1_DEVIATION = math.sqrt(68.5 / 8)
 PLAIN, BRICKS = "plain", "bricks"
 # Features of `matmul` for everything that this module can dequantise.
 WEIGHT_FEATURES = frozenset(
@@ -36,9 +40,9 @@ class WeightFormat:
     """How a weight is quantised; all that is known of a `QTensor` before it is loaded.
 
     Attributes:
-      kind: "int4" | "int8" | "fp8".
+      kind: "int4" | "int8" | "fp8" | "fp4".
       group: rows of the weight that share a scale; K if a column has one scale.
-      zeros: whether there are zeros. "fp8" has none.
+      zeros: whether there are zeros. Floating-point codes have none.
       scales: dtype of scales and zeros, a NumPy name.
       layout: order of the words, see `QTensor`.
     """
@@ -54,8 +58,8 @@ class WeightFormat:
             raise ValueError(f"weight: kind must be one of {', '.join(BITS)}, got {self.kind!r}")
         if self.group < 1:
             raise ValueError(f"weight: group must be positive, got {self.group}")
-        if self.zeros and self.kind == "fp8":
-            raise ValueError("weight: fp8 has no zeros")
+        if self.zeros and self.kind in _FLOATS:
+            raise ValueError(f"weight: {self.kind} has no zeros")
 
     def __str__(self) -> str:
         return f"{self.kind} by {self.group}"
@@ -73,8 +77,12 @@ class WeightFormat:
         """What it adds to the key of `matmul` for `Plan.choose`: the group, by the kind's name."""
         return {self.kind: self.group}
 
-    def empty(self, shape: tuple[int, ...]) -> "QTensor":
-        """A weight of zero words and scales; `shape` is [K,N] or [K,2,N].
+    def empty(self, shape: tuple[int, ...], stack: tuple[int, ...] = ()) -> "QTensor":
+        """A weight of zero words and scales.
+
+        Args:
+          shape: [K,N] or [K,2,N].
+          stack: leading axes, of weights of this shape.
 
         Raises:
           ValueError: the group does not divide K.
@@ -82,8 +90,8 @@ class WeightFormat:
         k, *outs = shape
         if k % self.group:
             raise ValueError(f"weight: group must divide K = {k}, got {self.group}")
-        scales = jnp.zeros((k // self.group, *outs), self.scales)
-        words = jnp.zeros(words_shape(self.kind, shape, self.layout), jnp.int32)
+        scales = jnp.zeros((*stack, k // self.group, *outs), self.scales)
+        words = jnp.zeros((*stack, *words_shape(self.kind, shape, self.layout)), jnp.int32)
         zeros = scales if self.zeros else None
         return QTensor(words, scales, zeros, self.kind, self.group, tuple(shape), self.layout)
 
@@ -93,15 +101,16 @@ class WeightFormat:
 class QTensor:
     """A quantised weight [K,N], or [K,2,N] (gate, then up). It is a pytree.
 
-    The arrays may have a leading axis L that `shape` leaves out: a stack of weights.
+    The arrays may have a leading axis that `shape` leaves out: a stack of weights, such as those of
+    the layers or of the experts.
 
     Attributes:
       words: int32. In the layout "plain", a word holds successive rows of a column, the first in
-        its lowest bits: [K/8, ...] for "int4", else [K/4, ...]. Missing rows are zero bits. For
+        its lowest bits: [K/8, ...] for 4 bits, else [K/4, ...]. Missing rows are zero bits. For
         "bricks" see `bricks`.
       scales: [G, ...] floating point, with K = G · group.
       zeros: [G, ...] floating point, or None.
-      kind: "int4" | "int8" | "fp8".
+      kind: see `WeightFormat`.
       group: rows that share a scale.
       shape: (K,N) or (K,2,N).
       layout: order of the words.
@@ -123,8 +132,8 @@ class QTensor:
 
     @property
     def size(self) -> int:
-        """Number of weights, without those of a leading axis L."""
-        return math.prod(self.shape)
+        """Number of weights."""
+        return math.prod((*self.stack, *self.shape))
 
     @property
     def stack(self) -> tuple[int, ...]:
@@ -212,13 +221,24 @@ def dequantise(q: QTensor, dtype: Any) -> Array:
     codes = _codes(q)
     if q.kind == "fp8":
         codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+    elif q.kind == "fp4":
+        codes = _e2m1(codes)
     values = codes.astype(jnp.float32).reshape(-1, q.group, *outs)
     if q.zeros is not None:
         values -= q.zeros.astype(jnp.float32)[:, None]
-    elif q.kind != "fp8":
+    elif q.kind not in _FLOATS:
         values -= 2.0 ** (BITS[q.kind] - 1)
     values *= q.scales.astype(jnp.float32)[:, None]
     return values.reshape(q.shape).astype(dtype)
+
+
+def _e2m1(codes: Array) -> Array:
+    """The values of float4_e2m1fn codes. XLA converts that dtype itself on few devices only."""
+    codes = codes.astype(jnp.int32)
+    exponent, fraction = codes >> 1 & 3, codes & 1
+    # 0, 1/2, 1, 3/2, 2, 3, 4, 6, as halves.
+    halves = jnp.where(exponent == 0, fraction, (2 + fraction) << jnp.maximum(exponent - 1, 0))
+    return jnp.where(codes >= 8, -0.5, 0.5) * halves.astype(jnp.float32)
 
 
 def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
@@ -262,13 +282,18 @@ def random_quantised(key: Array, like: QTensor, deviation: float) -> QTensor:
       like: the other weight; only shapes and dtypes are used.
       deviation: standard deviation of the weights.
     """
+    if like.stack:
+        one = jax.eval_shape(lambda q: jax.tree.map(lambda a: a[0], q), like)
+        keys = jax.random.split(key, like.stack[0])
+        return lax.map(lambda key: random_quantised(key, one, deviation), keys)
     levels = 2 ** BITS[like.kind]
     if like.kind == "fp8":
         values = jax.random.normal(key, like.shape).astype(jnp.float8_e4m3fn)
         codes, scale = lax.bitcast_convert_type(values, jnp.uint8), deviation
     else:
         codes = jax.random.bits(key, like.shape, jnp.uint8) & jnp.uint8(levels - 1)
-        scale = deviation * math.sqrt(12) / levels
+        spread = _E2M1_DEVIATION if like.kind == "fp4" else levels / math.sqrt(12)
+        scale = deviation / spread
     scales = jnp.full_like(like.scales, scale)
     zeros = None if like.zeros is None else jnp.full_like(like.zeros, levels / 2)
     words = pack(codes, like.kind)

@@ -49,7 +49,6 @@ def run(args: argparse.Namespace) -> int:
     from fdjax.system.device_memory import gigabytes
     from fdjax.tools import quantise, smoothing
     from fdjax.weights.checkpoint import locate, quantised_config, read_json, unnamed_dtype
-    from fdjax.weights.quantise import refuse_experts
     from fdjax.weights.stored import stored_tensors
 
     # Everything is checked first, because a large model takes minutes.
@@ -57,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     folder = locate(args.model)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
-    refuse_experts(config)
+    quantise.refuse_experts_in_one(config)
     if quantised_config(folder, config, data).weight_formats:
         raise ValueError(f"quantize: {folder} is quantised already")
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):

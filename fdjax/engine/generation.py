@@ -61,7 +61,7 @@ def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
       plan: chooses the implementations.
     """
 
-    def attend(spec, kv, qkv):
+    def attend(spec, kv, qkv, sinks=None):
         b, t = qkv.shape[:2]
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
         q, k, v = split_qkv(qkv)
@@ -70,7 +70,7 @@ def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)
             )
         k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
-        return prefill_attention(q, k, v, lengths, spec=spec, plan=plan), kv
+        return prefill_attention(q, k, v, lengths, spec=spec, sinks=sinks, plan=plan), kv
 
     return attend
 

@@ -258,10 +258,13 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
 
 
 def _dequantised_bytes(model: Model) -> int:
-    """Bytes of the largest quantised weight once XLA has dequantised it for a product."""
+    """Bytes of the largest quantised weight, of one expert, that XLA dequantises for a product."""
     linears = [linear for block in model.config.blocks for linear in block.linears.values()]
     shapes = {linear.shape for linear in linears} | set(model.config.linear_shapes.values())
-    sizes = (shape.k * shape.n for shape in shapes if shape.weight)
+    sizes = [shape.k * shape.n for shape in shapes if shape.weight]
+    for block in set(model.config.blocks):
+        quantised = any(name == "experts.gate_up" for name, _ in block.formats)
+        sizes.append(2 * block.width * block.mlp_width * quantised)
     return max(sizes, default=0) * jnp.dtype(model.dtype).itemsize
 
 

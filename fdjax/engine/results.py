@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fdjax.engine.sequence import Chunk, Row
@@ -369,5 +368,5 @@ def step_bytes(model: Model, params_bytes: int, embed_bytes: int, rows: int) -> 
 
     These are all but an embedding table that is only looked up, and experts that no row chooses.
     """
-    idle = model.config.idle_expert_weights(rows) * jnp.dtype(model.dtype).itemsize
+    idle = model.idle_expert_bytes(rows)
     return params_bytes - idle - (0 if model.config.tie_embeddings else embed_bytes)

@@ -259,7 +259,7 @@ def _observe_chunk(
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     ends = jnp.where(lengths > 0, offsets + lengths, 0)
 
-    def attend(spec, cache, qkv):
+    def attend(spec, cache, qkv, sinks=None):
         q, k, v = split_qkv(qkv)
         if spec.rope is not None:
             q, k = (
@@ -282,6 +282,7 @@ def _observe_chunk(
             ends,
             offsets,
             spec=spec,
+            sinks=sinks,
             plan=model.plan,
         )
         return o, (cache, _observe(spec, q, dequantised(cache[0]), positions, ends))

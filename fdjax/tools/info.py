@@ -18,7 +18,7 @@ from fdjax.engine.memory import (
 )
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
-from fdjax.pallas_kernels.experts import moe_key
+from fdjax.pallas_kernels.experts import moe_features, moe_key
 from fdjax.pallas_kernels.plan import Choice
 from fdjax.system.device_memory import device_memory_bytes, gigabytes
 
@@ -33,6 +33,7 @@ class ModelInfo:
       devices: number of devices that share the model.
       family, parameters, dtype: family, number of parameters and dtype of the model.
       active_parameters: number of parameters that one token uses.
+      active_bytes: bytes of the parameters that one token uses.
       quantised: formats of the quantised weights.
       weight_bytes: bytes of all parameters.
       kv_dtype: dtype of the cache. In "int8", its bytes include the scales.
@@ -57,6 +58,7 @@ class ModelInfo:
     family: str
     parameters: int
     active_parameters: int
+    active_bytes: int
     dtype: str
     quantised: tuple[str, ...]
     weight_bytes: int
@@ -82,7 +84,8 @@ class ModelInfo:
         lines = [
             f"family        {self.family}",
             f"parameters    {self.parameters:,}{self._active()}",
-            f"weights       {gigabytes(self.weight_bytes)} in {', '.join(self._dtypes())}",
+            f"weights       {gigabytes(self.weight_bytes)} in {', '.join(self._dtypes())}"
+            f"{self._active_bytes()}",
             f"KV cache      {self.kv_bytes_per_token:,} bytes per token in {self.kv_dtype}",
             f"context       {self.max_position_embeddings:,} tokens",
             f"device        {self.device}",
@@ -108,6 +111,11 @@ class ModelInfo:
         if self.active_parameters == self.parameters:
             return ""
         return f", of which a token uses {self.active_parameters:,}"
+
+    def _active_bytes(self) -> str:
+        if self.active_bytes == self.weight_bytes:
+            return ""
+        return f", of which a token uses {gigabytes(self.active_bytes)}"
 
     def _dtypes(self) -> tuple[str, ...]:
         return (*self.quantised, self.dtype)
@@ -165,6 +173,7 @@ def model_info(
         family=model.config.family,
         parameters=whole.parameter_count,
         active_parameters=whole.active_parameter_count,
+        active_bytes=model.weight_bytes - model.idle_expert_bytes(1),
         dtype=model.dtype,
         quantised=tuple(map(str, model.config.weight_formats)),
         weight_bytes=model.weight_bytes,
@@ -177,7 +186,7 @@ def model_info(
         beam_cache_bytes=beam_cache,
         separate_cache_bytes=separate_cache,
         max_position_embeddings=model.config.max_position_embeddings,
-        choices=tuple(_choices(model, batch, slots)),
+        choices=tuple(dict.fromkeys(_choices(model, batch, slots))),
     )
 
 
@@ -212,9 +221,16 @@ def _choices(model: Model, batch: int, slots: int):
         if one_launch:
             continue
         routing, sizes = block.experts, (block.width, block.mlp_width)
-        shape = moe_key(batch, *sizes, routing, itemsize)
-        choice = model.plan.choose("moe", routing.features, **shape)
+        own = dict(block.formats)
+        names = (f"experts.{name}" for name in ("gate_up", "down"))
+        formats = tuple(own[name] for name in names if name in own)
+        shape = moe_key(batch, *sizes, routing, itemsize, formats)
+        features = moe_features(
+            routing, block.activation, biases=block.expert_bias, formats=formats
+        )
+        choice = model.plan.choose("moe", features, **shape)
         label = f"M={batch} {routing.chosen} of {routing.experts} [{sizes[0]},2,{sizes[1]}]"
+        label += f" {formats[0]}" if formats else ""
         yield row("moe", label, choice)
     shape, features = chain_shape(c, batch, itemsize), chain_features(c)
     if not one_launch and model.plan.has_kernel("linear_chain", features, **shape):

@@ -16,12 +16,14 @@ from jax import Array
 from fdjax.engine.engine import Engine
 from fdjax.engine.generation import forward
 from fdjax.models import CheckpointError, DecoderConfig, Model, weight_map
+from fdjax.models.name_map import AllExperts
 from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
 from fdjax.system.process import transfers_allowed
 from fdjax.tools.smoothing import Inputs, Smoothed, smoothed
 from fdjax.weights.calibration import FILE as CALIBRATION
-from fdjax.weights.quantise import quantise, refuse_experts
-from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json, stored_tensors
+from fdjax.weights.checkpoint import by_our_names
+from fdjax.weights.quantise import KEPT, quantise
+from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
 
 # Files beside the weights that are copied.
@@ -61,29 +63,40 @@ def quantise_checkpoint(
 
     Raises:
       CheckpointError: a tensor is not floating point.
-      NotImplementedError: the model has mixtures of experts.
+      NotImplementedError: one tensor of the checkpoint holds all experts of a layer.
       ValueError: the group does not divide the inputs of a layer.
       OSError: a file cannot be written.
     """
-    refuse_experts(config)
-    stored = stored_tensors(folder)
+    refuse_experts_in_one(config)
+    stored = by_our_names(folder, config)
     config = _with_formats(config, bits, group, scales)
     weights = weight_map(config)
     changes = Smoothed() if inputs is None else smoothed(config, weights, stored, inputs)
     formats = {
-        name: form
+        name: (form, weight.outputs_first()[1])
         for path, weight in weights.items()
         if (form := config.format_of(path)) is not None
         for name, _ in weight.sources
     }
+    named = [dataclasses.replace(tensor, name=name) for name, tensor in stored.items()]
     groups = [
-        _packed(tensor, formats[name], changes) if name in formats else _kept(tensor, changes)
-        for name, tensor in stored.items()
+        _packed(tensor, *formats[tensor.name], changes)
+        if tensor.name in formats
+        else _kept(tensor, changes)
+        for tensor in named
+    ]
+    kept = [
+        name.removesuffix(".weight")
+        for i, block in enumerate(config.blocks)
+        for linear in (block.linears[part] for part in KEPT if part in block.linears)
+        for name, _ in weights["blocks", i, *linear.path, "weight"].sources
     ]
     output.mkdir(parents=True, exist_ok=True)
     _copy_files(folder, output)
     written = write_tensors(output, groups, shard_bytes=shard_bytes, progress=progress)
-    data = read_json(folder / "config.json") | {"quantization_config": _described(bits, group)}
+    data = read_json(folder / "config.json") | {
+        "quantization_config": _described(bits, group, kept)
+    }
     (output / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return written
 
@@ -93,19 +106,32 @@ def _with_formats(
 ) -> DecoderConfig:
     formats = {}
     for i, block in enumerate(config.blocks):
-        for name, linear in block.linears.items():
-            if group is not None and linear.k % group:
+        for name, (path, k) in block.weights.items():
+            if name in KEPT:
+                continue
+            if group is not None and k % group:
                 raise ValueError(
-                    f"quantize: group must divide the {linear.k} inputs of {name}, got {group}"
+                    f"quantize: group must divide the {k} inputs of {name}, got {group}"
                 )
-            form = WeightFormat(f"int{bits}", group or linear.k, scales=scales)
-            formats["blocks", i, *linear.path, "weight"] = form
+            formats["blocks", i, *path] = WeightFormat(f"int{bits}", group or k, scales=scales)
     return config.with_formats(formats)
 
 
-def _packed(tensor: StoredTensor, form: WeightFormat, changes: Smoothed):
-    """The tensors of a quantised weight, and the function that makes them."""
-    (n, k), module = tensor.shape, tensor.name.removesuffix(".weight")
+def refuse_experts_in_one(config: DecoderConfig) -> None:
+    """Raise NotImplementedError if checkpoints hold all experts of a layer in one tensor."""
+    if any(
+        isinstance(weight.outputs_first()[0].layout, AllExperts)
+        for weight in weight_map(config).values()
+    ):
+        raise NotImplementedError(
+            "quantize: a tensor that holds all experts of a layer has no quantised format; "
+            "quantise the model while it is loaded"
+        )
+
+
+def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
+    """The tensors of a quantised weight, or of one [K,N] to swap, and what makes them."""
+    (n, k), module = tensor.shape[:: -1 if swap else 1], tensor.name.removesuffix(".weight")
     tensors = (
         Planned(f"{module}.weight_packed", "I32", (n, word_rows(k, form.kind))),
         Planned(f"{module}.weight_scale", _NAMES[form.scales], (n, k // form.group)),
@@ -114,6 +140,7 @@ def _packed(tensor: StoredTensor, form: WeightFormat, changes: Smoothed):
 
     def make():
         weight = changes.apply(tensor.name, tensor.view(FLOATS))
+        weight = weight.T if swap else weight
         codes = quantise(weight, form, changes.importance.get(tensor.name))
         return codes.words, codes.scales, np.array([n, k], np.int64)
 
@@ -142,8 +169,8 @@ def _copy_files(folder: Path, output: Path) -> None:
                 shutil.copyfile(file, output / file.name)
 
 
-def _described(bits: int, group: int | None) -> dict[str, Any]:
-    """The `quantization_config` of the checkpoint that is written."""
+def _described(bits: int, group: int | None, kept: Sequence[str]) -> dict[str, Any]:
+    """The `quantization_config` of the checkpoint that is written; modules `kept` are not."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -164,7 +191,7 @@ def _described(bits: int, group: int | None) -> dict[str, Any]:
                 "output_activations": None,
             }
         },
-        "ignore": ["lm_head"],
+        "ignore": ["lm_head", *kept],
         "kv_cache_scheme": None,
     }
 

@@ -169,6 +169,11 @@ def smoothed(
     found = Smoothed()
     for i, block in enumerate(config.blocks):
         foldable = block.features <= _CAN
+        if block.experts is not None:
+            # Experts read what the router reads. What their down projections read is not observed.
+            of_experts = weights["blocks", i, "mlp", "experts", "gate_up"]
+            square = inputs[i]["router"].square
+            found.importance |= {tensor: square for tensor, _ in of_experts.sources}
         for name, linear in block.linears.items():
             weight = weights["blocks", i, *linear.path, "weight"]
             seen = inputs[i][name]

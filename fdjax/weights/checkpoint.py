@@ -28,7 +28,7 @@ from fdjax.models import (
     renamed_tensors,
     weight_map,
 )
-from fdjax.models.name_map import Weight, WeightMap, join
+from fdjax.models.name_map import AllExperts, PerExpert, Weight, WeightMap, join
 from fdjax.models.readable import readable
 from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, in_layout
 from fdjax.weights.division import Division
@@ -47,9 +47,10 @@ from fdjax.weights.stored import (
 )
 
 EMBEDDED = "tiny"
-# Names of quantised tensors end like this: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8.
+# Names of quantised tensors end like this: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MXFP4.
 _QUANTISED = (
-    r".*\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
+    r".*(\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
+    r"|_proj_(blocks|scales))"
 )
 # Scales of activations and of the cache, which fdjax does not quantise.
 _OTHER_SCALES = r".*\.(input|output|[qkv])_(scale|zero_point)"
@@ -211,7 +212,7 @@ def load_params(
     """
     began = time.perf_counter()
     weights = weight_map(model.config)
-    stored = _by_our_names(folder, model.config)
+    stored = by_our_names(folder, model.config)
     linears = _stored_linears(folder, model.config, stored)
     ignored = ignored_tensors(model.config)
     check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
@@ -236,8 +237,9 @@ def load_params(
         if form is None:
             tensors = []
             mixed = any(name in linears for name, _ in weight.sources)
+            swap = weight.outputs_first()[1]
             for name, _ in weight.sources:
-                tensor = linears[name].dense() if name in linears else views.pop(name)
+                tensor = _dense_of(linears[name], swap) if name in linears else views.pop(name)
                 tensors.append(tensor.astype(np.dtype(model.dtype)) if mixed else tensor)
             shares, largest = _dense(tensors, division, path, model.dtype)
             for (name, _), value in zip(weight.sources, largest, strict=True):
@@ -245,8 +247,11 @@ def load_params(
                     _warn_of_damage(stored[name], value, model)
             del tensor, tensors
         else:
+            swap = weight.outputs_first()[1]
             codes = [
-                linears[name].codes(form) if name in linears else quantise(views.pop(name), form)
+                linears[name].codes(form)
+                if name in linears
+                else quantise(_outputs_first(views.pop(name), swap), form)
                 for name, _ in weight.sources
             ]
             shares = _quantised(codes, form, division, path)
@@ -290,7 +295,7 @@ def quantised_config(
     scheme = scheme_of(data, str(folder / "config.json"))
     if scheme is None:
         return config
-    stored = _by_our_names(folder, config)
+    stored = by_our_names(folder, config)
     return with_stored_formats(config, stored_linears(scheme, config, stored))
 
 
@@ -299,6 +304,15 @@ def _stored_linears(
 ) -> dict[str, StoredLinear]:
     data = read_json(folder / "config.json", required=False)
     return stored_linears(scheme_of(data, str(folder / "config.json")), config, stored)
+
+
+def _outputs_first(weight: np.ndarray, swap: bool) -> np.ndarray:
+    """A weight [...,N,K], or one [...,K,N] to swap."""
+    return weight.swapaxes(-1, -2) if swap else weight
+
+
+def _dense_of(linear: StoredLinear, swap: bool) -> np.ndarray:
+    return np.ascontiguousarray(_outputs_first(linear.dense(), swap))
 
 
 _in_layout = jax.jit(in_layout, static_argnames="layout")
@@ -326,7 +340,7 @@ def _quantised(
     codes: list[Codes], form: WeightFormat, division: Division, path: tuple[str | int, ...]
 ) -> list[QTensor]:
     """Fuse the codes of linear layers to one parameter: each device's share of it."""
-    weight, shares = division.weight(path), []
+    (weight, _), shares = division.weight(path).outputs_first(), []
     for rank, device in enumerate(division.devices):
         own = [division.cut_codes(one, path, i, rank) for i, one in enumerate(codes)]
         shares.append(jax.block_until_ready(_fused(own, form, weight, device)))
@@ -336,17 +350,18 @@ def _quantised(
 def _fused(
     codes: list[Codes], form: WeightFormat, weight: Weight, device: jax.Device | None
 ) -> QTensor:
-    k = weight.sources[0][1][1]
+    k = weight.sources[0][1][-1]
+    experts = isinstance(weight.layout, PerExpert | AllExperts)
 
     def fused(parts: list[np.ndarray], dtype: str) -> Array:
         parts = [jax.device_put(_staged(np.ascontiguousarray(part)), device) for part in parts]
         joined = join(parts, layout=weight.layout, dtype=dtype)
-        return joined if joined.ndim == 3 else joined.reshape(len(joined), -1)
+        return joined if experts or joined.ndim == 3 else joined.reshape(len(joined), -1)
 
     words = fused([one.words for one in codes], "int32")
     scales = fused([one.scales for one in codes], form.scales)
     zeros = fused([one.zeros for one in codes], form.scales) if form.zeros else None
-    plain = QTensor(words, scales, zeros, form.kind, form.group, (k, *words.shape[1:]))
+    plain = QTensor(words, scales, zeros, form.kind, form.group, (k, *words.shape[1 + experts :]))
     return _in_layout(plain, form.layout)
 
 
@@ -355,12 +370,7 @@ def _warn_of_dequantised(
 ) -> None:
     """Warn of quantised weights that the model holds dequantised."""
     reasons = [
-        linears[name].reason
-        or (
-            "products of experts take plain weights"
-            if "experts" in path
-            else "the layers that fuse with it have other formats"
-        )
+        linears[name].reason or "the layers that fuse with it have other formats"
         for path, weight in weight_map(config).items()
         if config.format_of(path) is None
         for name, _ in weight.sources
@@ -376,8 +386,12 @@ def _warn_of_dequantised(
         )
 
 
-def _by_our_names(folder: Path, config: DecoderConfig) -> dict[str, StoredTensor]:
-    """The tensors of a checkpoint by the names in the weight map of its model."""
+def by_our_names(folder: Path, config: DecoderConfig) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint by the names in the weight map of its model.
+
+    Raises:
+      CheckpointError: see `stored_tensors`; or a tensor that holds all experts has another shape.
+    """
     weights = weight_map(config)
     stored = _with_base(stored_tensors(folder), weights)
     for pattern, replacement in renamed_tensors(config).items():
@@ -462,7 +476,9 @@ def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
     named = any(config.get(key) is not None for key in ("dtype", "torch_dtype"))
     if named or not has_weights(folder):
         return None
-    dtypes = {tensor.dtype for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1}
+    matrices = [tensor for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1]
+    # Integers are codes of quantised weights.
+    dtypes = {tensor.dtype for tensor in matrices if not tensor.dtype.startswith(("I", "U"))}
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     return names.get(dtypes.pop()) if len(dtypes) == 1 else None
 

@@ -44,13 +44,17 @@ class Division:
         whole = not any(self._partitions(path))
         return (self._weights if whole else self._local)[path]
 
-    def cut(self, array: np.ndarray, path: Path, source: int, rank: int) -> np.ndarray:
+    def cut(
+        self, array: np.ndarray, path: Path, source: int, rank: int, *, is_codes: bool = False
+    ) -> np.ndarray:
         """A device's part of a tensor of a parameter, or of codes or scales of one [N, ...].
 
         Raises:
           NotImplementedError: the tensor cannot be divided.
         """
         ours, own = self._weights[path], self.weight(path)
+        if is_codes:
+            ours, own = (weight.outputs_first()[0] for weight in (ours, own))
         (name, shape), (_, part) = ours.sources[source], own.sources[source]
         divided = [axis for axis, (n, m) in enumerate(zip(shape, part, strict=True)) if n != m]
         if not divided:
@@ -70,7 +74,9 @@ class Division:
     def cut_codes(self, codes: Codes, path: Path, source: int, rank: int) -> Codes:
         """A device's part of the codes of a quantised weight."""
         fields = (codes.words, codes.scales, codes.zeros)
-        return Codes(*(a if a is None else self.cut(a, path, source, rank) for a in fields))
+        return Codes(
+            *(a if a is None else self.cut(a, path, source, rank, is_codes=True) for a in fields)
+        )
 
     def assembled(self, parts: Sequence[Any], path: Path) -> Any:
         """The array, or `QTensor`, whose parts the devices have."""

@@ -22,30 +22,26 @@ _FACTORS = tuple(float(f) for f in np.linspace(0.4, 1.2, 41))
 # Weights that are quantised at a time.
 _AT_ONCE = 2**24
 GROUPS = (128, 64, 32)
+# Layers that choose experts, or how much of one is used. They are small, and their errors are not.
+KEPT = ("router", "shared_gate")
 
 
 def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderConfig:
-    """A model with all linear layers but the head quantised.
+    """A model with all linear layers and experts quantised, but not the head and `KEPT`.
 
     Args:
       config: the model.
       kind: "int4" by the largest of `GROUPS` that divides K, or "int8" by column.
       scales: dtype of the scales.
     """
-    refuse_experts(config)
     formats = {}
     for i, block in enumerate(config.blocks):
-        for linear in block.linears.values():
-            fitting = (g for g in GROUPS if kind == "int4" and linear.k % g == 0)
-            group = next(fitting, linear.k)
-            formats["blocks", i, *linear.path, "weight"] = WeightFormat(kind, group, scales=scales)
+        for name, (path, k) in block.weights.items():
+            if name in KEPT:
+                continue
+            group = next((g for g in GROUPS if kind == "int4" and k % g == 0), k)
+            formats["blocks", i, *path] = WeightFormat(kind, group, scales=scales)
     return config.with_formats(formats)
-
-
-def refuse_experts(config: DecoderConfig) -> None:
-    """Raise NotImplementedError if a model has mixtures of experts."""
-    if any(block.experts for block in config.blocks):
-        raise NotImplementedError("quantize: the weights of experts cannot be quantised")
 
 
 def quantise(
@@ -54,18 +50,19 @@ def quantise(
     """Quantise a linear layer.
 
     Args:
-      weight: [N,K].
+      weight: [N,K], or [X,N,K].
       form: the format, an integer kind without zeros.
       importance: [K], by which squared errors are weighted; default all alike.
     """
-    n, k = weight.shape
+    *outs, k = weight.shape
+    weight = weight.reshape(-1, k)
     importance = np.ones(k, np.float32) if importance is None else importance
     rows = max(1, _AT_ONCE // k)
     parts = [
         jax.device_get(_quantise(weight[i : i + rows], importance, form=form))
-        for i in range(0, n, rows)
+        for i in range(0, len(weight), rows)
     ]
-    codes, scales = (np.concatenate(part) for part in zip(*parts, strict=True))
+    codes, scales = (np.concatenate(part).reshape(*outs, -1) for part in zip(*parts, strict=True))
     return Codes(pack_rows(codes, BITS[form.kind]), scales)
 
 

@@ -16,7 +16,10 @@ ARCHITECTURE = "GraniteMoeForCausalLM"
 DEFAULTS = {"num_local_experts": 8, "num_experts_per_tok": 2}
 TENSORS = TensorNames(
     own={"router": ("block_sparse_moe.router.layer",)},
-    experts=(("block_sparse_moe.input_linear",), ("block_sparse_moe.output_linear",)),
+    experts=(
+        ("block_sparse_moe.input_linear.weight",),
+        ("block_sparse_moe.output_linear.weight",),
+    ),
     renamed={
         r"\.experts\.gate_up_proj$": ".input_linear.weight",
         r"\.experts\.down_proj$": ".output_linear.weight",

@@ -37,6 +37,7 @@ def append_decode_attention(
     layer: Array | int | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
+    sinks: Array | None = None,
     return_reruns: bool = False,
     implementation: str | None = None,
     plan: Dispatch | None = None,
@@ -53,7 +54,7 @@ def append_decode_attention(
         there is no such slot. Rows must not share the page that they write.
       spec: the attention.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
-      layer, pages, return_reruns, implementation, plan: see `decode_attention`.
+      layer, pages, sinks, return_reruns, implementation, plan: see `decode_attention`.
       beams: see `decode_attention`. The new tokens are written to each row's own pages, so `rows`
         must name the row itself at their positions.
 
@@ -69,6 +70,7 @@ def append_decode_attention(
         *(qkv, k_cache, v_cache, lengths, spec, layer),
         pages=pages,
         beams=beams,
+        sinks=sinks,
     )
     fused, config = _with_append(
         DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation, beams
@@ -102,6 +104,7 @@ def append_decode_attention(
         layer=layer,
         pages=pages,
         beams=beams,
+        sinks=sinks,
         return_reruns=return_reruns,
         implementation=implementation,
         plan=plan,
@@ -122,6 +125,7 @@ def append_prefill_attention(
     layer: Array | int | None = None,
     rows: Array | None = None,
     pages: Array | None = None,
+    sinks: Array | None = None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, Cache, Cache]:
@@ -142,7 +146,7 @@ def append_prefill_attention(
       pages: [R, N] int32, see `decode_attention`; excludes `rows`. Rows must not share the pages
         that they write, and offsets must be multiples of 64. Rows may be chunks of one prompt in
         any order, because all are written before any attends.
-      implementation, plan: see `prefill_attention`.
+      sinks, implementation, plan: see `prefill_attention`.
 
     Returns:
       (o [R, T, H, D], zeros for padding; k_cache; v_cache).
@@ -152,7 +156,16 @@ def append_prefill_attention(
       NotImplementedError: the named implementation cannot do this.
     """
     q, k, v = _checked(
-        "append_prefill_attention", qkv, k_cache, v_cache, lengths, spec, layer, rows, pages
+        "append_prefill_attention",
+        qkv,
+        k_cache,
+        v_cache,
+        lengths,
+        spec,
+        layer,
+        rows,
+        pages,
+        sinks=sinks,
     )
     write, _ = _with_append(
         PREFILL_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
@@ -183,6 +196,7 @@ def append_prefill_attention(
         rows=rows,
         pages=pages,
         spec=spec,
+        sinks=sinks,
         implementation=implementation,
         plan=plan,
     )
@@ -212,13 +226,23 @@ def _with_append(
 
 
 def _checked(
-    op, qkv, k_cache, v_cache, lengths, spec, layer=None, rows=None, pages=None, beams=None
+    op,
+    qkv,
+    k_cache,
+    v_cache,
+    lengths,
+    spec,
+    layer=None,
+    rows=None,
+    pages=None,
+    beams=None,
+    sinks=None,
 ):
     """Check the operands and return q, k and v."""
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
     q, k, v = split_qkv(qkv)
-    check_attention(op, q, k_cache, v_cache, lengths, layer, spec, rows, pages, beams)
+    check_attention(op, q, k_cache, v_cache, lengths, layer, spec, rows, pages, beams, sinks)
     if k_cache.shape[-3] != qkv.shape[2]:
         raise ValueError(
             f"{op}: qkv must have the {k_cache.shape[-3]} KV heads of the cache, got {qkv.shape[2]}"

@@ -106,7 +106,7 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, **_):
 
 _CAPABILITIES = (8, 0), (99, 0)
 # Features beside causal attention. It ignores φ, which changes no result.
-_CAN = frozenset({"rope", "phi", "unified"}) | cache_features("int8")
+_CAN = frozenset({"rope", "phi", "unified", "sinks"}) | cache_features("int8")
 
 DECODE_CUDNN = Implementation(
     *("decode_attention", "cudnn", _run_decode),

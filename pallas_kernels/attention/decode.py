@@ -17,6 +17,7 @@ from fdjax.pallas_kernels.attention.operands import (
     beam_features,
     check_attention,
 )
+from fdjax.pallas_kernels.attention.sinks import apply_sinks
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.attention.xla import DECODE_XLA
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
@@ -36,6 +37,7 @@ def decode_attention(
     layer: Array | int | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
+    sinks: Array | None = None,
     return_lse: bool = False,
     return_reruns: bool = False,
     implementation: str | None = None,
@@ -56,7 +58,8 @@ def decode_attention(
       pages: [B, N] int32, or None. k and v are then a pool [P, Hkv, page, D], or with `layer`
         [L, P, Hkv, page, D], and slot s of row b is slot s % page of page pages[b, s // page].
       beams: where the slots of rows are that share parts of their responses; needs `pages`.
-      return_lse: also return the logsumexp of the scores.
+      sinks: [H], with `spec.sinks`.
+      return_lse: also return the logsumexp of the scores, and of the sink if there is one.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
         left the range of the unified maximum, so that they ran again with a running maximum.
       implementation: "xla" | "cudnn" | "mosaic_gpu" | "mosaic_gpu_int8"; it never falls back.
@@ -70,7 +73,9 @@ def decode_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    check_attention("decode_attention", q, k, v, lengths, layer, spec, pages=pages, beams=beams)
+    check_attention(
+        "decode_attention", q, k, v, lengths, layer, spec, pages=pages, beams=beams, sinks=sinks
+    )
     t = q.shape[1]
     if t > MAX_QUERY_TOKENS:
         raise ValueError(f"decode_attention: T must be at most {MAX_QUERY_TOKENS}, got {t}")
@@ -81,6 +86,7 @@ def decode_attention(
     features = spec.features | features_of(k) | beam_features(beams)
     chosen, config = resolve(DECODE_ATTENTION, plan, implementation, features, **shape)
     spec, phi = spec.for_kernels()
+    batch_invariant = plan is not None and plan.batch_invariant
     o, lse, reruns = chosen.run(
         *(q, k, v, lengths),
         spec=spec,
@@ -88,11 +94,13 @@ def decode_attention(
         layer=layer,
         pages=pages,
         config=config,
-        return_lse=return_lse,
+        return_lse=return_lse or sinks is not None,
         return_reruns=return_reruns,
-        batch_invariant=plan is not None and plan.batch_invariant,
+        batch_invariant=batch_invariant,
         **({} if beams is None else {"beams": beams}),
     )
+    if sinks is not None:
+        o, lse = apply_sinks(o, lse, sinks, batch_invariant=batch_invariant)
     return _asked_for(o, return_lse and lse, return_reruns and reruns)
 
 

@@ -64,6 +64,7 @@ def check_attention(
     rows: Array | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
+    sinks: Array | None = None,
 ) -> None:
     """Raise ValueError if the operands of an attention op do not fit together."""
     stacked = layer is not None
@@ -117,6 +118,9 @@ def check_attention(
         raise ValueError(f"{op}: soft_cap must be positive, got {spec.soft_cap}")
     if spec.alibi is not None and len(spec.alibi) != h:
         raise ValueError(f"{op}: alibi must have {h} slopes, got {len(spec.alibi)}")
+    got = None if sinks is None else list(sinks.shape)
+    if got != ([h] if spec.sinks else None):
+        raise ValueError(f"{op}: sinks must be {[h] if spec.sinks else None}, got {got}")
     if spec.phi is not None and len(spec.phi) != h * spec.ranks:
         raise ValueError(f"{op}: phi must have {h * spec.ranks} values, got {len(spec.phi)}")
 

@@ -12,6 +12,7 @@ from fdjax.pallas_kernels.attention.cudnn import PREFILL_CUDNN
 from fdjax.pallas_kernels.attention.hopper.prefill import PREFILL_HOPPER
 from fdjax.pallas_kernels.attention.operands import attention_shape, check_attention
 from fdjax.pallas_kernels.attention.prefill_ampere import PREFILL_AMPERE
+from fdjax.pallas_kernels.attention.sinks import apply_sinks
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.attention.xla import PREFILL_XLA
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
@@ -30,6 +31,7 @@ def prefill_attention(
     layer: Array | int | None = None,
     rows: Array | None = None,
     pages: Array | None = None,
+    sinks: Array | None = None,
     return_lse: bool = False,
     implementation: str | None = None,
     plan: Dispatch | None = None,
@@ -50,19 +52,20 @@ def prefill_attention(
       layer: index into stacked caches.
       rows: [B] int32 row of k and v for each row of q; default the same row.
       pages: see `decode_attention`; excludes `rows`.
-      return_lse: also return the logsumexp of the scores.
+      sinks: [H], with `spec.sinks`.
+      return_lse: also return the logsumexp of the scores, and of the sink if there is one.
       implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs. With a plan for compute
         capability 8.x, "mosaic_gpu" is the Ampere kernel, otherwise the Hopper kernel.
 
     Returns:
-      o [B, T, H, D] in the dtype of q, or (o, lse [B, T, H] fp32; -inf for padding).
+      o [B, T, H, D] in the dtype of q, or (o, lse [B, T, H] fp32; for padding -inf, or the sinks).
 
     Raises:
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    check_attention("prefill_attention", q, k, v, lengths, layer, spec, rows, pages)
+    check_attention("prefill_attention", q, k, v, lengths, layer, spec, rows, pages, sinks=sinks)
     b = len(q)
     if offsets is None:
         offsets = jnp.zeros((b,), jnp.int32)
@@ -74,6 +77,7 @@ def prefill_attention(
     features = spec.features | features_of(k)
     chosen, config = resolve(PREFILL_ATTENTION, plan, implementation, features, **shape)
     spec, phi = spec.for_kernels()
+    batch_invariant = plan is not None and plan.batch_invariant
     o, lse = chosen.run(
         *(q, k, v, lengths, offsets),
         spec=spec,
@@ -82,7 +86,9 @@ def prefill_attention(
         rows=rows,
         pages=pages,
         config=config,
-        return_lse=return_lse,
-        batch_invariant=plan is not None and plan.batch_invariant,
+        return_lse=return_lse or sinks is not None,
+        batch_invariant=batch_invariant,
     )
+    if sinks is not None:
+        o, lse = apply_sinks(o, lse, sinks, batch_invariant=batch_invariant)
     return (o, lse) if return_lse else o

@@ -15,6 +15,7 @@ def attention_reference(
     offsets: Array,
     *,
     spec: AttentionSpec,
+    sinks: Array | None = None,
 ) -> tuple[Array, Array]:
     """Attention of queries at positions offsets[b] + t against slots below lengths[b].
 
@@ -24,10 +25,11 @@ def attention_reference(
       lengths: [B] live slots.
       offsets: [B] position of the first query.
       spec: the attention; RoPE must have been applied already.
+      sinks: [H], with `spec.sinks`.
 
     Returns:
       (o [B, T, H, D] fp32, lse [B, T, H] fp32). A query that sees no slot, or whose position is at
-      or past `lengths`, gives zeros and -inf.
+      or past `lengths`, gives zeros, and -inf or the sink.
 
     Raises:
       NotImplementedError: the spec uses a feature that this reference does not know.
@@ -55,9 +57,11 @@ def attention_reference(
         seen = seen & (key > query - spec.window)
     scores = jnp.where(seen, scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
+    sink = -jnp.inf if sinks is None else sinks.astype(f32)[None, None, :, None]
+    top = jnp.maximum(top, sink)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     p = jnp.where(seen, jnp.exp(scores - top), 0.0)
-    total = jnp.sum(p, axis=-1)
+    total = jnp.sum(p, axis=-1) + jnp.exp(sink - top)[..., 0]
     live = (key < length).reshape(b, 1, s, 1)
     o = jnp.einsum("bths,bhsd->bthd", p, jnp.where(live, v, 0.0), precision="highest")
     o = jnp.where(total[..., None] > 0, o / jnp.where(total > 0, total, 1.0)[..., None], 0.0)

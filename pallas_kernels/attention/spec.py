@@ -12,7 +12,7 @@ from fdjax.pallas_kernels.ranks import own_share
 from fdjax.pallas_kernels.rope import Rope
 
 # Features that do not count as masks: what was measured without them holds with them.
-_NOT_MASKS = frozenset({"rope", "causal", "phi", "unified"})
+_NOT_MASKS = frozenset({"rope", "causal", "phi", "unified", "sinks"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +34,7 @@ class AttentionSpec:
       unified: whether "mosaic_gpu" may use the unified maximum. False makes it use a running
         maximum, for heads whose scores leave the safe range of any φ too often.
       causal: a query sees no later position. False, for prompts only: it sees every live slot.
+      sinks: each head has a learned logit in the denominator of its softmax, an operand of the ops.
       ranks: devices that share the heads. `phi` then has the values of all of them.
     """
 
@@ -45,6 +46,7 @@ class AttentionSpec:
     phi: tuple[float, ...] | None = None
     unified: bool = True
     causal: bool = True
+    sinks: bool = False
     ranks: int = 1
 
     @functools.cached_property
@@ -60,16 +62,18 @@ class AttentionSpec:
     def for_kernels(self) -> tuple["AttentionSpec", Array | None]:
         """The spec that kernels are compiled for, and φ [H] fp32 or None.
 
-        The spec leaves out φ, which is an operand, and RoPE, which is applied elsewhere. So layers
-        that differ only in them share one lowering.
+        The spec leaves out φ, which is an operand, and RoPE and sinks, which are applied elsewhere.
+        So layers that differ only in them share one lowering.
         """
         phi = None
         if self.phi is not None:
             phi = own_share(jnp.array(self.phi, jnp.float32), self.ranks)
-        return dataclasses.replace(self, rope=None, phi=None, ranks=1), phi
+        return dataclasses.replace(self, rope=None, phi=None, sinks=False, ranks=1), phi
 
 
-ALL_FEATURES = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified", "causal"})
+ALL_FEATURES = frozenset(
+    {"rope", "window", "soft_cap", "alibi", "phi", "unified", "causal", "sinks"}
+)
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

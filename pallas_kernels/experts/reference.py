@@ -4,17 +4,32 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax.pallas_kernels.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import gated
 from fdjax.pallas_kernels.experts.routing import Routing
 
 
-def moe_reference(x, logits, gate_up, down, *, routing: Routing, gate: str, bias=None) -> Array:
+def moe_reference(
+    x,
+    logits,
+    gate_up,
+    down,
+    *,
+    routing: Routing,
+    gate: str,
+    bias=None,
+    gate_up_bias=None,
+    down_bias=None,
+) -> Array:
     """The reference of `moe`, every step in fp32: every expert computes every row; returns fp32."""
     f32 = jnp.float32
     x, logits, gate_up, down = (a.astype(f32) for a in (x, logits, gate_up, down))
     products = jnp.einsum("me,xegf->xmgf", x, gate_up, precision="highest")
-    hidden = ACTIVATIONS[gate](products[:, :, 0]) * products[:, :, 1]
+    if gate_up_bias is not None:
+        products = products + gate_up_bias.astype(f32)[:, None]
+    hidden = gated(gate, products[:, :, 0], products[:, :, 1])
     results = jnp.einsum("xmf,xfe->mxe", hidden, down, precision="highest")
+    if down_bias is not None:
+        results = results + down_bias.astype(f32)[None]
     scores = jax.nn.sigmoid(logits) if routing.sigmoid else jax.nn.softmax(logits, axis=1)
     ranked = scores if bias is None else scores + bias.astype(f32)[None]
     if routing.groups > 1:

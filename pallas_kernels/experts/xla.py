@@ -7,12 +7,14 @@ nobody chose reaches all rows.
 
 import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.dispatch import Implementation
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing, route
 from fdjax.pallas_kernels.gemm.xla import matmul_xla
+from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, QTensor, dequantise
 from fdjax.pallas_kernels.row_tiles import PREFILL_TILE, in_row_tiles
 
 # Rows of a tile if bits must not depend on the batch: in the decode phase and in prefill.
@@ -33,18 +35,22 @@ def tile_rows(m: int, routing: Routing, batch_invariant: bool) -> int:
     return min(_MOST_ROWS, 2 ** mean.bit_length())
 
 
-def moe_xla(x, experts, weights, gate_up, down, *, gate: str, tile: int) -> Array:
+def moe_xla(
+    x, experts, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, gate: str, tile: int
+) -> Array:
     """Experts [M,k] by their weights [M,k], in tiles of `tile` rows.
 
-    Results are added to a row in the order of the experts.
+    Results are added to a row in the order of the experts. Only the weights of a tile's expert are
+    dequantised.
     """
     m, chosen = experts.shape
     # The pairs of a row and an expert, in the order of the experts.
     pairs = jnp.argsort(experts.reshape(-1), stable=True).astype(jnp.int32)
-    counts = jnp.zeros(len(down), jnp.int32).at[experts.reshape(-1)].add(1)
+    count = jax.tree.leaves(down)[0].shape[0]
+    counts = jnp.zeros(count, jnp.int32).at[experts.reshape(-1)].add(1)
     tiles = -(-counts // tile)
     pair_ends, tile_ends = jnp.cumsum(counts), jnp.cumsum(tiles)
-    product = functools.partial(matmul_xla, norm=None, bias=None, residual=None, dtype=x.dtype)
+    product = functools.partial(matmul_xla, norm=None, residual=None, dtype=x.dtype)
 
     def one(i, total):
         expert = jnp.searchsorted(tile_ends, i, side="right").astype(jnp.int32)
@@ -53,9 +59,13 @@ def moe_xla(x, experts, weights, gate_up, down, *, gate: str, tile: int) -> Arra
         place = place + jnp.arange(tile, dtype=jnp.int32)
         pair = pairs[jnp.minimum(place, m * chosen - 1)]
         row = pair // chosen
-        of_expert = functools.partial(lax.dynamic_index_in_dim, index=expert, keepdims=False)
-        hidden = product(x[row], of_expert(gate_up), gate=gate)
-        part = product(hidden, of_expert(down), gate=None).astype(jnp.float32)
+
+        def own(w):
+            w = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, expert, keepdims=False), w)
+            return dequantise(w, x.dtype) if isinstance(w, QTensor) else w
+
+        hidden = product(x[row], own(gate_up), bias=own(gate_up_bias), gate=gate)
+        part = product(hidden, own(down), bias=own(down_bias), gate=None).astype(jnp.float32)
         # Without the barrier, product and sum may be rounded once or twice.
         part = lax.optimization_barrier(part * weights.reshape(-1)[pair][:, None])
         # Pairs past the end are those of another expert.
@@ -66,11 +76,12 @@ def moe_xla(x, experts, weights, gate_up, down, *, gate: str, tile: int) -> Arra
     return total.astype(x.dtype)
 
 
-def _run(x, logits, gate_up, down, bias, *, routing, gate, config, batch_invariant):
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, config, batch_invariant):
     choose = functools.partial(route, routing=routing, bias=bias)
     experts, weights = in_row_tiles(choose, logits) if batch_invariant else choose(logits)
     tile = tile_rows(len(x), routing, batch_invariant)
-    return moe_xla(x, experts, weights, gate_up, down, gate=gate, tile=tile)
+    return moe_xla(x, experts, weights, gate_up, down, *biases, gate=gate, tile=tile)
 
 
-MOE_XLA = Implementation("moe", "xla", _run, can=ROUTING_FEATURES)
+_CAN = ROUTING_FEATURES | WEIGHT_FEATURES | {"biases", "gate.clamped_swiglu"}
+MOE_XLA = Implementation("moe", "xla", _run, can=_CAN)

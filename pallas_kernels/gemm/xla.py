@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from fdjax.pallas_kernels.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import gated
 from fdjax.pallas_kernels.dispatch import Implementation
 from fdjax.pallas_kernels.norm import rms_norm
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, QTensor, dequantise
@@ -29,7 +29,7 @@ def matmul_xla(x, w, *, norm, bias, gate, residual, dtype):
         y = y.astype(jnp.float32) + bias.astype(jnp.float32)[None]
     if gate is not None:
         y = y.astype(jnp.float32)
-        y = ACTIVATIONS[gate](y[:, 0]) * y[:, 1]
+        y = gated(gate, y[:, 0], y[:, 1])
     if residual is not None:
         y = y.astype(jnp.float32) + residual.astype(jnp.float32)
     return y.astype(dtype)

@@ -1,5 +1,6 @@
 """Mixtures of experts: layouts of checkpoints, sizes, bytes of a step, what refuses them."""
 
+import functools
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ from fdjax.engine.memory import plan_memory
 from fdjax.engine.results import step_bytes
 from fdjax.engine.state import cache_bytes
 from fdjax.models import CheckpointError, describe, export_tensors, parse_config, weight_map
+from fdjax.pallas_kernels.quantised import dequantise, is_quantised
 from fdjax.tools.info import model_info
 from fdjax.weights.checkpoint import load_params
 from fdjax.weights.quantise import quantised_formats
@@ -208,15 +210,56 @@ def test_statistics_count_the_rows_of_each_step():
     assert stats.decode_bytes == 4 * whole - 2 * idle + slots * cache_bytes(lm.model, 1, 1)
 
 
-def test_weights_of_experts_are_not_quantised():
-    with pytest.raises(NotImplementedError, match="experts cannot be quantised"):
-        quantised_formats(config("mixtral"), "int4", "float32")
-    with pytest.raises(NotImplementedError, match="experts cannot be quantised"):
-        fdjax.load(str(FIXTURES / "mixtral"), quantize="int8", compilation_cache=False)
+def dequantised(params):
+    """The same parameters with dequantised weights, in the layouts of a plain model."""
+
+    def plain(leaf):
+        if not is_quantised(leaf):
+            return leaf
+        one = functools.partial(dequantise, dtype="float32")
+        return jax.vmap(one)(leaf) if leaf.stack else one(leaf)
+
+    return jax.tree.map(plain, params, is_leaf=is_quantised)
 
 
-def test_a_quantised_checkpoint_of_experts_is_dequantised(tmp_path):
-    """Blocks of 16 in FP8, as published checkpoints of Qwen3 have them with 128."""
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "kind"),
+    [("olmoe", "int4"), ("qwen2_moe", "int4"), ("granitemoe", "int8"), ("mixtral", "int8")],
+)
+def test_quantised_experts_compute_what_dequantised_ones_do(case, kind):
+    options = {"compilation_cache": False, "progress": False}
+    lm = fdjax.load(str(FIXTURES / case), quantize=kind, **options)
+    model, plain = lm.model, describe(config(case), dtype="float32", plan=lm.model.plan)
+    experts = lm.params["blocks"][0]["mlp"]["experts"]
+    assert experts["gate_up"].kind == experts["down"].kind == kind
+    router = lm.params["blocks"][0]["mlp"]["router"]["weight"]
+    assert router.dtype == jnp.float32
+    held = sum(leaf.nbytes for leaf in jax.tree.leaves(lm.params))
+    assert plan_memory(model, max_len=64).weight_bytes == held == model.weight_bytes
+    assert model.parameter_count == plain.parameter_count
+    ids = np.arange(24, dtype=np.int32).reshape(2, 12)
+    dense = jax.tree.map(
+        lambda leaf, like: leaf.reshape(like.shape), dequantised(lm.params), plain.abstract_params
+    )
+    forward = jax.jit(fdjax.forward, static_argnums=0)
+    np.testing.assert_array_equal(forward(model, lm.params, ids), forward(plain, dense, ids))
+
+
+def test_a_step_reads_the_codes_and_scales_of_its_experts():
+    model = describe(quantised_formats(config("mixtral"), "int4", "bfloat16"), dtype="bfloat16")
+    expert = sum(k * n // 2 + k // group * n * 2 for k, n, group in ((32, 48, 32), (24, 32, 24)))
+    assert model.idle_expert_bytes(1) == 2 * 2 * expert  # of 2 layers, 2 of 4 experts
+    total = model.weight_bytes
+    assert step_bytes(model, total, 0, 1) == total - 4 * expert
+    facts = model_info(model, batch=1, slots=128)
+    assert facts.active_bytes == total - 4 * expert
+    (row,) = [row for row in facts.choices if row[0] == "moe"]
+    assert row[1] == "M=1 2 of 4 [32,2,24] int4 by 32"
+
+
+def fp8_experts(folder):
+    """A checkpoint of blocks of 16 in FP8, as published ones of Qwen3 have them, and its values."""
     tensors, exact = {}, tensors_of("qwen3_moe")
     for name, tensor in exact.items():
         if not re.search(r"experts\.\d+\.\w+\.weight$", name):
@@ -226,16 +269,46 @@ def test_a_quantised_checkpoint_of_experts_is_dequantised(tmp_path):
         codes = jnp.asarray(64 * tensor).astype(jnp.float8_e4m3fn)
         tensors[name], tensors[f"{name}_scale_inv"] = np.asarray(codes), blocks
         exact[name] = np.asarray(codes.astype(jnp.float32)) / 64
-    folder = shutil.copytree(FIXTURES / "qwen3_moe", tmp_path / "quantised")
-    safetensors.numpy.save_file(tensors, folder / "model.safetensors")
+    shutil.copytree(FIXTURES / "qwen3_moe", folder)
     data = json.loads((folder / "config.json").read_text())
     data["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (folder / "config.json").write_text(json.dumps(data))
-    with pytest.warns(UserWarning, match="dequantised.*products of experts take plain weights"):
-        lm = fdjax.load(str(folder), compilation_cache=False, progress=False)
-    exported = export_tensors(lm.params, weight_map(lm.config))
+    return tensors, exact
+
+
+def test_experts_of_a_quantised_checkpoint_stay_quantised(tmp_path):
+    tensors, exact = fp8_experts(tmp_path / "fp8")
+    safetensors.numpy.save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    lm = fdjax.load(str(tmp_path / "fp8"), compilation_cache=False, progress=False)
+    assert lm.params["blocks"][1]["mlp"]["experts"]["down"].kind == "fp8"
+    exported = export_tensors(dequantised(lm.params), weight_map(lm.config))
     for name, tensor in exported.items():
         np.testing.assert_array_equal(tensor, exact[name], name)
+
+
+def test_an_expert_that_is_not_quantised_makes_all_of_its_layer_plain(tmp_path):
+    tensors, exact = fp8_experts(tmp_path / "fp8")
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    del tensors[f"{name}_scale_inv"]
+    tensors[name] = exact[name]
+    safetensors.numpy.save_file(tensors, tmp_path / "fp8" / "model.safetensors")
+    with pytest.warns(UserWarning, match="7 of 23 quantised weights are dequantised"):
+        lm = fdjax.load(str(tmp_path / "fp8"), compilation_cache=False, progress=False)
+    experts = lm.params["blocks"][1]["mlp"]["experts"]
+    assert is_quantised(experts["gate_up"]) and not is_quantised(experts["down"])
+    exported = export_tensors(dequantised(lm.params), weight_map(lm.config))
+    for name, tensor in exported.items():
+        np.testing.assert_array_equal(tensor, exact[name], name)
+
+
+def test_damage_of_a_quantised_expert(tmp_path):
+    tensors, _ = fp8_experts(tmp_path / "fp8")
+    name = "model.layers.1.mlp.experts.5.down_proj.weight_scale_inv"
+    scales = tensors.pop(name)
+    for change, says in (({}, "is missing"), ({name: scales[:1].copy()}, "must have shape")):
+        safetensors.numpy.save_file(tensors | change, tmp_path / "fp8" / "model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"^model\.safetensors: tensor '{name}' {says}"):
+            fdjax.load(str(tmp_path / "fp8"), compilation_cache=False)
 
 
 def test_rows_are_bitwise_the_same_in_any_batch():

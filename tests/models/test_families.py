@@ -281,7 +281,7 @@ def test_what_a_family_cannot_do(model_type, changes, says):
         ("gemma3n", "inputs of their own"),
         ("gemma4", "share keys and values"),
         ("deepseek_v3", "MLA"),
-        ("gpt_oss", "mixture of experts"),
+        ("glm4_moe", "mixture of experts"),
     ],
 )
 def test_other_models_are_refused_with_the_reason(model_type, why):

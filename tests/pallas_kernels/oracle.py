@@ -118,15 +118,30 @@ def dequantised(codes, scales) -> np.ndarray:
 
 
 def attention(
-    q, k, v, lengths, offsets, *, scale, causal=True, window=None, soft_cap=None, alibi=None
+    q,
+    k,
+    v,
+    lengths,
+    offsets,
+    *,
+    scale,
+    causal=True,
+    window=None,
+    soft_cap=None,
+    alibi=None,
+    sinks=None,
 ) -> ExactAttention:
-    """q [B,T,H,D]; k, v [B,Hkv,S,D]. One query token at a time, over its visible slots only."""
+    """q [B,T,H,D]; k, v [B,Hkv,S,D]; sinks [H]. One query at a time, over its visible slots only.
+
+    A sink is the exact score of one more slot, whose value is zero.
+    """
     q, k, v = _f64(q), _f64(k), _f64(v)
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     o, o_magnitude, o_per_score = np.zeros((3, batch, tokens, heads, dim))
     lse_per_score, largest_value = np.zeros((2, batch, tokens, heads))
-    lse = np.full((batch, tokens, heads), -np.inf)
+    sink = np.full((heads, 1), -np.inf) if sinks is None else _f64(sinks)[:, None]
+    lse = np.broadcast_to(sink[:, 0], (batch, tokens, heads)).copy()
     for b, t in np.ndindex(batch, tokens):
         position = int(offsets[b]) + t
         if not 0 <= position < lengths[b]:
@@ -143,8 +158,8 @@ def attention(
             bias = np.outer(alibi, np.arange(first, end) - position)
             scores, terms = scores + bias, terms + np.abs(bias)
         terms = terms + np.abs(scores)
-        top = scores.max(axis=1, keepdims=True)
-        total = np.exp(scores - top).sum(axis=1, keepdims=True)
+        top = np.maximum(scores.max(axis=1, keepdims=True), sink)
+        total = np.exp(scores - top).sum(axis=1, keepdims=True) + np.exp(sink - top)
         p = np.exp(scores - top) / total
         lse[b, t] = (top + np.log(total))[:, 0]
         p, weighted = (a.reshape(kv_heads, -1, end - first) for a in (p, p * terms))
@@ -206,17 +221,36 @@ def rope(x, positions, frequencies: np.ndarray, attention_factor: float = 1.0) -
     return Exact(value, magnitude)
 
 
-def moe(x, logits, gate_up, down, *, routing, gate, bias=None) -> Exact:
-    """x [M,E], logits [M,X], gate_up [X,E,2,F], down [X,F,E], bias [X]; one row at a time."""
+def moe(
+    x, logits, gate_up, down, *, routing, gate, bias=None, gate_up_bias=None, down_bias=None
+) -> Exact:
+    """x [M,E], logits [M,X], gate_up [X,E,2,F], down [X,F,E], bias [X]; one row at a time.
+
+    The biases of the linear layers are [X,2,F] and [X,E].
+    """
+    if down_bias is None:
+        gate_up_bias = np.zeros((len(down), 2, down.shape[1]))
+        down_bias = np.zeros((len(down), x.shape[1]))
     value, magnitude = np.zeros((2, *x.shape))
     for row, scores in enumerate(_f64(logits)):
         experts, weights = _routed(scores, routing, 0 if bias is None else _f64(bias))
         for expert, weight in zip(experts, weights, strict=True):
-            hidden = matmul(x[row], gate_up[expert], gate=gate)
-            w = _f64(down[expert])
-            value[row] += weight * (hidden.value @ w)
-            magnitude[row] += weight * (hidden.magnitude @ np.abs(w))
+            hidden = _hidden(x[row], gate_up[expert], gate_up_bias[expert], gate)
+            w, b = _f64(down[expert]), _f64(down_bias[expert])
+            value[row] += weight * (hidden.value @ w + b)
+            magnitude[row] += weight * (hidden.magnitude @ np.abs(w) + np.abs(b))
     return Exact(value, magnitude)
+
+
+def _hidden(x, w, bias, gate) -> Exact:
+    """What an expert's down projection reads: x [E], w [E,2,F], bias [2,F]."""
+    if gate != "clamped_swiglu":
+        return matmul(x, w, bias=bias, gate=gate)
+    both = matmul(x, w.reshape(len(w), -1), bias=bias)
+    (g, u), (g_error, u_error) = (a.reshape(2, -1) for a in (both.value, both.magnitude))
+    act = np.minimum(g, 7.0) / (1 + np.exp(-1.702 * np.minimum(g, 7.0)))
+    up = np.clip(u, -7.0, 7.0) + 1
+    return Exact(act * up, _ACTIVATION_SLOPE * g_error * np.abs(up) + np.abs(act) * (u_error + 1))
 
 
 def _routed(logits: np.ndarray, routing, bias) -> tuple[list[int], np.ndarray]:

@@ -13,6 +13,11 @@ def e4m3_values() -> np.ndarray:
     return np.where(codes >> 7, -values, values)
 
 
+# OCP Microscaling Formats 1.0, section 5.3.3.
+_POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+E2M1_VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)])
+
+
 def codes_of(words, bits: int, k: int) -> np.ndarray:
     """Words [W, ...] int32 → codes [K, ...]."""
     words = np.asarray(words).view(np.uint32).astype(np.uint64)
@@ -24,10 +29,12 @@ def codes_of(words, bits: int, k: int) -> np.ndarray:
 def dequantised(q) -> np.ndarray:
     """The exact weight of a `QTensor`, float64."""
     k = q.shape[0]
-    bits = 4 if q.kind == "int4" else 8
+    bits = 4 if q.kind in ("int4", "fp4") else 8
     codes = codes_of(q.words, bits, k)
     if q.kind == "fp8":
         values = e4m3_values()[codes]
+    elif q.kind == "fp4":
+        values = E2M1_VALUES[codes]
     elif q.zeros is None:
         values = codes - 2.0 ** (bits - 1)
     else:

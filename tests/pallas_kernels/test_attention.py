@@ -55,6 +55,7 @@ class Case:
     window: int | None = None
     soft_cap: float | None = None
     alibi: bool = False
+    sinks: bool = False
     layer: str | None = None
     scale: float | None = None
     int8: bool = False
@@ -78,7 +79,12 @@ class Case:
 
     @property
     def spec(self) -> AttentionSpec:
-        return AttentionSpec(self.q_scale, causal=self.causal, **self.masks)
+        return AttentionSpec(self.q_scale, causal=self.causal, sinks=self.sinks, **self.masks)
+
+    @property
+    def sink_values(self) -> np.ndarray | None:
+        """[H], some far below and some far above all scores."""
+        return np.linspace(-9, 9, self.heads, dtype=np.float32) if self.sinks else None
 
     @property
     def op_name(self) -> str:
@@ -148,9 +154,10 @@ def _attention(q, k, v, lengths, offsets, layer=None, *, implementation, case, p
     spec = case.spec
     if implementation == "reference":
         k, v = dequantised(k), dequantised(v)
-        return attention_reference(q, k, v, lengths, offsets, spec=spec)
+        return attention_reference(q, k, v, lengths, offsets, spec=spec, sinks=case.sink_values)
     layer = 1 if case.layer == "static" else layer
     keys = dict(layer=layer, return_lse=True, implementation=implementation, plan=plan, spec=spec)
+    keys["sinks"] = None if not case.sinks else jnp.asarray(case.sink_values)
     if case.op == "decode":
         return decode_attention(q, k, v, lengths, **keys)
     return prefill_attention(q, k, v, lengths, offsets, **keys)
@@ -177,6 +184,7 @@ def _exact(case: Case, operands: Operands) -> oracle.ExactAttention:
         *(q, k, v, *live),
         scale=case.q_scale,
         causal=case.causal,
+        sinks=case.sink_values,
         **case.masks,
     )
 
@@ -242,6 +250,8 @@ DECODE = [
     Decode(layer="static", dtype="bfloat16"),
     Decode(layer="traced", kv_heads=1, t=2),
     Decode(scale=0.3, kv_heads=1, group=1),
+    Decode(sinks=True, dtype="bfloat16"),
+    Decode(sinks=True, t=3, window=5),
 ]
 PREFILL = [
     *(Prefill(d=d, group=g, dtype="bfloat16") for d, g in ((128, 4), (80, 8), (256, 1))),
@@ -255,6 +265,8 @@ PREFILL = [
     Prefill(alibi=True, causal=False, group=1, soft_cap=3.0, window=50, dtype="bfloat16"),
     Prefill(layer="static", dtype="bfloat16", group=1),
     Prefill(layer="traced", group=1),
+    Prefill(sinks=True, dtype="bfloat16"),
+    Prefill(sinks=True, window=9, soft_cap=3.0),
 ]
 
 
@@ -315,6 +327,7 @@ def test_prefill_of_any_lengths_and_offsets(implementation, case, lengths, offse
         window=st.none() | st.integers(1, 80),
         soft_cap=st.none() | st.floats(0.5, 50),
         alibi=st.booleans(),
+        sinks=st.booleans(),
     ),
     data=st.data(),
     invariant=st.booleans(),
@@ -736,6 +749,7 @@ UNFIT = [
     (dict(soft_cap=0.0), "soft_cap must be positive, got 0.0"),
     (dict(alibi=(0.5, 0.25)), "alibi must have 4 slopes, got 2"),
     (dict(phi=(1.0,) * 3), "phi must have 4 values, got 3"),
+    (dict(sinks=True), "sinks must be [4], got None"),
 ]
 
 

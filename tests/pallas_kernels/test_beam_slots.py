@@ -59,7 +59,7 @@ def case(seed=0, layer=None):
     return *pools, pages, sources, *whole
 
 
-def attention(q, k, v, lengths, spec):
+def attention(q, k, v, lengths, spec, sinks=None):
     """float64 attention of the last token of each row, [B, H, D]."""
     out = np.zeros((B, H, D))
     for row, length in enumerate(lengths):
@@ -76,7 +76,8 @@ def attention(q, k, v, lengths, spec):
             if spec.window:
                 scores = np.where(positions > length - 1 - spec.window, scores, -np.inf)
             p = np.exp(scores - scores.max())
-            out[row, head] = p @ values / p.sum()
+            sink = 0.0 if sinks is None else np.exp(float(sinks[head]) - scores.max())
+            out[row, head] = p @ values / (p.sum() + sink)
     return out
 
 
@@ -84,6 +85,7 @@ SPECS = {
     "plain": AttentionSpec(0.3),
     "window": AttentionSpec(0.3, window=30),
     "masks": AttentionSpec(0.3, soft_cap=4.0, alibi=alibi_slopes(H)),
+    "sinks": AttentionSpec(0.3, window=30, sinks=True),
 }
 
 
@@ -92,10 +94,14 @@ SPECS = {
 def test_beams_read_the_slots_of_others(spec, layer):
     k_pool, v_pool, pages, sources, k, v = case(layer=layer)
     q = np.random.default_rng(1).normal(size=(B, 1, H, D)).astype(np.float32)
+    sinks = np.linspace(-2, 2, H, dtype=np.float32) if spec.sinks else None
     got = jax.jit(functools.partial(decode_attention, spec=spec, layer=layer))(
-        q, k_pool, v_pool, LENGTHS, pages=pages, beams=BeamSlots(sources, PROMPTS, FIRST, 4)
+        *(q, k_pool, v_pool, LENGTHS),
+        pages=pages,
+        beams=BeamSlots(sources, PROMPTS, FIRST, 4),
+        sinks=sinks,
     )
-    want = attention(q, k, v, LENGTHS, spec)
+    want = attention(q, k, v, LENGTHS, spec, sinks)
     np.testing.assert_allclose(got[:, 0], want, rtol=1e-5, atol=1e-5)
 
 

@@ -11,7 +11,12 @@ import pytest
 from fdjax.pallas_kernels.experts import ROUTING_FEATURES, Routing, moe, moe_reference, route
 from fdjax.pallas_kernels.experts.xla import moe_xla, tile_rows
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.quantised import WeightFormat
+from fdjax.pallas_kernels.quantised import (
+    QTensor,
+    WeightFormat,
+    dequantise,
+    random_quantised,
+)
 
 from . import oracle
 from .implementations import PLATFORMS, on
@@ -124,6 +129,137 @@ def test_logits_that_one_softmax_rounds_to_equal_scores_stay_in_order():
     np.testing.assert_array_equal(experts, [[0, 2]])
 
 
+def biases(experts=6, width=20, hidden=12, seed=5):
+    rng = np.random.default_rng(seed)
+    shapes = {"gate_up_bias": (experts, 2, hidden), "down_bias": (experts, width)}
+    return {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in shapes.items()}
+
+
+@pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), INVARIANT])
+@pytest.mark.parametrize("gate", [slow("silu"), "clamped_swiglu"])
+def test_biases_and_the_clamped_gate(gate, plan):
+    x, logits, gate_up, down, _ = operands(17)
+    arrays = 6 * x, logits, gate_up, down  # some results exceed the limit
+    options = {"routing": Routing(6, 2, normalised=True), "gate": gate, **biases()}
+    exact = oracle.moe(*arrays, **options)
+    assert_moe(run(*arrays, plan=plan, **options), exact, "float32")
+    assert_moe(moe_reference(*arrays, **options), exact, "float32")
+
+
+KINDS = {
+    "int4": WeightFormat("int4", 16, zeros=True),
+    "int8": WeightFormat("int8", 32),
+    "fp8": WeightFormat("fp8", 16),
+    "fp4": WeightFormat("fp4", 32, scales="float8_e8m0fnu"),
+}
+
+
+def slow_unless_fp4():
+    return [kind if kind == "fp4" else slow(kind) for kind in KINDS]
+
+
+@functools.cache
+def quantised_weights(kind):
+    keys = jax.random.split(jax.random.key(0))
+    empty = [KINDS[kind].empty(shape, (6,)) for shape in ((64, 2, 32), (32, 64))]
+    return [random_quantised(*pair, 0.15) for pair in zip(keys, empty, strict=True)]
+
+
+def quantised_operands(m, kind):
+    """Operands of `moe` with quantised weights, and the weights dequantised."""
+    x, logits, *_ = operands(m, width=64, hidden=32)
+    weights = quantised_weights(kind)
+    dense = [jax.vmap(lambda w: dequantise(w, "float32"))(w) for w in weights]
+    return x, logits, weights, dense
+
+
+@pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), INVARIANT])
+@pytest.mark.parametrize("kind", slow_unless_fp4())
+@pytest.mark.parametrize("m", [3, slow(140)])
+def test_quantised_experts_give_the_bits_of_dequantised_ones(kind, m, plan):
+    x, logits, weights, dense = quantised_operands(m, kind)
+    assert 0.05 < np.std(dense[0]) < 0.5
+    options = {"routing": Routing(6, 2), "gate": "silu", "plan": plan}
+    y = run(x, logits, *weights, **options)
+    exact = oracle.moe(x, logits, *dense, routing=options["routing"], gate="silu")
+    assert_moe(y, exact, "float32")
+    assert_same_bits(y, run(x, logits, *dense, **options))
+
+
+@pytest.mark.slow
+def test_only_one_of_both_weights_is_quantised():
+    x, logits, weights, dense = quantised_operands(3, "int4")
+    options = {"routing": Routing(6, 2), "gate": "silu"}
+    want = run(x, logits, *dense, **options)
+    assert_same_bits(run(x, logits, weights[0], dense[1], **options), want)
+    assert_same_bits(run(x, logits, dense[0], weights[1], **options), want)
+
+
+def spoiled(q: QTensor, *experts: int) -> QTensor:
+    """Weights with NaN in the scales and codes of some experts."""
+    at = jnp.array(experts)
+    scales = q.scales.at[at].set(jnp.nan)
+    zeros = None if q.zeros is None else q.zeros.at[at].set(jnp.nan)
+    words = q.words.at[at].set(-1)  # in fp8, all codes are NaN
+    return dataclasses.replace(q, words=words, scales=scales, zeros=zeros)
+
+
+@pytest.mark.parametrize("kind", slow_unless_fp4())
+@pytest.mark.parametrize("m", [5, slow(130)])
+def test_scales_of_an_expert_that_nobody_chose_may_be_nan(kind, m):
+    x, logits, weights, _ = quantised_operands(m, kind)
+    logits = logits.at[:, jnp.array([0, 4])].set(-1e9)
+    options = {"routing": Routing(6, 2), "gate": "silu", "plan": INVARIANT}
+    want = run(x, logits, *weights, **options)
+    assert np.isfinite(want).all()
+    nan = [spoiled(w, 0, 4) for w in weights]
+    assert_same_bits(run(x, logits, *nan, **options), want)
+    # The rows that choose it get NaN, and no others.
+    logits = logits.at[1, 4].set(1e9)
+    y = np.asarray(run(x, logits, *nan, **options))
+    assert np.isnan(y[1]).all()
+    assert_same_bits(np.delete(y, 1, axis=0), np.delete(np.asarray(want), 1, axis=0))
+
+
+@pytest.mark.parametrize("m", [3, slow(200)])
+def test_all_rows_on_one_quantised_expert(m):
+    x, logits, weights, dense = quantised_operands(m, "fp4")
+    logits = logits.at[:, 5].set(50.0)
+    options = {"routing": Routing(6, 1), "gate": "silu"}
+    exact = oracle.moe(x, logits, *dense, **options)
+    assert_moe(
+        run(x, logits, *(spoiled(w, 0, 1, 2, 3, 4) for w in weights), **options), exact, "float32"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda q: {"scales": q.scales[:, 1:]}, r"w\.scales must be \[6, 2, 2, 32\]"),
+        (lambda q: {"words": q.words[:, :-1]}, r"w\.words must be \[6, 8, 2, 32\]"),
+        (lambda q: {"words": q.words[:5]}, r"w\.words must be \[6, 8, 2, 32\]"),
+        (lambda q: {"words": q.words.astype(jnp.float32)}, r"w\.words must be int32"),
+        (lambda q: {"group": 48}, "group must divide K = 64"),
+    ],
+    ids=["scales", "words", "experts", "dtype", "group"],
+)
+def test_quantised_weights_that_do_not_fit(change, says):
+    x, logits, *_ = operands(2, width=64, hidden=32)
+    gate_up, down = quantised_weights("fp4")
+    gate_up = dataclasses.replace(gate_up, **change(gate_up))
+    with pytest.raises(ValueError, match=f"moe: {says}"):
+        moe(x, logits, gate_up, down, routing=Routing(6, 2), gate="silu")
+
+
+def test_one_bias_alone():
+    x, logits, gate_up, down, _ = operands(2)
+    options = {"routing": Routing(6, 2), "gate": "silu"}
+    with pytest.raises(ValueError, match="must be given together"):
+        moe(x, logits, gate_up, down, down_bias=biases()["down_bias"], **options)
+    with pytest.raises(ValueError, match=r"down_bias must be \[6, 20\]"):
+        moe(x, logits, gate_up, down, **biases() | {"down_bias": jnp.zeros((6, 12))}, **options)
+
+
 @pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
 @pytest.mark.parametrize("m", [slow(1), 5, 130])
 def test_weights_of_an_expert_that_nobody_chose_are_not_read(m, plan):
@@ -230,7 +366,7 @@ def test_what_it_cannot_do():
         moe(x, logits, gate_up, down, **options | {"gate": "relu"})
     with pytest.raises(NotImplementedError, match="no 'mosaic_gpu' implementation"):
         moe(x, logits, gate_up, down, **options, implementation="mosaic_gpu")
-    with pytest.raises(NotImplementedError, match="cannot do weights in int4"):
+    with pytest.raises(ValueError, match=r"gate_up must be \[6, 20, 2, 12\].*got \[20, 2, 12\]"):
         moe(x, logits, WeightFormat("int4", 4).empty((20, 2, 12)), down, **options)
 
 

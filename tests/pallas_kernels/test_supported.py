@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fdjax.pallas_kernels.attention import AttentionSpec, alibi_slopes
 from fdjax.pallas_kernels.attention.cache import cache_features
-from fdjax.pallas_kernels.experts import Routing, moe_key
+from fdjax.pallas_kernels.experts import Routing, moe_features, moe_key
 from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
 from fdjax.pallas_kernels.quantised import BITS, BRICKS, PLAIN, WeightFormat
 
@@ -23,6 +23,7 @@ SPECS = {
     "soft cap": AttentionSpec(1.0, soft_cap=2.0),
     "alibi": AttentionSpec(1.0, alibi=alibi_slopes(8)),
     "not causal": AttentionSpec(1.0, causal=False),
+    "sinks": AttentionSpec(1.0, sinks=True),
     "phi, not unified": AttentionSpec(1.0, phi=(1.0,) * 8, unified=False),
 }
 MODELS = {
@@ -70,7 +71,7 @@ def quantised_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
         (1, 128, 129), (32, 64, 128, 192, 256, 512), (2, 4), BITS, (False, True), (PLAIN, BRICKS)
     )
     for m, group, itemsize, kind, zeros, layout in sizes:
-        if zeros and kind == "fp8":
+        if zeros and kind in ("fp8", "fp4"):
             continue
         weight = WeightFormat(kind, group, zeros, layout=layout)
         shape = dict(m=m, k=512, n=128, itemsize=itemsize, gate=0, fused=0)
@@ -101,6 +102,14 @@ def experts_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
     for m, itemsize, (name, routing) in itertools.product((1, 128), (2, 4), rules.items()):
         shape = moe_key(m, 4096, 14336, routing, itemsize)
         yield f"{name} M{m} {8 * itemsize} bit", shape, routing.features
+    for kind, layout in itertools.product(BITS, (PLAIN, BRICKS)):
+        formats = (WeightFormat(kind, 32, layout=layout),) * 2
+        shape = moe_key(1, 4096, 14336, Routing(8, 2), 2, formats)
+        features = moe_features(Routing(8, 2), "silu", biases=False, formats=formats)
+        yield f"{kind} {layout}", shape, features
+    for gate in ("silu", "clamped_swiglu"):
+        features = moe_features(Routing(8, 2), gate, biases=True)
+        yield f"biases {gate}", moe_key(1, 4096, 14336, Routing(8, 2), 2), features
 
 
 def supported() -> dict[str, list[str]]:

@@ -18,7 +18,7 @@ from fdjax.engine.engine import Engine
 from fdjax.models import describe, parse_config, weight_map
 from fdjax.models.tiny.stories import story
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.quantised import WeightFormat
+from fdjax.pallas_kernels.quantised import WeightFormat, dequantise
 from fdjax.tools import quantise as tool
 from fdjax.tools import smoothing
 from fdjax.weights.checkpoint import load_params, locate, read_json
@@ -299,3 +299,113 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
         main(["quantize", "--bits", "3", "--output", output])
     assert "invalid choice" in capsys.readouterr().err
     assert not Path(output).exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "bits", "group"), [("mixtral", 4, 8), ("qwen2_moe", 8, None)])
+def test_experts_are_written_and_routers_stay(case, bits, group, tmp_path):
+    folder, output = FIXTURES / case, tmp_path / "out"
+    config = parse_config(read_json(folder / "config.json"))
+    written = tool.quantise_checkpoint(
+        folder, output, config, bits=bits, group=group, scales="float32"
+    )
+    assert written < 0.6 * sum(tensor.nbytes for tensor in stored_tensors(folder).values())
+    names = set(stored_tensors(output))
+    module = "block_sparse_moe.experts.3.w2" if case == "mixtral" else "mlp.experts.3.down_proj"
+    assert f"model.layers.0.{module}.weight_packed" in names
+    lm = fdjax.load(str(output), compilation_cache=False, progress=False)
+    formats = dict(lm.config.blocks[0].formats)
+    assert "router" not in formats and "shared_gate" not in formats
+    assert formats["experts.down"].group == (group or config.mlp_width)
+    ignored = read_json(output / "config.json")["quantization_config"]["ignore"]
+    router = "block_sparse_moe.gate" if case == "mixtral" else "mlp.gate"
+    assert {"lm_head", f"model.layers.0.{router}"} <= set(ignored)
+    plain = fdjax.load(str(folder), compilation_cache=False, progress=False)
+    ours, theirs = (m.params["blocks"][0]["mlp"] for m in (lm, plain))
+    np.testing.assert_array_equal(ours["router"]["weight"], theirs["router"]["weight"])
+    got = jax.vmap(lambda q: dequantise(q, "float32"))(ours["experts"]["down"])
+    error = np.abs(np.asarray(got - theirs["experts"]["down"]))
+    assert 0 < error.mean() < (0.06 if bits == 4 else 0.006)
+
+
+@pytest.mark.slow
+def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
+    """Newer checkpoints of a Mixtral hold all experts of a layer in one tensor."""
+    one, many = tmp_path / "one", tmp_path / "many"
+    config = parse_config(read_json(FIXTURES / "mixtral" / "config.json"))
+    shutil.copytree(FIXTURES / "mixtral", one)
+    tensors = {name: t.view() for name, t in stored_tensors(one).items()}
+    for i in range(2):
+        old = f"model.layers.{i}.block_sparse_moe."
+        new = f"model.layers.{i}.mlp."
+        parts = [
+            {w: tensors.pop(f"{old}experts.{j}.{w}.weight") for w in ("w1", "w2", "w3")}
+            for j in range(4)
+        ]
+        gate_up = [np.concatenate([part["w1"], part["w3"]]) for part in parts]
+        tensors[f"{new}experts.gate_up_proj"] = np.stack(gate_up)
+        tensors[f"{new}experts.down_proj"] = np.stack([part["w2"] for part in parts])
+        tensors[f"{new}gate.weight"] = tensors.pop(f"{old}gate.weight")
+    groups = [
+        ((Planned(n, "F32", a.shape),), lambda a=np.array(a): (a,)) for n, a in tensors.items()
+    ]
+    (one / "model.safetensors").unlink()
+    write_tensors(one, groups)
+    options = {"bits": 4, "group": 8, "scales": "float32"}
+    for folder, output in ((one, many), (FIXTURES / "mixtral", tmp_path / "other")):
+        tool.quantise_checkpoint(folder, output, config, **options)
+    ours, theirs = stored_tensors(many), stored_tensors(tmp_path / "other")
+    assert set(ours) == set(theirs)
+    for name, tensor in ours.items():
+        np.testing.assert_array_equal(tensor.view(), theirs[name].view(), name)
+
+
+@pytest.mark.slow
+def test_experts_count_errors_by_what_the_router_reads(tmp_path):
+    folder = FIXTURES / "olmoe"
+    config = parse_config(read_json(folder / "config.json"))
+    model = describe(config, dtype="float32", plan=Plan())
+    ids = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12)).tolist()
+    seen = smoothing.observe(Engine(model, load_params(folder, model)), ids)
+    stored, weights = stored_tensors(folder), weight_map(config)
+    formats = tool._with_formats(config, 4, 16, "float32")
+    importance = smoothing.smoothed(formats, weights, stored, seen).importance
+    for name in ("gate_proj", "up_proj"):
+        square = importance[f"model.layers.1.mlp.experts.7.{name}.weight"]
+        np.testing.assert_array_equal(square, seen[1]["router"].square)
+    written = tool.quantise_checkpoint(
+        folder, tmp_path / "out", config, bits=4, group=16, scales="float32", inputs=seen
+    )
+    assert written
+    assert fdjax.load(str(tmp_path / "out"), compilation_cache=False).config.weight_formats
+
+
+@pytest.mark.parametrize("case", ["granitemoe", "gpt_oss"])
+def test_a_tensor_of_all_experts_has_no_quantised_format(case, tmp_path, capsys):
+    output = tmp_path / "out"
+    assert main(["quantize", str(FIXTURES / case), "--output", str(output)]) == 1
+    assert "quantise the model while it is loaded" in capsys.readouterr().err
+    assert not output.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_that_are_stored_transposed(bits, tmp_path):
+    """Those of GPT-2 are [K,N]."""
+    folder, output = FIXTURES / "gpt2", tmp_path / "out"
+    config = parse_config(read_json(folder / "config.json"))
+    tool.quantise_checkpoint(folder, output, config, bits=bits, group=32, scales="float32")
+    options = {"compilation_cache": False, "progress": False}
+    exact = fdjax.load(str(folder), **options).params["blocks"][1]
+    for lm in (
+        fdjax.load(str(output), **options),
+        fdjax.load(str(folder), quantize=f"int{bits}", **options),
+    ):
+        for path in (("attention", "qkv"), ("attention", "out"), ("mlp", "up"), ("mlp", "down")):
+            ours, theirs = (
+                tree[path[0]][path[1]]["weight"] for tree in (lm.params["blocks"][1], exact)
+            )
+            got = np.asarray(dequantise(ours, "float32"))
+            error = np.abs(got - np.asarray(theirs).reshape(got.shape))
+            bar = (0.12 if bits == 4 else 0.012) * np.abs(theirs).mean()
+            assert error.mean() < bar, path

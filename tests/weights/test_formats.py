@@ -569,7 +569,7 @@ DAMAGE = {
             {"quant_method": method},
             f"{method}' is not supported; supported",
         )
-        for method in ("torchao", "gguf", "hqq", "mxfp4", "aqlm", "quark")
+        for method in ("torchao", "gguf", "hqq", "nvfp4", "aqlm", "quark")
     },
     "no method": ("gptq", nothing, {"quant_method": None}, "None is not supported; supported"),
     "another method": (

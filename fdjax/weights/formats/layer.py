@@ -1,5 +1,7 @@
 """What all formats are read to: codes of one linear layer [N,K], scales and zeros by group.
 
+The experts of a layer may be one such weight [X,N,K]. All arrays then have a leading axis X.
+
 Arrays begin with the axis N, as in a checkpoint, so that the layouts of `fdjax.models.name_map`
 fuse them like plain weights. See `fdjax.pallas_kernels.quantised` for codes and zeros.
 """
@@ -20,6 +22,8 @@ from fdjax.weights.stored import INDEX, SINGLE, StoredTensor
 Stored = Mapping[str, StoredTensor]
 
 _SCALES = {"F16": "float16", "BF16": "bfloat16"}
+# Codes that are numbers themselves, in the lowest bits of a byte.
+_FLOATS = {"fp8": ml_dtypes.float8_e4m3fn, "fp4": ml_dtypes.float4_e2m1fn}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,14 +46,14 @@ class StoredLinear:
     """A quantised linear layer [N,K] of a checkpoint.
 
     Attributes:
-      shape: (N, K).
+      shape: (N, K), or (X, N, K) of all experts of a layer.
       names: the tensors it consists of.
       format: its format; None if `read` gives the dequantised weight [N,K] fp32, and a reason why.
       read: reads the tensors. Raises CheckpointError if their values are damaged.
       reason: why it is dequantised.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     names: tuple[str, ...]
     format: WeightFormat | None
     read: Callable[[], Codes | np.ndarray]
@@ -60,7 +64,7 @@ class StoredLinear:
         codes, repeats = self.read(), self.format.group // wanted.group
 
         def grouped(a):
-            return np.repeat(a, repeats, axis=1).astype(np.dtype(wanted.scales))
+            return np.repeat(a, repeats, axis=-1).astype(np.dtype(wanted.scales))
 
         zeros = codes.zeros
         if zeros is None and wanted.zeros:
@@ -70,14 +74,16 @@ class StoredLinear:
     def dense(self) -> np.ndarray:
         """The dequantised weight [N,K] fp32."""
         read = self.read()
-        return read if self.format is None else dequantised(read, self.format, self.shape[1])
+        return read if self.format is None else dequantised(read, self.format, self.shape[-1])
 
 
 class Scheme(Protocol):
     """A format as a checkpoint's config.json describes it."""
 
-    def linear(self, module: str, shape: tuple[int, int], stored: Stored) -> StoredLinear | None:
+    def linear(self, module: str, shape: tuple[int, ...], stored: Stored) -> StoredLinear | None:
         """The linear layer `module` of shape (N, K), or None if it is not quantised.
+
+        The shape is (X, N, K) where one tensor holds all experts of a layer. Only MXFP4 has such.
 
         Raises:
           CheckpointError: tensors are missing, or do not fit the description.
@@ -105,31 +111,31 @@ def dequantised(
     """The weight [N,K] fp32. `groups` [K] tells the group of each column, default in order."""
     kind = kind if isinstance(kind, str) else kind.kind
     values = unpack_rows(codes.words, BITS[kind], k)
-    if kind == "fp8":
-        values = values.view(ml_dtypes.float8_e4m3fn)
+    if kind in _FLOATS:
+        values = values.view(_FLOATS[kind])
     if groups is None:
-        groups = np.arange(k) // (k // codes.scales.shape[1])
-    zero = 0.0 if kind == "fp8" else 2.0 ** (BITS[kind] - 1)
+        groups = np.arange(k) // (k // codes.scales.shape[-1])
+    zero = 0.0 if kind in _FLOATS else 2.0 ** (BITS[kind] - 1)
     if codes.zeros is not None:
-        zero = codes.zeros.astype(np.float32)[:, groups]
+        zero = codes.zeros.astype(np.float32)[..., groups]
     values = values.astype(np.float32) - np.float32(zero)
-    return values * codes.scales.astype(np.float32)[:, groups]
+    return values * codes.scales.astype(np.float32)[..., groups]
 
 
 def pack_rows(codes: np.ndarray, bits: int) -> np.ndarray:
-    """Codes [N,K] uint8 → words [N,W] int32."""
-    codes = np.pad(codes, ((0, 0), (0, -codes.shape[1] % (32 // bits))))
+    """Codes [...,K] uint8 → words [...,W] int32."""
+    codes = np.pad(codes, (*((0, 0),) * (codes.ndim - 1), (0, -codes.shape[-1] % (32 // bits))))
     if bits == 4:
-        codes = codes[:, 0::2] | codes[:, 1::2] << 4
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
     return np.ascontiguousarray(codes).view("<i4")
 
 
 def unpack_rows(words: np.ndarray, bits: int, k: int) -> np.ndarray:
-    """The inverse of `pack_rows`: words [N,W] → codes [N,K] uint8."""
+    """The inverse of `pack_rows`: words [...,W] → codes [...,K] uint8."""
     codes = np.ascontiguousarray(words).view(np.uint8)
     if bits == 4:
-        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(len(codes), -1)
-    return codes[:, :k]
+        codes = np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
+    return codes[..., :k]
 
 
 def take(

@@ -10,6 +10,7 @@ from fdjax.weights.formats.compressed_tensors import CompressedTensors
 from fdjax.weights.formats.fp8 import FP8
 from fdjax.weights.formats.gptq import GPTQ
 from fdjax.weights.formats.layer import Scheme, Stored, StoredLinear, fused_format
+from fdjax.weights.formats.mxfp4 import MXFP4
 
 FORMATS = {
     "awq": AWQ,
@@ -17,6 +18,7 @@ FORMATS = {
     "compressed-tensors": CompressedTensors,
     "fp8": FP8,
     "gptq": GPTQ,
+    "mxfp4": MXFP4,
 }
 _WEIGHT = ".weight"
 
@@ -43,6 +45,13 @@ def scheme_of(data: Mapping[str, Any], source: str = "config.json") -> Scheme | 
     return FORMATS[method].parse(described, f"{source}: 'quantization_config'")
 
 
+def quantisable(config: DecoderConfig) -> set[tuple[str | int, ...]]:
+    """The paths of the parameters that may be quantised."""
+    blocks = enumerate(config.blocks)
+    paths = {("blocks", i, *path) for i, block in blocks for path, _ in block.weights.values()}
+    return paths | {(name, "weight") for name in ("head", "embed_in", "embed_out")}
+
+
 def stored_linears(
     scheme: Scheme | None, config: DecoderConfig, stored: Stored
 ) -> dict[str, StoredLinear]:
@@ -59,10 +68,12 @@ def stored_linears(
     if scheme is None:
         return {}
     found = {}
+    paths = quantisable(config)
     for path, weight in weight_map(config).items():
-        for name, shape in weight.sources:
-            may_be = path[-1] == "weight" or ("experts" in path and len(shape) == 2)
-            if not (may_be and name.endswith(_WEIGHT)):
+        if path not in paths:
+            continue
+        for name, shape in weight.outputs_first()[0].sources:
+            if len(shape) > 2 and not isinstance(scheme, MXFP4):
                 continue
             linear = scheme.linear(name.removesuffix(_WEIGHT), shape, stored)
             if linear is not None:
@@ -80,8 +91,9 @@ def with_stored_formats(
     Weights that fuse to one parameter share a format. If they cannot, none is given.
     """
     formats = {}
+    paths = quantisable(config)
     for path, weight in weight_map(config).items():
-        if path[-1] != "weight":
+        if path not in paths:
             continue
         fused = fused_format([linears.get(name) for name, _ in weight.sources])
         if fused is not None:

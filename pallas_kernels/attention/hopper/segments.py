@@ -134,7 +134,7 @@ def _run(*operands, batch_invariant, phi, **keywords):
 # Only its name or a table chooses it, as it was not run on a GPU yet.
 DECODE_SEGMENTS = Implementation(
     *("decode_attention", "mosaic_gpu", _run),
-    can=frozenset({"beams", "rope", "soft_cap", "phi", "unified"}),
+    can=frozenset({"beams", "rope", "soft_cap", "phi", "unified", "sinks"}),
     needs=frozenset({"beams"}),
     fits=_fits,
     heuristic=_never,

@@ -294,7 +294,7 @@ def _run(x, w, *, batch_invariant, **keywords):
 PACKED_GEMM = Implementation(
     *("matmul", "mosaic_gpu", _run),
     can=frozenset({"norm", "bias", "gate", "residual"})
-    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
+    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.fp4"}),
     fits=_fits,
     heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),
