@@ -27,7 +27,7 @@ _BLOCK_CAN = WEIGHT_FEATURES.union(
     sum_norms parallel shared_norm no_gate residual_multiplier
     """.split()
 )
-_ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "phi", "unified"})
+_ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified"})
 _CONFIG_CAN = frozenset(
     """
     embedding_scale embedding_norm embedding_width position_offset final_norm head_bias logit_scale

@@ -330,7 +330,7 @@ def _scores(spec, q, positions, keys, ends):
     query = positions[None, :, :, None]
     key = jnp.arange(s, dtype=jnp.int32)[None, None, None]
     if spec.alibi is not None:
-        slopes = jnp.array(spec.alibi, jnp.float32)[:, None, None, None]
+        slopes = spec.slopes()[:, None, None, None]
         scores = scores + slopes * (key - query).astype(jnp.float32)
     seen = (key <= query) & (query < ends[None, :, None, None])
     if spec.window is not None:

@@ -105,10 +105,9 @@ def check_attention(
         raise ValueError(f"{op}: window must be at least 1, got {spec.window}")
     if spec.soft_cap is not None and not spec.soft_cap > 0:
         raise ValueError(f"{op}: soft_cap must be positive, got {spec.soft_cap}")
-    if spec.alibi is not None and len(spec.alibi) != h:
-        raise ValueError(f"{op}: alibi must have {h} slopes, got {len(spec.alibi)}")
-    if spec.phi is not None and len(spec.phi) != h * spec.ranks:
-        raise ValueError(f"{op}: phi must have {h * spec.ranks} values, got {len(spec.phi)}")
+    for name, unit, values in (("alibi", "slopes", spec.alibi), ("phi", "values", spec.phi)):
+        if values is not None and len(values) != h * spec.ranks:
+            raise ValueError(f"{op}: {name} must have {h * spec.ranks} {unit}, got {len(values)}")
 
 
 def attention_shape(

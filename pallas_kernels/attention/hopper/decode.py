@@ -195,7 +195,7 @@ def _launch(
     if dtype == jnp.float16 or not spec.unified:
         config = dataclasses.replace(config, unified=False)
     check_pages("decode_attention", k, pages, config.block_kv)
-    operands |= {"slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32)}
+    operands |= {"slopes": spec.slopes()}
     for name, like in (("lengths", jnp.int32), ("pages", jnp.int32), ("phi", jnp.float32)):
         if operands.get(name) is not None:
             operands[name] = operands[name].astype(like)
