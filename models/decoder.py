@@ -47,17 +47,21 @@ Params = dict[str, Any]
 class Norm(nnx.Module):
     """The weights of a norm. A linear layer that follows an RMS norm takes them as an operand."""
 
-    def __init__(self, width: int, spec: BlockSpec, dtype):
+    def __init__(self, width: int, spec: BlockSpec, dtype, ranks: int = 1):
         self.scale = nnx.Param(jnp.zeros((width,), dtype))
         self.bias = nnx.Param(jnp.zeros((width,), dtype)) if spec.norm_bias else None
         self.is_layer_norm = spec.layer_norm
         self.offset = spec.norm_offset
         self.eps = spec.norm_eps
+        self.ranks = ranks
 
     @classmethod
     def of(cls, spec: BlockSpec, dtype, *path: str) -> "Norm | None":
         """The norm of a block at a path, or None if the block has none there."""
-        return cls(spec.norms[path], spec, dtype) if path in spec.norms else None
+        if path not in spec.norms:
+            return None
+        divided = spec.whole_qk_norm and path[-1] in ("q_norm", "k_norm")
+        return cls(spec.norms[path], spec, dtype, spec.tensor_parallel if divided else 1)
 
     def operand(self) -> RMSNorm:
         """The RMS norm as an operand of `matmul`."""
@@ -70,7 +74,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Array, plan: Plan) -> Array:
         """Normalise x [B,T,...,width] over the last axis."""
         norm = self.operand()
-        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps)
+        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
         if self.is_layer_norm:
             bias = None if self.bias is None else self.bias[...]
             run = functools.partial(layer_norm, scale=norm.scale, bias=bias, eps=norm.eps)
@@ -203,6 +207,7 @@ class Experts(nnx.Module):
         linears = spec.linears
         self.routing = spec.experts
         self.activation = spec.activation
+        self.ranks = spec.tensor_parallel
         self.router = Linear.of(linears["router"], dtype)
         self.experts = ExpertWeights(spec, dtype)
         self.shared = MLP(spec, dtype, "shared_") if spec.shared_width else None
@@ -229,6 +234,8 @@ class Experts(nnx.Module):
         ).reshape(hidden.shape)
         if self.shared is not None:
             y = y + self._shared(hidden, plan)
+        if self.ranks > 1:
+            y = lax.psum(y, AXIS)
         return y if residual is None else residual + y
 
     def _shared(self, hidden: Array, plan: Plan) -> Array:
