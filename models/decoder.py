@@ -663,7 +663,7 @@ class Model:
         """
         if self._local is not None:
             raise NotImplementedError(
-                "tensor_parallel: only `LM` runs a model that devices share; describe it without"
+                "tensor_parallel: each device runs `Model.local` of a model that devices share"
             )
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), jax.tree.leaves(params))
         return nnx.merge(self._graph, state)

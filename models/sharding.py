@@ -25,8 +25,9 @@ from fdjax.pallas_kernels.ranks import AXIS
 # Features of a `BlockSpec`, of its attention and of a `DecoderConfig` that devices can share.
 _BLOCK_CAN = WEIGHT_FEATURES.union(
     """
-    qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms post_norms
-    sum_norms parallel shared_norm no_gate residual_multiplier experts shared_width shared_gate
+    qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms
+    post_norms sum_norms parallel shared_norm no_gate residual_multiplier experts shared_width
+    shared_gate
     """.split()
 ).union(f"experts.{name}" for name in ROUTING_FEATURES)
 _ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified"})
