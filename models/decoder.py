@@ -727,7 +727,8 @@ def describe(
         checkpoint.
       plan: chooses the implementations; default the plan of the first local device.
       tensor_parallel: number of devices that share the model. It must divide the query heads and F,
-        and divide the KV heads or be a multiple of them, which are then repeated.
+        and divide the KV heads or be a multiple of them, which are then repeated. With experts, F
+        is theirs, and it must divide the width of an MLP beside them.
 
     Raises:
       ValueError: `tensor_parallel` does not divide the model.

@@ -136,7 +136,8 @@ def test_everything_that_one_device_does(path):
         assert several[name] == one[name], name
     assert one["cached"] > 0
     for ours, expected in zip(several["score"], one["score"], strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=0, atol=LOGPROBS_BAR)
+        # Tokens as unlikely as exp(-20) are among these, whose rounding is coarser.
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=LOGPROBS_BAR)
     np.testing.assert_allclose(several["reruns"], one["reruns"])
     for name in ("beams", "sampled beams"):
         assert several[name]["tokens"] == one[name]["tokens"], name
