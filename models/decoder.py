@@ -37,7 +37,7 @@ from fdjax.pallas_kernels.quantised import (
     is_quantised,
     random_quantised,
 )
-from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.pallas_kernels.ranks import AXIS, all_columns, all_sum
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
@@ -122,7 +122,7 @@ def _summed(
     x: Array, weight: Array | QTensor, bias: Array | None, residual: Array | None = None, **fused
 ) -> Array:
     """`matmul` by weights whose rows are divided among devices: x [..., K/ranks] → [..., N]."""
-    y = lax.psum(matmul(x, weight, **fused), AXIS)
+    y = all_sum(matmul(x, weight, **fused), "products")
     for addend in (bias, residual):
         y = y if addend is None else y + jnp.broadcast_to(addend, y.shape)
     return y
@@ -235,7 +235,7 @@ class Experts(nnx.Module):
         if self.shared is not None:
             y = y + self._shared(hidden, plan)
         if self.ranks > 1:
-            y = lax.psum(y, AXIS)
+            y = all_sum(y, "experts")
         return y if residual is None else residual + y
 
     def _shared(self, hidden: Array, plan: Plan) -> Array:
@@ -517,7 +517,7 @@ class Decoder(nnx.Module):
         index = tokens - lax.axis_index(AXIS) * len(embed)
         own = (index >= 0) & (index < len(embed))
         rows = jnp.take(embed, jnp.where(own, index, 0), axis=0)
-        return lax.psum(jnp.where(own[..., None], rows, 0), AXIS)
+        return all_sum(jnp.where(own[..., None], rows, 0), "embedding")
 
     def in_one_launch(
         self,
@@ -591,7 +591,7 @@ class Decoder(nnx.Module):
             hidden, norm = _normed(norm, self.embed_out, hidden, plan), None
         logits = _normed(norm, self._head, hidden, plan, preferred_element_type=jnp.float32)
         if self.config.tensor_parallel > 1:
-            logits = lax.all_gather(logits, AXIS, axis=logits.ndim - 1, tiled=True)
+            logits = all_columns(logits, "logits")
             logits = logits[..., : self.config.vocab_size]
         if (scale := self.config.logit_scale) != 1:
             logits = logits * scale

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.pallas_kernels.ranks import all_mean
 
 
 @jax.tree_util.register_dataclass
@@ -46,7 +46,7 @@ def rms_norm(x: Array, scale: Array, *, eps: float, ranks: int = 1) -> Array:
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     if ranks > 1:
-        mean_square = lax.pmean(mean_square, AXIS)
+        mean_square = all_mean(mean_square, "squares")
     y = x32 * lax.rsqrt(mean_square + eps)
     return (y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)).astype(x.dtype)
 

@@ -6,11 +6,14 @@ prints the result of a function below as JSON. A process has several CPU devices
 start, and tests of other things are slower with them.
 """
 
+import collections
 import functools
 import json
+import logging
 import os
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -22,9 +25,11 @@ import numpy as np
 
 import fdjax
 from fdjax.engine import runner
+from fdjax.engine.watch import Watch
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.tools import calibrate
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -184,6 +189,32 @@ def own_weights(ranks, **config):
     report["random"] = generated(LM(many, made))
     shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(made)]
     return report | {"bytes": [sum(shards), many.local.weight_bytes, one.weight_bytes]}
+
+
+def stalled(path, ranks, stalls):
+    """What a watch reports if a device stalls: in the program's second step, before its tokens."""
+    reports, calls = [], collections.Counter()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: reports.append(record.getMessage())
+    logging.getLogger("fdjax").addHandler(handler)
+
+    def stall(rank):
+        calls[int(rank)] += 1
+        if int(rank) == stalls and calls[int(rank)] == 3:
+            time.sleep(4)
+        return np.float32(0)
+
+    def processor(ids, lengths, logits):
+        zero = jax.ShapeDtypeStruct((), np.float32)
+        return logits + jax.experimental.io_callback(stall, zero, jax.lax.axis_index(AXIS))
+
+    lm = load(path, ranks)
+    expected = lm.generate([1, 2, 3], max_new_tokens=6, eos_token_id=None).tokens
+    lm.engine.watch = Watch(seconds=1.5)
+    watched = lm.generate(
+        [1, 2, 3], max_new_tokens=6, eos_token_id=None, logits_processors=[processor]
+    )
+    return {"reports": reports, "same": watched.tokens == expected, "calls": sum(calls.values())}
 
 
 def disk_cache(path, ranks):

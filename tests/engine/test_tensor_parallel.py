@@ -185,6 +185,19 @@ def test_programs_on_disk_are_found_again():
     assert found["second programs"] == found["first programs"] > 0
 
 
+@pytest.mark.slow
+def test_a_device_that_stalls_is_named():
+    found = report("stalled", "hf/llama_bias", 4, 2)
+    (told,) = found["reports"]
+    assert re.fullmatch(
+        r"no tokens of decode steps for 1\.5 s: "
+        r"device 2 of 4 has not reached collective operation \d+ \(products\)",
+        told,
+    )
+    assert found["same"]  # it went on after the stall
+    assert found["calls"] == 4 * 6
+
+
 @pytest.mark.parametrize(
     ("what", "error"),
     [
