@@ -122,18 +122,22 @@ def serving(path, ranks):
             "submit": lm.submit(prompts[0], **OPTIONS).result().tokens,
             "cached": lm.generate(prompts, **OPTIONS).stats.cached_tokens,
             "score": lm.score(prompts[:3]).logprobs,
-            "beams": _beams(lm, prompts[:3]),
-            "sampled beams": _beams(lm, prompts[:2], do_sample=True, temperature=0.9, seed=3),
             "samples": lm.generate(prompts[0], num_return_sequences=3, seed=1, **_SAMPLED).tokens,
             "reruns": lm.generate([1, 2], max_new_tokens=4, return_reruns=True).stats.reruns,
         }
     return report
 
 
-def _beams(lm, prompts, **options):
-    options = {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2} | options
-    result = lm.generate(prompts, **options)
-    return {"tokens": result.tokens, "scores": result.sequences_scores}
+def beams(path, ranks):
+    """Two searches on one device and on several, one of them with drawn tokens."""
+    options = {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}
+    drawn = {"do_sample": True, "temperature": 0.9, "seed": 3}
+    report = {}
+    for count in (1, ranks):
+        lm = load(path, count)
+        results = [lm.generate(PROMPTS, **options | more) for more in ({}, drawn)]
+        report[count] = [[result.tokens, result.sequences_scores] for result in results]
+    return report
 
 
 def pure(paths, *ranks, generates=True):

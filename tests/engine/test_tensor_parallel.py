@@ -142,9 +142,20 @@ def test_everything_that_one_device_does(path):
         # Tokens as unlikely as exp(-20) are among these, whose rounding is coarser.
         np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=LOGPROBS_BAR)
     np.testing.assert_allclose(several["reruns"], one["reruns"])
-    for name in ("beams", "sampled beams"):
-        assert several[name]["tokens"] == one[name]["tokens"], name
-        np.testing.assert_allclose(several[name]["scores"], one[name]["scores"], atol=LOGPROBS_BAR)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param("hf/llama3_gqa_tied", marks=pytest.mark.slow),
+        *(pytest.param(f"hf/{name}", marks=pytest.mark.soak) for name in ("bloom", "olmoe")),
+    ],
+)
+def test_beams(path):
+    found = report("beams", path, 4)
+    for (tokens, scores), (expected, own) in zip(found["4"], found["1"], strict=True):
+        assert tokens == expected
+        np.testing.assert_allclose(scores, own, rtol=0, atol=LOGPROBS_BAR)
 
 
 @pytest.mark.slow
@@ -165,7 +176,7 @@ def test_weights_of_ones_own():
         {"model_type": "olmo2"},
         {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
         {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
-        {"model_type": "bloom", "n_head": 8, "n_layer": 2, "layer_norm_epsilon": 1e-5},
+        {"model_type": "bloom", "num_key_value_heads": 8, "layer_norm_epsilon": 1e-5},
     ],
     ids=lambda config: config["model_type"],
 )
