@@ -38,7 +38,7 @@ from fdjax.pallas_kernels.quantised import (
     is_quantised,
     random_quantised,
 )
-from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.pallas_kernels.ranks import AXIS, all_columns, all_sum
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
@@ -48,17 +48,21 @@ Params = dict[str, Any]
 class Norm(nnx.Module):
     """The weights of a norm. A linear layer that follows an RMS norm takes them as an operand."""
 
-    def __init__(self, width: int, spec: BlockSpec, dtype):
+    def __init__(self, width: int, spec: BlockSpec, dtype, ranks: int = 1):
         self.scale = nnx.Param(jnp.zeros((width,), dtype))
         self.bias = nnx.Param(jnp.zeros((width,), dtype)) if spec.norm_bias else None
         self.is_layer_norm = spec.layer_norm
         self.offset = spec.norm_offset
         self.eps = spec.norm_eps
+        self.ranks = ranks
 
     @classmethod
     def of(cls, spec: BlockSpec, dtype, *path: str) -> "Norm | None":
         """The norm of a block at a path, or None if the block has none there."""
-        return cls(spec.norms[path], spec, dtype) if path in spec.norms else None
+        if path not in spec.norms:
+            return None
+        divided = spec.whole_qk_norm and path[-1] in ("q_norm", "k_norm")
+        return cls(spec.norms[path], spec, dtype, spec.tensor_parallel if divided else 1)
 
     def operand(self) -> RMSNorm:
         """The RMS norm as an operand of `matmul`."""
@@ -71,7 +75,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Array, plan: Plan) -> Array:
         """Normalise x [B,T,...,width] over the last axis."""
         norm = self.operand()
-        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps)
+        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
         if self.is_layer_norm:
             bias = None if self.bias is None else self.bias[...]
             run = functools.partial(layer_norm, scale=norm.scale, bias=bias, eps=norm.eps)
@@ -119,7 +123,7 @@ def _summed(
     x: Array, weight: Array | QTensor, bias: Array | None, residual: Array | None = None, **fused
 ) -> Array:
     """`matmul` by weights whose rows are divided among devices: x [..., K/ranks] → [..., N]."""
-    y = lax.psum(matmul(x, weight, **fused), AXIS)
+    y = all_sum(matmul(x, weight, **fused), "products")
     for addend in (bias, residual):
         y = y if addend is None else y + jnp.broadcast_to(addend, y.shape)
     return y
@@ -226,6 +230,7 @@ class Experts(nnx.Module):
         linears = spec.linears
         self.routing = spec.experts
         self.activation = spec.activation
+        self.ranks = spec.tensor_parallel
         self.router = Linear.of(linears["router"], dtype)
         self.experts = ExpertWeights(spec, dtype)
         self.shared = MLP(spec, dtype, "shared_") if spec.shared_width else None
@@ -249,6 +254,8 @@ class Experts(nnx.Module):
         ).reshape(hidden.shape)
         if self.shared is not None:
             y = y + self._shared(hidden, plan)
+        if self.ranks > 1:
+            y = all_sum(y, "experts")
         return y if residual is None else residual + y
 
     def _shared(self, hidden: Array, plan: Plan) -> Array:
@@ -530,7 +537,7 @@ class Decoder(nnx.Module):
         index = tokens - lax.axis_index(AXIS) * len(embed)
         own = (index >= 0) & (index < len(embed))
         rows = jnp.take(embed, jnp.where(own, index, 0), axis=0)
-        return lax.psum(jnp.where(own[..., None], rows, 0), AXIS)
+        return all_sum(jnp.where(own[..., None], rows, 0), "embedding")
 
     def in_one_launch(
         self,
@@ -604,7 +611,7 @@ class Decoder(nnx.Module):
             hidden, norm = _normed(norm, self.embed_out, hidden, plan), None
         logits = _normed(norm, self._head, hidden, plan, preferred_element_type=jnp.float32)
         if self.config.tensor_parallel > 1:
-            logits = lax.all_gather(logits, AXIS, axis=logits.ndim - 1, tiled=True)
+            logits = all_columns(logits, "logits")
             logits = logits[..., : self.config.vocab_size]
         if (scale := self.config.logit_scale) != 1:
             logits = logits * scale
@@ -683,7 +690,7 @@ class Model:
         """
         if self._local is not None:
             raise NotImplementedError(
-                "tensor_parallel: only `LM` runs a model that devices share; describe it without"
+                "tensor_parallel: each device runs `Model.local` of a model that devices share"
             )
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), jax.tree.leaves(params))
         return nnx.merge(self._graph, state)
@@ -760,7 +767,8 @@ def describe(
         checkpoint.
       plan: chooses the implementations; default the plan of the first local device.
       tensor_parallel: number of devices that share the model. It must divide the query heads and F,
-        and divide the KV heads or be a multiple of them, which are then repeated.
+        and divide the KV heads or be a multiple of them, which are then repeated. With experts, F
+        is theirs, and it must divide the width of an MLP beside them.
       kv_dtype: "int8", or the dtype of the activations, which is the default.
 
     Raises:

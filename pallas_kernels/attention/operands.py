@@ -116,13 +116,12 @@ def check_attention(
         raise ValueError(f"{op}: window must be at least 1, got {spec.window}")
     if spec.soft_cap is not None and not spec.soft_cap > 0:
         raise ValueError(f"{op}: soft_cap must be positive, got {spec.soft_cap}")
-    if spec.alibi is not None and len(spec.alibi) != h:
-        raise ValueError(f"{op}: alibi must have {h} slopes, got {len(spec.alibi)}")
+    for name, unit, values in (("alibi", "slopes", spec.alibi), ("phi", "values", spec.phi)):
+        if values is not None and len(values) != h * spec.ranks:
+            raise ValueError(f"{op}: {name} must have {h * spec.ranks} {unit}, got {len(values)}")
     got = None if sinks is None else list(sinks.shape)
     if got != ([h] if spec.sinks else None):
         raise ValueError(f"{op}: sinks must be {[h] if spec.sinks else None}, got {got}")
-    if spec.phi is not None and len(spec.phi) != h * spec.ranks:
-        raise ValueError(f"{op}: phi must have {h * spec.ranks} values, got {len(spec.phi)}")
 
 
 def attention_shape(

@@ -87,7 +87,7 @@ def _attention(q, k, v, lengths, offsets, spec):
     query = (offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None])[:, None, None, :, None]
     key = jnp.arange(s, dtype=jnp.int32)[None, None, None, None]
     if spec.alibi is not None:
-        slopes = jnp.asarray(spec.alibi, jnp.float32).reshape(1, kv_heads, group, 1, 1)
+        slopes = spec.slopes().reshape(1, kv_heads, group, 1, 1)
         scores = scores + slopes * (key - query).astype(jnp.float32)
     length = lengths[:, None, None, None, None]
     seen = (key < length) & (query < length)

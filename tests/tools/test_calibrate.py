@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import fdjax
 from fdjax.cli.main import main
+from fdjax.engine.mesh import Place
 from fdjax.engine.state import init_cache
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, describe, random_params
 from fdjax.pallas_kernels.attention import (
@@ -274,7 +275,9 @@ def test_the_limits_of_memory_hold(monkeypatch):
     lm.generate([[5, 6, 7]] * 4, max_new_tokens=2)
     reusable = weakref.ref(lm.engine.reusable.state.kv.k)
     monkeypatch.setattr(
-        calibrate, "init_cache", lambda *s: made.append((s[1], reusable())) or init_cache(*s)
+        calibrate,
+        "init_cache",
+        lambda *s, **k: made.append((s[1], reusable())) or init_cache(*s, **k),
     )
     texts = [token_ids(100, seed) for seed in range(5)]
     free = gather(lm, texts)
@@ -298,7 +301,7 @@ def test_scores_are_never_all_there():
     row, scalar = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), ()))
     cache = jax.eval_shape(lambda: init_cache(model, 1, slots))
     lowered = calibrate._observe_chunk.lower(
-        model, model.abstract_params, cache, ids, row, scalar, row
+        model, Place.local(1), model.abstract_params, cache, ids, row, scalar, row
     )
     shapes = {m for m in re.findall(r"tensor<((?:\d+x)+)(?:f32|i32)>", lowered.as_text())}
     largest = max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes)

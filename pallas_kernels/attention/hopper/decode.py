@@ -233,7 +233,7 @@ def _launch(
     if dtype == jnp.float16 or not spec.unified or marked:
         config = dataclasses.replace(config, unified=False)
     check_pages("decode_attention", k, pages, config.block_kv)
-    operands |= {"slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32)}
+    operands |= {"slopes": spec.slopes()}
     types = {"lengths": jnp.int32, "pages": jnp.int32, "visible": jnp.int32, "phi": jnp.float32}
     for name, like in types.items():
         if operands.get(name) is not None:
