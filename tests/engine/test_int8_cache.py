@@ -74,6 +74,7 @@ def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(lm):
     assert many.stats.cached_tokens == 2 * SLOT_MULTIPLE
 
 
+@pytest.mark.slow
 def test_the_pool_holds_int8(lm):
     result = lm.generate([[7, 8, 9], [7, 8, 9]], max_new_tokens=4, **OPTIONS)
     assert len(result.tokens[0]) == 4 and result.tokens[0] == result.tokens[1]

@@ -171,6 +171,7 @@ def test_decode_reads_what_it_wrote(kind):
     assert_same_bits(o, again)
 
 
+@pytest.mark.slow
 @kinds
 def test_prefill_reads_what_it_wrote(kind):
     k, v, named = caches(kind)
