@@ -5,7 +5,8 @@ FlashDecoding ("synchronised" in records), and cuDNN with a cache in the layout 
 `recompute` cases, the scores of some or all rows leave the range of the unified maximum; there the
 kernel has a unified maximum at every shape, also where the plan would run the running one. With
 several tokens per row the peer is XLA, because cuDNN cannot align a causal mask with the end of
-each row's length.
+each row's length. In `int8` cases the cache is quantised, and the peer is XLA, which dequantises
+it.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 
 from fdjax.bench.suite import Case, main
 from fdjax.pallas_kernels.attention import AttentionSpec, attention_reference, decode_attention
+from fdjax.pallas_kernels.attention.cache import dequantised, quantise
 from fdjax.pallas_kernels.attention.hopper.decode import decode_mosaic, default_config
 
 # B, H, Hkv, S, D
@@ -40,6 +42,14 @@ RECOMPUTED = (
     ((64, 32, 8, 1024, 128), 1.0),
     ((1, 32, 32, 1024, 128), 1 / 32),
     ((1, 32, 32, 1024, 128), 1.0),
+)
+
+# (B, H, Hkv, S, D) of an int8 cache.
+INT8 = (
+    (1, 32, 32, 1024, 128),
+    (1, 32, 8, 32768, 128),
+    (16, 32, 8, 4096, 128),
+    (64, 32, 8, 1024, 128),
 )
 
 # Tokens per row and (B, H, Hkv, S, D). They give 32, 64 and 128 query rows per KV head.
@@ -99,6 +109,32 @@ def _operands(seed, shape, outside, tokens):
     return q, k, v, jnp.full((b,), s, jnp.int32)
 
 
+def _int8_operands(seed, shape):
+    q, k, v, lengths = _operands(seed, shape, 0.0, 1)
+    return q, *map(jax.jit(quantise), (k, v)), lengths
+
+
+def _int8(q, k, v, lengths):
+    return decode_attention(q, k, v, lengths, spec=_spec(q), implementation="mosaic_gpu_int8")
+
+
+def _int8_reference(q, k, v, lengths):
+    return _reference(q, dequantised(k), dequantised(v), lengths)
+
+
+def _int8_case(shape):
+    b, h, kv_heads, s, d = shape
+    return Case(
+        name=f"int8 B{b} H{h} Hkv{kv_heads} S{s} D{d}",
+        make_args=lambda seed: _int8_operands(seed, shape),
+        implementations={"mosaic_gpu_int8": _int8, "xla": _xla},
+        reference=_int8_reference,
+        bytes=2 * b * kv_heads * s * (d + 4),
+        flops=4 * b * h * s * d,
+        tolerance=2e-2,
+    )
+
+
 def _case(shape, outside=None, tokens=1):
     b, h, kv_heads, s, d = shape
     implementations = {"mosaic_gpu": _as_planned, "synchronised": _synchronised}
@@ -127,6 +163,7 @@ CASES = [
     *(_case(shape) for shape in SHAPES),
     *(_case(shape, outside) for shape, outside in RECOMPUTED),
     *(_case(shape, tokens=tokens) for tokens, shape in SEVERAL_TOKENS),
+    *(_int8_case(shape) for shape in INT8),
 ]
 
 if __name__ == "__main__":

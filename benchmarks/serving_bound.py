@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fdjax.engine.results import step_bytes
+from fdjax.engine.state import cache_bytes
 from fdjax.models import Model
 
 
@@ -106,7 +107,7 @@ class _Cost:
         return cls(
             model,
             table * itemsize,
-            c.kv_bytes_per_token(itemsize),
+            cache_bytes(model, 1, 1),
             flops_per_token=2 * (model.active_parameter_count - tables),
             head_flops=2 * table,
             # Two products of each query with each key.

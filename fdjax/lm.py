@@ -47,7 +47,7 @@ from fdjax.weights.stacked import stack_layers
 # Decode steps per dispatch.
 _STEPS = 32
 
-# The models in use, by (configuration, dtype, plan, number of devices).
+# The models in use, by (configuration, dtype, plan, number of devices, dtype of the cache).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
 
 
@@ -572,6 +572,7 @@ def load(
     *,
     dtype: str | None = None,
     quantize: str | None = None,
+    kv_dtype: str | None = None,
     max_batch: int | None = None,
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
@@ -592,6 +593,8 @@ def load(
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
       quantize: "int4" | "int8" quantises the weights of linear layers while they are loaded, see
         docs/quantised.md. Default: weights stay as the checkpoint has them, quantised or not.
+      kv_dtype: dtype of keys and values in the cache: "int8", or that of the activations, which
+        is the default. In int8 the cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
       max_len: cache slots per row, for prompt and new tokens. Default: the cache is sized by the
         prompts, in a few steps, up to the model's max_position_embeddings. If a call does not give
@@ -652,7 +655,9 @@ def load(
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan
-    description = describe(config, dtype=dtype, plan=plan, tensor_parallel=tensor_parallel)
+    description = describe(
+        config, dtype=dtype, plan=plan, tensor_parallel=tensor_parallel, kv_dtype=kv_dtype
+    )
     description = _in_use(description)
     longest, memory_bytes = check_load(
         description.local,
@@ -698,4 +703,5 @@ def _place(tensor_parallel: int, device: jax.Device | None) -> Place:
 
 def _in_use(model: Model) -> Model:
     """An equal model that is in use, if there is one, so that its programs can be used again."""
-    return _loaded.setdefault((model.config, model.dtype, model.plan, model.ranks), model)
+    key = model.config, model.dtype, model.plan, model.ranks, model.kv_dtype
+    return _loaded.setdefault(key, model)

@@ -173,10 +173,6 @@ class DecoderConfig:
         """Rows of the learned table of positions."""
         return self.max_position_embeddings + self.position_offset
 
-    def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of KV cache one token takes over all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
-
 
 class ConfigReader:
     """Typed access to a config.json. It remembers the fields read, so that none is overlooked.

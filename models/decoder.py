@@ -24,6 +24,7 @@ from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, whole_config
 from fdjax.pallas_kernels.activations import UNGATED
+from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.experts import moe
@@ -37,7 +38,7 @@ from fdjax.pallas_kernels.quantised import (
     is_quantised,
     random_quantised,
 )
-from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.pallas_kernels.ranks import AXIS, all_columns, all_sum
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
@@ -47,17 +48,21 @@ Params = dict[str, Any]
 class Norm(nnx.Module):
     """The weights of a norm. A linear layer that follows an RMS norm takes them as an operand."""
 
-    def __init__(self, width: int, spec: BlockSpec, dtype):
+    def __init__(self, width: int, spec: BlockSpec, dtype, ranks: int = 1):
         self.scale = nnx.Param(jnp.zeros((width,), dtype))
         self.bias = nnx.Param(jnp.zeros((width,), dtype)) if spec.norm_bias else None
         self.is_layer_norm = spec.layer_norm
         self.offset = spec.norm_offset
         self.eps = spec.norm_eps
+        self.ranks = ranks
 
     @classmethod
     def of(cls, spec: BlockSpec, dtype, *path: str) -> "Norm | None":
         """The norm of a block at a path, or None if the block has none there."""
-        return cls(spec.norms[path], spec, dtype) if path in spec.norms else None
+        if path not in spec.norms:
+            return None
+        divided = spec.whole_qk_norm and path[-1] in ("q_norm", "k_norm")
+        return cls(spec.norms[path], spec, dtype, spec.tensor_parallel if divided else 1)
 
     def operand(self) -> RMSNorm:
         """The RMS norm as an operand of `matmul`."""
@@ -70,7 +75,7 @@ class Norm(nnx.Module):
     def __call__(self, x: Array, plan: Plan) -> Array:
         """Normalise x [B,T,...,width] over the last axis."""
         norm = self.operand()
-        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps)
+        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
         if self.is_layer_norm:
             bias = None if self.bias is None else self.bias[...]
             run = functools.partial(layer_norm, scale=norm.scale, bias=bias, eps=norm.eps)
@@ -118,7 +123,7 @@ def _summed(
     x: Array, weight: Array | QTensor, bias: Array | None, residual: Array | None = None, **fused
 ) -> Array:
     """`matmul` by weights whose rows are divided among devices: x [..., K/ranks] → [..., N]."""
-    y = lax.psum(matmul(x, weight, **fused), AXIS)
+    y = all_sum(matmul(x, weight, **fused), "products")
     for addend in (bias, residual):
         y = y if addend is None else y + jnp.broadcast_to(addend, y.shape)
     return y
@@ -225,6 +230,7 @@ class Experts(nnx.Module):
         linears = spec.linears
         self.routing = spec.experts
         self.activation = spec.activation
+        self.ranks = spec.tensor_parallel
         self.router = Linear.of(linears["router"], dtype)
         self.experts = ExpertWeights(spec, dtype)
         self.shared = MLP(spec, dtype, "shared_") if spec.shared_width else None
@@ -248,6 +254,8 @@ class Experts(nnx.Module):
         ).reshape(hidden.shape)
         if self.shared is not None:
             y = y + self._shared(hidden, plan)
+        if self.ranks > 1:
+            y = all_sum(y, "experts")
         return y if residual is None else residual + y
 
     def _shared(self, hidden: Array, plan: Plan) -> Array:
@@ -529,7 +537,7 @@ class Decoder(nnx.Module):
         index = tokens - lax.axis_index(AXIS) * len(embed)
         own = (index >= 0) & (index < len(embed))
         rows = jnp.take(embed, jnp.where(own, index, 0), axis=0)
-        return lax.psum(jnp.where(own[..., None], rows, 0), AXIS)
+        return all_sum(jnp.where(own[..., None], rows, 0), "embedding")
 
     def in_one_launch(
         self,
@@ -603,7 +611,7 @@ class Decoder(nnx.Module):
             hidden, norm = _normed(norm, self.embed_out, hidden, plan), None
         logits = _normed(norm, self._head, hidden, plan, preferred_element_type=jnp.float32)
         if self.config.tensor_parallel > 1:
-            logits = lax.all_gather(logits, AXIS, axis=logits.ndim - 1, tiled=True)
+            logits = all_columns(logits, "logits")
             logits = logits[..., : self.config.vocab_size]
         if (scale := self.config.logit_scale) != 1:
             logits = logits * scale
@@ -641,8 +649,9 @@ class Model:
 
     Attributes:
       config: the architecture.
-      dtype: dtype of activations, cache and parameters that are not quantised, a NumPy name.
+      dtype: dtype of activations and of parameters that are not quantised, a NumPy name.
       plan: chooses the implementations.
+      kv_dtype: "int8", or None for a cache in the dtype of the activations.
     """
 
     config: DecoderConfig
@@ -651,6 +660,7 @@ class Model:
     _graph: nnx.GraphDef = dataclasses.field(repr=False)
     _abstract: nnx.State = dataclasses.field(repr=False)
     _local: "Model | None" = dataclasses.field(default=None, repr=False)
+    kv_dtype: str | None = None
 
     @property
     def local(self) -> "Model":
@@ -661,6 +671,11 @@ class Model:
     def ranks(self) -> int:
         """Number of devices that share the model."""
         return self.local.config.tensor_parallel
+
+    @property
+    def cache_features(self) -> Features:
+        """Features that attention must support for the cache."""
+        return cache_features(self.kv_dtype)
 
     @functools.cached_property
     def partitions(self) -> Any:
@@ -675,7 +690,7 @@ class Model:
         """
         if self._local is not None:
             raise NotImplementedError(
-                "tensor_parallel: only `LM` runs a model that devices share; describe it without"
+                "tensor_parallel: each device runs `Model.local` of a model that devices share"
             )
         state = jax.tree.unflatten(jax.tree.structure(self._abstract), jax.tree.leaves(params))
         return nnx.merge(self._graph, state)
@@ -697,7 +712,8 @@ class Model:
         itemsize = jnp.dtype(self.dtype).itemsize
         config = self.local.config
         shape = layers_shape(config, rows, slots, itemsize)
-        choice = self.plan.choose("decode_layers", layers_features(config), **shape)
+        features = layers_features(config) | self.cache_features
+        choice = self.plan.choose("decode_layers", features, **shape)
         return choice.implementation != "xla"
 
     @property
@@ -741,36 +757,52 @@ def describe(
     dtype: str | None = None,
     plan: Plan | None = None,
     tensor_parallel: int = 1,
+    kv_dtype: str | None = None,
 ) -> Model:
     """Describe a model without allocating anything.
 
     Args:
       config: the architecture.
-      dtype: dtype of activations, cache and parameters that are not quantised; default that of the
+      dtype: dtype of activations and of parameters that are not quantised; default that of the
         checkpoint.
       plan: chooses the implementations; default the plan of the first local device.
       tensor_parallel: number of devices that share the model. It must divide the query heads and F,
-        and divide the KV heads or be a multiple of them, which are then repeated.
+        and divide the KV heads or be a multiple of them, which are then repeated. With experts, F
+        is theirs, and it must divide the width of an MLP beside them.
+      kv_dtype: "int8", or the dtype of the activations, which is the default.
 
     Raises:
-      ValueError: `tensor_parallel` does not divide the model.
+      ValueError: `tensor_parallel` does not divide the model, or `kv_dtype` is another dtype.
       NotImplementedError: devices cannot share a model with its features.
     """
     dtype = dtype or config.dtype
     plan = Plan.for_device() if plan is None else plan
+    if kv_dtype not in (None, "int8", dtype):
+        raise ValueError(
+            f"load: kv_dtype must be int8 or the dtype of the activations, {dtype}, "
+            f"got {kv_dtype!r}"
+        )
+    kv_dtype = None if kv_dtype == dtype else kv_dtype
     if tensor_parallel == 1:
-        return _described(config, dtype, plan)
-    local = _described(local_config(config, tensor_parallel), dtype, plan)
+        return _described(config, dtype, plan, kv_dtype)
+    local = _described(local_config(config, tensor_parallel), dtype, plan, kv_dtype)
     whole = _described(whole_config(local.config), dtype, plan, lay_out=False)
-    return Model(config, dtype, plan, whole._graph, whole._abstract, local)
+    return Model(config, dtype, plan, whole._graph, whole._abstract, local, kv_dtype)
 
 
-def _described(config: DecoderConfig, dtype: str, plan: Plan, *, lay_out: bool = True) -> Model:
+def _described(
+    config: DecoderConfig,
+    dtype: str,
+    plan: Plan,
+    kv_dtype: str | None = None,
+    *,
+    lay_out: bool = True,
+) -> Model:
     if config.weight_formats and lay_out:
         config = laid_out(config, plan, jnp.dtype(dtype).itemsize)
     abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
     graph, state = nnx.split(abstract)
-    return Model(config, dtype, plan, graph, state)
+    return Model(config, dtype, plan, graph, state, kv_dtype=kv_dtype)
 
 
 def random_params(

@@ -1,8 +1,9 @@
 """Tensor parallelism: what each of several devices holds of a model.
 
-QKV is divided by KV heads, gate and up by F, the head by the vocabulary. The products after them
-are divided by their inputs, and the devices sum the results. A device has a model of its own shapes
-(`local_config`). Comparing it with the whole (`whole_config`) gives each parameter's divided axis.
+QKV is divided by KV heads, gate and up by F, the head by the vocabulary. Experts are divided like
+an MLP: each device holds a part of every expert. The products after them are divided by their
+inputs, and the devices sum the results. A device has a model of its own shapes (`local_config`).
+Comparing it with the whole (`whole_config`) gives each parameter's divided axis.
 
 KV heads are repeated where there are fewer than devices, and the vocabulary is padded.
 """
@@ -17,17 +18,19 @@ from jax.sharding import PartitionSpec
 from fdjax.models.block import BlockSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.pallas_kernels.dispatch import refuse_unknown, used_features
+from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES
 from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES
 from fdjax.pallas_kernels.ranks import AXIS
 
 # Features of a `BlockSpec`, of its attention and of a `DecoderConfig` that devices can share.
 _BLOCK_CAN = WEIGHT_FEATURES.union(
     """
-    qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm no_pre_norms post_norms
-    sum_norms parallel shared_norm no_gate residual_multiplier
+    qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms
+    post_norms sum_norms parallel shared_norm no_gate residual_multiplier experts shared_width
+    shared_gate
     """.split()
-)
-_ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "phi", "unified"})
+).union(f"experts.{name}" for name in ROUTING_FEATURES)
+_ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified"})
 _CONFIG_CAN = frozenset(
     """
     embedding_scale embedding_norm embedding_width position_offset final_norm head_bias logit_scale
@@ -62,7 +65,11 @@ def local_config(config: DecoderConfig, ranks: int) -> DecoderConfig:
 
 
 def _local_block(block: BlockSpec, ranks: int) -> BlockSpec:
-    for name, size in (("query heads", block.heads), ("MLP width", block.mlp_width)):
+    for name, size in (
+        ("query heads", block.heads),
+        ("width of an expert" if block.experts else "MLP width", block.mlp_width),
+        ("width of the shared expert", block.shared_width),
+    ):
         if size % ranks:
             raise ValueError(f"tensor_parallel: must divide the {name} {size}, got {ranks}")
     if block.kv_heads % ranks and ranks % block.kv_heads:
@@ -70,11 +77,14 @@ def _local_block(block: BlockSpec, ranks: int) -> BlockSpec:
             f"tensor_parallel: must divide the KV heads {block.kv_heads} or be a multiple of them, "
             f"got {ranks}"
         )
+    if block.whole_qk_norm and block.layer_norm:
+        raise NotImplementedError("tensor_parallel: supports no LayerNorm over all heads")
     local = dataclasses.replace(
         block,
         heads=block.heads // ranks,
         kv_heads=max(1, block.kv_heads // ranks),
         mlp_width=block.mlp_width // ranks,
+        shared_width=block.shared_width // ranks,
         attention=dataclasses.replace(block.attention, ranks=ranks),
         tensor_parallel=ranks,
     )
@@ -100,6 +110,7 @@ def whole_config(local: DecoderConfig) -> DecoderConfig:
             heads=block.heads * ranks,
             kv_heads=block.kv_heads * ranks,
             mlp_width=block.mlp_width * ranks,
+            shared_width=block.shared_width * ranks,
             tensor_parallel=1,
         )
         for block in local.blocks

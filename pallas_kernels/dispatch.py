@@ -65,6 +65,7 @@ class Implementation:
       name: "xla" | "cudnn" | "mosaic_gpu", or a name from outside this package.
       run: runs the op; each op has its own convention for the arguments.
       can: names of the spec's features that it supports. It refuses all others.
+      needs: those of them without which it does not run.
       fits: shape → why the sizes or the dtype do not fit, or None.
       heuristic: (shape, compute capability) → whether it runs at a shape that was not measured. The
         plan asks its implementations in order.
@@ -86,6 +87,7 @@ class Implementation:
     name: str
     run: Callable[..., Any]
     can: Features = NO_FEATURES
+    needs: Features = NO_FEATURES
     fits: Callable[[Shape], str | None] = _fits_all
     heuristic: Callable[[Shape, Capability | None], bool] = _always
     capabilities: tuple[Capability, Capability] | None = None
@@ -114,6 +116,8 @@ class Implementation:
         """Why it cannot run, to be put after its name in a sentence; None if it can run."""
         if unknown := sorted(features - self.can):
             return f"cannot do {', '.join(unknown)}"
+        if missing := sorted(self.needs - features):
+            return f"is only for {', '.join(missing)}"
         if not self.runs_on(capability):
             (major, minor), _ = self.capabilities
             got = ".".join(map(str, capability))
@@ -204,7 +208,7 @@ class Dispatch:
 
     def __post_init__(self):
         for op, implementation in self.named:
-            check_name(op, implementation, self.implementations)
+            check_name(op, implementation, [i for i in self.implementations if i.op == op])
 
     def of(self, op: str) -> tuple[Implementation, ...]:
         """The implementations of an op that run on this device."""

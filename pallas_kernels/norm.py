@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.ranks import all_mean
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -24,13 +26,14 @@ class RMSNorm:
     eps: float = dataclasses.field(metadata={"static": True})
 
 
-def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
+def rms_norm(x: Array, scale: Array, *, eps: float, ranks: int = 1) -> Array:
     """RMS normalisation over the last axis, computed in fp32 (Zhang & Sennrich 2019, eq. 4).
 
     Args:
       x: [..., K].
       scale: [K].
       eps: added to the mean square.
+      ranks: devices that share a row [ranks·K]; each has K of its values.
 
     Returns:
       [..., K] in the dtype of x.
@@ -42,6 +45,8 @@ def rms_norm(x: Array, scale: Array, *, eps: float) -> Array:
         raise ValueError(f"rms_norm: scale must be [{x.shape[-1]}], got {list(scale.shape)}")
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
+    if ranks > 1:
+        mean_square = all_mean(mean_square, "squares")
     y = x32 * lax.rsqrt(mean_square + eps)
     return (y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)).astype(x.dtype)
 

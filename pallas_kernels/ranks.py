@@ -1,11 +1,23 @@
-"""The axis of devices that share a model by tensor parallelism.
+"""The axis of devices that share a model by tensor parallelism, and what they do together.
 
 Code that runs on one of them is inside a `jax.shard_map` over this axis.
 """
 
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
+from jax.experimental import io_callback
 
 AXIS = "tp"
+
+Observer = Callable[[int, str], None]
+
+_observer = contextvars.ContextVar[Observer | None]("observer", default=None)
 
 
 def own_share(values: Array, ranks: int) -> Array:
@@ -14,3 +26,46 @@ def own_share(values: Array, ranks: int) -> Array:
         return values
     size = len(values) // ranks
     return lax.dynamic_slice_in_dim(values, lax.axis_index(AXIS) * size, size)
+
+
+def all_sum(x: Array, name: str) -> Array:
+    """The sum of the devices' arrays, on each of them; `name` says what it is, for `observed`."""
+    return lax.psum(_announced(x, name), AXIS)
+
+
+def all_mean(x: Array, name: str) -> Array:
+    """The mean of the devices' arrays, on each of them; see `all_sum`."""
+    return lax.pmean(_announced(x, name), AXIS)
+
+
+def all_columns(x: Array, name: str) -> Array:
+    """The devices' arrays [..., N], one after the other, on each of them: [..., ranks·N]."""
+    return lax.all_gather(_announced(x, name), AXIS, axis=x.ndim - 1, tiled=True)
+
+
+@contextlib.contextmanager
+def observed(observer: Observer | None) -> Iterator[None]:
+    """Have what is traced inside this block call `observer` before each of these operations.
+
+    It is called on the host with the device's index and the operation's name. None: nobody.
+    """
+    before = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(before)
+
+
+def _announced(x: Array, name: str) -> Array:
+    """x, after this device has told the observer."""
+    if (observer := _observer.get()) is None:
+        return x
+
+    def tell(rank, _):
+        observer(int(rank), name)
+        return np.int32(0)
+
+    # The call needs a value of x, so it cannot come before x.
+    value = lax.index_in_dim(x.reshape(-1), 0, keepdims=False)
+    told = io_callback(tell, jax.ShapeDtypeStruct((), jnp.int32), lax.axis_index(AXIS), value)
+    return lax.optimization_barrier((x, told))[0]

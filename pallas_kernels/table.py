@@ -100,8 +100,9 @@ def entry_of(
     ops = tuple(dict.fromkeys(i.op for i in implementations))
     if op not in ops:
         raise ValueError(f"{where}: op must be one of {', '.join(ops)}, got {op!r}")
-    check_name(f"{where}: {op}", row["implementation"], implementations)
-    found = [i for i in implementations if (i.op, i.name) == (op, row["implementation"])]
+    own = [i for i in implementations if i.op == op]
+    check_name(f"{where}: {op}", row["implementation"], own)
+    found = [i for i in own if i.name == row["implementation"]]
     if not found:
         raise ValueError(f"{where}: {row['implementation']!r} does not implement {op}")
     for kind, mapping in (("shape", shape), ("config", config or {})):

@@ -5,6 +5,8 @@ import gc
 import hashlib
 import os
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -61,7 +63,20 @@ def full_compiles() -> Iterator[None]:
 
 # Executables by the module that XLA gets. XLA takes most of the time of the tests, and it often
 # compiled a module again that another test had compiled, with another LM or plan.
-_executables: dict[bytes, object] = {}
+_executables: dict[str, object] = {}
+# Names the folder in which processes find each other's executables. `.ci/run` has one for all of
+# its stages, otherwise each run has its own.
+_FOLDER = "FDJAX_TEST_PROGRAMS"
+# Executables that take less time to compile are not worth a file.
+_LEAST_SECONDS = 0.2
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make a folder for the executables of this run, unless there is one."""
+    if _FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="fdjax-tests-", ignore_cleanup_errors=True)
+        os.environ[_FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -79,14 +94,31 @@ def one_compile_of_a_program() -> Iterator[None]:
         if backend.platform != "cpu" or host_callbacks or args or kwargs:
             return compile_(*given, *args, **kwargs)
         devices = [device.id for device in executable_devices]
-        text = f"{id(backend)} {devices} {module}".encode() + options.SerializeAsString()
-        key = hashlib.sha256(text).digest()
+        text = f"{jax.__version__} {backend.device_count()} {devices} {module}".encode()
+        key = hashlib.sha256(text + options.SerializeAsString()).hexdigest()
         if key not in _executables:
-            _executables[key] = compile_(*given)
+            _executables[key] = _from_folder(key, *given[:-1]) or _to_folder(key, compile_, given)
         return _executables[key]
 
     with mock.patch.object(compiler, "backend_compile_and_load", compiled):
         yield
+
+
+def _from_folder(key, backend, module, executable_devices, options):
+    file = Path(os.environ[_FOLDER], key)
+    if not file.exists():
+        return None
+    return backend.deserialize_executable(file.read_bytes(), executable_devices, options)
+
+
+def _to_folder(key, compile_, given):
+    began = time.perf_counter()
+    executable = compile_(*given)
+    if time.perf_counter() - began > _LEAST_SECONDS:
+        unfinished = Path(os.environ[_FOLDER], f"{key}.{os.getpid()}")
+        unfinished.write_bytes(executable.serialize())
+        unfinished.replace(unfinished.with_suffix(""))
+    return executable
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,14 @@ prints the result of a function below as JSON. A process has several CPU devices
 start, and tests of other things are slower with them.
 """
 
+import collections
+import functools
 import json
+import logging
 import os
 import sys
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
@@ -21,9 +25,12 @@ import numpy as np
 
 import fdjax
 from fdjax.engine import runner
+from fdjax.engine.watch import Watch
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.tools import calibrate
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_logprobs": True}
@@ -40,6 +47,9 @@ CONFIG = {
     "max_position_embeddings": 256,
     "tie_word_embeddings": False,
 }
+
+MIXTURE = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+_SAMPLED = {"max_new_tokens": 8, "temperature": 0.9, "eos_token_id": None}
 
 
 class Ranks:
@@ -74,11 +84,19 @@ def generated(lm, prompts=PROMPTS, **options):
     return {"tokens": result.tokens, "logprobs": result.logprobs}
 
 
-def same_tokens(path, *ranks):
-    """Greedy tokens of a checkpoint on one device and on several."""
-    seen = Ranks()
-    report = {count: generated(load(path, count)) for count in (1, *ranks)}
+def same_tokens(paths, *ranks, **options):
+    """Greedy tokens of checkpoints on one device and on several, or why there are none."""
+    seen, report = Ranks(), {}
+    for path in paths:
+        report[path] = {count: _tokens_or_error(path, count, **options) for count in (1, *ranks)}
     return report | {"compared": seen.compared, "differing": seen.differing}
+
+
+def _tokens_or_error(path, count, **options):
+    try:
+        return generated(load(path, count, **options))
+    except ValueError as error:
+        return {"error": str(error)}
 
 
 def serving(path, ranks):
@@ -104,7 +122,57 @@ def serving(path, ranks):
             "submit": lm.submit(prompts[0], **OPTIONS).result().tokens,
             "cached": lm.generate(prompts, **OPTIONS).stats.cached_tokens,
             "score": lm.score(prompts[:3]).logprobs,
+            "samples": lm.generate(prompts[0], num_return_sequences=3, seed=1, **_SAMPLED).tokens,
             "reruns": lm.generate([1, 2], max_new_tokens=4, return_reruns=True).stats.reruns,
+        }
+    return report
+
+
+def beams(path, ranks):
+    """Two searches on one device and on several, one of them with drawn tokens."""
+    options = {"max_new_tokens": 9, "num_beams": 3, "num_return_sequences": 2}
+    drawn = {"do_sample": True, "temperature": 0.9, "seed": 3}
+    report = {}
+    for count in (1, ranks):
+        lm = load(path, count)
+        results = [lm.generate(PROMPTS, **options | more) for more in ({}, drawn)]
+        report[count] = [[result.tokens, result.sequences_scores] for result in results]
+    return report
+
+
+def pure(paths, *ranks, generates=True):
+    """`forward` and `generate` of checkpoints, traced and not, on one device and on several."""
+    ids = np.random.default_rng(1).integers(3, 90, (3, 20))
+    lengths = np.array([20, 1, 17])
+    config = fdjax.GenerationConfig(max_new_tokens=6, temperature=0.8, seed=4)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def logits(model, params):
+        return fdjax.forward(model, params, ids, lengths, last=1)
+
+    def answer(lm):
+        found = {"logits": logits(lm.model, lm.params)}
+        if generates:
+            found["untraced"] = fdjax.forward(lm.model, lm.params, ids, lengths, last=1)
+            found["tokens"] = fdjax.generate(lm.model, lm.params, ids, config, lengths)
+        return {name: np.asarray(value).tolist() for name, value in found.items()}
+
+    return {path: {count: answer(load(path, count)) for count in (1, *ranks)} for path in paths}
+
+
+def calibrated(path, ranks):
+    """The statistics of `calibrate`, on one device and on several."""
+    text = [np.random.default_rng(2).integers(3, 90, n).tolist() for n in (200, 33, 5)]
+    report = {}
+    for count in (1, ranks):
+        lm = load(path, count)
+        found = calibrate.gather(lm.engine, lm.tokenizer, text, context=128)
+        phi, _ = calibrate.choose(found.maxima)
+        report[count] = {
+            "scores": found.scores.sum(axis=-1).tolist(),
+            "phi": phi.tolist(),
+            "lowest": found.lowest.tolist(),
+            "highest": found.highest.tolist(),
         }
     return report
 
@@ -125,6 +193,32 @@ def own_weights(ranks, **config):
     report["random"] = generated(LM(many, made))
     shards = [leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(made)]
     return report | {"bytes": [sum(shards), many.local.weight_bytes, one.weight_bytes]}
+
+
+def stalled(path, ranks, stalls):
+    """What a watch reports if a device stalls: in the program's second step, before its tokens."""
+    reports, calls = [], collections.Counter()
+    handler = logging.Handler(logging.ERROR)
+    handler.emit = lambda record: reports.append(record.getMessage())
+    logging.getLogger("fdjax").addHandler(handler)
+
+    def stall(rank):
+        calls[int(rank)] += 1
+        if int(rank) == stalls and calls[int(rank)] == 3:
+            time.sleep(4)
+        return np.float32(0)
+
+    def processor(ids, lengths, logits):
+        zero = jax.ShapeDtypeStruct((), np.float32)
+        return logits + jax.experimental.io_callback(stall, zero, jax.lax.axis_index(AXIS))
+
+    lm = load(path, ranks)
+    expected = lm.generate([1, 2, 3], max_new_tokens=6, eos_token_id=None).tokens
+    lm.engine.watch = Watch(seconds=1.5)
+    watched = lm.generate(
+        [1, 2, 3], max_new_tokens=6, eos_token_id=None, logits_processors=[processor]
+    )
+    return {"reports": reports, "same": watched.tokens == expected, "calls": sum(calls.values())}
 
 
 def disk_cache(path, ranks):
@@ -161,20 +255,16 @@ def refusals():
     attempt("heads", lambda: _described(8, num_attention_heads=4))
     attempt("F", lambda: _described(4, intermediate_size=90))
     lm = load(path, 2)
-    attempt("forward", lambda: fdjax.forward(lm.model, lm.params, np.ones((1, 4), np.int32)))
-    attempt("calibrate", lambda: _calibrated(lm))
+    attempt("expert", lambda: _described(4, **MIXTURE, intermediate_size=90))
+    one = jax.tree.map(np.asarray, lm.params)
+    attempt("forward", lambda: fdjax.forward(lm.model, one, np.ones((1, 4), np.int32)))
+    attempt("module", lambda: lm.model.module(lm.params))
     attempt("params", lambda: setattr(lm, "params", lm.params | {"embed": np.zeros((3, 3))}))
     return said
 
 
 def _described(ranks, **config):
     return describe(parse_config(CONFIG | config), tensor_parallel=ranks)
-
-
-def _calibrated(lm):
-    from fdjax.tools.calibrate import gather
-
-    return gather(lm.engine, lm.tokenizer, [[1, 2, 3]])
 
 
 def main():

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import fdjax
 from fdjax.cli.arguments import UsageError
-from fdjax.cli.shared import plan_of, sampling_of
+from fdjax.cli.shared import load_model, sampling_of
 from fdjax.engine.results import Answer
 from fdjax.models import CheckpointError
 from fdjax.system import progress
@@ -51,8 +51,7 @@ def run_batch(args: argparse.Namespace) -> int:
         _say(f"{len(lines)} prompts, {len(left)} without an answer")
         if not left:
             return 0
-        devices = args.tensor_parallel
-        lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
+        lm = load_model(args)
         if args.system is not None or any(line.is_chat for line in lines):
             # The answer of a chat also ends at the tokenizer's end token.
             _, options = split_options(lm.tokenizer, lm.defaults, None, options)
@@ -249,7 +248,8 @@ def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
 
 def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> dict[str, Any]:
     """The settings that the answers depend on. They are stored beside the output."""
-    asked = options | {"system": args.system, "dtype": args.dtype, "logprobs": args.logprobs}
+    names = "system", "dtype", "kv_dtype", "logprobs"
+    asked = options | {name: getattr(args, name) for name in names}
     folder = locate(args.model)
     config = json.dumps(read_json(folder / "config.json")).encode()
     return {

@@ -9,6 +9,7 @@ from fdjax.cli.shared import (
     EMBEDDED,
     MODEL_OR_CONFIG,
     add_dtype,
+    add_kv_dtype,
     add_table,
     model_of,
     say,
@@ -39,6 +40,7 @@ def add_arguments(parser: Parser) -> None:
         "--runs", type=integer(1), metavar="N", help="timed calls; default: 5, 15 on a CPU"
     )
     add_dtype(parser)
+    add_kv_dtype(parser)
     parser.add_argument(
         "--implementation",
         choices=("xla", "cudnn", "mosaic_gpu"),
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     if folder is None:
         lm = LM(model, random_params(model), memory_bytes=memory_bytes)
     else:
-        lm = fdjax.load(args.model, dtype=args.dtype, plan=model.plan)
+        lm = fdjax.load(args.model, dtype=args.dtype, kv_dtype=args.kv_dtype, plan=model.plan)
     record = bench_model(
         lm,
         batch=args.batch,

@@ -9,7 +9,9 @@ from fdjax.cli.arguments import Parser, integer, model_name
 from fdjax.cli.shared import (
     EMBEDDED,
     MODEL,
+    add_devices,
     add_dtype,
+    add_kv_dtype,
     read_text,
     say,
 )
@@ -44,6 +46,8 @@ def add_arguments(parser: Parser) -> None:
         help="longest piece of a text in tokens; default: the model's context, up to 4096",
     )
     add_dtype(parser)
+    add_kv_dtype(parser)
+    add_devices(parser)
     parser.add_argument(
         "--output",
         type=Path,
@@ -72,7 +76,13 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         calibrate.check_plot(args.plot)
         check_writable(args.plot)
-    lm = fdjax.load(str(folder), dtype=args.dtype, calibration=False)
+    lm = fdjax.load(
+        str(folder),
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        calibration=False,
+        tensor_parallel=args.tensor_parallel,
+    )
     last = 0
 
     def progress(done: int, total: int) -> None:

@@ -3,12 +3,11 @@
 import argparse
 from pathlib import Path
 
-import fdjax
 from fdjax.cli.arguments import Parser
 from fdjax.cli.shared import (
     add_model,
     add_sampling,
-    plan_of,
+    load_model,
     read_text,
     sampling_of,
     with_room,
@@ -44,7 +43,6 @@ def run(args: argparse.Namespace) -> int:
     if template is not None and Path(template).is_file():
         template = read_text(Path(template))
     options = {"max_new_tokens": CHAT_TOKENS} | with_room(sampling_of(args), CHAT_TOKENS)
-    devices = args.tensor_parallel
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
+    lm = load_model(args)
     talk(Conversation(lm, system=args.system, chat_template=template, **options))
     return 0

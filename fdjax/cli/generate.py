@@ -14,7 +14,7 @@ from fdjax.cli.batch import run_batch
 from fdjax.cli.shared import (
     add_model,
     add_sampling,
-    plan_of,
+    load_model,
     sampling_of,
     with_room,
 )
@@ -83,8 +83,7 @@ def run(args: argparse.Namespace) -> int:
     several = {"num_return_sequences": args.num_return_sequences}
     if args.num_return_sequences > 1 or "num_beams" in options:
         check_options(args.model, options | several | {"return_logprobs": args.logprobs})
-    devices = args.tensor_parallel
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
+    lm = load_model(args)
     options = with_room(options, lm.defaults.max_new_tokens)
     generate, stream, given = lm.generate, lm.stream, prompt
     if args.system is not None:

@@ -9,6 +9,7 @@ from fdjax.cli.shared import (
     MODEL_OR_CONFIG,
     add_devices,
     add_dtype,
+    add_kv_dtype,
     add_table,
     model_of,
 )
@@ -56,6 +57,7 @@ def add_arguments(parser: Parser) -> None:
         help="plan for this GPU, even without one; default: the device of this machine",
     )
     add_dtype(parser)
+    add_kv_dtype(parser)
     add_table(parser)
     add_devices(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")

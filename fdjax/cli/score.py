@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import fdjax
 from fdjax.cli.arguments import Parser, UsageError, integer
-from fdjax.cli.shared import add_model, plan_of, read_text
+from fdjax.cli.shared import add_model, load_model, read_text
 
 HELP = "perplexity of texts, as JSON lines"
 DESCRIPTION = (
@@ -53,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
     for text in contents:
         if not text.strip():
             raise UsageError("score: a text is empty")
-    devices = args.tensor_parallel
-    lm = fdjax.load(args.model, dtype=args.dtype, plan=plan_of(args), tensor_parallel=devices)
+    lm = load_model(args)
     result = lm.score(contents, stride=args.stride, batch_size=args.batch_size)
     for i, named in enumerate(texts):
         print(json.dumps(dict([named]) | _scores(result, i, args.tokens)))

@@ -13,6 +13,7 @@ from fdjax.cli.arguments import UsageError, argument_type, integer, model_name, 
 # The path of the embedded model. Its name "tiny" could also be a folder of the user.
 EMBEDDED = str(Path(fdjax.__file__).parent / "models" / "tiny")
 MODEL = "folder or hub id; default: the embedded model"
+_DTYPES = ("bfloat16", "float16", "float32")
 MODEL_OR_CONFIG = "folder, config.json or hub id; default: the embedded model"
 
 
@@ -20,6 +21,7 @@ def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of a command that loads a model, among them --verbose."""
     parser.add_argument("--model", default=EMBEDDED, type=model_name, help=MODEL)
     add_dtype(parser)
+    add_kv_dtype(parser)
     add_table(parser)
     add_devices(parser)
     parser.add_argument("-v", "--verbose", action="store_true", help="log to standard error")
@@ -76,8 +78,15 @@ def with_room(options: dict[str, Any], default: int) -> dict[str, Any]:
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Add --dtype."""
+    parser.add_argument("--dtype", choices=_DTYPES, help="default: the checkpoint's")
+
+
+def add_kv_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add --kv-dtype."""
     parser.add_argument(
-        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: the checkpoint's"
+        "--kv-dtype",
+        choices=("int8", *_DTYPES),
+        help="of the cache: int8, or the default, the dtype of the activations",
     )
 
 
@@ -114,6 +123,17 @@ def plan_of(args: argparse.Namespace):
         return None
     default_backend()
     return Plan.for_device(implementation=implementation, table=args.table)
+
+
+def load_model(args: argparse.Namespace) -> "fdjax.LM":
+    """Load the model that the arguments of `add_model` name."""
+    return fdjax.load(
+        args.model,
+        dtype=args.dtype,
+        kv_dtype=args.kv_dtype,
+        plan=plan_of(args),
+        tensor_parallel=args.tensor_parallel,
+    )
 
 
 def model_of(args: argparse.Namespace):
@@ -157,8 +177,9 @@ def model_of(args: argparse.Namespace):
             stacklevel=2,
         )
     dtype = args.dtype or (unnamed_dtype(folder, data) if folder else None)
-    ranks = getattr(args, "tensor_parallel", 1)
-    return describe(config, dtype=dtype, plan=plan_of(args), tensor_parallel=ranks), folder
+    options = {"tensor_parallel": getattr(args, "tensor_parallel", 1)}
+    options |= {"kv_dtype": getattr(args, "kv_dtype", None)}
+    return describe(config, dtype=dtype, plan=plan_of(args), **options), folder
 
 
 def read_text(path: Path) -> str:

@@ -43,7 +43,9 @@ from fdjax.engine.state import (
     start_in_pages,
     state_specs,
 )
+from fdjax.engine.watch import Watch
 from fdjax.models import Model, Params
+from fdjax.pallas_kernels.ranks import observed
 from fdjax.sampling.sampler import NOT_FINITE
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
@@ -119,6 +121,7 @@ class Engine:
       pool: whose pages are whose, or None before the first use.
       reusable: what the last batch left behind, or None.
       runner: runs the sequences of all callers.
+      watch: reports if one of several devices stalls, or None. Set it while nothing runs.
     """
 
     def __init__(
@@ -161,6 +164,7 @@ class Engine:
         self.pool: PagePool | None = None
         self.reusable: ReusableState | None = None
         self.runner = Runner(self)
+        self.watch: Watch | None = None
 
     @property
     def context(self) -> int:
@@ -319,7 +323,7 @@ class Engine:
         # The programs also return to the host, so their results are committed to a device. A state
         # that is not committed would compile every program once more.
         stacks = may_stack and self.stacks(batch, slots)
-        kv = init_cache(self.local, batch, slots, stacks, self.place.empty_cache)
+        kv = init_cache(self.local, batch, slots, stacks, self.place.zeros)
         return self._on_devices(start(kv))
 
     def _on_devices(self, state: DecodeState) -> DecodeState:
@@ -339,7 +343,8 @@ class Engine:
     def _take_pages(self, shape: Shape) -> DecodeState:
         """A state of the pool, which keeps its content where it can."""
         kept = None if self.reusable is None else self.reusable.state
-        if kept is None or kept.kv.k.shape[1] != shape.pages or kept.kv.k.is_deleted():
+        pool = None if kept is None else jax.tree.leaves(kept.kv)[0]
+        if kept is None or pool.shape[1] != shape.pages or pool.is_deleted():
             kept = None
             self._open_pool(shape.pages)
         state, self.reusable = self.reusable.state, None
@@ -352,7 +357,7 @@ class Engine:
         self.reusable = None
         while True:
             try:
-                kv = init_pool(self.local, pages, self.place.empty_cache)
+                kv = init_pool(self.local, pages, self.place.zeros)
                 jax.block_until_ready(kv)
                 break
             except jax.errors.JaxRuntimeError as error:
@@ -389,10 +394,11 @@ class Engine:
         """
         layout = {"stacked": stacked, "one_launch": one_launch, "beams": beams}
         name = function.__name__, *(item for item in layout.items() if item[1]), *static.items()
-        if (key := (*name, self.place)) not in self.programs:
+        if (key := (*name, self.place, self.watch)) not in self.programs:
             model, packing = self.local, self.stacked_packing if one_launch else self.packing
             state_def = jax.tree.structure(abstract_state(model, stacked, beams))
             place, whole = self.place, PartitionSpec()
+            observer = None if self.watch is None else self.watch.arrive
 
             def run_local(params, state, host):
                 state = jax.tree.unflatten(state_def, state)
@@ -401,7 +407,8 @@ class Engine:
                 if one_launch:
                     keywords = static | {"layers": params["blocks"]}
                     params = params | {"blocks": layer_slices(params["blocks"])}
-                state, *out = function(model, params, state, *args, **keywords)
+                with observed(observer):
+                    state, *out = function(model, params, state, *args, **keywords)
                 return jax.tree.leaves(state), out
 
             specs = (
@@ -426,7 +433,7 @@ class Engine:
 
             self.programs[key] = Program(
                 run
-                if static["processors"].custom
+                if static["processors"].custom or observer is not None
                 else cached_on_disk(run, (name, model, packing), place.devices[0]),
                 describe,
                 donate_argnums=1,

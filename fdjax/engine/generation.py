@@ -1,17 +1,21 @@
 """`forward` and `generate` as pure functions of `(model, params, ids)`."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import Attend, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -41,12 +45,19 @@ def forward(
       [B, T, V] fp32, or [B, last, V].
 
     Raises:
-      ValueError: `ids`, `lengths` or `last` are not of such a shape or out of range.
+      ValueError: `ids`, `lengths` or `last` are not of such a shape or out of range, or several
+        devices share the model and `params` are not on them.
     """
     ids, lengths = _checked("forward", ids, lengths, model)
     t = ids.shape[1]
     if last is not None and not 0 < last <= t:
         raise ValueError(f"forward: last must be in 1..{t}, got {last}")
+    return _on_all("forward", _forward, model, params, ids, lengths, last=last)
+
+
+def _forward(
+    model: Model, params: Params, ids: Array, lengths: Array, *, last: int | None
+) -> Array:
     module = model.module(params)
     attend = attend_without_cache(lengths, model.plan)
     hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan, starts=None)
@@ -103,7 +114,8 @@ def generate(
 
     Raises:
       ValueError: shapes disagree, a value is out of range, an option names an id that is not in the
-        vocabulary or works on the host only.
+        vocabulary or works on the host only, or several devices share the model and `params` are
+        not on them.
       TypeError: `config` is no `GenerationConfig`.
     """
     if not isinstance(config, GenerationConfig):
@@ -119,9 +131,15 @@ def generate(
     if wrong := config.id_outside(model.config.vocab_size):
         raise ValueError(f"generate: {wrong}")
     ids, lengths = _checked("generate", ids, lengths, model, config.max_new_tokens)
-    b, p = ids.shape
     if config.max_new_tokens == 0:
-        return jnp.zeros((b, 0), jnp.int32)
+        return jnp.zeros((len(ids), 0), jnp.int32)
+    return _on_all("generate", _generate, model, params, ids, lengths, config=config)
+
+
+def _generate(
+    model: Model, params: Params, ids: Array, lengths: Array, *, config: GenerationConfig
+) -> Array:
+    b, p = ids.shape
     slots = -(-(p + config.max_new_tokens) // SLOT_MULTIPLE) * SLOT_MULTIPLE
     rows = [dataclasses.replace(config, seed=((config.seed or 0) + i) % 2**32) for i in range(b)]
     state = start(init_cache(model, b, slots))
@@ -139,6 +157,42 @@ def generate(
         model, params, state, sampling, jnp.int32(n), max_steps=n, processors=processors
     )
     return jnp.concatenate([first[:, None], rest], axis=1)
+
+
+def _on_all(
+    op: str, function: Callable[..., Array], model: Model, params: Params, *args: Array, **static
+) -> Array:
+    """function(model, params, *args, **static), on every device that shares the model.
+
+    Raises:
+      ValueError: the parameters are not on these devices.
+    """
+    if model.ranks == 1:
+        return function(model, params, *args, **static)
+    first = jax.tree.leaves(params)[0]
+    if not isinstance(first, jax.core.Tracer):
+        devices = len(first.devices()) if isinstance(first, jax.Array) else 0
+        if devices != model.ranks:
+            raise ValueError(
+                f"{op}: params must be on the {model.ranks} devices that share the model, "
+                "as those of an LM are"
+            )
+    return _jitted_on_all(function, model, params, *args, **static)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("last", "config"))
+def _jitted_on_all(
+    function: Callable[..., Array], model: Model, params: Params, *args: Array, **static
+) -> Array:
+    whole = PartitionSpec()
+    # The parameters say which devices these are. Inside a trace nothing else does.
+    return jax.shard_map(
+        functools.partial(function, model.local, **static),
+        mesh=AbstractMesh((model.ranks,), (AXIS,), axis_types=(AxisType.Auto,)),
+        in_specs=(model.partitions, *[whole] * len(args)),
+        out_specs=whole,
+        check_vma=False,
+    )(params, *args)
 
 
 def _checked(

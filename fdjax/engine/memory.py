@@ -22,6 +22,7 @@ from fdjax.engine.schedule import (
 )
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_bytes
 from fdjax.models import Model
+from fdjax.pallas_kernels.dispatch import Features
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
 # cuBLAS takes this workspace once a program calls it.
@@ -239,12 +240,15 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     attention = tokens * max(block.attention_values for block in c.blocks) * itemsize
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
     runs = _prefill_implementations(model, rows, tokens // rows, slots)
-    if rows < batch and runs != {"mosaic_gpu"}:  # a copy of the cache of the rows in the call
+    # A copy of the cache of the rows in the call: gathered, dequantised, or both.
+    if model.kv_dtype or (rows < batch and runs != {"mosaic_gpu"}):
         attention += 2 * rows * row_bytes
     if "xla" in runs:
         scores = 4 * rows * c.heads * (tokens // rows) * slots
         # Also counts a copy of the values with dead slots zeroed.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
+    # A decode step dequantises the cache of all rows, a layer at a time.
+    attention = max(attention, 2 * batch * row_bytes if model.kv_dtype else 0)
     logits = int(_LOGITS * 4 * batch * c.vocab_size)
     if plan.compute_capability is None:
         blas = 0
@@ -278,8 +282,8 @@ def reads_pages(model: Model) -> bool:
     shape = {"h": c.heads, "hkv": c.kv_heads, "d": c.head_dim}
     shape["itemsize"] = jnp.dtype(model.dtype).itemsize
     choices = (
-        plan.choose(op, spec.features, b=b, t=t, s=s, masks=int(spec.is_masked), **shape)
-        for spec in set(c.attention)
+        plan.choose(op, features, b=b, t=t, s=s, masks=masks, **shape)
+        for features, masks in _attentions(model)
         for op, t in (("decode_attention", 1), ("prefill_attention", 128))
         for b, s in ((1, 512), (1, 8192), (64, 2048))
     )
@@ -321,6 +325,12 @@ def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -
     shape["itemsize"] = jnp.dtype(model.dtype).itemsize
     choices = (
         model.plan.choose("prefill_attention", features, **shape, masks=masks)
-        for features, masks in {(spec.features, int(spec.is_masked)) for spec in c.attention}
+        for features, masks in _attentions(model)
     )
     return {choice.implementation for choice in choices}
+
+
+def _attentions(model: Model) -> set[tuple[Features, int]]:
+    """Features and masks of the attention of each layer, for `Plan.choose`."""
+    features = model.cache_features
+    return {(spec.features | features, int(spec.is_masked)) for spec in model.config.attention}

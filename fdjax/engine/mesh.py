@@ -1,6 +1,7 @@
 """Where an engine's arrays are: on one device, or divided among several."""
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -65,12 +66,13 @@ class Place:
         """Put arrays on every device, as a whole."""
         return jax.device_put(tree, self.sharding())
 
-    def empty_cache(self, shape: tuple[int, ...], dtype: str) -> jax.Array:
-        """Zeros [..., Hkv, S, D] of this shape on each device, one array that heads divide."""
-        *rows, heads, slots, d = shape
-        whole = (*rows, len(self.devices) * heads, slots, d)
-        spec = PartitionSpec(*[None] * len(rows), AXIS)
-        return jnp.zeros(whole, dtype, device=self.sharding(spec))
+    def zeros(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.Array:
+        """Zeros of this shape and dtype on each device, one array that is divided so."""
+        shape = (
+            n * (len(self.devices) if axis == AXIS else 1)
+            for n, axis in itertools.zip_longest(part.shape, spec)
+        )
+        return jnp.zeros(tuple(shape), part.dtype, device=self.sharding(spec))
 
     def over(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """A function of whole arrays that runs this one on each device, with its part of each."""

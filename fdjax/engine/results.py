@@ -11,10 +11,10 @@ from collections.abc import Generator, Iterator, Sequence
 from typing import overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.state import cache_bytes
 from fdjax.models import Model, Params
 
 # Datasheet memory bandwidth in GB/s by device kind.
@@ -340,7 +340,7 @@ class Timer:
             _bytes_of_device(params["embed"]),
         )
         weights = sum(n * step_bytes(model, *sizes, m) for m, n in self._steps_of_rows.items())
-        per_token = model.local.config.kv_bytes_per_token(jnp.dtype(model.dtype).itemsize)
+        per_token = cache_bytes(model.local, 1, 1)
         slots = sum(row.slots_read for row in rows)
         return Stats(
             prompt_tokens=sum(len(row.request.ids) for row in rows),

@@ -26,6 +26,7 @@ from fdjax.engine.schedule import PrefillCall, PromptsOfRows
 from fdjax.engine.scheduler import Scheduler, Shape
 from fdjax.engine.sequence import Chunk, Row
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
+from fdjax.engine.watch import waiting
 from fdjax.sampling.beams import BeamState
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
@@ -668,7 +669,9 @@ class Runner:
     def _read(self) -> None:
         """Wait for the oldest results and hand them to their owners."""
         flying = self._flight.popleft()
-        chunk = _chunk(flying, self._compile_seconds)
+        what = "first tokens" if flying.is_first else "tokens of decode steps"
+        with waiting(self._engine.watch, what, self._engine.model.ranks):
+            chunk = _chunk(flying, self._compile_seconds)
         parts: dict[Call, list[int]] = {}
         damaged = (chunk.tokens == NOT_FINITE).any(axis=1)
         for i, task in enumerate(flying.owners):

@@ -11,15 +11,16 @@ from jax import Array
 from jax.sharding import PartitionSpec
 
 from fdjax.models import Model
+from fdjax.pallas_kernels.attention.cache import Cache, QuantisedCache
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.sampling.beams import BeamState
 
 # One layer's cache: keys and values, each [B, Hkv, S, D].
-LayerCache = tuple[Array, Array]
+LayerCache = tuple[Cache, Cache]
 
 # One layer of a `StackedCache`: the whole cache, and the layer's index, [] int32. The index is
 # traced, so that equal layers share one lowering.
-StackedLayer = tuple[Array, Array, Array]
+StackedLayer = tuple[Cache, Cache, Array]
 
 # What `restart` does with a row.
 KEEP, EMPTY = 0, 1
@@ -40,8 +41,8 @@ class StackedCache:
       k, v: [L, B, Hkv, S, D], or a pool of pages [L, P, Hkv, 128, D].
     """
 
-    k: Array
-    v: Array
+    k: Cache
+    v: Cache
 
     def layer(self, i: int) -> StackedLayer:
         """Layer i of the cache."""
@@ -107,27 +108,43 @@ def pack_progress(lengths: Array, tokens: Array, steps: Array, finished: Array) 
     return jnp.stack([lengths, tokens, steps, finished.astype(jnp.int32)])
 
 
+def abstract_cache(
+    model: Model, batch: int, slots: int, stacked: bool = False
+) -> list[LayerCache] | StackedCache:
+    """Shapes and dtypes of the cache that `init_cache` makes."""
+    c = model.config
+    shape = (batch, c.kv_heads, slots, c.head_dim)
+    shape = (c.layers, *shape) if stacked else shape
+    if model.kv_dtype == "int8":
+        one = QuantisedCache.abstract(shape, model.dtype)
+    else:
+        one = jax.ShapeDtypeStruct(shape, jnp.dtype(model.dtype))
+    return StackedCache(one, one) if stacked else [(one, one)] * c.layers
+
+
+def _zeros(like: jax.ShapeDtypeStruct, spec: PartitionSpec) -> Array:
+    return jnp.zeros(like.shape, like.dtype)
+
+
 def init_cache(
     model: Model,
     batch: int,
     slots: int,
     stacked: bool = False,
-    zeros: Callable[[tuple[int, ...], str], Array] = jnp.zeros,
+    zeros: Callable[[jax.ShapeDtypeStruct, PartitionSpec], Array] = _zeros,
 ) -> list[LayerCache] | StackedCache:
     """An empty cache of `slots` tokens per row for every layer, stacked or one per layer.
 
-    `zeros` of (shape, dtype) makes the arrays.
+    `zeros` makes an array of a shape and dtype that devices divide as the `PartitionSpec` says.
     """
-    c = model.config
-    shape = (batch, c.kv_heads, slots, c.head_dim)
-    if stacked:
-        shape = (c.layers, *shape)
-        return StackedCache(zeros(shape, model.dtype), zeros(shape, model.dtype))
-    return [(zeros(shape, model.dtype), zeros(shape, model.dtype)) for _ in range(c.layers)]
+    cache = abstract_cache(model, batch, slots, stacked)
+    return jax.tree.map(zeros, cache, kv_specs(cache))
 
 
 def init_pool(
-    model: Model, pages: int, zeros: Callable[[tuple[int, ...], str], Array] = jnp.zeros
+    model: Model,
+    pages: int,
+    zeros: Callable[[jax.ShapeDtypeStruct, PartitionSpec], Array] = _zeros,
 ) -> StackedCache:
     """An empty cache of a number of pages."""
     return init_cache(model, pages, SLOT_MULTIPLE, stacked=True, zeros=zeros)
@@ -139,8 +156,8 @@ def page_bytes(model: Model) -> int:
 
 
 def abstract_state(model: Model, stacked: bool = False, beams: bool = False) -> DecodeState:
-    """The pytree structure of a state, with zeros as leaves."""
-    kv = StackedCache(0, 0) if stacked else [(0, 0)] * model.config.layers
+    """The pytree structure of a state."""
+    kv = abstract_cache(model, 1, 1, stacked)
     return DecodeState(kv, ids=0, progress=0, beams=BeamState(0, 0, 0, 0) if beams else None)
 
 
@@ -159,8 +176,8 @@ def kv_specs(kv: Any) -> Any:
 
 def cache_bytes(model: Model, batch: int, slots: int) -> int:
     """Bytes of the cache that `init_cache` makes."""
-    itemsize = jnp.dtype(model.dtype).itemsize
-    return batch * slots * model.config.kv_bytes_per_token(itemsize)
+    leaves = jax.tree.leaves(abstract_cache(model, batch, slots, stacked=True))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
 
 def start_in_pages(kv: StackedCache, batch: int, slots: int) -> DecodeState:

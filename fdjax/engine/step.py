@@ -314,7 +314,8 @@ def _beam_slots(state: DecodeState, sampling: Sampling) -> BeamSlots | None:
         return None
     prompts = state.lengths - state.steps + 1
     prompts = jnp.where(beam_search.is_beam(sampling), prompts, state.slots)
-    return BeamSlots(state.beams.sources, prompts)
+    first = beam_search.first_rows(sampling)
+    return BeamSlots(state.beams.sources, prompts, first, state.beams.width)
 
 
 def run_layers(

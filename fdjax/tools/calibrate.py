@@ -36,13 +36,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import MemoryPlan, plan_memory
+from fdjax.engine.mesh import Place
 from fdjax.engine.schedule import chunks_for, covered_slots
-from fdjax.engine.state import LayerCache, init_cache
+from fdjax.engine.state import LayerCache, init_cache, kv_specs
 from fdjax.models import AttentionSpec, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.attention.cache import dequantised, stored_in
+from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.system.process import transfers_allowed
 from fdjax.text.prompts import Prompt, as_several
@@ -103,14 +107,9 @@ def gather(
     Raises:
       ValueError: there is no text, a text is neither text nor ids, an id is outside the vocabulary,
         or `context` is out of range.
-      NotImplementedError: several devices share the model.
       FloatingPointError: scores are not finite.
       MemoryError: the cache that a piece needs does not fit beside the weights.
     """
-    if engine.model.ranks > 1:
-        raise NotImplementedError(
-            "calibrate: load the model without tensor_parallel; its calibration serves both"
-        )
     limit = engine.context
     context = min(limit, _CONTEXT) if context is None else context
     if not 1 < context <= limit:
@@ -128,7 +127,7 @@ def gather(
     longest = len(pieces[0])
     slots = covered_slots(longest)
     rows = min(len(pieces), max(1, _CACHE_SLOTS // slots))
-    rows = engine.fitting_rows("calibrate", rows, functools.partial(_plan, engine.model, longest))
+    rows = engine.fitting_rows("calibrate", rows, functools.partial(_plan, engine.local, longest))
     config = engine.model.config
     layers, heads = config.layers, config.heads
     total = Statistics(
@@ -214,11 +213,12 @@ def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots
     ids = np.zeros((rows, sum(widths)), np.int32)
     for row, piece in zip(ids, pieces, strict=False):
         row[: len(piece)] = piece
-    cache = init_cache(engine.model, rows, slots)
+    cache = init_cache(engine.local, rows, slots, zeros=engine.place.empty_cache)
     offset = 0
     for width in widths:
         cache, observed = _observe_chunk(
             engine.model,
+            engine.place,
             engine.tree,
             cache,
             ids[:, offset : offset + width],
@@ -230,8 +230,21 @@ def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots
         offset += width
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _observe_chunk(
+    model: Model, place: Place, params: Params, kv: list[LayerCache], *host: Array
+) -> tuple[list[LayerCache], list[Statistics]]:
+    """`_observe_own_heads` on each device of a place; the heads of all are in the statistics."""
+    whole, heads = PartitionSpec(), PartitionSpec(AXIS)
+    observe = place.over(
+        functools.partial(_observe_own_heads, model.local),
+        (model.partitions, kv_specs(kv), *[whole] * len(host)),
+        (kv_specs(kv), heads),
+    )
+    return observe(params, kv, *host)
+
+
+def _observe_own_heads(
     model: Model,
     params: Params,
     kv: list[LayerCache],
@@ -243,7 +256,7 @@ def _observe_chunk(
     """Run one chunk of a batch of texts and count the scores of its queries.
 
     Args:
-      model, params: the model.
+      model, params: the model, or a device's part of it.
       kv: caches that hold the `offset` tokens before the chunk.
       tokens: [B, T] int32 chunk of each text, padded at the end; offset + T <= S.
       lengths: [B] int32 number of tokens in the chunk.
@@ -266,7 +279,13 @@ def _observe_chunk(
             )
         # For a row that has ended, padding goes into the cache. No query sees slots past `ends`.
         cache = tuple(
-            lax.dynamic_update_slice_in_dim(old, new.transpose(0, 2, 1, 3), offset, 2)
+            jax.tree.map(
+                lambda old, new: lax.dynamic_update_slice_in_dim(
+                    old, new.swapaxes(1, 2), offset, 2
+                ),
+                old,
+                stored_in(old, new),
+            )
             for old, new in zip(cache, (k, v), strict=True)
         )
         o = prefill_attention(
@@ -278,7 +297,7 @@ def _observe_chunk(
             sinks=sinks,
             plan=model.plan,
         )
-        return o, (cache, _observe(spec, q, cache[0], positions, ends))
+        return o, (cache, _observe(spec, q, dequantised(cache[0]), positions, ends))
 
     _, updated = model.module(params)(tokens, kv, attend, model.plan, starts=offsets)
     caches, observed = zip(*updated, strict=True)
@@ -331,7 +350,7 @@ def _scores(spec, q, positions, keys, ends):
     query = positions[None, :, :, None]
     key = jnp.arange(s, dtype=jnp.int32)[None, None, None]
     if spec.alibi is not None:
-        slopes = jnp.array(spec.alibi, jnp.float32)[:, None, None, None]
+        slopes = spec.slopes()[:, None, None, None]
         scores = scores + slopes * (key - query).astype(jnp.float32)
     seen = (key <= query) & (query < ends[None, :, None, None])
     if spec.window is not None:

@@ -16,7 +16,7 @@ from fdjax.engine.memory import (
     reads_pages,
     room_for_pages,
 )
-from fdjax.engine.state import SLOT_MULTIPLE
+from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
 from fdjax.pallas_kernels.experts import moe_features, moe_key
 from fdjax.pallas_kernels.plan import Choice
@@ -36,6 +36,7 @@ class ModelInfo:
       active_bytes: bytes of the parameters that one token uses.
       quantised: formats of the quantised weights.
       weight_bytes: bytes of all parameters.
+      kv_dtype: dtype of the cache. In "int8", its bytes include the scales.
       kv_bytes_per_token: bytes of cache that one token takes in all layers.
       device: kind of the device.
       device_bytes: bytes that JAX may use there, None if unknown.
@@ -61,6 +62,7 @@ class ModelInfo:
     dtype: str
     quantised: tuple[str, ...]
     weight_bytes: int
+    kv_dtype: str
     kv_bytes_per_token: int
     device: str
     device_bytes: int | None
@@ -84,7 +86,7 @@ class ModelInfo:
             f"parameters    {self.parameters:,}{self._active()}",
             f"weights       {gigabytes(self.weight_bytes)} in {', '.join(self._dtypes())}"
             f"{self._active_bytes()}",
-            f"KV cache      {self.kv_bytes_per_token:,} bytes per token",
+            f"KV cache      {self.kv_bytes_per_token:,} bytes per token in {self.kv_dtype}",
             f"context       {self.max_position_embeddings:,} tokens",
             f"device        {self.device}",
         ]
@@ -160,8 +162,7 @@ def model_info(
             "longest_context": longest_context(model, batch=batch, memory_bytes=memory_bytes),
             "pool_tokens": _pool_tokens(model, memory_bytes) if reads_pages(model) else None,
         }
-    itemsize = jnp.dtype(model.dtype).itemsize
-    per_token = model.config.kv_bytes_per_token(itemsize)
+    per_token = cache_bytes(model, 1, 1)
     beam_cache = separate_cache = None
     if beams > 1:
         prompt = max(1, slots - new_tokens)
@@ -176,6 +177,7 @@ def model_info(
         dtype=model.dtype,
         quantised=tuple(map(str, model.config.weight_formats)),
         weight_bytes=model.weight_bytes,
+        kv_dtype=model.kv_dtype or model.dtype,
         kv_bytes_per_token=per_token,
         device=model.plan.device_kind,
         device_bytes=memory_bytes,
@@ -204,7 +206,8 @@ def _choices(model: Model, batch: int, slots: int):
         return op, label, choice.implementation, choice.source
 
     one_launch = model.one_launch(batch, slots)
-    shape, features = layers_shape(c, batch, slots, itemsize), layers_features(c)
+    shape = layers_shape(c, batch, slots, itemsize)
+    features = layers_features(c) | model.cache_features
     if model.plan.has_kernel("decode_layers", features, **shape):
         choice = model.plan.choose("decode_layers", features, **shape)
         yield row("decode_layers", f"M={batch} S={slots} all layers of a decode step", choice)
@@ -244,7 +247,7 @@ def _choices(model: Model, batch: int, slots: int):
         for masks, features in sorted(asked, key=lambda pair: (pair[0], sorted(pair[1]))):
             choice = model.plan.choose(
                 op,
-                features,
+                features | model.cache_features,
                 b=batch,
                 t=t,
                 h=c.heads,

@@ -175,7 +175,7 @@ def _score_batch(
     ids = np.zeros((len(lengths), sum(widths) + 1), np.int32)
     for row, window in zip(ids, windows, strict=False):
         row[: len(window.ids)] = window.ids
-    cache = init_cache(engine.local, len(lengths), slots, False, engine.place.empty_cache)
+    cache = init_cache(engine.local, len(lengths), slots, False, engine.place.zeros)
     program = _program(engine)
     chunks = []
     offset = 0

@@ -5,6 +5,7 @@ from fdjax.pallas_kernels.attention.append import (
     append_prefill_attention,
     split_qkv,
 )
+from fdjax.pallas_kernels.attention.cache import QuantisedCache
 from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
 from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.operands import BeamSlots
@@ -17,6 +18,7 @@ __all__ = [
     "PREFILL_ATTENTION",
     "AttentionSpec",
     "BeamSlots",
+    "QuantisedCache",
     "alibi_slopes",
     "append_decode_attention",
     "append_prefill_attention",

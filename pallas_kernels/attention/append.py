@@ -6,9 +6,11 @@ With "mosaic_gpu", a decode step of one token per row takes one launch, and a pr
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.attention.cache import Cache, features_of, stored_in
 from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
 from fdjax.pallas_kernels.attention.operands import (
     BeamSlots,
@@ -26,8 +28,8 @@ from fdjax.pallas_kernels.rope import rotate
 
 def append_decode_attention(
     qkv: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Cache,
+    v_cache: Cache,
     lengths: Array,
     *,
     spec: AttentionSpec,
@@ -39,14 +41,15 @@ def append_decode_attention(
     return_reruns: bool = False,
     implementation: str | None = None,
     plan: Dispatch | None = None,
-) -> tuple[Array, ...]:
+) -> tuple[Array | Cache, ...]:
     """Append T new tokens of each row to its cache and compute their attention.
 
     Args:
       qkv: [B, T, Hkv, G+2, D], T in 1..16: the G queries of each KV head, its key and its value,
         before RoPE.
       k_cache, v_cache: [B, Hkv, S, D], or as `layer` and `pages` say; updated in place if they are
-        donated or carried by a loop.
+        donated or carried by a loop. A `QuantisedCache` stores the rotated key and the value in
+        int8, and their attention sees them so.
       lengths: [B] int32 slots filled before. Token t goes to slot lengths[b] + t, or is dropped if
         there is no such slot. Rows must not share the page that they write.
       spec: the attention.
@@ -112,8 +115,8 @@ def append_decode_attention(
 
 def append_prefill_attention(
     qkv: Array,
-    k_cache: Array,
-    v_cache: Array,
+    k_cache: Cache,
+    v_cache: Cache,
     lengths: Array,
     offsets: Array,
     *,
@@ -125,14 +128,15 @@ def append_prefill_attention(
     sinks: Array | None = None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Cache, Cache]:
     """Append a chunk of each row's prompt to its cache and compute its attention.
 
     Args:
       qkv: [R, T, Hkv, G+2, D]: the G queries of each KV head, its key and its value, before RoPE.
       k_cache, v_cache: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in place
-        if they are donated or carried by a loop. Slots from a row's length up to offsets[r] + T may
-        be overwritten, unless the row has no live token in this chunk.
+        if they are donated or carried by a loop; in int8 as in `append_decode_attention`. Slots
+        from a row's length up to offsets[r] + T may be overwritten, unless the row has no live
+        token in this chunk.
       lengths: [R] int32 live slots per row, the chunk included; tokens past them are padding.
       offsets: [R] int32 slot of the first token; offsets + T <= S.
       spec: the attention, causal.
@@ -202,7 +206,7 @@ def append_prefill_attention(
 def _with_append(
     own: Sequence[Implementation],
     q: Array,
-    k_cache: Array,
+    k_cache: Cache,
     spec: AttentionSpec,
     rotation: tuple[Array, Array] | None,
     pages: Array | None,
@@ -214,7 +218,7 @@ def _with_append(
     if not len(q):
         return None, None
     shape = attention_shape(q, k_cache, spec, pages)
-    features = spec.features | beam_features(beams)
+    features = spec.features | features_of(k_cache) | beam_features(beams)
     chosen, config = resolve(own, plan, implementation, features, **shape)
     features |= rotation_features(rotation, shape["d"])
     can = chosen.append is not None and chosen.append.supports(shape, features)
@@ -254,37 +258,42 @@ def split_qkv(qkv: Array) -> tuple[Array, Array, Array]:
 
 
 def append(
-    cache: Array,
+    cache: Cache,
     new: Array,
     lengths: Array,
     layer: Array | int | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
-) -> Array:
+) -> Cache:
     """Write new [B,T,Hkv,D] into cache [B,Hkv,S,D] from slot lengths[b] on, while slots exist.
 
     See `decode_attention` for `layer`, `pages` and `beams`.
     """
     b, t = new.shape[:2]
     if b == t == 1 and layer is None and pages is None:
-        # JAX moves a slice that ends past the cache back onto live slots, which must not change.
-        slot = lengths[0]
-        old = lax.dynamic_slice_in_dim(cache, slot, 1, axis=2)
-        new = jnp.where(slot < cache.shape[2], new.transpose(0, 2, 1, 3), old)
-        return lax.dynamic_update_slice_in_dim(cache, new, slot, axis=2)
+        slot, exists = lengths[0], lengths[0] < cache.shape[2]
+
+        def put(cache, new):
+            # JAX moves a slice that ends past the cache back onto live slots, which must not
+            # change.
+            old = lax.dynamic_slice_in_dim(cache, slot, 1, axis=2)
+            new = jnp.where(exists, new.swapaxes(1, 2), old)
+            return lax.dynamic_update_slice_in_dim(cache, new, slot, axis=2)
+
+        return jax.tree.map(put, cache, stored_in(cache, new))
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots, layer, pages, beams)
 
 
 def _write(
-    cache: Array,
+    cache: Cache,
     new: Array,
     rows: Array,
     slots: Array,
     layer: Array | int | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
-) -> Array:
+) -> Cache:
     """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T] that exist.
 
     With `layer`, the cache is a stack [L,B,Hkv,S,D]. With `pages` [R,N], it is a pool of pages in
@@ -302,7 +311,11 @@ def _write(
         at_row = jnp.take_along_axis(pages, page, axis=1)
         slots = jnp.where(slots < width * size, slots % size, size)
     index = at_row[:, None], heads[None, :, None], slots[:, None, :]
-    at = cache.at[index if layer is None else (layer, *index)]
-    # Rows without work may share a page.
-    unique = pages is None
-    return at.set(new.transpose(0, 2, 1, 3), mode="drop", unique_indices=unique)
+    index = index if layer is None else (layer, *index)
+
+    def put(cache, new):
+        # Rows without work may share a page.
+        unique = pages is None
+        return cache.at[index].set(new.swapaxes(1, 2), mode="drop", unique_indices=unique)
+
+    return jax.tree.map(put, cache, stored_in(cache, new))

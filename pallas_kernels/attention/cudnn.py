@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src.cudnn.fused_attention_stablehlo import MaskType, dot_product_attention
 
+from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.operands import take_layer
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
@@ -105,7 +106,7 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, **_):
 
 _CAPABILITIES = (8, 0), (99, 0)
 # Features beside causal attention. It ignores φ, which changes no result.
-_CAN = frozenset({"rope", "phi", "unified", "sinks"})
+_CAN = frozenset({"rope", "phi", "unified", "sinks"}) | cache_features("int8")
 
 DECODE_CUDNN = Implementation(
     *("decode_attention", "cudnn", _run_decode),

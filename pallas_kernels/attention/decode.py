@@ -7,8 +7,10 @@ once, 2 · sum(lengths) · Hkv · D · itemsize bytes.
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.pallas_kernels.attention.cache import Cache, features_of
 from fdjax.pallas_kernels.attention.cudnn import DECODE_CUDNN
-from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER
+from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER, DECODE_INT8_HOPPER
+from fdjax.pallas_kernels.attention.hopper.segments import DECODE_SEGMENTS
 from fdjax.pallas_kernels.attention.operands import (
     BeamSlots,
     attention_shape,
@@ -20,15 +22,15 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.attention.xla import DECODE_XLA
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
 
-DECODE_ATTENTION = (DECODE_HOPPER, DECODE_CUDNN, DECODE_XLA)
+DECODE_ATTENTION = (DECODE_HOPPER, DECODE_SEGMENTS, DECODE_CUDNN, DECODE_XLA, DECODE_INT8_HOPPER)
 
 MAX_QUERY_TOKENS = 16
 
 
 def decode_attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     lengths: Array,
     *,
     spec: AttentionSpec,
@@ -49,6 +51,7 @@ def decode_attention(
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
         never affect the result. "cudnn" needs finite values there, as it multiplies them by zero.
+        Both may be a `QuantisedCache`, which "xla" and "cudnn" read.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
@@ -59,7 +62,7 @@ def decode_attention(
       return_lse: also return the logsumexp of the scores, and of the sink if there is one.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
         left the range of the unified maximum, so that they ran again with a running maximum.
-      implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
+      implementation: "xla" | "cudnn" | "mosaic_gpu" | "mosaic_gpu_int8"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:
@@ -80,7 +83,7 @@ def decode_attention(
         lse = jnp.zeros(q.shape[:3], jnp.float32)
         return _asked_for(q, return_lse and lse, return_reruns and jnp.float32(0))
     shape = attention_shape(q, k, spec, pages)
-    features = spec.features | beam_features(beams)
+    features = spec.features | features_of(k) | beam_features(beams)
     chosen, config = resolve(DECODE_ATTENTION, plan, implementation, features, **shape)
     spec, phi = spec.for_kernels()
     batch_invariant = plan is not None and plan.batch_invariant

@@ -1,15 +1,20 @@
 """Operands of attention ops: checks, the shape for the plan, selection of a layer."""
 
-from typing import NamedTuple
+import dataclasses
+import functools
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.attention.cache import Cache, check_caches, dequantised
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, Shape
 
 
-class BeamSlots(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class BeamSlots:
     """Where the positions of rows are that share a prompt and parts of their responses: beams.
 
     The pages of a row are the ⌈P/page⌉ of its prompt, which its beams share, and after them those
@@ -20,15 +25,19 @@ class BeamSlots(NamedTuple):
       rows: [B, S] int32, the row whose pages hold a position of the response. The rows of a
         prompt's beams are next to each other.
       prompts: [B] int32, P; S for a row whose positions are all its own, in order.
+      first: [B] int32, the row of the first beam of the same prompt.
+      width: W, the largest number of beams of a prompt.
     """
 
     rows: Array
     prompts: Array
+    first: Array
+    width: int = dataclasses.field(metadata={"static": True})
 
     @property
     def features(self) -> Features:
         """Features that an implementation needs, see `Implementation.can`."""
-        return frozenset({"beams"})
+        return frozenset({"beams"} if self.width <= 16 else {"beams", "many_beams"})
 
     def page_and_slot(self, positions: Array, size: int) -> tuple[Array, Array]:
         """The index into a row's table, and the slot of that page, for positions [B, N]."""
@@ -47,8 +56,8 @@ def beam_features(beams: BeamSlots | None) -> Features:
 def check_attention(
     op: str,
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     lengths: Array,
     layer: Array | int | None,
     spec: AttentionSpec,
@@ -66,6 +75,7 @@ def check_attention(
         raise ValueError(
             f"{op}: k and v must both be {axes}, got {list(k.shape)} and {list(v.shape)}"
         )
+    check_caches(op, k, v)
     b, t, h, d = q.shape
     kb, kv_heads, s, kd = k.shape[stacked:]
     if pages is not None:
@@ -106,17 +116,16 @@ def check_attention(
         raise ValueError(f"{op}: window must be at least 1, got {spec.window}")
     if spec.soft_cap is not None and not spec.soft_cap > 0:
         raise ValueError(f"{op}: soft_cap must be positive, got {spec.soft_cap}")
-    if spec.alibi is not None and len(spec.alibi) != h:
-        raise ValueError(f"{op}: alibi must have {h} slopes, got {len(spec.alibi)}")
+    for name, unit, values in (("alibi", "slopes", spec.alibi), ("phi", "values", spec.phi)):
+        if values is not None and len(values) != h * spec.ranks:
+            raise ValueError(f"{op}: {name} must have {h * spec.ranks} {unit}, got {len(values)}")
     got = None if sinks is None else list(sinks.shape)
     if got != ([h] if spec.sinks else None):
         raise ValueError(f"{op}: sinks must be {[h] if spec.sinks else None}, got {got}")
-    if spec.phi is not None and len(spec.phi) != h * spec.ranks:
-        raise ValueError(f"{op}: phi must have {h * spec.ranks} values, got {len(spec.phi)}")
 
 
 def attention_shape(
-    q: Array, k: Array, spec: AttentionSpec, pages: Array | None = None
+    q: Array, k: Cache, spec: AttentionSpec, pages: Array | None = None
 ) -> dict[str, int]:
     """The plan's shape key for attention of q [B,T,H,D] against k [...,Hkv,S,D], or pages of it."""
     b, t, h, d = q.shape
@@ -144,14 +153,14 @@ def rotation_features(rotation: tuple[Array, Array] | None, d: int) -> Features:
     return frozenset() if 2 * rotation[0].shape[-1] == d else frozenset({"partial_rope"})
 
 
-def row_slots(cache: Array, pages: Array | None) -> int:
+def row_slots(cache: Cache, pages: Array | None) -> int:
     """Slots of a row of a cache [...,S,D], or of `pages` [B,N] of a pool [...,page,D]."""
     return cache.shape[-2] * (1 if pages is None else pages.shape[1])
 
 
 def take_layer(
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     layer: Array | int | None,
     rows: Array | None = None,
     pages: Array | None = None,
@@ -159,30 +168,39 @@ def take_layer(
 ) -> tuple[Array, Array]:
     """The caches [R,Hkv,S,D] of one layer of a stack, of all rows, of `rows` [R] or of `pages`.
 
-    Rows and pages are copied.
+    Rows and pages are copied. A quantised cache is dequantised, but only what is taken of it.
     """
     if beams is not None:
-        return tuple(_gathered_positions(a, layer, pages, beams) for a in (k, v))
-    if pages is not None:
-        return _gathered(k, layer, pages), _gathered(v, layer, pages)
+        index = _positions(k, layer, pages, beams)
+
+        def take(pool):
+            return pool[index]
+
+    elif pages is not None:
+        take = functools.partial(_gathered, layer=layer, pages=pages)
+    else:
+        take = functools.partial(_of_layer, layer=layer, rows=rows)
+    return tuple(dequantised(jax.tree.map(take, cache)) for cache in (k, v))
+
+
+def _of_layer(cache: Array, layer: Array | int | None, rows: Array | None) -> Array:
+    """One layer of a cache [(L,)B,...], of all rows or of `rows` [R]."""
     if layer is not None:
-        k, v = (lax.dynamic_index_in_dim(a, layer, keepdims=False) for a in (k, v))
-    if rows is not None:
-        k, v = (a[rows] for a in (k, v))
-    return k, v
+        cache = lax.dynamic_index_in_dim(cache, layer, keepdims=False)
+    return cache if rows is None else cache[rows]
 
 
 def _gathered(pool: Array, layer: Array | int | None, pages: Array) -> Array:
-    """Copy `pages` [R,N] of a pool [(L,)P,Hkv,page,D] into rows [R,Hkv,N·page,D]."""
+    """Copy `pages` [R,N] of a pool [(L,)P,Hkv,page,...] into rows [R,Hkv,N·page,...]."""
     found = pool[pages] if layer is None else pool[layer, pages]
-    r, n, kv_heads, size, d = found.shape
-    return found.transpose(0, 2, 1, 3, 4).reshape(r, kv_heads, n * size, d)
+    r, n, kv_heads, size, *rest = found.shape
+    return found.swapaxes(1, 2).reshape(r, kv_heads, n * size, *rest)
 
 
-def _gathered_positions(
-    pool: Array, layer: Array | int | None, pages: Array, beams: BeamSlots
-) -> Array:
-    """Copy the positions of beams from a pool [(L,)P,Hkv,page,D] into rows [B,Hkv,S,D]."""
+def _positions(
+    pool: Cache, layer: Array | int | None, pages: Array, beams: BeamSlots
+) -> tuple[Array | int, ...]:
+    """Index of the positions of beams [B,Hkv,S] into a pool [(L,)P,Hkv,page,...]."""
     b, s = beams.rows.shape
     positions = jnp.broadcast_to(jnp.arange(s, dtype=jnp.int32), (b, s))
     page, slot = beams.page_and_slot(positions, pool.shape[-2])
@@ -191,4 +209,4 @@ def _gathered_positions(
     page = pages[row, jnp.minimum(page, pages.shape[1] - 1)]
     heads = jnp.arange(pool.shape[-3], dtype=jnp.int32)[None, :, None]
     index = page[:, None], heads, slot[:, None]
-    return pool[index if layer is None else (layer, *index)]
+    return index if layer is None else (layer, *index)

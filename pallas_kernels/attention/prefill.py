@@ -7,6 +7,7 @@ Compute bound: 4 · H · D FLOPs for each visible (query, key) pair, about
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.pallas_kernels.attention.cache import Cache, features_of
 from fdjax.pallas_kernels.attention.cudnn import PREFILL_CUDNN
 from fdjax.pallas_kernels.attention.hopper.prefill import PREFILL_HOPPER
 from fdjax.pallas_kernels.attention.operands import attention_shape, check_attention
@@ -21,8 +22,8 @@ PREFILL_ATTENTION = (PREFILL_HOPPER, PREFILL_AMPERE, PREFILL_CUDNN, PREFILL_XLA)
 
 def prefill_attention(
     q: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     lengths: Array,
     offsets: Array | None = None,
     *,
@@ -44,7 +45,7 @@ def prefill_attention(
       q: [B, T, H, D].
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. They hold the chunk's own
         keys and values already. Slots at and past `lengths` never affect the result, but "cudnn"
-        needs finite values there.
+        needs finite values there. Both may be a `QuantisedCache`, which is dequantised first.
       lengths: [B] int32 live slots per row, the chunk included.
       offsets: [B] int32 position of the first query, default 0.
       spec: the attention; RoPE must have been applied already.
@@ -73,7 +74,8 @@ def prefill_attention(
     if not b:
         return (q, jnp.zeros(q.shape[:3], jnp.float32)) if return_lse else q
     shape = attention_shape(q, k, spec, pages)
-    chosen, config = resolve(PREFILL_ATTENTION, plan, implementation, spec.features, **shape)
+    features = spec.features | features_of(k)
+    chosen, config = resolve(PREFILL_ATTENTION, plan, implementation, features, **shape)
     spec, phi = spec.for_kernels()
     batch_invariant = plan is not None and plan.batch_invariant
     o, lse = chosen.run(

@@ -33,6 +33,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.operands import take_layer
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
@@ -339,15 +340,16 @@ def _fits(shape: Shape) -> str | None:
     return needs_half(shape)
 
 
-def _run(q, k, v, *live, batch_invariant, pages, layer, **keywords):
-    if pages is not None:
-        (k, v), layer = take_layer(k, v, layer, pages=pages), None
-    return prefill_ampere(q, k, v, *live, layer=layer, **keywords)
+def _run(q, k, v, *live, batch_invariant, pages, layer, rows, **keywords):
+    if pages is not None or features_of(k):
+        (k, v), layer = take_layer(k, v, layer, rows, pages), None
+        rows = None
+    return prefill_ampere(q, k, v, *live, layer=layer, rows=rows, **keywords)
 
 
 PREFILL_AMPERE = Implementation(
     *("prefill_attention", "mosaic_gpu", _run),
-    can=ALL_FEATURES,
+    can=ALL_FEATURES | cache_features("int8"),
     fits=_fits,
     heuristic=never,
     capabilities=((8, 0), (9, 0)),

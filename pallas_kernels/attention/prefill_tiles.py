@@ -42,7 +42,7 @@ def operands(
         "rows": None if rows is None else rows.astype(jnp.int32),
         "pages": None if pages is None else pages.astype(jnp.int32),
         "phi": None if phi is None else phi.astype(jnp.float32),
-        "slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32),
+        "slopes": spec.slopes(),
     }
     return {name: operand for name, operand in named.items() if operand is not None}
 

@@ -47,7 +47,7 @@ def attention_reference(
     query = (offsets[:, None] + jnp.arange(t)[None])[:, :, None, None]
     key = jnp.arange(s)[None, None, None]
     if spec.alibi is not None:
-        slopes = jnp.asarray(spec.alibi, f32)[None, None, :, None]
+        slopes = spec.slopes()[None, None, :, None]
         scores = scores + slopes * (key - query).astype(f32)
     length = lengths[:, None, None, None]
     seen = (key < length) & (query < length)

@@ -35,7 +35,7 @@ class AttentionSpec:
         maximum, for heads whose scores leave the safe range of any φ too often.
       causal: a query sees no later position. False, for prompts only: it sees every live slot.
       sinks: each head has a learned logit in the denominator of its softmax, an operand of the ops.
-      ranks: devices that share the heads. `phi` then has the values of all of them.
+      ranks: devices that share the heads. `alibi` and `phi` then have the values of all of them.
     """
 
     scale: float
@@ -68,7 +68,14 @@ class AttentionSpec:
         phi = None
         if self.phi is not None:
             phi = own_share(jnp.array(self.phi, jnp.float32), self.ranks)
-        return dataclasses.replace(self, rope=None, phi=None, sinks=False, ranks=1), phi
+        ranks = 1 if self.alibi is None else self.ranks
+        return dataclasses.replace(self, rope=None, phi=None, sinks=False, ranks=ranks), phi
+
+    def slopes(self) -> Array | None:
+        """The slopes [H] fp32 of this device's heads, or None without ALiBi."""
+        if self.alibi is None:
+            return None
+        return own_share(jnp.array(self.alibi, jnp.float32), self.ranks)
 
 
 ALL_FEATURES = frozenset(

@@ -5,6 +5,7 @@ import math
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.operands import take_layer
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES, AttentionSpec
 from fdjax.pallas_kernels.dispatch import Implementation
@@ -86,7 +87,7 @@ def _attention(q, k, v, lengths, offsets, spec):
     query = (offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None])[:, None, None, :, None]
     key = jnp.arange(s, dtype=jnp.int32)[None, None, None, None]
     if spec.alibi is not None:
-        slopes = jnp.asarray(spec.alibi, jnp.float32).reshape(1, kv_heads, group, 1, 1)
+        slopes = spec.slopes().reshape(1, kv_heads, group, 1, 1)
         scores = scores + slopes * (key - query).astype(jnp.float32)
     length = lengths[:, None, None, None, None]
     seen = (key < length) & (query < length)
@@ -158,5 +159,9 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, batch_invariant, **_)
     return attention_xla(q, k, v, *live, spec, batch_invariant=batch_invariant)
 
 
-DECODE_XLA = Implementation("decode_attention", "xla", _run_decode, can=ALL_FEATURES | {"beams"})
-PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=ALL_FEATURES)
+_CAN = ALL_FEATURES | cache_features("int8")
+
+DECODE_XLA = Implementation(
+    *("decode_attention", "xla", _run_decode), can=_CAN | {"beams", "many_beams"}
+)
+PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=_CAN)

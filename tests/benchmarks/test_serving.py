@@ -13,6 +13,7 @@ from benchmarks import arrivals, serving, serving_peer
 from benchmarks.dispatch import CONFIG
 from benchmarks.serving_bound import bound
 from fdjax.engine.results import Stats
+from fdjax.engine.state import cache_bytes
 from fdjax.models import describe, parse_config
 
 
@@ -36,7 +37,7 @@ def model(**changes):
 
 
 def limits(llama, tokens, bytes_per_s=1e9, flop_per_s=1e12):
-    memory = llama.weight_bytes + tokens * llama.config.kv_bytes_per_token(4)
+    memory = llama.weight_bytes + tokens * cache_bytes(llama, 1, 1)
     return {"memory_bytes": memory, "bytes_per_s": bytes_per_s, "flop_per_s": flop_per_s}
 
 

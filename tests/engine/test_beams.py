@@ -25,7 +25,7 @@ def load() -> fdjax.LM:
     """All its states have the same shape, so that few programs are compiled."""
     lm = fdjax.load("tiny", dtype="float32", max_batch=8)
     shape_for = lm.engine.shape_for
-    lm.engine.shape_for = lambda rows: dataclasses.replace(shape_for(rows), rows=8, slots=512)
+    lm.engine.shape_for = lambda rows: dataclasses.replace(shape_for(rows), rows=8, slots=640)
     return lm
 
 
@@ -234,7 +234,7 @@ def test_beams_take_no_more_pages_than_the_formula_says(lm, monkeypatch):
     lm.engine.pool.check([])
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_searches_that_give_up_their_pages_have_the_same_answers(lm, monkeypatch):
     prompts = [ids(i, 60 + 40 * i) for i in range(5)]
     options = {**OPTIONS, "max_new_tokens": [200, 150, 280, 200, 10]}
@@ -255,4 +255,5 @@ def test_searches_that_give_up_their_pages_have_the_same_answers(lm, monkeypatch
     small.engine.pool.check([])
     with pytest.raises(MemoryError, match="must fit into 12 pages"):
         small.generate(prompts[0], **BEAMS, max_new_tokens=300)
-    same(small.generate(prompts, **options), want)
+    again = small.generate(prompts[4], **OPTIONS, max_new_tokens=10, num_beams=3)
+    assert again.tokens == want.tokens[-1:]

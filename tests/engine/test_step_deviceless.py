@@ -25,6 +25,7 @@ from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
+from fdjax.sampling.beams import BeamState
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
 from fdjax.weights.stacked import layer_slices, stacked_shapes
@@ -66,8 +67,8 @@ def abstract_state(tied, batch, stacked=False, pages=0):
     return jax.eval_shape(make)
 
 
-def abstract_sampling(batch):
-    rows = per_row([GenerationConfig()] * batch, batch)
+def abstract_sampling(batch, **options):
+    rows = per_row([GenerationConfig(**options)] * batch, batch)
     return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), rows)
 
 
@@ -271,6 +272,26 @@ def test_decode_steps_in_pages(plan, batch, tmp_path):
     plan = dataclasses.replace(plan, named=plan.named + IN_PAGES)
     compiled = compiled_chunk(plan, False, batch, tmp_path, pages=PAGES)
     assert temp_bytes(compiled) <= batch * 2**21
+
+
+def test_decode_steps_of_beams():
+    """The kernel reads the pages of all beams of a prompt, and nothing gathers them."""
+    plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
+    m = model(False, plan)
+
+    def run(params, state, sampling, n, table):
+        return decode_steps(m, params, state, sampling, n, table, max_steps=STEPS)
+
+    beams = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, BeamState.empty(8, SLOTS, 4)))
+    state = dataclasses.replace(abstract_state(False, 8, pages=PAGES), beams=beams)
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    sampling = abstract_sampling(8, num_beams=4)
+    args = m.abstract_params, state, sampling, n, abstract_table(8, PAGES)
+    options = compiler_options(decode_steps)
+    compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
+    assert alias_bytes(compiled) == nbytes(state)
+    assert kernel_names(compiled).count("decode_attention") == m.config.layers
+    assert not large_copies(compiled, nbytes(state.kv) // m.config.layers // 4)
 
 
 def test_decode_steps_with_quantised_weights():

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,15 +15,20 @@ from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
 
 TESTS = Path(__file__).parents[1]
+FIXTURES = TESTS / "fixtures"
 # Each runs in a process of its own, see there.
 SCRIPT = TESTS / "sharing_devices.py"
 LOGPROBS_BAR = 1e-5
 
 
-@functools.cache
 def report(function, *arguments, **options):
-    command = [sys.executable, str(SCRIPT), function, json.dumps([*arguments, options])]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, cwd=TESTS.parent)
+    return _report(function, json.dumps([*arguments, options]))
+
+
+@functools.cache
+def _report(function, arguments):
+    command = [sys.executable, str(SCRIPT), function, arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=TESTS.parent)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
 
@@ -33,69 +39,135 @@ def assert_same(several, one, rtol=0):
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=LOGPROBS_BAR)
 
 
-def cases(mark, *checked):
-    for path, *ranks in checked:
-        yield pytest.param(path, ranks, id=f"{path.partition('/')[2]}-{ranks}", marks=mark)
+def fixtures(folder):
+    """The checkpoints in a folder of fixtures; there are some."""
+    paths = sorted(
+        f"{folder}/{path.parent.name}" for path in FIXTURES.glob(f"{folder}/*/config.json")
+    )
+    assert paths
+    return paths
 
 
 @pytest.mark.parametrize(
-    ("path", "ranks"),
+    ("paths", "ranks"),
     [
         # The embedding is the head too, and four devices share two KV heads.
-        pytest.param("hf/llama3_gqa_tied", [4], id="llama3_gqa_tied"),
-        *cases(
-            pytest.mark.slow,
-            ("hf/phi3_longrope", 2, 4),
-            ("quantised/gptq", 2),
-        ),
-        *cases(
-            pytest.mark.soak,
-            ("hf/llama3_gqa_tied", 2, 8),
-            ("hf/llama_bias", 2, 4),
-            ("hf/llama2_mha", 2, 4),
-            ("hf/mistral_window", 2, 4),
-            ("hf/qwen2_mixed", 2, 4),
-            ("hf/qwen3", 4),
-            ("hf/gemma2", 2, 4),
-            ("hf/gemma3", 4),
-            *(
-                (f"hf/{name}", 2, 4)
-                for name in """
-                chatglm cohere cohere2 glm4 gpt2 gpt_neox gptj granite opt opt_350m phi smollm3
-                starcoder2
-                """.split()
-            ),
-            ("quantised/gptq", 4),
-            ("quantised/awq_64", 2),
-            ("quantised/ct_fp8_channel", 2),
-            ("quantised/ct_int8_group", 4),
-            ("quantised/ct_mixed", 2),
-            ("quantised/bnb_nf4", 2),
+        pytest.param(["hf/llama3_gqa_tied"], [4], id="tied"),
+        pytest.param(["hf/phi3_longrope", "quantised/gptq"], [2], marks=pytest.mark.slow, id="few"),
+        *(
+            pytest.param([path], [2, 4, 8], marks=pytest.mark.soak, id=path)
+            for path in [*fixtures("hf"), *fixtures("quantised")]
         ),
     ],
 )
-def test_several_devices_give_the_tokens_of_one(path, ranks):
-    found = report("same_tokens", path, *ranks)
-    for count in ranks:
-        assert_same(found[str(count)], found["1"])
+def test_several_devices_give_the_tokens_of_one(paths, ranks):
+    found = report("same_tokens", paths, *ranks)
+    divided = []
+    for path in paths:
+        for count in map(str, ranks):
+            several = found[path][count]
+            if "error" in several:
+                assert re.search(f"must divide|would divide.*{count}", several["error"]), path
+            else:
+                assert_same(several, found[path]["1"])
+                divided.append((path, count))
+    assert {path for path, _ in divided} == set(paths)
     # Tokens and log-probabilities of all calls, on every device the same bits.
-    assert found["compared"] > 4 * len(ranks)
+    assert found["compared"] > 4 * len(divided)
     assert found["differing"] == 0
 
 
+@pytest.mark.parametrize(
+    "paths",
+    [
+        ["hf/bloom", "hf/olmoe"],
+        pytest.param(["hf/olmo3", "hf/qwen2_moe", "hf/granitemoe"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_logits_of_several_devices(paths):
+    """ALiBi, norms over all heads, experts, an MLP beside them; `forward` inside of a trace."""
+    found = report("pure", paths, 4, generates=False)
+    for path in paths:
+        one, several = found[path]["1"]["logits"], found[path]["4"]["logits"]
+        np.testing.assert_allclose(several, one, rtol=1e-5, atol=LOGPROBS_BAR)
+
+
 @pytest.mark.slow
-def test_everything_that_one_device_does():
+def test_an_int8_cache_is_divided_by_heads():
+    path = "hf/llama3_gqa_tied"
+    found = report("same_tokens", [path], 2, kv_dtype="int8")
+    one, two = found[path]["1"], found[path]["2"]
+    assert two["tokens"] == one["tokens"]
+    for ours, expected in zip(two["logprobs"], one["logprobs"], strict=True):
+        # A key may round to another code.
+        np.testing.assert_allclose(ours, expected, rtol=0, atol=0.02)
+    assert found["compared"] > 4 and found["differing"] == 0
+
+
+@pytest.mark.slow
+def test_pure_functions():
+    """`forward` outside of a trace, and `generate`, which draws tokens."""
+    path = "hf/llama3_gqa_tied"
+    found = report("pure", [path], 2)[path]
+    for count in ("1", "2"):
+        np.testing.assert_allclose(
+            found[count]["untraced"], found["1"]["logits"], rtol=1e-5, atol=LOGPROBS_BAR
+        )
+    assert found["2"]["tokens"] == found["1"]["tokens"]
+
+
+@pytest.mark.slow
+def test_calibration():
+    found = report("calibrated", "hf/bloom", 4)
+    one, several = found["1"], found["4"]
+    assert several["scores"] == one["scores"]  # how many, of every head
+    for name in ("phi", "lowest", "highest"):
+        # A value at the edge of two bins may move φ by half a bin.
+        np.testing.assert_allclose(several[name], one[name], atol=0.1 if name == "phi" else 1e-4)
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param("hf/llama3_gqa_tied", marks=pytest.mark.slow),
+        *(
+            pytest.param(f"hf/{name}", marks=pytest.mark.soak)
+            for name in ("bloom", "olmo2", "qwen2_moe", "gemma3")
+        ),
+        *(
+            pytest.param(f"quantised/{name}", marks=pytest.mark.soak)
+            for name in ("ct_int4_group", "fp8_block")
+        ),
+    ],
+)
+def test_everything_that_one_device_does(path):
     """Many prompts with options of their own, a common beginning, scores, submitted prompts."""
-    found = report("serving", "hf/llama3_gqa_tied", 4)
+    found = report("serving", path, 4)
     one, several = found["1"], found["4"]
     # Penalties and temperatures multiply logits, and with them their rounding.
     assert_same(several["mixed"], one["mixed"], rtol=1e-5)
-    for name in ("iter", "submit", "cached"):
+    for name in ("iter", "submit", "cached", "samples"):
         assert several[name] == one[name], name
     assert one["cached"] > 0
     for ours, expected in zip(several["score"], one["score"], strict=True):
-        np.testing.assert_allclose(ours, expected, rtol=0, atol=LOGPROBS_BAR)
+        # Tokens as unlikely as exp(-20) are among these, whose rounding is coarser.
+        np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=LOGPROBS_BAR)
     np.testing.assert_allclose(several["reruns"], one["reruns"])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        pytest.param("hf/llama3_gqa_tied", marks=pytest.mark.slow),
+        *(pytest.param(f"hf/{name}", marks=pytest.mark.soak) for name in ("bloom", "olmoe")),
+    ],
+)
+def test_beams(path):
+    found = report("beams", path, 4)
+    for (tokens, scores), (expected, own) in zip(found["4"], found["1"], strict=True):
+        assert tokens == expected
+        np.testing.assert_allclose(scores, own, rtol=0, atol=LOGPROBS_BAR)
 
 
 @pytest.mark.slow
@@ -109,6 +181,23 @@ def test_weights_of_ones_own():
     assert planned < whole / 4  # the embedding is whole everywhere
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "olmo2"},
+        {"model_type": "olmoe", "num_experts": 6, "num_experts_per_tok": 3},
+        {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "bloom", "num_key_value_heads": 8, "layer_norm_epsilon": 1e-5},
+    ],
+    ids=lambda config: config["model_type"],
+)
+def test_eight_devices(config):
+    found = report("own_weights", 8, **config)
+    assert_same(found["8"], found["1"])
+    assert found["again"] == found["8"]
+
+
 @pytest.mark.slow
 def test_random_weights_are_those_of_one_device():
     found = report("own_weights", 4, vocab_size=96)
@@ -120,6 +209,19 @@ def test_programs_on_disk_are_found_again():
     found = report("disk_cache", "hf/llama_bias", 2)
     assert found["second"] == found["first"]
     assert found["second programs"] == found["first programs"] > 0
+
+
+@pytest.mark.slow
+def test_a_device_that_stalls_is_named():
+    found = report("stalled", "hf/llama_bias", 4, 2)
+    (told,) = found["reports"]
+    assert re.fullmatch(
+        r"no tokens of decode steps for 1\.5 s: "
+        r"device 2 of 4 has not reached collective operation \d+ \(products\)",
+        told,
+    )
+    assert found["same"]  # it went on after the stall
+    assert found["calls"] == 4 * 6
 
 
 @pytest.mark.parametrize(
@@ -136,8 +238,9 @@ def test_programs_on_disk_are_found_again():
         ("kv heads", "ValueError: tensor_parallel: must divide the KV heads 6 or be a multiple"),
         ("heads", "ValueError: tensor_parallel: must divide the query heads 4, got 8"),
         ("F", "ValueError: tensor_parallel: must divide the MLP width 90, got 4"),
-        ("forward", "NotImplementedError: tensor_parallel: only `LM` runs a model that devices"),
-        ("calibrate", "NotImplementedError: calibrate: load the model without tensor_parallel"),
+        ("expert", "ValueError: tensor_parallel: must divide the width of an expert 90, got 4"),
+        ("forward", "ValueError: forward: params must be on the 2 devices that share the model"),
+        ("module", "NotImplementedError: tensor_parallel: each device runs `Model.local`"),
         ("params", "ValueError: params: embed must be float32[256, 64], got float32[3, 3]"),
     ],
 )

@@ -30,10 +30,11 @@ WHOLE = PartitionSpec()
 
 
 @functools.cache
-def model(tied):
-    """Four layers of Llama 3 8B, in full size."""
-    data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
-    data |= {"num_hidden_layers": LAYERS, "tie_word_embeddings": tied}
+def model(tied, name="llama-3-8b"):
+    """Four layers of a model in full size."""
+    data = json.loads((CONFIGS / f"{name}.new.json").read_text(encoding="utf-8"))
+    layers = "n_layer" if "n_layer" in data else "num_hidden_layers"
+    data |= {layers: LAYERS, "layer_types": None, "tie_word_embeddings": tied}
     return describe(parse_config(data), plan=H100, tensor_parallel=RANKS)
 
 
@@ -135,6 +136,30 @@ def test_decode_steps(batch, tied, pages, tmp_path):
     check_in_place(program, state, m)
     # A tied embedding is divided by the vocabulary, so its rows are summed too.
     assert collectives(program) == {"all-reduce": 2 * LAYERS + tied, "all-gather": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "sums"),
+    [
+        # The squares of Q and K travel together.
+        ("olmo-2-7b", False, 3 * LAYERS),
+        *(
+            pytest.param(*case, marks=pytest.mark.soak)
+            for case in (
+                ("bloom-7b1", True, 2 * LAYERS + 1),
+                ("mixtral-8x7b", False, 2 * LAYERS),
+                ("olmoe-1b-7b", False, 3 * LAYERS),
+                ("qwen1.5-moe-a2.7b", False, 2 * LAYERS),
+            )
+        ),
+    ],
+)
+def test_collective_operations_of_a_decode_step(name, tied, sums):
+    m = model(tied, name)
+    program, _ = compiled(
+        *(decode_steps, m, 1, 0, abstract_sampling(1), abstract()), max_steps=STEPS
+    )
+    assert collectives(program) == {"all-reduce": sums, "all-gather": 1}
 
 
 @pytest.mark.parametrize(("batch", "blocks"), [(1, 1), (8, 16)])

@@ -15,11 +15,14 @@ import safetensors.numpy
 import fdjax
 from fdjax.engine.memory import plan_memory
 from fdjax.engine.results import step_bytes
+from fdjax.engine.state import cache_bytes
 from fdjax.models import CheckpointError, describe, export_tensors, parse_config, weight_map
 from fdjax.pallas_kernels.quantised import dequantise, is_quantised
 from fdjax.tools.info import model_info
 from fdjax.weights.checkpoint import load_params
 from fdjax.weights.quantise import quantised_formats
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 CASES = ["granitemoe", "mixtral", "olmoe", "qwen2_moe", "qwen3_moe"]
@@ -204,7 +207,7 @@ def test_statistics_count_the_rows_of_each_step():
     assert idle == 4 * 2 * 4 * 3 * 32 * 16
     slots = sum(range(4, 8)) + sum(range(3, 5))
     # Two rows of 4 experts each may choose all 8.
-    assert stats.decode_bytes == 4 * whole - 2 * idle + slots * c.kv_bytes_per_token(4)
+    assert stats.decode_bytes == 4 * whole - 2 * idle + slots * cache_bytes(lm.model, 1, 1)
 
 
 def dequantised(params):

@@ -103,12 +103,12 @@ def test_words_of_quantised_weights_are_not_divided():
 
 def test_what_nobody_lists_is_refused():
     assert _BLOCK_CAN <= DECODER_CAN
-    block = dataclasses.replace(config().blocks[0], whole_qk_norm=True)
+    block = dataclasses.replace(config().blocks[0], whole_qk_norm=True, layer_norm=True)
     c = dataclasses.replace(config(), blocks=(block,))
-    with pytest.raises(NotImplementedError, match="tensor_parallel: cannot do whole_qk_norm"):
+    with pytest.raises(NotImplementedError, match="supports no LayerNorm over all heads"):
         local_config(c, 2)
-    attention = dataclasses.replace(config().attention[0], alibi=(1.0,) * 8)
-    with pytest.raises(NotImplementedError, match="tensor_parallel: cannot do alibi"):
+    attention = dataclasses.replace(config().attention[0], causal=False)
+    with pytest.raises(NotImplementedError, match="tensor_parallel: cannot do causal"):
         local_config(config().with_attention([attention] * 2), 2)
 
 

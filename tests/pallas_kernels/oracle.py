@@ -112,6 +112,11 @@ def matmul(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Exact:
     return Exact(y, magnitude, product)
 
 
+def dequantised(codes, scales) -> np.ndarray:
+    """codes [..., S, D], scales [..., S]."""
+    return _f64(codes) * _f64(scales)[..., None]
+
+
 def attention(
     q,
     k,

@@ -24,6 +24,7 @@ from fdjax.pallas_kernels.attention import (
     prefill_attention,
     xla,
 )
+from fdjax.pallas_kernels.attention.cache import cache_features, dequantised, quantise
 from fdjax.pallas_kernels.attention.operands import attention_shape
 from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.pallas_kernels.plan import Plan
@@ -38,7 +39,10 @@ INVARIANT = Plan(batch_invariant=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The static part of a call; `layer` is None, "static" or "traced"."""
+    """The static part of a call; `layer` is None, "static" or "traced".
+
+    `int8`: the cache is quantised, and the oracle sees what it stands for.
+    """
 
     op: str
     t: int = 1
@@ -54,6 +58,7 @@ class Case:
     sinks: bool = False
     layer: str | None = None
     scale: float | None = None
+    int8: bool = False
 
     def __str__(self):
         differ = [f for f in dataclasses.fields(self)[1:] if getattr(self, f.name) != f.default]
@@ -90,9 +95,11 @@ class Case:
         """The request to a plan for this case."""
         q = jax.ShapeDtypeStruct((1, self.t, self.heads, self.d), self.dtype)
         k = jax.ShapeDtypeStruct((1, self.kv_heads, self.s, self.d), self.dtype)
-        return attention_shape(q, k, self.spec), self.spec.features
+        features = self.spec.features | cache_features("int8" if self.int8 else None)
+        return attention_shape(q, k, self.spec), features
 
 
+quantised = jax.jit(quantise)
 Decode = functools.partial(Case, "decode")
 Prefill = functools.partial(Case, "prefill", t=24)
 
@@ -146,6 +153,7 @@ def _operands(case: Case, lengths, offsets=None, seed: int = 0) -> Operands:
 def _attention(q, k, v, lengths, offsets, layer=None, *, implementation, case, plan):
     spec = case.spec
     if implementation == "reference":
+        k, v = dequantised(k), dequantised(v)
         return attention_reference(q, k, v, lengths, offsets, spec=spec, sinks=case.sink_values)
     layer = 1 if case.layer == "static" else layer
     keys = dict(layer=layer, return_lse=True, implementation=implementation, plan=plan, spec=spec)
@@ -163,12 +171,17 @@ def _run(implementation, case: Case, operands: Operands, plan: Plan | None = Non
     if case.layer and not implementation.is_reference:
         k, v = (np.stack([np.full_like(a, np.nan), a, np.full_like(a, np.nan)]) for a in (k, v))
         layer = (np.int32(1),) if case.layer == "traced" else ()
+    if case.int8:
+        k, v = quantised(k), quantised(v)
     return fn(operands.q, k, v, operands.lengths, operands.offsets, *layer)
 
 
 def _exact(case: Case, operands: Operands) -> oracle.ExactAttention:
+    q, k, v, *live = operands.arrays
+    if case.int8:
+        k, v = (oracle.dequantised(a.codes, a.scales) for a in map(quantised, (k, v)))
     return oracle.attention(
-        *operands.arrays,
+        *(q, k, v, *live),
         scale=case.q_scale,
         causal=case.causal,
         sinks=case.sink_values,
@@ -189,7 +202,7 @@ def _check(implementation, case: Case, operands: Operands, plan: Plan | None = N
     assert o.dtype == jnp.dtype(dtype)
     assert lse.dtype == np.float32
     exact = _exact(case, operands)
-    assert_attention(o, lse, exact, dtype=dtype, d=case.d, s=case.s)
+    assert_attention(o, lse, exact, dtype=dtype, d=case.d, s=case.s, quantised=case.int8)
     assert not np.asarray(o)[np.isneginf(exact.lse)].any(), "what sees nothing must be zero"
 
 
@@ -209,6 +222,12 @@ def _typical(case: Case, seed: int = 0) -> Operands:
     return _operands(case, *zip(*CHUNKS, strict=True), seed=seed)
 
 
+INT8 = [
+    Decode(int8=True),
+    Decode(int8=True, t=3, d=128, window=65, soft_cap=2.0, layer="traced", dtype="bfloat16"),
+    Decode(int8=True, d=80, group=1, dtype="float16", layer="static"),
+    Prefill(int8=True, dtype="bfloat16", alibi=True),
+]
 # The tests below use these cases with `ROWS` rows, so that each case compiles once.
 PLAIN = [Decode(), Decode(dtype="bfloat16"), Prefill(), Prefill(dtype="bfloat16")]
 MASKED = [
@@ -250,7 +269,7 @@ PREFILL = [
 ]
 
 
-@across(ATTENTION, PLAIN + MASKED, quick=DECODE + PREFILL)
+@across(ATTENTION, PLAIN + MASKED, quick=DECODE + PREFILL + INT8)
 def test_against_the_oracle(implementation, case):
     _check(implementation, case, _typical(case))
 

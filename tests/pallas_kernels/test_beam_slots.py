@@ -21,6 +21,7 @@ PAGE, B, S, HKV, H, D = 16, 6, 96, 2, 4, 8
 # Rows 0 to 3 are beams of a prompt of 19 tokens, row 5 is one by itself, row 4 is empty.
 PROMPTS = np.array([19, 19, 19, 19, S, S], np.int32)
 LENGTHS = np.array([60, 60, 60, 60, 0, 37], np.int32)
+FIRST = np.array([0, 0, 0, 0, 4, 5], np.int32)
 
 
 def case(seed=0, layer=None):
@@ -95,7 +96,10 @@ def test_beams_read_the_slots_of_others(spec, layer):
     q = np.random.default_rng(1).normal(size=(B, 1, H, D)).astype(np.float32)
     sinks = np.linspace(-2, 2, H, dtype=np.float32) if spec.sinks else None
     got = jax.jit(functools.partial(decode_attention, spec=spec, layer=layer))(
-        q, k_pool, v_pool, LENGTHS, pages=pages, beams=BeamSlots(sources, PROMPTS), sinks=sinks
+        *(q, k_pool, v_pool, LENGTHS),
+        pages=pages,
+        beams=BeamSlots(sources, PROMPTS, FIRST, 4),
+        sinks=sinks,
     )
     want = attention(q, k, v, LENGTHS, spec, sinks)
     np.testing.assert_allclose(got[:, 0], want, rtol=1e-5, atol=1e-5)
@@ -110,7 +114,7 @@ def test_beams_append_to_their_own_pages():
     sources[own, lengths] = own
     o, k_new, v_new = append_decode_attention(
         qkv, *pools, lengths, spec=SPECS["plain"], pages=pages,
-        beams=BeamSlots(jnp.asarray(sources), jnp.asarray(PROMPTS)),
+        beams=BeamSlots(jnp.asarray(sources), jnp.asarray(PROMPTS), FIRST, 4),
     )  # fmt: skip
     for row in (0, 1, 2, 3, 5):
         page, slot = (2 + 41 // PAGE, 41 % PAGE) if row < 4 else (37 // PAGE, 37 % PAGE)
@@ -137,7 +141,7 @@ def test_a_response_past_the_table_is_dropped():
     qkv = np.ones((B, 1, HKV, 4, D), np.float32)
     _, k_new, _ = append_decode_attention(
         qkv, *pools, lengths, spec=SPECS["plain"], pages=pages,
-        beams=BeamSlots(jnp.asarray(sources), jnp.asarray(prompts)),
+        beams=BeamSlots(jnp.asarray(sources), jnp.asarray(prompts), FIRST, 4),
     )  # fmt: skip
     np.testing.assert_array_equal(k_new, k_pool)
 
@@ -150,7 +154,7 @@ def test_kernels_refuse_beams(name):
     with pytest.raises(NotImplementedError, match=rf"decode_attention: {name} cannot do beams"):
         decode_attention(
             q, *pools, LENGTHS, spec=SPECS["plain"], pages=pages,
-            beams=BeamSlots(sources, PROMPTS), implementation=name,
+            beams=BeamSlots(sources, PROMPTS, FIRST, 4), implementation=name,
         )  # fmt: skip
 
 
@@ -159,7 +163,9 @@ def test_wrong_operands():
     q = jnp.ones((B, 1, H, D), jnp.float32)
     decode = functools.partial(decode_attention, q, spec=SPECS["plain"])
     with pytest.raises(ValueError, match=r"beams must be \[6,96\] and \[6\], got"):
-        decode(k_pool, v_pool, LENGTHS, pages=pages, beams=BeamSlots(sources[:, 1:], PROMPTS))
+        decode(
+            k_pool, v_pool, LENGTHS, pages=pages, beams=BeamSlots(sources[:, 1:], PROMPTS, FIRST, 4)
+        )
     rows = np.zeros((B, HKV, S, D), np.float32)
     with pytest.raises(ValueError, match="beams need pages"):
-        decode(rows, rows, LENGTHS, beams=BeamSlots(sources, PROMPTS))
+        decode(rows, rows, LENGTHS, beams=BeamSlots(sources, PROMPTS, FIRST, 4))

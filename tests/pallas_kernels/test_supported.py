@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fdjax.pallas_kernels.attention import AttentionSpec, alibi_slopes
+from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.experts import Routing, moe_features, moe_key
 from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
 from fdjax.pallas_kernels.quantised import BITS, BRICKS, PLAIN, WeightFormat
@@ -35,19 +36,24 @@ MODELS = {
 }
 
 
-def attention_cases(op: str) -> Iterator[tuple[str, dict[str, int], AttentionSpec]]:
+def attention_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
+    specs = {name: (spec, spec.features) for name, spec in SPECS.items()}
+    specs["int8 cache"] = SPECS["plain"], cache_features("int8")
+    if op == "decode_attention":
+        for name in ("plain", "window"):
+            specs[f"{name} beams"] = SPECS[name], SPECS[name].features | {"beams"}
     sizes = itertools.product(
         (1, 2, 16) if op == "decode_attention" else (1, 24, 130),
         (8, 60, 64, 80, 96, 128, 256, 264),
         (63, 64, 160),
         (2, 4),
-        SPECS.items(),
+        specs.items(),
     )
-    for t, d, s, itemsize, (name, spec) in sizes:
+    for t, d, s, itemsize, (name, (spec, features)) in sizes:
         if op == "decode_attention" and not spec.causal:
             continue
         shape = dict(b=2, t=t, h=8, hkv=2, s=s, d=d, itemsize=itemsize, masks=int(spec.is_masked))
-        yield f"{name} T{t} D{d} S{s} {8 * itemsize} bit", shape, spec
+        yield f"{name} T{t} D{d} S{s} {8 * itemsize} bit", shape, features
 
 
 def matmul_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
@@ -111,7 +117,7 @@ def supported() -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     for i in IMPLEMENTATIONS:
         if "attention" in i.op:
-            cases = [(name, shape, spec.features) for name, shape, spec in attention_cases(i.op)]
+            cases = list(attention_cases(i.op))
         elif i.op == "matmul":
             cases = [*matmul_cases(), *quantised_cases()]
         elif i.op == "moe":

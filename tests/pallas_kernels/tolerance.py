@@ -95,19 +95,23 @@ def assert_matmul(
     assert_within(actual, exact.value, bound + output.underflow, "matmul")
 
 
-def attention_bounds(exact: ExactAttention, *, dtype: str, d: int, s: int):
-    """Bounds of (o, lse); `dtype` is that of P, partial results and o."""
+def attention_bounds(exact: ExactAttention, *, dtype: str, d: int, s: int, quantised: bool = False):
+    """Bounds of (o, lse); `dtype` is that of P, partial results and o.
+
+    Keys and values of a quantised cache may be rounded to `dtype`.
+    """
     scores, weights = tolerance(dtype, d), tolerance(dtype, s)
+    cache = weights.rounding * quantised
     # Rounding P changes numerator and denominator, and two halves may be rounded before a merge.
     o = (
-        2 * scores.sum * exact.o_per_score
-        + (3 * weights.rounding + weights.sum) * exact.o_magnitude
+        (2 * scores.sum + cache) * exact.o_per_score
+        + (3 * weights.rounding + weights.sum + cache) * exact.o_magnitude
         + weights.rounding * np.abs(exact.o)
         + weights.underflow * exact.largest_value[..., None]
         + tolerance(dtype, 1).underflow
     )
     lse = (
-        2 * scores.sum * exact.lse_per_score
+        (2 * scores.sum + cache) * exact.lse_per_score
         + weights.rounding
         + weights.sum
         + weights.underflow
@@ -116,7 +120,8 @@ def attention_bounds(exact: ExactAttention, *, dtype: str, d: int, s: int):
     return o, lse
 
 
-def assert_attention(o, lse, exact: ExactAttention, *, dtype: str, d: int, s: int) -> None:
-    o_bound, lse_bound = attention_bounds(exact, dtype=dtype, d=d, s=s)
+def assert_attention(o, lse, exact: ExactAttention, **sizes) -> None:
+    """Assert that both are right; `sizes` are keywords of `attention_bounds`."""
+    o_bound, lse_bound = attention_bounds(exact, **sizes)
     assert_within(o, exact.o, o_bound, "o")
     assert_within(lse, exact.lse, lse_bound, "lse")

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 import fdjax
 from fdjax.cli.main import main
+from fdjax.engine.mesh import Place
 from fdjax.engine.state import init_cache
 from fdjax.models import AttentionSpec, CheckpointError, DecoderConfig, describe, random_params
 from fdjax.pallas_kernels.attention import (
@@ -28,6 +29,7 @@ from fdjax.pallas_kernels.attention import (
     prefill_tiles,
     split_qkv,
 )
+from fdjax.pallas_kernels.attention.cache import dequantised, quantise
 from fdjax.pallas_kernels.attention.hopper import decode_kernel
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import Rope, apply_rope
@@ -84,8 +86,8 @@ CONFIG = DecoderConfig.alike(
 )
 
 
-def random_lm(config=CONFIG, plan=None):
-    model = describe(config, plan=plan)
+def random_lm(config=CONFIG, plan=None, **options):
+    model = describe(config, plan=plan, **options)
     return fdjax.LM(model, random_params(model, seed=3))
 
 
@@ -134,6 +136,8 @@ def rows_by_brute_force(lm, texts):
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)
             )
+        if lm.model.kv_dtype is not None:
+            k, v = (dequantised(quantise(a)) for a in (k, v))
         o = prefill_attention(
             q,
             *(a.transpose(0, 2, 1, 3) for a in (k, v)),
@@ -186,20 +190,21 @@ def same_counts(got, values):
     return np.abs(np.cumsum(got) - np.cumsum(want)).max() <= 1 + len(values) / 1000
 
 
-@pytest.fixture(scope="module")
-def by_force():
-    """Texts of two chunks, of one token, and between, with their rows."""
+@pytest.fixture(scope="module", params=[None, pytest.param("int8", marks=pytest.mark.slow)])
+def by_force(request):
+    """Texts of two chunks, of one token, and between, with their rows; the model."""
     texts = [token_ids(140, 1), token_ids(1, 2), token_ids(33, 3)]
-    return texts, rows_by_brute_force(random_lm(), texts)
+    lm = random_lm(kv_dtype=request.param)
+    return texts, rows_by_brute_force(lm, texts), lm
 
 
 # All queries of a chunk at once, and in blocks of 16.
 @pytest.mark.parametrize("block_bytes", [2**26, 2**18])
 def test_counts_are_those_of_a_brute_force(by_force, monkeypatch, block_bytes):
     monkeypatch.setattr(calibrate, "_SCORES_BYTES", block_bytes)
-    texts, found = by_force
+    texts, found, lm = by_force
     done = []
-    counted = gather(random_lm(), texts, progress=lambda *p: done.append(p))
+    counted = gather(lm, texts, progress=lambda *p: done.append(p))
     assert done == [(174, 174)]
     for layer in range(CONFIG.layers):
         for head in range(CONFIG.heads):
@@ -270,7 +275,9 @@ def test_the_limits_of_memory_hold(monkeypatch):
     lm.generate([[5, 6, 7]] * 4, max_new_tokens=2)
     reusable = weakref.ref(lm.engine.reusable.state.kv.k)
     monkeypatch.setattr(
-        calibrate, "init_cache", lambda *s: made.append((s[1], reusable())) or init_cache(*s)
+        calibrate,
+        "init_cache",
+        lambda *s, **k: made.append((s[1], reusable())) or init_cache(*s, **k),
     )
     texts = [token_ids(100, seed) for seed in range(5)]
     free = gather(lm, texts)
@@ -294,7 +301,7 @@ def test_scores_are_never_all_there():
     row, scalar = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), ()))
     cache = jax.eval_shape(lambda: init_cache(model, 1, slots))
     lowered = calibrate._observe_chunk.lower(
-        model, model.abstract_params, cache, ids, row, scalar, row
+        model, Place.local(1), model.abstract_params, cache, ids, row, scalar, row
     )
     shapes = {m for m in re.findall(r"tensor<((?:\d+x)+)(?:f32|i32)>", lowered.as_text())}
     largest = max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes)

@@ -21,6 +21,7 @@ class CacheRow:
         row: Array,
         head: Array,
         layer: Array | int | None = None,
+        axis: int = -2,
     ):
         """Look nothing up yet.
 
@@ -30,6 +31,7 @@ class CacheRow:
           name: the cache's name, "k" or "v".
           row, head: which row and KV head.
           layer: which layer of a stack; default `inputs["layer"]` if it is there.
+          axis: the axis of slots, the last one of scales [(L,)B,Hkv,S].
         """
         cache = inputs[name]
         if layer is None and "layer" in inputs:
@@ -37,7 +39,7 @@ class CacheRow:
         self._cache = cache if layer is None else cache.at[layer]
         self._row, self._head = row, head
         self._pages = inputs.get("pages")
-        self._size = cache.shape[-2]
+        self._size = cache.shape[axis]
         self.slots = self._size * (1 if self._pages is None else self._pages.shape[1])
 
     def block(self, start: Array, size: int, page: Array | None = None) -> Any:

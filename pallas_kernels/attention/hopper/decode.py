@@ -25,7 +25,14 @@ check per split, not per score, is enough:
   p ≤ 1, avoids the overflow.
 fp16 ends at 65504 and has no such range, so it uses the running maximum from the start.
 
-It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes.
+**int8.** A `QuantisedCache` is read as it is. Codes become bf16 without rounding: those of K in
+registers, those of V through shared memory, because a transposed operand must be in shared memory
+in 16 bits. The scales of K multiply rows of Sᵀ. Those of V multiply P before it is rounded, and l
+sums P without them. This part was interpreted and compiled, but has not run on a GPU, so no plan
+chooses it: `implementation="mosaic_gpu_int8"`.
+
+It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes. In
+int8 these are 2 · sum(lengths) · Hkv · (D + 4).
 """
 
 import dataclasses
@@ -37,13 +44,19 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
-from fdjax.pallas_kernels.attention.hopper.decode_tiles import HALF_TILES, TILES, TILES_FP32
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import (
+    HALF_TILES,
+    TILES,
+    TILES_FP32,
+    byte_tiles,
+)
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never, on_gpu
 
 _MAX_CLUSTER = 8
 # Shared memory of a block of the grid, less what Mosaic uses for sums over warps and for barriers.
@@ -122,12 +135,33 @@ _STATIC = ("spec", "config", "return_reruns", "interpret")
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
 def decode_mosaic(
-    q, k, v, lengths, *, spec, phi=None, layer=None, pages=None, return_lse=True, **options
+    q,
+    k,
+    v,
+    lengths,
+    *,
+    spec,
+    phi=None,
+    layer=None,
+    pages=None,
+    visible=None,
+    return_lse=True,
+    **options,
 ):
     """`decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
     Jitted, so that the layers of a model share one lowering. `options` are those of `_launch`.
+
+    Args:
+      visible: [B, S] int32, or None. Query token t then sees the slots whose bit t is set, all of
+        them below `lengths`. If no query sees some slot of a page, `HOLES` is set for all slots of
+        that page.
+
+    Raises:
+      NotImplementedError: float16 with a quantised cache, where P times a scale may underflow.
     """
+    if features_of(k) and q.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"decode_attention: int8_cache needs bfloat16, got {q.dtype}")
     b, t, h, d = q.shape
     kv_heads = k.shape[-3]
     group = h // kv_heads
@@ -141,7 +175,9 @@ def decode_mosaic(
         q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
     q = q.reshape(b, kv_heads * tiles, -1, d)
     operands = {"q": q, "k": k, "v": v, "lengths": lengths, "pages": pages, "layer": layer}
-    operands |= {"phi": phi}
+    operands |= {"phi": phi, "visible": visible}
+    if features_of(k):
+        operands |= {"k": k.codes, "v": v.codes, "k_scales": k.scales, "v_scales": v.scales}
     static = {"t": t, "group": group, "spec": spec, "return_lse": return_lse}
     o, lse, reruns = _launch(operands, **static, **options)
     o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
@@ -185,25 +221,33 @@ def _launch(
     lse and reruns are None unless asked for. An operand that is None is left out.
     """
     k, pages = operands["k"], operands["pages"]
-    (kv_heads, _, d), dtype = k.shape[-3:], k.dtype
+    (kv_heads, _, d), dtype = k.shape[-3:], operands["q" if "q" in operands else "qkv"].dtype
     b, s = len(operands["lengths"]), row_slots(k, pages)
     tiles, padded = query_tiles(group * t, d)
     stored = group * t if group * t < 8 else padded
     # Rows of q; with a fused front, k and v of the new token are two more rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     config = config or default_config(b, kv_heads * tiles, s, d, staged)
-    if dtype == jnp.float16 or not spec.unified:
+    # With `visible`, nothing tells a query that sees no slot of a split from one out of range.
+    marked = operands.get("visible") is not None
+    if dtype == jnp.float16 or not spec.unified or marked:
         config = dataclasses.replace(config, unified=False)
     check_pages("decode_attention", k, pages, config.block_kv)
-    operands |= {"slopes": None if spec.alibi is None else jnp.array(spec.alibi, jnp.float32)}
-    for name, like in (("lengths", jnp.int32), ("pages", jnp.int32), ("phi", jnp.float32)):
+    operands |= {"slopes": spec.slopes()}
+    types = {"lengths": jnp.int32, "pages": jnp.int32, "visible": jnp.int32, "phi": jnp.float32}
+    for name, like in types.items():
         if operands.get(name) is not None:
             operands[name] = operands[name].astype(like)
     if operands.get("layer") is not None:
         operands["layer"] = jnp.asarray(operands["layer"], jnp.int32).reshape(1)
     operands = {name: value for name, value in operands.items() if value is not None}
 
-    loaded = plgpu.SMEM((config.stages, config.block_kv, d), dtype, transforms=TILES)
+    int8 = "k_scales" in operands
+    shape = config.stages, config.block_kv, d
+    if int8:
+        loaded = plgpu.SMEM(shape, jnp.int8, transforms=byte_tiles(d))
+    else:
+        loaded = plgpu.SMEM(shape, dtype, transforms=TILES)
     p = {"p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES)}
     # Without tiling, rows of 32 columns would all begin in the same bank of shared memory.
     partial = TILES_FP32 if padded % 32 == 0 else ()
@@ -221,8 +265,15 @@ def _launch(
     scratch = {
         "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
         "q_arrived": plgpu.Barrier(num_arrivals=1),
-        "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=config.stages),
+        "loaded": plgpu.Barrier(num_arrivals=2 + marked + 2 * int8, num_barriers=config.stages),
     }
+    if marked:
+        scratch["visible"] = plgpu.SMEM((config.stages, config.block_kv), jnp.int32)
+    if int8:
+        scratch |= dict.fromkeys(
+            ("k_scales", "v_scales"), plgpu.SMEM((config.stages, config.block_kv), jnp.float32)
+        )
+        scratch["wide"] = plgpu.SMEM((config.block_kv, d), dtype, transforms=TILES)
     if "qkv" in operands:
         front = plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES)
         token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
@@ -266,6 +317,7 @@ def _launch(
             tiles=tiles,
             spec=spec,
             config=config,
+            interpreted=bool(interpret),
         )
 
     results = plgpu.kernel(
@@ -350,4 +402,13 @@ DECODE_HOPPER = Implementation(
     capabilities=_HOPPER,
     config=DecodeAttentionConfig,
     append=APPEND_DECODE_HOPPER,
+)
+DECODE_INT8_HOPPER = Implementation(
+    *("decode_attention", "mosaic_gpu_int8", _run),
+    can=_CAN | cache_features("int8"),
+    fits=_fits,
+    heuristic=never,
+    capabilities=_HOPPER,
+    config=DecodeAttentionConfig,
+    forced=False,
 )

@@ -22,15 +22,17 @@ _SAFE_LOG2 = 64
 # m moves to the maximum of the first block if that is further away from φ than this, in log2.
 _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
+# In `visible`: set for all slots of a page if some of them are seen by no query.
+HOLES = -(2**31)
 
 
-def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
+def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, interpreted=False):
     """One block of the grid (row, tile of query rows, split).
 
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
-        rotation [B,2,D] of a new token; k, v; lengths [B] without that token; layer, pages, phi,
-        slopes if any.
+        rotation [B,2,D] of a new token; k, v, in int8 with k_scales and v_scales; lengths [B]
+    without that token; layer, pages, phi, slopes, visible [B,S] if any.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
@@ -39,6 +41,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
       group: G, query heads per KV head.
       tiles: number of tiles that the G·T query rows of a KV head are cut into.
       spec, config: see `decode_mosaic`.
+      interpreted: the interpreter runs it, which multiplies no operand in registers.
     """
     q_s, k_s, v_s, p_s = (smem[name] for name in ("q", "k", "v", "p"))
     partial = [smem[name] for name in ("o", "l", "m")]
@@ -54,13 +57,20 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
         source = inputs["q"].at[row, tile, pl.ds(zero, padded)]
         plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
     caches = {name: CacheRow(inputs, name, row, head) for name in "kv"}
+    int8 = "k_scales" in inputs
+    scales = {f"{name}_scales": None for name in "kv" if int8}
+    scales = {name: CacheRow(inputs, name, row, head, axis=-1) for name in scales}
     paged = "pages" in inputs
 
     def load(start, stage, page=None):
-        for cache, loaded in zip(caches.values(), (k_s, v_s), strict=True):
+        buffers = k_s, v_s, *(smem[name] for name in scales)
+        for cache, loaded in zip((*caches.values(), *scales.values()), buffers, strict=True):
             source = cache.block(start, bk, page)
             to = loaded.at[stage, pl.ds(0, source.shape[0])]
             plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
+        if "visible" in inputs:
+            source = inputs["visible"].at[row, pl.ds(start, bk)]
+            plgpu.copy_gmem_to_smem(source, smem["visible"].at[stage], smem["loaded"].at[stage])
 
     # Without a window, splits take blocks in turn. So a split's first block does not depend on the
     # length of the row, and its load starts before the length is read.
@@ -114,8 +124,20 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             )
         return spread
 
+    def marks(step):
+        """The part of `visible` [block] of a step, in shared memory."""
+        return smem["visible"].at[lax.rem(step, jnp.int32(config.stages))]
+
     def visible(step):
         """[block, R] each: whether a query row sees a slot, and slot minus query position."""
+        if "visible" in inputs:
+            bits = plgpu.load(marks(step), layout=COLUMN)
+            bits = lax.broadcast_in_dim(bits, (bk, padded), [0])
+            token = lax.div(query_rows(), jnp.full_like(bits, group))
+            own = jnp.zeros_like(bits)
+            for i in range(t):
+                own = jnp.where(token == i, 1 << i, own)
+            return (bits & own) != 0, None
         slots = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + block_start(step)
         query = n - 1
         if t > 1:
@@ -144,6 +166,31 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             def _():
                 smem["score"][...] = log2_scores(receive_token(smem, group))
 
+    def widened(codes):
+        """Codes [block, D] as the left operand of a product, without rounding."""
+        found = plgpu.load(codes, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+        return plgpu.layout_cast(found.astype(q_s.dtype), TILE)
+
+    def scales_of(name, step):
+        """[block, R] the scale of each slot."""
+        stage = lax.rem(step, jnp.int32(config.stages))
+        found = plgpu.load(smem[name].at[stage], layout=COLUMN)
+        return lax.broadcast_in_dim(found, (bk, padded), [0])
+
+    def weights(step, p, seen):
+        """P [block, R] as the left factor of V: with the scales of V if V has some."""
+        if not int8:
+            return p
+        return jnp.where(seen, p * scales_of("v_scales", step), 0.0).astype(q_s.dtype)
+
+    def second_operand(step, values):
+        """V [block, D] as the product takes it. Codes of dead slots are finite."""
+        if not int8:
+            zero_dead_values(step, values)
+            return values
+        smem["wide"][...] = widened(values)
+        return smem["wide"]
+
     def scores(step, keys):
         """[block, R] each: scores in units of log2, and whether they are visible."""
 
@@ -151,7 +198,16 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             plgpu.wgmma(acc, keys, q_s.at[pl.ds(0, padded)].T)
             return acc[...]
 
+        if int8:
+            keys = widened(keys)
+        if int8 and interpreted:
+            smem["wide"][...] = keys
+            plgpu.commit_smem()
+            keys = smem["wide"]
+
         z = pl.run_scoped(product, plgpu.ACC((bk, padded), jnp.float32))
+        if int8:
+            z = z * scales_of("k_scales", step)
         z = log2_scores(z)
         seen, distance = visible(step)
         if "slopes" in inputs:
@@ -161,14 +217,26 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
     def zero_dead_values(step, values):
         """Zero the values of dead slots: they may be NaN, and 0 * NaN is NaN."""
         begin = block_start(step)
+        if "visible" in inputs:
+            any_dead = marks(step)[0] < 0
+        else:
+            any_dead = begin + bk > cached
 
-        @when(begin + bk > cached)
+        @when(any_dead)
         def _():
-            slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
+            if "visible" in inputs:
+                bits = plgpu.load(marks(step), layout=COLUMN)
+                live = lax.broadcast_in_dim(bits & ~HOLES, (bk, 64), [0]) != 0
+            else:
+                slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
+                live = slots < cached
             for column in range(0, d, 64):
                 part = values.at[:, pl.ds(column, 64)]
                 found = plgpu.load(part, layout=TILE)
-                part[...] = jnp.where(slots < cached, found, jnp.zeros_like(found))
+                part[...] = jnp.where(live, found, jnp.zeros_like(found))
+
+    # P is rounded once, after it is multiplied by scales.
+    p_dtype = jnp.float32 if int8 else q_s.dtype
 
     def down(values, size):
         """Broadcast values [R] to [size, R]."""
@@ -226,9 +294,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
                     lambda: nearest(m, z, seen),
                     lambda: plgpu.layout_cast(m, ROW),
                 )
-                p = jnp.where(seen, jnp.exp2(z - down(m, bk)), 0.0).astype(q_s.dtype)
-                zero_dead_values(i, values)
-                put(p)
+                p = jnp.where(seen, jnp.exp2(z - down(m, bk)), 0.0).astype(p_dtype)
+                values = second_operand(i, values)
+                put(weights(i, p, seen))
                 plgpu.wgmma(acc, values.T, p_s.T)
                 l = l + p.astype(jnp.float32)
                 plgpu.wgmma_wait(0)
@@ -251,9 +319,9 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config):
             o, l, m = carry
             z, seen = scores(i, keys)
             m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
-            p = jnp.where(seen, jnp.exp2(z - down(m_new, bk)), 0.0).astype(q_s.dtype)
-            zero_dead_values(i, values)
-            put(p)
+            p = jnp.where(seen, jnp.exp2(z - down(m_new, bk)), 0.0).astype(p_dtype)
+            values = second_operand(i, values)
+            put(weights(i, p, seen))
             rescale = jnp.exp2(m - m_new)
             l = l * down(rescale, bk) + p.astype(jnp.float32)
             o = o * down(rescale, d)

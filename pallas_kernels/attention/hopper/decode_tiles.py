@@ -1,5 +1,7 @@
 """Layouts of decode attention kernels, for tiles [slots, query rows] and [D, query rows]."""
 
+from typing import Any
+
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 # Register layouts: of a tile [64·n, R], of one value per column [R] and of one per row [64·n].
@@ -12,3 +14,9 @@ COLUMN = TILE.reduce(1)
 TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 HALF_TILES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 TILES_FP32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+
+def byte_tiles(d: int) -> tuple[Any, ...]:
+    """The layout of int8 tiles [slots, D] in shared memory."""
+    width = min(d, 128)
+    return plgpu.TilingTransform((8, width)), plgpu.SwizzleTransform(width)

@@ -42,9 +42,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, check_pages
 from fdjax.pallas_kernels.attention.hopper.prefill_front import WRITE_CHUNK_HOPPER
-from fdjax.pallas_kernels.attention.operands import slots_are_tiled
+from fdjax.pallas_kernels.attention.operands import slots_are_tiled, take_layer
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
     MATRIX,
@@ -497,13 +498,16 @@ def _fits(shape: Shape) -> str | None:
     return needs_half(shape) or slots_are_tiled(shape)
 
 
-def _run(*operands, batch_invariant, **keywords):
-    return prefill_mosaic(*operands, **keywords)
+def _run(q, k, v, *live, batch_invariant, layer, rows, pages, **keywords):
+    if features_of(k):  # what the rows hold is dequantised once, and then read many times
+        k, v = take_layer(k, v, layer, rows, pages)
+        layer = rows = pages = None
+    return prefill_mosaic(q, k, v, *live, layer=layer, rows=rows, pages=pages, **keywords)
 
 
 PREFILL_HOPPER = Implementation(
     *("prefill_attention", "mosaic_gpu", _run),
-    can=ALL_FEATURES,
+    can=ALL_FEATURES | cache_features("int8"),
     fits=_fits,
     heuristic=on_gpu,
     capabilities=((9, 0), (9, 1)),

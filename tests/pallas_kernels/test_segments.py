@@ -1,0 +1,184 @@
+"""Beams as query tokens of one row: the grouping, and the kernel that reads each page once."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdjax.pallas_kernels.attention import BeamSlots, decode_attention
+from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig
+from fdjax.pallas_kernels.attention.hopper.decode_kernel import HOLES
+from fdjax.pallas_kernels.attention.hopper.segments import decode_segments, groups_of
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
+
+from .test_decode_mosaic import INTERPRET
+
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
+SPEC = AttentionSpec(0.2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Search:
+    """Beams of a prompt in rows next to each other; `width` 1 is a row by itself, 0 an empty one.
+
+    `length` are the positions of each beam.
+    """
+
+    width: int
+    prompt: int
+    length: int
+
+
+def rows_of(searches, *, page, slots, seed=0):
+    """(pages [B, N], lengths [B], beams, number of pages) of rows whose beams change places."""
+    rng = np.random.default_rng(seed)
+    b = sum(max(s.width, 1) for s in searches)
+    free = iter(rng.permutation(np.arange(1, b * slots // page + 1)))
+    pages = np.zeros((b, slots // page), np.int32)
+    lengths, prompts, first = np.zeros((3, b), np.int32)
+    sources = np.tile(np.arange(b, dtype=np.int32)[:, None], (1, slots))
+    row = 0
+    for search in searches:
+        rows = slice(row, row + max(search.width, 1))
+        first[rows] = row
+        prompts[rows] = search.prompt if search.width > 1 else slots
+        lengths[rows] = search.length if search.width else 0
+        shared = -(-min(search.prompt, search.length) // page) if search.width > 1 else 0
+        pages[rows, :shared] = [next(free) for _ in range(shared)]
+        own = -(-(search.length - (search.prompt if search.width > 1 else 0)) // page)
+        for r in range(row, rows.stop):
+            for i in range(own if search.width else 0):
+                pages[r, shared + i] = next(free)
+        for position in range(search.prompt, search.length if search.width > 1 else 0):
+            sources[rows] = sources[rows][rng.integers(0, search.width, search.width)]
+            sources[rows, position] = np.arange(row, rows.stop)
+        row = rows.stop
+    width = max(s.width for s in searches)
+    return pages, lengths, BeamSlots(sources, prompts, first, width), b * slots // page + 1
+
+
+SEARCHES = [
+    Search(4, prompt=19, length=60),
+    Search(0, 0, 0),
+    Search(1, 0, length=37),
+    Search(3, prompt=32, length=33),
+    Search(2, prompt=5, length=85),
+]
+
+
+@pytest.mark.parametrize("searches", [SEARCHES, SEARCHES[::-1], SEARCHES[2:3] * 3])
+def test_each_beam_sees_its_own_positions_once(searches):
+    page = 16
+    pages, lengths, beams, _ = rows_of(searches, page=page, slots=96)
+    arrays = jax.tree.map(jnp.asarray, beams)
+    groups = jax.jit(lambda *rows: groups_of(arrays, *rows, page))(pages, lengths)
+    table, used, visible = map(np.asarray, groups)
+    at, slot = (
+        np.asarray(a) for a in beams.page_and_slot(np.tile(np.arange(96), (len(pages), 1)), page)
+    )
+    for row, first in enumerate(beams.first):
+        want = set()
+        for position in range(lengths[row]):
+            of = row if position < beams.prompts[row] else beams.rows[row, position]
+            want.add((pages[of, at[row, position]], slot[row, position]))
+        bit = 1 << (row - first)
+        seen = [(table[first, i // page], i % page) for i in np.flatnonzero(visible[first] & bit)]
+        assert len(seen) == len(set(seen)) and set(seen) == want, row
+        assert not (visible[first, used[first] :] & ~HOLES).any()
+    for row in np.flatnonzero(beams.first != np.arange(len(pages))):
+        assert used[row] == 0
+    holes = (visible.reshape(len(pages), -1, page) & ~HOLES == 0).any(axis=2, keepdims=True)
+    assert ((visible.reshape(len(pages), -1, page) & HOLES != 0) == holes).all()
+
+
+def operands(searches, *, group, kv_heads, d, slots, dtype=jnp.bfloat16):
+    """q [B, 1, H, D], pools of keys and values with NaN in every slot that no beam sees."""
+    page = 128
+    pages, lengths, beams, count = rows_of(searches, page=page, slots=slots)
+    rng = np.random.default_rng(1)
+    q = rng.normal(size=(len(pages), 1, group * kv_heads, d))
+    pools = rng.normal(size=(2, count, kv_heads, page, d))
+    written = np.zeros((count, page), bool)
+    positions = np.tile(np.arange(slots), (len(pages), 1))
+    at, slot = (np.asarray(a) for a in beams.page_and_slot(positions, page))
+    for row, length in enumerate(lengths):
+        of = np.where(positions[row] < beams.prompts[row], row, beams.rows[row])[:length]
+        written[pages[of, at[row, :length]], slot[row, :length]] = True
+    pools = np.where(written[:, None, :, None], pools, np.nan)
+    return (*(jnp.asarray(a, dtype) for a in (q, *pools)), lengths), {
+        "pages": pages,
+        "beams": beams,
+    }
+
+
+FEW = [Search(3, prompt=40, length=50), Search(0, 0, 0), Search(1, 0, length=70)]
+
+
+def check(searches, group, config, *, kv_heads=1, d=64, slots=256, interpret=None):
+    """Compare the kernel with XLA, which gathers the positions of each beam."""
+    given, options = operands(searches, group=group, kv_heads=kv_heads, d=d, slots=slots)
+    want, want_lse = decode_attention(*given, **options, spec=SPEC, return_lse=True)
+    o, lse, reruns = decode_segments(
+        *given, **options, spec=SPEC, config=config, return_reruns=True, interpret=interpret
+    )
+    assert np.isfinite(np.asarray(o, np.float32)).all()
+    np.testing.assert_allclose(np.float32(o), np.float32(want), rtol=2e-2, atol=2e-2)
+    np.testing.assert_allclose(lse, want_lse, rtol=1e-3, atol=1e-3)
+    assert reruns == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("group", "config"),
+    [(1, DecodeAttentionConfig(splits=1)), (4, DecodeAttentionConfig(splits=3, stages=2))],
+)
+def test_interpreted(group, config):
+    check(FEW, group, config, interpret=INTERPRET)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 4, 8])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    "config",
+    [
+        None,
+        DecodeAttentionConfig(splits=4, block_kv=128, stages=1, cluster=True),
+        DecodeAttentionConfig(splits=3, stages=1),
+    ],
+)
+def test_on_a_gpu(group, d, config):
+    searches = [
+        Search(4, prompt=700, length=1100),
+        *FEW,
+        Search(16, prompt=129, length=400),
+        Search(2, prompt=128, length=129),
+    ]
+    check(searches, group, config, kv_heads=3, d=d, slots=1280)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize("shape", [(4, 4, 32, 32), (32, 4, 32, 32), (16, 16, 32, 8)], ids=str)
+def test_compiles_for_an_h100_without_spills(shape, monkeypatch, capfd):
+    from ..deviceless import compile_for
+
+    b, width, h, kv_heads = shape
+    spec = jax.ShapeDtypeStruct
+    pool = spec((200, kv_heads, 128, 128), jnp.bfloat16)
+    rows = spec((b,), jnp.int32)
+
+    def attend(q, k, v, lengths, pages, sources, prompts, first):
+        beams = BeamSlots(sources, prompts, first, width)
+        return decode_segments(q, k, v, lengths, pages=pages, beams=beams, spec=SPEC)
+
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    q, pages = spec((b, 1, h, 128), jnp.bfloat16), spec((b, 40), jnp.int32)
+    sources = spec((b, 40 * 128), jnp.int32)
+    text = compile_for("h100", attend, q, pool, pool, rows, pages, sources, rows, rows).as_text()
+    assert "decode_attention" in text
+    spills = [line for line in capfd.readouterr().out.splitlines() if "spill stores" in line]
+    assert spills, "ptxas said nothing"
+    assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
