@@ -90,6 +90,8 @@ def _local_block(block: BlockSpec, ranks: int) -> BlockSpec:
     )
     formats = []
     for name, form in block.formats:
+        if name not in local.linears:
+            raise NotImplementedError("tensor_parallel: cannot do quantised experts")
         k = local.linears[name].k
         if k % (32 // BITS[form.kind]):
             raise ValueError(
