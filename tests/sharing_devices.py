@@ -99,11 +99,11 @@ def _tokens_or_error(path, count, **options):
         return {"error": str(error)}
 
 
-def serving(path, ranks):
+def serving(path, ranks, vocab_size=90):
     """Everything that an `LM` does, on one device and on several."""
     rng = np.random.default_rng(0)
-    beginning = rng.integers(3, 200, 140).tolist()
-    prompts = [beginning + rng.integers(3, 200, i).tolist() for i in range(1, 13)]
+    beginning = rng.integers(3, vocab_size, 140).tolist()
+    prompts = [beginning + rng.integers(3, vocab_size, i).tolist() for i in range(1, 13)]
     mixed = {
         "temperature": [0.0, 0.7, 1.0] * 4,
         "top_k": [None, 20, None] * 4,
