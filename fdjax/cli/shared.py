@@ -86,7 +86,8 @@ def add_kv_dtype(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-dtype",
         choices=("int8", *_DTYPES),
-        help="of the cache: int8, or the default, the dtype of the activations",
+        metavar="DTYPE",
+        help="of the cache: int8, or as default that of activations",
     )
 
 

@@ -291,8 +291,9 @@ def test_a_seed_makes_samples_reproducible(run, loaded):
 
 
 def test_model_and_dtype_are_what_is_loaded(run, loaded):
-    run("generate", "--model", "some/folder", "--dtype", "float16", "--max-new-tokens", "1", "hi")
-    options = {"dtype": "float16", "plan": None, "tensor_parallel": 1}
+    asked = ["--dtype", "float16", "--kv-dtype", "int8"]
+    run("generate", "--model", "some/folder", *asked, "--max-new-tokens", "1", "hi")
+    options = {"dtype": "float16", "kv_dtype": "int8", "plan": None, "tensor_parallel": 1}
     assert loaded == [("some/folder", options)]
 
 

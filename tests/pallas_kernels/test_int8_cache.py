@@ -201,7 +201,8 @@ def test_beams_read_the_slots_of_others():
     k, v, named = caches("pages", b=2)
     sources = np.array([[1] * 64, [1] * 64], np.int32)
     sources[0, 13:] = 0
-    beams = BeamSlots(jnp.asarray(sources), jnp.full((2,), 10, jnp.int32))
+    prompts, first = jnp.full((2,), 10, jnp.int32), jnp.zeros((2,), jnp.int32)
+    beams = BeamSlots(jnp.asarray(sources), prompts, first, 2)
     pages = named["pages"].at[1, 0].set(named["pages"][0, 0])
     lengths = np.array([15, 15], np.int32)
     q = normal(2, 1, HKV * G, D)
