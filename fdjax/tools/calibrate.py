@@ -213,7 +213,7 @@ def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots
     ids = np.zeros((rows, sum(widths)), np.int32)
     for row, piece in zip(ids, pieces, strict=False):
         row[: len(piece)] = piece
-    cache = init_cache(engine.local, rows, slots, zeros=engine.place.empty_cache)
+    cache = init_cache(engine.local, rows, slots, zeros=engine.place.zeros)
     offset = 0
     for width in widths:
         cache, observed = _observe_chunk(

@@ -130,10 +130,9 @@ def test_calibration():
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param("hf/llama3_gqa_tied", marks=pytest.mark.slow),
         *(
             pytest.param(f"hf/{name}", marks=pytest.mark.soak)
-            for name in ("bloom", "olmo2", "qwen2_moe", "gemma3")
+            for name in ("llama3_gqa_tied", "bloom", "olmo2", "qwen2_moe", "gemma3")
         ),
         *(
             pytest.param(f"quantised/{name}", marks=pytest.mark.soak)
@@ -159,8 +158,8 @@ def test_everything_that_one_device_does(path):
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param("hf/llama3_gqa_tied", marks=pytest.mark.slow),
-        *(pytest.param(f"hf/{name}", marks=pytest.mark.soak) for name in ("bloom", "olmoe")),
+        pytest.param(f"hf/{name}", marks=pytest.mark.soak)
+        for name in ("llama3_gqa_tied", "bloom", "olmoe")
     ],
 )
 def test_beams(path):

@@ -37,6 +37,8 @@ BY_XLA = [
 ]
 # A learned table of positions, ALiBi with a norm after the embedding, and experts in some layers.
 FAST_BY_XLA = {"bloom", "opt", "qwen2_moe"}
+# An interleaved rotary embedding, a parallel block, a norm of whole queries and keys with experts.
+SOME_BY_XLA = {"chatglm", "gpt_neox", "olmoe"}
 # A Llama, the family most unlike it, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
 # Every family and kind of rotary embedding, but not every size.
@@ -176,7 +178,14 @@ def assert_batch_is_each_alone(case, order, compiled):
             assert tokens == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
 
 
-@pytest.mark.parametrize("case", slow_unless_fast(BY_XLA, FAST_BY_XLA))
+@pytest.mark.parametrize(
+    "case",
+    slow_unless_fast(sorted(FAST_BY_XLA | SOME_BY_XLA), FAST_BY_XLA)
+    + [
+        pytest.param(c, marks=pytest.mark.soak)
+        for c in sorted({*BY_XLA} - FAST_BY_XLA - SOME_BY_XLA)
+    ],
+)
 def test_a_ragged_batch_has_the_tokens_of_transformers(case):
     batch = load(case).generate([prompt(case, i) for i in PROMPTS], **GREEDY)
     for i in same_in_a_batch()[case]:
