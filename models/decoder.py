@@ -38,7 +38,7 @@ from fdjax.pallas_kernels.quantised import (
     is_quantised,
     random_quantised,
 )
-from fdjax.pallas_kernels.ranks import AXIS, all_columns, all_sum
+from fdjax.pallas_kernels.ranks import AXIS, all_columns, all_sum, only_first
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
@@ -212,6 +212,7 @@ class ExpertWeights(nnx.Module):
 
         self.gate_up = weight("gate_up", width, 2, hidden)
         self.down = weight("down", hidden, width)
+        self.ranks = spec.tensor_parallel
         self.gate_up_bias = bias(spec.expert_bias, 2, hidden)
         self.down_bias = bias(spec.expert_bias, width)
         self.bias = bias(spec.experts.biased)
@@ -220,7 +221,11 @@ class ExpertWeights(nnx.Module):
         """The arrays by the names that `moe` has for them."""
         names = "gate_up", "down", "gate_up_bias", "down_bias", "bias"
         found = {name: getattr(self, name) for name in names}
-        return {name: param.get_value() for name, param in found.items() if param is not None}
+        found = {name: param.get_value() for name, param in found.items() if param is not None}
+        if self.ranks > 1 and self.down_bias is not None:
+            # Devices sum their results, so one of them adds it.
+            found["down_bias"] = only_first(found["down_bias"])
+        return found
 
 
 class Experts(nnx.Module):

@@ -27,10 +27,10 @@ _BLOCK_CAN = WEIGHT_FEATURES.union(
     """
     qkv_bias out_bias mlp_bias norm_offset norm_bias layer_norm qk_norm whole_qk_norm no_pre_norms
     post_norms sum_norms parallel shared_norm no_gate residual_multiplier experts shared_width
-    shared_gate
+    shared_gate router_bias expert_bias
     """.split()
 ).union(f"experts.{name}" for name in ROUTING_FEATURES)
-_ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified"})
+_ATTENTION_CAN = frozenset({"rope", "window", "soft_cap", "alibi", "phi", "unified", "sinks"})
 _CONFIG_CAN = frozenset(
     """
     embedding_scale embedding_norm embedding_width position_offset final_norm head_bias logit_scale

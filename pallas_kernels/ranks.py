@@ -28,6 +28,11 @@ def own_share(values: Array, ranks: int) -> Array:
     return lax.dynamic_slice_in_dim(values, lax.axis_index(AXIS) * size, size)
 
 
+def only_first(x: Array) -> Array:
+    """x on the first device, zeros on the others."""
+    return jnp.where(lax.axis_index(AXIS) == 0, x, jnp.zeros_like(x))
+
+
 def all_sum(x: Array, name: str) -> Array:
     """The sum of the devices' arrays, on each of them; `name` says what it is, for `observed`."""
     return lax.psum(_announced(x, name), AXIS)
