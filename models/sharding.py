@@ -90,9 +90,7 @@ def _local_block(block: BlockSpec, ranks: int) -> BlockSpec:
     )
     formats = []
     for name, form in block.formats:
-        if name not in local.linears:
-            raise NotImplementedError("tensor_parallel: cannot do quantised experts")
-        k = local.linears[name].k
+        _, k = local.weights[name]
         if k % (32 // BITS[form.kind]):
             raise ValueError(
                 f"tensor_parallel: {ranks} devices would divide the words of quantised weights: "

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fdjax.cli.main import main
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
@@ -91,6 +92,18 @@ def test_logits_of_several_devices(paths):
     for path in paths:
         one, several = found[path]["1"]["logits"], found[path]["4"]["logits"]
         np.testing.assert_allclose(several, one, rtol=1e-5, atol=LOGPROBS_BAR)
+
+
+@pytest.mark.slow
+def test_experts_stay_quantised(tmp_path):
+    """A group of 8 inputs is a word, and a device has one or two of each expert."""
+    made = tmp_path / "made"
+    given = str(TESTS / "fixtures" / "hf" / "olmoe")
+    assert main(["quantize", given, "--bits", "4", "--group", "8", "--output", str(made)]) == 0
+    found = report("same_tokens", [str(made)], 2, 4)
+    assert_same(found[str(made)]["2"], found[str(made)]["1"])
+    assert found["compared"] > 4 and found["differing"] == 0
+    assert "would divide the words" in found[str(made)]["4"]["error"]
 
 
 @pytest.mark.slow

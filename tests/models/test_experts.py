@@ -263,12 +263,6 @@ def test_a_step_reads_the_codes_and_scales_of_its_experts():
     assert row[1] == "M=1 2 of 4 [32,2,24] int4 by 32"
 
 
-def test_devices_do_not_share_quantised_experts():
-    quantised = quantised_formats(config("olmoe"), "int4", "float32")
-    with pytest.raises(NotImplementedError, match="tensor_parallel: cannot do quantised experts"):
-        describe(quantised, tensor_parallel=2)
-
-
 def fp8_experts(folder):
     """A checkpoint of blocks of 16 in FP8, as published ones of Qwen3 have them, and its values."""
     tensors, exact = {}, tensors_of("qwen3_moe")
