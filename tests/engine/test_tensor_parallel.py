@@ -15,6 +15,8 @@ from fdjax.engine.engine import compiler_options
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
 
+from ..models.test_gpt_oss import in_mxfp4, written
+
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "fixtures"
 # Each runs in a process of its own, see there.
@@ -97,13 +99,16 @@ def test_logits_of_several_devices(paths):
 @pytest.mark.slow
 def test_experts_stay_quantised(tmp_path):
     """A group of 8 inputs is a word, and a device has one or two of each expert."""
-    made = tmp_path / "made"
+    int4, mxfp4 = (str(tmp_path / name) for name in ("int4", "mxfp4"))
     given = str(TESTS / "fixtures" / "hf" / "olmoe")
-    assert main(["quantize", given, "--bits", "4", "--group", "8", "--output", str(made)]) == 0
-    found = report("same_tokens", [str(made)], 2, 4)
-    assert_same(found[str(made)]["2"], found[str(made)]["1"])
+    assert main(["quantize", given, "--bits", "4", "--group", "8", "--output", int4]) == 0
+    written(mxfp4, in_mxfp4()[0])
+    found = report("same_tokens", [int4, mxfp4], 2, 4)
+    assert_same(found[int4]["2"], found[int4]["1"])
+    for count in ("2", "4"):
+        assert_same(found[mxfp4][count], found[mxfp4]["1"])
     assert found["compared"] > 4 and found["differing"] == 0
-    assert "would divide the words" in found[str(made)]["4"]["error"]
+    assert "would divide the words" in found[int4]["4"]["error"]
 
 
 @pytest.mark.slow
