@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -184,6 +185,8 @@ class Engine:
     """Limits, and where a state is left."""
 
     short_calls = True
+    watch = None
+    model = types.SimpleNamespace(ranks=1)
 
     def __init__(self, most_rows=8, most_slots=10_000, pages=0):
         self.most_rows, self.most_slots, self.pages = most_rows, most_slots, pages

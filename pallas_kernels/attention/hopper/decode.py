@@ -406,6 +406,7 @@ DECODE_HOPPER = Implementation(
 DECODE_INT8_HOPPER = Implementation(
     *("decode_attention", "mosaic_gpu_int8", _run),
     can=_CAN | cache_features("int8"),
+    needs=cache_features("int8"),
     fits=_fits,
     heuristic=never,
     capabilities=_HOPPER,

@@ -21,7 +21,7 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
 )
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import HOLES
 from fdjax.pallas_kernels.attention.operands import BeamSlots, row_slots
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
 
 
 class Groups(NamedTuple):
@@ -123,10 +123,6 @@ def _fits(shape: Shape) -> str | None:
     return needs_half(shape)
 
 
-def _never(shape: Shape, capability) -> bool:
-    return False
-
-
 def _run(*operands, batch_invariant, phi, **keywords):
     return decode_segments(*operands, **keywords)
 
@@ -137,7 +133,7 @@ DECODE_SEGMENTS = Implementation(
     can=frozenset({"beams", "rope", "soft_cap", "phi", "unified", "sinks"}),
     needs=frozenset({"beams"}),
     fits=_fits,
-    heuristic=_never,
+    heuristic=never,
     capabilities=((9, 0), (9, 1)),
     config=DecodeAttentionConfig,
 )
