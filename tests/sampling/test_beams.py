@@ -110,7 +110,7 @@ def test_some_searches():
     check_grid("llama3_gqa_tied", 2, plain=True)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_more_searches():
     check_grid("mistral_window", 4)
 
