@@ -24,7 +24,7 @@ BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 # A case in which each row has its own rotary embedding.
 FAST_BATCH = {"phi3_longrope"}
-# Covers each difference between families once: biases, windows, soft caps, q/k norms, rotary
+# Windows and norms of heads, a KV head for each head, norms of whole queries and keys, rotary
 # embeddings by length.
 FULL_BATCH = {"gemma3", "llama2_mha", "olmo2", "phi3_longrope"}
 # One case per family that kernels run. Others are tested in one ragged batch.
