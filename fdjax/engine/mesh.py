@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.system import platform
 from fdjax.system.device_memory import free_memory_bytes
 
 _WHOLE = PartitionSpec()
@@ -39,7 +40,9 @@ class Place:
 
         Raises:
           ValueError: there are not as many.
+          NoDeviceError: JAX cannot start its platform.
         """
+        platform.default_backend()  # starts JAX, which would lose a Ctrl-C
         devices = (device,) if device is not None else tuple(jax.local_devices()[:ranks])
         if len(devices) < ranks:
             raise ValueError(
