@@ -54,6 +54,7 @@ _SECONDS_OF_A_PART = 150.0
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--config", type=Path, help="a config.json in place of the two models")
+    parser.add_argument("--models", nargs="+", choices=sorted({part.name for part in PARTS}))
     parser.add_argument("--points", nargs="+", type=parse_point, metavar="BxP", help="only these")
     parser.add_argument("--plans", nargs="+", choices=PLANS, default=PLAN_NAMES)
     parser.add_argument("--peers", nargs="*", choices=PEERS, default=PEER_NAMES)
@@ -78,7 +79,8 @@ def parts_of(args: argparse.Namespace) -> list[Part]:
     if args.config:
         points = args.points or [part.point for part in PARTS[:2]]
         return [Part(args.config.stem, args.config, point) for point in points]
-    return [part for part in PARTS if not args.points or part.point in args.points]
+    wanted = [part for part in PARTS if not args.models or part.name in args.models]
+    return [part for part in wanted if not args.points or part.point in args.points]
 
 
 def command(part: Part, args: argparse.Namespace, output: Path) -> list[str]:
