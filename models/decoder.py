@@ -24,6 +24,7 @@ from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, whole_config
 from fdjax.pallas_kernels.activations import UNGATED
+from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
@@ -126,10 +127,10 @@ def _summed(
     x: Array, weight: Array | QTensor, bias: Array | None, residual: Array | None = None, **fused
 ) -> Array:
     """`matmul` by weights whose rows are divided among devices: x [..., K/ranks] → [..., N]."""
-    y = all_sum(matmul(x, weight, **fused), "products")
-    for addend in (bias, residual):
-        y = y if addend is None else y + jnp.broadcast_to(addend, y.shape)
-    return y
+    y = matmul(x, weight, **fused)
+    if bias is not None:
+        bias = bias.astype(y.dtype)
+    return all_reduce(y, "products", bias=bias, residual=residual, plan=fused.get("plan"))
 
 
 def flat_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
