@@ -49,10 +49,12 @@ def pytest_xdist_auto_num_workers() -> int:
 def quick_compiles() -> Iterator[None]:
     """Make compiling twice as fast and programs slower, in modules that mostly compile.
 
-    XLA's own passes do not change. LLVM runs fewer passes.
+    XLA's own passes do not change. LLVM runs fewer passes. The processes that these tests start do
+    the same.
     """
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with mock.patch.dict(os.environ, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}):
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
@@ -60,7 +62,9 @@ def quick_compiles() -> Iterator[None]:
 def full_compiles() -> Iterator[None]:
     """Compile as users do, in a module that otherwise uses `quick_compiles`."""
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    with mock.patch.dict(os.environ):
+        os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+        yield
     jax.config.update("jax_disable_most_optimizations", True)
 
 

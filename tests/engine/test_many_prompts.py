@@ -71,8 +71,8 @@ def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(growing):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("full_compiles")
-def test_every_answer_of_the_largest_batch_is_that_of_its_prompt_alone():
-    every_answer_is_that_of_its_prompt_alone(fdjax.load("tiny", dtype="float32"), 40)
+def test_every_answer_of_the_largest_batch_is_that_of_its_prompt_alone(two_layers):
+    every_answer_is_that_of_its_prompt_alone(fdjax.load(two_layers, dtype="float32"), 40)
 
 
 @pytest.mark.slow
@@ -120,6 +120,7 @@ def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):
     assert plain.tokens != got.tokens
 
 
+@pytest.mark.slow
 def test_options_see_a_beginning_while_others_run(growing, monkeypatch):
     """Decode steps of other rows come between a row's first tokens and the rest of its prompt."""
     lm = growing()
@@ -232,6 +233,7 @@ def test_any_order_of_events(uncached, growing):
     lm.engine.pool.check([])
 
 
+@pytest.mark.slow
 def test_rows_in_one_piece_give_the_same(lm, load):
     whole = load()
     whole.engine.paged = False
