@@ -97,6 +97,7 @@ print(json.dumps([lm.config.family, out.tokens]))
 """
 
 
+@pytest.mark.slow
 def test_a_dense_family_is_one_file(package):
     """The fixture is added too. Here it has transformers' tokens of a Llama with biases."""
     case = FIXTURES / "llama_bias"

@@ -317,6 +317,7 @@ def test_min_new_tokens(lm, truth):
     assert len(held) == 8 or held[-1] in tokens[:2]
 
 
+@pytest.mark.slow
 def test_a_list_is_one_value_per_prompt(lm, truth):
     prompts = [truth[i][0] for i in (1, 2, 1)]
     result = lm.generate(

@@ -252,6 +252,8 @@ def test_a_cache_is_as_small_as_memory_asks_for():
     assert lm.engine.reusable is None
 
 
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiles")
 def test_what_does_not_fit_at_once_waits():
     m, params = one_layer()
     four = plan_memory(m, batch=4, max_len=700, prompt_tokens=600, slots=768).total_bytes

@@ -638,7 +638,12 @@ def play(events, most_rows, pages):
 
 
 @pytest.mark.parametrize(
-    "examples", [pytest.param(300), pytest.param(1500, marks=pytest.mark.soak)]
+    "examples",
+    [
+        100,
+        pytest.param(300, marks=pytest.mark.slow),
+        pytest.param(1500, marks=pytest.mark.soak),
+    ],
 )
 def test_any_order_of_events(examples):
     count = 0

@@ -17,8 +17,6 @@ from fdjax.models import describe, parse_config
 
 from ..models.test_gpt_oss import in_mxfp4, written
 
-pytestmark = pytest.mark.usefixtures("quick_compiles")
-
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "fixtures"
 # Each runs in a process of its own, see there.
@@ -82,12 +80,10 @@ def test_several_devices_give_the_tokens_of_one(paths, ranks):
     assert found["differing"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "paths",
-    [
-        ["hf/bloom", "hf/olmoe"],
-        pytest.param(["hf/olmo3", "hf/qwen2_moe", "hf/granitemoe"], marks=pytest.mark.slow),
-    ],
+    [["hf/bloom", "hf/olmoe"], ["hf/olmo3", "hf/qwen2_moe", "hf/granitemoe"]],
     ids=" ".join,
 )
 def test_logits_of_several_devices(paths):

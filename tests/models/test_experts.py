@@ -196,6 +196,7 @@ def test_a_step_reads_at_most_the_experts_that_its_rows_choose():
     assert step_bytes(dense, 100, 10, 1) == step_bytes(dense, 100, 10, 9) == 90
 
 
+@pytest.mark.slow
 def test_statistics_count_the_rows_of_each_step():
     lm = fdjax.load(str(FIXTURES / "olmoe"), compilation_cache=False, progress=False)
     c = lm.config

@@ -39,8 +39,8 @@ FAST_BY_XLA = {"bloom", "qwen2_moe"}
 # An interleaved rotary embedding, a parallel block, a norm of whole queries and keys with experts,
 # a learned table of positions.
 SOME_BY_XLA = {"chatglm", "gpt_neox", "olmoe", "opt"}
-# A Llama, the family most unlike it, and a rotary embedding that depends on the length.
-FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
+# A Llama, and a rotary embedding that depends on the length.
+FAST_GREEDY = {"llama3_gqa_tied", "phi3_longrope"}
 # Other sizes and rotary embeddings of a Llama and of a Qwen3, whose logits are compared.
 SOAK_GREEDY = {"llama_d128_bf16", "llama_d64_bf16", "llama_linear", "llama_yarn"}
 SOAK_GREEDY |= {"llama_bias", "qwen3_d128_bf16"}

@@ -106,6 +106,7 @@ def check_ragged(name: str) -> None:
         check(found, tokens[i], scores[i], repr(options[i // len(prompts)]))
 
 
+@pytest.mark.slow
 def test_some_searches():
     check_grid("llama3_gqa_tied", 2, plain=True)
 

@@ -64,6 +64,7 @@ def test_runs_are_those_of_transformers_alone_and_in_a_batch(lm):
         assert batch.tokens == [run["tokens"] for run in some]
 
 
+@pytest.mark.slow
 def test_a_batch_of_different_options_is_each_alone(lm):
     some = [run for run in runs() if not {"stop_strings", "eos_token_id"} & set(run["options"])]
     some = random.Random(0).sample(some, 16)

@@ -16,8 +16,8 @@ def terminal(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def lm():
-    return fdjax.load("tiny", max_batch=2, progress=False)
+def lm(two_layers):
+    return fdjax.load(two_layers, max_batch=2, progress=False)
 
 
 def test_many_answers_show_how_far_they_are(lm, terminal, capsys):
