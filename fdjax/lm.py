@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdjax.engine.beams import row_of
+from fdjax.engine.beams import request_state
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
 from fdjax.engine.mesh import Place
-from fdjax.engine.results import Answer, GenerateResult, Interrupted, TextStream, Timer
+from fdjax.engine.results import GenerateResult, IndexedGeneration, Interrupted, TextStream, Timer
 from fdjax.engine.runner import STREAM_STEPS
 from fdjax.engine.running import RunningRequest
-from fdjax.engine.sequence import Request, Row
+from fdjax.engine.sequence import Request, RequestState
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig
@@ -206,9 +206,9 @@ class LM:
         rows = self._run(requests, timer, _STEPS)
         return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
 
-    def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
+    def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[RequestState]:
         """Run the requests to their end and return their rows, one per request."""
-        rows = [row_of(request, self.tokenizer) for request in requests]
+        rows = [request_state(request, self.tokenizer) for request in requests]
         run = contextlib.closing(self.engine.run(rows, steps))
         try:
             with run as chunks, progress_bars.answers(len(rows)) as update:
@@ -219,7 +219,9 @@ class LM:
         except KeyboardInterrupt as error:
             complete = [row for row in _answers(rows) if row.finish_reason is not None]
             has_text = bool(self.tokenizer)
-            raise Interrupted([Answer.of(row, with_text=has_text) for row in complete]) from error
+            raise Interrupted(
+                [IndexedGeneration.of(row, with_text=has_text) for row in complete]
+            ) from error
         return rows
 
     def warmup(
@@ -274,7 +276,7 @@ class LM:
 
     def generate_iter(
         self, prompts: Iterable[Prompt], config: GenerationConfig | None = None, **options
-    ) -> Iterator[Answer]:
+    ) -> Iterator[IndexedGeneration]:
         """Generate from any number of prompts, and yield each answer as soon as it is complete.
 
         A prompt that is refused or fails does not end the others: its answer has an `error`. You
@@ -291,19 +293,19 @@ class LM:
         refused: dict[int, Exception] = {}
         given, _ = as_several(prompts, "generate: prompts")
         requests = self._requests(given, config, options, self.defaults, refused) if given else []
-        rows = [row_of(request, self.tokenizer) for request in requests]
+        rows = [request_state(request, self.tokenizer) for request in requests]
         for i, error in refused.items():
-            rows.append(Row(Request([], self.defaults, i), self.tokenizer))
+            rows.append(RequestState(Request([], self.defaults, i), self.tokenizer))
             rows[-1].error = error
         return self._answers(rows)
 
-    def _answers(self, rows: list[Row]) -> Iterator[Answer]:
+    def _answers(self, rows: list[RequestState]) -> Iterator[IndexedGeneration]:
         left = dict(enumerate(rows))
         with contextlib.closing(self.engine.runner.run(rows, _STEPS)) as chunks:
             for _ in itertools.chain([None], chunks, [None]):
                 for i in [i for i, row in left.items() if row.ended]:
                     for answer in left.pop(i).answers:
-                        yield Answer.of(answer, with_text=bool(self.tokenizer))
+                        yield IndexedGeneration.of(answer, with_text=bool(self.tokenizer))
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -328,7 +330,7 @@ class LM:
         timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
-        rows = [row_of(request, self.tokenizer, streamed=has_text) for request in requests]
+        rows = [request_state(request, self.tokenizer, streamed=has_text) for request in requests]
         return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
 
     def stream(
@@ -360,11 +362,11 @@ class LM:
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
-        row = Row(requests[0], self.tokenizer, streamed=True)
+        row = RequestState(requests[0], self.tokenizer, streamed=True)
         timer.pause()
         return TextStream(self._pieces(row, timer), row, timer)
 
-    def _pieces(self, row: Row, timer: Timer) -> Iterator[str]:
+    def _pieces(self, row: RequestState, timer: Timer) -> Iterator[str]:
         timer.resume()
         with contextlib.closing(self.engine.run([row], STREAM_STEPS)) as chunks:
             for chunk in chunks:
@@ -535,12 +537,12 @@ class LM:
         return self.engine.program_counts()
 
 
-def _answers(rows: Sequence[Row]) -> list[Row]:
+def _answers(rows: Sequence[RequestState]) -> list[RequestState]:
     """The rows that are results."""
     return [answer for row in rows for answer in row.answers]
 
 
-def _show(rows: Sequence[Row], update: Callable[..., None]) -> None:
+def _show(rows: Sequence[RequestState], update: Callable[..., None]) -> None:
     """Update a progress bar."""
     done = sum(row.ended for row in rows)
     running = sum(row.has_begun and not row.ended for row in rows)

@@ -66,11 +66,11 @@ def announced(x: Array, name: str) -> Array:
     if (observer := _observer.get()) is None:
         return x
 
-    def tell(rank, _):
+    def notify(rank, _):
         observer(int(rank), name)
         return np.int32(0)
 
     # The call needs a value of x, so it cannot come before x.
     value = lax.index_in_dim(x.reshape(-1), 0, keepdims=False)
-    told = io_callback(tell, jax.ShapeDtypeStruct((), jnp.int32), lax.axis_index(AXIS), value)
-    return lax.optimization_barrier((x, told))[0]
+    done = io_callback(notify, jax.ShapeDtypeStruct((), jnp.int32), lax.axis_index(AXIS), value)
+    return lax.optimization_barrier((x, done))[0]

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import fdjax
 from fdjax.cli.arguments import UsageError
 from fdjax.cli.shared import load_model, sampling_of
-from fdjax.engine.results import Answer
+from fdjax.engine.results import IndexedGeneration
 from fdjax.models import CheckpointError
 from fdjax.system import progress
 from fdjax.system.files import write_whole
@@ -46,7 +46,7 @@ def run_batch(args: argparse.Namespace) -> int:
     data = _read(args.input)
     lines = list(_lines(data, args.input))
     options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
-    with Answers(args.output, _run_of(args, data, options)) as answers:
+    with AnswerFile(args.output, _run_of(args, data, options)) as answers:
         left = [i for i in range(len(lines)) if i not in answers.done]
         _say(f"{len(lines)} prompts, {len(left)} without an answer")
         if not left:
@@ -68,7 +68,7 @@ def run_batch(args: argparse.Namespace) -> int:
 def _answer_all(
     lm: "fdjax.LM",
     lines: dict[int, Line],
-    answers: "Answers",
+    answers: "AnswerFile",
     system: str | None,
     options: dict[str, Any],
 ) -> None:
@@ -84,7 +84,7 @@ def _answer_all(
             answers.add(i, line, [_error(error)])
             failed += 1
     numbers = list(prompts)
-    found: dict[int, list[Answer]] = {}
+    found: dict[int, list[IndexedGeneration]] = {}
     complete = 0
     with progress.answers(len(prompts)) as update:
         for answer in lm.generate_iter(list(prompts.values()), **options):
@@ -105,7 +105,7 @@ def _answer_all(
     _say(f"{len(lines)} answers{errors}, {tokens} tokens in {seconds:.1f} s: {answers.path}")
 
 
-class Answers:
+class AnswerFile:
     """The output file, with one line for each prompt that has an answer, in order of completion.
 
     A file beside it records the model, options and input that the answers belong to.
@@ -121,7 +121,7 @@ class Answers:
         self._file: BinaryIO | None = None
         self.done: set[int] = set()
 
-    def __enter__(self) -> "Answers":
+    def __enter__(self) -> "AnswerFile":
         beside = self.path.with_name(self.path.name + ".run.json")
         if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise UsageError(f"generate: --output {self.path}: not a file")
@@ -186,7 +186,7 @@ def _error(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _answer(answer: Answer, index: int) -> dict[str, Any]:
+def _answer(answer: IndexedGeneration, index: int) -> dict[str, Any]:
     if answer.error is not None:
         # `generate_iter` counts the prompts of this run.
         called, name = rf"\bprompt {answer.index}\b", f"prompt {index}"

@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"seconds       {seconds:.1f}")
     if reference is not None:
         other = fdjax.load(str(args.output), calibration=False)
-        print(quantise.compare(reference.engine, other.engine, compared))
+        print(quantise.compare_models(reference.engine, other.engine, compared))
     say(f"written to {args.output}")
     return 0
 

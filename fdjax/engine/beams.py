@@ -4,7 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 from fdjax.engine.pages import page_count
-from fdjax.engine.sequence import Chunk, Request, Row
+from fdjax.engine.sequence import Chunk, Request, RequestState
 from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.text.tokenizer import Tokenizer
 
@@ -16,7 +16,7 @@ class _Step(NamedTuple):
     parents: list[int]
 
 
-class BeamSearch(Row):
+class BeamSearch(RequestState):
     """The beams of one prompt. The scheduler runs it like a row, but in several rows of the state.
 
     If it has to be computed again, it begins again, as its beams have no common answer so far.
@@ -24,7 +24,7 @@ class BeamSearch(Row):
 
     def __init__(self, request: Request, tokenizer: Tokenizer):
         self._answers = [
-            Row(dataclasses.replace(request, sample=i), tokenizer)
+            RequestState(dataclasses.replace(request, sample=i), tokenizer)
             for i in range(request.config.num_return_sequences)
         ]
         self._steps: list[_Step] = []
@@ -36,7 +36,7 @@ class BeamSearch(Row):
         return self.request.config.num_beams
 
     @property
-    def answers(self) -> list[Row]:
+    def answers(self) -> list[RequestState]:
         """The answers, best first; they have no tokens before the end."""
         return self._answers
 
@@ -123,8 +123,10 @@ class BeamSearch(Row):
         return tokens[::-1]
 
 
-def row_of(request: Request, tokenizer: Tokenizer, *, streamed: bool = False) -> Row:
+def request_state(
+    request: Request, tokenizer: Tokenizer, *, streamed: bool = False
+) -> RequestState:
     """The host's part of a request."""
     if request.config.num_beams > 1:
         return BeamSearch(request, tokenizer)
-    return Row(request, tokenizer, streamed=streamed)
+    return RequestState(request, tokenizer, streamed=streamed)

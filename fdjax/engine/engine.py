@@ -32,7 +32,7 @@ from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for
 from fdjax.engine.scheduler import Shape
-from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import (
     SLOT_MULTIPLE,
     DecodeState,
@@ -172,7 +172,7 @@ class Engine:
         """Largest number of tokens that a row may hold."""
         return self.max_len or self.model.config.max_position_embeddings
 
-    def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
+    def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows have taken it.
 
         Raises:
@@ -184,7 +184,7 @@ class Engine:
                 yield chunk
         _raise_failure(rows)
 
-    def shape_for(self, rows: Sequence[Row]) -> Shape:
+    def shape_for(self, rows: Sequence[RequestState]) -> Shape:
         """The state for rows that are to run together, or for as many of them as there is room for.
 
         Raises:
@@ -212,7 +212,7 @@ class Engine:
             plan(batch=batch, slots=slots).check("generate", self.memory_bytes)
         return Shape(batch, slots, limited=batch < len(rows))
 
-    def _shape_in_pages(self, rows: Sequence[Row], batch: int, slots: int) -> Shape:
+    def _shape_in_pages(self, rows: Sequence[RequestState], batch: int, slots: int) -> Shape:
         needs = [row.pages_for(row.most_tokens) for row in rows]
         wanted = sum(row.width for row in rows)
         known = self.memory_bytes is not None and self.model.plan.compute_capability is not None
@@ -516,7 +516,7 @@ def _is_finite(tokens: np.ndarray | jax.Array) -> bool:
     return not (np.asarray(tokens) == NOT_FINITE).any()
 
 
-def _raise_failure(rows: Sequence[Row]) -> None:
+def _raise_failure(rows: Sequence[RequestState]) -> None:
     for row in rows:
         if row.error is not None:
             _refuse_trace()

@@ -13,7 +13,7 @@ from typing import overload
 import jax
 import numpy as np
 
-from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import cache_bytes
 from fdjax.models import Model, Params
 
@@ -114,7 +114,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One entry of a `GenerateResult`; the attributes are those of there, of this entry alone."""
+    """One entry of a `GenerateResult`. The attributes mean what they mean there, for one entry."""
 
     tokens: list[int]
     text: str | None
@@ -154,7 +154,9 @@ class GenerateResult(Sequence[Generation]):
     sequences_scores: list[float | None] | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Row], timer: "Timer", *, with_text: bool) -> "GenerateResult":
+    def of(
+        cls, requests: Sequence[RequestState], timer: "Timer", *, with_text: bool
+    ) -> "GenerateResult":
         """The result of rows, or of searches."""
         rows = [answer for row in requests for answer in row.answers]
         asked = [row.request.config.return_logprobs for row in rows]
@@ -197,31 +199,23 @@ class GenerateResult(Sequence[Generation]):
         return self.texts[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One answer of `LM.generate_iter`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexedGeneration(Generation):
+    """A generation and the prompt it answers, as `LM.generate_iter` yields it.
 
     Attributes:
-      index: which of the prompts it is for.
-      sample: which answer to that prompt, with `num_return_sequences`.
-      tokens, text, finish_reason, logprobs, top_logprobs, sequences_score: as in `GenerateResult`,
-        of this answer.
-      error: what ended it instead, or None.
+      index: position of the prompt among the prompts of the call.
+      sample: position among the generations for that prompt, with `num_return_sequences`.
+      error: the exception that ended it, or None.
     """
 
     index: int
     sample: int
-    tokens: list[int]
-    text: str | None
-    finish_reason: str | None
-    logprobs: list[float] | None
-    top_logprobs: list[dict[int, float]] | None
     error: BaseException | None
-    sequences_score: float | None = None
 
     @classmethod
-    def of(cls, row: Row, *, with_text: bool) -> "Answer":
-        """The answer of a row."""
+    def of(cls, row: RequestState, *, with_text: bool) -> "IndexedGeneration":
+        """The result of one request."""
         asked = row.request.config.return_logprobs
         return cls(
             index=row.request.prompt,
@@ -240,10 +234,10 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C during `LM.generate` or `LM.chat`.
 
     Attributes:
-      answers: what was complete by then, a list of `Answer` in the order of the prompts.
+      answers: what was complete by then, a list of `IndexedGeneration` in the order of the prompts.
     """
 
-    def __init__(self, answers: Sequence[Answer]):
+    def __init__(self, answers: Sequence[IndexedGeneration]):
         super().__init__(f"{len(answers)} answers were complete; see `answers` of this exception")
         self.answers = list(answers)
 
@@ -254,7 +248,7 @@ class TextStream(Iterator[str]):
     Leaving the loop early is fine; `close` then frees what the stream holds at once.
     """
 
-    def __init__(self, pieces: Generator[str], row: Row, timer: "Timer"):
+    def __init__(self, pieces: Generator[str], row: RequestState, timer: "Timer"):
         self._pieces = pieces
         self._row = row
         self._timer = timer
@@ -332,7 +326,7 @@ class Timer:
             if chunk.reruns is not None:
                 self._reruns.append(chunk.reruns)
 
-    def stats(self, rows: Sequence[Row]) -> Stats:
+    def stats(self, rows: Sequence[RequestState]) -> Stats:
         """The cost of the call up to the last chunk."""
         model, params = self._model, self._params
         sizes = (

@@ -24,7 +24,7 @@ from fdjax.engine.packed import PackedPrompts
 from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import PrefillCall, PromptsOfRows
 from fdjax.engine.scheduler import Scheduler, Shape
-from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
 from fdjax.engine.watch import waiting
 from fdjax.sampling.beams import BeamState
@@ -55,7 +55,7 @@ class Call:
       cancelled: whether the caller no longer wants them.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[RequestState]
     steps: int
     receive: Callable[[Chunk], None]
     cancelled: bool = False
@@ -78,7 +78,7 @@ class Task:
       pages, cached, arrival: see `Schedulable`.
     """
 
-    row: Row
+    row: RequestState
     call: Call
     budget: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -171,8 +171,8 @@ class Session:
         self._pages: np.ndarray | None = None
         self._steps_of: dict[int, HostArrays] = {}
 
-    def set_options(self, rows: Sequence[Row | None]) -> None:
-        """Set the options of each row, for the following calls. Beams of a prompt share a `Row`."""
+    def set_options(self, rows: Sequence[RequestState | None]) -> None:
+        """Set the options of each row, for the following calls. Beams of a prompt share a state."""
         configs = [_NOTHING if row is None else row.request.config for row in rows]
         samples = [0 if row is None else row.request.sample for row in rows]
         for i, row in enumerate(rows):
@@ -301,7 +301,7 @@ class Runner:
         self._flight: collections.deque[InFlight] = collections.deque()
         self._compile_seconds = 0.0  # since the last results were read
         self._undivided = 0  # prompt tokens dispatched since the last decode steps
-        self._turn = threading.Condition()
+        self._condition = threading.Condition()
         self._table_is_old = False
         self._advancing = False
         self._submitted: list[Call] = []
@@ -312,7 +312,7 @@ class Runner:
         """Whether any call runs or waits."""
         return self._session is not None or bool(self._arrivals or self._scheduler.waiting)
 
-    def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
+    def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended; yields each chunk after the rows took their part.
 
         A row that fails has an `error`; the others go on.
@@ -333,7 +333,7 @@ class Runner:
     def submit(self, call: Call) -> None:
         """Run a call in the background."""
         self._arrivals.append(call)
-        with self._turn:
+        with self._condition:
             self._submitted = [c for c in self._submitted if not c.ended] + [call]
             if not self._background:
                 self._background = True
@@ -356,15 +356,15 @@ class Runner:
     def cancel(self, call: Call) -> None:
         """End the sequences of a call."""
         call.cancelled = True
-        with self._turn:
+        with self._condition:
             if not self._advancing:
                 self._settle()
-            self._turn.notify_all()
+            self._condition.notify_all()
 
     def join(self, timeout: float) -> None:
         """Wait until nothing runs in the background, `timeout` seconds at most."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._background, timeout)
+        with self._condition:
+            self._condition.wait_for(lambda: not self._background, timeout)
 
     def _run_submitted(self) -> None:
         """Advance until all submitted calls have ended; the background thread runs this."""
@@ -372,20 +372,20 @@ class Runner:
         try:
             while left:
                 self._advance_until(lambda: all(call.ended for call in self._submitted))
-                with self._turn:
+                with self._condition:
                     left = self._background = not all(call.ended for call in self._submitted)
         finally:
-            with self._turn:
+            with self._condition:
                 self._background = False
-                self._turn.notify_all()
+                self._condition.notify_all()
 
     def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
         """Advance all sequences, in turns with other threads, at the latest until `until`."""
         refuse_forked()
         while True:
-            with self._turn:
+            with self._condition:
                 left = None if until is None else until - time.monotonic()
-                self._turn.wait_for(lambda: ready() or not self._advancing, left)
+                self._condition.wait_for(lambda: ready() or not self._advancing, left)
                 if ready():
                     return
                 if until is not None and time.monotonic() >= until:
@@ -400,9 +400,9 @@ class Runner:
                 self._abort(None)
                 raise
             finally:
-                with self._turn:
+                with self._condition:
                     self._advancing = False
-                    self._turn.notify_all()
+                    self._condition.notify_all()
 
     def _advance(self) -> None:
         """Dispatch what can be dispatched, and read the oldest results."""

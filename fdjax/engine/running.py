@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from fdjax.engine.results import GenerateResult, Timer
 from fdjax.engine.runner import Call, Runner
-from fdjax.engine.sequence import Row
+from fdjax.engine.sequence import RequestState
 
 
 class RunningRequest(Iterator[str]):
@@ -16,7 +16,9 @@ class RunningRequest(Iterator[str]):
     It is an iterator over the text as it comes, and may be used from any thread.
     """
 
-    def __init__(self, runner: Runner, rows: list[Row], steps: int, timer: Timer, with_text: bool):
+    def __init__(
+        self, runner: Runner, rows: list[RequestState], steps: int, timer: Timer, with_text: bool
+    ):
         self._runner = runner
         self._rows = rows
         self._timer = timer

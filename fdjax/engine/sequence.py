@@ -61,7 +61,7 @@ class Chunk:
         return dataclasses.replace(self, tokens=self.tokens[index], logprobs=logprobs, top=top)
 
 
-class Row:
+class RequestState:
     """Tokens of one request, gathered from chunks until something ends it.
 
     Attributes:
@@ -99,7 +99,7 @@ class Row:
         return 1
 
     @property
-    def answers(self) -> list["Row"]:
+    def answers(self) -> list["RequestState"]:
         """The rows that are results: this one."""
         return [self]
 

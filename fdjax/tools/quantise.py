@@ -197,7 +197,7 @@ def _described(bits: int, group: int | None, kept: Sequence[str]) -> dict[str, A
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
+class ModelComparison:
     """How a model's predictions differ from those of another, over the tokens of texts.
 
     Attributes:
@@ -229,7 +229,9 @@ class Comparison:
 
 
 @transfers_allowed()
-def compare(reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]) -> Comparison:
+def compare_models(
+    reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]
+) -> ModelComparison:
     """Compare two models of one architecture on texts.
 
     Args:
@@ -249,12 +251,12 @@ def compare(reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]) -
         ids[0, : len(piece)] = piece
         length = np.array([len(piece)], np.int32)
         models = reference.model, other.model
-        values = _compare(*models, reference.tree, other.tree, ids, length)
+        values = _compare_logits(*models, reference.tree, other.tree, ids, length)
         columns.append(np.asarray(values)[:, : len(piece) - 1])
     ours, theirs, divergence, same = np.concatenate(columns, axis=1).astype(np.float64)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         raise FloatingPointError("quantize: logits are not finite; the weights are damaged")
-    return Comparison(
+    return ModelComparison(
         tokens=len(ours),
         perplexity=float(np.exp(-theirs.mean())),
         reference_perplexity=float(np.exp(-ours.mean())),
@@ -265,7 +267,7 @@ def compare(reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]) -
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _compare(
+def _compare_logits(
     reference: Model, other: Model, params: Any, other_params: Any, ids: Array, length: Array
 ) -> Array:
     """[4, T-1]: log-probabilities of the next token by each model, KL, same likeliest token."""
