@@ -32,7 +32,8 @@ logger = logging.getLogger("fdjax")
 export.register_namedtuple_serialization(Logprobs, serialized_name="fdjax.Logprobs")
 export.register_namedtuple_serialization(BeamResults, serialized_name="fdjax.BeamResults")
 
-# Custom calls of which JAX promises nothing to a later version; a program is read by none.
+# JAX does not promise that a later version can run these custom calls. No later version reads a
+# program, because the key contains JAX's version.
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "annotate_device_placement", "__cudnn$fmhaSoftmax")
 _CHECKS = tuple(map(export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
 
@@ -42,7 +43,7 @@ _FOLDERS = (".", "models", "pallas_kernels")  # of the package; the latter two m
 _DIGEST_BYTES = 32
 _UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of another version, mostly
 
-# Packages whose functions and classes may stand in modules of this package.
+# Packages from which modules of this package import functions and classes.
 _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
     *("fdjax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"),
     *("jinja2", "markupsafe", "tokenizers", "safetensors", "huggingface_hub", "tqdm"),
@@ -50,14 +51,14 @@ _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
 
 
 def cached_on_disk(function: Callable, description: Any, device: jax.Device) -> Callable:
-    """A function for `jax.jit` that is traced itself only where its program is not on disk.
+    """Wrap a function for `jax.jit` so that it is traced only if its program is not on disk.
 
-    Programs are kept where JAX's compilation cache is, unless that is off, limited in size or not a
-    local folder.
+    Programs are stored in the folder of JAX's compilation cache. Nothing is stored if that cache is
+    off, limited in size or not in a local folder.
 
     Args:
       function: positional pytrees of arrays → lists, tuples, `Logprobs` and `BeamResults` of them.
-      description: what it depends on besides them and this package, complete in its `repr`.
+      description: everything else that the program depends on; its `repr` must be complete.
       device: where the arrays are.
     """
 
@@ -93,7 +94,7 @@ def _export(
 
 
 def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
-    """Where the program is that is described so; None if programs are not kept."""
+    """The path of the program with this description; None if programs are not stored."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
@@ -128,10 +129,10 @@ def _modules() -> list[ModuleType]:
 
 
 def _foreign(roots: Iterable[Any]) -> Any:
-    """The first thing in these that is neither of this package nor of those it builds on, or None.
+    """The first object from neither this package nor its dependencies, or None.
 
-    It changes a program, and no digest is of it: what others have put into modules and classes of
-    this package while it runs, a model of one's own classes.
+    Such an object can change a program, but no digest covers it. Examples are a function that a
+    user patched into a module of this package, and a model of the user's own classes.
     """
     seen: dict[int, Any] = {}
     todo = list(roots)
@@ -162,10 +163,10 @@ def _package(thing: Any) -> str:
 
 
 def _parts(thing: Any) -> list[Any]:
-    """The parts of a thing that belong to this package, or that may hold foreign code."""
+    """The parts of an object that belong to this package, or that may hold foreign code."""
     match thing:
         case ModuleType() if _package(thing) == "fdjax":
-            # Not the builtins, to which interpreters add theirs.
+            # Without the builtins, because interpreters such as IPython add functions there.
             return [part for name, part in list(vars(thing).items()) if not name.startswith("__")]
         case type() if _package(thing) == "fdjax":
             return list(vars(thing).values())
@@ -180,7 +181,7 @@ def _parts(thing: Any) -> list[Any]:
     return [part for name in names if (part := getattr(thing, name, None)) is not None]
 
 
-# Attributes by which decorators, methods, properties and partial functions hold others.
+# Attributes in which decorators, methods, properties and partial functions hold other functions.
 _HOLDERS = ("__wrapped__", "__func__", "func", "fget")
 
 
@@ -223,7 +224,7 @@ def _is_damaged(path: Path, data: bytes) -> bool:
 
 
 def damaged_programs(folder: Path) -> list[Path]:
-    """The programs kept in JAX's cache folder that are not as they were written."""
+    """The stored programs in JAX's cache folder that are damaged."""
     programs = (p for p in sorted(folder.glob(f"{_FOLDER}/*")) if re.fullmatch(_NAME, p.name))
     return [path for path in programs if _is_damaged(path, path.read_bytes())]
 
