@@ -38,7 +38,7 @@ class LinearShape:
       gate: the result is act(gate) * up. All activations cost the same.
       norm: x is normalised first.
       residual: a residual is added.
-      result: dtype of the result, default that of x.
+      result: dtype of the result; default the dtype of x.
       weight: format of a quantised weight, or None.
     """
 
@@ -91,7 +91,7 @@ class LinearSpec:
       norm, gate, residual, result: what is fused with it and the dtype of its result, as in
         `LinearShape`.
       weight: format of a quantised weight, or None.
-      ranks: devices whose products are summed.
+      ranks: number of devices whose products are summed.
     """
 
     path: Path
@@ -141,13 +141,15 @@ class BlockSpec:
       shared_norm: the MLP of a parallel block reads the norm of attention.
       no_gate: the MLP is down(act(up(x))).
       residual_multiplier: multiplies what is added to the residual stream.
-      experts: the MLP is a mixture of experts, with gates, chosen like this; None for one MLP.
+      experts: how experts are chosen, if the MLP is a mixture of experts with gates; None for a
+        single MLP.
       shared_width: F of an MLP beside the experts that runs for every token; 0 for none.
       shared_gate: the result of that MLP is multiplied by the sigmoid of a linear layer [E,1].
-      router_bias: the linear layer whose results choose the experts has a bias.
+      router_bias: the router, a linear layer, has a bias.
       expert_bias: the linear layers of the experts have biases.
       formats: formats of the quantised weights, by the names in `weights`.
-      tensor_parallel: devices that share the layer. Heads and F are then those of one device.
+      tensor_parallel: number of devices that share the layer. Heads and F are then those of one
+        device.
     """
 
     width: int
@@ -322,7 +324,7 @@ class BlockSpec:
     @property
     def fuses_residual(self) -> bool:
         """Whether linear layers add their result to the residual stream."""
-        # If devices share the layer, it is added to the sum over them.
+        # If devices share the layer, the residual is added after their sum.
         alone = self.tensor_parallel == 1
         return alone and not self.post_norms and self.residual_multiplier == 1
 

@@ -143,7 +143,7 @@ class DecoderConfig:
 
     @property
     def head_width(self) -> int:
-        """Columns of the head on a device. Those of all devices together may exceed V."""
+        """Number of columns of the head on a device. The sum over the devices may exceed V."""
         return -(-self.vocab_size // self.tensor_parallel)
 
     @property
@@ -165,7 +165,7 @@ class DecoderConfig:
         return shapes
 
     def idle_expert_weights(self, rows: int) -> int:
-        """Weights of all layers' experts that this many tokens certainly do not choose."""
+        """Number of weights of all layers' experts that this many tokens cannot choose."""
         return sum(block.idle_experts(rows) * block.expert_weights for block in self.blocks)
 
     @property
@@ -177,8 +177,8 @@ class DecoderConfig:
 class ConfigReader:
     """Typed access to a config.json. It remembers the fields read, so that none is overlooked.
 
-    `defaults` are used for absent fields. They do not replace a null. `names` has other names of
-    fields, which the file may have in place of a Llama's.
+    `defaults` are used for absent fields, but not for null. `names` has other names that the file
+    may use for Llama's fields.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class ConfigReader:
             )
 
 
-# Fields that do not affect the forward pass in inference, and those that tell how weights are
+# Fields that do not affect the forward pass in inference, and fields that describe how weights are
 # stored.
 _IGNORABLE = frozenset(
     """
@@ -294,8 +294,8 @@ _IGNORABLE = frozenset(
     """.split()
 )
 
-# Fields that change the forward pass of some family, with the values (or list items) that do not. A
-# family that supports other values reads the field.
+# Fields that change the forward pass of some family, with the values (or list items) that have no
+# effect. A family that supports other values reads the field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "attention_bias": (False,),

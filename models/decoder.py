@@ -1,4 +1,4 @@
-"""The decoder that all families share: blocks of attention and MLP, as a `BlockSpec` has them.
+"""The decoder that all families share: blocks of attention and MLP, described by `BlockSpec`s.
 
 Modules hold no cache. `describe` splits them once into a static graph and plain parameters, and
 `Model.module` puts both together again inside a trace.
@@ -45,7 +45,7 @@ from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 Params = dict[str, Any]
 
-# (path in the parameters, parameter) → what stands in its place.
+# Function of (path of a parameter, parameter) that returns the parameter or a replacement.
 Take = Callable[[tuple[str | int, ...], Any], Any]
 
 
@@ -62,7 +62,7 @@ class Norm(nnx.Module):
 
     @classmethod
     def of(cls, spec: BlockSpec, dtype, *path: str) -> "Norm | None":
-        """The norm of a block at a path, or None if the block has none there."""
+        """The norm at a path of a block, or None if the block has none there."""
         if path not in spec.norms:
             return None
         divided = spec.whole_qk_norm and path[-1] in ("q_norm", "k_norm")
@@ -172,7 +172,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """MLP: down(act(gate(x)) * up(x)), or down(act(up(x))).
 
-    `beside` is the beginning of the names of its linear layers.
+    The names of its linear layers begin with `beside`.
     """
 
     def __init__(self, spec: BlockSpec, dtype, beside: str = ""):
@@ -227,7 +227,7 @@ class ExpertWeights(nnx.Module):
         found = {name: getattr(self, name) for name in names}
         found = {name: param.get_value() for name, param in found.items() if param is not None}
         if self.ranks > 1 and self.down_bias is not None:
-            # Devices sum their results, so one of them adds it.
+            # The devices sum their results, so only one of them adds the bias.
             found["down_bias"] = only_first(found["down_bias"])
         return found
 
@@ -272,7 +272,7 @@ class Experts(nnx.Module):
         if self.shared_gate is None:
             return y
         gate = self.shared_gate(hidden, preferred_element_type=jnp.float32, plan=plan)
-        # Multiplied on its own, like the residual multiplier of a block.
+        # A separate multiplication, like that by the residual multiplier of a block.
         return _by_row(
             lambda y, g: (y.astype(jnp.float32) * jax.nn.sigmoid(g)).astype(y.dtype), y, plan, gate
         )
@@ -364,7 +364,7 @@ class DecoderBlock(nnx.Module):
         else:
             y = linear(hidden, plan=plan)
             y = y if post_norm is None else post_norm(y, plan)
-            # Scaled on its own: fused with the addition, it would be rounded in another way.
+            # A separate multiplication: fused with the addition, it would round differently.
             y = y if scale == 1 else _by_row(lambda y: y * jnp.asarray(scale, y.dtype), y, plan)
             y = x + y
         # Without the barrier, for many tokens, XLA would keep the addends of all layers and sum
@@ -647,7 +647,7 @@ def _updated(kv: list[Any] | Stack, i: int, layer: Any) -> list[Any] | Stack:
 def _shared(run: Callable, x: Array) -> Callable:
     """Jit run(graph, ...), so that equal blocks share one trace and one lowering.
 
-    Only inside a trace: outside, every call would jit a new function and compile it again.
+    Call it only inside a trace. Outside, every call would jit a new function and compile it again.
     """
     return jax.jit(run, static_argnums=0) if isinstance(x, jax.core.Tracer) else run
 
@@ -709,7 +709,7 @@ class Model:
         """Shapes and dtypes of the parameters, as a tree of `jax.ShapeDtypeStruct`."""
         params = nnx.to_pure_dict(self._abstract)
         if self._local is not None and not self.config.tie_embeddings:
-            # Devices read few rows of it, so each has the whole.
+            # Devices read few rows of it, so each has the whole table.
             params["embed"] = self._local.abstract_params["embed"]
         return params
 
@@ -772,12 +772,12 @@ def describe(
 
     Args:
       config: the architecture.
-      dtype: dtype of activations and of parameters that are not quantised; default that of the
-        checkpoint.
+      dtype: dtype of activations and of parameters that are not quantised; default the
+        checkpoint's.
       plan: chooses the implementations; default the plan of the first local device.
-      tensor_parallel: number of devices that share the model. It must divide the query heads and F,
-        and divide the KV heads or be a multiple of them, which are then repeated. With experts, F
-        is theirs, and it must divide the width of an MLP beside them.
+      tensor_parallel: number of devices that share the model. It must divide the query heads and F
+        (the width of an MLP or of an expert, and of an MLP beside the experts). It must divide the
+        KV heads or be a multiple of them; KV heads are then repeated.
       kv_dtype: "int8", or the dtype of the activations, which is the default.
 
     Raises:

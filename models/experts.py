@@ -1,4 +1,4 @@
-"""Reads what a config.json says of a mixture of experts."""
+"""Reads the mixture of experts from a config.json."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def read_dense_layers(reader: ConfigReader, layers: int) -> list[int]:
 
 
 def with_dense_layers(config: DecoderConfig, layers: Sequence[int], width: int) -> DecoderConfig:
-    """A copy of a model in which these layers have one MLP, F of which is `width`."""
+    """A copy of a model in which these layers have a single MLP with F = `width`."""
     dense = {"experts": None, "shared_width": 0, "shared_gate": False, "mlp_width": width}
     blocks = [
         dataclasses.replace(block, **dense) if i in layers else block

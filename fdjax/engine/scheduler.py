@@ -132,8 +132,7 @@ class Scheduler[S: Schedulable]:
         return sequence.group == self._group and holds
 
     def should_reopen(self) -> bool:
-        """Whether a new state would serve the queue better. Running sequences are then computed
-        again.
+        """Whether to open a new state. Running sequences are then computed again.
 
         There are three such cases: nothing runs and the next sequence does not fit; the rows of a
         pool are too short for it; or twice as many sequences as the state has rows could run.
@@ -150,7 +149,7 @@ class Scheduler[S: Schedulable]:
         return same_group and not self.shape.limited and wanted >= 2 * self.shape.rows
 
     def _is_too_short(self, sequence: S) -> bool:
-        """Whether a sequence fits into the pool, but not into a row."""
+        """Whether a sequence fits into the pool, but not into a row of this state."""
         if self.pool is None or sequence.pages_for(sequence.tokens) >= self.pool.count:
             return False
         too_short = sequence.slots > self.shape.slots or sequence.width > self.shape.rows

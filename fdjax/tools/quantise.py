@@ -52,9 +52,10 @@ def quantise_checkpoint(
       output: folder of the new one, which is created.
       config: the model.
       bits: 4 or 8.
-      group: weights that share a scale, None for all of a column.
+      group: number of weights that share a scale; None for a whole column.
       scales: dtype of the scales, a NumPy name.
-      inputs: what the layers get, from `smoothing.observe`, to lose less of what matters.
+      inputs: inputs of the layers from `smoothing.observe`. With them, errors that matter get
+        smaller.
       shard_bytes: size of a file from which the next one begins.
       progress: called with (bytes written, bytes in all).
 
@@ -170,7 +171,7 @@ def _copy_files(folder: Path, output: Path) -> None:
 
 
 def _described(bits: int, group: int | None, kept: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of the checkpoint that is written; modules `kept` are not."""
+    """The `quantization_config` of the new checkpoint, where modules `kept` are not quantised."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -198,12 +199,12 @@ def _described(bits: int, group: int | None, kept: Sequence[str]) -> dict[str, A
 
 @dataclasses.dataclass(frozen=True)
 class ModelComparison:
-    """How a model's predictions differ from those of another, over the tokens of texts.
+    """How the predictions of a model differ from those of a reference model on texts.
 
     Attributes:
       tokens: number of predictions.
-      perplexity: of the other model.
-      reference_perplexity: of the reference.
+      perplexity: perplexity of the model.
+      reference_perplexity: perplexity of the reference.
       mean_kl: mean Kullback-Leibler divergence from the reference, in nats.
       p99_kl: the divergence that 1 % of the predictions exceed.
       agreement: share of predictions with the same likeliest token.

@@ -59,7 +59,7 @@ def stored_linears(
 
     Args:
       scheme: the checkpoint's format, or None.
-      config: the model that it must contain.
+      config: the model that the checkpoint must contain.
       stored: its tensors, by name.
 
     Raises:
@@ -88,7 +88,7 @@ def with_stored_formats(
 ) -> DecoderConfig:
     """The model with the formats of a checkpoint's weights.
 
-    Weights that fuse to one parameter share a format. If they cannot, none is given.
+    Weights that fuse to one parameter share a format. If they cannot, they get none.
     """
     formats = {}
     paths = quantisable(config)
