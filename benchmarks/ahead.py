@@ -77,7 +77,7 @@ class StandIn(np.ndarray):
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """Where a real array would be."""
+        """The sharding that a real array would have."""
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def devices(self) -> set[jax.Device]:
@@ -143,7 +143,7 @@ class Executables:
     Attributes:
       folder: folder of the executables.
       loaded: number of executables loaded.
-      missing: titles of executables that were not there or could not be loaded.
+      missing: titles of executables that did not exist or could not be loaded.
     """
 
     def __init__(self, folder: Path):

@@ -2,7 +2,7 @@
 
 A model with random weights in the real shapes runs `LM.generate`, greedy, at every batch and prompt
 length of a grid. It runs with several plans: the default, XLA alone, XLA and cuDNN, and the default
-without one kind of kernel or without fusion. Peers in PyTorch run before. A point that does not fit
+without one kind of kernel or without fusion. Peers in PyTorch run first. A point that does not fit
 into memory is skipped with a message. A wrong result gets no time.
 """
 
@@ -115,7 +115,7 @@ def fdjax_rows(
                 continue
             beyond = prompt + new_tokens > model.config.max_position_embeddings
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # with random weights, quality does not matter
+                warnings.simplefilter("ignore")  # random weights have no quality to compare
                 lm = LM(
                     planned,
                     params,
@@ -432,7 +432,7 @@ def with_weights(config, weights: tuple[str, int] | None, head: tuple[str, int] 
 
 
 def sorted_points(model, points: Sequence[Point]) -> list[Point]:
-    """Sort by memory, so that a point needs at least the memory that the one before it leaves."""
+    """Sort by memory, so that each point needs at least as much memory as the previous one."""
     from fdjax.engine.memory import plan_memory
 
     return sorted(points, key=lambda p: plan_memory(model, batch=p[0], max_len=p[1]).total_bytes)
@@ -455,7 +455,7 @@ def measure(
 
     options = {"new_tokens": args.new_tokens, "runs": args.runs}
     points = args.peer_points or args.points
-    # They end before JAX starts and takes the memory.
+    # The peers end before JAX starts and takes the memory.
     of_peers = args.peers and list(
         peer_rows(args.config, args.peers, points, dtype=args.dtype, **options)
     )

@@ -70,7 +70,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
-    """The requested parts, in the order of measurement."""
+    """The requested parts, in the order in which they are measured."""
     if args.config:
         points = args.points or [part.point for part in PARTS[:2]]
         return [Part(args.config.stem, args.config, point) for point in points]

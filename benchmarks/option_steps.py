@@ -27,7 +27,7 @@ OPTIONS = {
 
 
 def step_ms(lm: LM, prompts: list[list[int]], new_tokens: int, runs: int, **options) -> list[float]:
-    """Milliseconds that each token after the first adds, of each timed call."""
+    """Milliseconds per token after the first, for each timed call."""
 
     def seconds(count: int) -> float:
         began = time.perf_counter()

@@ -39,7 +39,7 @@ Generate = Callable[[Any, int], Any]
 
 
 class Samples(NamedTuple):
-    """Microseconds per run of the first token and of a decode step, or why there are none."""
+    """Microseconds of each run for the first token and for a decode step, or why there are none."""
 
     first_us: Sequence[float] = ()
     step_us: Sequence[float] = ()
@@ -100,8 +100,8 @@ def measure(
 ) -> Iterator[tuple[str, int, int, Samples]]:
     """Time greedy generation of a model with random weights in the real shapes.
 
-    The time of the first token is that of a call for one token. The time of a decode step is what
-    each further token adds.
+    The time of the first token is the time of a call for one token. The time of a decode step is
+    the additional time of each further token.
 
     Args:
       config: path of a config.json.

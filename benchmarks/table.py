@@ -70,7 +70,7 @@ def sources() -> Iterator[Source]:
     for path in sorted(RESULTS.glob("*/*.json")):
         try:
             yield Source(path, records.read(path))
-        except ValueError:  # a record of something else
+        except ValueError:  # a record of another kind
             continue
 
 
@@ -136,7 +136,7 @@ def _own(point: tuple[int, int], measured: Measured) -> list[str]:
 
 
 def _ratio(name: str, measured: Measured) -> str:
-    """Decode step and first token of a peer, as multiples of ours."""
+    """Decode step and first token of a peer, as multiples of fdjax's."""
     if name not in measured.step.keys() & measured.first.keys():
         return ""
     pairs = ((rows[name], rows["fdjax"]) for rows in (measured.step, measured.first))

@@ -47,7 +47,7 @@ from fdjax.weights.stacked import LayerStacks
 # Decode steps per dispatch.
 _STEPS = 32
 
-# The models in use, by (configuration, dtype, plan, number of devices, dtype of the cache).
+# Models in use, by (configuration, dtype, plan, number of devices, dtype of the cache).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
 
 
@@ -56,8 +56,8 @@ class LM:
 
     Attributes:
       model: static description; a jit static argument of `fdjax.forward` and `fdjax.generate`.
-      params: the weights, a tree of plain dicts. If devices share the model, each holds its part,
-        and weights of a single device are divided when they are assigned.
+      params: the weights, a tree of plain dicts. If devices share the model, each holds its part.
+        Assigned weights of a single device are divided among them.
       tokenizer: the tokenizer, which is false if the checkpoint has none. Token ids work without.
       defaults: the checkpoint's `GenerationConfig`, for options that a call does not give.
       max_len: cache slots per row, or None to size the cache by the prompts.
@@ -148,7 +148,7 @@ class LM:
         self._params, self.engine = params, engine
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles hold neither programs nor caches.
+        # Copies and pickles have neither programs nor caches.
         return {name: value for name, value in vars(self).items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class LM:
           MissingTokenizerError: a text or a stop string is given, but there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
           MemoryError: the cache of one row does not fit beside the weights.
-          Interrupted: Ctrl-C, a KeyboardInterrupt whose `answers` hold what is complete.
+          Interrupted: Ctrl-C. It is a KeyboardInterrupt whose `answers` has the complete answers.
 
         Warns:
           UserWarning: an option has no effect because nothing is sampled.
@@ -255,7 +255,7 @@ class LM:
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
         timer = Timer(self.model, self._params)
-        # They differ, so that none begins with what another has in the cache.
+        # The prompts differ, so that none begins with tokens that another has in the cache.
         prompts = [[i % self.config.vocab_size] * prompt_tokens for i in range(batch)]
         requests = [
             dataclasses.replace(request, config=self._of_two_tokens(request.config))
@@ -441,7 +441,7 @@ class LM:
     def _requests(
         self, prompts, config, options, defaults, refused: dict[int, Exception] | None = None
     ) -> list[Request]:
-        """The requests of a call. Errors of single prompts go to `refused`, if it is given."""
+        """The requests of a call. If `refused` is given, errors of single prompts are put there."""
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
         configs = per_prompt(defaults, config, options, len(prompts))
@@ -456,12 +456,12 @@ class LM:
                     raise
                 refused[i] = error
                 continue
-            # The answers of beam search come from one search.
+            # One search gives all answers to a prompt.
             beams = row_config.num_beams > 1
             samples = range(1 if beams else row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if any(request.config.return_reruns for request in requests):
-            # `stats` cover all rows, so all rows run in the same program.
+            # `stats.reruns` covers all rows, so all rows run in the same program.
             for i, request in enumerate(requests):
                 config = dataclasses.replace(request.config, return_reruns=True)
                 requests[i] = dataclasses.replace(request, config=config)
@@ -479,7 +479,7 @@ class LM:
             self._check_beams(config.num_beams, i)
 
     def _check_beams(self, beams: int, i: int) -> None:
-        """Raise an error if prompt `i` cannot have so many beams."""
+        """Raise an error if prompt `i` cannot have this many beams."""
         limits = {"rows that run at once": self.engine.most_rows}
         limits["tokens of the vocabulary"] = self.config.vocab_size
         for what, most in limits.items():
@@ -496,7 +496,7 @@ class LM:
     def _within_context(
         self, config: GenerationConfig, ids: list[int], i: int, asked: bool
     ) -> GenerationConfig:
-        """The configuration, with the number of new tokens cut to what the context holds.
+        """The configuration, with the number of new tokens limited to the rest of the context.
 
         Args:
           config, ids: configuration and token ids of prompt `i`.
@@ -538,7 +538,7 @@ class LM:
 
 
 def _answers(rows: Sequence[RequestState]) -> list[RequestState]:
-    """The rows that are results."""
+    """The requests that hold the results: themselves, or the answers of beam searches."""
     return [answer for row in rows for answer in row.answers]
 
 
@@ -551,7 +551,7 @@ def _show(rows: Sequence[RequestState], update: Callable[..., None]) -> None:
 
 
 def _check_params(params: Params, wanted: Params) -> None:
-    """Raise ValueError if parameters do not have the structure, shapes and dtypes wanted."""
+    """Raise ValueError if parameters do not have the structure, shapes and dtypes of the model."""
     given, want = (
         {
             jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{[*leaf.shape]}"
@@ -594,26 +594,27 @@ def load(
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
       quantize: "int4" | "int8" quantises the weights of linear layers while they are loaded, see
-        docs/quantised.md. Default: weights stay as the checkpoint has them, quantised or not.
-      kv_dtype: dtype of keys and values in the cache: "int8", or that of the activations, which
-        is the default. In int8 the cache holds almost twice as many tokens, see docs/quantised.md.
+        docs/quantised.md. Default: weights keep the format of the checkpoint, quantised or not.
+      kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
+        activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
       max_len: cache slots per row, for prompt and new tokens. Default: the cache is sized by the
         prompts, in a few steps, up to the model's max_position_embeddings. If a call does not give
-        the number of new tokens, it is cut to what the prompt leaves of these.
+        the number of new tokens, it is limited to the slots after the prompt.
       gpu_memory_utilization: share of JAX's free memory that this model may take for weights, cache
         and workspace together, above 0 and at most 1. If `max_len` is not given, it becomes the
         longest context that fits for `max_batch` rows (default 1). Default: all free memory.
-        On a GPU whose kernels read pages, the cache takes its whole share at the first use.
+        On a GPU whose kernels read pages, the cache is allocated in full at the first use.
       prefix_cache: compute a common beginning of prompts once, as long as the cache has room for
         it. Results may differ by rounding.
       plan: the plan that chooses implementations; default the device's.
       device: one of `jax.devices()`, which holds the weights and runs everything; default the first
         local one. Weights that are assigned later run on the device that holds them.
-      tensor_parallel: number of local devices that share the model, the first ones. Each holds a
-        part of the weights and of the cache, and all run every step together. The number must
-        divide the query heads and the width of the MLP. It must divide the KV heads or be a
-        multiple of them, which are then repeated. Memory options and plans are those of one device.
+      tensor_parallel: number of devices that share the model; the first local devices are used.
+        Each holds a part of the weights and of the cache, and all run every step together. The
+        number must divide the query heads and the width of the MLP. It must divide the KV heads or
+        be a multiple of them; KV heads are then repeated. Memory options and plans are for one
+        device.
       revision: branch, tag or commit of a hub id.
       token: access token for a hub id that needs one. True and None use the one of `hf auth login`,
         False uses none.
@@ -705,6 +706,6 @@ def _place(tensor_parallel: int, device: jax.Device | None) -> Place:
 
 
 def _in_use(model: Model) -> Model:
-    """An equal model that is in use, if there is one, so that its programs can be used again."""
+    """An equal model that is in use, so that its programs can be used again, or else this model."""
     key = model.config, model.dtype, model.plan, model.ranks, model.kv_dtype
     return _loaded.setdefault(key, model)

@@ -361,5 +361,5 @@ class BlockSpec:
 
     @property
     def attention_values(self) -> int:
-        """The same for attention: residual stream; Q, K and V; rotated Q or the result."""
+        """Values per token that attention holds: residual; Q, K and V; rotated Q or the result."""
         return self.width + 2 * (self.heads + self.kv_heads) * self.head_dim

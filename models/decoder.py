@@ -539,7 +539,7 @@ class Decoder(nnx.Module):
         return x if self.embed_norm is None else self.embed_norm(x, plan)
 
     def _rows(self, tokens: Array) -> Array:
-        """Rows of the embedding, which devices share if it is the head too: [B,T] → [B,T,E]."""
+        """Rows of the embedding: [B,T] → [B,T,E]. Devices share it if it is also the head."""
         embed = self.embed[...]
         if len(embed) == self.config.vocab_size:
             return jnp.take(embed, tokens, axis=0)
@@ -673,7 +673,7 @@ class Model:
 
     @property
     def local(self) -> "Model":
-        """The model that each device runs, with its own shapes: itself on a single device."""
+        """The model that each device runs, with its own shapes; on a single device, this model."""
         return self._local or self
 
     @property
@@ -733,7 +733,7 @@ class Model:
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights; tied embeddings count once, repeated KV heads as often as held."""
+        """Number of weights. Tied embeddings count once, repeated KV heads each time."""
         leaves = jax.tree.leaves(self.abstract_params, is_leaf=is_quantised)
         return sum(leaf.size for leaf in leaves)
 

@@ -36,7 +36,7 @@ def read_routing(reader: ConfigReader, experts: str, **fields: Any) -> Routing:
 
 
 def read_dense_layers(reader: ConfigReader, layers: int) -> list[int]:
-    """Read which layers of a Qwen have one MLP: those listed, and those between sparse steps."""
+    """Read which layers of a Qwen have a single MLP: listed ones, or between sparse steps."""
     step = reader.positive("decoder_sparse_step", 1)
     listed = reader.get("mlp_only_layers", list, [])
     if not all(type(i) is int for i in listed):

@@ -239,7 +239,7 @@ class Weight:
     whole: tuple[str, tuple[int, ...]] | None = None
 
     def outputs_first(self) -> tuple["Weight", bool]:
-        """The same with sources [..., N, K], as quantised weights have them; whether it differs."""
+        """(the weight with sources [..., N, K], as quantised weights need; whether it differs)."""
         if not isinstance(self.layout, InputsFirst):
             return self, False
         sources = tuple((name, (*head, n, k)) for name, (*head, k, n) in self.sources)

@@ -141,5 +141,5 @@ def _partition(whole: tuple[int, ...], local: tuple[int, ...], ranks: int) -> Pa
 
 
 def _like(tree: Any, other: Any) -> Any:
-    """The leaves of a tree in the structure of another; `QTensor`s differ in their shapes."""
+    """The leaves of a tree in the structure of another, whose `QTensor`s have other shapes."""
     return jax.tree.unflatten(jax.tree.structure(other), jax.tree.leaves(tree))

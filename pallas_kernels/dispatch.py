@@ -20,8 +20,8 @@ Features = frozenset[str]
 NAMES = ("xla", "cudnn", "mosaic_gpu")
 NO_FEATURES: Features = frozenset()
 
-# A measurement at one value of these keys says nothing about another value: the kernel may run
-# other code, may not run at all, or may leave a part of the device idle.
+# A measurement at one value of these keys says nothing about another value: there the kernel may
+# run other code, may not run at all, or may leave a part of the device idle.
 _EXACT_KEYS = (
     *("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden"),
     *("int4", "int8", "fp8", "fp4", "experts", "chosen"),
@@ -65,7 +65,7 @@ class Implementation:
       name: "xla" | "cudnn" | "mosaic_gpu", or a name from outside this package.
       run: runs the op; each op has its own convention for the arguments.
       can: names of the spec's features that it supports. It refuses all others.
-      needs: those of them without which it does not run.
+      needs: features of `can` without which it does not run.
       fits: shape → why the sizes or the dtype do not fit, or None.
       heuristic: (shape, compute capability) → whether it runs at a shape that was not measured. The
         plan asks its implementations in order.
@@ -261,7 +261,7 @@ class Dispatch:
         return choice
 
     def summary(self) -> dict[str, Any]:
-        """The fields that a benchmark record stores; of the table, the number of entries."""
+        """The fields for a benchmark record, with the number of entries in place of the table."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "implementations"]
         return {name: getattr(self, name) for name in names} | {"table": len(self.table)}
 
@@ -270,7 +270,7 @@ class Dispatch:
         return dataclasses.replace(self, only_xla=(*self.only_xla, op))
 
     def _has_parts(self, implementation: Implementation) -> bool:
-        """Whether no op that it replaces is named, or limited to XLA, to run otherwise."""
+        """Whether the ops that it replaces are neither named otherwise nor limited to XLA."""
         wanted = [*self.named, *((part, "xla") for part in self.only_xla)]
         return all(
             name not in implementation.parts or choice == implementation.name

@@ -1,6 +1,6 @@
 """`fdjax generate --input`: reads prompts from a file and writes the answers to another.
 
-A run that was interrupted goes on when it is started again.
+An interrupted run continues when it is started again.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _answer_all(
     complete = 0
     with progress.answers(len(prompts)) as update:
         for answer in lm.generate_iter(list(prompts.values()), **options):
-            if (i := numbers[answer.index]) in answers.done:  # another sample of it failed
+            if (i := numbers[answer.index]) in answers.done:  # another sample of this prompt failed
                 continue
             samples = found.setdefault(answer.index, [])
             samples.append(answer)
@@ -111,7 +111,7 @@ class AnswerFile:
     A file beside it records the model, options and input that the answers belong to.
 
     Attributes:
-      path: of the output.
+      path: path of the output.
       done: numbers of the prompts that have an answer.
     """
 
@@ -150,7 +150,7 @@ class AnswerFile:
                 self.done.add(json.loads(line)["index"])
             except (ValueError, TypeError, KeyError):
                 raise UsageError(f"{self.path}: line {number} is not an answer") from None
-        # A line that was cut is written anew.
+        # A line that was cut off is written again.
         self._file.truncate(len(whole))
 
     def __exit__(self, *error) -> None:
@@ -160,9 +160,9 @@ class AnswerFile:
         """Write the answers to a prompt."""
         record: dict[str, Any] = {"index": index, "id": line.id}
         record |= answers[0] if len(answers) == 1 else {"samples": answers}
-        # A lone surrogate of an id has no UTF-8, and becomes the escape of JSON again.
+        # A lone surrogate in an id has no UTF-8 form, so it is written as a JSON escape.
         text = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")
-        # In one piece, so that what ends this process cuts no line but the last.
+        # One write call, so that if the process is killed, only the last line can be cut off.
         self._file.write(text + b"\n")
         self._file.flush()
         self.done.add(index)

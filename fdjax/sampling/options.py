@@ -498,7 +498,7 @@ class GenerationConfig:
 
     @property
     def kept_per_beam(self) -> int:
-        """Candidates of a step of beam search per beam: beams go on even if all end tokens lead."""
+        """Candidates per beam in a step of beam search: enough even if all end tokens lead."""
         return max(2, 1 + len(self.filled().eos_token_ids))
 
     @property

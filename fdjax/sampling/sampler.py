@@ -199,7 +199,7 @@ def next_tokens_and_scores(
 
 
 def _noisy(scores, best, beam, sampling, steps, processors):
-    """Scores after the temperature, and with noise, of sampled rows; `best` [B] are the largest."""
+    """The scores with temperature and noise in sampled rows; `best` [B] are the largest scores."""
     drawn = (sampling.temperature > 0)[:, None]
     temperature = jnp.where(drawn, sampling.temperature[:, None], 1.0)
     relative = kept = (scores - best[:, None]) / temperature

@@ -131,7 +131,7 @@ def refuse_experts_in_one(config: DecoderConfig) -> None:
 
 
 def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
-    """The tensors of a quantised weight, or of one [K,N] to swap, and what makes them."""
+    """(the tensors that store a quantised weight, [K,N] if `swap`; function that makes them)."""
     (n, k), module = tensor.shape[:: -1 if swap else 1], tensor.name.removesuffix(".weight")
     tensors = (
         Planned(f"{module}.weight_packed", "I32", (n, word_rows(k, form.kind))),
@@ -271,7 +271,7 @@ def compare_models(
 def _compare_logits(
     reference: Model, other: Model, params: Any, other_params: Any, ids: Array, length: Array
 ) -> Array:
-    """[4, T-1]: log-probabilities of the next token by each model, KL, same likeliest token."""
+    """[4, T-1]: log-probability of the next token in each model, KL, same likeliest token."""
     p = jax.nn.log_softmax(forward(reference, params, ids, length)[0, :-1])
     q = jax.nn.log_softmax(forward(other, other_params, ids, length)[0, :-1])
     target = ids[0, 1:, None]

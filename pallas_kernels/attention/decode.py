@@ -43,7 +43,7 @@ def decode_attention(
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ):
-    """Attention of the last T tokens of each row against its KV cache, their own slots included.
+    """Attention of the last T tokens of each row against its KV cache, which contains them.
 
     Query t of row b has position lengths[b] - T + t and sees the slots up to its position.
 
@@ -57,7 +57,7 @@ def decode_attention(
       layer: index into stacked caches.
       pages: [B, N] int32, or None. k and v are then a pool [P, Hkv, page, D], or with `layer`
         [L, P, Hkv, page, D], and slot s of row b is slot s % page of page pages[b, s // page].
-      beams: where the slots of rows are that share parts of their responses; needs `pages`.
+      beams: the slots of beams, whose rows share parts of their responses; needs `pages`.
       sinks: [H], with `spec.sinks`.
       return_lse: also return the logsumexp of the scores, and of the sink if there is one.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
@@ -105,6 +105,6 @@ def decode_attention(
 
 
 def _asked_for(o, *others):
-    """o alone, or (o, *others) without the others that are False."""
+    """o alone, or (o, *others) without those that are not asked for."""
     others = [other for other in others if other is not False]
     return (o, *others) if others else o

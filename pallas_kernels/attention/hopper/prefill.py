@@ -372,8 +372,8 @@ def _consume(
             plgpu.wgmma_wait(1)  # waits for P·V of the block before
             pass_turn()
             when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
-            # The wait stands here, not where V is needed: there the compiler would move work below
-            # it that should run beside the exponentials.
+            # Waiting only where V is needed would be slower: the compiler would move work below the
+            # wait that should run beside the exponentials.
             plgpu.barrier_wait(v_full.at[stage])
             return acc[...]
 
@@ -499,7 +499,7 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _run(q, k, v, *live, batch_invariant, layer, rows, pages, **keywords):
-    if features_of(k):  # what the rows hold is dequantised once, and then read many times
+    if features_of(k):  # the rows' slots are dequantised once and read many times
         k, v = take_layer(k, v, layer, rows, pages)
         layer = rows = pages = None
     return prefill_mosaic(q, k, v, *live, layer=layer, rows=rows, pages=pages, **keywords)

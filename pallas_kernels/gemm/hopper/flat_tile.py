@@ -1,4 +1,4 @@
-"""What a flat GEMM on Hopper does beside its weight: copies, norm, sums over K, epilogue."""
+"""Parts of a flat GEMM on Hopper that do not depend on the weight's format."""
 
 import functools
 from typing import Any
@@ -119,7 +119,7 @@ class FlatTile:
 
         Args:
           weights: buffers of the weight in one step.
-          vectors: names of those that have no swizzle.
+          vectors: names of buffers without a swizzle.
           copies: number of copies that fill the weight's buffers.
           config: the tiling. K or shared memory may allow fewer `stages` in the ring.
 
@@ -127,7 +127,7 @@ class FlatTile:
           (steps in the ring, scratch by name).
 
         Raises:
-          NotImplementedError: there is no room.
+          NotImplementedError: shared memory has no room for them.
         """
         buffers = {"y": ((self.block_m, self.block_n), self.dtype)}
         if self.normed:

@@ -1,4 +1,4 @@
-"""A block of the grid: its place, its shared memory, and its signals to the other blocks."""
+"""A block of the grid: its index, its shared memory, and its signals to the other blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -194,7 +194,7 @@ class Block:
         return worked if at else worked & (layer > 0)
 
     def await_done(self, worked: Array | None, now: Array) -> None:
-        """If `now`, wait until this block has finished the stage before, if it `worked` on it."""
+        """If `now`, wait until this block has finished the previous stage, if it `worked` on it."""
         if worked is not None:
             when(worked & now)(lambda: plgpu.barrier_wait(self.smem["done"]))
 

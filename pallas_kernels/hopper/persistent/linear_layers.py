@@ -57,7 +57,7 @@ def _packed(
     most = min(packing.wide, packing.bricks // 2) // parts
     wide = 1 if "scaled" in fields else max(min(-(-n // CLUSTERS), most), 1)
     most = packing.bricks // (parts * wide) // 2 * 2
-    # Few tiles, of which the last should not be mostly empty.
+    # There are few tiles, so the last one should not be mostly empty.
     deep = min(range(most, 0, -2), key=lambda deep: -(-k // (2 * deep)) * (deep + 1))
     return PackedProduct(weight, x, k, n, wide, deep, 2, gate, packing=packing, **fields)
 

@@ -30,7 +30,7 @@ class Stage(Work, abc.ABC):
         """Load the results of earlier stages as bricks; `loaded` counts them since the start."""
 
     def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """What a second warpgroup computes; `used` is as for `compute`."""
+        """Compute a second warpgroup's part; `used` is as for `compute`."""
         raise NotImplementedError
 
     @abc.abstractmethod
