@@ -1,10 +1,10 @@
 """Greedy tokens of the embedded model on 2000 prompts: `python -m benchmarks.accuracy`.
 
-In fp32, every token must equal that of transformers. In bf16, the first difference of an answer
-must be at a position where rounding decides between the two likeliest tokens: their fp32 logits
-differ by less than 4 units in the last place of bf16. All implementations that run here are
-compared with the same reference tokens. `--reference` makes the reference tokens with transformers
-in fp32, one prompt length at a time.
+In fp32, every token must equal transformers' token. In bf16, the first difference of an answer must
+be at a position where rounding decides between the two likeliest tokens: their fp32 logits differ
+by less than 4 units in the last place of bf16. All implementations that run here are compared with
+the same reference tokens. `--reference` makes the reference tokens with transformers in fp32, one
+prompt length at a time.
 """
 
 import argparse

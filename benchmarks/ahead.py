@@ -4,7 +4,7 @@ A benchmark over many shapes spends nearly all its time tracing, lowering and co
 after another. Here several processes share the points of a run. Each runs the benchmark with
 stand-ins: arrays that have a shape but almost no memory, and programs that return zeros. So they
 compile exactly the programs that the benchmark needs, for the real device, and save the executables
-in a folder. The process that measures loads them and compiles those that are missing.
+in a folder. The measuring process loads them and compiles missing ones.
 
 The folder also keeps XLA's autotuning results. So one process can autotune for all, with the device
 to itself: several that autotune at once would disturb each other's timings.

@@ -29,10 +29,10 @@ from fdjax.system.files import output_file
 # Ops that multiply by weights.
 _LINEAR = ("matmul", "linear_chain", "decode_layers")
 
-# For each plan, the implementations forced by name, by op. Plans without a kind of kernel run XLA
-# instead. "without unified maximum" and "without fusion" keep the kernels but change how they run.
-# One launch has a running maximum in any case, so "without unified maximum" runs layer by layer and
-# is to be compared with "without launch".
+# For each plan: op → the implementation that is forced by name. Plans without a kind of kernel run
+# XLA instead. "without unified maximum" and "without fusion" keep the kernels but change how they
+# run. One launch has a running maximum in any case, so "without unified maximum" runs layer by
+# layer and is to be compared with "without launch".
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
     "xla": dict.fromkeys((*_LINEAR, "decode_attention", "prefill_attention"), "xla"),
@@ -250,7 +250,7 @@ def summary(rows: Sequence[Measurement]) -> str:
 
 
 def ratios(rows: Sequence[Measurement]) -> dict[str, float]:
-    """For each case, the time of the best peer over that of fdjax."""
+    """For each case, the time of the best peer divided by fdjax's time."""
     found = {}
     for case in dict.fromkeys(row.case for row in rows):
         ms = _milliseconds(rows, case)

@@ -1,7 +1,7 @@
 """Times peers in PyTorch on the same GPU: transformers, and a model in the manner of gpt-fast.
 
-Needs torch, and transformers for the peers that use it. `run_apart` measures them in a process of
-its own, because JAX and PyTorch both want most of the GPU's memory.
+Needs torch, and transformers for the peers that use it. `run_apart` measures them in a separate
+process, because JAX and PyTorch both take most of the GPU's memory.
 """
 
 import contextlib
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 def run_apart(
     config: Path, points: Sequence[tuple[int, int]], names: Sequence[str], **options
 ) -> Iterator[tuple[str, int, int, Samples]]:
-    """`measure` in a process of its own, which must run before JAX takes the GPU's memory."""
+    """`measure` in a separate process, which must run before JAX takes the GPU's memory."""
     given = {"config": str(config), "points": points, "names": names, **options}
     command = [sys.executable, "-m", __spec__.name, json.dumps(given)]
     missing = [(name, *point) for name in names for point in points]

@@ -115,7 +115,7 @@ class Results:
 
 
 def first_and_each(results: Results) -> Figure | None:
-    """FD++ Fig. 1: latency of the first token against that of each further token."""
+    """FD++ Fig. 1: latency of the first token and of each further token."""
     shown = []
     # All times of a panel come from one run.
     for first, each in zip(*map(results.by_record, ("first token", "decode step")), strict=True):
@@ -350,7 +350,7 @@ def breakdown(results: Results) -> Figure | None:
     for ms in results.by_record("decode step"):
         for point, times in ms.items():
             some = {name: t for name, t in times.items() if name.startswith("without")}
-            # Of several runs of a point, this shows the last one with the most plans.
+            # If a point has several runs, this shows the last of those with the most plans.
             if some and "fdjax" in times and len(some) >= len(bars.get(_where(*point), {})) - 1:
                 bars[_where(*point)] = {"fdjax": times["fdjax"], **some}
     if not bars:

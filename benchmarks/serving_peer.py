@@ -1,7 +1,7 @@
 """Runs requests through continuous batching in transformers: `benchmarks.serving --peer` starts it.
 
-It is a process of its own, because JAX and PyTorch both want most of the GPU's memory. The last
-line of its output is the JSON result.
+It is a separate process, because JAX and PyTorch both take most of the GPU's memory. The last line
+of its output is the JSON result.
 """
 
 import argparse

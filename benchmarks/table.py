@@ -66,7 +66,7 @@ def folder_of(device_kind: str) -> str:
 
 
 def sources() -> Iterator[Source]:
-    """All records of `fdjax.bench` except those in subfolders, which predate a change."""
+    """All records of `fdjax.bench`, without older ones in subfolders."""
     for path in sorted(RESULTS.glob("*/*.json")):
         try:
             yield Source(path, records.read(path))

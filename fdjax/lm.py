@@ -358,7 +358,9 @@ class LM:
         one = dataclasses.replace(self.defaults, num_return_sequences=1, num_beams=1)
         requests = self._requests(prompt, config, options, one)
         if requests[0].config.num_beams > 1:
-            raise ValueError("stream: num_beams must be 1, because beams have no text to their end")
+            raise ValueError(
+                "stream: num_beams must be 1, because the text of a search is known at its end"
+            )
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])

@@ -31,7 +31,7 @@ DECODER_CAN = (
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """The shape of a linear layer and of what is fused with it.
+    """The shape of a linear layer, and the operations fused with it.
 
     Attributes:
       k, n: shape of the weight [K,N], or [K,2,N/2] with a gate.
@@ -88,7 +88,7 @@ class LinearSpec:
       k: rows of the weight.
       outs: the weight's other axes.
       bias: whether it has a bias.
-      norm, gate, residual, result: what is fused with it and the dtype of its result, as in
+      norm, gate, residual, result: fused operations and the dtype of the result, as in
         `LinearShape`.
       weight: format of a quantised weight, or None.
       ranks: number of devices whose products are summed.
@@ -140,7 +140,7 @@ class BlockSpec:
       parallel: attention and MLP read the same residual stream, and both are added to it.
       shared_norm: the MLP of a parallel block reads the norm of attention.
       no_gate: the MLP is down(act(up(x))).
-      residual_multiplier: multiplies what is added to the residual stream.
+      residual_multiplier: multiplies each addend of the residual stream.
       experts: how experts are chosen, if the MLP is a mixture of experts with gates; None for a
         single MLP.
       shared_width: F of an MLP beside the experts that runs for every token; 0 for none.
@@ -148,8 +148,7 @@ class BlockSpec:
       router_bias: the router, a linear layer, has a bias.
       expert_bias: the linear layers of the experts have biases.
       formats: formats of the quantised weights, by the names in `weights`.
-      tensor_parallel: number of devices that share the layer. Heads and F are then those of one
-        device.
+      tensor_parallel: number of devices that share the layer. Heads and F are then for one device.
     """
 
     width: int

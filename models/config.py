@@ -42,7 +42,7 @@ class DecoderConfig:
       position_offset: row of position 0 in a learned table, whose rows are added to the embeddings;
         None for no table.
       final_norm: the residual stream is normalised before the head.
-      head_bias: a head of its own has a bias.
+      head_bias: the head, which is not tied, has a bias.
       logit_scale: multiplies the logits.
       logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
       head_format: format of a quantised head, or None. The head is then not tied.

@@ -524,8 +524,8 @@ class Decoder(nnx.Module):
         """tokens [B,T], at positions from starts [B] on → [B,T,E]."""
         x = self._rows(tokens)
         if (scale := self.config.embedding_scale) != 1:
-            # For a single row, XLA would merge this factor with the first norm's and so round
-            # differently than in a batch.
+            # For a single row, XLA would merge this factor with the factor of the first norm. It
+            # would then round differently than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
         if self.embed_in is not None:
             x = self.embed_in(x, plan=plan)
@@ -829,8 +829,8 @@ def random_params(
       model: the model.
       seed: seed of the random numbers.
       devices: devices that share the model; default the first local ones.
-      take: called with the path and the value of each parameter as it is made, unless devices
-        share it. Its result is what the returned tree holds.
+      take: called with the path and the value of each parameter as it is made, unless devices share
+        it. The returned tree holds its results.
     """
     if model.ranks > 1:
         devices = jax.local_devices()[: model.ranks] if devices is None else devices

@@ -221,7 +221,7 @@ class Dispatch:
         return [i for i in self.of(op) if i.supports(shape, features)]
 
     def candidates(self, op: str, features: Features, shape: Shape) -> Sequence[Any]:
-        """Configurations that `fdjax tune` tries: those of the first implementation with any."""
+        """Configurations that `fdjax tune` tries, from the first implementation that has some."""
         found = (i.candidates(shape) for i in self.able(op, features, shape))
         return next(filter(None, found), ())
 

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, section 3.4.2), half-split as in Hugging Face.
 
-Frequencies are a static property of a model: NumPy computes them when a program is traced. Those of
-`Dynamic` and `LongRope` are the exception, as they depend on the length of a sequence. The rotation
-is memory bound and meant to be fused into the operation that reads q and k.
+Frequencies are a static property of a model: NumPy computes them when a program is traced. Only the
+frequencies of `Dynamic` and `LongRope` depend on the length of a sequence. The rotation is memory
+bound and meant to be fused into the operation that reads q and k.
 """
 
 import dataclasses

@@ -172,7 +172,7 @@ class AnswerFile:
             run = json.loads(beside.read_text())
         except (OSError, ValueError):
             raise UsageError(
-                f"{self.path} exists, and no {beside.name} says what of: name another --output"
+                f"{self.path} exists without {beside.name}, its settings: name another --output"
             ) from None
         for name, value in self._run.items():
             if run.get(name) != value:

@@ -1,9 +1,9 @@
 """Stores lowered programs on disk, because tracing and lowering a large model takes seconds.
 
-JAX's compilation cache does not save this time: its key is the lowered program. The key here is
-what the program is traced from: this package, the model and its plan, the shapes of the arguments,
-JAX's version and settings, the device. A stored program is compiled like a traced one, so JAX's
-cache finds it. Patched packages and custom classes bypass this cache.
+JAX's compilation cache does not save this time: its key is the lowered program. The key here
+consists of everything that the trace depends on: this package, the model and its plan, the shapes
+of the arguments, JAX's version and settings, the device. A stored program is compiled like a traced
+one, so JAX's cache finds it. Patched packages and custom classes bypass this cache.
 """
 
 import contextlib
@@ -37,11 +37,15 @@ export.register_namedtuple_serialization(BeamResults, serialized_name="fdjax.Bea
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "annotate_device_placement", "__cudnn$fmhaSoftmax")
 _CHECKS = tuple(map(export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
 
-_FOLDER = "fdjax"  # in that of JAX's cache
-_NAME = r"[0-9a-f]{64}"  # of a program; while it is written, the process's number follows
-_FOLDERS = (".", "models", "pallas_kernels")  # of the package; the latter two may be links
+# Folder of stored programs in the folder of JAX's cache.
+_FOLDER = "fdjax"
+# Name of a stored program. While it is written, the number of the process follows.
+_NAME = r"[0-9a-f]{64}"
+# Folders of this package's sources. The latter two may be links.
+_FOLDERS = (".", "models", "pallas_kernels")
 _DIGEST_BYTES = 32
-_UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of another version, mostly
+# Programs that were unused for this time are deleted. Most belong to another version.
+_UNUSED_SECONDS = 30 * 24 * 60 * 60
 
 # Packages from which modules of this package import functions and classes.
 _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
@@ -89,7 +93,7 @@ def _export(
     try:
         return exporter(*avals)
     except (NotImplementedError, ValueError) as error:  # a custom call or a callback
-        logger.debug("a program cannot be kept: %s", error)
+        logger.debug("a program cannot be stored: %s", error)
         return None
 
 
@@ -104,10 +108,10 @@ def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
         return None
     foreign = _foreign([*_modules(), description])
     if foreign is not None:
-        logger.info("programs are not kept, as %r is not of this package", foreign)
+        logger.info("programs are not stored, because %r is not part of this package", foreign)
         return None
     if _SOURCE is None or _source_digest() != _SOURCE:
-        logger.info("programs are not kept, as this package is not on disk as it was loaded")
+        logger.info("programs are not stored, because the files of this package have changed")
         return None
     settings = {name: value for name, value in jax.config.values.items() if "_dir" not in name}
     origin = (

@@ -77,7 +77,7 @@ _OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 
 logger = logging.getLogger("fdjax")
 
-# The largest number of sequences that run at once on a CPU. More are no faster.
+# The largest number of sequences that run at once on a CPU. More would not be faster.
 _MOST_ROWS_ON_CPU = 32
 # If the size of memory is unknown, as on a CPU, caches take as much as the weights, or this.
 _LEAST_CACHE_BYTES = 2**30
@@ -123,7 +123,7 @@ class Engine:
       programs: the programs of the model. Engines with other weights share them.
       paged: whether the cache is a pool of pages; otherwise each row is in one piece.
       pool: knows which pages are in use, or None before the first use.
-      reusable: what the last batch left behind, or None.
+      reusable: the state of the last batch, or None.
       runner: runs the sequences of all callers.
       watch: reports if one of several devices stalls, or None. Set it while nothing runs.
     """
@@ -224,7 +224,7 @@ class Engine:
             self._open_pool(self._most_pages(slots))
         pages = 0 if self.pool is None else self.pool.count
         limit = pages if known else self._most_pages(slots)
-        # One more is nobody's.
+        # One page more, because page 0 is never handed out.
         if max(needs) >= limit:
             longest = max(needs) * SLOT_MULTIPLE
             plan_memory(self.local, max_len=longest).check("generate", self.memory_bytes)
@@ -496,7 +496,7 @@ class ParamPacking:
 
 
 def compiler_options(function: Callable, model: Model | None = None) -> dict[str, Any]:
-    """XLA options for the program of a step, without those that `XLA_FLAGS` sets."""
+    """XLA options for the program of a step, except options that `XLA_FLAGS` sets."""
     options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
     if model is not None and model.config.weight_formats:
         # Dequantised weights must share memory, or all of them would exist at the same time.

@@ -122,7 +122,7 @@ def plan_memory(
 def beam_slots(prompt: int, new: int, *, beams: int) -> int:
     """Cache slots of the beams of a prompt (segment KV cache, Wu et al. 2024, section 3.2).
 
-    The prompt's slots are shared. Each beam has pages of its own for its `new` tokens.
+    The prompt's slots are shared. Each beam has its own pages for its `new` tokens.
 
     Args:
       prompt: tokens of the prompt, P.

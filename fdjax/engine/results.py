@@ -116,7 +116,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One entry of a `GenerateResult`. The attributes mean what they mean there, for one entry."""
+    """One entry of a `GenerateResult`, with the same attributes for this entry."""
 
     tokens: list[int]
     text: str | None

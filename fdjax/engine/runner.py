@@ -318,7 +318,7 @@ class Runner:
     def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows took their parts.
 
-        A row that fails has an `error`; the others go on.
+        A row that fails has an `error`; the others continue.
 
         Args:
           rows: the sequences to run, together with those of other callers.

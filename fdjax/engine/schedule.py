@@ -236,7 +236,7 @@ def slots_for(longest_prompt: int, total: int, limit: int | None) -> int:
     """Cache slots per row: the smallest of a few sizes that holds `total` tokens.
 
     The sizes are 512, four times that, and so on, so that there are few programs. With a `limit`,
-    the size is always what a prompt of `limit` tokens needs.
+    the size is always the one for a prompt of `limit` tokens.
     """
     if limit is not None:
         return covered_slots(limit)

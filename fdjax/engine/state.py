@@ -22,7 +22,7 @@ LayerCache = tuple[Cache, Cache]
 # traced, so that equal layers share one lowering.
 StackedLayer = tuple[Cache, Cache, Array]
 
-# What `restart` does with a row.
+# Actions of `restart` for a row.
 KEEP, EMPTY = 0, 1
 
 # Cache slots are a multiple of this, so that a chunk of a prompt always fits. A page has as many.

@@ -108,7 +108,7 @@ class Candidates(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step of beam search gives each row.
+    """The result of a step of beam search, for each row.
 
     Attributes:
       moved: [B] bool, whether the row is a beam that takes part. If not, the other fields have no

@@ -82,7 +82,7 @@ class Number:
         """Check the value of the option `name`, and return it as a Python number.
 
         Raises:
-          ValueError: the value is no number of this kind in the range.
+          ValueError: the value is not a number of this kind in the range.
         """
         value = _plain(value)
         if value is None and self.optional:
@@ -96,7 +96,7 @@ class Number:
         """Parse a number.
 
         Raises:
-          ValueError: the text is no number of this kind in the range.
+          ValueError: the text is not a number of this kind in the range.
         """
         try:
             value = self.kind(text)
@@ -127,7 +127,7 @@ class OneOf:
         """Check the value of the option `name`.
 
         Raises:
-          ValueError: it is none of the values.
+          ValueError: the value is not allowed.
         """
         value = _plain(value)
         if not any(value is v or (isinstance(v, str) and value == v) for v in self.values.values()):
@@ -139,7 +139,7 @@ class OneOf:
         """Parse one of the words.
 
         Raises:
-          ValueError: it is none of them.
+          ValueError: the text is not one of the words.
         """
         if text not in self.values:
             raise ValueError(f"must be one of {', '.join(self.values)}, got {text!r}")
@@ -286,7 +286,7 @@ def _option(default: Any, check: Callable[[str, Any], Any], role=None, flag=None
     )
 
 
-# For options that generation_config.json cannot contain.
+# Metadata of an option that generation_config.json cannot contain.
 _OURS = {"in_files": False}
 
 
@@ -347,8 +347,8 @@ class GenerationConfig:
       length_penalty: the score of a finished beam is the sum of its scores divided by its number of
         new tokens to this power. Above 0 prefers long answers, below 0 short ones.
       early_stopping: when beam search ends. True: when `num_beams` beams are finished. False: when
-        the best beam that goes on would not be among the best if it ended now. "never": when it
-        could not be among the best at any length.
+        the best running beam would not be among the best if it ended now. "never": when it could
+        not be among the best at any length.
       seed: seed of the draws; None takes a new seed in each call. A row's tokens depend only on its
         prompt, its seed and its index among the samples of the prompt, not on the batch.
       eos_token_ids: ids that end a row.
@@ -459,8 +459,8 @@ class GenerationConfig:
 
         Args:
           defaults: values for the fields that are not given here. Fields that it lacks get the
-            option's own default. If `min_new_tokens` would exceed `max_new_tokens`, the one that is
-            given here wins, and the other gets the same value.
+            option's own default. If `min_new_tokens` would exceed `max_new_tokens`, the value that
+            is given here is used for both.
         """
         if len(self._given) == len(OPTIONS):
             return self
@@ -572,10 +572,10 @@ class GenerationConfig:
     ) -> "GenerationConfig":
         """The defaults of a checkpoint.
 
-        They come from generation_config.json. As in transformers, config.json counts only if there
-        is no generation_config.json, as in checkpoints from before 2023, but end-of-sequence ids
-        come from it whenever generation_config.json has none. `max_length`, which limits prompt and
-        response together, is ignored.
+        They come from generation_config.json. As in transformers, config.json is used only if there
+        is no generation_config.json, as in checkpoints from before 2023. But if
+        generation_config.json has no end-of-sequence ids, those of config.json are used.
+        `max_length`, which limits prompt and response together, is ignored.
 
         Args:
           generation: content of generation_config.json, or {}.

@@ -129,7 +129,7 @@ def next_tokens(
       batch_invariant: whether log-probabilities must be equal to the last bit for all B below 128.
 
     Returns:
-      (tokens [B] int32, or `NOT_FINITE` or `ALL_FORBIDDEN` in their place; their `Logprobs`, or
+      (tokens [B] int32, where `NOT_FINITE` and `ALL_FORBIDDEN` mark errors; their `Logprobs`, or
       None).
 
     Raises:

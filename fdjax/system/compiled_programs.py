@@ -56,7 +56,7 @@ def _attend(event: str, **_) -> None:
             path.unlink(missing_ok=True)  # an existing entry is one that JAX could not read
             _note(path, known.get("executable_and_time"))
     except OSError as error:
-        logger.info("the compilation cache cannot be looked after: %s", error)
+        logger.info("the compilation cache cannot be checked: %s", error)
 
 
 def _known_to_jax() -> dict[str, Any]:
@@ -72,7 +72,7 @@ def _known_to_jax() -> dict[str, Any]:
 def _remove_if_another(path: Path) -> None:
     """Remove an entry if its content was not written under this name."""
     if path.exists() and _is_another(path, path.read_bytes()):
-        logger.info("%s is not as it was written, and is written anew", path)
+        logger.info("%s is damaged and will be written again", path)
         path.unlink(missing_ok=True)
 
 

@@ -148,7 +148,7 @@ def model_info(
       model: the model.
       batch: number of rows.
       slots: tokens of each row; default the model's context.
-      memory_bytes: memory of the device in bytes; default that of the first local device.
+      memory_bytes: memory of the device in bytes; default the memory of the first local device.
       beams: beams of each prompt.
       new_tokens: number of tokens of each row that belong to the answer; only beams need it.
     """

@@ -231,7 +231,7 @@ def _score_chunk(
     offsets: Array,
     totals: Array,
 ) -> tuple[list[LayerCache], Array, Array]:
-    """Score the tokens that follow those of a chunk.
+    """Score the token after each token of a chunk.
 
     Args:
       model, params: the model.

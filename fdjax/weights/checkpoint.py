@@ -203,8 +203,8 @@ def load_params(
       devices: devices that share the model; default JAX's default device. Each device gets only its
         part of each tensor.
       progress: called with (bytes read, bytes in all).
-      take: called with the path and the value of each parameter as it is loaded. Its result is what
-        the returned tree holds.
+      take: called with the path and the value of each parameter as it is loaded. The returned tree
+        holds its results.
 
     Raises:
       CheckpointError: see `stored_tensors` and `check_tensors`; or config.json ties head and
@@ -233,7 +233,7 @@ def load_params(
     total = sum(view.nbytes for view in views.values())
     total += sum(stored[name].nbytes for linear in linears.values() for name in linear.names)
     done = 0
-    # New dicts, because those of the model must not change.
+    # New dicts, because the model's own dicts must not change.
     params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
         form = model.local.config.format_of(path)

@@ -1,7 +1,7 @@
 """Divides the tensors of a checkpoint among the devices that share a model.
 
-The weight map of the model gives the shape of a whole tensor, and the weight map of the local model
-that of a device's part. The axis in which they differ is divided.
+The weight map of the model has the shapes of whole tensors. The weight map of the local model has
+the shapes of a device's parts. The axis in which they differ is divided.
 """
 
 import dataclasses

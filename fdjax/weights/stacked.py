@@ -2,7 +2,7 @@
 
 A kernel that runs all layers takes the stacked arrays: few arguments, because each costs the host
 about a microsecond per call. Operations of XLA take the views. XLA copies a slice before it
-multiplies by it, so each view is an array of its own.
+multiplies by it, so each view is a separate array.
 """
 
 import ctypes

@@ -50,8 +50,8 @@ def decode_attention(
     Args:
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
-        never affect the result. "cudnn" needs finite values there, as it multiplies them by zero.
-        Both may be a `QuantisedCache`, which "xla" and "cudnn" read.
+        never affect the result. "cudnn" needs finite values there, because it multiplies them by
+        zero. Both may be a `QuantisedCache`, which "xla" and "cudnn" read.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.

@@ -1,8 +1,8 @@
 """`moe` through XLA: a loop over tiles of rows that chose the same expert.
 
-`lax.ragged_dot` is no help on a CPU. XLA multiplies all rows by the weights of all experts there:
-with 32 experts, 256 rows took 140 times as long as in one product. And a NaN in an expert that no
-row chose would reach all rows.
+`lax.ragged_dot` does not help on a CPU. XLA multiplies all rows by the weights of all experts
+there: with 32 experts, 256 rows took 140 times as long as in one product. And a NaN in an expert
+that no row chose would reach all rows.
 """
 
 import functools

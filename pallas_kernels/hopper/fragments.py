@@ -1,7 +1,7 @@
 """Unpacks quantised weights in registers, as a left operand of Hopper's tensor cores.
 
-The words are those of the layout "bricks". Values become bf16 or fp16 by placing their bits into
-the mantissa of a power of two and subtracting it, because converting integers is slow.
+The words are in the layout "bricks". Values become bf16 or fp16 by placing their bits into the
+mantissa of a power of two and subtracting it, because converting integers is slow.
 """
 
 from collections.abc import Callable
@@ -160,7 +160,7 @@ def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | No
 
 
 def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
-    """The bits of e4m3 are those of a bf16 that is smaller by 2^120, of an fp16 by 2^8."""
+    """The bits of e4m3 give a bf16 that is smaller by 2^120, or an fp16 by 2^8."""
     shift, power = (4, 0x7B807B80) if dtype == jnp.bfloat16 else (1, 0x5C005C00)
     values = []
     for word in words:

@@ -31,7 +31,7 @@ class GPTQ:
       bits: 4 or 8.
       group_size: rows that share a scale, -1 for all.
       symmetric: whether all zeros are the middle code.
-      stored_less: what is subtracted from zeros before they are stored, 1 or 0.
+      stored_less: number that is subtracted from zeros before they are stored, 1 or 0.
       dynamic: exceptions for some modules: regular expression → changed settings, or None if they
         are not quantised.
       source: name of config.json, for errors.

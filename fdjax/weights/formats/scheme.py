@@ -79,7 +79,7 @@ def stored_linears(
             if linear is not None:
                 found[name] = linear
     if not found:
-        raise CheckpointError(f"{scheme.source} is there, but no weight is quantised")
+        raise CheckpointError(f"{scheme.source} exists, but no weight is quantised")
     return found
 
 

@@ -26,10 +26,11 @@ check per split, not per score, is enough:
 fp16 ends at 65504 and has no such range, so it uses the running maximum from the start.
 
 **int8.** A `QuantisedCache` is read without dequantising it in memory first. Codes become bf16
-without rounding: those of K in registers, those of V through shared memory, because a transposed
-operand must be in shared memory in 16 bits. The scales of K multiply rows of Sᵀ. Those of V
-multiply P before it is rounded, and l sums P without them. This part was interpreted and compiled,
-but has not run on a GPU. So no plan chooses it: pass `implementation="mosaic_gpu_int8"`.
+without rounding. Codes of K become bf16 in registers. Codes of V go through shared memory, because
+a transposed operand must be in shared memory in 16 bits. The scales of K multiply rows of Sᵀ. The
+scales of V multiply P before it is rounded, and l sums P without them. This part was interpreted
+and compiled, but has not run on a GPU. So no plan chooses it: pass
+`implementation="mosaic_gpu_int8"`.
 
 It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes. In
 int8 these are 2 · sum(lengths) · Hkv · (D + 4).
@@ -150,7 +151,7 @@ def decode_mosaic(
 ):
     """`decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
-    Jitted, so that the layers of a model share one lowering. `options` are those of `_launch`.
+    Jitted, so that the layers of a model share one lowering. `options` are options of `_launch`.
 
     Args:
       visible: [B, S] int32, or None. Query token t then sees the slots whose bit t is set. All such

@@ -101,8 +101,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
     def block_start(step):
         """First slot of a step. The last block ends where the cached slots end, rounded up to 8.
 
-        So it may begin with slots of the block before. A first block that was requested before the
-        length was known is not moved.
+        So it may begin with slots of the previous block. A first block that was requested before
+        the length was known is not moved.
         """
         start = (first + step * stride) * bk
         if not ends_with_cache:
@@ -388,7 +388,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
         if config.cluster:
             plgpu.barrier_arrive(smem["cluster"])
         if "qkv" in inputs:
-            # The last block may contain the slot, so it must be loaded before.
+            # The last block may contain the slot, so it must have been loaded.
             write_token(caches, smem, cached)
         plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[row, tile, pl.ds(zero, padded)])
         if "lse" in outputs:

@@ -9,8 +9,8 @@ one unpacks while the tensor cores work for another.
 Scales multiply the fp32 sums of their group of rows. This costs less than scaling weights, and
 rounds nothing. Zeros are subtracted while unpacking, exactly.
 
-XLA runs the norm, and for more than 32 rows the gate. Scaling x in every block took 7 us on an H100
-where the product takes 20 us, and a launch of its own takes 2 us (benchmarks/LOG.md).
+XLA runs the norm, and for more than 32 rows the gate. On an H100, scaling x in every block took 7
+us for a product of 20 us. A separate launch takes 2 us (benchmarks/LOG.md).
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ Copies = list[tuple[Any, Any]]
 
 
 class Work:
-    """What a block needs to know about a stage.
+    """The properties of a stage that a block needs.
 
     Attributes:
       tiles: number of tiles that the stage's work is cut into; blocks take them in turn.
@@ -47,14 +47,14 @@ class Share(NamedTuple):
 
 
 class Block:
-    """The block that a stage runs in.
+    """The block in which a stage runs.
 
     Attributes:
       gmem, smem: references to global and shared memory, by name.
       stages: the stages of one layer.
       layers: number of layers.
-      config: the op's limits on tiles in flight. `ahead` limits those of the next stage; each stage
-        picks the limit for its own.
+      config: the op's limits on tiles in flight. `ahead` is the limit for tiles of the next stage.
+        Each stage chooses the limit for its own tiles.
       cluster, rank: index of the block's cluster, and of the block in it.
       zero: a traced 0. A slice that starts here may reach past the end of an array, where TMA
         fills in zeros.

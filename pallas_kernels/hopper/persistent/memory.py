@@ -65,7 +65,7 @@ def with_rings(
     """Scratch of a kernel: `memory`, a ring of bricks of x, and a ring of tiles in the rest.
 
     Args:
-      memory: what the stages need.
+      memory: memory that the stages need.
       rows: rows of x, a multiple of 8.
       dtype: dtype of x and of the weights.
       copies: number of copies that fill one tile.

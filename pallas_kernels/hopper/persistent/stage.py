@@ -14,7 +14,7 @@ class Stage(Work, abc.ABC):
     def bring_weights(
         self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
-        """Fill the ring with tiles that do not depend on the stage before.
+        """Fill the ring with tiles that do not depend on the previous stage.
 
         Args:
           worked: argument of `Block.await_done`, which must be called before all but the first
