@@ -172,7 +172,7 @@ class Executables:
             loaded = deserialize_and_load(
                 payload, jax.tree.structure((args, {})), jax.tree.structure(tree)
             )
-        except Exception as error:  # whatever the runtime raises, the program can be compiled
+        except Exception as error:  # the program can be compiled after any error
             self.missing.append(f"{_title(name)}: {error}".splitlines()[0])
             return None
         self.loaded += 1

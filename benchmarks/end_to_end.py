@@ -402,7 +402,7 @@ def compile_only(args: argparse.Namespace) -> int:
 
 
 def read_model(args: argparse.Namespace):
-    """Describe the model of the command line."""
+    """Describe the model that the command line names."""
     from fdjax.models import describe, parse_config
 
     config = parse_config(json.loads(args.config.read_text()))

@@ -29,7 +29,7 @@ class Attention(nn.Module):
         """Empty caches [B, Hkv, S, D] in the dtype and on the device of the weights."""
         for name in ("keys", "values"):
             empty = self.qkv.weight.new_zeros(batch, self.kv_heads, slots, self.head_dim)
-            # A CUDA graph may then write into it.
+            # A CUDA graph may then write into the cache.
             mark_static_address(empty)
             self.register_buffer(name, empty, persistent=False)
 

@@ -31,7 +31,7 @@ _GPT_FAST = {
 }
 PEERS = (*_TRANSFORMERS, *_GPT_FAST)
 
-# Begins each line of a process's output that is a result.
+# Prefix of the output lines that are results.
 _RESULT = "peer: "
 
 # (ids [B,P], new tokens) → tokens [B, P + new tokens]; torch tensors.

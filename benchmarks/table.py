@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Family, size and dtype of the model, for people."""
+        """Family, size and dtype of the model, as text."""
         config = self.record.config
         name = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B"
         return f"{name}, {config['dtype']}"

@@ -565,7 +565,7 @@ class Decoder(nnx.Module):
           tokens: [B] int32.
           kv: caches of keys and of values, [L,B,Hkv,S,D] each, or pools of `pages`.
           stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
-          lengths: [B] int32 slots filled before.
+          lengths: [B] int32 slots filled before this token.
           rotation_at: rotary embedding → (cos, sin) [B,1,D/2] at the tokens' positions.
           plan: chooses the implementations.
           pages: [B,N] int32, see `decode_attention`.

@@ -20,8 +20,8 @@ Features = frozenset[str]
 NAMES = ("xla", "cudnn", "mosaic_gpu")
 NO_FEATURES: Features = frozenset()
 
-# A measurement at one value of these keys says nothing about another value: there the kernel may
-# run other code, may not run at all, or may leave a part of the device idle.
+# A measurement at one value of these keys does not apply to another value. The kernel may then run
+# other code, not run at all, or leave a part of the device idle.
 _EXACT_KEYS = (
     *("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden"),
     *("int4", "int8", "fp8", "fp4", "experts", "chosen"),
@@ -339,7 +339,7 @@ def _distance(measured: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int
         # One query token and several run different kernels.
         if key in _EXACT_KEYS or (key == "t" and 1 in (x, y)) or x <= 0 or y <= 0:
             return math.inf
-        # A configuration measured with fewer rows may have no room for more.
+        # A configuration measured with fewer rows may not fit into memory with more rows.
         if key == "m" and x < y:
             return math.inf
         # Kernels need a multiple of 8 slots.

@@ -72,7 +72,7 @@ def _answer_all(
     system: str | None,
     options: dict[str, Any],
 ) -> None:
-    """Answer lines, by their numbers."""
+    """Answer the given lines of the input."""
     began, tokens = time.monotonic(), 0
     prompts, failed = {}, 0
     for i, line in lines.items():
@@ -262,7 +262,7 @@ def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> d
 def _lock(file: BinaryIO, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # not on Windows
+    except ImportError:  # Windows has no `fcntl`
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -60,7 +60,7 @@ class BeamSearch(RequestState):
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are tokens."""
+        """Whether it has tokens."""
         return bool(self._steps)
 
     @property
@@ -80,7 +80,7 @@ class BeamSearch(RequestState):
         return pages[:prompt] + pages[prompt + beam :: self.width]
 
     def begin(self) -> None:
-        """Forget all steps."""
+        """Forget all steps, because the search starts over."""
         self._steps = []
         self.cached_tokens = 0
 
@@ -103,7 +103,7 @@ class BeamSearch(RequestState):
             self._finish(beams.ended[row].tolist(), beams.ends[row].tolist())
 
     def _finish(self, scores, ends):
-        """Fill the answers."""
+        """Give the answers their tokens and scores."""
         found = sum(length > 0 for length, _, _ in ends[: self.width])
         if found < len(self._answers):
             raise ValueError(

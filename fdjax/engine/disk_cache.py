@@ -102,9 +102,9 @@ def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
-    if jax.config.jax_compilation_cache_max_size != -1:  # which JAX keeps to, and we would not
+    if jax.config.jax_compilation_cache_max_size != -1:  # this module would ignore the limit
         return None
-    if not jax.sharding.get_abstract_mesh().empty:  # a program would be that mesh's
+    if not jax.sharding.get_abstract_mesh().empty:  # a program traced now would depend on that mesh
         return None
     foreign = _foreign([*_modules(), description])
     if foreign is not None:
@@ -156,13 +156,13 @@ def _package(thing: Any) -> str:
     match thing:
         case ModuleType():
             module = thing.__name__
-        case FunctionType():  # its `__module__` is another's after `functools.wraps`
+        case FunctionType():  # `functools.wraps` changes `__module__`
             module = thing.__globals__.get("__name__", "")
         case type():
             module = thing.__module__
         case _:
             module = type(thing).__module__
-    # A named tuple's methods have a module of their own.
+    # The generated methods of a named tuple have another module.
     return "collections" if module.startswith("namedtuple_") else module.partition(".")[0]
 
 
@@ -195,7 +195,7 @@ def _source_digest() -> str | None:
     digest, found = hashlib.sha256(), False
     try:
         for path in sorted(path for name in _FOLDERS for path in (root / name).rglob("*.py")):
-            if path.name.startswith("."):  # an editor's
+            if path.name.startswith("."):  # temporary files of editors
                 continue
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
             found = True
@@ -218,7 +218,7 @@ def _read(path: Path) -> export.Exported | None:
     if _is_damaged(path, data):
         logger.info("%s is damaged", path)
         return None
-    with contextlib.suppress(OSError):  # of another user
+    with contextlib.suppress(OSError):  # owned by another user
         os.utime(path)
     return export.deserialize(bytearray(data[_DIGEST_BYTES:]))
 
@@ -256,6 +256,6 @@ def _write(path: Path, exported: export.Exported) -> None:
 def _remove_unused(folder: Path) -> None:
     for path in folder.iterdir():
         if re.fullmatch(rf"{_NAME}(\.\d+)?", path.name):
-            with contextlib.suppress(OSError):  # gone already, or of another user
+            with contextlib.suppress(OSError):  # deleted already, or owned by another user
                 if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
                     path.unlink()

@@ -56,7 +56,7 @@ _CONCURRENT = "xla_gpu_command_buffer_scheduling_mode"
 # graph, the host reads the condition of each step.
 _CAPTURED = "xla_gpu_enable_command_buffer"
 _DECODE_OPTIONS = {
-    # XLA's default list, and WHILE.
+    # XLA's default list, plus WHILE.
     _CAPTURED: ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"),
     # The default is 5 operations. The program has fewer outside the loop.
     "xla_gpu_graph_min_graph_size": 1,
@@ -480,7 +480,7 @@ class ParamPacking:
         return cls(treedef, tuple(map(tuple, groups.values())))
 
     def pack(self, params: Params) -> list[jax.Array]:
-        """Pack the tree."""
+        """Pack the leaves of the tree into arrays."""
         leaves = jax.tree.leaves(params)
         return [
             leaves[group[0]] if len(group) == 1 else stacked([leaves[i] for i in group])

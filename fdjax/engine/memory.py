@@ -64,7 +64,7 @@ class MemoryPlan:
         return self.weight_bytes + self.cache_bytes + self.workspace_bytes
 
     def __str__(self) -> str:
-        """One line for people."""
+        """A readable line."""
         return (
             f"{gigabytes(self.total_bytes)}: weights {gigabytes(self.weight_bytes)}, cache "
             f"{gigabytes(self.cache_bytes)} for {self.batch} x {self.max_len} tokens, workspace "
@@ -246,7 +246,7 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         attention += 2 * rows * row_bytes
     if "xla" in runs:
         scores = 4 * rows * c.heads * (tokens // rows) * slots
-        # Also counts a copy of the values with dead slots zeroed.
+        # The size also counts a copy of the values with dead slots zeroed.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
     # A decode step dequantises the cache of all rows, a layer at a time.
     attention = max(attention, 2 * batch * row_bytes if model.kv_dtype else 0)

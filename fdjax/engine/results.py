@@ -73,7 +73,7 @@ class Stats:
 
     @property
     def seconds(self) -> float:
-        """The whole call."""
+        """Seconds of the whole call."""
         return self.prefill_seconds + self.decode_seconds + self.compile_seconds
 
     @property
@@ -100,7 +100,7 @@ class Stats:
         return self.gb_per_s / self.peak_gb_per_s
 
     def __str__(self) -> str:
-        """One line for people."""
+        """A readable line."""
         line = (
             f"{self.prompt_tokens} prompt + {self.decode_tokens} new tokens in {self.seconds:.2f} s"
         )
@@ -271,7 +271,7 @@ class TextStream(Iterator[str]):
 
     @property
     def stats(self) -> Stats:
-        """The cost so far."""
+        """The cost of the stream so far."""
         return self._timer.stats([self._row])
 
 

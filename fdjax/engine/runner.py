@@ -101,7 +101,7 @@ class Task:
 
     @property
     def ids(self) -> list[int]:
-        """Its tokens so far."""
+        """Its prompt and its tokens so far."""
         return self.row.ids
 
     @property
@@ -285,7 +285,7 @@ def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[j
 
 
 class Runner:
-    """The sequences of all callers of one engine."""
+    """Runs the sequences of all callers of one engine."""
 
     def __init__(self, engine: Any, open_session: Callable[..., Any] = Session):
         """Prepare a runner without calls.
@@ -302,7 +302,7 @@ class Runner:
         self._arrivals: collections.deque[Call] = collections.deque()
         self._prompts: PackedPrompts | PromptsOfRows | tuple = ()
         self._flight: collections.deque[InFlight] = collections.deque()
-        self._compile_seconds = 0.0  # since the last results were read
+        self._compile_seconds = 0.0  # seconds of compilation since the last results were read
         self._undivided = 0  # prompt tokens dispatched since the last decode steps
         self._condition = threading.Condition()
         self._table_is_old = False
@@ -701,7 +701,7 @@ class Runner:
 
 
 def _table(task: Task, beam: int) -> list[int]:
-    """The pages of one of a task's rows."""
+    """The pages of a row of a task."""
     return task.row.table(task.pages, beam)
 
 

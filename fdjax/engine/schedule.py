@@ -17,7 +17,7 @@ SHORT_CHUNK, _SHORT_ROWS = 16, 8
 CALL_TOKENS = 8192
 # Cost of another call, which reads the weights again, as a number of tokens to compute.
 _CALL_OVERHEAD_TOKENS = 128
-# The same in units of the narrowest chunk.
+# Widths and the cost of a call in units of the narrowest chunk.
 _UNITS = tuple(chunk // CHUNKS[0] for chunk in CHUNKS)
 _CALL_OVERHEAD = _CALL_OVERHEAD_TOKENS // CHUNKS[0]
 
@@ -64,7 +64,7 @@ def chunks_for(length: int) -> tuple[int, ...]:
 
 
 def widest_chunk(length: int) -> int:
-    """The first of `chunks_for`."""
+    """The width of the first chunk of `chunks_for`."""
     widest, rest = _widest_and_rest(length)
     return CHUNKS[-1] if widest else rest[0]
 

@@ -105,7 +105,7 @@ class RequestState:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are tokens."""
+        """Whether it has tokens."""
         return bool(self.tokens)
 
     @property

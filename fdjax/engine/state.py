@@ -94,12 +94,12 @@ class DecodeState:
 
     @property
     def batch(self) -> int:
-        """B."""
+        """Number of rows, B."""
         return self.ids.shape[0]
 
     @property
     def slots(self) -> int:
-        """S."""
+        """Number of slots per row, S."""
         return self.ids.shape[1]
 
 

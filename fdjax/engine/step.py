@@ -268,7 +268,7 @@ def decode_steps(
 
     def goes_on(carry):
         state = carry[0]
-        # One reduction makes one kernel.
+        # A single reduction, because each makes a kernel.
         return ~jnp.all(state.finished | (state.steps - begun >= n))
 
     tokens = jnp.full((b, max_steps), -1, jnp.int32)
@@ -342,7 +342,8 @@ def run_layers(
     # Prompt tokens = slots filled - tokens chosen + 1: the last chosen token has no slot yet.
     rotation_at = _rotation_at(state.lengths - state.steps + 1, sampling.max_new_tokens)
     lengths = state.lengths
-    if pages is not None and state.batch > 1:  # a single row that is finished ends the loop
+    # With a single row, the loop ends as soon as the row is finished.
+    if pages is not None and state.batch > 1:
         lengths = jnp.where(state.finished, 0, lengths)
         pages = jnp.where(state.finished[:, None], NOBODYS_PAGE, pages)
     if layers is not None:

@@ -35,7 +35,7 @@ class Watch:
         self._reached: dict[int, tuple[int, str]] = {}
 
     def arrive(self, rank: int, name: str) -> None:
-        """Count an operation of a device."""
+        """Note that a device has reached a collective operation."""
         with self._lock:
             count, _ = self._reached.get(rank, (0, ""))
             self._reached[rank] = count + 1, name

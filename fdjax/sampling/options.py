@@ -30,7 +30,7 @@ class Unset(enum.Enum):
 
 UNSET = Unset.UNSET
 
-# The last step of a bias that never ends.
+# The end of a bias that applies to all steps.
 _ALWAYS = 2**31 - 1
 
 # Options of transformers that are not supported but may be in generation_config.json, with the

@@ -26,7 +26,7 @@ from fdjax.weights.quantise import KEPT, quantise
 from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
 
-# Files beside the weights that are copied.
+# Files of a checkpoint that are copied.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -218,7 +218,7 @@ class ModelComparison:
     agreement: float
 
     def __str__(self) -> str:
-        """Lines for people."""
+        """A readable text of three lines."""
         return "\n".join(
             (
                 f"perplexity    {self.perplexity:.4f}, of the original "

@@ -168,7 +168,7 @@ def _score_batch(
       For each window (window, log-probabilities of its tokens after the first, `likeliest` of these
       tokens).
     """
-    # The last token of a window is only a target, no input.
+    # The last token of a window is only a target, not an input.
     lengths = np.array([len(w.ids) - 1 for w in windows], np.int32)
     lengths = np.pad(lengths, (0, _cache_rows(len(windows)) - len(windows)))
     widths = chunks_for(max(1, int(lengths.max())))

@@ -81,7 +81,7 @@ def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, 
     """
     if path is None and not (path := shipped_table_path(device_kind)).exists():
         raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
-    read_table(path, log_level=logging.INFO)  # the explanation shows the versions
+    read_table(path, log_level=logging.INFO)  # the explanation shows other versions anyway
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 

@@ -216,7 +216,7 @@ def stack_layers(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _log_once(message)  # enough memory is free, but not in one piece
+        _log_once(message)  # enough memory is free, but it is fragmented
         return None
     finally:
         blocks.update({i: _nested(layer) for i, layer in enumerate(layers)})

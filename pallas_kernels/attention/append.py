@@ -1,4 +1,4 @@
-"""Attention with the work before it: RoPE of new tokens, and writing them to the cache.
+"""Attention fused with the steps before it: RoPE, and the append of new tokens to the cache.
 
 With "mosaic_gpu", a decode step of one token per row takes one launch, and a prefill chunk two.
 """

@@ -14,7 +14,7 @@ from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.weights.formats.layer import Codes, Stored, StoredLinear, damaged, take
 
 _GROUP = 32
-_NAN = 255  # of e8m0
+_NAN = 255  # the code of NaN in e8m0
 
 
 @dataclasses.dataclass(frozen=True)

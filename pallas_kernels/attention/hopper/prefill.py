@@ -369,7 +369,7 @@ def _consume(
 
         def product(acc):
             plgpu.wgmma(acc, q_s, k_s.at[stage].T)
-            plgpu.wgmma_wait(1)  # waits for P·V of the block before
+            plgpu.wgmma_wait(1)  # waits for P·V of the previous block
             pass_turn()
             when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
             # Waiting only where V is needed would be slower: the compiler would move work below the
@@ -423,7 +423,7 @@ def _consume(
 
         def block(j, stage, l, masked):
             l = add_values(acc, scores(j, stage, masked, phi), l, stage)
-            if masked:  # masking needs the registers
+            if masked:  # frees registers, which masking needs
                 plgpu.wgmma_wait(0)
             return l
 

@@ -101,7 +101,7 @@ class FlatTile:
 
     @property
     def stage(self) -> Buffers:
-        """Buffers of one step, beside the weight's."""
+        """Buffers of one step, without those of the weight."""
         stage = {"x": ((self.block_m, self.block_k), self.in_dtype)}
         if self.normed:
             stage["scale"] = ((self.block_k,), self.operands["scale"].dtype)
@@ -109,7 +109,7 @@ class FlatTile:
 
     @property
     def copies(self) -> int:
-        """Number of copies that fill them."""
+        """Number of copies that fill the buffers of `stage`."""
         return self.groups + self.normed
 
     def scratch(

@@ -120,8 +120,8 @@ class Block:
         Args:
           tiles: (tiles requested, tiles waited for) since the kernel began.
           in_flight: limit of requested tiles that have not arrived.
-          copies: returns pairs of references to global memory and to the shared memory of a slot
-            that together make up the tile. It is called when there is room.
+          copies: function that returns pairs (reference to global memory, reference to a slot's
+            shared memory), which together make up the tile. It is called when the ring has room.
 
         Returns:
           The updated `tiles`.
@@ -198,7 +198,7 @@ class Block:
         if worked is not None:
             when(worked & now)(lambda: plgpu.barrier_wait(self.smem["done"]))
 
-    # Among all blocks.
+    # Signals among all blocks.
 
     def signal(self, layer: Layer) -> None:
         """Count a tile as finished."""

@@ -17,7 +17,7 @@ def projection(
     weight: str, *, width: int, n: int, eps: float, packing: Packing | None = None
 ) -> Product:
     """Projection of the residual stream [M, width] to Q, K and V, n columns in all."""
-    # Wide tiles where they still occupy enough blocks.
+    # Tiles are wide if there are still enough of them for all blocks.
     n //= BRICK
     if packing:
         norm = InputNorm("next_squares", eps)
