@@ -120,12 +120,12 @@ class BlockSpec:
     All code that runs a block lists the features it supports and refuses all others.
 
     Attributes:
-      width: E.
-      mlp_width: F, of the MLP or of each expert.
-      heads, kv_heads, head_dim: H, Hkv, D.
+      width: width of the residual stream, E.
+      mlp_width: width of the MLP or of each expert, F.
+      heads, kv_heads, head_dim: numbers of query and KV heads, size of a head: H, Hkv, D.
       norm_eps: epsilon of the norms.
-      activation: activation of the MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`, without a gate
-        of `pallas_kernels.activations.UNGATED`, or of experts also of `PAIRED` there.
+      activation: activation of the MLP, a key of `ACTIVATIONS` in `pallas_kernels.activations`;
+        without a gate, a key of `UNGATED` there; with experts, also a key of `PAIRED`.
       attention: scores, mask and RoPE.
       qkv_bias, out_bias, mlp_bias: whether these linear layers have a bias.
       norm_offset: added to the weights of every norm.

@@ -138,7 +138,7 @@ class DecoderConfig:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return len(self.blocks)
 
     @property

@@ -456,7 +456,7 @@ def layer_weights(stacked: dict[str, Array]) -> LayerWeights:
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm, head."""
+    """A decoder: embedding, blocks, final norm, head."""
 
     def __init__(self, config: DecoderConfig, dtype):
         width, inner = config.width, config.embedding_width or config.width

@@ -64,7 +64,7 @@ class Implementation:
       op: the op's name.
       name: "xla" | "cudnn" | "mosaic_gpu", or a name from outside this package.
       run: runs the op; each op has its own convention for the arguments.
-      can: names of the spec's features that it supports. It refuses all others.
+      can: names of the features that it supports. It refuses all others.
       needs: features of `can` without which it does not run.
       fits: shape → why the sizes or the dtype do not fit, or None.
       heuristic: (shape, compute capability) → whether it runs at a shape that was not measured. The
@@ -189,13 +189,13 @@ class Dispatch:
     Attributes:
       device_kind: `jax.Device.device_kind`, such as "NVIDIA H100 80GB HBM3" or "cpu".
       compute_capability: (major, minor) of a CUDA device, None elsewhere.
-      batch_invariant: XLA implementations give bitwise the same row whatever the rest of the batch.
-        On by default on CPU, where it costs little.
+      batch_invariant: XLA implementations compute a row with the same bits in any batch. On by
+        default on a CPU, where it costs little.
       named: implementations forced by name, as ((op, implementation), ...). They never fall back:
         an op that cannot run as named raises `NotImplementedError`.
       table: measured entries.
       only_xla: ops that run through XLA unless they are named.
-      implementations: of all ops, the preferred one of each op first.
+      implementations: implementations of all ops. The preferred ones of an op come first.
     """
 
     device_kind: str = "cpu"

@@ -32,8 +32,8 @@ def forward(
 ) -> Array:
     """Logits at every position, without a cache. Pure and jittable (`model`, `last` static).
 
-    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked: those that are out of range
-    give logits without meaning.
+    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked. Values out of range give
+    logits without meaning.
 
     Args:
       model, params: the model.
@@ -65,7 +65,7 @@ def _forward(
 
 
 def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
-    """Attention of whole texts to themselves; it returns their caches as they are.
+    """Attention within whole texts, as a function that returns caches unchanged.
 
     Args:
       lengths: [B] int32 valid tokens of each text.
@@ -96,8 +96,8 @@ def generate(
 ) -> Array:
     """Generate from a batch of prompts. Pure and jittable (`model` and `config` static).
 
-    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked: those that are out of range
-    give tokens without meaning.
+    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked. Values out of range give
+    tokens without meaning.
 
     Args:
       model, params: the model.
@@ -116,7 +116,7 @@ def generate(
       ValueError: shapes disagree, a value is out of range, an option names an id that is not in the
         vocabulary or works on the host only, or several devices share the model and `params` are
         not on them.
-      TypeError: `config` is no `GenerationConfig`.
+      TypeError: `config` is not a `GenerationConfig`.
     """
     if not isinstance(config, GenerationConfig):
         raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")

@@ -166,7 +166,7 @@ def check_load(
 
     Raises:
       ValueError: an argument is out of range.
-      MemoryError: the weights do not fit, or not with the batch and length asked for.
+      MemoryError: the weights do not fit, or not together with the given batch and length.
     """
     for name, value in (("max_batch", max_batch), ("max_len", max_len)):
         if value is None:

@@ -78,7 +78,7 @@ class PagePool:
         """Take pages whose content does not matter.
 
         Raises:
-          ValueError: fewer are available.
+          ValueError: too few pages are available.
         """
         if count > self.available:
             raise ValueError(f"pages: must leave {count} available, got {self.available}")

@@ -94,7 +94,7 @@ def cheapest(units: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def rows_of_call(width: int, batch: int) -> int:
     """Rows of a call with chunks of `width`, for a state of `batch` rows.
 
-    It is all rows, half of them, a quarter and so on, rounded down. So there are few programs for
+    The number is all rows, half of them, a quarter and so on, rounded down. So a few programs serve
     any prompts.
     """
     rows = batch

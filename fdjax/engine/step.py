@@ -370,7 +370,7 @@ def run_layers(
 
 
 def _run_stacked(module, state, attend, plan, reruns):
-    """`run_layers` for a stacked cache, which passes whole through the layers, with the reruns."""
+    """`run_layers` for a stacked cache, which passes through the layers as a whole."""
     stack = _CountedStack(state.kv, *reruns)
     hidden, stack = module(state.tokens[:, None], stack, attend, plan, starts=state.lengths)
     return hidden, stack.kv, *([] if stack.reruns is None else [stack.reruns])
@@ -493,7 +493,7 @@ def attend_prefill(
 
 
 def _rotation_at(prompts: Array, max_new_tokens: Array) -> Callable:
-    """`rotation` for rows of up to `prompts` [R] plus `new` [R] tokens."""
+    """`rotation` for rows of up to `prompts` [R] plus `max_new_tokens` [R] tokens."""
     # The last chosen token is never rotated.
     limits = prompts + max_new_tokens - 1
 

@@ -52,7 +52,7 @@ def per_prompt(
 
     Raises:
       ValueError: an option is out of range or has another number of values than prompts.
-      TypeError: there is no such option, or `config` is no `GenerationConfig`.
+      TypeError: there is no such option, or `config` is not a `GenerationConfig`.
 
     Warns:
       UserWarning: an option of sampling or of beam search is given, but nothing is sampled, or

@@ -67,10 +67,7 @@ def default_backend() -> str:
     try:
         with interrupts.held():
             return jax.default_backend()
-    except (
-        RuntimeError,
-        AssertionError,
-    ) as error:  # JAX 0.11 asserts that at least one platform has started
+    except (RuntimeError, AssertionError) as error:  # JAX 0.11 asserts that a platform started
         reason = (str(error).splitlines() or [""])[0] or "it finds no such device"
         raise NoDeviceError(
             f"JAX cannot run on platform {jax.config.jax_platforms!r}: {reason}"

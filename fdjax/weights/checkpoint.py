@@ -122,7 +122,7 @@ def locate(
 
 
 def user_path(name: str) -> Path:
-    """The path of a name that a user gives; a leading ~ is expanded.
+    """The path that a user names; a leading ~ is expanded.
 
     Raises:
       CheckpointError: there is no such user.

@@ -31,7 +31,7 @@ class Division:
 
         Args:
           model: the model.
-          devices: `model.ranks` devices. None as the only one is JAX's default device.
+          devices: `model.ranks` devices; [None] means JAX's default device.
         """
         self.devices = devices
         self._model = model

@@ -20,7 +20,7 @@ _TILE = 16
 def apply_sinks(
     o: Array, lse: Array, sinks: Array, *, batch_invariant: bool = False
 ) -> tuple[Array, Array]:
-    """Add sinks to the result of an attention without them.
+    """Add sinks to the result of an attention without sinks.
 
     Args:
       o: [B, T, H, D].

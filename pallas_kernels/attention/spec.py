@@ -33,7 +33,8 @@ class AttentionSpec:
         for 0. Only "mosaic_gpu" uses it. It changes the speed but no result.
       unified: whether "mosaic_gpu" may use the unified maximum. False makes it use a running
         maximum, for heads whose scores leave the safe range of any φ too often.
-      causal: a query sees no later position. False, for prompts only: it sees every live slot.
+      causal: a query sees no later position. With False, which is for prompts only, it sees every
+        live slot.
       sinks: each head has a learned logit in the denominator of its softmax, an operand of the ops.
       ranks: number of devices that share the heads. `alibi` and `phi` have values for the heads of
         all.

@@ -372,8 +372,8 @@ def _consume(
             plgpu.wgmma_wait(1)  # waits for P·V of the previous block
             pass_turn()
             when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
-            # Waiting only where V is needed would be slower: the compiler would move work below the
-            # wait that should run beside the exponentials.
+            # A wait at the use of V would be slower. The compiler would move work below it, and
+            # that work should run beside the exponentials.
             plgpu.barrier_wait(v_full.at[stage])
             return acc[...]
 

@@ -47,8 +47,8 @@ class PackedGemmConfig:
     """Tiling of `matmul_packed`.
 
     Attributes:
-      wide: bricks of columns of a block; with a gate, of each half.
-      deep: bricks of rows of a tile of the ring, a multiple of 2.
+      wide: width of a block in bricks; with a gate, width of each half.
+      deep: height of a tile of the ring in bricks, a multiple of 2.
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
       block_m: largest number of rows of a block, 64 or 128.

@@ -59,8 +59,8 @@ class Block:
       zero: a traced 0. A slice that starts here may reach past the end of an array, where TMA
         fills in zeros.
       padded: rows of x, rounded up to a multiple of 8.
-      x_bricks: bricks of columns in a slot of the ring of x.
-      rows: the slice of all these rows.
+      x_bricks: number of bricks of columns in a slot of the ring of x.
+      rows: the slice that selects all `padded` rows.
       dtype: dtype of x and of the weights.
     """
 
@@ -187,7 +187,7 @@ class Block:
         plgpu.barrier_arrive(self.smem["done"])
 
     def worked_before(self, layer: Layer, at: int) -> Array | None:
-        """Whether this block works on the stage before stage `at`; None if none comes before."""
+        """Whether this block works on the stage before stage `at`; None if `at` is the first."""
         if at == 0 and self.layers == 1:
             return None
         worked = self.share(self.stages[at - 1]).count > 0
