@@ -30,7 +30,7 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.experts import moe
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
-from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
+from fdjax.pallas_kernels.layers import LayerWeights, decode_layers, ranks_key
 from fdjax.pallas_kernels.norm import RMSNorm, layer_norm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import (
@@ -415,7 +415,8 @@ def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, in
 def layers_shape(config: DecoderConfig, rows: int, slots: int, itemsize: int) -> dict[str, int]:
     """A plan's key for the `decode_layers` of a decode step."""
     heads = {"hkv": config.kv_heads, "d": config.head_dim, "s": slots}
-    return chain_shape(config, rows, itemsize) | heads
+    ranks = config.blocks[0].tensor_parallel
+    return chain_shape(config, rows, itemsize) | heads | ranks_key(ranks)
 
 
 def chain_features(config: DecoderConfig) -> Features:
@@ -581,6 +582,7 @@ class Decoder(nnx.Module):
             gate=self.config.activation,
             scale=first.scale,
             pages=pages,
+            ranks=self.config.blocks[0].tensor_parallel,
             plan=plan,
         )
         return x[:, None], tuple(kv)

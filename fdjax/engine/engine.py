@@ -417,7 +417,7 @@ class Engine:
                 return jax.tree.leaves(state), out
 
             specs = (
-                specs_of(self.params),
+                specs_of(self.stacked_params if one_launch else self.params),
                 jax.tree.leaves(state_specs(model, stacked, beams), is_leaf=is_spec),
             )
             run_on_all = place.over(run_local, (*specs, whole), (specs[1], whole))

@@ -16,6 +16,7 @@ from jax import lax
 
 from fdjax.pallas_kernels.layers import DecodeLayersConfig, LayerWeights, decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
+from fdjax.pallas_kernels.ranks import AXIS
 
 from . import oracle
 
@@ -254,6 +255,34 @@ def test_kernel_is_as_exact_as_xla(rows, shape, dtype):
         assert _error(mine[where], want[where]) < max(
             1.5 * _error(of_xla[where], want[where]), 2 * float(jnp.finfo(dtype).eps)
         )
+
+
+def _looped_back(operands, ranks, **options):
+    """`decode_layers` on a mesh of one device, which exchanges its sums with itself."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    whole = jax.sharding.PartitionSpec()
+    run = functools.partial(_run, ranks=ranks, **options)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))(
+        operands
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("multiprocessors")
+@pytest.mark.parametrize(
+    ("rows", "shape", "ranks"),
+    [(1, SMALL, 2), (9, SMALL, 4), (32, SMALL, 2), (1, LLAMA2_7B, 2), (8, LLAMA3_8B, 4)],
+    ids=str,
+)
+def test_an_exchange_of_equal_parts_changes_no_bit(rows, shape, ranks):
+    """Each of the devices has a fraction of the sums, a power of two, so nothing is rounded."""
+    operands = _operands(rows, **shape, layers=3)
+    want = jax.jit(functools.partial(_run, implementation="mosaic_gpu"))(operands)
+    weights = operands["weights"]
+    operands["weights"] = weights._replace(out=weights.out / ranks, down=weights.down / ranks)
+    for _ in range(3):
+        got = _looped_back(operands, ranks, implementation="mosaic_gpu")
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.gpu

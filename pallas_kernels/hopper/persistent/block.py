@@ -187,7 +187,7 @@ class Block:
         plgpu.barrier_arrive(self.smem["done"])
 
     def worked_before(self, layer: Layer, at: int) -> Array | None:
-        """Whether this block works on the stage before stage `at`; None if `at` is the first."""
+        """Whether this block works on the stage before stage `at`; None if none comes before."""
         if at == 0 and self.layers == 1:
             return None
         worked = self.share(self.stages[at - 1]).count > 0

@@ -19,6 +19,7 @@ from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
+from fdjax.pallas_kernels.hopper.persistent.exchange import inbox
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
 from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
     after_attention,
@@ -58,7 +59,7 @@ class DecodeLayersConfig:
 
 
 def layers_mosaic(
-    x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, pages=None, config=None
+    x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, pages=None, ranks=1, config=None
 ):
     """`decode_layers`, for sizes that `LAYERS_HOPPER` supports."""
     layers, m, d = len(k), len(x), k.shape[-1]
@@ -102,6 +103,7 @@ def layers_mosaic(
         eps=eps,
         scale=scale,
         packing=_packing(weights, m),
+        ranks=ranks,
         config=config,
     )
     return x[:m], jax.freeze(k), jax.freeze(v)
@@ -126,7 +128,7 @@ def _packing(weights, rows) -> Packing | None:
     return Packing(w.kind, None if w.group == w.shape[0] else w.group, w.scales.dtype, wide)
 
 
-def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
+def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
     padded, width = operands["x"].shape
     dtype = operands["x"].dtype
     layers, _, kv_heads, _, d = operands["k"].shape
@@ -140,6 +142,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
         eps=eps,
         scale=scale,
         packing=packing,
+        ranks=ranks,
     )
     results = {
         "x_out": ((padded, width), dtype),
@@ -149,6 +152,8 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
         "mlp_squares": ((width // BRICK, padded), jnp.float32),
         "hidden": ((padded, hidden), dtype),
     }
+    if ranks > 1:
+        results["inbox"] = inbox(ranks, padded, width)
     products = [stage for stage in stages if isinstance(stage, Product)]
     memory = products_memory(products, rows=padded, width=width, dtype=dtype)
     made = launch(
@@ -164,7 +169,20 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
 
 
 def _stages(
-    m, width, heads, hidden, n, kv_heads, group, cache_slots, *, gate, eps, scale, packing=None
+    m,
+    width,
+    heads,
+    hidden,
+    n,
+    kv_heads,
+    group,
+    cache_slots,
+    *,
+    gate,
+    eps,
+    scale,
+    packing=None,
+    ranks=1,
 ):
     # Two blocks that share a head finish it sooner. With many heads, sharing would only add work.
     split = 2 if m * kv_heads <= CLUSTERS else 1
@@ -172,7 +190,13 @@ def _stages(
         projection("qkv", width=width, n=n, eps=eps, packing=packing),
         Heads(m, kv_heads, group, cache_slots, split, scale),
         *after_attention(
-            width=width, heads=heads, hidden=hidden, gate=gate, eps=eps, packing=packing
+            width=width,
+            heads=heads,
+            hidden=hidden,
+            gate=gate,
+            eps=eps,
+            packing=packing,
+            ranks=ranks,
         ),
     )
 
@@ -209,7 +233,7 @@ def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
 LAYERS_HOPPER = Implementation(
     *("decode_layers", "mosaic_gpu", layers_mosaic),
     # Features of a decoder block. The kernel uses a running maximum and ignores φ.
-    can=frozenset({"attention.rope", "attention.phi", "attention.unified"}),
+    can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"}),
     fits=_fits,
     heuristic=never,
     capabilities=((9, 0), (9, 1)),
