@@ -1,8 +1,8 @@
 """Time to first token and decode step on 1, 2, ... GPUs: `python -m benchmarks.tensor_parallel`.
 
-One run measures all numbers of GPUs with the same random weights, and compares what they compute
-with one pass of a single GPU over the same text. `--peer` runs a checkpoint by transformers with
-`tp_plan="auto"` on as many GPUs before, in processes that end before JAX takes the memory.
+One run measures all numbers of GPUs with the same random weights, and compares their results with
+one pass of a single GPU over the same text. `--peer` first runs a checkpoint in transformers with
+`tp_plan="auto"` on the same numbers of GPUs, in processes that end before JAX takes the memory.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def peer(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds of transformers, for each number of GPUs and each point."""
+    """Milliseconds in transformers, for each number of GPUs and each point."""
     found = []
     for devices in args.devices:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}"]
@@ -139,7 +139,7 @@ def with_sums(plan: Plan, config: DecoderConfig, ranks: int, sums: str | None) -
 
 
 def with_all_reduce(plan: Plan, name: str, width: int, ranks: int) -> Plan:
-    """A plan that sums the few rows of a decode step by this implementation."""
+    """A plan that uses this implementation to sum the few rows of a decode step."""
     shape = {"width": width, "ranks": ranks, "itemsize": 2}
     choice = Choice(name, source="table")
     entries = (

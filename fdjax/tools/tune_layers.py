@@ -1,4 +1,4 @@
-"""Measures whether one kernel runs all layers of a decode step faster than layer by layer.
+"""Measures whether a decode step is faster with one kernel for all layers than layer by layer.
 
 The entries are part of the dataflow table, see `tune`. As in the engine, one CUDA graph runs the
 layers of many steps. The host's clock times it, so the gaps between two kernels count as well.
@@ -37,7 +37,7 @@ from fdjax.system.device_memory import free_memory_bytes, gigabytes
 from fdjax.tools.tune_table import table_entry
 from fdjax.weights.stacked import layer_slices, random_stacked_params, stack_layers
 
-# Values of M, at most 32 because of the kernel, and numbers of cache slots.
+# Values of M (the kernel takes at most 32) and numbers of cache slots.
 LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
 LAYERS_SLOTS = (256, 1024, 4096)
 
@@ -121,7 +121,7 @@ def measure_layers(
 def _planned(model: Model, config: DecodeLayersConfig | None, shape: dict[str, int]) -> Model:
     """The model with a plan that runs all layers in this configuration at this shape.
 
-    With None, the plan runs them layer by layer.
+    With the configuration None, the plan runs them layer by layer.
     """
     if config is None:
         plan = model.plan.with_xla("decode_layers")

@@ -2,7 +2,7 @@
 
 A kernel that runs all layers takes the stacked arrays: few arguments, because each costs the host
 about a microsecond per call. Operations of XLA take the views. XLA copies a slice before it
-multiplies by it, so each view is an array of its own.
+multiplies by it, so each view is a separate array.
 """
 
 import ctypes
@@ -104,7 +104,7 @@ def layer_views(stacked: jax.Array) -> list[jax.Array]:
             f"layer_views: the size of a layer must be a multiple of {_ALIGNMENT} bytes, got "
             f"{stacked.dtype}{[*stacked.shape]}"
         )
-    stacked.block_until_ready()  # because no stream waits for it
+    stacked.block_until_ready()  # because no stream waits for the array
     layers = [_Layer(stacked, i) for i in range(len(stacked))]
     try:
         views = [jax.dlpack.from_dlpack(layer, copy=False) for layer in layers]
@@ -118,11 +118,11 @@ def layer_views(stacked: jax.Array) -> list[jax.Array]:
 
 
 class LayerStacks:
-    """Stacked weights that are written while they are made, a layer at a time.
+    """Stacked weights that are filled layer by layer during loading.
 
-    So no weight is in memory twice, and the free memory is in one piece, as a large cache needs it.
-    Hold this object until an engine has the parameters: the engine finds the stacked arrays while
-    they are alive.
+    So no weight is in memory twice, and the free memory stays in one piece for a large cache. Keep
+    this object until an engine has the parameters, because the engine finds the stacked arrays only
+    while they are alive.
     """
 
     def __init__(self, model: Model):
@@ -136,10 +136,10 @@ class LayerStacks:
 
         Args:
           path: its path in the parameters.
-          weight: an array, or a quantised weight.
+          weight: an array or a quantised weight.
 
         Returns:
-          None, which `views` replaces, or the weight if it is not stacked.
+          None if the weight is stacked (`views` replaces it), otherwise the weight.
         """
         if path[0] != "blocks" or not isinstance(weight, jax.Array) or weight.ndim == 1:
             return weight
@@ -181,8 +181,8 @@ def stack_layers(
 ) -> dict[str, jax.Array] | None:
     """Stack the weights of a model's layers, if its plan has a kernel for stacked weights.
 
-    Weights that are views of a live stacked array already are not copied again. If the memory is
-    not enough, nothing is stacked, and that is logged.
+    Weights that are already views of a live stacked array are not copied again. If there is too
+    little memory, nothing is stacked, and a message is logged.
 
     Args:
       model: the model.
@@ -215,7 +215,7 @@ def stack_layers(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _log_once(message)  # enough memory is free, but not in one piece
+        _log_once(message)  # enough memory is free, but it is fragmented
         return None
     finally:
         blocks.update({i: _nested(layer) for i, layer in enumerate(layers)})
@@ -277,7 +277,7 @@ def _local(array: jax.Array) -> jax.Array:
 
 
 def _views(stacked: jax.Array) -> list[jax.Array]:
-    """Views of the layers, by which `_stack_of` finds the array."""
+    """Views of the layers. `_stack_of` finds the array by them."""
     if len(stacked.devices()) == 1:
         views = layer_views(stacked)
     else:
@@ -298,7 +298,7 @@ def _put(stacked, weight, index):
 
 
 def _stack_of(views: Sequence[jax.Array]) -> jax.Array | None:
-    """The live stacked array whose layers, in order, are exactly these views; None without one."""
+    """The live stacked array whose layers are exactly these views, in order, or None."""
     first = views[0]
     address = _local(first).unsafe_buffer_pointer()
     stacked = _stacks.get(address)

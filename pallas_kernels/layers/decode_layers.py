@@ -67,7 +67,8 @@ def decode_layers(
       x: [B, E], the embedded tokens.
       k, v: [L, B, Hkv, S, D], caches, or pools of `pages`; updated in place if they are donated or
         carried by a loop.
-      lengths: [B] int32 slots filled before. The token goes to the next slot, if the cache has it.
+      lengths: [B] int32 slots filled before this call. The token goes to the next slot, if the
+        cache has one.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, [B, 1, D/2] fp32 each.
       weights: the weights of all layers.
       eps: added to the mean square in the norms.

@@ -1,7 +1,7 @@
 """A persistent kernel: stages repeated for every layer, run by three warpgroups of each block.
 
-One warpgroup computes. One loads what other blocks have computed. One loads the rest, mostly
-weights: these loads continue while blocks wait for each other, as long as shared memory has room.
+One warpgroup computes. One loads the results of other blocks. One loads the rest, mostly weights.
+These loads continue while blocks wait for each other, as long as shared memory has room.
 """
 
 import functools

@@ -18,7 +18,7 @@ def projection(
     weight: str, *, width: int, n: int, eps: float, packing: Packing | None = None
 ) -> Product:
     """Projection of the residual stream [M, width] to Q, K and V, n columns in all."""
-    # Wide tiles where they still occupy enough blocks.
+    # Tiles are wide if there are still enough of them for all blocks.
     n //= BRICK
     if packing:
         norm = InputNorm("next_squares", eps)
@@ -71,7 +71,7 @@ def _packed(
     most = min(packing.wide, packing.bricks // 2) // parts
     wide = 1 if "scaled" in fields else max(min(-(-n // CLUSTERS), most), 1)
     most = packing.bricks // (parts * wide) // 2 * 2
-    # Few tiles, of which the last should not be mostly empty.
+    # There are few tiles, so the last one should not be mostly empty.
     deep = min(range(most, 0, -2), key=lambda deep: -(-k // (2 * deep)) * (deep + 1))
     return PackedProduct(weight, x, k, n, wide, deep, 2, gate, packing=packing, **fields)
 

@@ -1,10 +1,10 @@
 """All layers of a decode step, as one persistent kernel for Hopper.
 
 Every block of the grid runs Q, K and V, attention, output projection, gate and up, and down of one
-layer after the other, with a barrier of all blocks between two of them. One warpgroup computes, one
-loads what is multiplied by weights, and one loads weights, keys and values through a single ring.
-These do not depend on the barriers, so their loads continue while blocks wait for each other. See
-`chain_mosaic` for the products, `heads` for attention.
+layer after the other, with a barrier of all blocks between two of them. One warpgroup computes. One
+loads the inputs of products. One loads weights, keys and values through a single ring. These do not
+depend on the barriers, so their loads continue while blocks wait for each other. See `chain_mosaic`
+for the products, `heads` for attention.
 
 Weights and caches are stacked over the layers: separate arrays would need hundreds of descriptors.
 """

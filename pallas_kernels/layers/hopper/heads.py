@@ -36,7 +36,7 @@ class Heads(Stage):
     """Attention of queries, key and value "y" [M,Hkv,G+2,D], with the result "o" [M,Hkv,G,D].
 
     "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
-    tokens, "lengths" [M] their number. "cos" and "sin" [M,D/2] rotate queries and key.
+    tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key.
 
     If several clusters share a head, all but the first put what they have found into "parts"
     [M,Hkv,clusters-1,4,64,8] fp32, and "parts_arrived" [L,M,Hkv,32] counts them.
@@ -74,7 +74,7 @@ class Heads(Stage):
         return jnp.minimum(share.first + i * share.stride, self.tiles - 1)
 
     def _head(self, block: Block, i: Array) -> tuple[Array, Array]:
-        """Row and KV head of this block's share number i."""
+        """Row and KV head number i of this block."""
         unit = self._unit(block, i)
         if self.clusters > 1:
             unit = lax.div(unit, self.clusters)
@@ -150,7 +150,7 @@ class Heads(Stage):
         mine = block.share(self).count
 
         def store_is_under_way(i):
-            """Whether this block began to store its head number i and may not have finished."""
+            """Whether the store of this block's head number i may still be running."""
             return (i >= 0) & ((self.split == 1) | (lax.rem(i, self.split) == block.rank))
 
         def arrive(i):
@@ -183,7 +183,7 @@ class Heads(Stage):
         return used
 
     def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Nothing, but barriers want to see both warpgroups."""
+        """Compute nothing. The second warpgroup only arrives at the barriers."""
         smem = block.smem
 
         def pass_by(arrived, used, slot):
