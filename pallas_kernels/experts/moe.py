@@ -13,11 +13,12 @@ from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS, PAIRED
 from fdjax.pallas_kernels.dispatch import Dispatch, Features, resolve
+from fdjax.pallas_kernels.experts.hopper.chosen import MOE_CHOSEN
 from fdjax.pallas_kernels.experts.routing import Routing
 from fdjax.pallas_kernels.experts.xla import MOE_XLA
 from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, check
 
-MOE = (MOE_XLA,)
+MOE = (MOE_CHOSEN, MOE_XLA)
 
 
 def moe(
@@ -48,7 +49,7 @@ def moe(
       gate: name of the activation, one of `ACTIVATIONS` or `PAIRED`.
       bias: [X], with `routing.biased`.
       gate_up_bias, down_bias: [X, 2, F] and [X, E], both or neither.
-      implementation: "xla"; it never falls back.
+      implementation: "xla" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:

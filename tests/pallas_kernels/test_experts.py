@@ -377,8 +377,8 @@ def test_what_it_cannot_do():
         moe(x.astype(jnp.bfloat16), logits, gate_up, down, **options)
     with pytest.raises(ValueError, match="gate must be one of silu"):
         moe(x, logits, gate_up, down, **options | {"gate": "relu"})
-    with pytest.raises(NotImplementedError, match="no 'mosaic_gpu' implementation"):
-        moe(x, logits, gate_up, down, **options, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="no 'cudnn' implementation"):
+        moe(x, logits, gate_up, down, **options, implementation="cudnn")
     with pytest.raises(ValueError, match=r"gate_up must be \[6, 20, 2, 12\].*got \[20, 2, 12\]"):
         moe(x, logits, WeightFormat("int4", 4).empty((20, 2, 12)), down, **options)
 

@@ -1,0 +1,350 @@
+"""Mixture of experts for a few rows on Hopper: reads the weights of the chosen experts, each once.
+
+The rows of a decode step choose D <= min(X, M·k) experts. Their weights, D·3·E·F·itemsize bytes,
+bound the time. Qwen3-30B-A3B (E 2048, F 768, 8 of 128 experts, bf16) at 3.05 TB/s, with routing at
+random; FLOPs include rows of padding and rows that did not choose the expert:
+
+  rows  experts   bytes    us  GFLOP
+     1        8   75 MB    25    0.6
+     8       52  487 MB   160    3.9
+    16       82  778 MB   255   12.4
+    32      112  1.06 GB  346   33.8   (42 us of the tensor cores)
+
+So there is time to multiply all rows by each chosen expert, and rows are not gathered. "Slots" are
+the distinct chosen experts. XLA makes two small tables of them. Two launches follow, both flat
+GEMMs with a ring of TMA tiles and swapped operands, see `gemm.hopper.flat_gemm`:
+
+1. hidden[slot] = act(x · gate) * (x · up), a block for each slot and `up_n` columns;
+2. part[pair] = hidden[slot][row] · down, a block for each slot and `down_n` columns. It stores only
+   the rows that chose the expert. A pair is a row and one of its experts.
+
+Blocks of slots that do not exist end at once. XLA sums the parts of a row by their weights, in the
+row's own order. Each sum is over a row's own values in a fixed order, so the bits of a row depend
+neither on the other rows nor on the tiling.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.activations import PAIRED
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, route
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.tiles import (
+    KERNEL_ACTIVATIONS,
+    LAYOUT,
+    load,
+    matrix,
+    put,
+    shared_bytes,
+)
+
+_SMEM_BYTES = 227 * 1024 - 256  # shared memory of a block, less its barriers
+_MAX_ROWS = 32
+_PADDING = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Tiling of `moe_chosen`.
+
+    Attributes:
+      up_n: hidden values of a block of the first launch, which has as many columns of gate and up.
+      up_k, up_stages: rows of its weight tiles, and the most tiles in its ring.
+      down_n: columns of a block of the second launch.
+      down_k, down_stages: the same as for the first.
+    """
+
+    up_n: int = 64
+    up_k: int = 64
+    up_stages: int = 4
+    down_n: int = 64
+    down_k: int = 64
+    down_stages: int = 6
+
+    def __post_init__(self):
+        for name in ("up", "down"):
+            n, k, stages = (getattr(self, f"{name}_{part}") for part in ("n", "k", "stages"))
+            if n not in (64, 128):
+                raise ValueError(f"moe: {name}_n must be 64 or 128, got {n}")
+            if k not in (64, 128, 192, 256):
+                raise ValueError(f"moe: {name}_k must be 64, 128, 192 or 256, got {k}")
+            if stages < 2:
+                raise ValueError(f"moe: {name}_stages must be at least 2, got {stages}")
+
+    @classmethod
+    def for_shape(cls, m: int, width: int, chosen: int) -> "MoeConfig":
+        """A tiling for an unmeasured shape.
+
+        Wide blocks copy the rows less often. They need enough columns for all multiprocessors.
+        """
+        enough = m * chosen * (width // 128) >= MULTIPROCESSORS
+        return cls(down_n=128 if enough else 64, down_stages=4 if enough else 6)
+
+
+def moe_chosen(
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate_up: Array,
+    down: Array,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    *,
+    gate: str,
+    config: MoeConfig | None = None,
+) -> Array:
+    """Experts [M,k] of x [M,E] by their weights [M,k], as two Mosaic GPU kernels.
+
+    Args:
+      x: [M,E] bfloat16 or float16, M at most 32.
+      experts: [M,k] int32. A negative number is no expert: nothing is read or added for it.
+      weights: [M,k] fp32.
+      gate_up, down, gate_up_bias, down_bias, gate: as for `moe`.
+      config: default `MoeConfig.for_shape`.
+
+    Returns:
+      [M,E].
+
+    Raises:
+      NotImplementedError: shared memory has no room for the configuration.
+    """
+    m, chosen = experts.shape
+    if m == 0:
+        return jnp.zeros_like(x)
+    config = config or MoeConfig.for_shape(m, x.shape[1], chosen)
+    rows = -(-m // 8) * 8
+    slots, pairs = slot_tables(experts, len(down))
+    if m > 8:  # TMA fills up fewer rows than a tile of 8 has
+        x = jnp.pad(x, ((0, rows - m), (0, 0)))
+    operands = {"x": x[None], "w": gate_up, "slots": slots}
+    if gate_up_bias is not None:
+        operands["bias"] = gate_up_bias
+    tiling = config.up_n, config.up_k, config.up_stages
+    hidden = _launch(operands, gate=gate, rows=rows, out=len(slots), tiling=tiling)
+    operands = {"x": hidden, "w": down, "slots": slots, "pairs": pairs}
+    tiling = config.down_n, config.down_k, config.down_stages
+    parts = _launch(operands, gate=None, rows=rows, out=m * chosen, tiling=tiling)
+    parts = parts.reshape(m, chosen, -1).astype(jnp.float32)
+    if down_bias is not None:
+        parts = parts + down_bias[experts].astype(jnp.float32)
+    is_expert = (experts >= 0)[:, :, None]  # the part of no expert was not written
+    total = jnp.sum(jnp.where(is_expert, parts * weights[:, :, None], 0.0), axis=1)
+    return total.astype(x.dtype)
+
+
+def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
+    """The distinct experts of `experts` [M,k], of which those below 0 are none.
+
+    Args:
+      experts: [M,k] int32.
+      count: X.
+
+    Returns:
+      (expert of each slot [S] int32, or -1; the pair m·k + j of each slot and row [S,32] int32, or
+      -1), S = min(X, M·k). Slots are in the order in which the experts first occur.
+    """
+    m, chosen = experts.shape
+    number = jnp.arange(m * chosen, dtype=jnp.int32)
+    if m == 1:  # no expert occurs twice
+        row = jnp.arange(_MAX_ROWS)[None] == 0
+        return experts[0], jnp.where(row, number[:, None], -1)
+    ids = experts.reshape(-1)
+    same = (ids[:, None] == ids[None]) & (ids >= 0)[:, None]
+    first = jnp.min(jnp.where(same, number[None], m * chosen), axis=1)
+    before = (first == number)[None] & (number[None] < first[:, None])
+    slot = jnp.where(ids < 0, -1, jnp.sum(before, axis=1, dtype=jnp.int32))
+    every = jnp.arange(min(count, m * chosen), dtype=jnp.int32)
+    slots = jnp.max(jnp.where(slot[None] == every[:, None], ids[None], -1), axis=1)
+    taken = slot.reshape(1, m, chosen) == every[:, None, None]
+    pairs = jnp.max(jnp.where(taken, number.reshape(1, m, chosen), -1), axis=2)
+    return slots, jnp.pad(pairs, ((0, 0), (0, _MAX_ROWS - m)), constant_values=-1)
+
+
+# Jitted separately, so that layers of the same shape share one lowering.
+@functools.partial(jax.jit, static_argnames=("gate", "rows", "out", "tiling"))
+def _launch(operands, *, gate, rows, out, tiling):
+    """Launch a kernel with a block for each slot and `tiling[0]` columns.
+
+    Args:
+      operands: arrays by name: x [1 or S,<=rows,K], w [X,K,N] or [X,K,2,N], slots [S]; optional
+        bias [X,2,N]; pairs [S,32] for the second launch.
+      gate: activation of the first launch, None for the second.
+      rows: number of rows with padding.
+      out: the first dimension of the result.
+      tiling: (columns, rows of a tile, most tiles in the ring).
+
+    Returns:
+      [out,rows,N], or with pairs [out,N].
+    """
+    block_n, block_k, stages = tiling
+    x, w = operands["x"], operands["w"]
+    (_, k), n = w.shape[:2], w.shape[-1]
+    shared_x, parts, steps = len(x) == 1, 2 if gate else 1, -(-k // block_k)
+    stage = {
+        "w": ((parts, block_k, block_n), x.dtype),
+        "x": ((rows, block_k), x.dtype),
+    }
+    # Rows are stored one by one if there are pairs, which no tiling allows. Padding keeps columns
+    # of the sums on different banks.
+    buffers = {"y": ((rows, block_n + ("pairs" in operands) * _PADDING), x.dtype)}
+    if "bias" in operands:
+        buffers["bias"] = ((2, block_n), operands["bias"].dtype)
+    if "pairs" in operands:
+        buffers["pairs"] = ((_MAX_ROWS,), jnp.int32)
+    room = _SMEM_BYTES - shared_bytes(buffers)
+    stages = min(stages, steps, room // shared_bytes(stage))
+    if stages < min(2, steps):
+        raise NotImplementedError(
+            f"moe: tiles of {block_k} x {block_n} do not fit into shared memory at M = {rows}"
+        )
+    scratch = {name: matrix((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
+    scratch |= {name: plgpu.SMEM(*buffer) for name, buffer in buffers.items()}
+    if "pairs" not in operands:
+        scratch["y"] = matrix(*buffers["y"])
+    scratch["arrived"] = plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages)
+    late = 2 * ("bias" in operands) + ("pairs" in operands)
+    if late:
+        scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
+
+    def kernel(*refs):
+        gmem = dict(zip((*operands, "y"), refs, strict=True))
+        slot = lax.axis_index("slot")
+        expert = gmem["slots"][slot]
+
+        @when(expert >= 0)
+        def _():
+            run = functools.partial(body, gmem, slot, expert)
+            pl.run_scoped(lambda **smem: run(smem), **scratch)
+
+    def body(gmem, slot, expert, smem):
+        columns = pl.ds(lax.axis_index("n") * block_n, block_n)
+        # With a start that is no constant, rows may end before the slice does.
+        all_rows = pl.ds(pl.multiple_of(slot * 0, 8), rows)
+
+        def fetch(step, at):
+            """Copy a tile of the weight and of x into the ring; past K, N or M it is zero."""
+            ks = pl.ds(step * block_k, block_k)
+            arrived = smem["arrived"].at[at]
+            for part in range(parts):
+                place = (expert, ks, *((part,) if gate else ()), columns)
+                plgpu.copy_gmem_to_smem(gmem["w"].at[place], smem["w"].at[at, part], arrived)
+            source = gmem["x"].at[0 if shared_x else slot, all_rows, ks]
+            plgpu.copy_gmem_to_smem(source, smem["x"].at[at], arrived)
+
+        def accumulate(*accumulators):  # [block_n, rows] each
+            def step(i, _):
+                at = lax.rem(i, stages)
+                plgpu.barrier_wait(smem["arrived"].at[at])
+                for part, accumulator in enumerate(accumulators):
+                    plgpu.wgmma(accumulator, smem["w"].at[at, part].T, smem["x"].at[at].T)
+                # The previous step's products have finished reading their tiles. This step's run.
+                plgpu.wgmma_wait(parts)
+                refill = i - 1 + stages
+
+                @when((i > 0) & (refill < steps))
+                def _():
+                    fetch(refill, lax.rem(i - 1, stages))
+
+            lax.fori_loop(0, steps, step, None)
+            return [accumulator[...] for accumulator in accumulators]
+
+        for at in range(stages):
+            fetch(at, at)
+        if "bias" in gmem:
+            for part in range(2):
+                source = gmem["bias"].at[expert, part, columns]
+                plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
+        if "pairs" in gmem:
+            plgpu.copy_gmem_to_smem(gmem["pairs"].at[slot], smem["pairs"], smem["late_arrived"])
+        accumulator = plgpu.ACC((block_n, rows), jnp.float32)
+        sums = pl.run_scoped(accumulate, *[accumulator] * parts)
+        if late:
+            plgpu.barrier_wait(smem["late_arrived"])
+        if "bias" in gmem:
+            for part in range(2):
+                bias = load(smem["bias"].at[part], LAYOUT.reduce(1))
+                sums[part] += lax.broadcast_in_dim(bias, sums[part].shape, [0])
+        put(smem["y"].at[:, pl.ds(0, block_n)], _activated(gate, sums))
+        plgpu.commit_smem()
+        if "pairs" not in gmem:
+            plgpu.copy_smem_to_gmem(smem["y"], gmem["y"].at[slot, all_rows, columns])
+        else:
+            for row in range(rows):
+                pair = smem["pairs"][row]
+
+                @when(pair >= 0)
+                def _(row=row, pair=pair):
+                    source = smem["y"].at[row, pl.ds(0, block_n)]
+                    plgpu.copy_smem_to_gmem(source, gmem["y"].at[pair, columns])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    kernel.__name__ = "moe_up_kernel" if gate else "moe_down_kernel"
+    shape = (out, n) if "pairs" in operands else (out, rows, n)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(shape, x.dtype),
+        grid=(-(-n // block_n), len(operands["slots"])),
+        grid_names=("n", "slot"),
+        # All layouts are given. Inferring them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(*operands.values())
+
+
+def _activated(gate: str | None, sums: list[Array]) -> Array:
+    if gate is None:
+        return sums[0]
+    if gate in PAIRED:
+        return PAIRED[gate](*sums)
+    return KERNEL_ACTIVATIONS[gate](sums[0]) * sums[1]
+
+
+# (up_n, up_k, up_stages, down_n, down_k, down_stages)
+CANDIDATES = tuple(
+    MoeConfig(*c)
+    for c in (
+        *((64, 64, 4, 64, 64, 6), (64, 64, 4, 128, 64, 4), (64, 64, 6, 128, 64, 6)),
+        *((64, 128, 3, 64, 128, 4), (64, 64, 8, 64, 128, 6), (128, 64, 3, 128, 64, 4)),
+    )
+)
+
+
+def _candidates(shape: Shape) -> tuple[MoeConfig, ...]:
+    return CANDIDATES
+
+
+def _fits(shape: Shape) -> str | None:
+    if problem := needs_half(shape):
+        return problem
+    if shape["m"] > _MAX_ROWS:
+        return f"takes up to {_MAX_ROWS} rows, got {shape['m']}"
+    width, hidden = shape["width"], shape["hidden"]
+    if width % 64 or hidden % 64:
+        return f"needs E and F that are multiples of 64, got {width} and {hidden}"
+    return None
+
+
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, config, batch_invariant):
+    chosen = route(logits, routing, bias)
+    return moe_chosen(x, *chosen, gate_up, down, *biases, gate=gate, config=config)
+
+
+# Only its name or a table chooses it, because it was not measured yet.
+MOE_CHOSEN = Implementation(
+    *("moe", "mosaic_gpu", _run),
+    can=ROUTING_FEATURES | {"biases", "gate.clamped_swiglu"},
+    fits=_fits,
+    heuristic=never,
+    capabilities=((9, 0), (9, 1)),
+    config=MoeConfig,
+    candidates=_candidates,
+    forced=False,
+)
