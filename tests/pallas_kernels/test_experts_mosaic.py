@@ -82,7 +82,7 @@ def test_interpreted_without_races(sizes, chosen, gate, config):
 def test_interpreted_with_rows_that_choose_nothing():
     """They get 0. An expert that only they would choose, and one that nobody does, may be NaN."""
     arrays, routing = case(5), Routing(6, 1)
-    experts = jnp.array([[-1], [5], [2], [5], [-1]], jnp.int32)
+    experts = jnp.array([[6], [5], [2], [5], [6]], jnp.int32)
     weights = jnp.array([[jnp.nan], [0.5], [1.0], [2.0], [1.0]])
     gate_up, down = (a.at[jnp.array([0, 1])].set(jnp.nan) for a in operands_of(arrays))
     y = interpret(moe_chosen, arrays["x"], experts, weights, gate_up, down, gate="silu")
@@ -101,11 +101,11 @@ def test_slots_are_the_distinct_experts(m):
     rng = np.random.default_rng(m)
     for count, chosen in ((8, 2), (3, 3), (128, 8)):
         experts = np.stack([rng.permutation(count)[:chosen] for _ in range(m)]).astype(np.int32)
-        experts[rng.random(m) < 0.3] = -1
+        experts[rng.random(m) < 0.3] = count
         slots, pairs = jax.device_get(jax.jit(slot_tables, static_argnums=1)(experts, count))
         assert slots.shape == (min(count, m * chosen),) and pairs.shape == (*slots.shape, 32)
         live = slots[slots >= 0]
-        assert sorted(live) == np.unique(experts[experts >= 0]).tolist()
+        assert sorted(live) == np.unique(experts[experts < count]).tolist()
         want = [
             [next((i * chosen + j for j in range(chosen) if row[j] == one), -1) for one in live]
             for i, row in enumerate(experts)

@@ -25,6 +25,7 @@ neither on the other rows nor on the tiling.
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +35,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.activations import PAIRED
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
-from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, route
+from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.tiles import (
@@ -105,7 +106,7 @@ def moe_chosen(
 
     Args:
       x: [M,E] bfloat16 or float16, M at most 32.
-      experts: [M,k] int32. A negative number is no expert: nothing is read or added for it.
+      experts: [M,k] int32. X is no expert: nothing is read or added for it.
       weights: [M,k] fp32.
       gate_up, down, gate_up_bias, down_bias, gate: as for `moe`.
       config: default `MoeConfig.for_shape`.
@@ -135,16 +136,16 @@ def moe_chosen(
     parts = parts.reshape(m, chosen, -1).astype(jnp.float32)
     if down_bias is not None:
         parts = parts + down_bias[experts].astype(jnp.float32)
-    is_expert = (experts >= 0)[:, :, None]  # the part of no expert was not written
+    is_expert = (experts < len(down))[:, :, None]  # the part of no expert was not written
     total = jnp.sum(jnp.where(is_expert, parts * weights[:, :, None], 0.0), axis=1)
     return total.astype(x.dtype)
 
 
 def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
-    """The distinct experts of `experts` [M,k], of which those below 0 are none.
+    """The distinct experts that rows choose.
 
     Args:
-      experts: [M,k] int32.
+      experts: [M,k] int32; X is no expert.
       count: X.
 
     Returns:
@@ -155,12 +156,12 @@ def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
     number = jnp.arange(m * chosen, dtype=jnp.int32)
     if m == 1:  # no expert occurs twice
         row = jnp.arange(_MAX_ROWS)[None] == 0
-        return experts[0], jnp.where(row, number[:, None], -1)
+        return jnp.where(experts[0] < count, experts[0], -1), jnp.where(row, number[:, None], -1)
     ids = experts.reshape(-1)
-    same = (ids[:, None] == ids[None]) & (ids >= 0)[:, None]
+    same = (ids[:, None] == ids[None]) & (ids < count)[:, None]
     first = jnp.min(jnp.where(same, number[None], m * chosen), axis=1)
     before = (first == number)[None] & (number[None] < first[:, None])
-    slot = jnp.where(ids < 0, -1, jnp.sum(before, axis=1, dtype=jnp.int32))
+    slot = jnp.where(ids == count, -1, jnp.sum(before, axis=1, dtype=jnp.int32))
     every = jnp.arange(min(count, m * chosen), dtype=jnp.int32)
     slots = jnp.max(jnp.where(slot[None] == every[:, None], ids[None], -1), axis=1)
     taken = slot.reshape(1, m, chosen) == every[:, None, None]
@@ -187,6 +188,8 @@ def _launch(operands, *, gate, rows, out, tiling):
     block_n, block_k, stages = tiling
     x, w = operands["x"], operands["w"]
     (_, k), n = w.shape[:2], w.shape[-1]
+    # A row of the result is stored as bytes in order, which end only with the whole result.
+    block_n = math.gcd(block_n, n)
     shared_x, parts, steps = len(x) == 1, 2 if gate else 1, -(-k // block_k)
     stage = {
         "w": ((parts, block_k, block_n), x.dtype),
@@ -292,8 +295,9 @@ def _launch(operands, *, gate, rows, out, tiling):
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct(shape, x.dtype),
-        grid=(-(-n // block_n), len(operands["slots"])),
-        grid_names=("n", "slot"),
+        # Blocks with neighbouring columns run at the same time.
+        grid=(len(operands["slots"]), n // block_n),
+        grid_names=("slot", "n"),
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
@@ -307,12 +311,13 @@ def _activated(gate: str | None, sums: list[Array]) -> Array:
     return KERNEL_ACTIVATIONS[gate](sums[0]) * sums[1]
 
 
-# (up_n, up_k, up_stages, down_n, down_k, down_stages)
+# (up_n, up_k, up_stages, down_n, down_k, down_stages). Both launches are timed apart, so each
+# candidate tries a tiling of both.
 CANDIDATES = tuple(
     MoeConfig(*c)
     for c in (
-        *((64, 64, 4, 64, 64, 6), (64, 64, 4, 128, 64, 4), (64, 64, 6, 128, 64, 6)),
-        *((64, 128, 3, 64, 128, 4), (64, 64, 8, 64, 128, 6), (128, 64, 3, 128, 64, 4)),
+        *((64, 64, 4, 64, 64, 6), (64, 64, 8, 128, 64, 4), (64, 128, 3, 64, 128, 4)),
+        *((128, 64, 3, 128, 128, 3), (64, 64, 3, 64, 64, 3), (64, 128, 5, 128, 64, 6)),
     )
 )
 
@@ -332,9 +337,10 @@ def _fits(shape: Shape) -> str | None:
     return None
 
 
-def _run(x, logits, gate_up, down, bias, *biases, routing, gate, config, batch_invariant):
-    chosen = route(logits, routing, bias)
-    return moe_chosen(x, *chosen, gate_up, down, *biases, gate=gate, config=config)
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
+    experts, weights = route(logits, routing, bias)
+    experts = only_live(experts, live, routing)
+    return moe_chosen(x, experts, weights, gate_up, down, *biases, gate=gate, config=config)
 
 
 # Only its name or a table chooses it, because it was not measured yet.
