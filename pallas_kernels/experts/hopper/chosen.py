@@ -10,15 +10,15 @@ random; FLOPs include rows of padding and rows that did not choose the expert:
     16       82  778 MB   255   12.4
     32      112  1.06 GB  346   33.8   (42 us of the tensor cores)
 
-So there is time to multiply all rows by each chosen expert, and rows are not gathered. "Slots" are
-the distinct chosen experts. XLA makes two small tables of them. Two launches follow, both flat
+So there is time to multiply all rows by each chosen expert, and rows are not gathered. Each
+distinct expert has a slot. XLA makes two small tables of slots. Two launches follow, both flat
 GEMMs with a ring of TMA tiles and swapped operands, see `gemm.hopper.flat_gemm`:
 
 1. hidden[slot] = act(x · gate) * (x · up), a block for each slot and `up_n` columns;
 2. part[pair] = hidden[slot][row] · down, a block for each slot and `down_n` columns. It stores only
    the rows that chose the expert. A pair is a row and one of its experts.
 
-Blocks of slots that do not exist end at once. XLA sums the parts of a row by their weights, in the
+Blocks of slots without an expert end at once. XLA sums the parts of a row by their weights, in the
 row's own order. Each sum is over a row's own values in a fixed order, so the bits of a row depend
 neither on the other rows nor on the tiling.
 """
@@ -29,6 +29,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -142,31 +143,35 @@ def moe_chosen(
 
 
 def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
-    """The distinct experts that rows choose.
+    """Which expert each slot has, and which pairs choose it.
+
+    A slot is a pair m·k + j, whose expert no earlier pair has, or an expert if there are fewer.
 
     Args:
       experts: [M,k] int32; X is no expert.
       count: X.
 
     Returns:
-      (expert of each slot [S] int32, or -1; the pair m·k + j of each slot and row [S,32] int32, or
-      -1), S = min(X, M·k). Slots are in the order in which the experts first occur.
+      (expert of each slot [S] int32, or -1; its pair of each row [S,32] int32, or -1), where
+      S = min(X, M·k).
     """
     m, chosen = experts.shape
-    number = jnp.arange(m * chosen, dtype=jnp.int32)
+    padding = (0, _MAX_ROWS - m), (0, 0)
+    number = np.arange(m * chosen, dtype=np.int32)
     if m == 1:  # no expert occurs twice
-        row = jnp.arange(_MAX_ROWS)[None] == 0
-        return jnp.where(experts[0] < count, experts[0], -1), jnp.where(row, number[:, None], -1)
+        pairs = np.pad(number[:, None], padding[::-1], constant_values=-1)
+        return jnp.where(experts[0] < count, experts[0], -1), jnp.asarray(pairs)
     ids = experts.reshape(-1)
-    same = (ids[:, None] == ids[None]) & (ids < count)[:, None]
-    first = jnp.min(jnp.where(same, number[None], m * chosen), axis=1)
-    before = (first == number)[None] & (number[None] < first[:, None])
-    slot = jnp.where(ids == count, -1, jnp.sum(before, axis=1, dtype=jnp.int32))
-    every = jnp.arange(min(count, m * chosen), dtype=jnp.int32)
-    slots = jnp.max(jnp.where(slot[None] == every[:, None], ids[None], -1), axis=1)
-    taken = slot.reshape(1, m, chosen) == every[:, None, None]
-    pairs = jnp.max(jnp.where(taken, number.reshape(1, m, chosen), -1), axis=2)
-    return slots, jnp.pad(pairs, ((0, 0), (0, _MAX_ROWS - m)), constant_values=-1)
+    if len(ids) <= count:
+        one = ids
+        earlier = (ids[:, None] == ids[None]) & (number[:, None] > number[None])
+        is_live = (ids < count) & ~jnp.any(earlier, axis=1)
+    else:
+        one = jnp.arange(count, dtype=jnp.int32)
+        is_live = jnp.any(one[:, None] == ids[None], axis=1)
+    chooses = jnp.pad(experts, padding, constant_values=-1)[None] == one[:, None, None]
+    pair = np.pad(number.reshape(m, chosen), padding)[None]
+    return jnp.where(is_live, one, -1), jnp.max(jnp.where(chooses, pair, -1), axis=2)
 
 
 # Jitted separately, so that layers of the same shape share one lowering.
