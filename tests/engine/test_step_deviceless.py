@@ -326,7 +326,8 @@ def test_decode_steps_with_experts(batch, tmp_path):
     """Two kernels a layer read the chosen experts where they are, in the one CUDA graph."""
     data = json.loads((CONFIGS / "qwen3-30b-a3b.new.json").read_text(encoding="utf-8"))
     plan = dataclasses.replace(KERNELS, named=(*KERNELS.named, ("moe", "mosaic_gpu"), *IN_PAGES))
-    experts = describe(parse_config(data | {"num_hidden_layers": 3}), plan=plan)
+    data |= {"num_hidden_layers": 3, "moe_intermediate_size": 512}
+    experts = describe(parse_config(data), plan=plan)
     state = jax.eval_shape(lambda: start_in_pages(init_pool(experts, PAGES), batch, SLOTS))
 
     def run(params, state, sampling, n, table):

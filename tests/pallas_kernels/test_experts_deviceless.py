@@ -119,7 +119,7 @@ def test_chosen_experts_compile_without_spills_and_copies(
 
 
 def test_layers_share_a_lowering_and_experts_are_not_copied():
-    layers, (x, experts, weights, *one) = 3, chosen_operands("Qwen3-30B-A3B", 8)
+    layers, (x, experts, weights, *one) = 3, chosen_operands("gpt-oss-20b", 8)
 
     def step(x, experts, weights, layers, count):
         def body(_, x):
