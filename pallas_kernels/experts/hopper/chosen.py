@@ -26,6 +26,7 @@ neither on the other rows nor on the tiling.
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.activations import PAIRED
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.experts.hopper.weights import DenseTiles, PackedTiles, takes_group
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
@@ -47,6 +49,7 @@ from fdjax.pallas_kernels.hopper.tiles import (
     put,
     shared_bytes,
 )
+from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _SMEM_BYTES = 227 * 1024 - 256  # shared memory of a block, less its barriers
 _MAX_ROWS = 32
@@ -82,21 +85,40 @@ class MoeConfig:
                 raise ValueError(f"moe: {name}_stages must be at least 2, got {stages}")
 
     @classmethod
-    def for_shape(cls, m: int, width: int, chosen: int) -> "MoeConfig":
+    def for_shape(
+        cls, m: int, width: int, chosen: int, packed_up: bool = False, packed_down: bool = False
+    ) -> "MoeConfig":
         """A tiling for an unmeasured shape.
 
         Wide blocks copy the rows less often. They need enough columns for all multiprocessors.
+        Tiles of quantised weights have more rows.
         """
-        enough = m * chosen * (width // 128) >= MULTIPROCESSORS
-        return cls(down_n=128 if enough else 64, down_stages=4 if enough else 6)
+        wide = not packed_down and m * chosen * (width // 128) >= MULTIPROCESSORS
+        return cls(
+            up_k=256 if packed_up else 64,
+            up_stages=3 if packed_up else 4,
+            down_n=128 if wide else 64,
+            down_k=256 if packed_down else 64,
+            down_stages=4 if wide or packed_down else 6,
+        )
+
+    def tiles(
+        self, name: str, weight: Array | QTensor, parts: int, dtype: Any
+    ) -> DenseTiles | PackedTiles:
+        """The tiles of a weight in the launch "up" or "down"."""
+        n, k = getattr(self, f"{name}_n"), getattr(self, f"{name}_k")
+        if isinstance(weight, QTensor):
+            return PackedTiles.of(weight, parts, k, dtype)
+        # A row of the result is stored as bytes in order, which end only with the whole result.
+        return DenseTiles(parts, math.gcd(n, weight.shape[-1]), k, jnp.dtype(dtype))
 
 
 def moe_chosen(
     x: Array,
     experts: Array,
     weights: Array,
-    gate_up: Array,
-    down: Array,
+    gate_up: Array | QTensor,
+    down: Array | QTensor,
     gate_up_bias: Array | None = None,
     down_bias: Array | None = None,
     *,
@@ -118,28 +140,51 @@ def moe_chosen(
     Raises:
       NotImplementedError: shared memory has no room for the configuration.
     """
-    m, chosen = experts.shape
+    (m, chosen), width = experts.shape, x.shape[1]
     if m == 0:
         return jnp.zeros_like(x)
-    config = config or MoeConfig.for_shape(m, x.shape[1], chosen)
+    hidden_width, count = down.shape[-2], _count(down)
+    if config is None:
+        is_packed = isinstance(gate_up, QTensor), isinstance(down, QTensor)
+        config = MoeConfig.for_shape(m, width, chosen, *is_packed)
     rows = -(-m // 8) * 8
-    slots, pairs = slot_tables(experts, len(down))
+    slots, pairs = slot_tables(experts, count)
     if m > 8:  # TMA fills up fewer rows than a tile of 8 has
         x = jnp.pad(x, ((0, rows - m), (0, 0)))
-    operands = {"x": x[None], "w": gate_up, "slots": slots}
+    tiles = config.tiles("up", gate_up, 2, x.dtype)
+    operands = {"x": x[None], "slots": slots, **_arrays(gate_up)}
     if gate_up_bias is not None:
         operands["bias"] = gate_up_bias
-    tiling = config.up_n, config.up_k, config.up_stages
-    hidden = _launch(operands, gate=gate, rows=rows, out=len(slots), tiling=tiling)
-    operands = {"x": hidden, "w": down, "slots": slots, "pairs": pairs}
-    tiling = config.down_n, config.down_k, config.down_stages
-    parts = _launch(operands, gate=None, rows=rows, out=m * chosen, tiling=tiling)
+    launch = functools.partial(_launch, rows=rows)
+    hidden = launch(
+        operands, gate=gate, out=len(slots), n=hidden_width, tiles=tiles, stages=config.up_stages
+    )
+    tiles = config.tiles("down", down, 1, x.dtype)
+    operands = {"x": hidden, "slots": slots, "pairs": pairs, **_arrays(down)}
+    parts = launch(
+        operands, gate=None, out=m * chosen, n=width, tiles=tiles, stages=config.down_stages
+    )
     parts = parts.reshape(m, chosen, -1).astype(jnp.float32)
     if down_bias is not None:
         parts = parts + down_bias[experts].astype(jnp.float32)
-    is_expert = (experts < len(down))[:, :, None]  # the part of no expert was not written
+    is_expert = (experts < count)[:, :, None]  # the part of no expert was not written
     total = jnp.sum(jnp.where(is_expert, parts * weights[:, :, None], 0.0), axis=1)
     return total.astype(x.dtype)
+
+
+def _count(w: Array | QTensor) -> int:
+    return w.stack[0] if isinstance(w, QTensor) else len(w)
+
+
+def _arrays(w: Array | QTensor) -> dict[str, Array]:
+    """The arrays of a weight by the names of its tiles."""
+    if not isinstance(w, QTensor):
+        return {"w": w}
+    scales = w.scales
+    if scales.dtype == jnp.float8_e8m0fnu:
+        scales = lax.bitcast_convert_type(scales, jnp.uint8)
+    arrays = {"words": w.words, "scales": scales, "zeros": w.zeros}
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
@@ -175,31 +220,26 @@ def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
 
 
 # Jitted separately, so that layers of the same shape share one lowering.
-@functools.partial(jax.jit, static_argnames=("gate", "rows", "out", "tiling"))
-def _launch(operands, *, gate, rows, out, tiling):
-    """Launch a kernel with a block for each slot and `tiling[0]` columns.
+@functools.partial(jax.jit, static_argnames=("gate", "rows", "out", "n", "tiles", "stages"))
+def _launch(operands, *, gate, rows, out, n, tiles, stages):
+    """Launch a kernel with a block for each slot and each tile of columns.
 
     Args:
-      operands: arrays by name: x [1 or S,<=rows,K], w [X,K,N] or [X,K,2,N], slots [S]; optional
+      operands: arrays by name: x [1 or S,<=rows,K], slots [S], those of the weight; optional
         bias [X,2,N]; pairs [S,32] for the second launch.
       gate: activation of the first launch, None for the second.
       rows: number of rows with padding.
       out: the first dimension of the result.
-      tiling: (columns, rows of a tile, most tiles in the ring).
+      n: N.
+      tiles: `DenseTiles` or `PackedTiles`.
+      stages: the most tiles in the ring; K or shared memory may allow fewer.
 
     Returns:
       [out,rows,N], or with pairs [out,N].
     """
-    block_n, block_k, stages = tiling
-    x, w = operands["x"], operands["w"]
-    (_, k), n = w.shape[:2], w.shape[-1]
-    # A row of the result is stored as bytes in order, which end only with the whole result.
-    block_n = math.gcd(block_n, n)
-    shared_x, parts, steps = len(x) == 1, 2 if gate else 1, -(-k // block_k)
-    stage = {
-        "w": ((parts, block_k, block_n), x.dtype),
-        "x": ((rows, block_k), x.dtype),
-    }
+    x, block_n, block_k = operands["x"], tiles.block_n, tiles.block_k
+    shared_x, parts, steps = len(x) == 1, tiles.parts, -(-x.shape[2] // block_k)
+    stage = tiles.stage | {"x": ((rows, block_k), jnp.dtype(x.dtype))}
     # Rows are stored one by one if there are pairs, which no tiling allows. Padding keeps columns
     # of the sums on different banks.
     buffers = {"y": ((rows, block_n + ("pairs" in operands) * _PADDING), x.dtype)}
@@ -213,11 +253,18 @@ def _launch(operands, *, gate, rows, out, tiling):
         raise NotImplementedError(
             f"moe: tiles of {block_k} x {block_n} do not fit into shared memory at M = {rows}"
         )
-    scratch = {name: matrix((stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
+    scratch = {
+        name: (plgpu.SMEM if name in tiles.vectors else matrix)((stages, *shape), dtype)
+        for name, (shape, dtype) in stage.items()
+    }
+    # Products take slices of x.
+    shape, dtype = stage["x"]
+    scratch["x"] = matrix((stages, *shape), dtype, most=tiles.unit * dtype.itemsize)
     scratch |= {name: plgpu.SMEM(*buffer) for name, buffer in buffers.items()}
     if "pairs" not in operands:
         scratch["y"] = matrix(*buffers["y"])
-    scratch["arrived"] = plgpu.Barrier(num_arrivals=parts + 1, num_barriers=stages)
+    copies = parts * len(tiles.stage) + 1
+    scratch["arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     late = 2 * ("bias" in operands) + ("pairs" in operands)
     if late:
         scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
@@ -233,36 +280,29 @@ def _launch(operands, *, gate, rows, out, tiling):
             pl.run_scoped(lambda **smem: run(smem), **scratch)
 
     def body(gmem, slot, expert, smem):
-        columns = pl.ds(lax.axis_index("n") * block_n, block_n)
+        column = lax.axis_index("n")
+        columns = pl.ds(column * block_n, block_n)
         # With a start that is no constant, rows may end before the slice does.
         all_rows = pl.ds(pl.multiple_of(slot * 0, 8), rows)
 
         def fetch(step, at):
-            """Copy a tile of the weight and of x into the ring; past K, N or M it is zero."""
-            ks = pl.ds(step * block_k, block_k)
+            """Copy a tile of the weight and of x into the ring; past K or M it is zero."""
             arrived = smem["arrived"].at[at]
-            for part in range(parts):
-                place = (expert, ks, *((part,) if gate else ()), columns)
-                plgpu.copy_gmem_to_smem(gmem["w"].at[place], smem["w"].at[at, part], arrived)
+            for name, part, source in tiles.sources(gmem, expert, column, step):
+                plgpu.copy_gmem_to_smem(source, smem[name].at[at, part], arrived)
+            ks = pl.ds(step * block_k, block_k)
             source = gmem["x"].at[0 if shared_x else slot, all_rows, ks]
             plgpu.copy_gmem_to_smem(source, smem["x"].at[at], arrived)
 
-        def accumulate(*accumulators):  # [block_n, rows] each
-            def step(i, _):
-                at = lax.rem(i, stages)
-                plgpu.barrier_wait(smem["arrived"].at[at])
-                for part, accumulator in enumerate(accumulators):
-                    plgpu.wgmma(accumulator, smem["w"].at[at, part].T, smem["x"].at[at].T)
-                # The previous step's products have finished reading their tiles. This step's run.
-                plgpu.wgmma_wait(parts)
-                refill = i - 1 + stages
+        def arrive(step):
+            at = lax.rem(step, stages)
+            plgpu.barrier_wait(smem["arrived"].at[at])
+            return at
 
-                @when((i > 0) & (refill < steps))
-                def _():
-                    fetch(refill, lax.rem(i - 1, stages))
-
-            lax.fori_loop(0, steps, step, None)
-            return [accumulator[...] for accumulator in accumulators]
+        def free(step):
+            @when((step >= 0) & (step + stages < steps))
+            def _():
+                fetch(step + stages, lax.rem(step, stages))
 
         for at in range(stages):
             fetch(at, at)
@@ -272,8 +312,7 @@ def _launch(operands, *, gate, rows, out, tiling):
                 plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
         if "pairs" in gmem:
             plgpu.copy_gmem_to_smem(gmem["pairs"].at[slot], smem["pairs"], smem["late_arrived"])
-        accumulator = plgpu.ACC((block_n, rows), jnp.float32)
-        sums = pl.run_scoped(accumulate, *[accumulator] * parts)
+        sums = tiles.sums(smem, rows, steps, arrive, free)
         if late:
             plgpu.barrier_wait(smem["late_arrived"])
         if "bias" in gmem:
@@ -327,13 +366,26 @@ CANDIDATES = tuple(
 )
 
 
+# Of quantised weights, bricks are 64 columns wide.
+PACKED_CANDIDATES = tuple(
+    MoeConfig(*c)
+    for c in (
+        *((64, 256, 3, 64, 256, 4), (64, 128, 5, 64, 128, 6), (64, 256, 5, 64, 256, 6)),
+        *((64, 128, 3, 64, 128, 4), (64, 256, 2, 64, 256, 3)),
+    )
+)
+
+
 def _candidates(shape: Shape) -> tuple[MoeConfig, ...]:
-    return CANDIDATES
+    return PACKED_CANDIDATES if any(kind in shape for kind in BITS) else CANDIDATES
 
 
 def _fits(shape: Shape) -> str | None:
     if problem := needs_half(shape):
         return problem
+    group = next((shape[kind] for kind in BITS if kind in shape), None)
+    if group is not None and not takes_group(group, shape["width"]):
+        return f"takes groups of 32, 64, 128, multiples of 256 or all rows, got {group}"
     if shape["m"] > _MAX_ROWS:
         return f"takes up to {_MAX_ROWS} rows, got {shape['m']}"
     width, hidden = shape["width"], shape["hidden"]
@@ -351,7 +403,9 @@ def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, b
 # Only its name or a table chooses it, because it was not measured yet.
 MOE_CHOSEN = Implementation(
     *("moe", "mosaic_gpu", _run),
-    can=ROUTING_FEATURES | {"biases", "gate.clamped_swiglu"},
+    can=ROUTING_FEATURES
+    | {"biases", "gate.clamped_swiglu"}
+    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
     fits=_fits,
     heuristic=never,
     capabilities=((9, 0), (9, 1)),
