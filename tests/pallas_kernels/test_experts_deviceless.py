@@ -13,7 +13,12 @@ import pytest
 from deviceless import compile_for, kernel_names, large_copies
 from fdjax.pallas_kernels.attention import AttentionSpec, decode_attention, prefill_attention
 from fdjax.pallas_kernels.experts import Routing, moe
-from fdjax.pallas_kernels.experts.hopper.chosen import CANDIDATES, MoeConfig, moe_chosen
+from fdjax.pallas_kernels.experts.hopper.chosen import (
+    CANDIDATES,
+    PACKED_CANDIDATES,
+    MoeConfig,
+    moe_chosen,
+)
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 
@@ -74,16 +79,22 @@ MODELS = {
 }
 
 
-def chosen_operands(name, m, biased=False):
+def chosen_operands(name, m, biased=False, form=None):
     """Operands of `moe_chosen`, in the order of its arguments."""
     width, hidden, count, chosen = MODELS[name]
-    shapes = (count, width, 2, hidden), (count, hidden, width)
+    shapes = (width, 2, hidden), (hidden, width)
+    if form is None:
+        weights = [Array((count, *shape), BF16) for shape in shapes]
+    else:
+        weights = [
+            jax.eval_shape(functools.partial(form.empty, shape, (count,))) for shape in shapes
+        ]
     biases = [Array((count, 2, hidden), BF16), Array((count, width), BF16)] if biased else []
     return (
         Array((m, width), BF16),
         Array((m, chosen), jnp.int32),
         Array((m, chosen), jnp.float32),
-        *(Array(shape, BF16) for shape in shapes),
+        *weights,
         *biases,
     )
 
@@ -116,6 +127,31 @@ def test_chosen_experts_compile_without_spills_and_copies(
     kernels = [name for name in kernel_names(compiled) if name.startswith("moe_")]
     assert kernels == ["moe_up_kernel", "moe_down_kernel"]
     assert large_copies(compiled, 2**20) == []
+
+
+MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu", layout="bricks")
+
+
+@pytest.mark.parametrize(
+    ("m", "form", "config"),
+    [
+        *((m, MX, None) for m in (1, 32)),
+        *((16, MX, config) for config in PACKED_CANDIDATES),
+        (32, WeightFormat("int4", 32, zeros=True, scales="bfloat16", layout="bricks"), None),
+        (32, WeightFormat("int8", 2880, layout="bricks"), None),
+        (8, WeightFormat("fp8", 64, scales="bfloat16", layout="bricks"), None),
+    ],
+    ids=str,
+)
+def test_quantised_experts_compile_without_spills_and_copies(m, form, config, monkeypatch, capfd):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    run = functools.partial(moe_chosen, gate="clamped_swiglu", config=config)
+    operands = chosen_operands("gpt-oss-20b", m, biased=True, form=form)
+    compiled = compile_for("h100", run, *operands)
+    check_no_spills(capfd)
+    assert large_copies(compiled, 2**20) == []
+    # Hidden values of 32 rows and every expert, results, and nothing dequantised.
+    assert compiled.memory_analysis().temp_size_in_bytes < 2**23
 
 
 def test_layers_share_a_lowering_and_experts_are_not_copied():

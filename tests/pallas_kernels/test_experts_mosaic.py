@@ -12,14 +12,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.experts import Routing, moe, moe_features, moe_key, route
 from fdjax.pallas_kernels.experts.hopper.chosen import (
     CANDIDATES,
+    PACKED_CANDIDATES,
     MoeConfig,
     moe_chosen,
     slot_tables,
 )
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, in_layout, random_quantised
 
 from . import oracle
-from .test_experts import assert_moe, operands
+from .test_experts import assert_moe, operands, spoiled
 from .tolerance import assert_same_bits
 
 try:
@@ -145,12 +147,29 @@ def test_only_a_table_or_its_name_chooses_it():
     ],
     ids=str,
 )
-def test_what_it_cannot_do(sizes, says):
+def test_sizes_that_it_cannot_do(sizes, says):
     run = functools.partial(
         moe, routing=Routing(6, 2), gate="silu", implementation="mosaic_gpu", plan=HOPPER
     )
     with pytest.raises(NotImplementedError, match=f"moe: mosaic_gpu {says}"):
         jax.eval_shape(run, **case(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("form", "says"),
+    [
+        (WeightFormat("int4", 32), "cannot do weight.layout.plain"),
+        (WeightFormat("int4", 16, layout="bricks"), "takes groups of 32, .* got 16"),
+    ],
+    ids=str,
+)
+def test_formats_that_it_cannot_do(form, says):
+    run = functools.partial(
+        moe, routing=Routing(6, 2), gate="silu", implementation="mosaic_gpu", plan=HOPPER
+    )
+    arrays = case(2) | {"gate_up": form.empty((128, 2, 64), (6,))}
+    with pytest.raises(NotImplementedError, match=f"moe: mosaic_gpu {says}"):
+        jax.eval_shape(run, **arrays)
 
 
 @pytest.mark.parametrize(
@@ -252,6 +271,71 @@ def test_biases_and_gates_on_a_gpu(gate, dtype):
     arrays, routing = case(17, biased=True, dtype=dtype, hidden=192), Routing(6, 3)
     y = jax.jit(functools.partial(kernels, routing=routing, gate=gate))(**arrays)
     assert_moe(y, oracle.moe(**arrays, routing=routing, gate=gate), dtype)
+
+
+FORMATS = {
+    "int4": WeightFormat("int4", 64, scales="bfloat16"),
+    "int4 with zeros": WeightFormat("int4", 32, zeros=True),
+    "int8": WeightFormat("int8", 128),
+    "fp8": WeightFormat("fp8", 64, scales="bfloat16"),
+    "MXFP4": WeightFormat("fp4", 32, scales="float8_e8m0fnu"),
+    "fp4": WeightFormat("fp4", 32, scales="bfloat16"),
+}
+
+
+def packed(form, shape, seed, experts=6):
+    """Random weights in bricks, with scales that differ, and what they are in fp32."""
+    keys = jax.random.split(jax.random.key(seed))
+    q = random_quantised(keys[0], form.empty(shape, (experts,)), shape[0] ** -0.5)
+    steps = jax.random.randint(keys[1], q.scales.shape, -2, 2).astype(jnp.float32)
+    scales = q.scales.astype(jnp.float32) * jnp.exp2(steps)
+    q = dataclasses.replace(q, scales=scales.astype(q.scales.dtype))
+    dense = jax.vmap(lambda one: dequantise(one, "float32"))(q)
+    return in_layout(q, "bricks"), dense
+
+
+def quantised_case(m, form, *, width=640, hidden=384, dtype="bfloat16"):
+    """Operands of `moe` in bricks, and the same with dequantised weights."""
+    arrays = case(m, width=width, hidden=hidden, dtype=dtype, biased=True)
+    shapes = {"gate_up": (width, 2, hidden), "down": (hidden, width)}
+    both = {name: packed(form, shape, i) for i, (name, shape) in enumerate(shapes.items())}
+    own = arrays | {name: q for name, (q, _) in both.items()}
+    return own, arrays | {name: dense for name, (_, dense) in both.items()}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 8, 17, 32])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_quantised_experts_on_a_gpu(form, m):
+    """Experts that nobody chose have scales and codes that are NaN."""
+    arrays, dense = quantised_case(m, form)
+    routing, gate = Routing(6, 2, normalised=True), "clamped_swiglu"
+    arrays["logits"] = dense["logits"] = dense["logits"].at[:, jnp.array([0, 3])].set(-1e9)
+    for name in ("gate_up", "down"):
+        arrays[name] = spoiled(arrays[name], 0, 3)
+    run = jax.jit(functools.partial(kernels, routing=routing, gate=gate))
+    assert_moe(run(**arrays), oracle.moe(**dense, routing=routing, gate=gate), "bfloat16")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", PACKED_CANDIDATES, ids=str)
+def test_tilings_of_quantised_experts_on_a_gpu(config):
+    run = jax.jit(functools.partial(kernels, routing=Routing(6, 3), gate="silu", config=config))
+    for form in FORMATS.values():
+        arrays, dense = quantised_case(9, form)
+        exact = oracle.moe(**dense, routing=Routing(6, 3), gate="silu")
+        assert_moe(run(**arrays), exact, "bfloat16")
+
+
+@pytest.mark.gpu
+def test_one_quantised_weight_in_fp16_on_a_gpu():
+    arrays, dense = quantised_case(5, FORMATS["int4"], dtype="float16")
+    routing = Routing(6, 2)
+    for name in ("gate_up", "down"):
+        half = dense[name].astype(jnp.float16)
+        run = jax.jit(functools.partial(kernels, routing=routing, gate="silu"))
+        exact = oracle.moe(**dense | {name: half}, routing=routing, gate="silu")
+        assert_moe(run(**arrays | {name: half}), exact, "float16")
 
 
 @pytest.mark.gpu
