@@ -22,10 +22,11 @@ from fdjax.engine.engine import Engine
 from fdjax.engine.host_arrays import HostArrays
 from fdjax.engine.state import init_cache, start
 from fdjax.engine.step import decode_steps
-from fdjax.models import describe, parse_config, random_params
+from fdjax.models import describe, parse_config
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
 from fdjax.system.files import output_file, write_whole
+from fdjax.weights.stacked import random_stacked_params
 
 CONFIG = {
     "model_type": "llama",
@@ -63,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     config = json.loads(Path(args.config).read_text()) if args.config else CONFIG
     model = describe(parse_config(config), dtype="bfloat16")
-    engine = Engine(model, random_params(model))
+    params, _stacks = random_stacked_params(model)
+    engine = Engine(model, params)
     none = np.int32(0)
     sampling = per_row([GenerationConfig(max_new_tokens=9)], 1)
     host = jax.device_put(HostArrays.pack((sampling, none)))

@@ -2,8 +2,8 @@
 
 A model with random weights in the real shapes runs `LM.generate`, greedy, at every batch and prompt
 length of a grid. It runs with several plans: the default, XLA alone, XLA and cuDNN, and the default
-without one kind of kernel or without fusion. Peers in PyTorch run in the same process. A point that
-does not fit into memory is skipped with a message. A wrong result gets no time.
+without one kind of kernel or without fusion. Peers in PyTorch run before. A point that does not fit
+into memory is skipped with a message. A wrong result gets no time.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import functools
 import gc
 import json
 import math
-import os
 import re
 import sys
 import tempfile
@@ -92,7 +91,7 @@ def fdjax_rows(
     device = Plan.for_device()
     models = {}
     for name in plan_names:
-        plan = dataclasses.replace(device, named=tuple(PLANS[name].items()))
+        plan = dataclasses.replace(device, named=tuple(named(device, model, name).items()))
         config = model.config
         if name == "without unified maximum":
             running = (dataclasses.replace(spec, unified=False) for spec in config.attention)
@@ -151,13 +150,27 @@ def fdjax_rows(
             gc.collect()
 
 
+def named(device, model, name: str) -> dict[str, str]:
+    """Implementations of a plan by op. XLA takes the place of cuDNN for features that it lacks."""
+    features = model.cache_features.union(*(spec.features for spec in model.config.attention))
+    found = dict(PLANS[name])
+    for op, implementation in found.items():
+        lacks = features.difference(
+            *(i.can for i in device.implementations if (i.op, i.name) == (op, implementation))
+        )
+        if implementation == "cudnn" and lacks:
+            say(f"{name}: XLA runs {op}, because cuDNN lacks {', '.join(sorted(lacks))}")
+            found[op] = "xla"
+    return found
+
+
 def peer_rows(
     config: Path, names: Sequence[str], points: Sequence[Point], **options
 ) -> Iterator[tuple[list[Measurement], dict[str, float]]]:
     """Measure the rows and costs of each peer and point."""
     from fdjax.bench.timing import Timing
 
-    for name, batch, prompt, samples in peers.measure(config, points, names, **options):
+    for name, batch, prompt, samples in peers.run_apart(config, points, names, **options):
         say(f"{name} B{batch} P{prompt}")
         if samples.problem:
             yield [_failed("decode step", name, batch, prompt, samples.problem)], {}
@@ -329,9 +342,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     if args.compile_into:
         return compile_only(args)
-    if args.peers:
-        # torch and JAX share the GPU's memory.
-        os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     with contextlib.ExitStack() as stack:
         folder, costs = None, {}
         if args.compile_jobs and args.plans:
@@ -440,10 +450,15 @@ def measure(
       until: see `fdjax_rows`.
     """
     from fdjax.bench.ceiling import measure_ceiling
-    from fdjax.models import random_params
     from fdjax.system.device_memory import free_memory_bytes
-    from fdjax.weights.stacked import stack_layers
+    from fdjax.weights.stacked import random_stacked_params
 
+    options = {"new_tokens": args.new_tokens, "runs": args.runs}
+    points = args.peer_points or args.points
+    # They end before JAX starts and takes the memory.
+    of_peers = args.peers and list(
+        peer_rows(args.config, args.peers, points, dtype=args.dtype, **options)
+    )
     model = read_model(args)
     ceiling_bytes = 2**24 if model.plan.compute_capability is None else 2**30
     before = measure_ceiling(ceiling_bytes, matmul_size=0)
@@ -460,7 +475,6 @@ def measure(
     if args.peers:
         config["peers"] = peers.versions()
     record = Record(environment(args.commit), config, {"before": before}, costs=costs)
-    options = {"new_tokens": args.new_tokens, "runs": args.runs}
 
     def take(measured) -> None:
         for rows, costs in measured:
@@ -469,25 +483,18 @@ def measure(
             if args.output:  # a run that is cut off keeps its finished rows
                 write(record.so_far(), args.output)
 
-    if args.peers:
-        problem = peers.missing(args.peers)
-        if problem:
-            say(f"no peers: {problem}")
-        else:
-            points = args.peer_points or args.points
-            take(peer_rows(args.config, args.peers, points, dtype=args.dtype, **options))
+    take(of_peers)
     if args.plans:
         ahead = None
         if folder:
             from benchmarks.ahead import Executables
 
             ahead = Executables(folder)
-        params = random_params(model)
+        # Stacked here, as `load` does, so that all plans share it. Otherwise each would copy it.
+        params, _stacks = random_stacked_params(model)
         memory_bytes = free_memory_bytes()
         if memory_bytes is not None:
             memory_bytes += model.weight_bytes
-        # Stacked here, as `load` does, so that all plans share it. Otherwise each would copy it.
-        _stacked = stack_layers(model, params, owned=True, memory_bytes=memory_bytes)
         take(
             fdjax_rows(
                 model,

@@ -36,14 +36,9 @@ class Part(NamedTuple):
 
 
 LLAMA2_7B, LLAMA3_8B = CONFIGS / "llama-2-7b.old.json", CONFIGS / "llama-3-8b.old.json"
-# The most important parts come first, in case time runs out.
 PARTS = (
     *(Part("llama2_7b", LLAMA2_7B, point) for point in ((1, 1024), (8, 1024))),
     *(Part("llama3_8b", LLAMA3_8B, point) for point in ((1, 1024), (8, 1024))),
-    *(
-        Part("llama2_7b", LLAMA2_7B, point)
-        for point in ((1, 128), (1, 512), (1, 2048), (4, 1024), (1, 8192), (32, 1024))
-    ),
 )
 PLAN_NAMES = ("fdjax", "cudnn")
 PEER_NAMES = ("hf static, compiled", "gpt-fast")

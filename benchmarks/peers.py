@@ -1,13 +1,17 @@
 """Times peers in PyTorch on the same GPU: transformers, and a model in the manner of gpt-fast.
 
-Needs torch, and transformers for the peers that use it.
+Needs torch, and transformers for the peers that use it. `run_apart` measures them in a process of
+its own, because JAX and PyTorch both want most of the GPU's memory.
 """
 
 import contextlib
 import gc
 import importlib.metadata
 import importlib.util
+import itertools
 import json
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,6 +30,9 @@ _GPT_FAST = {
     _INT4: "max-autotune",
 }
 PEERS = (*_TRANSFORMERS, *_GPT_FAST)
+
+# Begins each line of a process's output that is a result.
+_RESULT = "peer: "
 
 # (ids [B,P], new tokens) → tokens [B, P + new tokens]; torch tensors.
 Generate = Callable[[Any, int], Any]
@@ -58,6 +65,27 @@ def versions() -> dict[str, str]:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
     return found
+
+
+def run_apart(
+    config: Path, points: Sequence[tuple[int, int]], names: Sequence[str], **options
+) -> Iterator[tuple[str, int, int, Samples]]:
+    """`measure` in a process of its own, which must run before JAX takes the GPU's memory."""
+    given = {"config": str(config), "points": points, "names": names, **options}
+    command = [sys.executable, "-m", __spec__.name, json.dumps(given)]
+    missing = [(name, *point) for name in names for point in points]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            if line.startswith(_RESULT):
+                name, batch, prompt, samples = json.loads(line.removeprefix(_RESULT))
+                missing.remove((name, batch, prompt))
+                yield name, batch, prompt, Samples(*samples)
+            else:
+                print(line, end="", file=sys.stderr)
+    if process.returncode:
+        problem = Samples(problem=f"the process of the peers ended with {process.returncode}")
+        for case in missing:
+            yield *case, problem
 
 
 def measure(
@@ -95,7 +123,12 @@ def measure(
         chosen = sorted((name for name in names if name in group), key=_INT4.__eq__)
         if not chosen:
             continue
-        model = load(data, dtype, device)
+        try:
+            model = load(data, dtype, device)
+        except Exception as error:
+            for name, (batch, prompt) in itertools.product(chosen, points):
+                yield name, batch, prompt, Samples(problem=_problem(error))
+            continue
         try:
             for name in chosen:
                 for batch, prompt in points:
@@ -109,8 +142,7 @@ def measure(
                             runs,
                         )
                     except Exception as error:  # a failing peer must not lose the record of the run
-                        line = f"{type(error).__name__}: {error}".splitlines()[0]
-                        samples = Samples(problem=line)
+                        samples = Samples(problem=_problem(error))
                     torch.compiler.reset()
                     yield name, batch, prompt, samples
         finally:
@@ -118,6 +150,10 @@ def measure(
             gc.collect()
             if device == "cuda":
                 torch.cuda.empty_cache()
+
+
+def _problem(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def random_transformer(data: dict[str, Any], dtype: str, device: str):
@@ -189,3 +225,20 @@ def _wait(ids) -> None:
 
     if ids.device.type == "cuda":
         torch.cuda.synchronize()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the process of `run_apart`: its argument is a JSON object, its results are lines."""
+    (text,) = sys.argv[1:] if argv is None else argv
+    given = json.loads(text)
+    if problem := missing(given["names"]):
+        print(f"no peers: {problem}")
+        return 0
+    config, points, names = Path(given.pop("config")), given.pop("points"), given.pop("names")
+    for found in measure(config, points, names, **given):
+        print(f"{_RESULT}{json.dumps(found)}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

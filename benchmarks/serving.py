@@ -24,9 +24,10 @@ from benchmarks.serving_bound import bound
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.record import environment
 from fdjax.lm import LM
-from fdjax.models import Model, describe, parse_config, random_params
+from fdjax.models import Model, describe, parse_config
 from fdjax.system.device_memory import device_memory_bytes, free_memory_bytes
 from fdjax.system.files import output_file, write_whole
+from fdjax.weights.stacked import random_stacked_params
 
 CONFIG = {
     "model_type": "llama",
@@ -162,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "bound": least_time(model, args, whole_memory_bytes()),
         "throughput": [],
     }
-    params = random_params(model)
+    params, _stacks = random_stacked_params(model)
     for rows in args.max_batch:
         lm = LM(model, params, max_batch=rows, memory_bytes=record["memory_bytes"])
         found = throughput(lm, args)

@@ -6,6 +6,7 @@ with one pass of a single GPU over the same text. `--peer` runs a checkpoint by 
 """
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -19,8 +20,10 @@ from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.model import model_rows, one_pass
 from fdjax.bench.record import Record, emit, environment
 from fdjax.lm import LM
-from fdjax.models import describe, parse_config, random_params
+from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.system.files import output_file
+from fdjax.weights.stacked import LayerStacks, random_stacked_params
 
 # Llama 2 7B.
 CONFIG = {
@@ -47,6 +50,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=["1x1024", "8x1024"],
         metavar="BxP",
         help="prompts of a call, and tokens of each",
+    )
+    parser.add_argument(
+        "--all-reduce", nargs="+", default=["xla"], metavar="NAME", help="implementations of it"
     )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5, help="timed calls")
@@ -83,9 +89,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"model": config, "dtype": args.dtype, "devices": args.devices, **extra},
         {"before": measure_ceiling(2**30 if on_gpu else 2**24, matmul_size=0)},
     )
-    single = _random_lm(config, args.dtype, 1)
-    for devices in args.devices:
-        lm = single if devices == 1 else _random_lm(config, args.dtype, devices)
+    single, _stacks = _random_lm(config, args.dtype, 1)
+    cases = [(n, sums) for n in args.devices for sums in (args.all_reduce if n > 1 else [None])]
+    for devices, sums in cases:
+        name = f"{devices} devices" if sums is None else f"{devices} devices, {sums} all-reduce"
+        lm = single if devices == 1 else _random_lm(config, args.dtype, devices, sums)[0]
         for batch, prompt in points:
             rows, costs = model_rows(
                 lm,
@@ -93,10 +101,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 prompt_tokens=prompt,
                 new_tokens=args.new_tokens,
                 runs=args.runs,
-                implementation=f"{devices} devices",
+                implementation=name,
                 check="tokens",
                 logits=lambda _, ids, n: one_pass(single, ids, n),
-                progress=lambda doing, n=devices: print(f"{n} devices: {doing}", file=sys.stderr),
+                progress=lambda doing, name=name: print(f"{name}: {doing}", file=sys.stderr),
             )
             record.rows += rows
             record.costs |= costs
@@ -105,9 +113,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(record.failed)
 
 
-def _random_lm(config: dict[str, Any], dtype: str, devices: int) -> LM:
-    model = describe(parse_config(config), dtype=dtype, tensor_parallel=devices)
-    return LM(model, random_params(model))
+def _random_lm(
+    config: dict[str, Any], dtype: str, devices: int, all_reduce: str | None = None
+) -> tuple[LM, LayerStacks]:
+    parsed, plan = parse_config(config), Plan.for_device()
+    if all_reduce:
+        plan = with_all_reduce(plan, all_reduce, parsed.width, devices)
+    model = describe(parsed, dtype=dtype, plan=plan, tensor_parallel=devices)
+    params, stacks = random_stacked_params(model)
+    return LM(model, params), stacks
+
+
+def with_all_reduce(plan: Plan, name: str, width: int, ranks: int) -> Plan:
+    """A plan that sums the few rows of a decode step by this implementation."""
+    shape = {"width": width, "ranks": ranks, "itemsize": 2}
+    choice = Choice(name, source="table")
+    entries = (
+        Entry("all_reduce", tuple(sorted((shape | {"m": m}).items())), choice)
+        for m in (1, 2, 4, 8, 16, 32, 64)
+    )
+    return dataclasses.replace(plan, table=(*plan.table, *entries))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ from fdjax.weights.checkpoint import (
 )
 from fdjax.weights.division import divided
 from fdjax.weights.quantise import quantised_formats
-from fdjax.weights.stacked import stack_layers
+from fdjax.weights.stacked import LayerStacks
 
 # Decode steps per dispatch.
 _STEPS = 32
@@ -673,10 +673,11 @@ def load(
     tokenizer = Tokenizer(folder)
     with transfers_allowed(), progress_bars.loading(folder.name, progress) as update:
         devices = (device,) if tensor_parallel == 1 else place.devices
-        params = load_params(folder, description, devices=devices, progress=update)
-        # Nobody else holds the weights yet, so each kind can be freed as soon as it is stacked.
-        # This reference keeps the stacked arrays alive until the engine has them.
-        _stacked = stack_layers(description, params, owned=True, memory_bytes=memory_bytes)
+        stacks = LayerStacks(description)
+        params = load_params(
+            folder, description, devices=devices, progress=update, take=stacks.take
+        )
+        params = stacks.views(params)
     return LM(
         description,
         params,

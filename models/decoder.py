@@ -24,6 +24,7 @@ from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, whole_config
 from fdjax.pallas_kernels.activations import UNGATED
+from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
@@ -43,6 +44,9 @@ from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 Params = dict[str, Any]
+
+# (path in the parameters, parameter) → what stands in its place.
+Take = Callable[[tuple[str | int, ...], Any], Any]
 
 
 class Norm(nnx.Module):
@@ -123,10 +127,10 @@ def _summed(
     x: Array, weight: Array | QTensor, bias: Array | None, residual: Array | None = None, **fused
 ) -> Array:
     """`matmul` by weights whose rows are divided among devices: x [..., K/ranks] → [..., N]."""
-    y = all_sum(matmul(x, weight, **fused), "products")
-    for addend in (bias, residual):
-        y = y if addend is None else y + jnp.broadcast_to(addend, y.shape)
-    return y
+    y = matmul(x, weight, **fused)
+    if bias is not None:
+        bias = bias.astype(y.dtype)
+    return all_reduce(y, "products", bias=bias, residual=residual, plan=fused.get("plan"))
 
 
 def flat_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -841,7 +845,10 @@ def _described(
 
 
 def random_params(
-    model: Model, seed: int = 0, devices: Sequence[jax.Device] | None = None
+    model: Model,
+    seed: int = 0,
+    devices: Sequence[jax.Device] | None = None,
+    take: Take = lambda path, weight: weight,
 ) -> Params:
     """Random parameters for benchmarks and tests, made on the devices in the real shapes.
 
@@ -852,6 +859,8 @@ def random_params(
       model: the model.
       seed: seed of the random numbers.
       devices: devices that share the model; default the first local ones.
+      take: called with the path and the value of each parameter as it is made, unless devices
+        share it. Its result is what the returned tree holds.
     """
     if model.ranks > 1:
         devices = jax.local_devices()[: model.ranks] if devices is None else devices
@@ -863,20 +872,23 @@ def random_params(
         )
         # Each device makes its own part of each parameter.
         return jax.jit(_random, static_argnums=0, out_shardings=shardings)(model, seed)
-    return _random(model, seed)
+    return _random(model, seed, take)
 
 
-def _random(model: Model, seed: int | Array) -> Params:
+def _random(model: Model, seed: int | Array, take: Take = lambda path, weight: weight) -> Params:
     key = jax.random.key(seed)
     paths, tree = jax.tree.flatten_with_path(model.abstract_params, is_leaf=is_quantised)
     leaves = []
     for i, (path, leaf) in enumerate(paths):
-        if jax.tree_util.keystr(path, simple=True, separator=".").endswith("scale"):
-            leaves.append(jnp.full(leaf.shape, 1 - model.config.norm_offset, leaf.dtype))
+        names = tuple(entry.key for entry in path)
+        if names[-1].endswith("scale"):
+            made = jnp.full(leaf.shape, 1 - model.config.norm_offset, leaf.dtype)
         elif is_quantised(leaf):
-            leaves.append(random_quantised(jax.random.fold_in(key, i), leaf, 0.02))
+            made = random_quantised(jax.random.fold_in(key, i), leaf, 0.02)
         else:
-            leaves.append(_normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype))
+            made = _normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
+        leaves.append(take(names, made))
+        del made
     return jax.tree.unflatten(tree, leaves)
 
 

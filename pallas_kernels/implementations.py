@@ -4,13 +4,14 @@ Where nothing was measured, the first implementation of an op that can run and w
 accepts the shape runs it.
 """
 
-from fdjax.pallas_kernels import attention, experts, gemm, layers
+from fdjax.pallas_kernels import all_reduce, attention, experts, gemm, layers
 
 IMPLEMENTATIONS = (
     *gemm.MATMUL,
     *gemm.LINEAR_CHAIN,
     *experts.MOE,
     *layers.DECODE_LAYERS,
+    *all_reduce.ALL_REDUCE,
     *attention.DECODE_ATTENTION,
     *attention.PREFILL_ATTENTION,
 )

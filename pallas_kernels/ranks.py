@@ -35,17 +35,17 @@ def only_first(x: Array) -> Array:
 
 def all_sum(x: Array, name: str) -> Array:
     """The sum of the devices' arrays, on each of them; `name` says what it is, for `observed`."""
-    return lax.psum(_announced(x, name), AXIS)
+    return lax.psum(announced(x, name), AXIS)
 
 
 def all_mean(x: Array, name: str) -> Array:
     """The mean of the devices' arrays, on each of them; see `all_sum`."""
-    return lax.pmean(_announced(x, name), AXIS)
+    return lax.pmean(announced(x, name), AXIS)
 
 
 def all_columns(x: Array, name: str) -> Array:
     """The devices' arrays [..., N], one after the other, on each of them: [..., ranks·N]."""
-    return lax.all_gather(_announced(x, name), AXIS, axis=x.ndim - 1, tiled=True)
+    return lax.all_gather(announced(x, name), AXIS, axis=x.ndim - 1, tiled=True)
 
 
 @contextlib.contextmanager
@@ -61,8 +61,8 @@ def observed(observer: Observer | None) -> Iterator[None]:
         _observer.reset(before)
 
 
-def _announced(x: Array, name: str) -> Array:
-    """x, after this device has told the observer."""
+def announced(x: Array, name: str) -> Array:
+    """x, after this device has told the observer of `observed`, if there is one, of `name`."""
     if (observer := _observer.get()) is None:
         return x
 

@@ -22,12 +22,14 @@ if __name__ == "__main__":
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, PartitionSpec
 
 import fdjax
 from fdjax.engine import runner
 from fdjax.engine.watch import Watch
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
+from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.tools import calibrate
@@ -261,6 +263,27 @@ def refusals():
     attempt("module", lambda: lm.model.module(lm.params))
     attempt("params", lambda: setattr(lm, "params", lm.params | {"embed": np.zeros((3, 3))}))
     return said
+
+
+def all_reduce_sums(ranks):
+    """Largest errors of `all_reduce` in float32, over what is added, and whether ranks differ."""
+    mesh = Mesh(np.array(jax.devices()[:ranks]), (AXIS,))
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((ranks, 3, 1, 64)).astype(np.float32)
+    bias, residual = (rng.standard_normal(s).astype(np.float32) for s in (64, (3, 1, 64)))
+    report = {}
+    for added in ({}, {"bias": bias}, {"residual": residual}, {"bias": bias, "residual": residual}):
+
+        def run(x, added):
+            return all_reduce(x[0], "test", **added)[None]
+
+        specs = (PartitionSpec(AXIS), PartitionSpec())
+        summed = jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False)
+        found = np.asarray(jax.jit(summed)(x, added))
+        want = x.astype(np.float64).sum(0) + sum(added.values())
+        error = float(np.abs(found - want).max())
+        report[" ".join(added)] = error, bool((found != found[0]).any())
+    return report
 
 
 def _described(ranks, **config):

@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
     from fdjax.bench.record import write
     from fdjax.engine.memory import check_load, plan_memory
     from fdjax.lm import LM
-    from fdjax.models import random_params
     from fdjax.system.platform import default_backend, enable_compilation_cache
+    from fdjax.weights.stacked import random_stacked_params
 
     # Everything is checked first, because measuring takes minutes.
     if args.implementation not in (None, "xla") and default_backend() != "gpu":
@@ -81,7 +81,8 @@ def run(args: argparse.Namespace) -> int:
     size = f"{model.parameter_count:,} parameters in {model.dtype}"
     say(f"{'making' if folder is None else 'loading'} {size} on {model.plan.device_kind}")
     if folder is None:
-        lm = LM(model, random_params(model), memory_bytes=memory_bytes)
+        params, _stacks = random_stacked_params(model)
+        lm = LM(model, params, memory_bytes=memory_bytes)
     else:
         lm = fdjax.load(args.model, dtype=args.dtype, kv_dtype=args.kv_dtype, plan=model.plan)
     record = bench_model(

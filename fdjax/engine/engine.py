@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import gc
 import logging
 import math
 import os
@@ -364,6 +365,7 @@ class Engine:
                 if "RESOURCE_EXHAUSTED" not in str(error) or pages < _FIRST_PAGES:
                     raise
                 pages = pages * 3 // 4
+            gc.collect()  # what was allocated before the error may hang on it
         logger.info("cache of %d pages of %d tokens", pages, SLOT_MULTIPLE)
         self.pool = PagePool(pages, prefix_cache=self._prefix_cache)
         self.reusable = ReusableState(start_in_pages(kv, 1, SLOT_MULTIPLE), [])

@@ -29,14 +29,13 @@ from fdjax.models import (
     describe,
     layers_features,
     layers_shape,
-    random_params,
 )
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Entry, can_chain
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 from fdjax.tools.tune_table import table_entry
-from fdjax.weights.stacked import layer_slices, stack_layers
+from fdjax.weights.stacked import layer_slices, random_stacked_params, stack_layers
 
 # Values of M, at most 32 because of the kernel, and numbers of cache slots.
 LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
@@ -81,8 +80,9 @@ def measure_layers(
     if memory_bytes is not None and model.weight_bytes > memory_bytes:
         report(f"decode_layers: no room for weights of {gigabytes(model.weight_bytes)}")
         return
-    params = random_params(model)
-    stacked = stack_layers(_planned(model, tried[0], shapes[0]), params, owned=True)
+    planned = _planned(model, tried[0], shapes[0])
+    params, _stacks = random_stacked_params(planned)
+    stacked = stack_layers(planned, params)
     if stacked is None:
         report("decode_layers: no room to stack the weights")
         return

@@ -189,6 +189,7 @@ def load_params(
     *,
     devices: Sequence[jax.Device | None] = (None,),
     progress: Callable[[int, int], None] = lambda done, total: None,
+    take: Callable[[Path, Any], Any] = lambda path, weight: weight,
 ) -> Params:
     """Load the parameters of a checkpoint onto a device, fused and in the model's dtypes.
 
@@ -202,6 +203,8 @@ def load_params(
       devices: devices that share the model, one by default: JAX's default device. Each device gets
         only its part of each tensor.
       progress: called with (bytes read, bytes in all).
+      take: called with the path and the value of each parameter as it is loaded. Its result is what
+        the returned tree holds.
 
     Raises:
       CheckpointError: see `stored_tensors` and `check_tensors`; or config.json ties head and
@@ -261,7 +264,8 @@ def load_params(
             node = node[key]
         if node[path[-1]].shape != leaf.shape:
             raise AssertionError(f"{path}: weight map gives {leaf.shape}")
-        node[path[-1]] = leaf
+        node[path[-1]] = take(path, leaf)
+        del leaf, shares
         done += sum(
             stored[part].nbytes
             for name, _ in weight.sources

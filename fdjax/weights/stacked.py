@@ -16,13 +16,16 @@ import jax
 import jax.numpy as jnp
 from flax import traverse_util
 
-from fdjax.models import Model, Params
+from fdjax.models import Model, Params, random_params
+from fdjax.models.name_map import Path
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
 logger = logging.getLogger("fdjax")
 
 # On a GPU, XLA requires that the address of an argument is a multiple of this.
 _ALIGNMENT = 128
+
+_NO_ROOM = "layers are not stacked: no room for {} beside the weights"
 
 # Stacked arrays with live views, keyed by address.
 _stacks: weakref.WeakValueDictionary[int, jax.Array] = weakref.WeakValueDictionary()
@@ -113,8 +116,68 @@ def layer_views(stacked: jax.Array) -> list[jax.Array]:
     return views
 
 
+class LayerStacks:
+    """Stacked weights that are written while they are made, a layer at a time.
+
+    So no weight is in memory twice, and the free memory is in one piece, as a large cache needs it.
+    Hold this object until an engine has the parameters: the engine finds the stacked arrays while
+    they are alive.
+    """
+
+    def __init__(self, model: Model):
+        """Stack the layers of a model on one device whose plan has a kernel for them."""
+        self._wanted = model.ranks == 1 and model.one_launch_possible
+        self._layers = model.config.layers
+        self._arrays: dict[Path, jax.Array] = {}
+
+    def take(self, path: Path, weight: Any) -> Any:
+        """Write a weight into its stacked array.
+
+        Args:
+          path: its path in the parameters.
+          weight: an array, or a quantised weight.
+
+        Returns:
+          None, which `views` replaces, or the weight if it is not stacked.
+        """
+        if path[0] != "blocks" or not isinstance(weight, jax.Array) or weight.ndim == 1:
+            return weight
+        _, layer, *kind = path
+        kind = tuple(kind)
+        if kind not in self._arrays:
+            if not self._wanted:
+                return weight
+            shape = (self._layers, *weight.shape)
+            try:
+                self._arrays[kind] = jnp.zeros(shape, weight.dtype, device=weight.sharding)
+            except jax.errors.JaxRuntimeError as error:
+                if "RESOURCE_EXHAUSTED" not in str(error):
+                    raise
+                self._wanted = False
+                _log_once(_NO_ROOM.format(gigabytes(self._layers * weight.nbytes)))
+                return weight
+        self._arrays[kind] = _put(self._arrays[kind], weight, layer)
+        return None
+
+    def views(self, params: Params) -> Params:
+        """Put views of the stacked arrays where `take` has returned None, and return `params`."""
+        for kind, stacked in self._arrays.items():
+            for i, view in enumerate(_views(stacked)):
+                node = params["blocks"][i]
+                for name in kind[:-1]:
+                    node = node[name]
+                node[kind[-1]] = view
+        return params
+
+
+def random_stacked_params(model: Model, seed: int = 0) -> tuple[Params, LayerStacks]:
+    """Random parameters, see `random_params`, and their stacked arrays."""
+    stacks = LayerStacks(model)
+    return stacks.views(random_params(model, seed, take=stacks.take)), stacks
+
+
 def stack_layers(
-    model: Model, params: Params, *, owned: bool = False, memory_bytes: int | None = None
+    model: Model, params: Params, *, memory_bytes: int | None = None
 ) -> dict[str, jax.Array] | None:
     """Stack the weights of a model's layers, if its plan has a kernel for stacked weights.
 
@@ -125,8 +188,6 @@ def stack_layers(
       model: the model.
       params: its parameters. The weights of the layers are replaced by views in these containers,
         except vectors.
-      owned: whether only the caller holds them. Then each kind is freed before the next one
-        is stacked, which needs less memory.
       memory_bytes: limit for the parameters and the stacked arrays; default the free memory.
 
     Returns:
@@ -140,10 +201,10 @@ def stack_layers(
     stacked = {kind: _stack_of([layer[kind] for layer in layers]) for kind in layers[0]}
     missing = [kind for kind, array in stacked.items() if array is None]
     sizes = [len(layers) * layers[0][kind].nbytes for kind in missing]
-    needed = (max if owned else sum)(sizes or [0])
+    needed = sum(sizes)
     (device,) = leaves[0].devices()
     rooms = [free_memory_bytes(device), memory_bytes and memory_bytes - model.weight_bytes]
-    message = f"layers are not stacked: no room for {gigabytes(needed)} beside the weights"
+    message = _NO_ROOM.format(gigabytes(needed))
     if any(room is not None and needed > room for room in rooms):
         _log_once(message)
         return None
@@ -198,10 +259,16 @@ def _stack(layers: Sequence[dict[str, jax.Array]], kind: str) -> jax.Array:
         stacked = _put(stacked, layer[kind], i)
     if first.ndim == 1:
         return stacked
-    for layer, view in zip(layers, layer_views(stacked), strict=True):
+    for layer, view in zip(layers, _views(stacked), strict=True):
         layer[kind] = view
-    _stacks[stacked.unsafe_buffer_pointer()] = stacked
     return stacked
+
+
+def _views(stacked: jax.Array) -> list[jax.Array]:
+    """Views of the layers, by which `_stack_of` finds the array."""
+    views = layer_views(stacked)
+    _stacks[stacked.unsafe_buffer_pointer()] = stacked
+    return views
 
 
 @functools.partial(jax.jit, donate_argnums=0)

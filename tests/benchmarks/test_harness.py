@@ -84,9 +84,7 @@ def test_a_model_beside_its_peers(config, quick_ceiling, monkeypatch, tmp_path, 
             yield "hf eager", batch, prompt, peers.Samples([50.0, 60.0], [7.0, 8.0], 1.5)
             yield "hf static, compiled", batch, prompt, peers.Samples(problem="Error: no")
 
-    monkeypatch.setattr(peers, "missing", lambda names: None)
-    monkeypatch.setattr(peers, "measure", measure)
-    monkeypatch.delenv("XLA_PYTHON_CLIENT_PREALLOCATE", raising=False)
+    monkeypatch.setattr(peers, "run_apart", measure)
     output = tmp_path / "record.json"
     options = "--points 1x70 --plans fdjax cudnn --new-tokens 3 --runs 2 --dtype float32"
     options = [*options.split(), "--peers", "hf eager", "hf static, compiled"]
@@ -143,9 +141,38 @@ def test_a_point_is_a_batch_and_a_prompt_length(config, point, capsys):
     assert "BATCHxPROMPT" in capsys.readouterr().err
 
 
-def test_there_are_no_peers_without_their_libraries(monkeypatch):
+def test_there_are_no_peers_without_their_libraries(monkeypatch, capsys):
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
     assert peers.missing() == "torch is not installed"
+    assert peers.main(['{"names": ["gpt-fast"]}']) == 0
+    assert capsys.readouterr().out == "no peers: torch is not installed\n"
+
+
+def run_peers(monkeypatch, tmp_path, script):
+    """Results of `run_apart` if this script is the process."""
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(peers.sys, "executable", str(program))
+    return list(peers.run_apart(Path("c.json"), [(1, 8), (2, 8)], ["gpt-fast"], runs=1))
+
+
+def test_peers_run_in_a_process_of_their_own(monkeypatch, tmp_path, capsys):
+    samples = peers.Samples([1.0, 2.0], [3.0], 4.0)
+    results = [("gpt-fast", batch, 8, samples) for batch in (1, 2)]
+    monkeypatch.setattr(peers, "missing", lambda names: None)
+    monkeypatch.setattr(peers, "measure", lambda config, points, names, runs: iter(results))
+    asked = {"config": "c.json", "points": [[1, 8], [2, 8]], "names": ["gpt-fast"], "runs": 1}
+    assert peers.main([json.dumps(asked)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    script = f"echo '{first}'; echo compiling; echo '{second}'"
+    assert run_peers(monkeypatch, tmp_path, script) == results
+    assert capsys.readouterr().err == "compiling\n"
+    # A process that dies loses only what it has not measured.
+    found = run_peers(monkeypatch, tmp_path, f"echo '{first}'; exit 3")
+    assert found[0] == results[0]
+    assert found[1][:3] == results[1][:3]
+    assert found[1][3].problem == "the process of the peers ended with 3"
 
 
 def test_a_slow_down_of_a_tenth_is_flagged(tmp_path):
@@ -236,6 +263,17 @@ def test_plans_do_without_what_they_are_named_for(name):
     )
 
 
+def test_xla_takes_the_place_of_cudnn_for_what_it_lacks():
+    device = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    configs = ROOT / "tests" / "fixtures" / "hf" / "configs"
+    for name, attention in (("bloom-7b1", "xla"), ("opt-6.7b", "cudnn")):
+        config = fdjax.models.parse_config(json.loads((configs / f"{name}.old.json").read_text()))
+        found = end_to_end.named(device, fdjax.models.describe(config), "cudnn")
+        assert found == end_to_end.PLANS["cudnn"] | dict.fromkeys(
+            ("decode_attention", "prefill_attention"), attention
+        )
+
+
 def test_plans_share_stacked_weights(config, quick_ceiling, monkeypatch):
     """The weights are stacked once, and nobody holds the original arrays."""
     from fdjax.bench import model
@@ -260,14 +298,14 @@ def test_plans_share_stacked_weights(config, quick_ceiling, monkeypatch):
 
 def test_plans_share_the_weights_and_leave_nothing(config, quick_ceiling, monkeypatch):
     """A model is freed with its cache before the next one is made. The weights are made once."""
-    from fdjax import models
     from fdjax.bench import model
+    from fdjax.weights import stacked
 
     made, before = [], []
 
-    def random_params(description):
+    def random_params(description, *args, **options):
         made.append(description)
-        return genuine(description)
+        return genuine(description, *args, **options)
 
     def rows(lm, **options):
         assert not any(ref() for ref in before)
@@ -277,8 +315,8 @@ def test_plans_share_the_weights_and_leave_nothing(config, quick_ceiling, monkey
             raise RuntimeError("out of memory")
         return [], {}
 
-    genuine = models.random_params
-    monkeypatch.setattr(models, "random_params", random_params)
+    genuine = stacked.random_params
+    monkeypatch.setattr(stacked, "random_params", random_params)
     monkeypatch.setattr(model, "model_rows", rows)
     end_to_end.main([str(config), "--points", "1x8", "2x8"])
     assert (len(made), len(before)) == (1, 6)

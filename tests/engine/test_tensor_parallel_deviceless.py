@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from benchmarks.tensor_parallel import with_all_reduce
 from deviceless import _parse, _reachable, alias_bytes, compile_for, large_copies, mesh_of
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.mesh import Place, is_spec
@@ -30,12 +31,14 @@ WHOLE = PartitionSpec()
 
 
 @functools.cache
-def model(tied, name="llama-3-8b"):
+def model(tied, name="llama-3-8b", all_reduce="xla"):
     """Four layers of a model in full size."""
     data = json.loads((CONFIGS / f"{name}.new.json").read_text(encoding="utf-8"))
     layers = "n_layer" if "n_layer" in data else "num_hidden_layers"
     data |= {layers: LAYERS, "layer_types": None, "tie_word_embeddings": tied}
-    return describe(parse_config(data), plan=H100, tensor_parallel=RANKS)
+    config = parse_config(data)
+    plan = with_all_reduce(H100, all_reduce, config.width, RANKS)
+    return describe(config, plan=plan, tensor_parallel=RANKS)
 
 
 def abstract_state(m, batch, pages):
@@ -119,10 +122,16 @@ def check_in_place(program, state, m):
 
 
 @pytest.mark.parametrize(
-    ("batch", "tied", "pages"), [(1, False, 0), (8, True, 0), (1, False, 300), (8, False, 300)]
+    ("batch", "tied", "pages", "all_reduce"),
+    [
+        (1, False, 0, "xla"),
+        (8, True, 0, "xla"),
+        (1, False, 300, "xla"),
+        (8, False, 300, "mosaic_gpu"),
+    ],
 )
-def test_decode_steps(batch, tied, pages, tmp_path):
-    m = model(tied)
+def test_decode_steps(batch, tied, pages, all_reduce, tmp_path):
+    m = model(tied, all_reduce=all_reduce)
     table = (abstract(batch, SLOTS // SLOT_MULTIPLE),) if pages else ()
     program, state = compiled(
         *(decode_steps, m, batch, pages, abstract_sampling(batch), abstract(), *table),
@@ -135,7 +144,9 @@ def test_decode_steps(batch, tied, pages, tmp_path):
     assert "kCommandBuffer" in chunk
     check_in_place(program, state, m)
     # A tied embedding is divided by the vocabulary, so its rows are summed too.
-    assert collectives(program) == {"all-reduce": 2 * LAYERS + tied, "all-gather": 1}
+    by_xla = 2 * LAYERS * (all_reduce == "xla") + tied
+    assert collectives(program).pop("all-reduce", 0) == by_xla
+    assert collectives(program)["all-gather"] == 1
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 import fdjax
+from benchmarks.tensor_parallel import with_all_reduce
 from fdjax.engine import runner
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
+from fdjax.pallas_kernels.plan import Plan
 
 pytestmark = pytest.mark.multigpu
 
@@ -78,9 +80,12 @@ def test_tokens_in_float32(case):
 
 
 @functools.cache
-def large(ranks):
+def large(ranks, all_reduce=None):
     """Four layers of Llama 3 8B, with the same weights on up to 8 GPUs."""
-    model = describe(parse_config(CONFIG), dtype="bfloat16", tensor_parallel=ranks)
+    plan = Plan.for_device()
+    if all_reduce:
+        plan = with_all_reduce(plan, all_reduce, CONFIG["hidden_size"], ranks)
+    model = describe(parse_config(CONFIG), dtype="bfloat16", plan=plan, tensor_parallel=ranks)
     return LM(model, random_params(model))
 
 
@@ -94,22 +99,24 @@ def test_scores_in_full_size(tokens):
             assert np.mean(np.abs(np.subtract(ours, theirs))) < BF16_BAR
 
 
-def test_decoding_agrees_with_scores_and_repeats():
+@pytest.mark.parametrize("all_reduce", ["xla", "mosaic_gpu"])
+def test_decoding_agrees_with_scores_and_repeats(all_reduce):
     """Each chosen token has the log-probability that one pass over the text gives it."""
     for ranks in counts():
-        lm = large(ranks)
+        lm = large(ranks, all_reduce)
         first, again = (lm.generate(PROMPTS, max_new_tokens=64, **OPTIONS) for _ in range(2))
         assert again.tokens == first.tokens
         assert again.logprobs == first.logprobs
         texts = [prompt + answer for prompt, answer in zip(PROMPTS, first.tokens, strict=True)]
-        for ours, theirs in zip(first.logprobs, lm.score(texts).logprobs, strict=True):
+        for ours, theirs in zip(first.logprobs, large(ranks).score(texts).logprobs, strict=True):
             assert np.mean(np.abs(np.subtract(ours, theirs[-len(ours) :]))) < BF16_BAR
 
 
-def test_thousands_of_steps_end():
+@pytest.mark.parametrize("all_reduce", ["xla", "mosaic_gpu"])
+def test_thousands_of_steps_end(all_reduce):
     """Collective operations in a CUDA graph have been seen to stop after many replays."""
     for ranks in counts():
-        answer = large(ranks).generate([1, 2, 3], max_new_tokens=4000, **OPTIONS)
+        answer = large(ranks, all_reduce).generate([1, 2, 3], max_new_tokens=4000, **OPTIONS)
         assert len(answer.tokens) == 4000
 
 

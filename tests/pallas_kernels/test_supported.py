@@ -112,6 +112,13 @@ def experts_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
         yield f"biases {gate}", moe_key(1, 4096, 14336, Routing(8, 2), 2), features
 
 
+def all_reduce_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
+    sizes = itertools.product((1, 32, 64, 128), (4096, 4097, 8192), (2, 8, 16), (2, 4))
+    for m, width, ranks, itemsize in sizes:
+        shape = dict(m=m, width=width, ranks=ranks, itemsize=itemsize)
+        yield f"M{m} E{width} {ranks} devices {8 * itemsize} bit", shape, frozenset()
+
+
 def supported() -> dict[str, list[str]]:
     """Supported cases by op, implementation and the first compute capability that runs them."""
     found: dict[str, list[str]] = {}
@@ -122,6 +129,8 @@ def supported() -> dict[str, list[str]]:
             cases = [*matmul_cases(), *quantised_cases()]
         elif i.op == "moe":
             cases = list(experts_cases())
+        elif i.op == "all_reduce":
+            cases = list(all_reduce_cases())
         else:
             cases = list(layers_cases(i.op))
         where = "any device" if i.capabilities is None else "sm_{}{}".format(*i.capabilities[0])

@@ -18,13 +18,18 @@ import pytest
 
 import fdjax
 from any_size import ANY_SIZE
-from fdjax import lm as lm_module
 from fdjax.engine import engine
 from fdjax.models import decoder, layers_shape, random_params
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.weights import stacked as stacked_module
-from fdjax.weights.stacked import layer_slices, layer_views, stack_layers
+from fdjax.weights.stacked import (
+    LayerStacks,
+    layer_slices,
+    layer_views,
+    random_stacked_params,
+    stack_layers,
+)
 
 CASE = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3_gqa_tied"
 LARGEST = "mlp.gate_up.weight"
@@ -237,51 +242,76 @@ def test_layers_are_stacked_where_the_plan_has_them(plain, model):
     jax.tree.map(np.testing.assert_array_equal, want["blocks"], layer_slices(stacked))
 
 
-def test_weights_of_a_kind_go_before_the_next_is_stacked(model, monkeypatch):
-    params = random_params(model)
-    references = {
-        kind: [weakref.ref(a) for a in weights(params, kind)]
-        for kind in ("attention.qkv.weight", LARGEST, "mlp.down.weight")
-    }
-    order, stack = [], stacked_module._stack
+@pytest.fixture
+def made(monkeypatch):
+    """References to the weights that `LayerStacks` has taken; few are alive at any time."""
+    references, take = [], LayerStacks.take
 
-    def checked(layers, kind):
-        order.append(kind)
-        for name, those in references.items():
-            assert alive(those) == (0 if name in order[:-1] else len(layers))
-        return stack(layers, kind)
+    def watched(self, path, weight):
+        assert alive(references) <= 1  # JAX may still copy the one before
+        taken = take(self, path, weight)
+        if taken is None:
+            references.append(weakref.ref(weight))
+        return taken
 
-    monkeypatch.setattr(stacked_module, "_stack", checked)
-    stack_layers(model, params, owned=True)
-    assert references.keys() < set(order)
+    monkeypatch.setattr(LayerStacks, "take", watched)
+    return references
 
 
-def test_loading_leaves_no_second_copy(plan, monkeypatch):
-    references, load_params = [], lm_module.load_params
-    # Enough memory for the largest kind, one kind after another.
-    monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device: 2 * 64 * 2 * 160 * 4)
+def test_random_weights_are_stacked_while_they_are_made(plain, model, made):
+    params, stacks = random_stacked_params(model)
+    assert len(made) == 4 * model.config.layers
+    jax.tree.map(np.testing.assert_array_equal, params, random_params(model))
+    views = weights(params, LARGEST)
+    stacked = stack_layers(model, params)
+    assert [address(a) for a in views] == [
+        address(stacked[LARGEST]) + i * views[0].nbytes for i in range(len(views))
+    ]
+    references = [weakref.ref(array) for array in stacked.values() if array.ndim > 2]
+    del stacked, stacks
+    assert not alive(references)
+    # Nothing is stacked for a plan without the kernel.
+    made.clear()
+    random_stacked_params(plain.model)
+    assert not made
 
-    def watched(*args, **options):
-        params = load_params(*args, **options)
-        leaves = jax.tree.leaves(params["blocks"])
-        references.extend(weakref.ref(leaf) for leaf in leaves if leaf.ndim > 1)
-        return params
 
-    monkeypatch.setattr(lm_module, "load_params", watched)
-    stacks = []
-    stack = stacked_module._stack
+def test_loading_leaves_no_second_copy(plan, made, monkeypatch):
+    monkeypatch.setattr(stacked_module, "_stack", None)  # for arrays that are not vectors
+    vectors = stacked_module._stack_of
     monkeypatch.setattr(
-        stacked_module, "_stack", lambda *args: stacks.append(args[1]) or stack(*args)
+        stacked_module, "_stack_of", lambda a: vectors(a) if a[0].ndim > 1 else jnp.stack(a)
     )
     lm = load(plan)
-    assert references and not alive(references)
-    assert stacks.count(LARGEST) == 1
+    assert made and not alive(made)
     lm.params = lm.params
     copied = copy.copy(lm)
     other = fdjax.LM(lm.model, lm.params)
-    assert stacks.count(LARGEST) == 1
     for one in (copied, other):
         assert address(weights(one.params, LARGEST)[0]) == address(weights(lm.params, LARGEST)[0])
+
+
+@pytest.mark.parametrize("kind", [0, 2])
+def test_what_has_no_room_for_a_stack_is_loaded_as_it_is(plain, plan, kind, monkeypatch, caplog):
+    caplog.set_level(logging.INFO, "fdjax")
+    stacked_module._log_once.cache_clear()
+    zeros, calls = jnp.zeros, []
+
+    def full(shape, *args, device=None, **options):
+        if device is not None and len(shape) > 2:
+            calls.append(shape)
+            if len(calls) > kind:
+                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return zeros(shape, *args, device=device, **options)
+
+    monkeypatch.setattr(stacked_module.jnp, "zeros", full)
+    monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device: 0)
+    lm = load(plan)
+    assert len(calls) == kind + 1
+    assert caplog.messages[0].startswith("layers are not stacked: no room for ")
+    assert lm.engine.stacked_params is None
+    assert not lm.engine.stacks(1, 512)
+    jax.tree.map(np.testing.assert_array_equal, lm.params, plain.params)
 
 
 @pytest.fixture
@@ -335,23 +365,21 @@ def test_other_weights_are_stacked_anew(model):
     np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("owned", [False, True])
-def test_what_does_not_fit_is_not_stacked(model, monkeypatch, caplog, owned):
+def test_what_does_not_fit_is_not_stacked(model, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "fdjax")
     stacked_module._log_once.cache_clear()
     params = random_params(model)
     leaves = jax.tree.leaves(params)
     sizes = [array.nbytes for array in jax.tree.leaves(params["blocks"])]
-    largest = sum(a.nbytes for a in weights(params, LARGEST))
-    need = largest if owned else sum(sizes)
+    need = sum(sizes)
     total = need + sum(leaf.nbytes for leaf in leaves)
     for free, memory_bytes in ((need - 1, None), (need, total - 1)):
         monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device, free=free: free)
-        assert stack_layers(model, params, owned=owned, memory_bytes=memory_bytes) is None
+        assert stack_layers(model, params, memory_bytes=memory_bytes) is None
     assert all(a is b for a, b in zip(jax.tree.leaves(params), leaves, strict=True))
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("layers are not stacked: no room for ")
-    assert stack_layers(model, params, owned=owned, memory_bytes=total) is not None
+    assert stack_layers(model, params, memory_bytes=total) is not None
 
 
 @pytest.mark.parametrize("error", ["RESOURCE_EXHAUSTED: Out of memory", "INTERNAL: other"])
@@ -371,14 +399,6 @@ def test_weights_are_whole_where_stacking_ends_early(model, monkeypatch, error):
     else:
         assert stack_layers(model, params) is None
     jax.tree.map(np.testing.assert_array_equal, params, want)
-
-
-def test_without_memory_a_model_is_loaded_as_it_is(plain, plan, monkeypatch):
-    monkeypatch.setattr(stacked_module, "free_memory_bytes", lambda device: 0)
-    lm = load(plan)
-    assert lm.engine.stacked_params is None
-    assert not lm.engine.stacks(1, 512)
-    jax.tree.map(np.testing.assert_array_equal, lm.params, plain.params)
 
 
 # --- programs

@@ -1,0 +1,120 @@
+"""All-reduce of a decode step between GPUs: `python -m benchmarks.all_reduce`.
+
+Each implementation sums the rows of a step again and again in a CUDA graph. The time of one is the
+slope between a few and many of them. Peers are NCCL and symmetric memory in PyTorch, also in a
+graph, in processes that end before JAX starts.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from fdjax.bench.record import environment
+from fdjax.engine.engine import compiler_options
+from fdjax.engine.step import decode_steps
+from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.all_reduce import all_reduce
+from fdjax.pallas_kernels.ranks import AXIS
+from fdjax.system.files import output_file, write_whole
+
+SHAPES = ((1, 4096), (8, 4096), (32, 4096), (1, 5120), (1, 8192), (32, 8192))
+COUNTS = (64, 1088)
+_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_attention_heads": 8,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+    "num_hidden_layers": 1,
+}
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--implementations", nargs="+", default=["xla", "mosaic_gpu"], metavar="NAME"
+    )
+    parser.add_argument("--counts", type=int, nargs=2, default=COUNTS, help="sums of a call")
+    parser.add_argument("--runs", type=int, default=7)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--output", type=output_file)
+    parser.add_argument("--commit")
+    return parser.parse_args(argv)
+
+
+def peers(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Microseconds of PyTorch, or why there are none."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=gpu"]
+    command += ["-m", "benchmarks.all_reduce_peer", *(f"{m}x{width}" for m, width in SHAPES)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        return [{"problem": f"exit code {done.returncode}"}]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def microseconds(name: str, m: int, width: int, args: argparse.Namespace) -> dict[str, Any]:
+    """Microseconds of one sum of [m, width], with a residual."""
+    ranks = jax.local_device_count()
+    mesh = Mesh(np.array(jax.local_devices()), (AXIS,))
+    whole = PartitionSpec()
+    options = compiler_options(decode_steps, describe(parse_config(_CONFIG), tensor_parallel=ranks))
+    # Sums of zeros stay zeros. That the sums are right is tested elsewhere.
+    x = jax.device_put(jnp.zeros((m, width), args.dtype), NamedSharding(mesh, whole))
+    medians = []
+    for count in args.counts:
+
+        def repeat(x, count=count):
+            once = functools.partial(all_reduce, name="benchmark", implementation=name)
+            return lax.fori_loop(0, count, lambda _, y: once(y, residual=x), x)
+
+        many = jax.shard_map(repeat, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
+        call = jax.jit(many).lower(x).compile(options)
+        times = []
+        for _ in range(args.runs + 3):
+            began = time.perf_counter()
+            jax.block_until_ready(call(x))
+            times.append(time.perf_counter() - began)
+        medians.append(statistics.median(times[3:]))
+    few, many = args.counts
+    return {"us": 1e6 * (medians[1] - medians[0]) / (many - few), "seconds": medians}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    of_peers = [] if args.no_peers else peers(args)
+    rows = []
+    for m, width in SHAPES:
+        for name in args.implementations:
+            row = {"m": m, "width": width, "implementation": name}
+            try:
+                row |= microseconds(name, m, width, args)
+            except NotImplementedError as error:
+                row["problem"] = str(error)
+            rows.append(row)
+            print(row, file=sys.stderr, flush=True)
+    rows += of_peers
+    for row in rows:
+        if "us" in row:
+            print(f"{row['m']:3} x {row['width']}  {row['implementation']:28} {row['us']:6.2f} us")
+    record = {"environment": environment(args.commit), "all_reduce": rows}
+    print(json.dumps(record))
+    if args.output:
+        write_whole(args.output, json.dumps(record, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""The sum over devices: XLA's on fake CPU devices, and the kernel on several GPUs.
+
+The kernel cannot be interpreted, because the interpreter knows no other devices.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from deviceless import compile_for, mesh_of
+from fdjax.pallas_kernels.all_reduce import ALL_REDUCE, all_reduce
+from fdjax.pallas_kernels.all_reduce.hopper.one_shot import fits
+from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.ranks import AXIS
+
+from ..engine.test_tensor_parallel import report
+
+BF16 = jnp.bfloat16
+DIVIDED, WHOLE = PartitionSpec(AXIS), PartitionSpec()
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_sums_of_fake_devices(ranks):
+    found = report("all_reduce_sums", ranks)
+    assert set(found) == {"", "bias", "residual", "bias residual"}
+    for error, differs in found.values():
+        assert error < 1e-5 and not differs
+
+
+def test_only_a_table_or_its_name_chooses_the_kernel():
+    h100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    shape = dict(m=1, width=4096, ranks=2, itemsize=2)
+    assert h100.choose("all_reduce", **shape).implementation == "xla"
+    assert ALL_REDUCE[0].supports(shape, capability=(9, 0))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"width": 4097}, "multiple of 512, got 4097"),
+        ({"itemsize": 4}, "bfloat16"),
+        ({"ranks": 16}, "at most 8 devices, got 16"),
+        ({"m": 128}, "at most 524288 bytes, got 1048576"),
+    ],
+)
+def test_what_the_kernel_refuses(changes, says):
+    shape = dict(m=64, width=4096, ranks=8, itemsize=2)
+    assert fits(shape) is None
+    assert says in fits(shape | changes)
+
+
+def run(x, bias, residual, *, implementation):
+    added = {"bias": bias, "residual": residual}
+    added = {name: array for name, array in added.items() if array is not None}
+    return all_reduce(x[0], "test", **added, implementation=implementation)[None]
+
+
+def on(mesh, implementation):
+    function = functools.partial(run, implementation=implementation)
+    specs = DIVIDED, WHOLE, WHOLE
+    return jax.jit(
+        jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=DIVIDED, check_vma=False)
+    )
+
+
+@pytest.mark.parametrize(
+    ("bias", "residual", "says"),
+    [
+        (np.zeros(7, np.float32), None, r"bias must be float32\[8\], got float32\[7\]"),
+        (None, np.zeros((2, 8), BF16), r"residual must be float32\[2, 8\], got bfloat16\[2, 8\]"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(bias, residual, says):
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), (AXIS,))
+    with pytest.raises(ValueError, match=says):
+        on(mesh, "xla")(np.zeros((1, 2, 8), np.float32), bias, residual)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("ranks", "m", "added"), [(2, 1, True), (8, 32, False)])
+def test_the_kernel_compiles_without_spills(ranks, m, added, capfd, monkeypatch):
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mesh = mesh_of("h100", ranks, AXIS)
+    sharded = NamedSharding(mesh, DIVIDED)
+    x = jax.ShapeDtypeStruct((ranks, m, 4096), BF16, sharding=sharded)
+    bias = jax.ShapeDtypeStruct((4096,), BF16) if added else None
+    residual = jax.ShapeDtypeStruct((m, 4096), BF16) if added else None
+    compiled = compile_for(
+        *("h100", on(mesh, "mosaic_gpu"), x, bias, residual), n_devices=ranks, axis=AXIS
+    )
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 1
+    dumped = capfd.readouterr()
+    assert "0 bytes spill stores, 0 bytes spill loads" in dumped.out + dumped.err
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("m", [1, 3, 32, 64])
+@pytest.mark.parametrize("width", [512, 4096, 8192])
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_sums_of_gpus(m, width, dtype):
+    ranks = jax.local_device_count()
+    if not ALL_REDUCE[0].supports(dict(m=m, width=width, ranks=ranks, itemsize=2)):
+        pytest.skip("more bytes than one shot is for")
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    function = on(mesh, "mosaic_gpu")
+    rng = np.random.default_rng(m)
+    for repeat in range(20):  # what one call has left must not disturb the next
+        x = rng.standard_normal((ranks, m, width)).astype(dtype)
+        bias, residual = (rng.standard_normal(s).astype(dtype) for s in (width, (m, width)))
+        if repeat % 3 == 1:
+            bias = None
+        if repeat % 3 == 2:
+            residual = None
+        found = np.asarray(function(x, bias, residual))
+        want = x.astype(np.float64).sum(0)
+        want += sum(a.astype(np.float64) for a in (bias, residual) if a is not None)
+        np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
+        # Rounded once.
+        eps = float(jnp.finfo(dtype).eps)
+        np.testing.assert_allclose(found[0].astype(np.float64), want, rtol=eps / 2, atol=1e-5)
