@@ -1,9 +1,10 @@
 """Mixtures of experts of a decode step, XLA and our kernels: `python -m benchmarks.experts`.
 
 Runs the op `moe` alone, from the router's logits to the sum, with routing at random. The experts
-have the sizes of Qwen3-30B-A3B, Mixtral 8x7B and OLMoE. The bound is the bytes of the distinct
-experts that the rows chose; their number is in the name of a case. The table shows each tiling of
-the kernels, and the times of both kernels, from which the best tiling of each can be seen.
+have the sizes of Qwen3-30B-A3B, Mixtral 8x7B, OLMoE, and gpt-oss-20b in MXFP4. The bound is the
+bytes of the distinct experts that the rows chose; their number is in the name of a case. The table
+shows each tiling of the kernels, and the times of both kernels, from which the best tiling of each
+can be seen.
 """
 
 import argparse
@@ -11,8 +12,8 @@ import concurrent.futures
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,30 +23,71 @@ from fdjax.bench.record import Measurement, emit
 from fdjax.bench.suite import Case, run_cases
 from fdjax.bench.timing import compile_for
 from fdjax.pallas_kernels.experts import Routing, moe, moe_reference, route
-from fdjax.pallas_kernels.experts.hopper.chosen import CANDIDATES, MoeConfig, moe_chosen
+from fdjax.pallas_kernels.experts.hopper.chosen import (
+    CANDIDATES,
+    PACKED_CANDIDATES,
+    MoeConfig,
+    moe_chosen,
+)
+from fdjax.pallas_kernels.quantised import (
+    BRICKS,
+    WeightFormat,
+    dequantise,
+    in_layout,
+    random_quantised,
+)
 from fdjax.system.files import output_file
 
-# E, F and the routing.
+
+class Sizes(NamedTuple):
+    """Experts of a model: E, F, routing, format of quantised weights, activation."""
+
+    width: int
+    hidden: int
+    routing: Routing
+    form: WeightFormat | None = None
+    gate: str = "silu"
+
+
 MODELS = {
-    "Qwen3-30B-A3B": (2048, 768, Routing(128, 8, normalised=True)),
-    "Mixtral 8x7B": (4096, 14336, Routing(8, 2, normalised=True)),
-    "OLMoE": (2048, 1024, Routing(64, 8)),
+    "Qwen3-30B-A3B": Sizes(2048, 768, Routing(128, 8, normalised=True)),
+    "Mixtral 8x7B": Sizes(4096, 14336, Routing(8, 2, normalised=True)),
+    "OLMoE": Sizes(2048, 1024, Routing(64, 8)),
+    "gpt-oss-20b": Sizes(
+        *(2880, 2880, Routing(32, 4, normalised=True)),
+        form=WeightFormat("fp4", 32, scales="float8_e8m0fnu"),
+        gate="clamped_swiglu",
+    ),
 }
 ROWS = (1, 8, 16, 32)
 
 
 @functools.cache
-def _weights(width: int, hidden: int, experts: int) -> tuple[jax.Array, jax.Array]:
+def _weights(sizes: Sizes) -> tuple[Any, Any]:
+    """gate_up and down, in the layout that XLA reads if they are quantised."""
+    count = sizes.routing.experts
+    shapes = (sizes.width, 2, sizes.hidden), (sizes.hidden, sizes.width)
+
     @jax.jit
     def make():
         keys = jax.random.split(jax.random.key(0))
-        shapes = (experts, width, 2, hidden), (experts, hidden, width)
+        if sizes.form is None:
+            return tuple(
+                jax.random.normal(key, (count, *shape), jnp.bfloat16) * shape[0] ** -0.5
+                for key, shape in zip(keys, shapes, strict=True)
+            )
         return tuple(
-            jax.random.normal(key, shape, jnp.bfloat16) * shape[1] ** -0.5
+            random_quantised(key, sizes.form.empty(shape, (count,)), shape[0] ** -0.5)
             for key, shape in zip(keys, shapes, strict=True)
         )
 
     return make()
+
+
+@functools.cache
+def _bricks(sizes: Sizes) -> tuple[Any, Any]:
+    """The same in the layout that the kernels read."""
+    return jax.jit(lambda ws: tuple(in_layout(w, BRICKS) for w in ws))(_weights(sizes))
 
 
 def _rows(seed: int, m: int, width: int, experts: int) -> tuple[np.ndarray, np.ndarray]:
@@ -60,8 +102,16 @@ def distinct_experts(logits: np.ndarray, chosen: int) -> int:
     return len(np.unique(np.argsort(-logits, axis=1)[:, :chosen]))
 
 
-def _ours(x, logits, gate_up, down, *, routing: Routing, config: MoeConfig):
-    return moe_chosen(x, *route(logits, routing), gate_up, down, gate="silu", config=config)
+def _ours(x, logits, gate_up, down, *, sizes: Sizes, config: MoeConfig):
+    chosen = route(logits, sizes.routing)
+    return moe_chosen(x, *chosen, gate_up, down, gate=sizes.gate, config=config)
+
+
+def _reference(x, logits, *weights, sizes: Sizes):
+    if sizes.form is not None:
+        one = functools.partial(dequantise, dtype="float32")
+        weights = [jax.vmap(one)(w) for w in weights]
+    return moe_reference(x, logits, *weights, routing=sizes.routing, gate=sizes.gate)
 
 
 def label(config: MoeConfig) -> str:
@@ -70,41 +120,51 @@ def label(config: MoeConfig) -> str:
     return " ".join("x".join(map(str, numbers[i : i + 3])) for i in (0, 3))
 
 
-def cases(
-    name: str, rows: Sequence[int], configs: Sequence[MoeConfig], models: dict[str, Any] = MODELS
-) -> list[Case]:
+def cases(name: str, rows: Sequence[int], configs: int, sizes: Sizes) -> list[Case]:
     """The cases of a model. Their argument sets share the weights, but choose experts anew."""
-    width, hidden, routing = models[name]
-    sizes = width, hidden, routing.experts
+    (width, hidden, routing, form, gate), own = sizes, sizes.routing.experts
     run: dict[str, Callable] = {
-        "xla": functools.partial(moe, routing=routing, gate="silu", implementation="xla")
+        "xla": functools.partial(moe, routing=routing, gate=gate, implementation="xla")
     }
-    for config in configs:
-        run[label(config)] = functools.partial(_ours, routing=routing, config=config)
+    ours = [
+        (label(config), functools.partial(_ours, sizes=sizes, config=config))
+        for config in (CANDIDATES if form is None else PACKED_CANDIDATES)[:configs]
+    ]
+    prepare = {} if form is None else dict.fromkeys((n for n, _ in ours), _with_bricks(sizes))
+    leaves = jax.tree.leaves(jax.eval_shape(lambda: _weights.__wrapped__(sizes)))
+    weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
     def case(m: int) -> Case:
         def make_args(seed: int) -> tuple:
-            return *map(jnp.asarray, _rows(seed, m, width, routing.experts)), *_weights(*sizes)
+            return *map(jnp.asarray, _rows(seed, m, width, own)), *_weights(sizes)
 
-        count = distinct_experts(_rows(0, m, width, routing.experts)[1], routing.chosen)
+        count = distinct_experts(_rows(0, m, width, own)[1], routing.chosen)
         return Case(
             name=f"{name} M={m}, {count} experts",
             make_args=make_args,
-            implementations=run,
-            reference=functools.partial(moe_reference, routing=routing, gate="silu"),
-            bytes=2 * (3 * count * width * hidden + 2 * m * width),
+            implementations=run | dict(ours),
+            reference=functools.partial(_reference, sizes=sizes),
+            bytes=weights * count // own + 4 * m * width,
             flops=6 * m * routing.chosen * width * hidden,
             tolerance=2e-2,
+            prepare=prepare,
         )
 
     return [case(m) for m in rows]
+
+
+def _with_bricks(sizes: Sizes) -> Callable[..., tuple]:
+    return lambda x, logits, *_: (x, logits, *_bricks(sizes))
 
 
 def compiled(case: Case, pool: concurrent.futures.Executor) -> Callable[[], Case]:
     """Start to compile all functions of a case; the result waits for them."""
     args = case.make_args(0)
     functions = {**case.implementations, "reference": case.reference}
-    started = {name: pool.submit(compile_for, run, args) for name, run in functions.items()}
+    started = {
+        name: pool.submit(compile_for, run, case.prepare.get(name, lambda *a: a)(*args))
+        for name, run in functions.items()
+    }
 
     def done(name: str) -> Callable:
         # A function that does not compile is kept: the suite records why it fails.
@@ -151,17 +211,22 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def main(argv: Sequence[str] | None = None, models: dict[str, Any] = MODELS, **options: Any) -> int:
+def main(
+    argv: Sequence[str] | None = None, models: Mapping[str, Sizes] = MODELS, **options: Any
+) -> int:
     """Measure, print the summary, and print the record as the last line.
 
     Args:
       argv: command line without the program's name; None takes the process's.
-      models: E, F and routing by name.
+      models: sizes by name.
       options: arguments of `run_cases`.
     """
     args = parse_args(argv)
-    configs = CANDIDATES[: args.configs]
-    chosen = [c for name in models for c in cases(name, args.rows, configs, models)]
+    chosen = [
+        case
+        for name, sizes in models.items()
+        for case in cases(name, args.rows, args.configs, sizes)
+    ]
     chosen = [case for case in chosen if args.only in case.name]
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         waiting = [compiled(case, pool) for case in chosen]

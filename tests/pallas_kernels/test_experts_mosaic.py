@@ -30,6 +30,7 @@ except ImportError:  # it has no public name, and its place differs between vers
     get_races = None
 
 WIDE = MoeConfig(128, 64, 2, 128, 64, 2)
+DEEP = MoeConfig(64, 128, 3, 64, 128, 3)
 SMALL = {"experts": 6, "width": 128, "hidden": 64}
 
 
@@ -60,7 +61,12 @@ def interpret(function, *args, **options) -> np.ndarray:
     ("sizes", "chosen", "gate", "config"),
     [
         (dict(m=1, width=320), 2, "silu", None),  # goes around the ring
-        (dict(m=3, biased=True), 2, "clamped_swiglu", None),
+        (
+            dict(m=3, biased=True, width=192, experts=2),
+            1,
+            "clamped_swiglu",
+            DEEP,
+        ),  # K ends within a tile
         (
             dict(m=12, width=192, hidden=192, experts=2),
             1,

@@ -282,8 +282,8 @@ def _launch(operands, *, gate, rows, out, n, tiles, stages):
     def body(gmem, slot, expert, smem):
         column = lax.axis_index("n")
         columns = pl.ds(column * block_n, block_n)
-        # With a start that is no constant, rows may end before the slice does.
-        all_rows = pl.ds(pl.multiple_of(slot * 0, 8), rows)
+        zero = slot * 0  # slices may pass the end of an array unless their start is a constant
+        all_rows = pl.ds(pl.multiple_of(zero, 8), rows)
 
         def fetch(step, at):
             """Copy a tile of the weight and of x into the ring; past K or M it is zero."""
@@ -305,7 +305,7 @@ def _launch(operands, *, gate, rows, out, n, tiles, stages):
                 fetch(step + stages, lax.rem(step, stages))
 
         for at in range(stages):
-            fetch(at, at)
+            fetch(at + zero, at)
         if "bias" in gmem:
             for part in range(2):
                 source = gmem["bias"].at[expert, part, columns]
