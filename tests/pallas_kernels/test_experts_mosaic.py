@@ -240,8 +240,8 @@ def test_models_on_a_gpu(name, m):
     reference = jax.jit(functools.partial(moe_reference, routing=routing, gate="silu"))
     want = np.asarray(reference(x, logits, *weights))
     # Hidden values, results of experts and the sum are each rounded to 8 bits.
-    assert np.sqrt(np.mean((y - want) ** 2)) < 2**-8 * np.sqrt(np.mean(want**2))
-    assert np.abs(y - want).max() < 2**-7 * np.abs(want).max()
+    assert np.sqrt(np.mean((y - want) ** 2)) < 2**-7 * np.sqrt(np.mean(want**2))
+    assert np.abs(y - want).max() < 2**-6 * np.abs(want).max()
 
 
 @pytest.mark.gpu
