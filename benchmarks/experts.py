@@ -204,7 +204,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="run only cases whose name contains this")
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS, help="values of M")
-    parser.add_argument("--configs", type=int, default=4, help="number of tilings")
+    parser.add_argument("--configs", type=int, default=3, help="number of tilings")
     parser.add_argument("--runs", type=int, default=10, help="timed calls per pass")
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
     parser.add_argument("--output", type=output_file, help="write the record to this file as well")
