@@ -335,8 +335,9 @@ def test_tilings_of_quantised_experts_on_a_gpu(config):
 
 
 @pytest.mark.gpu
-def test_one_quantised_weight_in_fp16_on_a_gpu():
-    arrays, dense = quantised_case(5, FORMATS["int4"], dtype="float16")
+@pytest.mark.parametrize("form", [FORMATS["int4"], FORMATS["MXFP4"]], ids=["int4", "MXFP4"])
+def test_one_quantised_weight_in_fp16_on_a_gpu(form):
+    arrays, dense = quantised_case(5, form, dtype="float16")
     routing = Routing(6, 2)
     for name in ("gate_up", "down"):
         half = dense[name].astype(jnp.float16)

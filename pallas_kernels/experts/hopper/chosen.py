@@ -37,7 +37,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.activations import PAIRED
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
-from fdjax.pallas_kernels.experts.hopper.weights import DenseTiles, PackedTiles, takes_group
+from fdjax.pallas_kernels.experts.hopper.weights import (
+    DenseTiles,
+    PackedTiles,
+    kernel_scales,
+    takes_group,
+)
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
@@ -152,7 +157,7 @@ def moe_chosen(
     if m > 8:  # TMA fills up fewer rows than a tile of 8 has
         x = jnp.pad(x, ((0, rows - m), (0, 0)))
     tiles = config.tiles("up", gate_up, 2, x.dtype)
-    operands = {"x": x[None], "slots": slots, **_arrays(gate_up)}
+    operands = {"x": x[None], "slots": slots, **_arrays(gate_up, x.dtype)}
     if gate_up_bias is not None:
         operands["bias"] = gate_up_bias
     launch = functools.partial(_launch, rows=rows)
@@ -160,7 +165,7 @@ def moe_chosen(
         operands, gate=gate, out=len(slots), n=hidden_width, tiles=tiles, stages=config.up_stages
     )
     tiles = config.tiles("down", down, 1, x.dtype)
-    operands = {"x": hidden, "slots": slots, "pairs": pairs, **_arrays(down)}
+    operands = {"x": hidden, "slots": slots, "pairs": pairs, **_arrays(down, x.dtype)}
     parts = launch(
         operands, gate=None, out=m * chosen, n=width, tiles=tiles, stages=config.down_stages
     )
@@ -176,14 +181,11 @@ def _count(w: Array | QTensor) -> int:
     return w.stack[0] if isinstance(w, QTensor) else len(w)
 
 
-def _arrays(w: Array | QTensor) -> dict[str, Array]:
+def _arrays(w: Array | QTensor, dtype: Any) -> dict[str, Array]:
     """The arrays of a weight by the names of its tiles."""
     if not isinstance(w, QTensor):
         return {"w": w}
-    scales = w.scales
-    if scales.dtype == jnp.float8_e8m0fnu:
-        scales = lax.bitcast_convert_type(scales, jnp.uint8)
-    arrays = {"words": w.words, "scales": scales, "zeros": w.zeros}
+    arrays = {"words": w.words, "scales": kernel_scales(w, dtype), "zeros": w.zeros}
     return {name: array for name, array in arrays.items() if array is not None}
 
 

@@ -5,10 +5,12 @@ parts. It is the left operand, transposed; x of a step, [rows, block_k], is the 
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -26,6 +28,15 @@ _MX_GROUP = 32
 def takes_group(group: int, k: int) -> bool:
     """Whether `PackedTiles` takes groups of this size of K rows."""
     return group in (32, 64, 128, k) or group % 256 == 0
+
+
+def kernel_scales(q: QTensor, dtype: Any) -> Array:
+    """The scales of a weight: those of MXFP4 for bf16 as bits, other powers of 2 as fp32."""
+    if q.scales.dtype != jnp.float8_e8m0fnu:
+        return q.scales
+    if (q.kind, q.group, dtype) == ("fp4", _MX_GROUP, jnp.bfloat16):
+        return lax.bitcast_convert_type(q.scales, jnp.uint8)
+    return q.scales.astype(jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +121,7 @@ class PackedTiles:
 
     @classmethod
     def of(cls, q: QTensor, parts: int, block_k: int, dtype: Any) -> "PackedTiles":
-        """The tiles of a weight. Scales that are powers of 2 are given to them as uint8.
+        """The tiles of a weight whose scales are as in `kernel_scales`.
 
         Raises:
           NotImplementedError: it is not in bricks, or its groups have another size.
@@ -119,7 +130,7 @@ class PackedTiles:
             raise NotImplementedError(
                 f"moe: mosaic_gpu cannot read weights in {q.format}, layout {q.layout}"
             )
-        scales = "uint8" if q.scales.dtype == jnp.float8_e8m0fnu else q.scales.dtype
+        scales = jax.eval_shape(functools.partial(kernel_scales, dtype=dtype), q).dtype
         zeros = None if q.zeros is None else jnp.dtype(q.zeros.dtype)
         tiling = parts, BRICK, block_k, jnp.dtype(dtype)
         return cls(*tiling, q.kind, q.group, jnp.dtype(scales), zeros)
