@@ -96,7 +96,7 @@ class Results:
     def by_record(self, case: str) -> Iterator[dict[Point, dict[str, float]]]:
         """For each record, the medians of a case in ms, by point and implementation."""
         for record in self.end_to_end:
-            model = record.config["model"].split(".")[0]
+            model = model_of(record.config["model"])
             found: dict[Point, dict[str, float]] = {}
             for row in record.rows:
                 name, batch, prompt = re.fullmatch(r"(.+) B(\d+) P(\d+)", row.case).groups()
@@ -112,6 +112,11 @@ class Results:
             for point, times in record.items():
                 found.setdefault(point, {}).update(times)
         return found
+
+
+def model_of(config: str) -> str:
+    """The name of a model, from that of its config.json such as "opt-6.7b.old.json"."""
+    return Path(config).name.removesuffix(".json").removesuffix(".old").removesuffix(".new")
 
 
 def first_and_each(results: Results) -> Figure | None:
@@ -318,7 +323,7 @@ def flat_gemm(results: Results) -> Figure | None:
 def memory(results: Results) -> Figure | None:
     """FD++Next Fig. 19: planned memory and the measured peak."""
     bars = [
-        (Path(data["config"]["model"]).name.split(".")[0], row)
+        (model_of(data["config"]["model"]), row)
         for data in results.memory
         for row in data["peaks"]
         if row["ok"] is not None
@@ -366,7 +371,7 @@ def headline(results: Results) -> Figure | None:
     steps: dict[str, dict[str, float]] = {}
     firsts: dict[str, dict[str, float]] = {}
     for record in results.default_path:
-        model = record.config["model"].split(".")[0]
+        model = model_of(record.config["model"])
         for point, measured in points(record).items():
             for found, rows in ((steps, measured.step), (firsts, measured.first)):
                 found[_where(model, *point)] = {
@@ -433,7 +438,7 @@ def memory_per_token(results: Results) -> Figure | None:
     """FD++Next Fig. 1, left: latency of a step of one row, and memory that each token adds."""
     latency: dict[str, dict[str, float]] = {}
     for record in results.default_path:
-        model = record.config["model"].split(".")[0]
+        model = model_of(record.config["model"])
         for (batch, prompt), measured in points(record).items():
             if batch == 1:
                 latency[_where(model, batch, prompt)] = {
@@ -443,7 +448,7 @@ def memory_per_token(results: Results) -> Figure | None:
                 }
     added: dict[str, dict[str, float]] = {}
     for data in results.memory:
-        model = Path(data["config"]["model"]).name.split(".")[0]
+        model = model_of(data["config"]["model"])
         rows = [r for r in data["peaks"] if r["batch"] == 1 and r.get("peak_bytes")]
         rows.sort(key=lambda r: r["prompt_tokens"])
         for a, b in itertools.pairwise(rows):
