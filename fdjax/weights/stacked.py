@@ -281,8 +281,8 @@ def _views(stacked: jax.Array) -> list[jax.Array]:
     if len(stacked.devices()) == 1:
         views = layer_views(stacked)
     else:
-        mesh, (_, *spec) = stacked.sharding.mesh, stacked.sharding.spec
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        spec = tuple(stacked.sharding.spec)[1:]
+        sharding = NamedSharding(stacked.sharding.mesh, PartitionSpec(*spec))
         of_devices = [layer_views(shard.data) for shard in stacked.addressable_shards]
         views = [
             jax.make_array_from_single_device_arrays(stacked.shape[1:], sharding, list(parts))
