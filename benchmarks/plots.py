@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3"
 TABLES = ROOT / "pallas_kernels" / "tables"
 
 # (model, batch, prompt tokens)
-Point = tuple[str, int, int]
+ModelPoint = tuple[str, int, int]
 
 OURS, PEER = "tab:blue", "0.6"
 # An implementation has the same colour in every figure.
@@ -93,11 +93,11 @@ class Results:
             elif "family" not in record.config:
                 self.kernels[path.stem] = record
 
-    def by_record(self, case: str) -> Iterator[dict[Point, dict[str, float]]]:
+    def by_record(self, case: str) -> Iterator[dict[ModelPoint, dict[str, float]]]:
         """For each record, the medians of a case in ms, by point and implementation."""
         for record in self.end_to_end:
             model = record.config["model"].split(".")[0]
-            found: dict[Point, dict[str, float]] = {}
+            found: dict[ModelPoint, dict[str, float]] = {}
             for row in record.rows:
                 name, batch, prompt = re.fullmatch(r"(.+) B(\d+) P(\d+)", row.case).groups()
                 if row.ok and name == case:
@@ -105,9 +105,9 @@ class Results:
                     times[row.implementation] = row.timing["median_us"] / 1e3
             yield found
 
-    def milliseconds(self, case: str) -> dict[Point, dict[str, float]]:
+    def milliseconds(self, case: str) -> dict[ModelPoint, dict[str, float]]:
         """Medians in ms by point and implementation. Later records replace earlier ones."""
-        found: dict[Point, dict[str, float]] = {}
+        found: dict[ModelPoint, dict[str, float]] = {}
         for record in self.by_record(case):
             for point, times in record.items():
                 found.setdefault(point, {}).update(times)
