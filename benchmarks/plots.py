@@ -520,7 +520,7 @@ def with_and_without_attention(results: Results) -> Figure | None:
 
 
 def serving_throughput(results: Results) -> Figure | None:
-    """Tokens per second of many requests over the rows at once, with the bound of the device."""
+    """Tokens per second of many requests by the number of rows at once, with the device's bound."""
     panels_of = {name: data for name, data in results.serving.items() if data["throughput"]}
     if not panels_of:
         return None
@@ -550,7 +550,7 @@ def serving_throughput(results: Results) -> Figure | None:
 
 
 def serving_latency(results: Results) -> Figure | None:
-    """First token, and time per token of the deliveries, over the rate at which requests arrive."""
+    """Time to the first token and time per token, by the rate at which requests arrive."""
     measured = {name: d["arrivals"] for name, d in results.serving.items() if d.get("arrivals")}
     if not measured:
         return None

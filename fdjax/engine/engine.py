@@ -60,9 +60,8 @@ _DECODE_OPTIONS = {
     _CAPTURED: ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"),
     # The default is 5 operations. The program has fewer outside the loop.
     "xla_gpu_graph_min_graph_size": 1,
-    # The small kernels before and after the layers may then run concurrently. They cannot share
-    # memory then, so prefill, whose buffers are large, does not use this: it would need a quarter
-    # more memory.
+    # Lets the small kernels before and after the layers run concurrently. Concurrent kernels cannot
+    # share memory. Prefill would need a quarter more memory, so it does not use this option.
     _CONCURRENT: "CONCURRENT",
 }
 # Several devices also need XLA's collective operations. If one is not captured, the loop is not

@@ -57,7 +57,7 @@ class Heads(Stage):
         return self.rows * self.kv_heads
 
     def _head(self, block: Block, i: Array) -> tuple[Array, Array]:
-        """Row and KV head number i of this block."""
+        """(row, KV head) of this block's i-th head."""
         share = block.share(self)
         unit = jnp.minimum(share.first + i * share.stride, self.tiles - 1)
         return lax.div(unit, self.kv_heads), lax.rem(unit, self.kv_heads)
