@@ -187,7 +187,7 @@ def block_n(results: Results) -> Figure | None:
 
 
 def dataflow(results: Results) -> Figure | None:
-    """FD++ Fig. 9: speed over XLA of the implementation that runs each linear layer, by M."""
+    """FD++ Fig. 9: speed-up over XLA by the implementation that runs each linear layer, by M."""
     if results.table is None:
         return None
     by_shape: dict[str, dict[int, float]] = {}
@@ -207,7 +207,7 @@ def dataflow(results: Results) -> Figure | None:
 
 
 def speed_up(results: Results) -> Figure | None:
-    """FD++ Fig. 10: speed of a decode step over each peer, by batch and prompt length."""
+    """FD++ Fig. 10: speed-up of a decode step over each peer, by batch and prompt length."""
     by_peer: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
     # Both times of a ratio come from one run.
     for ms in results.by_record("decode step"):
@@ -284,7 +284,7 @@ def attention(results: Results) -> Figure | None:
 
 
 def flat_gemm(results: Results) -> Figure | None:
-    """FD++Next Fig. 18: speed of the linear layers over XLA, with cuBLAS or its own kernels."""
+    """FD++Next Fig. 18: speed-up of the linear layers over XLA, with cuBLAS or XLA's kernels."""
     if "matmul" not in results.kernels:
         return None
     us: dict[str, dict[int, dict[str, float]]] = {}
@@ -402,7 +402,7 @@ def softmax_density(results: Results) -> Figure | None:
 
 
 def prefill_speed_up(results: Results) -> Figure | None:
-    """FD++ Fig. 11: speed of the first token over each peer, by prompt length, of one prompt."""
+    """FD++ Fig. 11: speed-up of the first token over each peer, by the length of a prompt."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
     # Both times of a ratio come from one run. A later run replaces an earlier one.
     for ms in results.by_record("first token"):

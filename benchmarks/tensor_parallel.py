@@ -151,11 +151,11 @@ def with_all_reduce(plan: Plan, name: str, width: int, ranks: int) -> Plan:
 
 
 def with_one_launch(plan: Plan, config: DecoderConfig, ranks: int) -> Plan:
-    """A plan that runs all layers of a decode step in one launch, whatever rows and slots.
+    """A plan that runs all layers of a decode step in one launch, for any rows and slots.
 
     Args:
       plan: the plan to change.
-      config: of the whole model.
+      config: config of the whole model.
       ranks: number of devices that share it.
     """
     local = describe(config, tensor_parallel=ranks).local.config

@@ -64,7 +64,7 @@ def prefill(
 
     Args:
       model, params: the model.
-      state: the batch. Other rows do not change, whatever they do.
+      state: the batch. Other rows do not change, even while they decode.
       sampling: the options of each row of the batch.
       tokens: [M, T] int32 blocks of prompt tokens, padded at the end with any tokens of the
         vocabulary. Each row has one block (M = R), unless `owners` are given.
