@@ -234,7 +234,7 @@ def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots
 def _observe_chunk(
     model: Model, place: Place, params: Params, kv: list[LayerCache], *host: Array
 ) -> tuple[list[LayerCache], list[ScoreStatistics]]:
-    """`_observe_own_heads` on each device of a place; the heads of all are in the statistics."""
+    """`_observe_own_heads` on each device; the statistics have the heads of all devices."""
     whole, heads = PartitionSpec(), PartitionSpec(AXIS)
     observe = place.over(
         functools.partial(_observe_own_heads, model.local),
