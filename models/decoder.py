@@ -249,8 +249,17 @@ class Experts(nnx.Module):
         """x [B,T,E] → input of router and experts [B,T,E]."""
         return x if norm is None else norm(x, plan)
 
-    def output(self, hidden: Array, *, plan: Plan, residual: Array | None = None) -> Array:
-        """Result of `hidden` [B,T,E] → [B,T,E], plus a residual."""
+    def output(
+        self,
+        hidden: Array,
+        *,
+        plan: Plan,
+        residual: Array | None = None,
+        live: Array | None = None,
+    ) -> Array:
+        """Result of `hidden` [B,T,E] → [B,T,E], plus a residual. For `live` see `Decoder`."""
+        if live is not None:
+            live = jnp.broadcast_to(live[:, None], hidden.shape[:2]).reshape(-1)
         y = moe(
             hidden.reshape(-1, hidden.shape[-1]),
             self.router(hidden, preferred_element_type=jnp.float32, plan=plan).reshape(
@@ -259,6 +268,7 @@ class Experts(nnx.Module):
             **self.experts.operands(),
             routing=self.routing,
             gate=self.activation,
+            live=live,
             plan=plan,
         ).reshape(hidden.shape)
         if self.shared is not None:
@@ -319,20 +329,33 @@ class DecoderBlock(nnx.Module):
         self.residual_multiplier = spec.residual_multiplier
 
     def __call__(
-        self, x: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
+        self,
+        x: Array,
+        kv: Any,
+        attend: Attend,
+        plan: Plan,
+        last: Array | None = None,
+        live: Array | None = None,
     ) -> tuple[Array, Any]:
         """x [B,T,E] → ([B,T,E], or [B,1,E] with `last`; the layer's updated cache).
 
         Args: see `Decoder.__call__`.
         """
-        return self.from_qkv(x, self.first_product(x, plan), kv, attend, plan, last)
+        return self.from_qkv(x, self.first_product(x, plan), kv, attend, plan, last, live)
 
     def first_product(self, x: Array, plan: Plan) -> Array:
         """x [B,T,E] → results of `attention.qkv` [B,T,N]."""
         return _normed(self.attention_norm, self.attention.qkv, x, plan)
 
     def from_qkv(
-        self, x: Array, qkv: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
+        self,
+        x: Array,
+        qkv: Array,
+        kv: Any,
+        attend: Attend,
+        plan: Plan,
+        last: Array | None = None,
+        live: Array | None = None,
     ) -> tuple[Array, Any]:
         """`__call__` after the first product, whose result is `qkv` [B,T,N]."""
         o, kv = self.attention(qkv, kv, attend, plan)
@@ -346,7 +369,10 @@ class DecoderBlock(nnx.Module):
             y = self.attention_sum_norm(y, plan)
         norm = self.attention_norm if self.shared_norm else self.mlp_norm
         hidden = self.mlp.hidden(x if self.parallel else y, norm, plan)
-        y = self._add(y, self.mlp.output, hidden, self.mlp_post_norm, plan)
+        output = self.mlp.output
+        if isinstance(self.mlp, Experts):
+            output = functools.partial(output, live=live)
+        y = self._add(y, output, hidden, self.mlp_post_norm, plan)
         return y if self.mlp_sum_norm is None else self.mlp_sum_norm(y, plan), kv
 
     def _add(
@@ -491,6 +517,7 @@ class Decoder(nnx.Module):
         *,
         starts: Array | None,
         last: Array | None = None,
+        live: Array | None = None,
     ) -> tuple[Array, list[Any] | Stack]:
         """Compute hidden states before the final norm.
 
@@ -503,6 +530,8 @@ class Decoder(nnx.Module):
             positions uses it.
           last: [B] int32 index of the one token per row whose state is wanted; default all tokens.
             For other tokens, the last block then only updates its cache.
+          live: [B] bool; rows that are not live need no result, so no experts are read for them.
+            Default all.
 
         Returns:
           ([B, T, E], or [B, 1, E] with `last`; the updated caches).
@@ -511,13 +540,14 @@ class Decoder(nnx.Module):
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
-        def run(graph, params, x, kv, last):
-            return nnx.merge(graph, params)(x, kv, attend, plan, last)
+        def run(graph, params, x, kv, last, live):
+            return nnx.merge(graph, params)(x, kv, attend, plan, last, live)
 
         run = _shared(run, x)
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for i, (block, one) in enumerate(zip(self.blocks, wanted, strict=True)):
-            x, layer_kv = run(*nnx.split(block), x, _layer(kv, i), one)
+            experts_of = live if isinstance(block.mlp, Experts) else None
+            x, layer_kv = run(*nnx.split(block), x, _layer(kv, i), one, experts_of)
             kv = _updated(kv, i, layer_kv)
         return x, kv
 

@@ -156,13 +156,15 @@ def words_shape(kind: str, shape: tuple[int, ...], layout: str = PLAIN) -> tuple
 
 
 def in_layout(q: QTensor, layout: str) -> QTensor:
-    """The same weight with its words in another order.
+    """The same weight, or stack of weights, with its words in another order.
 
     Raises:
       ValueError: it cannot have this layout.
     """
     if layout == q.layout:
         return q
+    if q.stack:  # one after the other, because codes take more memory than words
+        return lax.map(lambda one: in_layout(one, layout), q)
     check(q, "in_layout")
     if layout == BRICKS:
         if problem := no_bricks(q.shape):

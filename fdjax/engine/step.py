@@ -365,15 +365,24 @@ def run_layers(
     if isinstance(state.kv, StackedCache):
         return _run_stacked(module, state, attend, plan, reruns)
     caches = list(zip(state.kv, *reruns, strict=True))
-    hidden, caches = module(state.tokens[:, None], caches, attend, plan, starts=state.lengths)
+    hidden, caches = module(
+        state.tokens[:, None], caches, attend, plan, starts=state.lengths, live=_live(state)
+    )
     return hidden, *map(list, zip(*caches, strict=True))
 
 
 def _run_stacked(module, state, attend, plan, reruns):
     """`run_layers` for a stacked cache, which passes through the layers as a whole."""
     stack = _CountedStack(state.kv, *reruns)
-    hidden, stack = module(state.tokens[:, None], stack, attend, plan, starts=state.lengths)
+    hidden, stack = module(
+        state.tokens[:, None], stack, attend, plan, starts=state.lengths, live=_live(state)
+    )
     return hidden, stack.kv, *([] if stack.reruns is None else [stack.reruns])
+
+
+def _live(state: DecodeState) -> Array | None:
+    """[B] bool, the rows that go on; None for a single row, because the loop ends with it."""
+    return None if state.batch == 1 else ~state.finished
 
 
 @dataclasses.dataclass

@@ -42,6 +42,7 @@ from fdjax.pallas_kernels.plan import (
     can_chain,
 )
 from fdjax.pallas_kernels.quantised import BRICKS, QTensor, random_quantised
+from fdjax.tools.tune_experts import measure_experts
 from fdjax.tools.tune_layers import measure_layers
 from fdjax.tools.tune_table import table_entry, table_of
 
@@ -309,7 +310,7 @@ def tune(
     commit: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure the linear layers of a model on its device.
+    """Measure the linear layers and experts of a model on its device.
 
     Args:
       model: a model from `describe`.
@@ -341,6 +342,7 @@ def tune(
     entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     plan = dataclasses.replace(model.plan, table=found)
+    entries += measure_experts(model.config, dtype=model.dtype, report=report)
     entries += measure_chain(model.config, plan=plan, dtype=model.dtype, report=report)
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     planned = describe(

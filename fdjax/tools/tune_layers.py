@@ -75,12 +75,12 @@ def measure_layers(
     shapes = [s for s in shapes if model.plan.candidates("decode_layers", features, s)]
     if not shapes or not can_chain(device):
         return
-    tried = model.plan.candidates("decode_layers", features, shapes[0])
     memory_bytes = free_memory_bytes(device)
     if memory_bytes is not None and model.weight_bytes > memory_bytes:
         report(f"decode_layers: no room for weights of {gigabytes(model.weight_bytes)}")
         return
-    planned = _planned(model, tried[0], shapes[0])
+    first, *_ = model.plan.candidates("decode_layers", features, shapes[0])
+    planned = _planned(model, first, shapes[0])
     params, _stacks = random_stacked_params(planned)
     stacked = stack_layers(planned, params)
     if stacked is None:
@@ -93,6 +93,7 @@ def measure_layers(
         if memory_bytes is not None and needed > memory_bytes:
             report(f"{where}: no room for {gigabytes(needed)}")
             continue
+        tried = model.plan.candidates("decode_layers", features, shape)
         weights = {None: params} | dict.fromkeys(tried, params | {"blocks": stacked})
         lengths = jnp.full((m,), s - 64, jnp.int32)
         functions = _compile(model, shape, weights, lengths, steps)

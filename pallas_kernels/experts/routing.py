@@ -100,6 +100,11 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     return experts, weights * routing.scale
 
 
+def only_live(experts: Array, live: Array | None, routing: Routing) -> Array:
+    """experts [M,k] with X, which is no expert, in rows that are not `live` [M]; None: all are."""
+    return experts if live is None else jnp.where(live[:, None], experts, routing.experts)
+
+
 def _within_groups(ranked: Array, routing: Routing) -> Array:
     """Scores [M,X] with -inf outside of the chosen groups."""
     grouped = ranked.reshape(len(ranked), routing.groups, -1)

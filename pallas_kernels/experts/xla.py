@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.dispatch import Implementation
-from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing, route
+from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing, only_live, route
 from fdjax.pallas_kernels.gemm.xla import matmul_xla
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, QTensor, dequantise
 from fdjax.pallas_kernels.row_tiles import PREFILL_TILE, in_row_tiles
@@ -39,6 +39,8 @@ def moe_xla(
     x, experts, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, gate: str, tile: int
 ) -> Array:
     """Sum of the results of `experts` [M,k] times `weights` [M,k], in tiles of `tile` rows.
+
+    An index X stands for no expert.
 
     Results are added to a row in the order of the experts. At any time, only the weights of one
     tile's expert are dequantised.
@@ -76,9 +78,10 @@ def moe_xla(
     return total.astype(x.dtype)
 
 
-def _run(x, logits, gate_up, down, bias, *biases, routing, gate, config, batch_invariant):
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
     choose = functools.partial(route, routing=routing, bias=bias)
     experts, weights = in_row_tiles(choose, logits) if batch_invariant else choose(logits)
+    experts = only_live(experts, live, routing)
     tile = tile_rows(len(x), routing, batch_invariant)
     return moe_xla(x, experts, weights, gate_up, down, *biases, gate=gate, tile=tile)
 

@@ -25,37 +25,47 @@ _ROWS = 16  # rows of the weight of an instruction
 
 
 def unpacked(
-    bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: Array | None = None
+    bricks: Any,
+    kind: str,
+    dtype: Any,
+    start: int,
+    width: int,
+    zeros: Array | None = None,
+    exponents: tuple[Array, ...] = (),
 ):
     """Load some rows of a column of bricks from shared memory.
 
     Args:
       bricks: reference to int32 words [n, 2 or 4, 256] of n bricks along K.
-      kind: "int4" | "int8" | "fp8".
+      kind: "int4" | "int8" | "fp8" | "fp4".
       dtype: bfloat16 or float16.
       start, width: first row, and number of rows; multiples of 32.
       zeros: [64] fp32 in `LAYOUT.reduce(1)`, whole numbers that are subtracted from codes; default
-        8 for int4, 128 for int8. fp8 has none.
+        8 for int4, 128 for int8. fp8 and fp4 have none.
+      exponents: for fp4 in bf16, the bits of the scales in float8_e8m0fnu: [64] int32 in
+        `LAYOUT.reduce(1)` for each 32 rows.
 
     Returns:
-      codes - zeros [64, width] in `LAYOUT`, without rounding.
+      codes - zeros [64, width] in `LAYOUT`, times the scales of `exponents`, without rounding.
     """
     dtype = jnp.dtype(dtype)
-    arrays = () if zeros is None else (zeros,)
+    arrays = exponents if zeros is None else (zeros,)
     layouts = (LAYOUT.reduce(1),) * len(arrays)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *layouts),
         return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=LAYOUT),
     )
-    def run(_, ref, *zeros):
+    def run(_, ref, *arrays):
         half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
         pair = ir.VectorType.get((2,), half)
-        offsets = _offsets(zeros[0], kind, half) if zeros else None
+        offsets = _offsets(arrays[0], kind, half) if zeros is not None else None
+        powers = [_powers(array) for array in arrays[: len(exponents)]]
         registers = []
-        for words in _load_words(ref, kind, start // _ROWS, width // _ROWS):
+        for i, words in enumerate(_load_words(ref, kind, start // _ROWS, width // _ROWS)):
             # Two columns, 8 apart, of two rows; then the same columns of the rows 8 further on.
-            made = _UNPACK[kind](words, dtype, offsets)
+            factors = powers[i * _ROWS // 32] if powers else offsets
+            made = _UNPACK[kind](words, dtype, factors)
             registers += [mgpu_utils.bitcast(value, pair) for value in made]
         shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
         return mgpu.FragmentedArray(
@@ -103,6 +113,16 @@ def _offsets(zeros: mgpu.FragmentedArray, kind: str, half: ir.Type) -> list[ir.V
             offset = mgpu_utils.bitcast(both, ir.IntegerType.get_signless(32))
         offsets.append(offset)
     return offsets
+
+
+def _powers(exponents: mgpu.FragmentedArray) -> list[ir.Value]:
+    """The scales of a thread's two columns, twice each, as bf16: their bits are its exponent."""
+    powers = []
+    for register in exponents.registers.flat:
+        exponent = vector.extract(register, dynamic_position=[], static_position=[0])
+        single = arith.shli(exponent, _word(7))
+        powers.append(arith.ori(single, arith.shli(exponent, _word(23))))
+    return powers
 
 
 def _word(value: int) -> ir.Value:
@@ -172,4 +192,33 @@ def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
     return values
 
 
-_UNPACK: dict[str, Callable] = {"int4": _unpack_int4, "int8": _unpack_int8, "fp8": _unpack_fp8}
+def _unpack_fp4(words: list[ir.Value], dtype: Any, powers: list[ir.Value] | None):
+    """The bits of e2m1 are those of a bf16 that is smaller by 2^126, of an fp16 by 2^14."""
+    (word,) = words
+    bits, power = (6, 0x7E807E80) if dtype == jnp.bfloat16 else (9, 0x74007400)
+    rest_mask = 0x7 << bits
+    values = []
+    for i in range(4):
+        sign = _shifted(word, 12 - 4 * i)
+        rest = arith.andi(_shifted(word, bits - 4 * i), _word(rest_mask << 16 | rest_mask))
+        small = _and_or(sign, 0x80008000, rest)
+        code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
+        value = _ptx(code, small, _word(power), _word(0x80008000))
+        if powers:
+            value = _ptx(code, value, powers[i % 2], _word(0x80008000))
+        values.append(value)
+    return values
+
+
+def _shifted(word: ir.Value, left: int) -> ir.Value:
+    if left == 0:
+        return word
+    return arith.shli(word, _word(left)) if left > 0 else arith.shrui(word, _word(-left))
+
+
+_UNPACK: dict[str, Callable] = {
+    "int4": _unpack_int4,
+    "int8": _unpack_int8,
+    "fp8": _unpack_fp8,
+    "fp4": _unpack_fp4,
+}

@@ -31,7 +31,14 @@ from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
-from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, heads_memory
+from fdjax.pallas_kernels.layers.hopper.heads import (
+    HEAD_DIM,
+    PARTS,
+    Heads,
+    heads_memory,
+    new_parts_counters,
+    parts_shape,
+)
 from fdjax.pallas_kernels.quantised import QTensor
 
 
@@ -44,17 +51,20 @@ class DecodeLayersConfig:
       alone: tiles in other products, where 96 or fewer blocks have work.
       cache: tiles of keys and values.
       ahead: tiles of the next stage that a block requests while it still works on this one.
+      clusters: most clusters of two blocks that share a KV head.
     """
 
     shared: int = 2
     alone: int = 2
     cache: int = 4
     ahead: int = 2
+    clusters: int = 1
 
     def __post_init__(self):
-        if min(self.shared, self.alone, self.cache) < 1 or self.ahead < 0:
+        if min(self.shared, self.alone, self.cache, self.clusters) < 1 or self.ahead < 0:
             raise ValueError(
-                f"decode_layers: must have shared, alone and cache >= 1 and ahead >= 0, got {self}"
+                "decode_layers: must have shared, alone, cache and clusters >= 1 and ahead >= 0, "
+                f"got {self}"
             )
 
 
@@ -143,6 +153,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         scale=scale,
         packing=packing,
         ranks=ranks,
+        clusters=config.clusters,
     )
     results = {
         "x_out": ((padded, width), dtype),
@@ -154,6 +165,9 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
     }
     if ranks > 1:
         results["inbox"] = inbox(ranks, padded, width)
+    if (clusters := stages[1].clusters) > 1:
+        operands["parts_arrived"] = new_parts_counters(layers, rows, kv_heads)
+        results["parts"] = parts_shape(rows, kv_heads, clusters), jnp.float32
     products = [stage for stage in stages if isinstance(stage, Product)]
     memory = products_memory(products, rows=padded, width=width, dtype=dtype)
     made = launch(
@@ -183,12 +197,14 @@ def _stages(
     scale,
     packing=None,
     ranks=1,
+    clusters=1,
 ):
-    # Two blocks that share a head finish it sooner. With many heads, sharing would only add work.
+    # Blocks that share a head finish it sooner. With many heads, sharing would only add work.
     split = 2 if m * kv_heads <= CLUSTERS else 1
+    clusters = max(1, min(clusters, CLUSTERS // (m * kv_heads)))
     return (
         projection("qkv", width=width, n=n, eps=eps, packing=packing),
-        Heads(m, kv_heads, group, cache_slots, split, scale),
+        Heads(m, kv_heads, group, cache_slots, split, scale, clusters),
         *after_attention(
             width=width,
             heads=heads,
@@ -227,7 +243,10 @@ LAYERS_CANDIDATES = (
 
 
 def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
-    return LAYERS_CANDIDATES
+    # At least two tiles for each block that shares a head.
+    most = min(CLUSTERS // (shape["m"] * shape["hkv"]), shape["s"] // (4 * BRICK))
+    shared = (DecodeLayersConfig(alone=3, clusters=n) for n in (2, 4, 8) if n <= most)
+    return *LAYERS_CANDIDATES, *shared
 
 
 LAYERS_HOPPER = Implementation(
