@@ -381,7 +381,7 @@ def _run_stacked(module, state, attend, plan, reruns):
 
 
 def _live(state: DecodeState) -> Array | None:
-    """[B] bool, the rows that go on; None for a single row, because the loop ends with it."""
+    """[B] bool, whether a row has not ended; None for a single row, whose end ends the loop."""
     return None if state.batch == 1 else ~state.finished
 
 
