@@ -85,7 +85,7 @@ class Results:
                     self.serving[path.stem] = data["serving"]
                 continue
             if Source(path, record).is_default:
-                # Those of the headline command come last and replace earlier ones.
+                # Records of the headline command come last and replace earlier ones.
                 place = len(self.default_path) if path.stem.startswith(HEADLINE) else 0
                 self.default_path.insert(place, record)
             if "model" in record.config:
@@ -106,7 +106,7 @@ class Results:
             yield found
 
     def milliseconds(self, case: str) -> dict[Point, dict[str, float]]:
-        """The same for all records together. Later records replace earlier ones."""
+        """Medians in ms by point and implementation. Later records replace earlier ones."""
         found: dict[Point, dict[str, float]] = {}
         for record in self.by_record(case):
             for point, times in record.items():
@@ -115,7 +115,7 @@ class Results:
 
 
 def first_and_each(results: Results) -> Figure | None:
-    """FD++ Fig. 1: latency of the first token against that of each further token."""
+    """FD++ Fig. 1: latency of the first token and of each further token."""
     shown = []
     # All times of a panel come from one run.
     for first, each in zip(*map(results.by_record, ("first token", "decode step")), strict=True):
@@ -129,7 +129,7 @@ def first_and_each(results: Results) -> Figure | None:
                 shown.append((point, both))
     if not shown:
         return None
-    # Shows the points with most implementations; among these, small batches and long prompts.
+    # Shows the points with the most implementations; of these, small batches and long prompts.
     shown = sorted(shown, key=lambda p: (-len(p[1]), p[0][1], -p[0][2], *p[1]))[:3]
     figure, panels = _panels(len(shown), (3.4, 3.2))
     for axes, (point, both) in zip(panels, shown, strict=True):
@@ -350,7 +350,7 @@ def breakdown(results: Results) -> Figure | None:
     for ms in results.by_record("decode step"):
         for point, times in ms.items():
             some = {name: t for name, t in times.items() if name.startswith("without")}
-            # Of several runs of a point, this shows the last one with the most plans.
+            # If a point has several runs, this shows the last of those with the most plans.
             if some and "fdjax" in times and len(some) >= len(bars.get(_where(*point), {})) - 1:
                 bars[_where(*point)] = {"fdjax": times["fdjax"], **some}
     if not bars:
@@ -385,7 +385,7 @@ def headline(results: Results) -> Figure | None:
 
 
 def softmax_density(results: Results) -> Figure | None:
-    """FD++ Fig. 5: the density of the inputs of the softmax, a line for each layer."""
+    """FD++ Fig. 5: the density of the inputs of the softmax, one line per layer."""
     found = [data for data in results.calibration if "score_density" in data]
     if not found:
         return None
@@ -404,7 +404,7 @@ def softmax_density(results: Results) -> Figure | None:
 def prefill_speed_up(results: Results) -> Figure | None:
     """FD++ Fig. 11: speed of the first token over each peer, by prompt length, of one prompt."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
-    # Both times of a ratio are of one run; a later run replaces an earlier one.
+    # Both times of a ratio come from one run. A later run replaces an earlier one.
     for ms in results.by_record("first token"):
         for (model, batch, prompt), times in ms.items():
             for peer, t in times.items():

@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Family, size and dtype of the model, for people."""
+        """Family, size and dtype of the model, as text."""
         config = self.record.config
         name = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B"
         return f"{name}, {config['dtype']}"
@@ -66,11 +66,11 @@ def folder_of(device_kind: str) -> str:
 
 
 def sources() -> Iterator[Source]:
-    """All records of `fdjax.bench` except those in subfolders, which predate a change."""
+    """All records of `fdjax.bench`, without older ones in subfolders."""
     for path in sorted(RESULTS.glob("*/*.json")):
         try:
             yield Source(path, records.read(path))
-        except ValueError:  # a record of something else
+        except ValueError:  # a record of another kind
             continue
 
 
@@ -136,7 +136,7 @@ def _own(point: tuple[int, int], measured: Measured) -> list[str]:
 
 
 def _ratio(name: str, measured: Measured) -> str:
-    """Decode step and first token of a peer, as multiples of ours."""
+    """Decode step and first token of a peer, as multiples of fdjax's."""
     if name not in measured.step.keys() & measured.first.keys():
         return ""
     pairs = ((rows[name], rows["fdjax"]) for rows in (measured.step, measured.first))

@@ -37,7 +37,7 @@ WEIGHT_FEATURES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How a weight is quantised; all that is known of a `QTensor` before it is loaded.
+    """The format of a quantised weight, which is known before the weight is loaded.
 
     Attributes:
       kind: "int4" | "int8" | "fp8" | "fp4".
@@ -66,7 +66,7 @@ class WeightFormat:
 
     @property
     def features(self) -> Features:
-        """What an implementation must support to read this weight."""
+        """Features that an implementation must support to read this weight."""
         names = {f"weight.{self.kind}", f"weight.layout.{self.layout}"}
         if self.zeros:
             names.add("weight.zeros")
@@ -74,7 +74,7 @@ class WeightFormat:
 
     @property
     def key(self) -> dict[str, int]:
-        """What it adds to the key of `matmul` for `Plan.choose`: the group, by the kind's name."""
+        """Entry that it adds to the key of `matmul` for `Plan.choose`: kind → group."""
         return {self.kind: self.group}
 
     def empty(self, shape: tuple[int, ...], stack: tuple[int, ...] = ()) -> "QTensor":
@@ -82,7 +82,7 @@ class WeightFormat:
 
         Args:
           shape: [K,N] or [K,2,N].
-          stack: leading axes, of weights of this shape.
+          stack: leading axes of the arrays, for a stack of such weights.
 
         Raises:
           ValueError: the group does not divide K.
@@ -101,8 +101,8 @@ class WeightFormat:
 class QTensor:
     """A quantised weight [K,N], or [K,2,N] (gate, then up). It is a pytree.
 
-    The arrays may have a leading axis that `shape` leaves out: a stack of weights, such as those of
-    the layers or of the experts.
+    The arrays may have a leading axis that `shape` leaves out. They are then a stack of weights,
+    such as those of all layers or experts.
 
     Attributes:
       words: int32. In the layout "plain", a word holds successive rows of a column, the first in
@@ -235,7 +235,7 @@ def dequantise(q: QTensor, dtype: Any) -> Array:
 
 
 def _e2m1(codes: Array) -> Array:
-    """The values of float4_e2m1fn codes. XLA converts that dtype itself on few devices only."""
+    """The values of float4_e2m1fn codes. XLA can convert this dtype only on few devices."""
     codes = codes.astype(jnp.int32)
     exponent, fraction = codes >> 1 & 3, codes & 1
     # 0, 1/2, 1, 3/2, 2, 3, 4, 6, as halves.
@@ -248,7 +248,7 @@ def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
 
     Args:
       q: the weight.
-      op: begins the error message.
+      op: name at the beginning of the error message.
       stacked: whether the arrays have a leading axis.
     """
     kind, (k, *outs) = q.format.kind, q.shape
@@ -272,12 +272,12 @@ def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
 
 
 def is_quantised(leaf: Any) -> bool:
-    """Whether something is a `QTensor`, for the argument `is_leaf` of `jax.tree` functions."""
+    """Whether an object is a `QTensor`, for the argument `is_leaf` of `jax.tree` functions."""
     return isinstance(leaf, QTensor)
 
 
 def random_quantised(key: Array, like: QTensor, deviation: float) -> QTensor:
-    """A random weight around 0 in the shapes of another.
+    """A random weight around 0 with the shapes of another weight.
 
     Args:
       key: key of JAX's random numbers.

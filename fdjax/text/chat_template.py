@@ -142,7 +142,7 @@ class ChatTemplate:
             raise ValueError(f"chat: the template refuses these messages: {_line(error)}") from None
         except (
             *(TypeError, ValueError, AttributeError),
-            *(RecursionError, MemoryError, SyntaxError),  # nested too deeply
+            *(RecursionError, MemoryError, SyntaxError),  # the template is nested too deeply
         ) as error:
             raise ValueError(
                 f"chat: the template fails on these messages: {_line(error)}"

@@ -5,8 +5,8 @@ the maximum of its row. The kernels subtract a constant φ, which is exact as lo
 lies within the safe range φ ± 32 in units of log2, or φ ± 22.18 in natural units. A row is one
 query token of one head. It *leaves the range* if its largest score lies outside.
 
-The safe range is narrower than what the kernels tolerate, so some of these rows cost little or
-nothing. The results are exact in any case. A kernel loses time if it runs again:
+The kernels tolerate a wider range than the safe one, so some of these rows cost little or nothing.
+The results are exact in any case. A kernel loses time if it runs again:
 
 - A prefill kernel runs a row again if its sum, relative to φ, is not within 2^-60 and 2^100.
 - A decode kernel runs a split of a row again if its sum, relative to m, is not within 2^±64. m is
@@ -155,9 +155,9 @@ def gather(
 
 
 def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
-    """The memory for `rows` pieces: that of prefill, three arrays of scores, two sets of counts.
+    """The memory for `rows` pieces: prefill, three arrays of scores, and two sets of counts.
 
-    The scores exist raw, masked and as bins. The counts are those of two chunks.
+    The scores exist raw, masked and as bins. The counts of two chunks exist at the same time.
     """
     plan = plan_memory(model, batch=rows, max_len=longest)
     counts = 2 * 4 * model.config.layers * model.config.heads * BINS

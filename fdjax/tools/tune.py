@@ -238,7 +238,7 @@ def measure_chain(
     Args:
       config: the decoder.
       rows: values of M.
-      plan: plan for the single layers; default that of the first device.
+      plan: plan for the single layers; default the plan of the first device.
       dtype: dtype of the operands.
       runs: timed calls of each, in each of two passes.
       report: called with a line for every entry, and for every candidate with a wrong result.
@@ -287,7 +287,7 @@ def measure_chain(
 
 
 def _chain_weights(k: int, width: int, hidden: int, n: int, dtype: str) -> Iterator[dict[str, Any]]:
-    """Yield sets of operands of `linear_chain`, so many that the next one is never in L2."""
+    """Yield enough sets of operands of `linear_chain` that the next one is never in L2."""
     shapes = {
         "out": (k, width),
         "gate_up": (width, 2, hidden),

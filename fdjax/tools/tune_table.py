@@ -76,12 +76,12 @@ def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, 
     """Read the table of a file, or the one shipped for a kind of device.
 
     Raises:
-      ValueError: the file is no usable table.
+      ValueError: the file is not a usable table.
       FileNotFoundError: no table is shipped for this device.
     """
     if path is None and not (path := shipped_table_path(device_kind)).exists():
         raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
-    read_table(path, log_level=logging.INFO)  # the explanation shows the versions
+    read_table(path, log_level=logging.INFO)  # the explanation shows other versions anyway
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 

@@ -1,9 +1,9 @@
 """Mixture of experts: each row is computed by the k experts that its router scores highest.
 
 An expert is a gated MLP, down(act(gate(x)) * up(x)) (Shazeer et al. 2017; Jiang et al. 2024,
-section 2.1), with biases or without. In the decode phase, this is bound by reading the weights of
-the chosen experts, at most min(X, M·k) of them for M rows. No implementation can run faster than
-those bytes over the memory bandwidth.
+section 2.1), with biases or without. In the decode phase, the time is bound by reading the weights
+of the chosen experts. For M rows these are at most min(X, M·k) experts. No implementation can run
+faster than those bytes over the memory bandwidth.
 """
 
 from collections.abc import Sequence
@@ -61,8 +61,8 @@ def moe(
       ValueError: shapes or dtypes disagree, or an unknown activation.
       NotImplementedError: the named implementation cannot do this.
 
-    Costs 3·E·F·itemsize bytes, or those of codes and scales, for each of the experts that are
-    chosen, at most min(X, M·k), and 6·M·k·E·F FLOPs.
+    Costs 3·E·F·itemsize bytes (or the bytes of codes and scales) for each chosen expert, at most
+    min(X, M·k) experts, and 6·M·k·E·F FLOPs.
     """
     biases = gate_up_bias, down_bias
     _check(x, logits, gate_up, down, bias, biases, live, routing, gate)

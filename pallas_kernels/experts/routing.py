@@ -25,8 +25,8 @@ class Routing:
         scores.
       sigmoid: the scores are sigmoids (DeepSeek-V3, section 2.1.2).
       biased: a bias is added to the scores for the choice, but not for the weights.
-      groups: the experts are in this many groups of the same size. First groups are chosen, by the
-        sum of their two largest scores, then experts in them.
+      groups: the experts are in this many groups of the same size. Groups are chosen first, by the
+        sum of their two largest scores, then experts within them.
       chosen_groups: the number of groups of a token.
       scale: multiplies the weights.
     """

@@ -48,7 +48,7 @@ def matmul(
       bias: [N], or [2, N] with `gate`; added to the product.
       gate: name of the activation; the result is then act(gate) * up.
       residual: [..., N], added last.
-      preferred_element_type: dtype of the result, default that of x.
+      preferred_element_type: dtype of the result; default the dtype of x.
       implementation: "xla" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 

@@ -1,7 +1,7 @@
 """Unpacks quantised weights in registers, as a left operand of Hopper's tensor cores.
 
-The words are those of the layout "bricks". Values become bf16 or fp16 by placing their bits into
-the mantissa of a power of two and subtracting it, because converting integers is slow.
+The words are in the layout "bricks". Values become bf16 or fp16 by placing their bits into the
+mantissa of a power of two and subtracting it, because converting integers is slow.
 """
 
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def unpacked(
         powers = [_powers(array) for array in arrays[: len(exponents)]]
         registers = []
         for i, words in enumerate(_load_words(ref, kind, start // _ROWS, width // _ROWS)):
-            # Columns, and those 8 further on, of rows; then of the rows 8 further on.
+            # Two columns, 8 apart, of two rows; then the same columns of the rows 8 further on.
             factors = powers[i * _ROWS // 32] if powers else offsets
             made = _UNPACK[kind](words, dtype, factors)
             registers += [mgpu_utils.bitcast(value, pair) for value in made]
@@ -100,7 +100,7 @@ def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[i
 
 
 def _offsets(zeros: mgpu.FragmentedArray, kind: str, half: ir.Type) -> list[ir.Value]:
-    """What turns based codes of a thread's two columns into codes - zeros, see `_unpack_int4`."""
+    """Offsets to subtract from the unpacked codes of a thread's two columns, see `_unpack_int4`."""
     single, pair = ir.F32Type.get(), ir.VectorType.get((2,), half)
     base = 2.0**23 if kind == "int8" else 128.0 if half == ir.BF16Type.get() else 1024.0
     offsets = []
@@ -180,7 +180,7 @@ def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | No
 
 
 def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
-    """The bits of e4m3 are those of a bf16 that is smaller by 2^120, of an fp16 by 2^8."""
+    """The bits of e4m3 give a bf16 that is smaller by 2^120, or an fp16 by 2^8."""
     shift, power = (4, 0x7B807B80) if dtype == jnp.bfloat16 else (1, 0x5C005C00)
     values = []
     for word in words:

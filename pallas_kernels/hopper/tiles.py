@@ -1,4 +1,4 @@
-"""What kernels that multiply matrices share: memory, layouts, activations."""
+"""Code that kernels for matrix products share: memory, layouts, activations."""
 
 import math
 from typing import Any

@@ -27,7 +27,7 @@ from fdjax.engine.memory import (
 )
 from fdjax.engine.schedule import call_tokens, covered_slots, prefill_calls
 from fdjax.engine.scheduler import Shape
-from fdjax.engine.sequence import Request, Row
+from fdjax.engine.sequence import Request, RequestState
 from fdjax.engine.state import init_cache, page_bytes, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.lm import LM
@@ -236,7 +236,7 @@ def test_a_batch_is_no_larger_than_it_may_be():
 
 def shape(engine, *lengths, new=100):
     config = GenerationConfig(max_new_tokens=new).filled()
-    return engine.shape_for([Row(Request([5] * n, config), Tokenizer()) for n in lengths])
+    return engine.shape_for([RequestState(Request([5] * n, config), Tokenizer()) for n in lengths])
 
 
 def test_a_cache_is_as_small_as_memory_asks_for():

@@ -231,11 +231,11 @@ def test_programs_on_disk_are_found_again():
 @pytest.mark.slow
 def test_a_device_that_stalls_is_named():
     found = report("stalled", "hf/llama_bias", 4, 2)
-    (told,) = found["reports"]
+    (stalled,) = found["reports"]
     assert re.fullmatch(
         r"no tokens of decode steps for 1\.5 s: "
         r"device 2 of 4 has not reached collective operation \d+ \(products\)",
-        told,
+        stalled,
     )
     assert found["same"]  # it went on after the stall
     assert found["calls"] == 4 * 6

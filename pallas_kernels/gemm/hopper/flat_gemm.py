@@ -46,9 +46,9 @@ class FlatGemmConfig:
     Attributes:
       block_n: columns of a block, a multiple of 64; with a gate, columns of each half.
       block_k: rows of a weight tile, a multiple of 64 up to 256.
-      stages: most weight tiles in the ring; K or shared memory may allow fewer.
+      stages: largest number of weight tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
-      block_m: most rows of a block, 64 or 128; a tile has no more than M needs.
+      block_m: largest number of rows of a block, 64 or 128; a tile has no more rows than M needs.
     """
 
     block_n: int = 64

@@ -1,4 +1,4 @@
-"""What a flat GEMM on Hopper does beside its weight: copies, norm, sums over K, epilogue."""
+"""Parts of a flat GEMM on Hopper that do not depend on the weight's format."""
 
 import functools
 from typing import Any
@@ -101,7 +101,7 @@ class FlatTile:
 
     @property
     def stage(self) -> Buffers:
-        """Buffers of one step, beside the weight's."""
+        """Buffers of one step, without those of the weight."""
         stage = {"x": ((self.block_m, self.block_k), self.in_dtype)}
         if self.normed:
             stage["scale"] = ((self.block_k,), self.operands["scale"].dtype)
@@ -109,7 +109,7 @@ class FlatTile:
 
     @property
     def copies(self) -> int:
-        """Number of copies that fill them."""
+        """Number of copies that fill the buffers of `stage`."""
         return self.groups + self.normed
 
     def scratch(
@@ -119,7 +119,7 @@ class FlatTile:
 
         Args:
           weights: buffers of the weight in one step.
-          vectors: names of those that have no swizzle.
+          vectors: names of buffers without a swizzle.
           copies: number of copies that fill the weight's buffers.
           config: the tiling. K or shared memory may allow fewer `stages` in the ring.
 
@@ -127,7 +127,7 @@ class FlatTile:
           (steps in the ring, scratch by name).
 
         Raises:
-          NotImplementedError: there is no room.
+          NotImplementedError: shared memory has no room for them.
         """
         buffers = {"y": ((self.block_m, self.block_n), self.dtype)}
         if self.normed:

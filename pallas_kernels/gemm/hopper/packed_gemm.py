@@ -1,16 +1,16 @@
 """Flat GEMM with quantised weights on Hopper, in one launch.
 
-A product of few rows is bound by the bytes of its weight: a quarter of those of bf16 in int4, half
-in 8 bits. Weights lie in memory as "bricks" that threads read without exchanging anything. A
-warpgroup unpacks a unit of rows into registers and multiplies it with x from shared memory, as in
-`flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that one unpacks
-while the tensor cores work for another.
+A product of few rows is bound by the bytes of its weight. int4 takes a quarter of the bytes of
+bf16, and 8 bits take half. Weights lie in memory as "bricks" that threads read without exchanging
+anything. A warpgroup unpacks a unit of rows into registers and multiplies it with x from shared
+memory, as in `flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that
+one unpacks while the tensor cores work for another.
 
-Scales multiply the fp32 sums of their group of rows: it costs less than to scale weights, and it
+Scales multiply the fp32 sums of their group of rows. This costs less than scaling weights, and
 rounds nothing. Zeros are subtracted while unpacking, exactly.
 
-XLA runs the norm, and for more than 32 rows the gate. Scaling x in every block took 7 us on an H100
-where the product takes 20 us, and a launch of its own takes 2 us (benchmarks/LOG.md).
+XLA runs the norm, and for more than 32 rows the gate. On an H100, scaling x in every block took 7
+us for a product of 20 us. A separate launch takes 2 us (benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -47,11 +47,11 @@ class PackedGemmConfig:
     """Tiling of `matmul_packed`.
 
     Attributes:
-      wide: bricks of columns of a block; with a gate, of each half.
-      deep: bricks of rows of a tile of the ring, a multiple of 2.
-      stages: most tiles in the ring; K or shared memory may allow fewer.
+      wide: width of a block in bricks; with a gate, width of each half.
+      deep: height of a tile of the ring in bricks, a multiple of 2.
+      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
-      block_m: most rows of a block, 64 or 128.
+      block_m: largest number of rows of a block, 64 or 128.
     """
 
     wide: int = 1
@@ -76,7 +76,7 @@ class PackedGemmConfig:
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "PackedGemmConfig":
         """A good tiling for an unmeasured shape: two blocks for each multiprocessor, or more."""
         columns = n // BRICK
-        # Half of the blocks then copy x half as often.
+        # With half as many blocks, x is copied half as often.
         wide = 2 if not gate and 16 < m <= 32 and columns >= 2 * MULTIPROCESSORS else 1
         # Every block should have 2048 rows. The sums of others must leave room for the ring.
         sums = (2 if gate else 1) * min(m, _block_m(m)) * BRICK * 4
