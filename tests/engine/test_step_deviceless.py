@@ -321,13 +321,21 @@ def test_decode_steps_with_quantised_weights():
     assert alias_bytes(compiled) == nbytes(state)
 
 
-@pytest.mark.parametrize("batch", [1, 8])
-def test_decode_steps_with_experts(batch, tmp_path):
+MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
+
+
+@pytest.mark.parametrize(("batch", "form"), [(1, None), (8, None), (8, MX)], ids=str)
+def test_decode_steps_with_experts(batch, form, tmp_path):
     """Two kernels a layer read the chosen experts where they are, in the one CUDA graph."""
     data = json.loads((CONFIGS / "qwen3-30b-a3b.new.json").read_text(encoding="utf-8"))
     plan = dataclasses.replace(KERNELS, named=(*KERNELS.named, ("moe", "mosaic_gpu"), *IN_PAGES))
     data |= {"num_hidden_layers": 3, "moe_intermediate_size": 512}
-    experts = describe(parse_config(data), plan=plan)
+    config = parse_config(data)
+    if form is not None:
+        parts = [(i, name) for i in range(3) for name in ("gate_up", "down")]
+        names = [("blocks", i, "mlp", "experts", name) for i, name in parts]
+        config = config.with_formats(dict.fromkeys(names, form))
+    experts = describe(config, plan=plan)
     state = jax.eval_shape(lambda: start_in_pages(init_pool(experts, PAGES), batch, SLOTS))
 
     def run(params, state, sampling, n, table):
