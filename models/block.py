@@ -36,7 +36,7 @@ class LinearShape:
     Attributes:
       k, n: shape of the weight [K,N], or [K,2,N/2] with a gate.
       gate: the result is act(gate) * up. All activations cost the same.
-      norm: x is normalised first.
+      norm: x is normalised first. An RMS norm costs as much as a LayerNorm.
       residual: a residual is added.
       result: dtype of the result; default the dtype of x.
       weight: format of a quantised weight, or None.
@@ -241,7 +241,7 @@ class BlockSpec:
         qkv = self.kv_heads, self.group + 2, self.head_dim
         ranks = self.tensor_parallel
         summed = self.fuses_residual
-        normed = self.fuses_norms and not self.no_pre_norms
+        normed = not self.no_pre_norms
         linears = {
             "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=normed),
             "out": LinearSpec(
@@ -314,11 +314,6 @@ class BlockSpec:
         if self.experts is None:
             return 0
         return max(0, self.experts.experts - rows * self.experts.chosen)
-
-    @property
-    def fuses_norms(self) -> bool:
-        """Whether linear layers take the norm before them as an operand."""
-        return not self.layer_norm
 
     @property
     def fuses_residual(self) -> bool:

@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
         super().__init__(readable(message))
 
 
-_BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group", "fuses_norms"}
+_BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,7 +158,7 @@ class DecoderConfig:
                 shapes.setdefault(name, linear.shape)
         if not self.tie_embeddings:
             width = self.embedding_width or self.width
-            normed = self.final_norm and self.fuses_norms and width == self.width
+            normed = self.final_norm and width == self.width
             shapes["head"] = LinearShape(
                 *(width, self.head_width), norm=normed, result="float32", weight=self.head_format
             )

@@ -23,7 +23,6 @@ from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, whole_config
-from fdjax.pallas_kernels.activations import UNGATED
 from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -31,7 +30,7 @@ from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.experts import moe
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers, ranks_key
-from fdjax.pallas_kernels.norm import RMSNorm, layer_norm, rms_norm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import (
     QTensor,
@@ -68,9 +67,11 @@ class Norm(nnx.Module):
         divided = spec.whole_qk_norm and path[-1] in ("q_norm", "k_norm")
         return cls(spec.norms[path], spec, dtype, spec.tensor_parallel if divided else 1)
 
-    def operand(self) -> RMSNorm:
-        """The RMS norm as an operand of `matmul`."""
+    def operand(self) -> RMSNorm | LayerNorm:
+        """The norm as an operand of `matmul`."""
         scale = self.scale[...]
+        if self.is_layer_norm:
+            return LayerNorm(scale, None if self.bias is None else self.bias[...], self.eps)
         if self.offset:
             # In fp32: weights around 0 would lose bits when 1 is added.
             scale = scale.astype(jnp.float32) + self.offset
@@ -79,10 +80,10 @@ class Norm(nnx.Module):
     def __call__(self, x: Array, plan: Plan) -> Array:
         """Normalise x [B,T,...,width] over the last axis."""
         norm = self.operand()
-        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
-        if self.is_layer_norm:
-            bias = None if self.bias is None else self.bias[...]
-            run = functools.partial(layer_norm, scale=norm.scale, bias=bias, eps=norm.eps)
+        if self.ranks > 1:
+            run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
+        else:
+            run = functools.partial(normalised, norm=norm)
         return _by_row(run, x, plan)
 
 
@@ -186,11 +187,7 @@ class MLP(nnx.Module):
         """x [B,T,E] → input of `down` [B,T,F]."""
         if self.up is None:
             return _normed(norm, self.gate_up, x, plan, gate=self.activation)
-
-        def act(x):
-            return UNGATED[self.activation](x.astype(jnp.float32)).astype(x.dtype)
-
-        return _by_row(act, _normed(norm, self.up, x, plan), plan)
+        return _normed(norm, self.up, x, plan, activation=self.activation)
 
     def output(self, hidden: Array, **fused) -> Array:
         """Result of `hidden` [B,T,F] → [B,T,E]; `fused` are keywords of `matmul`."""
@@ -292,9 +289,7 @@ def _normed(
     norm: Norm | None, linear: Callable[..., Array], x: Array, plan: Plan, **fused
 ) -> Array:
     """linear(norm(x)), x [...,K]; `fused` are keywords of `matmul`."""
-    if norm is not None and norm.is_layer_norm:
-        x = norm(x.reshape(-1, 1, x.shape[-1]), plan).reshape(x.shape)
-    elif norm is not None:
+    if norm is not None:
         fused["norm"] = norm.operand()
     return linear(x, plan=plan, **fused)
 

@@ -32,7 +32,7 @@ from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import unpacked
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
-from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _MAX_ROWS = 128
@@ -95,9 +95,10 @@ def matmul_packed(
     w: QTensor,
     *,
     layer: Array | int | None = None,
-    norm: RMSNorm | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
     bias: Array | None = None,
     gate: str | None = None,
+    activation: str | None = None,
     residual: Array | None = None,
     dtype: Any,
     config: PackedGemmConfig | None = None,
@@ -107,7 +108,7 @@ def matmul_packed(
     Args:
       x: [M,K] bfloat16 or float16.
       w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these.
-      layer, norm, bias, gate, residual: as for `matmul`; residual is [M,N].
+      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
       dtype: dtype of the result.
       config: default `PackedGemmConfig.for_shape`.
 
@@ -121,7 +122,7 @@ def matmul_packed(
     if m == 0:
         return jnp.zeros((m, n), dtype)
     if norm is not None:
-        x = rms_norm(x, norm.scale, eps=norm.eps)
+        x = normalised(x, norm)
     if gate is not None and m > _MAX_GATED_ROWS:
         return _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config)
     x, residual = in_groups(x, residual)
@@ -139,6 +140,7 @@ def matmul_packed(
         kind=w.kind,
         group=w.group,
         gate=gate,
+        activation=activation,
         dtype=jnp.dtype(dtype),
         config=config or PackedGemmConfig.for_shape(m, k, n, gate=gate is not None),
     )
@@ -164,8 +166,10 @@ def _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config):
 
 
 # Jitted separately, so that layers of the same shape share one lowering.
-@functools.partial(jax.jit, static_argnames=("kind", "group", "gate", "dtype", "config"))
-def _launch(operands, *, kind, group, gate, dtype, config):
+@functools.partial(
+    jax.jit, static_argnames=("kind", "group", "gate", "activation", "dtype", "config")
+)
+def _launch(operands, *, kind, group, gate, activation, dtype, config):
     """Launch the kernel; `operands` are arrays by name, without those that are None."""
     deep, wide = config.deep, config.wide
     tile = FlatTile(
@@ -177,6 +181,7 @@ def _launch(operands, *, kind, group, gate, dtype, config):
         block_m=config.block_m,
         split=config.split,
         gate=gate,
+        activation=activation,
         eps=None,
         dtype=dtype,
         unit=min(group, BRICK),
@@ -251,7 +256,7 @@ def _launch(operands, *, kind, group, gate, dtype, config):
         tile.fetch_late()
         blank = jnp.zeros((BRICK, tile.block_m), jnp.float32)
         totals = [plgpu.layout_cast(blank, LAYOUT)] * pieces
-        tile.finish(lax.fori_loop(0, steps, step, totals), None)
+        tile.finish(lax.fori_loop(0, steps, step, totals), ())
 
     return tile.launch("packed_gemm_kernel", scratch, body)
 
@@ -293,7 +298,7 @@ def _run(x, w, *, batch_invariant, **keywords):
 
 PACKED_GEMM = Implementation(
     *("matmul", "mosaic_gpu", _run),
-    can=frozenset({"norm", "bias", "gate", "residual"})
+    can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.fp4"}),
     fits=_fits,
     heuristic=_heuristic,
