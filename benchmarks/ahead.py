@@ -30,7 +30,7 @@ from fdjax.bench.model import one_pass, one_pass_program
 from fdjax.engine.engine import Engine, Programs
 from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
-from fdjax.engine.scheduler import Shape
+from fdjax.engine.scheduler import StateShape
 from fdjax.engine.state import DecodeState, init_cache, init_pool, start, start_in_pages
 from fdjax.lm import LM
 from fdjax.models import Model, Params
@@ -249,7 +249,7 @@ class _LoadedProgram:
 class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
-    def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
+    def take_state(self, shape: StateShape, may_stack: bool) -> DecodeState:
         batch, slots = shape.rows, shape.slots
         if shape.pages:
             self._open_pool(shape.pages)

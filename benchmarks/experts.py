@@ -1,10 +1,9 @@
-"""Mixtures of experts of a decode step, XLA and our kernels: `python -m benchmarks.experts`.
+"""Mixtures of experts in a decode step: `python -m benchmarks.experts` compares kernels with XLA.
 
-Runs the op `moe` alone, from the router's logits to the sum, with routing at random. The experts
-have the sizes of Qwen3-30B-A3B, Mixtral 8x7B, OLMoE, and gpt-oss-20b in MXFP4. The bound is the
-bytes of the distinct experts that the rows chose; their number is in the name of a case. The table
-shows each tiling of the kernels, and the times of both kernels, from which the best tiling of each
-can be seen.
+Runs the op `moe` alone, from the router's logits to the sum, with random routing. The experts have
+the sizes of Qwen3-30B-A3B, Mixtral 8x7B, OLMoE, and gpt-oss-20b in MXFP4. The bound is the bytes of
+the distinct experts that the rows chose. Their number is in the name of a case. The table shows the
+times of both kernels for each tiling, and thus the best tiling of each kernel.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from fdjax.system.files import output_file
 
 
 class Sizes(NamedTuple):
-    """Experts of a model: E, F, routing, format of quantised weights, activation."""
+    """Sizes of a model's experts: E, F, routing, format of quantised weights, activation."""
 
     width: int
     hidden: int
@@ -86,7 +85,7 @@ def _weights(sizes: Sizes) -> tuple[Any, Any]:
 
 @functools.cache
 def _bricks(sizes: Sizes) -> tuple[Any, Any]:
-    """The same in the layout that the kernels read."""
+    """The weights in the layout that the kernels read."""
     return jax.jit(lambda ws: tuple(in_layout(w, BRICKS) for w in ws))(_weights(sizes))
 
 
@@ -121,7 +120,7 @@ def label(config: MoeConfig) -> str:
 
 
 def cases(name: str, rows: Sequence[int], configs: int, sizes: Sizes) -> list[Case]:
-    """The cases of a model. Their argument sets share the weights, but choose experts anew."""
+    """The cases of a model. Their argument sets share the weights, but choose different experts."""
     (width, hidden, routing, form, gate), own = sizes, sizes.routing.experts
     run: dict[str, Callable] = {
         "xla": functools.partial(moe, routing=routing, gate=gate, implementation="xla")
@@ -158,7 +157,7 @@ def _with_bricks(sizes: Sizes) -> Callable[..., tuple]:
 
 
 def compiled(case: Case, pool: concurrent.futures.Executor) -> Callable[[], Case]:
-    """Start to compile all functions of a case; the result waits for them."""
+    """Start compiling all functions of a case. The returned case waits for them."""
     args = case.make_args(0)
     functions = {**case.implementations, "reference": case.reference}
     started = {
@@ -178,7 +177,7 @@ def compiled(case: Case, pool: concurrent.futures.Executor) -> Callable[[], Case
 
 
 def summary(rows: Sequence[Measurement]) -> str:
-    """One line for each measurement: µs in all, of both kernels, and the share of the ceiling."""
+    """One line for each measurement: µs in total and of each kernel, share of the ceiling."""
     lines = [f"{'':40}{'us':>9}{'up':>8}{'down':>8}{'ceiling':>9}{'over xla':>10}"]
     xla: dict[str, float] = {}
     for row in rows:

@@ -25,7 +25,8 @@ from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.system.files import output_file
 from fdjax.weights.stacked import LayerStacks, random_stacked_params
 
-# XLA's all-reduce, our kernel for it, and one kernel for all layers that sums inside.
+# Ways to sum over GPUs: XLA's all-reduce, our kernel, and the sums inside one kernel for all
+# layers.
 SUMS = ("psum", "all-reduce kernel", "one launch")
 # Llama 2 7B.
 CONFIG = {
@@ -130,7 +131,7 @@ def _random_lm(
 
 
 def with_sums(plan: Plan, config: DecoderConfig, ranks: int, sums: str | None) -> Plan:
-    """A plan whose devices sum in one of the ways of `SUMS`; None changes nothing."""
+    """A plan whose devices sum in a way of `SUMS`. None changes nothing."""
     if sums == "one launch":
         return with_one_launch(plan, config, ranks)
     if sums is None:
@@ -150,11 +151,11 @@ def with_all_reduce(plan: Plan, name: str, width: int, ranks: int) -> Plan:
 
 
 def with_one_launch(plan: Plan, config: DecoderConfig, ranks: int) -> Plan:
-    """A plan that runs all layers of a decode step in one launch, whatever rows and slots.
+    """A plan that runs all layers of a decode step in one launch, for any rows and slots.
 
     Args:
       plan: the plan to change.
-      config: of the whole model.
+      config: config of the whole model.
       ranks: number of devices that share it.
     """
     local = describe(config, tensor_parallel=ranks).local.config

@@ -83,7 +83,7 @@ class LM:
 
         Args:
           model, params, tokenizer, defaults, max_len, max_batch, prefix_cache: see the attributes.
-          memory_bytes: limit for weights, cache and workspace together; default all that is free.
+          memory_bytes: limit for weights, cache and workspace together; default all free memory.
           make_engine: function of (model, params, max_len, max_batch, memory_bytes, prefix_cache)
             that returns the engine.
 

@@ -13,7 +13,7 @@ from fdjax.pallas_kernels.dispatch import NO_FEATURES, Features, used_features
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, WeightFormat
 
-Path = tuple[str, ...]
+BlockPath = tuple[str, ...]
 
 # Features of a `BlockSpec` that the modules of `fdjax.models.decoder` support.
 DECODER_CAN = (
@@ -94,7 +94,7 @@ class LinearSpec:
       ranks: number of devices whose products are summed.
     """
 
-    path: Path
+    path: BlockPath
     k: int
     outs: tuple[int, ...]
     bias: bool
@@ -257,7 +257,7 @@ class BlockSpec:
         return linears
 
     @property
-    def weights(self) -> dict[str, tuple[Path, int]]:
+    def weights(self) -> dict[str, tuple[BlockPath, int]]:
         """The path and K of each weight that may be quantised, by name."""
         weights = {name: ((*one.path, "weight"), one.k) for name, one in self.linears.items()}
         if self.experts is not None:
@@ -328,7 +328,7 @@ class BlockSpec:
         return alone and not self.post_norms and self.residual_multiplier == 1
 
     @property
-    def norms(self) -> dict[Path, int]:
+    def norms(self) -> dict[BlockPath, int]:
         """Width of each norm, by the path of its parameters."""
         there = {
             "attention_norm": not self.no_pre_norms,
@@ -338,7 +338,7 @@ class BlockSpec:
             "attention_sum_norm": self.sum_norms,
             "mlp_sum_norm": self.sum_norms,
         }
-        norms: dict[Path, int] = {(name,): self.width for name, here in there.items() if here}
+        norms: dict[BlockPath, int] = {(name,): self.width for name, here in there.items() if here}
         if self.qk_norm or self.whole_qk_norm:
             for name, heads in (("q_norm", self.heads), ("k_norm", self.kv_heads)):
                 norms["attention", name] = self.head_dim * (heads if self.whole_qk_norm else 1)

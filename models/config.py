@@ -86,7 +86,7 @@ class DecoderConfig:
         return cls(blocks=tuple(BlockSpec(attention=spec, **block) for spec in attention), **fields)
 
     def with_attention(self, attention: Iterable[AttentionSpec]) -> "DecoderConfig":
-        """A copy with one layer per spec. Additional layers copy the rest of the last one."""
+        """A copy with one layer per spec. Additional layers have the last block's other fields."""
         attention = list(attention)
         blocks = [*self.blocks, *self.blocks[-1:] * max(0, len(attention) - self.layers)]
         pairs = zip(blocks, attention, strict=False)

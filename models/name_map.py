@@ -22,7 +22,7 @@ from jax import Array
 from fdjax.models.block import BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 
-Path = tuple[str | int, ...]
+ParamPath = tuple[str | int, ...]
 
 
 class Layout(Protocol):
@@ -246,7 +246,7 @@ class Weight:
         return dataclasses.replace(self, sources=sources, layout=self.layout.layout), True
 
 
-WeightMap = dict[Path, Weight]
+WeightMap = dict[ParamPath, Weight]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +338,7 @@ def decoder_weights(config: DecoderConfig, names: TensorNames = TensorNames()) -
     return weights
 
 
-def _norm(block: BlockSpec, ours: Path, theirs: str, width: int) -> WeightMap:
+def _norm(block: BlockSpec, ours: ParamPath, theirs: str, width: int) -> WeightMap:
     """The weights of a norm."""
     weights = {(*ours, "scale"): Weight(((f"{theirs}.weight", (width,)),))}
     if block.norm_bias:
@@ -346,7 +346,7 @@ def _norm(block: BlockSpec, ours: Path, theirs: str, width: int) -> WeightMap:
     return weights
 
 
-def _linear(ours: Path, theirs: str, k: int, n: int, *, bias: bool = False) -> WeightMap:
+def _linear(ours: ParamPath, theirs: str, k: int, n: int, *, bias: bool = False) -> WeightMap:
     """The weights of a linear layer outside of the layers."""
     weights = {(*ours, "weight"): Weight(((f"{theirs}.weight", (n, k)),), Transposed())}
     if bias:
@@ -354,7 +354,7 @@ def _linear(ours: Path, theirs: str, k: int, n: int, *, bias: bool = False) -> W
     return weights
 
 
-def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames) -> WeightMap:
+def _block_weights(block: BlockSpec, ours: ParamPath, theirs: str, names: TensorNames) -> WeightMap:
     """The weights of one layer: paths begin with `ours`, tensor names with `theirs`."""
     weights: WeightMap = {}
     for path, width in block.norms.items():
@@ -382,7 +382,9 @@ def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames
     return weights
 
 
-def _expert_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames) -> WeightMap:
+def _expert_weights(
+    block: BlockSpec, ours: ParamPath, theirs: str, names: TensorNames
+) -> WeightMap:
     """The weights of the experts of one layer."""
     experts, width, hidden = block.experts.experts, block.width, block.mlp_width
     weights: WeightMap = {}
@@ -410,7 +412,12 @@ def _expert_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorName
 
 
 def _experts_in_one(
-    block: BlockSpec, ours: Path, theirs: str, outs: tuple[int, ...], k: int, names: TensorNames
+    block: BlockSpec,
+    ours: ParamPath,
+    theirs: str,
+    outs: tuple[int, ...],
+    k: int,
+    names: TensorNames,
 ) -> WeightMap:
     """The weight of all experts in one tensor, and their biases."""
     experts, n = block.experts.experts, sum(outs)

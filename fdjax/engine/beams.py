@@ -9,7 +9,7 @@ from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.text.tokenizer import Tokenizer
 
 
-class _Step(NamedTuple):
+class _BeamStep(NamedTuple):
     """One step of a search: the new token of each beam [W], and which beam it continues [W]."""
 
     tokens: list[int]
@@ -27,7 +27,7 @@ class BeamSearch(RequestState):
             RequestState(dataclasses.replace(request, sample=i), tokenizer)
             for i in range(request.config.num_return_sequences)
         ]
-        self._steps: list[_Step] = []
+        self._steps: list[_BeamStep] = []
         super().__init__(request, tokenizer)
 
     @property
@@ -93,7 +93,7 @@ class BeamSearch(RequestState):
         """
         beams = chunk.beams
         tokens, parents = beams.tokens[row].T.tolist(), beams.parents[row].T.tolist()
-        for step in map(_Step, tokens, parents):
+        for step in map(_BeamStep, tokens, parents):
             if step.tokens[0] == -1:
                 break
             if step.tokens[0] < 0:

@@ -31,7 +31,7 @@ from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for
-from fdjax.engine.scheduler import Shape
+from fdjax.engine.scheduler import StateShape
 from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import (
     SLOT_MULTIPLE,
@@ -60,9 +60,8 @@ _DECODE_OPTIONS = {
     _CAPTURED: ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"),
     # The default is 5 operations. The program has fewer outside the loop.
     "xla_gpu_graph_min_graph_size": 1,
-    # The small kernels before and after the layers may then run concurrently. They cannot share
-    # memory then, so prefill, whose buffers are large, does not use this: it would need a quarter
-    # more memory.
+    # Lets the small kernels before and after the layers run concurrently. Concurrent kernels cannot
+    # share memory. Prefill would need a quarter more memory, so it does not use this option.
     _CONCURRENT: "CONCURRENT",
 }
 # Several devices also need XLA's collective operations. If one is not captured, the loop is not
@@ -187,7 +186,7 @@ class Engine:
                 yield chunk
         _raise_failure(rows)
 
-    def shape_for(self, rows: Sequence[RequestState]) -> Shape:
+    def shape_for(self, rows: Sequence[RequestState]) -> StateShape:
         """The shape of a state for these rows, or for as many of them as fit into memory.
 
         Raises:
@@ -213,9 +212,9 @@ class Engine:
             while batch > 1 and plan(batch=batch, slots=slots).total_bytes > self.memory_bytes:
                 batch = 2 ** (math.ceil(math.log2(batch)) - 1)
             plan(batch=batch, slots=slots).check("generate", self.memory_bytes)
-        return Shape(batch, slots, limited=batch < len(rows))
+        return StateShape(batch, slots, limited=batch < len(rows))
 
-    def _shape_in_pages(self, rows: Sequence[RequestState], batch: int, slots: int) -> Shape:
+    def _shape_in_pages(self, rows: Sequence[RequestState], batch: int, slots: int) -> StateShape:
         needs = [row.pages_for(row.most_tokens) for row in rows]
         wanted = sum(row.width for row in rows)
         known = self.memory_bytes is not None and self.model.plan.compute_capability is not None
@@ -240,7 +239,7 @@ class Engine:
         useful = min(1 + sum(sorted(needs)[-batch:]), limit)
         while pages < useful:
             pages = min(max(4 * pages, _FIRST_PAGES), limit)
-        return Shape(batch, slots, limited=batch < wanted, pages=pages)
+        return StateShape(batch, slots, limited=batch < wanted, pages=pages)
 
     def _most_pages(self, slots: int) -> int:
         """Largest number of pages that fits into memory and that a batch could use."""
@@ -306,7 +305,7 @@ class Engine:
         """Whether decode steps of a batch run in one launch, with stacked weights and cache."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
-    def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
+    def take_state(self, shape: StateShape, may_stack: bool) -> DecodeState:
         """The reusable state if it is large enough, else a new state.
 
         A cache of rows is stacked if `may_stack` and decode steps run in one launch.
@@ -344,7 +343,7 @@ class Engine:
         """
         self.reusable = None if state is None else ReusableState(state, unread)
 
-    def _take_pages(self, shape: Shape) -> DecodeState:
+    def _take_pages(self, shape: StateShape) -> DecodeState:
         """A state whose cache is the pool. The pool keeps its content if possible."""
         kept = None if self.reusable is None else self.reusable.state
         pool = None if kept is None else jax.tree.leaves(kept.kv)[0]

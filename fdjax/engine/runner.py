@@ -23,7 +23,7 @@ from fdjax.engine.host_arrays import HostArrays
 from fdjax.engine.packed import PackedPrompts
 from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import PrefillCall, PromptsOfRows
-from fdjax.engine.scheduler import Scheduler, Shape
+from fdjax.engine.scheduler import Scheduler, StateShape
 from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
 from fdjax.engine.watch import waiting
@@ -157,7 +157,7 @@ class Session:
       one_launch: decode steps run all layers in one launch.
     """
 
-    def __init__(self, engine: Any, shape: Shape, return_reruns: bool):
+    def __init__(self, engine: Any, shape: StateShape, return_reruns: bool):
         self._engine = engine
         self._shape = shape
         self._static = {"return_reruns": True} if return_reruns else {}

@@ -44,7 +44,7 @@ class Schedulable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class StateShape:
     """Sizes of a state.
 
     Attributes:
@@ -75,7 +75,7 @@ class Scheduler[S: Schedulable]:
     def __init__(self):
         self.waiting: collections.deque[S] = collections.deque()
         self.rows: list[S | None] = []
-        self.shape: Shape | None = None
+        self.shape: StateShape | None = None
         self.quarantined: set[int] = set()
         self.pool: PagePool | None = None
         self._group: Any = None
@@ -108,7 +108,7 @@ class Scheduler[S: Schedulable]:
                 found.append(sequence)
         return found
 
-    def open(self, shape: Shape, pool: PagePool | None = None) -> None:
+    def open(self, shape: StateShape, pool: PagePool | None = None) -> None:
         """Open a state with free rows, for the group of the first sequence in the queue."""
         self.shape = shape
         self.pool = pool

@@ -64,7 +64,7 @@ def prefill(
 
     Args:
       model, params: the model.
-      state: the batch. Other rows do not change, whatever they do.
+      state: the batch. Other rows do not change, even while they decode.
       sampling: the options of each row of the batch.
       tokens: [M, T] int32 blocks of prompt tokens, padded at the end with any tokens of the
         vocabulary. Each row has one block (M = R), unless `owners` are given.
@@ -381,7 +381,7 @@ def _run_stacked(module, state, attend, plan, reruns):
 
 
 def _live(state: DecodeState) -> Array | None:
-    """[B] bool, the rows that go on; None for a single row, because the loop ends with it."""
+    """[B] bool, whether a row has not ended; None for a single row, whose end ends the loop."""
     return None if state.batch == 1 else ~state.finished
 
 

@@ -19,7 +19,7 @@ from fdjax.models import CheckpointError, DecoderConfig, Model, weight_map
 from fdjax.models.name_map import AllExperts
 from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
 from fdjax.system.process import transfers_allowed
-from fdjax.tools.smoothing import Inputs, Smoothed, smoothed
+from fdjax.tools.smoothing import LayerInputs, Smoothed, smoothed
 from fdjax.weights.calibration import FILE as CALIBRATION
 from fdjax.weights.checkpoint import by_our_names
 from fdjax.weights.quantise import KEPT, quantise
@@ -39,7 +39,7 @@ def quantise_checkpoint(
     bits: int,
     group: int | None = None,
     scales: str,
-    inputs: Sequence[Mapping[str, Inputs]] | None = None,
+    inputs: Sequence[Mapping[str, LayerInputs]] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:

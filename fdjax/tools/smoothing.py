@@ -39,7 +39,7 @@ _CAN = WEIGHT_FEATURES | frozenset(
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
+class LayerInputs:
     """The inputs of a linear layer.
 
     Attributes:
@@ -54,7 +54,7 @@ class Inputs:
 
 
 @transfers_allowed()
-def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, Inputs]]:
+def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, LayerInputs]]:
     """Run texts through a model and observe the inputs of its linear layers.
 
     Args:
@@ -82,7 +82,7 @@ def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, I
     tokens = sum(map(len, pieces))
     return [
         {
-            name: Inputs(
+            name: LayerInputs(
                 sum(part[name][0] for part in block) / tokens,
                 sum(part[name][1] for part in block) / tokens,
                 np.concatenate([part[name][2] for part in block])[:_SAMPLE],
@@ -153,7 +153,7 @@ def smoothed(
     config: DecoderConfig,
     weights: WeightMap,
     stored: Mapping[str, StoredTensor],
-    inputs: Sequence[Mapping[str, Inputs]],
+    inputs: Sequence[Mapping[str, LayerInputs]],
 ) -> Smoothed:
     """Find the factors of all layers.
 
@@ -227,7 +227,7 @@ def _divide_rows(found: Smoothed, weight: Weight, part: int, divisor: np.ndarray
 def _scale(
     weight: Weight,
     stored: Mapping[str, StoredTensor],
-    seen: Inputs,
+    seen: LayerInputs,
     form: WeightFormat,
     heads: tuple[int, int] | None,
 ) -> np.ndarray:

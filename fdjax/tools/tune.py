@@ -62,7 +62,7 @@ def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class VariantMeasurement:
     """The measurement of one variant of a linear layer.
 
     Attributes:
@@ -85,7 +85,7 @@ def time_linear(
     dtype: str = "bfloat16",
     runs: int = 10,
     passes: int = 2,
-) -> Iterator[tuple[int, dict[Any, Measured]]]:
+) -> Iterator[tuple[int, dict[Any, VariantMeasurement]]]:
     """Time variants of a linear layer on the first device, with weights that are not in its cache.
 
     Args:
@@ -120,7 +120,7 @@ def time_linear(
         for name, fn in functions.items():
             if fn is not None:
                 got = fn(*calls[m][0])
-                measured[name] = Measured(*verify(got, want[:m], _TOLERANCE), None)
+                measured[name] = VariantMeasurement(*verify(got, want[:m], _TOLERANCE), None)
         for name in [n for n, one in measured.items() if one.problem is None] * passes:
             timing = measure(functions[name], calls[m], runs=runs)
             timings.setdefault(name, []).append(timing)

@@ -1,6 +1,6 @@
-"""Measures mixtures of experts of a decode step: XLA and the kernels that read only chosen experts.
+"""Measures mixtures of experts in a decode step, with XLA and with kernels for the chosen experts.
 
-The entries are part of the dataflow table, see `tune`. Routing is at random, as the number of
+The entries are part of the dataflow table, see `tune`. Routing is random, because the number of
 distinct experts changes from step to step.
 """
 
@@ -95,7 +95,7 @@ def _lookup(block: BlockSpec, m: int, dtype: str, layout: str) -> tuple[dict, fr
 
 
 def _weights(block: BlockSpec, dtype: str) -> dict[str, Array | QTensor]:
-    """Random operands of `moe` by name, without rows and logits; quantised ones as XLA has them."""
+    """Random operands of `moe` by name, without rows and logits, in XLA's layout."""
     count, formats = block.experts.experts, dict(_formats(block, PLAIN))
     shapes = {
         "gate_up": (block.width, 2, block.mlp_width),
@@ -136,7 +136,7 @@ def _run(operands: dict[str, Any], implementation: Any, block: BlockSpec, config
 
 
 def _measured(block, m, key, weights, dtype, runs, report) -> dict[str, Any]:
-    """The entry of one M."""
+    """The entry of the table for one M."""
     bricks = weights | {
         name: jax.jit(functools.partial(in_layout, layout=BRICKS))(weights[name])
         for name, _ in _formats(block, PLAIN)
@@ -150,7 +150,7 @@ def _measured(block, m, key, weights, dtype, runs, report) -> dict[str, Any]:
             logits = jax.random.normal(logits, (m, block.experts.experts))
             return (own | {"x": jax.random.normal(x, (m, block.width), dtype), "logits": logits},)
 
-        # Each set chooses experts anew, so that they are not in the L2 cache.
+        # Each set chooses other experts, so that they are not in the L2 cache.
         return cold_sets(make, max(1, int(used * nbytes / 2)))
 
     operands = {None: sets(weights)} | dict.fromkeys(MOE_CHOSEN.candidates(key), sets(bricks))

@@ -14,13 +14,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdjax.models import Model, Params, describe, weight_map
-from fdjax.models.name_map import Layout, StackedRows, Weight, export_tensors, join
+from fdjax.models.name_map import Layout, ParamPath, StackedRows, Weight, export_tensors, join
 from fdjax.models.sharding import is_padded
 from fdjax.pallas_kernels.quantised import is_quantised
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.weights.formats.layer import Codes
-
-Path = tuple[str | int, ...]
 
 
 class Division:
@@ -39,13 +37,13 @@ class Division:
         local = model.local.config
         self._local = weight_map(dataclasses.replace(local, vocab_size=local.head_width))
 
-    def weight(self, path: Path) -> Weight:
+    def weight(self, path: ParamPath) -> Weight:
         """The parts of a parameter's tensors on one device, and how to join them."""
         whole = not any(self._partitions(path))
         return (self._weights if whole else self._local)[path]
 
     def cut(
-        self, array: np.ndarray, path: Path, source: int, rank: int, *, is_codes: bool = False
+        self, array: np.ndarray, path: ParamPath, source: int, rank: int, *, is_codes: bool = False
     ) -> np.ndarray:
         """A device's part of a parameter's tensor, or of the codes or scales [N, ...] of one.
 
@@ -72,14 +70,14 @@ class Division:
             pieces.append(_piece(array, axis, *scaled, self._index(path, n, m, rank, name)))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
-    def cut_codes(self, codes: Codes, path: Path, source: int, rank: int) -> Codes:
+    def cut_codes(self, codes: Codes, path: ParamPath, source: int, rank: int) -> Codes:
         """A device's part of the codes of a quantised weight."""
         fields = (codes.words, codes.scales, codes.zeros)
         return Codes(
             *(a if a is None else self.cut(a, path, source, rank, is_codes=True) for a in fields)
         )
 
-    def assembled(self, parts: Sequence[Any], path: Path) -> Any:
+    def assembled(self, parts: Sequence[Any], path: ParamPath) -> Any:
         """Join the devices' parts into one array or `QTensor` on all of them."""
         if len(parts) == 1:
             return parts[0]
@@ -94,13 +92,13 @@ class Division:
         made = [whole(*of_leaf) for of_leaf in zip(*leaves, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(wanted), made)
 
-    def _specs(self, path: Path) -> Any:
+    def _specs(self, path: ParamPath) -> Any:
         return _at(self._model.partitions, path)
 
-    def _partitions(self, path: Path) -> list[PartitionSpec]:
+    def _partitions(self, path: ParamPath) -> list[PartitionSpec]:
         return jax.tree.leaves(self._specs(path), is_leaf=lambda a: isinstance(a, PartitionSpec))
 
-    def _index(self, path: Path, whole: int, part: int, rank: int, name: str) -> int:
+    def _index(self, path: ParamPath, whole: int, part: int, rank: int, name: str) -> int:
         """Index of a device's part of an axis."""
         ranks = len(self.devices)
         if is_padded(path):
@@ -172,7 +170,7 @@ def _outs(layout: Layout) -> tuple[int, ...] | None:
     return _outs(layout.layout) if hasattr(layout, "layout") else None
 
 
-def _at(tree: Any, path: Path) -> Any:
+def _at(tree: Any, path: ParamPath) -> Any:
     for key in path:
         tree = tree[key]
     return tree

@@ -18,7 +18,7 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from fdjax.models import Model, Params, random_params
-from fdjax.models.name_map import Path
+from fdjax.models.name_map import ParamPath
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
 logger = logging.getLogger("fdjax")
@@ -129,9 +129,9 @@ class LayerStacks:
         """Stack the layers of a model whose plan has a kernel for them."""
         self._wanted = model.one_launch_possible
         self._layers = model.config.layers
-        self._arrays: dict[Path, jax.Array] = {}
+        self._arrays: dict[ParamPath, jax.Array] = {}
 
-    def take(self, path: Path, weight: Any) -> Any:
+    def take(self, path: ParamPath, weight: Any) -> Any:
         """Write a weight into its stacked array.
 
         Args:
@@ -281,8 +281,8 @@ def _views(stacked: jax.Array) -> list[jax.Array]:
     if len(stacked.devices()) == 1:
         views = layer_views(stacked)
     else:
-        mesh, (_, *spec) = stacked.sharding.mesh, stacked.sharding.spec
-        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        spec = tuple(stacked.sharding.spec)[1:]
+        sharding = NamedSharding(stacked.sharding.mesh, PartitionSpec(*spec))
         of_devices = [layer_views(shard.data) for shard in stacked.addressable_shards]
         views = [
             jax.make_array_from_single_device_arrays(stacked.shape[1:], sharding, list(parts))

@@ -63,7 +63,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def view(self, supported: Iterable[str] = DTYPES) -> np.ndarray:

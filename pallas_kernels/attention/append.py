@@ -294,7 +294,7 @@ def _write(
     pages: Array | None = None,
     beams: BeamSlots | None = None,
 ) -> Cache:
-    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T] that exist.
+    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and those slots [R,T] that exist.
 
     With `layer`, the cache is a stack [L,B,Hkv,S,D]. With `pages` [R,N], it is a pool of pages in
     place of rows.

@@ -109,7 +109,7 @@ def decode_layers(
 
 
 def ranks_key(ranks: int) -> dict[str, int]:
-    """What devices that share the layers add to the key of `decode_layers`."""
+    """Entry of the key of `decode_layers` for devices that share the layers."""
     return {"ranks": ranks} if ranks > 1 else {}
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.runner import Call, Runner
 from fdjax.engine.schedule import slots_for
-from fdjax.engine.scheduler import Shape
+from fdjax.engine.scheduler import StateShape
 from fdjax.engine.sequence import Request, RequestState
 from fdjax.engine.state import NOBODYS_PAGE
 from fdjax.engine.state import SLOT_MULTIPLE as PAGE
@@ -204,7 +204,7 @@ class Engine:
         if self.pages and max(page_count(row.most_tokens) for row in rows) >= self.pages:
             raise MemoryError("too long for the pages")
         batch = min(2 ** (len(rows) - 1).bit_length(), self.most_rows)
-        return Shape(batch, slots, limited=batch < len(rows), pages=self.pages)
+        return StateShape(batch, slots, limited=batch < len(rows), pages=self.pages)
 
     def leave_state(self, state, unread):
         self.left.append(state)

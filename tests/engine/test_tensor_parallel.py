@@ -42,6 +42,16 @@ def assert_same(several, one, rtol=0):
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=LOGPROBS_BAR)
 
 
+@pytest.mark.slow
+def test_steps_in_one_launch():
+    """Weights are stacked on each device, and the sums of each layer are over all devices."""
+    found = report("in_one_launch", "hf/llama3_gqa_tied", 2)
+    assert found["stacks"]
+    assert found["launches"] and {ranks for _, ranks in found["launches"]} == {2}
+    assert_same(found["several"], found["one"])
+    assert found["compared"] and not found["differing"]
+
+
 def fixtures(folder):
     """The checkpoints in a folder of fixtures; there are some."""
     paths = sorted(

@@ -38,7 +38,7 @@ from fdjax.tools import calibrate
 from fdjax.tools.calibrate import (
     BIN_LOG2,
     BINS,
-    Statistics,
+    ScoreStatistics,
     bin_edges,
     choose,
     interval,
@@ -331,7 +331,7 @@ def published(low, high):
     """A layer with such scores, one in each row. So the maxima are spread as widely as possible."""
     counts = normal(low, high)[None, None]
     edges = bin_edges()[np.flatnonzero(counts[0, 0])]
-    return Statistics(
+    return ScoreStatistics(
         counts, counts, edges.min(keepdims=True)[None], edges.max(keepdims=True)[None]
     )
 
@@ -360,7 +360,7 @@ def test_the_decision_is_that_of_the_paper(model, low, high, applies):
 
 def test_the_decision_is_made_layer_by_layer():
     layers = [published(-16.8, 6.5), published(-496.8, 363.5)]
-    both = Statistics(*map(np.concatenate, zip(*layers, strict=True)))
+    both = ScoreStatistics(*map(np.concatenate, zip(*layers, strict=True)))
     calibration = calibrate.calibration_of(both, "", {})
     assert [layer.applies for layer in calibration.layers] == [True, False]
     assert "1 of 2 layers subtract a constant" in str(calibration)

@@ -60,7 +60,8 @@ from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never, on_gpu
 
 _MAX_CLUSTER = 8
-# Shared memory of a block of the grid, less what Mosaic uses for sums over warps and for barriers.
+# Shared memory of a block of the grid, without the bytes that Mosaic uses for sums over warps and
+# for barriers.
 _SMEM_BYTES = 227 * 1024 - 2304
 
 

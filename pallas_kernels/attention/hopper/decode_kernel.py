@@ -32,7 +32,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
         rotation [B,2,D] of a new token; k, v, in int8 with k_scales and v_scales; lengths [B]
-    without that token; layer, pages, phi, slopes, visible [B,S] if any.
+        without that token; layer, pages, phi, slopes, visible [B,S] if any.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.

@@ -22,7 +22,7 @@ from fdjax.pallas_kernels.dispatch import Implementation, Shape
 from fdjax.pallas_kernels.hopper.conditional import when
 
 _TOKENS = 64
-_PARTS = 6  # most heads of a block: more blocks with fewer heads hide more latency
+_PARTS = 6  # heads of a block at most: more blocks with fewer heads hide more latency
 
 
 @functools.partial(jax.jit, static_argnames="interpret")

@@ -1,8 +1,8 @@
-"""Mixture of experts for a few rows on Hopper: reads the weights of the chosen experts, each once.
+"""Mixture of experts for a few rows on Hopper. It reads the weights of each chosen expert once.
 
 The rows of a decode step choose D <= min(X, M·k) experts. Their weights, D·3·E·F·itemsize bytes,
-bound the time. Qwen3-30B-A3B (E 2048, F 768, 8 of 128 experts, bf16) at 3.05 TB/s, with routing at
-random; FLOPs include rows of padding and rows that did not choose the expert:
+bound the time. Qwen3-30B-A3B (E 2048, F 768, 8 of 128 experts, bf16) at 3.05 TB/s, with random
+routing. FLOPs include rows of padding and rows that did not choose the expert:
 
   rows  experts   bytes    us  GFLOP
      1        8   75 MB    25    0.6
@@ -18,9 +18,9 @@ GEMMs with a ring of TMA tiles and swapped operands, see `gemm.hopper.flat_gemm`
 2. part[pair] = hidden[slot][row] · down, a block for each slot and `down_n` columns. It stores only
    the rows that chose the expert. A pair is a row and one of its experts.
 
-Blocks of slots without an expert end at once. XLA sums the parts of a row by their weights, in the
-row's own order. Each sum is over a row's own values in a fixed order, so the bits of a row depend
-neither on the other rows nor on the tiling.
+Blocks of slots without an expert end at once. XLA sums the weighted parts of a row, in the order in
+which the row chose its experts. All sums of a row have a fixed order, so its bits depend neither on
+the other rows nor on the tiling.
 """
 
 import dataclasses
@@ -67,9 +67,9 @@ class MoeConfig:
 
     Attributes:
       up_n: hidden values of a block of the first launch, which has as many columns of gate and up.
-      up_k, up_stages: rows of its weight tiles, and the most tiles in its ring.
+      up_k, up_stages: rows of its weight tiles, and largest number of tiles in its ring.
       down_n: columns of a block of the second launch.
-      down_k, down_stages: the same as for the first.
+      down_k, down_stages: like `up_k` and `up_stages`, for the second launch.
     """
 
     up_n: int = 64
@@ -114,7 +114,7 @@ class MoeConfig:
         n, k = getattr(self, f"{name}_n"), getattr(self, f"{name}_k")
         if isinstance(weight, QTensor):
             return PackedTiles.of(weight, parts, k, dtype)
-        # A row of the result is stored as bytes in order, which end only with the whole result.
+        # Stores of rows are clipped only at the end of the whole result, so tiles must divide N.
         return DenseTiles(parts, math.gcd(n, weight.shape[-1]), k, jnp.dtype(dtype))
 
 
@@ -130,11 +130,11 @@ def moe_chosen(
     gate: str,
     config: MoeConfig | None = None,
 ) -> Array:
-    """Experts [M,k] of x [M,E] by their weights [M,k], as two Mosaic GPU kernels.
+    """`moe` for chosen experts, as two Mosaic GPU kernels.
 
     Args:
       x: [M,E] bfloat16 or float16, M at most 32.
-      experts: [M,k] int32. X is no expert: nothing is read or added for it.
+      experts: [M,k] int32. X means no expert: nothing is read or added.
       weights: [M,k] fp32.
       gate_up, down, gate_up_bias, down_bias, gate: as for `moe`.
       config: default `MoeConfig.for_shape`.
@@ -154,7 +154,7 @@ def moe_chosen(
         config = MoeConfig.for_shape(m, width, chosen, *is_packed)
     rows = -(-m // 8) * 8
     slots, pairs = slot_tables(experts, count)
-    if m > 8:  # TMA fills up fewer rows than a tile of 8 has
+    if m > 8:  # TMA fills up to 8 rows to a tile
         x = jnp.pad(x, ((0, rows - m), (0, 0)))
     tiles = config.tiles("up", gate_up, 2, x.dtype)
     operands = {"x": x[None], "slots": slots, **_arrays(gate_up, x.dtype)}
@@ -172,7 +172,7 @@ def moe_chosen(
     parts = parts.reshape(m, chosen, -1).astype(jnp.float32)
     if down_bias is not None:
         parts = parts + down_bias[experts].astype(jnp.float32)
-    is_expert = (experts < count)[:, :, None]  # the part of no expert was not written
+    is_expert = (experts < count)[:, :, None]  # a pair without an expert has no part
     total = jnp.sum(jnp.where(is_expert, parts * weights[:, :, None], 0.0), axis=1)
     return total.astype(x.dtype)
 
@@ -190,9 +190,10 @@ def _arrays(w: Array | QTensor, dtype: Any) -> dict[str, Array]:
 
 
 def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
-    """Which expert each slot has, and which pairs choose it.
+    """Tables of the expert of each slot, and of the pairs that choose it.
 
-    A slot is a pair m·k + j, whose expert no earlier pair has, or an expert if there are fewer.
+    A slot belongs to a pair m·k + j whose expert no earlier pair has. If there are fewer experts
+    than pairs, it belongs to an expert.
 
     Args:
       experts: [M,k] int32; X is no expert.
@@ -205,7 +206,7 @@ def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
     m, chosen = experts.shape
     padding = (0, _MAX_ROWS - m), (0, 0)
     number = np.arange(m * chosen, dtype=np.int32)
-    if m == 1:  # no expert occurs twice
+    if m == 1:  # with one row, no expert occurs twice
         pairs = np.pad(number[:, None], padding[::-1], constant_values=-1)
         return jnp.where(experts[0] < count, experts[0], -1), jnp.asarray(pairs)
     ids = experts.reshape(-1)
@@ -227,14 +228,14 @@ def _launch(operands, *, gate, rows, out, n, tiles, stages):
     """Launch a kernel with a block for each slot and each tile of columns.
 
     Args:
-      operands: arrays by name: x [1 or S,<=rows,K], slots [S], those of the weight; optional
+      operands: arrays by name: x [1 or S,<=rows,K], slots [S], the arrays of the weight; optional
         bias [X,2,N]; pairs [S,32] for the second launch.
       gate: activation of the first launch, None for the second.
       rows: number of rows with padding.
       out: the first dimension of the result.
       n: N.
       tiles: `DenseTiles` or `PackedTiles`.
-      stages: the most tiles in the ring; K or shared memory may allow fewer.
+      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
 
     Returns:
       [out,rows,N], or with pairs [out,N].
@@ -242,8 +243,8 @@ def _launch(operands, *, gate, rows, out, n, tiles, stages):
     x, block_n, block_k = operands["x"], tiles.block_n, tiles.block_k
     shared_x, parts, steps = len(x) == 1, tiles.parts, -(-x.shape[2] // block_k)
     stage = tiles.stage | {"x": ((rows, block_k), jnp.dtype(x.dtype))}
-    # Rows are stored one by one if there are pairs, which no tiling allows. Padding keeps columns
-    # of the sums on different banks.
+    # If there are pairs, rows are stored one by one, so the buffer cannot be tiled. Padding keeps
+    # columns of the sums on different banks.
     buffers = {"y": ((rows, block_n + ("pairs" in operands) * _PADDING), x.dtype)}
     if "bias" in operands:
         buffers["bias"] = ((2, block_n), operands["bias"].dtype)
@@ -357,7 +358,7 @@ def _activated(gate: str | None, sums: list[Array]) -> Array:
     return KERNEL_ACTIVATIONS[gate](sums[0]) * sums[1]
 
 
-# (up_n, up_k, up_stages, down_n, down_k, down_stages). Both launches are timed apart, so each
+# (up_n, up_k, up_stages, down_n, down_k, down_stages). The launches are timed separately, so each
 # candidate tries a tiling of both.
 CANDIDATES = tuple(
     MoeConfig(*c)
@@ -368,7 +369,7 @@ CANDIDATES = tuple(
 )
 
 
-# Of quantised weights, bricks are 64 columns wide.
+# Bricks of quantised weights are 64 columns wide.
 PACKED_CANDIDATES = tuple(
     MoeConfig(*c)
     for c in (
@@ -402,7 +403,7 @@ def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, b
     return moe_chosen(x, experts, weights, gate_up, down, *biases, gate=gate, config=config)
 
 
-# Only its name or a table chooses it, because it was not measured yet.
+# It runs only by name or by a table entry, because it has not been measured yet.
 MOE_CHOSEN = Implementation(
     *("moe", "mosaic_gpu", _run),
     can=ROUTING_FEATURES

@@ -1,7 +1,7 @@
-"""Tiles of the weights of experts on Hopper: what a block copies in a step, and multiplies with x.
+"""Tiles of experts' weights on Hopper. A block copies one in each step and multiplies it with x.
 
-A tile has `block_k` rows of an expert and `block_n` columns, of gate and of up if there are two
-parts. It is the left operand, transposed; x of a step, [rows, block_k], is the right one.
+A tile has `block_k` rows and `block_n` columns of an expert; with two parts, of both gate and up.
+Transposed, it is the left operand. x of a step, [rows, block_k], is the right operand.
 """
 
 import dataclasses
@@ -31,7 +31,7 @@ def takes_group(group: int, k: int) -> bool:
 
 
 def kernel_scales(q: QTensor, dtype: Any) -> Array:
-    """The scales of a weight: those of MXFP4 for bf16 as bits, other powers of 2 as fp32."""
+    """The scales in the form for kernels: MXFP4's for bf16 as bits, other powers of 2 as fp32."""
     if q.scales.dtype != jnp.float8_e8m0fnu:
         return q.scales
     if (q.kind, q.group, dtype) == ("fp4", _MX_GROUP, jnp.bfloat16):
@@ -53,11 +53,11 @@ class DenseTiles:
 
     @property
     def stage(self) -> dict[str, tuple[tuple[int, ...], Any]]:
-        """Buffers of a step; the first axis is that of the parts."""
+        """Buffers of a step. Their first axis is the axis of the parts."""
         return {"w": ((self.parts, self.block_k, self.block_n), self.dtype)}
 
     def sources(self, gmem, expert, n, step) -> Iterator[tuple[str, int, Any]]:
-        """(buffer, part, what to copy there) of a step; past K it is zero."""
+        """(buffer, part, source of the copy) for each copy of a step. Past K the source is zero."""
         ks, columns = (
             pl.ds(step * self.block_k, self.block_k),
             pl.ds(n * self.block_n, self.block_n),
@@ -73,11 +73,11 @@ class DenseTiles:
           smem: buffers by name.
           rows: rows of x.
           steps: number of steps.
-          arrive: step → its place in the ring, once its tiles are there.
-          free: step → None; its tiles may be overwritten. Steps below 0 are none.
+          arrive: function of a step that waits for its tiles and returns their index in the ring.
+          free: function of a step that lets its tiles be overwritten. It ignores steps below 0.
 
         Returns:
-          Sums [block_n, rows] of each part.
+          Sums [block_n, rows] for each part.
         """
 
         def accumulate(*accumulators):
@@ -124,7 +124,7 @@ class PackedTiles:
         """The tiles of a weight whose scales are as in `kernel_scales`.
 
         Raises:
-          NotImplementedError: it is not in bricks, or its groups have another size.
+          NotImplementedError: the weight is not in bricks, or has unsupported groups.
         """
         if q.layout != BRICKS or not takes_group(q.group, q.shape[0]):
             raise NotImplementedError(
@@ -145,7 +145,7 @@ class PackedTiles:
 
     @property
     def unit(self) -> int:
-        """Rows of x that a product takes."""
+        """Number of rows of x that a product takes."""
         return _UNIT if self._has_powers else math.gcd(self.group, _UNIT)
 
     @property

@@ -25,17 +25,17 @@ ROUNDS = 2
 class Exchange:
     """The sum over devices of the tiles of a product.
 
-    "inbox" [2, ranks, N/64, 64, M] fp32 holds what other devices have written, by round and device.
-    "arrived" counts their signals. The inbox of a round is free again in the next layer: another
-    device writes to it only after it has received this device's sums of the round between, which
-    this block sends after it has read the inbox.
+    "inbox" [2, ranks, N/64, 64, M] fp32 holds the values that other devices have written, by round
+    and device. "arrived" counts their signals. In the next layer, the inbox of a round is free
+    again. Another device writes to it only after it has received this device's sums of the other
+    round, and this block sends those after it has read the inbox.
 
-    On a mesh of one device, the exchange loops back: the device sends to itself what the others
-    would send if they had the same values.
+    On a mesh of one device, the exchange loops back: the device sends its own values to itself in
+    place of the others.
 
     Attributes:
       ranks: number of devices.
-      round: which of the exchanges of a layer this is.
+      round: index of this exchange among those of a layer.
     """
 
     ranks: int

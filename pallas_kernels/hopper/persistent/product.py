@@ -73,7 +73,7 @@ class Product(Stage):
         that adds to it.
       y: name of the result, or None. With `scaled`, it is the residual stream after the last layer.
       scaled: add the product to the residual stream, and write this for the next norm.
-      exchange: sum the product over devices before, or None.
+      exchange: sums the product over devices first, or None.
     """
 
     weight: str

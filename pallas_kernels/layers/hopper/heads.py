@@ -38,7 +38,7 @@ class Heads(Stage):
     "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
     tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key.
 
-    If several clusters share a head, all but the first put what they have found into "parts"
+    If several clusters share a head, all but the first store their results in "parts"
     [M,Hkv,clusters-1,4,64,8] fp32, and "parts_arrived" [L,M,Hkv,32] counts them.
 
     Attributes:
@@ -61,7 +61,7 @@ class Heads(Stage):
 
     @property
     def tiles(self) -> int:
-        """Number of shares of clusters in the KV heads of all rows."""
+        """Number of clusters' shares in the KV heads of all rows."""
         return self.rows * self.kv_heads * self.clusters
 
     @property
@@ -74,18 +74,18 @@ class Heads(Stage):
         return jnp.minimum(share.first + i * share.stride, self.tiles - 1)
 
     def _head(self, block: Block, i: Array) -> tuple[Array, Array]:
-        """Row and KV head number i of this block."""
+        """(row, KV head) of this block's i-th head."""
         unit = self._unit(block, i)
         if self.clusters > 1:
             unit = lax.div(unit, self.clusters)
         return lax.div(unit, self.kv_heads), lax.rem(unit, self.kv_heads)
 
     def _part(self, block: Block, i: Array) -> Array:
-        """Which of the clusters that share the KV head this block belongs to."""
+        """Index of this block's cluster among those that share the KV head."""
         return lax.rem(self._unit(block, i), self.clusters)
 
     def _rank(self, block: Block, i: Array) -> Array:
-        """Which of the blocks that share the KV head this block is."""
+        """Index of this block among those that share the KV head."""
         rank = block.share(self).rank
         return rank if self.clusters == 1 else self._part(block, i) * self.split + rank
 
@@ -113,7 +113,7 @@ class Heads(Stage):
 
                 def copies(slot):
                     tile = rank + self.sharing * j
-                    if self.clusters > 1:  # a block without a tile loads one that exists
+                    if self.clusters > 1:  # a block without a tile loads an existing one
                         tile = jnp.minimum(tile, tiles_in_all - 1)
                     start = tile * BRICK
                     sources = [
