@@ -224,6 +224,9 @@ def dequantise(q: QTensor, dtype: Any) -> Array:
     if q.kind == "fp8":
         codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     elif q.kind == "fp4":
+        if q.layout == BRICKS:
+            # Without the barrier, XLA moves several arrays of int32 instead of the codes.
+            codes = lax.optimization_barrier(codes)
         codes = _e2m1(codes)
     values = codes.astype(jnp.float32).reshape(-1, q.group, *outs)
     if q.zeros is not None:

@@ -1,5 +1,6 @@
 """Programs of several devices, compiled for two H100s: two all-reduces a layer, no copies."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -12,7 +13,15 @@ from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
 from benchmarks.tensor_parallel import with_all_reduce, with_one_launch
-from deviceless import _parse, _reachable, alias_bytes, compile_for, large_copies, mesh_of
+from deviceless import (
+    _parse,
+    _reachable,
+    alias_bytes,
+    compile_for,
+    kernel_names,
+    large_copies,
+    mesh_of,
+)
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.mesh import Place, is_spec
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
@@ -20,6 +29,7 @@ from fdjax.engine.state import state_specs as specs_of_state
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.weights.stacked import layer_slices, stacked_shapes
@@ -28,6 +38,7 @@ pytestmark = pytest.mark.deviceless
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
 RANKS, LAYERS, SLOTS, STEPS = 2, 4, 2048, 32
 WHOLE = PartitionSpec()
 
@@ -65,7 +76,9 @@ def divided(tree, specs):
         shape += leaf.shape[len(spec) :]
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(whole, specs, tree, is_leaf=is_spec)
+    # The description of a quantised weight says whether it is a whole one.
+    specs, structure = jax.tree.flatten(specs, is_leaf=is_spec)
+    return structure.unflatten(map(whole, specs, jax.tree.leaves(tree)))
 
 
 def compiled(function, m, batch, pages, *host, folder=None, stacked=False, **static):
@@ -162,6 +175,28 @@ def test_decode_steps(batch, tied, pages, all_reduce, tmp_path):
     by_xla = 2 * LAYERS * (all_reduce == "xla") + tied
     assert collectives(program).pop("all-reduce", 0) == by_xla
     assert collectives(program)["all-gather"] == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", [None, MX], ids=str)
+def test_kernels_of_experts_run_on_each_device(form):
+    """Each reads its share of the chosen experts where it is."""
+    config = model(False, "olmoe-1b-7b").config
+    if form is not None:
+        parts = [(i, name) for i in range(LAYERS) for name in ("gate_up", "down")]
+        names = [("blocks", i, "mlp", "experts", name) for i, name in parts]
+        config = config.with_formats(dict.fromkeys(names, form))
+    plan = dataclasses.replace(H100, named=(("moe", "mosaic_gpu"),))
+    m = describe(config, plan=plan, tensor_parallel=RANKS)
+    program, state = compiled(
+        *(decode_steps, m, 8, 300, abstract_sampling(8), abstract()),
+        abstract(8, SLOTS // SLOT_MULTIPLE),
+        max_steps=STEPS,
+    )
+    names = kernel_names(program)
+    assert names.count("moe_up_kernel") == names.count("moe_down_kernel") == LAYERS
+    assert alias_bytes(program) == nbytes(state)
+    assert not large_copies(program, 2**20)
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.soak)])

@@ -44,11 +44,11 @@ def test_kernels_run_attention_with_sinks(op, t, window):
     assert op.__name__ in compiled.as_text()
 
 
-@pytest.mark.parametrize("m", [1, 16])
-def test_one_expert_is_dequantised_at_a_time(m):
+@pytest.mark.parametrize(("m", "layout"), [(1, "plain"), (16, "plain"), (16, "bricks")])
+def test_one_expert_is_dequantised_at_a_time(m, layout):
     """The experts of gpt-oss-20b: 50 MB of 1.6 GB."""
     e, x = 2880, 32
-    form = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
+    form = WeightFormat("fp4", 32, scales="float8_e8m0fnu", layout=layout)
     weights = [
         jax.eval_shape(functools.partial(form.empty, shape, (x,))) for shape in ((e, 2, e), (e, e))
     ]
