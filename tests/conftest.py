@@ -3,7 +3,9 @@
 import functools
 import gc
 import hashlib
+import json
 import os
+import shutil
 import sys
 import tempfile
 import time
@@ -14,6 +16,7 @@ from unittest import mock
 import hypothesis
 import jax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 # This folder is in the checkout but not in the wheel. The tests may run on an installed wheel.
 with mock.patch.object(sys, "path", [str(Path(__file__).parents[1]), *sys.path]):
@@ -46,10 +49,12 @@ def pytest_xdist_auto_num_workers() -> int:
 def quick_compiles() -> Iterator[None]:
     """Make compiling twice as fast and programs slower, in modules that mostly compile.
 
-    XLA's own passes do not change. LLVM runs fewer passes.
+    XLA's own passes do not change. LLVM runs fewer passes. The processes that these tests start do
+    the same.
     """
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with mock.patch.dict(os.environ, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}):
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 
@@ -57,8 +62,30 @@ def quick_compiles() -> Iterator[None]:
 def full_compiles() -> Iterator[None]:
     """Compile as users do, in a module that otherwise uses `quick_compiles`."""
     jax.config.update("jax_disable_most_optimizations", False)
-    yield
+    with mock.patch.dict(os.environ):
+        os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+        yield
     jax.config.update("jax_disable_most_optimizations", True)
+
+
+@pytest.fixture(scope="session")
+def two_layers(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint with two of the five layers of the embedded model.
+
+    Its programs compile in half of the time. It is for tests that hold answers against other
+    answers of the same model, whatever it says.
+    """
+    embedded = Path(__file__).parents[1] / "models" / "tiny"
+    folder = tmp_path_factory.mktemp("two_layers")
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(embedded / name, folder)
+    config = json.loads((embedded / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 2}))
+    tensors = load_file(embedded / "model.safetensors")
+    left_out = tuple(f"model.layers.{i}." for i in range(2, config["num_hidden_layers"]))
+    kept = {name: array for name, array in tensors.items() if not name.startswith(left_out)}
+    save_file(kept, folder / "model.safetensors")
+    return str(folder)
 
 
 # Executables by the module that XLA gets. XLA takes most of the time of the tests, and it often

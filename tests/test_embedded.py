@@ -62,7 +62,7 @@ def answers(lm, prompts):
 
 
 @pytest.fixture(
-    scope="module", params=[12, pytest.param(1, marks=pytest.mark.slow)], ids=["a twelfth", "all"]
+    scope="module", params=[12, pytest.param(1, marks=pytest.mark.soak)], ids=["a twelfth", "all"]
 )
 def shipped_answers(request, lm, prompts):
     """{index of the prompt: (tokens, text)}."""

@@ -16,6 +16,8 @@ from fdjax.bench.record import Measurement, Record
 from fdjax.bench.timing import Timing
 from fdjax.pallas_kernels.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 ROOT = Path(__file__).resolve().parents[2]
 CEILING = {"read_gb_per_s": 1e3, "matmul_tflop_per_s": None, "trusted": True, "reason": None}
 CONFIG = {

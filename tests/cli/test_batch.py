@@ -197,11 +197,11 @@ def test_arguments_that_do_not_go_together(files, capsys):
     assert f"{os.devnull}: not a file" in capsys.readouterr().err
 
 
-def kill_and_resume(files, kills, prompts):
+def kill_and_resume(files, model, kills, prompts):
     source, target = files
     source.write_text("".join(json.dumps([i % 90 + 5, 7]) + "\n" for i in range(prompts)))
     command = [sys.executable, "-m", "fdjax", "generate", "--input", str(source)]
-    command += ["--output", str(target), "--max-new-tokens", "30"]
+    command += ["--output", str(target), "--max-new-tokens", "30", "--model", model]
     for kill in range(kills):
         process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         lines = target.read_bytes().count(b"\n") if target.exists() else 0
@@ -224,5 +224,5 @@ def kill_and_resume(files, kills, prompts):
         pytest.param(20, 1500, marks=pytest.mark.soak),
     ],
 )
-def test_killed_at_any_time_every_answer_is_there_once(files, kills, prompts):
-    kill_and_resume(files, kills, prompts)
+def test_killed_at_any_time_every_answer_is_there_once(files, two_layers, kills, prompts):
+    kill_and_resume(files, two_layers, kills, prompts)

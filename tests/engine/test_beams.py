@@ -21,16 +21,21 @@ OPTIONS = {"eos_token_id": None, "do_sample": False}
 BEAMS = {**OPTIONS, "num_beams": 4, "num_return_sequences": 4}
 
 
-def load() -> fdjax.LM:
-    """All its states have the same shape, so that few programs are compiled."""
-    lm = fdjax.load("tiny", dtype="float32", max_batch=8)
-    shape_for = lm.engine.shape_for
-    lm.engine.shape_for = lambda rows: dataclasses.replace(shape_for(rows), rows=8, slots=640)
-    return lm
+@pytest.fixture(scope="module")
+def load(two_layers):
+    """Load with states of one shape, so that few programs are compiled."""
+
+    def load() -> fdjax.LM:
+        lm = fdjax.load(two_layers, dtype="float32", max_batch=8)
+        shape_for = lm.engine.shape_for
+        lm.engine.shape_for = lambda rows: dataclasses.replace(shape_for(rows), rows=8, slots=640)
+        return lm
+
+    return load
 
 
 @pytest.fixture(scope="module")
-def lm():
+def lm(load):
     return load()
 
 
@@ -88,7 +93,7 @@ def test_a_search_finds_what_greedy_decoding_misses(lm):
         assert math.isclose(sum(logprobs), score, rel_tol=1e-4)
 
 
-def test_what_is_in_unused_slots_does_not_matter(lm, monkeypatch):
+def test_what_is_in_unused_slots_does_not_matter(lm, load, monkeypatch):
     want = lm.generate(ids(2, 12), **BEAMS, max_new_tokens=8)
     other = load()
 
@@ -235,7 +240,7 @@ def test_beams_take_no_more_pages_than_the_formula_says(lm, monkeypatch):
 
 
 @pytest.mark.slow
-def test_searches_that_give_up_their_pages_have_the_same_answers(lm, monkeypatch):
+def test_searches_that_give_up_their_pages_have_the_same_answers(lm, load, monkeypatch):
     prompts = [ids(i, 60 + 40 * i) for i in range(5)]
     options = {**OPTIONS, "max_new_tokens": [200, 150, 280, 200, 10]}
     options |= {"num_beams": [2, 4, 2, 1, 3], "num_return_sequences": [2, 3, 1, 1, 1]}

@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import threading
 
@@ -21,9 +22,27 @@ OPTIONS = {"eos_token_id": None, "do_sample": False, "return_logprobs": True}
 
 
 @pytest.fixture(scope="module")
-def lm():
-    """States of 8 rows at most, so that few programs are compiled."""
-    return fdjax.load("tiny", dtype="float32", max_batch=8)
+def growing(two_layers):
+    """Load with states of 1 to 8 rows, each as long as its rows need."""
+    return functools.partial(fdjax.load, two_layers, dtype="float32", max_batch=8)
+
+
+@pytest.fixture(scope="module")
+def load(growing):
+    """Load with states of one shape, so that few programs are compiled."""
+
+    def load(**options):
+        lm = growing(**options)
+        shape_for = lm.engine.shape_for
+        lm.engine.shape_for = lambda rows: dataclasses.replace(shape_for(rows), rows=8, slots=640)
+        return lm
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def lm(load):
+    return load()
 
 
 def prompts(count):
@@ -46,14 +65,14 @@ def every_answer_is_that_of_its_prompt_alone(lm, count):
         same(many, i, lm.generate(ids[i], max_new_tokens=new[i], **OPTIONS))
 
 
-def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(lm):
-    every_answer_is_that_of_its_prompt_alone(lm, 20)
+def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(growing):
+    every_answer_is_that_of_its_prompt_alone(growing(), 20)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("full_compiles")
-def test_every_answer_of_the_largest_batch_is_that_of_its_prompt_alone():
-    every_answer_is_that_of_its_prompt_alone(fdjax.load("tiny", dtype="float32"), 40)
+def test_every_answer_of_the_largest_batch_is_that_of_its_prompt_alone(two_layers):
+    every_answer_is_that_of_its_prompt_alone(fdjax.load(two_layers, dtype="float32"), 40)
 
 
 @pytest.mark.slow
@@ -69,8 +88,8 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
 
 
 @pytest.fixture(scope="module")
-def uncached():
-    return fdjax.load("tiny", dtype="float32", max_batch=8, prefix_cache=False)
+def uncached(load):
+    return load(prefix_cache=False)
 
 
 def close(got, want):
@@ -101,8 +120,10 @@ def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):
     assert plain.tokens != got.tokens
 
 
-def test_options_see_a_beginning_while_others_run(lm, monkeypatch):
+@pytest.mark.slow
+def test_options_see_a_beginning_while_others_run(growing, monkeypatch):
     """Decode steps of other rows come between a row's first tokens and the rest of its prompt."""
+    lm = growing()
     monkeypatch.setattr(runner, "_PROMPT_TOKENS_OF_STREAMS", 128)
 
     def repeat_the_first_token(ids, lengths, scores):
@@ -136,9 +157,9 @@ def test_a_chat_goes_on_from_its_pages(lm, uncached):
     close(got, uncached.generate(second, max_new_tokens=5, **OPTIONS))
 
 
-def test_other_weights_share_nothing(lm):
+def test_other_weights_share_nothing(lm, load):
     ids = [9] * 300
-    other = fdjax.load("tiny", dtype="float32", max_batch=8)
+    other = load()
     other.generate(ids, max_new_tokens=2, **OPTIONS)
     other.params = jax.tree.map(lambda a: jnp.flip(a, -1) if a.ndim > 1 else a, other.params)
     assert not other.generate(ids, max_new_tokens=2, **OPTIONS).stats.cached_tokens
@@ -166,9 +187,9 @@ def fails_at_the_third(tokens):
 
 
 @pytest.mark.slow
-def test_any_order_of_events(uncached):
+def test_any_order_of_events(uncached, growing):
     """Submit, advance, cancel and fail, 1 000 events, in a pool too small for all at once."""
-    lm = fdjax.load("tiny", dtype="float32", max_batch=8)
+    lm = growing()
     lm.engine._most_pages = lambda slots: 14
     rng = np.random.default_rng(0)
     beginning = [i % 333 + 9 for i in range(400)]
@@ -212,8 +233,9 @@ def test_any_order_of_events(uncached):
     lm.engine.pool.check([])
 
 
-def test_rows_in_one_piece_give_the_same(lm):
-    whole = fdjax.load("tiny", dtype="float32", max_batch=8)
+@pytest.mark.slow
+def test_rows_in_one_piece_give_the_same(lm, load):
+    whole = load()
     whole.engine.paged = False
     ids = prompts(12)
     got, want = (
@@ -229,8 +251,9 @@ def test_rows_in_one_piece_give_the_same(lm):
     [{"do_sample": False}, pytest.param({"temperature": 2.0, "seed": 5}, marks=pytest.mark.slow)],
     ids=["greedy", "sampled"],
 )
-def test_what_is_computed_anew_goes_on_as_before(lm, options):
+def test_what_is_computed_anew_goes_on_as_before(growing, options):
     """Many new prompts need a larger state. The running row then restarts in it."""
+    lm = growing()
     options = {"max_new_tokens": 24, "eos_token_id": None, "return_logprobs": True} | options
     alone = lm.generate([11, 12, 13], **options)
     stream = lm.stream([11, 12, 13], **options)

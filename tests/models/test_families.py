@@ -34,6 +34,8 @@ from fdjax.pallas_kernels.implementations import IMPLEMENTATIONS
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES
 from fdjax.pallas_kernels.rope import Rope, apply_rope
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 CASES = sorted(p.parent.name for p in FIXTURES.glob("*/config.alternate.json"))
 SINGLE = "model.safetensors"

@@ -24,9 +24,8 @@ BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 # A case in which each row has its own rotary embedding.
 FAST_BATCH = {"phi3_longrope"}
-# Windows and norms of heads, a KV head for each head, norms of whole queries and keys, rotary
-# embeddings by length.
-FULL_BATCH = {"gemma3", "llama2_mha", "olmo2", "phi3_longrope"}
+# Windows and norms of heads, a KV head for each head, norms of whole queries and keys.
+FULL_BATCH = {"gemma3", "llama2_mha", "olmo2"}
 # One case per family that kernels run. Others are tested in one ragged batch.
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
@@ -35,12 +34,16 @@ BY_XLA = [
     for case in CASES
     if case.endswith("_moe") or not case.startswith(("llama", *(f.split("_")[0] for f in FAMILIES)))
 ]
-# A learned table of positions, ALiBi with a norm after the embedding, and experts in some layers.
-FAST_BY_XLA = {"bloom", "opt", "qwen2_moe"}
-# An interleaved rotary embedding, a parallel block, a norm of whole queries and keys with experts.
-SOME_BY_XLA = {"chatglm", "gpt_neox", "olmoe"}
+# ALiBi with a norm after the embedding, and experts in some layers.
+FAST_BY_XLA = {"bloom", "qwen2_moe"}
+# An interleaved rotary embedding, a parallel block, a norm of whole queries and keys with experts,
+# a learned table of positions.
+SOME_BY_XLA = {"chatglm", "gpt_neox", "olmoe", "opt"}
 # A Llama, the family most unlike it, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "gemma3", "phi3_longrope"}
+# Other sizes and rotary embeddings of a Llama and of a Qwen3, whose logits are compared.
+SOAK_GREEDY = {"llama_d128_bf16", "llama_d64_bf16", "llama_linear", "llama_yarn"}
+SOAK_GREEDY |= {"llama_bias", "qwen3_d128_bf16"}
 # Every family and kind of rotary embedding, but not every size.
 FAST_LOGITS = set(CASES) - {"llama_linear", "llama_d64_bf16", "qwen3_d128_bf16"}
 
@@ -150,8 +153,8 @@ def test_logits_of_prompts_whose_length_decides(case):
 
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(case, marks=pytest.mark.soak) for case in BY_XLA]
-    + slow_unless_fast([case for case in CASES if case not in BY_XLA], FAST_GREEDY),
+    [pytest.param(case, marks=pytest.mark.soak) for case in sorted({*BY_XLA, *SOAK_GREEDY})]
+    + slow_unless_fast(sorted({*CASES} - {*BY_XLA} - SOAK_GREEDY), FAST_GREEDY),
 )
 def test_greedy_tokens_and_logprobs(case):
     for i in PROMPTS:

@@ -22,6 +22,8 @@ from . import oracle
 from .implementations import PLATFORMS, on
 from .tolerance import assert_same_bits, assert_within, tolerance
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 def soak(*values):
     """A case that says little more than those beside it."""
@@ -338,6 +340,7 @@ def test_a_row_of_nan_spoils_no_other_row():
     ids=str,
 )
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.usefixtures("full_compiles")
 def test_bits_of_a_row_do_not_depend_on_the_others(sizes, rows, dtype):
     experts, width, hidden = sizes
     x, logits, gate_up, down, _ = operands(max(rows), experts, width, hidden, dtype)

@@ -24,6 +24,8 @@ from fdjax.pallas_kernels.layers.hopper.decode_layers import LAYERS_HOPPER
 
 from .tolerance import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pages", [False, True])
@@ -97,6 +99,7 @@ def test_sinks_without_a_spec_that_has_them():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 3, 4])
+@pytest.mark.usefixtures("full_compiles")
 def test_bits_do_not_depend_on_rows_and_chunks(heads):
     rng = np.random.default_rng(0)
     shapes = (3, 64, heads, 16), (3, 64, heads)
