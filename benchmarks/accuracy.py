@@ -1,9 +1,9 @@
 """Greedy tokens of the embedded model on 2000 prompts: `python -m benchmarks.accuracy`.
 
-In fp32, every token must equal that of transformers. In bf16, an answer may differ only from a
-position on where the two likeliest tokens are so close that rounding decides: their fp32 logits
-differ by less than 4 units in the last place of bf16. All implementations that run here are
-compared with the same reference tokens. `--reference` makes these with transformers in fp32, one
+In fp32, every token must equal transformers' token. In bf16, the first difference of an answer must
+be at a position where rounding decides between the two likeliest tokens: their fp32 logits differ
+by less than 4 units in the last place of bf16. All implementations that run here are compared with
+the same reference tokens. `--reference` makes the reference tokens with transformers in fp32, one
 prompt length at a time.
 """
 
@@ -129,7 +129,7 @@ def answers(lm, ids: Sequence[Sequence[int]]) -> list[list[int]]:
 def differences(
     exact, ids: Sequence[Sequence[int]], want: Sequence[list[int]], got: Sequence[list[int]]
 ) -> Iterator[Difference]:
-    """The first difference of each answer that differs; `exact` is the model in fp32."""
+    """The first difference of each answer from the reference; `exact` is the model in fp32."""
     import jax
     import jax.numpy as jnp
 

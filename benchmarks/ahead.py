@@ -4,7 +4,7 @@ A benchmark over many shapes spends nearly all its time tracing, lowering and co
 after another. Here several processes share the points of a run. Each runs the benchmark with
 stand-ins: arrays that have a shape but almost no memory, and programs that return zeros. So they
 compile exactly the programs that the benchmark needs, for the real device, and save the executables
-in a folder. The process that measures loads them and compiles those that are missing.
+in a folder. The measuring process loads them and compiles missing ones.
 
 The folder also keeps XLA's autotuning results. So one process can autotune for all, with the device
 to itself: several that autotune at once would disturb each other's timings.
@@ -30,7 +30,7 @@ from fdjax.bench.model import one_pass, one_pass_program
 from fdjax.engine.engine import Engine, Programs
 from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
-from fdjax.engine.scheduler import Shape
+from fdjax.engine.scheduler import StateShape
 from fdjax.engine.state import DecodeState, init_cache, init_pool, start, start_in_pages
 from fdjax.lm import LM
 from fdjax.models import Model, Params
@@ -77,7 +77,7 @@ class StandIn(np.ndarray):
 
     @property
     def sharding(self) -> jax.sharding.Sharding:
-        """Where a real array would be."""
+        """The sharding that a real array would have."""
         return jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def devices(self) -> set[jax.Device]:
@@ -143,7 +143,7 @@ class Executables:
     Attributes:
       folder: folder of the executables.
       loaded: number of executables loaded.
-      missing: titles of executables that were not there or could not be loaded.
+      missing: titles of executables that did not exist or could not be loaded.
     """
 
     def __init__(self, folder: Path):
@@ -172,7 +172,7 @@ class Executables:
             loaded = deserialize_and_load(
                 payload, jax.tree.structure((args, {})), jax.tree.structure(tree)
             )
-        except Exception as error:  # whatever the runtime raises, the program can be compiled
+        except Exception as error:  # the program can be compiled after any error
             self.missing.append(f"{_title(name)}: {error}".splitlines()[0])
             return None
         self.loaded += 1
@@ -249,7 +249,7 @@ class _LoadedProgram:
 class _CompilingEngine(_AheadEngine):
     wrapper = _CompilingProgram
 
-    def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
+    def take_state(self, shape: StateShape, may_stack: bool) -> DecodeState:
         batch, slots = shape.rows, shape.slots
         if shape.pages:
             self._open_pool(shape.pages)

@@ -1,7 +1,7 @@
 """All-reduce of a decode step between GPUs: `python -m benchmarks.all_reduce`.
 
-Each implementation sums the rows of a step again and again in a CUDA graph. The time of one is the
-slope between a few and many of them. Peers are NCCL and symmetric memory in PyTorch, also in a
+Each implementation sums the rows of a step again and again in a CUDA graph. The time of one sum is
+the slope between a few and many sums. Peers are NCCL and symmetric memory in PyTorch, also in a
 graph, in processes that end before JAX starts.
 """
 
@@ -56,7 +56,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def peers(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Microseconds of PyTorch, or why there are none."""
+    """Microseconds in PyTorch, or the reason why there are none."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=gpu"]
     command += ["-m", "benchmarks.all_reduce_peer", *(f"{m}x{width}" for m, width in SHAPES)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
@@ -71,7 +71,7 @@ def microseconds(name: str, m: int, width: int, args: argparse.Namespace) -> dic
     mesh = Mesh(np.array(jax.local_devices()), (AXIS,))
     whole = PartitionSpec()
     options = compiler_options(decode_steps, describe(parse_config(_CONFIG), tensor_parallel=ranks))
-    # Sums of zeros stay zeros. That the sums are right is tested elsewhere.
+    # Sums of zeros remain zeros. The tests check that sums are right.
     x = jax.device_put(jnp.zeros((m, width), args.dtype), NamedSharding(mesh, whole))
     medians = []
     for count in args.counts:

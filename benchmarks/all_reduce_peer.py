@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-# Sums in a graph, and replays that are timed.
+# Number of sums in a graph, and number of timed replays.
 _COUNT, _RUNS = 200, 7
 
 

@@ -1,4 +1,4 @@
-"""Requests that arrive one by one: what their readers wait for. Part of `benchmarks.serving`."""
+"""Latency of requests that arrive one by one. Part of `benchmarks.serving`."""
 
 import time
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def times(count: int, rate: float, seed: int = 0) -> np.ndarray:
 
 
 def warm_up(lm: LM, most: int, scale: float) -> None:
-    """Compile what streams of up to `most` requests need: states of 1, 2, 4 and more rows."""
+    """Compile the programs for up to `most` streams at once: states of 1, 2, 4 and more rows."""
     rng = np.random.default_rng(1)
     rows = 1
     while rows <= min(most, lm.max_batch or most):
@@ -33,15 +33,16 @@ def warm_up(lm: LM, most: int, scale: float) -> None:
 def measure(
     lm: LM, prompts: Sequence[Sequence[int]], new: Sequence[int], *, rate: float
 ) -> dict[str, Any]:
-    """Submit requests at their times, and report what their readers saw.
+    """Submit requests at their times of arrival, and measure the latencies that readers see.
 
     A delivery is a chunk of decode steps that reached the host.
 
     Returns:
       `rate`, `seconds` from the first arrival to the last answer, `new_tokens_per_s`, and
-      percentiles: `first_token_ms` after the arrival; `ms_per_token`, the time since the delivery
-      before over the tokens delivered; `largest_gap_ms`, the longest time between two deliveries
-      of one request, undivided; `compile_seconds`, which must be 0 for these to mean anything.
+      percentiles of `first_token_ms`, from the arrival to the first token; of `ms_per_token`, the
+      time between two deliveries divided by the tokens delivered; of `largest_gap_ms`, the longest
+      time between two deliveries of a request. `compile_seconds` must be 0, otherwise the latencies
+      include compilation.
     """
     began = time.perf_counter()
     running = []

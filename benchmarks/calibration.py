@@ -2,7 +2,7 @@
 
 The embedded model is calibrated on its training documents and measured on held-out questions, in
 rows of its whole context. Its scores are far inside the kernels' safe range. So the rates are also
-compared for narrower ranges, which they do leave.
+compared for narrower ranges, which some scores leave.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from fdjax.tools.calibrate import (
 )
 from fdjax.weights.calibration import SAFE_LOG2
 
-# Bins of the count that make one of a density.
+# Number of histogram bins that form one bin of a density.
 _BINS_OF_A_DENSITY = 4
 
 # Half the width of the safe range, in units of log2.

@@ -3,7 +3,7 @@
 Every shape runs the kernel as the plan runs it, the kernel with a running maximum as in
 FlashDecoding ("synchronised" in records), and cuDNN with a cache in the layout it prefers. In
 `recompute` cases, the scores of some or all rows leave the range of the unified maximum; there the
-kernel has a unified maximum at every shape, also where the plan would run the running one. With
+kernel has a unified maximum at every shape, even if the plan would choose the running one. With
 several tokens per row the peer is XLA, because cuDNN cannot align a causal mask with the end of
 each row's length. In `int8` cases the cache is quantised, and the peer is XLA, which dequantises
 it.

@@ -1,7 +1,7 @@
 """Host time to dispatch a decode chunk: `python -m benchmarks.dispatch [CONFIG]`.
 
-The chunk has no step to run. So the time is what the host needs to pass parameters and state and to
-launch once. The clock stops when the call returns. The device is idle before the call.
+The chunk has no step to run. So the time is the host's cost of passing parameters and state and of
+one launch. The clock stops when the call returns. The device is idle before the call.
 """
 
 import argparse

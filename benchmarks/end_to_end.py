@@ -2,7 +2,7 @@
 
 A model with random weights in the real shapes runs `LM.generate`, greedy, at every batch and prompt
 length of a grid. It runs with several plans: the default, XLA alone, XLA and cuDNN, and the default
-without one kind of kernel or without fusion. Peers in PyTorch run before. A point that does not fit
+without one kind of kernel or without fusion. Peers in PyTorch run first. A point that does not fit
 into memory is skipped with a message. A wrong result gets no time.
 """
 
@@ -29,10 +29,10 @@ from fdjax.system.files import output_file
 # Ops that multiply by weights.
 _LINEAR = ("matmul", "linear_chain", "decode_layers")
 
-# For each plan, the implementations forced by name, by op. Plans without a kind of kernel run XLA
-# instead. "without unified maximum" and "without fusion" keep the kernels but change how they run.
-# One launch has a running maximum in any case, so "without unified maximum" runs layer by layer and
-# is to be compared with "without launch".
+# For each plan: op → the implementation that is forced by name. Plans without a kind of kernel run
+# XLA instead. "without unified maximum" and "without fusion" keep the kernels but change how they
+# run. One launch has a running maximum in any case, so "without unified maximum" runs layer by
+# layer and is to be compared with "without launch".
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
     "xla": dict.fromkeys((*_LINEAR, "decode_attention", "prefill_attention"), "xla"),
@@ -115,7 +115,7 @@ def fdjax_rows(
                 continue
             beyond = prompt + new_tokens > model.config.max_position_embeddings
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # with random weights, quality does not matter
+                warnings.simplefilter("ignore")  # random weights have no quality to compare
                 lm = LM(
                     planned,
                     params,
@@ -250,7 +250,7 @@ def summary(rows: Sequence[Measurement]) -> str:
 
 
 def ratios(rows: Sequence[Measurement]) -> dict[str, float]:
-    """For each case, the time of the best peer over that of fdjax."""
+    """For each case, the time of the best peer divided by fdjax's time."""
     found = {}
     for case in dict.fromkeys(row.case for row in rows):
         ms = _milliseconds(rows, case)
@@ -402,7 +402,7 @@ def compile_only(args: argparse.Namespace) -> int:
 
 
 def read_model(args: argparse.Namespace):
-    """Describe the model of the command line."""
+    """Describe the model that the command line names."""
     from fdjax.models import describe, parse_config
 
     config = parse_config(json.loads(args.config.read_text()))
@@ -432,7 +432,7 @@ def with_weights(config, weights: tuple[str, int] | None, head: tuple[str, int] 
 
 
 def sorted_points(model, points: Sequence[Point]) -> list[Point]:
-    """Sort by memory, so that a point needs at least the memory that the one before it leaves."""
+    """Sort by memory, so that each point needs at least as much memory as the previous one."""
     from fdjax.engine.memory import plan_memory
 
     return sorted(points, key=lambda p: plan_memory(model, batch=p[0], max_len=p[1]).total_bytes)
@@ -455,7 +455,7 @@ def measure(
 
     options = {"new_tokens": args.new_tokens, "runs": args.runs}
     points = args.peer_points or args.points
-    # They end before JAX starts and takes the memory.
+    # The peers end before JAX starts and takes the memory.
     of_peers = args.peers and list(
         peer_rows(args.config, args.peers, points, dtype=args.dtype, **options)
     )

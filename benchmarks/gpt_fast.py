@@ -1,8 +1,8 @@
 """A Llama in plain PyTorch, in the manner of gpt-fast: static cache, torch.compile, CUDA graphs.
 
-gpt-fast (https://github.com/pytorch-labs/gpt-fast) shows what PyTorch reaches without kernels of
-its own. As there, q, k and v are one product, the cache has a fixed size, Inductor writes the
-attention of a decode step, and a step is one CUDA graph. Prompts run through FlashAttention.
+gpt-fast (https://github.com/pytorch-labs/gpt-fast) shows the speed of PyTorch without custom
+kernels. As in gpt-fast, q, k and v are one product, the cache has a fixed size, Inductor generates
+the attention of a decode step, and a step is one CUDA graph. Prompts run through FlashAttention.
 """
 
 import math
@@ -29,7 +29,7 @@ class Attention(nn.Module):
         """Empty caches [B, Hkv, S, D] in the dtype and on the device of the weights."""
         for name in ("keys", "values"):
             empty = self.qkv.weight.new_zeros(batch, self.kv_heads, slots, self.head_dim)
-            # A CUDA graph may then write into it.
+            # A CUDA graph may then write into the cache.
             mark_static_address(empty)
             self.register_buffer(name, empty, persistent=False)
 
@@ -77,7 +77,7 @@ class Llama(nn.Module):
     """A Llama 2 or 3 described by a config.json.
 
     Raises:
-      ValueError: the config asks for what this model does not do.
+      ValueError: the config needs a feature that this model lacks.
     """
 
     def __init__(self, config: dict[str, Any]):
@@ -109,7 +109,7 @@ class Llama(nn.Module):
         self.register_buffer("causal", causal, persistent=False)
 
     def forward(self, ids: Tensor, positions: Tensor, prompt: bool) -> Tensor:
-        """Logits [B,V] after the last of the ids [B,T], which stand at positions [T]."""
+        """Logits [B,V] after the last of the ids [B,T], whose positions are [T]."""
         mask = None if prompt else self.causal[positions]
         rotation = self.rotations[:, positions]
         x = self.embed(ids)
@@ -129,8 +129,8 @@ class Generator:
     """Generates greedily with a compiled prefill and a compiled decode step.
 
     Args:
-      model: with its weights.
-      mode: of torch.compile for the step; None runs eagerly.
+      model: the model with its weights.
+      mode: mode of torch.compile for the step; None runs eagerly.
     """
 
     def __init__(self, model: Llama, mode: str | None = "reduce-overhead"):
@@ -149,7 +149,7 @@ class Generator:
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, new_tokens: int) -> Tensor:
-        """The prompts [B,P] and `new_tokens` greedy ones after each, [B, P + new_tokens]."""
+        """The prompts [B,P], each followed by `new_tokens` greedy tokens: [B, P + new_tokens]."""
         device, length = ids.device, ids.shape[1]
         token = self._prefill(ids, torch.arange(length, device=device)).clone()
         tokens = [ids, token]
@@ -178,7 +178,7 @@ def random_model(config: dict[str, Any], dtype: str, device: str) -> Llama:
 
 
 def _tinygemm(name: str) -> Any:
-    """An operator that PyTorch has under a private name."""
+    """A PyTorch operator with a private name."""
     return getattr(torch.ops.aten, f"_{name}")
 
 

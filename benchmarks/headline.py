@@ -2,8 +2,8 @@
 
 A part measures one model at one batch and prompt length, in one process of `benchmarks.end_to_end`:
 the plan that `load` chooses, XLA's products with cuDNN's attention, and the peers in PyTorch. Each
-part writes a record. A part is skipped if its record is complete and of the same commit, so a call
-that was cut off can be repeated to resume. At the end, tables and figures are updated.
+part writes a record. A part is skipped if its record is complete and from the same commit. So
+repeating an interrupted call resumes it. At the end, tables and figures are updated.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parts_of(args: argparse.Namespace) -> list[Part]:
-    """The requested parts, in the order of measurement."""
+    """The requested parts, in the order in which they are measured."""
     if args.config:
         points = args.points or [part.point for part in PARTS[:2]]
         return [Part(args.config.stem, args.config, point) for point in points]

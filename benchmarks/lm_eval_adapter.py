@@ -30,8 +30,8 @@ class FdjaxLM(TemplateLM):
 
     Args:
       pretrained: a folder or hub id; "tiny" is the embedded model.
-      dtype: dtype of the weights; default that of the checkpoint.
-      max_length: context in tokens; default that of the model.
+      dtype: dtype of the weights; default the checkpoint's.
+      max_length: context in tokens; default the model's.
       max_gen_toks: limit of generated tokens, for tasks without one.
       batch_size: largest number of requests that run together.
       max_batch_size, device: passed by the harness and ignored. fdjax runs on JAX's default device.

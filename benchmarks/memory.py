@@ -64,7 +64,7 @@ def peaks(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a context beyond the model's does not matter here
             lm = LM(model, params, max_len=total)
-            # A plan counts rows in one piece; a pool of pages takes all there is.
+            # Plans are for rows in one piece, because a pool of pages takes all memory.
             lm.engine.paged = False
         prompts = np.random.default_rng(0).integers(0, model.config.vocab_size, (batch, prompt))
         out = lm.generate(prompts.tolist(), max_new_tokens=new_tokens, eos_token_id=None)
@@ -79,7 +79,7 @@ def peaks(
 
 
 def temporaries(model: Model, max_len: int) -> Iterator[dict[str, Any]]:
-    """Temporary bytes of the programs for chunks of one row, and of as many rows as share a call.
+    """Temporary bytes of the programs for chunks of one row, and of as many rows as fit in a call.
 
     A few layers are enough, because XLA reuses the buffers of one layer for the next.
     """

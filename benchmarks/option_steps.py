@@ -27,14 +27,14 @@ OPTIONS = {
 
 
 def step_ms(lm: LM, prompts: list[list[int]], new_tokens: int, runs: int, **options) -> list[float]:
-    """Milliseconds that each token after the first adds, of each timed call."""
+    """Milliseconds per token after the first, for each timed call."""
 
     def seconds(count: int) -> float:
         began = time.perf_counter()
         lm.generate(prompts, max_new_tokens=count, eos_token_id=None, **options)
         return time.perf_counter() - began
 
-    for _ in range(2):  # compiles
+    for _ in range(2):  # this call compiles
         seconds(1), seconds(new_tokens)
     first = statistics.median(seconds(1) for _ in range(runs))
     return [1e3 * (seconds(new_tokens) - first) / (new_tokens - 1) for _ in range(runs)]

@@ -1,4 +1,4 @@
-"""Attention through pages in random order beside rows in one piece: `python -m benchmarks.pages`.
+"""Attention with pages in random order and with rows in one piece: `python -m benchmarks.pages`.
 
 Both run the same kernel as the plan runs it. A page has 128 slots.
 """

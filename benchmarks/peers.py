@@ -1,7 +1,7 @@
 """Times peers in PyTorch on the same GPU: transformers, and a model in the manner of gpt-fast.
 
-Needs torch, and transformers for the peers that use it. `run_apart` measures them in a process of
-its own, because JAX and PyTorch both want most of the GPU's memory.
+Needs torch, and transformers for the peers that use it. `run_apart` measures them in a separate
+process, because JAX and PyTorch both take most of the GPU's memory.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ _GPT_FAST = {
 }
 PEERS = (*_TRANSFORMERS, *_GPT_FAST)
 
-# Begins each line of a process's output that is a result.
+# Prefix of the output lines that are results.
 _RESULT = "peer: "
 
 # (ids [B,P], new tokens) → tokens [B, P + new tokens]; torch tensors.
@@ -39,7 +39,7 @@ Generate = Callable[[Any, int], Any]
 
 
 class Samples(NamedTuple):
-    """Microseconds per run of the first token and of a decode step, or why there are none."""
+    """Microseconds of each run for the first token and for a decode step, or why there are none."""
 
     first_us: Sequence[float] = ()
     step_us: Sequence[float] = ()
@@ -70,7 +70,7 @@ def versions() -> dict[str, str]:
 def run_apart(
     config: Path, points: Sequence[tuple[int, int]], names: Sequence[str], **options
 ) -> Iterator[tuple[str, int, int, Samples]]:
-    """`measure` in a process of its own, which must run before JAX takes the GPU's memory."""
+    """`measure` in a separate process, which must run before JAX takes the GPU's memory."""
     given = {"config": str(config), "points": points, "names": names, **options}
     command = [sys.executable, "-m", __spec__.name, json.dumps(given)]
     missing = [(name, *point) for name in names for point in points]
@@ -100,8 +100,8 @@ def measure(
 ) -> Iterator[tuple[str, int, int, Samples]]:
     """Time greedy generation of a model with random weights in the real shapes.
 
-    The time of the first token is that of a call for one token. The time of a decode step is what
-    each further token adds.
+    The time of the first token is the time of a call for one token. The time of a decode step is
+    the additional time of each further token.
 
     Args:
       config: path of a config.json.

@@ -28,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "nvidia_h100_80gb_hbm3"
 TABLES = ROOT / "pallas_kernels" / "tables"
 
 # (model, batch, prompt tokens)
-Point = tuple[str, int, int]
+ModelPoint = tuple[str, int, int]
 
 OURS, PEER = "tab:blue", "0.6"
 # An implementation has the same colour in every figure.
@@ -85,7 +85,7 @@ class Results:
                     self.serving[path.stem] = data["serving"]
                 continue
             if Source(path, record).is_default:
-                # Those of the headline command come last and replace earlier ones.
+                # Records of the headline command come last and replace earlier ones.
                 place = len(self.default_path) if path.stem.startswith(HEADLINE) else 0
                 self.default_path.insert(place, record)
             if "model" in record.config:
@@ -93,11 +93,11 @@ class Results:
             elif "family" not in record.config:
                 self.kernels[path.stem] = record
 
-    def by_record(self, case: str) -> Iterator[dict[Point, dict[str, float]]]:
+    def by_record(self, case: str) -> Iterator[dict[ModelPoint, dict[str, float]]]:
         """For each record, the medians of a case in ms, by point and implementation."""
         for record in self.end_to_end:
-            model = record.config["model"].split(".")[0]
-            found: dict[Point, dict[str, float]] = {}
+            model = model_of(record.config["model"])
+            found: dict[ModelPoint, dict[str, float]] = {}
             for row in record.rows:
                 name, batch, prompt = re.fullmatch(r"(.+) B(\d+) P(\d+)", row.case).groups()
                 if row.ok and name == case:
@@ -105,17 +105,22 @@ class Results:
                     times[row.implementation] = row.timing["median_us"] / 1e3
             yield found
 
-    def milliseconds(self, case: str) -> dict[Point, dict[str, float]]:
-        """The same for all records together. Later records replace earlier ones."""
-        found: dict[Point, dict[str, float]] = {}
+    def milliseconds(self, case: str) -> dict[ModelPoint, dict[str, float]]:
+        """Medians in ms by point and implementation. Later records replace earlier ones."""
+        found: dict[ModelPoint, dict[str, float]] = {}
         for record in self.by_record(case):
             for point, times in record.items():
                 found.setdefault(point, {}).update(times)
         return found
 
 
+def model_of(config: str) -> str:
+    """The name of a model, from that of its config.json such as "opt-6.7b.old.json"."""
+    return Path(config).name.removesuffix(".json").removesuffix(".old").removesuffix(".new")
+
+
 def first_and_each(results: Results) -> Figure | None:
-    """FD++ Fig. 1: latency of the first token against that of each further token."""
+    """FD++ Fig. 1: latency of the first token and of each further token."""
     shown = []
     # All times of a panel come from one run.
     for first, each in zip(*map(results.by_record, ("first token", "decode step")), strict=True):
@@ -129,7 +134,7 @@ def first_and_each(results: Results) -> Figure | None:
                 shown.append((point, both))
     if not shown:
         return None
-    # Shows the points with most implementations; among these, small batches and long prompts.
+    # Shows the points with the most implementations; of these, small batches and long prompts.
     shown = sorted(shown, key=lambda p: (-len(p[1]), p[0][1], -p[0][2], *p[1]))[:3]
     figure, panels = _panels(len(shown), (3.4, 3.2))
     for axes, (point, both) in zip(panels, shown, strict=True):
@@ -187,7 +192,7 @@ def block_n(results: Results) -> Figure | None:
 
 
 def dataflow(results: Results) -> Figure | None:
-    """FD++ Fig. 9: speed over XLA of the implementation that runs each linear layer, by M."""
+    """FD++ Fig. 9: speed-up over XLA by the implementation that runs each linear layer, by M."""
     if results.table is None:
         return None
     by_shape: dict[str, dict[int, float]] = {}
@@ -207,7 +212,7 @@ def dataflow(results: Results) -> Figure | None:
 
 
 def speed_up(results: Results) -> Figure | None:
-    """FD++ Fig. 10: speed of a decode step over each peer, by batch and prompt length."""
+    """FD++ Fig. 10: speed-up of a decode step over each peer, by batch and prompt length."""
     by_peer: dict[tuple[str, str], dict[tuple[int, int], float]] = {}
     # Both times of a ratio come from one run.
     for ms in results.by_record("decode step"):
@@ -284,7 +289,7 @@ def attention(results: Results) -> Figure | None:
 
 
 def flat_gemm(results: Results) -> Figure | None:
-    """FD++Next Fig. 18: speed of the linear layers over XLA, with cuBLAS or its own kernels."""
+    """FD++Next Fig. 18: speed-up of the linear layers over XLA, with cuBLAS or XLA's kernels."""
     if "matmul" not in results.kernels:
         return None
     us: dict[str, dict[int, dict[str, float]]] = {}
@@ -318,7 +323,7 @@ def flat_gemm(results: Results) -> Figure | None:
 def memory(results: Results) -> Figure | None:
     """FD++Next Fig. 19: planned memory and the measured peak."""
     bars = [
-        (Path(data["config"]["model"]).name.split(".")[0], row)
+        (model_of(data["config"]["model"]), row)
         for data in results.memory
         for row in data["peaks"]
         if row["ok"] is not None
@@ -350,7 +355,7 @@ def breakdown(results: Results) -> Figure | None:
     for ms in results.by_record("decode step"):
         for point, times in ms.items():
             some = {name: t for name, t in times.items() if name.startswith("without")}
-            # Of several runs of a point, this shows the last one with the most plans.
+            # If a point has several runs, this shows the last of those with the most plans.
             if some and "fdjax" in times and len(some) >= len(bars.get(_where(*point), {})) - 1:
                 bars[_where(*point)] = {"fdjax": times["fdjax"], **some}
     if not bars:
@@ -366,7 +371,7 @@ def headline(results: Results) -> Figure | None:
     steps: dict[str, dict[str, float]] = {}
     firsts: dict[str, dict[str, float]] = {}
     for record in results.default_path:
-        model = record.config["model"].split(".")[0]
+        model = model_of(record.config["model"])
         for point, measured in points(record).items():
             for found, rows in ((steps, measured.step), (firsts, measured.first)):
                 found[_where(model, *point)] = {
@@ -385,7 +390,7 @@ def headline(results: Results) -> Figure | None:
 
 
 def softmax_density(results: Results) -> Figure | None:
-    """FD++ Fig. 5: the density of the inputs of the softmax, a line for each layer."""
+    """FD++ Fig. 5: the density of the inputs of the softmax, one line per layer."""
     found = [data for data in results.calibration if "score_density" in data]
     if not found:
         return None
@@ -402,9 +407,9 @@ def softmax_density(results: Results) -> Figure | None:
 
 
 def prefill_speed_up(results: Results) -> Figure | None:
-    """FD++ Fig. 11: speed of the first token over each peer, by prompt length, of one prompt."""
+    """FD++ Fig. 11: speed-up of the first token over each peer, by the length of a prompt."""
     lines: dict[str, dict[str, dict[int, float]]] = {}
-    # Both times of a ratio are of one run; a later run replaces an earlier one.
+    # Both times of a ratio come from one run. A later run replaces an earlier one.
     for ms in results.by_record("first token"):
         for (model, batch, prompt), times in ms.items():
             for peer, t in times.items():
@@ -433,7 +438,7 @@ def memory_per_token(results: Results) -> Figure | None:
     """FD++Next Fig. 1, left: latency of a step of one row, and memory that each token adds."""
     latency: dict[str, dict[str, float]] = {}
     for record in results.default_path:
-        model = record.config["model"].split(".")[0]
+        model = model_of(record.config["model"])
         for (batch, prompt), measured in points(record).items():
             if batch == 1:
                 latency[_where(model, batch, prompt)] = {
@@ -443,7 +448,7 @@ def memory_per_token(results: Results) -> Figure | None:
                 }
     added: dict[str, dict[str, float]] = {}
     for data in results.memory:
-        model = Path(data["config"]["model"]).name.split(".")[0]
+        model = model_of(data["config"]["model"])
         rows = [r for r in data["peaks"] if r["batch"] == 1 and r.get("peak_bytes")]
         rows.sort(key=lambda r: r["prompt_tokens"])
         for a, b in itertools.pairwise(rows):
@@ -520,7 +525,7 @@ def with_and_without_attention(results: Results) -> Figure | None:
 
 
 def serving_throughput(results: Results) -> Figure | None:
-    """Tokens per second of many requests over the rows at once, with the bound of the device."""
+    """Tokens per second of many requests by the number of rows at once, with the device's bound."""
     panels_of = {name: data for name, data in results.serving.items() if data["throughput"]}
     if not panels_of:
         return None
@@ -550,7 +555,7 @@ def serving_throughput(results: Results) -> Figure | None:
 
 
 def serving_latency(results: Results) -> Figure | None:
-    """First token, and time per token of the deliveries, over the rate at which requests arrive."""
+    """Time to the first token and time per token, by the rate at which requests arrive."""
     measured = {name: d["arrivals"] for name, d in results.serving.items() if d.get("arrivals")}
     if not measured:
         return None

@@ -1,4 +1,4 @@
-"""What the prefix cache saves, and what it costs where it finds nothing: `serving --prefix`."""
+"""Time that the prefix cache saves, and its cost when nothing is shared: `serving --prefix`."""
 
 import argparse
 import time
@@ -13,20 +13,21 @@ from fdjax.lm import LM
 from fdjax.models import Params, describe, parse_config
 
 _OPTIONS = {"eos_token_id": None, "do_sample": False}
-# Tokens: a beginning and what follows it, and a prompt with several samples.
+# Numbers of tokens: a shared beginning, the rest of its prompt, a prompt with several samples.
 _BEGINNING, _REST, _SAMPLED, _SAMPLES = 4032, 64, 2000, 16
 
 
 def measure(
     config: dict[str, Any], params: Params, args: argparse.Namespace, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """Measure the three things that a user of the prefix cache asks.
+    """Measure the effects of the prefix cache.
 
     Returns:
-      `first_token_ms`, of 64 tokens behind a beginning of 4 032, `cold` and `cached`;
-      `samples_ms`, the first tokens of 16 samples of a prompt of 2 000 tokens, and of `one`;
-      `without_hits`, seconds for all requests with prompts that have nothing in common, `on` and
-      `off`. Each a list of `--runs` measurements, in turn; and `ratios` of their medians.
+      `first_token_ms`: time of a prompt of 64 tokens after a beginning of 4 032 tokens, `cold` and
+      `cached`. `samples_ms`: time of the first tokens of `all` 16 samples of a prompt of 2 000
+      tokens, and of `one`. `without_hits`: seconds for all requests with prompts that have nothing
+      in common, with the cache `on` and `off`. Each is a list of `--runs` measurements. `ratios`:
+      ratios of their medians.
     """
     longest = int(args.scale * (_BEGINNING + _REST)) + 256
     context = max(parse_config(config).max_position_embeddings, longest)
@@ -67,7 +68,7 @@ def _first_token(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
             ids = beginning + _prompt(lm, args.scale * _REST, (2, run, kind == "cold"))
             result: list[Any] = []
             took = _ms(lambda: result.append(lm.generate(ids, max_new_tokens=1, **_OPTIONS)))  # noqa: B023
-            if run:  # the first compiles
+            if run:  # the first call compiles
                 found[kind].append(took)
             cached = result[0].stats.cached_tokens
     return found | {"cached_tokens": cached}

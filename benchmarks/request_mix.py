@@ -1,4 +1,4 @@
-"""A seeded list of requests, log-normal in length, as users send them."""
+"""A random list of requests whose lengths are log-normal, like those of users."""
 
 import numpy as np
 
@@ -6,14 +6,14 @@ import numpy as np
 def requests(
     count: int, vocab_size: int, scale: float = 1.0, seed: int = 0
 ) -> tuple[list[list[int]], list[int]]:
-    """Prompts and numbers of new tokens.
+    """Returns (prompts, numbers of new tokens).
 
     Args:
-      count: of the requests.
-      vocab_size: of the tokens.
-      scale: of all lengths; 1: prompts have a median of 384 tokens (σ 0.8, at most 2048), answers
-        one of 160 (σ 0.7, at most 768).
-      seed: of the tokens; the lengths do not depend on it.
+      count: number of requests.
+      vocab_size: number of token ids to draw from.
+      scale: factor of all lengths. With 1, prompts have a median of 384 tokens (σ 0.8, at most
+        2048), and answers of 160 (σ 0.7, at most 768).
+      seed: seed of the token ids; the lengths do not depend on it.
     """
     rng = np.random.default_rng(0)
 

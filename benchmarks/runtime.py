@@ -37,7 +37,7 @@ def by_part(kernels: Mapping[str, float]) -> dict[str, float]:
 
 
 def measure_lengths(args: argparse.Namespace) -> list[dict]:
-    """One row per length, with microseconds by part and by kernel."""
+    """One row per input length, with microseconds by part and by kernel."""
     import jax
     import numpy as np
 

@@ -1,8 +1,8 @@
 """Many requests of different lengths at once: `python -m benchmarks.serving [CONFIG]`.
 
-A seeded list of prompts of random tokens, log-normal in length, each with its own number of new
-tokens, through `LM.generate` with random weights. The first call compiles; the others are timed,
-and compared with `benchmarks.serving_bound`. No two calls have a prompt in common.
+`LM.generate` with random weights runs a seeded list of prompts. Prompts have random tokens and
+log-normal lengths, and each has its own number of new tokens. The first call compiles. The others
+are timed, and compared with `benchmarks.serving_bound`. No two calls share a prompt.
 """
 
 import argparse
@@ -75,7 +75,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def throughput(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
-    """Time `generate` of all requests, once to compile and `runs` times more."""
+    """Time `generate` for all requests `runs` times, after a call that compiles."""
     calls = []
     for run in range(args.runs + 1):
         prompts, new = requests(args.requests, lm.config.vocab_size, args.scale, seed=run)
@@ -101,7 +101,7 @@ def throughput(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def least_time(model: Model, args: argparse.Namespace, memory_bytes: int | None) -> dict[str, Any]:
-    """The bound of all requests, and the ceilings it comes from."""
+    """The bound for all requests, and the measured ceilings that it uses."""
     rates = {"tflop_per_s": args.matmul_rate, "gb_per_s": args.read_rate}
     if None in rates.values():
         on_gpu = jax.default_backend() == "gpu"
@@ -125,7 +125,7 @@ def least_time(model: Model, args: argparse.Namespace, memory_bytes: int | None)
 
 
 def whole_memory_bytes() -> int | None:
-    """Bytes of the first device's memory, also those that JAX leaves to others."""
+    """All bytes of the first device's memory, including those that JAX does not take."""
     smi = environment("")["nvidia_smi"]
     return int(smi["memory.total"].split()[0]) * 2**20 if smi else device_memory_bytes()
 
@@ -191,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _write(record: dict[str, Any], output: Path | None) -> None:
-    """Write what there is, so that a run that is cut off keeps it."""
+    """Write the results so far, so that a run that is cut off keeps them."""
     if output:
         write_whole(output, json.dumps({"serving": record}, indent=1) + "\n")
 

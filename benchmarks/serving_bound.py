@@ -1,8 +1,9 @@
-"""The least time for a list of requests on a device: what memory, bandwidth and arithmetic allow.
+"""Lower bound of the time for a list of requests, from a device's memory, bandwidth and arithmetic.
 
 Requests come in order. As many rows run as tokens fit into the memory beside the weights. A prompt
-takes its FLOPs at the rate of a matrix product, a decode step the longer of its bytes at the read
-bandwidth and its FLOPs at that rate. Nothing else takes time: no call, no padding, no sampling.
+takes the time of its FLOPs at the rate of a matrix product. A decode step takes the time of its
+bytes at the read bandwidth, or of its FLOPs if that is longer. Calls, padding and sampling take no
+time.
 """
 
 import dataclasses
@@ -21,8 +22,8 @@ class Bound:
     """The result of `bound`.
 
     Attributes:
-      seconds: of prompts and decode steps together.
-      prefill_seconds, decode_seconds: of each.
+      seconds: time of prompts and decode steps together.
+      prefill_seconds, decode_seconds: time of prompts, time of decode steps.
       decode_steps: number of steps.
       most_rows: largest number of rows that run at once.
     """
@@ -49,7 +50,7 @@ def bound(
     Args:
       model: the model.
       prompts, new: tokens of each prompt and of each answer, at least 1.
-      memory_bytes: for weights and cache.
+      memory_bytes: bytes for weights and cache.
       bytes_per_s, flop_per_s: measured ceilings of the device.
       most_rows: largest number of rows that run at once; default as many as fit.
 
@@ -73,7 +74,7 @@ def bound(
             waiting += 1
             running = running[left[running] > 0]
         most = max(most, running.size)
-        # Rows that came last wait while the others need the memory.
+        # The latest rows wait while the others need the memory.
         active = running[np.cumsum(lengths[running] + 1) <= capacity]
         if not active.size:
             continue
@@ -90,7 +91,7 @@ def bound(
 
 @dataclasses.dataclass(frozen=True)
 class _Cost:
-    """What the parts of a model cost."""
+    """Bytes and FLOPs of the parts of a model."""
 
     model: Model
     table_bytes: int

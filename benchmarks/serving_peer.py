@@ -1,7 +1,7 @@
 """Runs requests through continuous batching in transformers: `benchmarks.serving --peer` starts it.
 
-It is a process of its own, because JAX and PyTorch both want most of the GPU's memory. The last
-line of its output is the JSON result.
+It is a separate process, because JAX and PyTorch both take most of the GPU's memory. The last line
+of its output is the JSON result.
 """
 
 import argparse
@@ -19,8 +19,8 @@ def run(model: Any, prompts: Sequence[Sequence[int]], new: Sequence[int]) -> flo
     """Seconds for all requests, each with its own number of new tokens and no end token.
 
     Args:
-      model: of transformers.
-      prompts, new: token ids of each prompt, and number of new tokens.
+      model: a model of transformers.
+      prompts, new: token ids of each prompt, and its number of new tokens.
 
     Raises:
       RuntimeError: an answer is missing, or has another number of tokens.
@@ -28,7 +28,7 @@ def run(model: Any, prompts: Sequence[Sequence[int]], new: Sequence[int]) -> flo
     from transformers import GenerationConfig
 
     options = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=1)
-    # It captures its CUDA graphs before the clock starts.
+    # transformers captures its CUDA graphs before the clock starts.
     with model.continuous_batching_context_manager(generation_config=options) as manager:
         began = time.perf_counter()
         wanted = {

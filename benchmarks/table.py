@@ -50,7 +50,7 @@ class Source(NamedTuple):
 
     @property
     def model(self) -> str:
-        """Family, size and dtype of the model, for people."""
+        """Family, size and dtype of the model, as text."""
         config = self.record.config
         name = f"{config['family'].title()}, {config['parameters'] / 1e9:.2f} B"
         return f"{name}, {config['dtype']}"
@@ -66,11 +66,11 @@ def folder_of(device_kind: str) -> str:
 
 
 def sources() -> Iterator[Source]:
-    """All records of `fdjax.bench` except those in subfolders, which predate a change."""
+    """All records of `fdjax.bench`, without older ones in subfolders."""
     for path in sorted(RESULTS.glob("*/*.json")):
         try:
             yield Source(path, records.read(path))
-        except ValueError:  # a record of something else
+        except ValueError:  # a record of another kind
             continue
 
 
@@ -79,26 +79,26 @@ def of_models() -> list[Source]:
     return [source for source in sources() if "family" in source.record.config]
 
 
-class Measured(NamedTuple):
+class PointRows(NamedTuple):
     """The rows of one point, by implementation."""
 
     first: dict[str, Measurement]
     step: dict[str, Measurement]
 
 
-def points(record: Record) -> dict[tuple[int, int], Measured]:
+def points(record: Record) -> dict[tuple[int, int], PointRows]:
     """The points of a record, by (batch, prompt tokens)."""
-    found: dict[tuple[int, int], Measured] = {}
+    found: dict[tuple[int, int], PointRows] = {}
     for row in record.rows:
         what, batch, prompt = row.case.rsplit(maxsplit=2)
         if row.timing:
-            measured = found.setdefault((int(batch[1:]), int(prompt[1:])), Measured({}, {}))
+            measured = found.setdefault((int(batch[1:]), int(prompt[1:])), PointRows({}, {}))
             of_case = measured.first if what == "first token" else measured.step
             of_case[row.implementation] = row
     return {p: m for p, m in found.items() if "fdjax" in m.first.keys() & m.step.keys()}
 
 
-def headline() -> dict[tuple[str, str, tuple[int, int]], tuple[Source, Measured]]:
+def headline() -> dict[tuple[str, str, tuple[int, int]], tuple[Source, PointRows]]:
     """The newest record of the default path for each device, model and point."""
     found = {}
     # `benchmarks.headline` measures all of them at one commit, so its records go first.
@@ -125,7 +125,7 @@ def readme_table() -> str:
     return markdown(lines)
 
 
-def _own(point: tuple[int, int], measured: Measured) -> list[str]:
+def _own(point: tuple[int, int], measured: PointRows) -> list[str]:
     step = measured.step["fdjax"]
     return [
         f"{point[0]} × {point[1]}",
@@ -135,8 +135,8 @@ def _own(point: tuple[int, int], measured: Measured) -> list[str]:
     ]
 
 
-def _ratio(name: str, measured: Measured) -> str:
-    """Decode step and first token of a peer, as multiples of ours."""
+def _ratio(name: str, measured: PointRows) -> str:
+    """Decode step and first token of a peer, as multiples of fdjax's."""
     if name not in measured.step.keys() & measured.first.keys():
         return ""
     pairs = ((rows[name], rows["fdjax"]) for rows in (measured.step, measured.first))

@@ -1,8 +1,8 @@
 """Time to first token and decode step on 1, 2, ... GPUs: `python -m benchmarks.tensor_parallel`.
 
-One run measures all numbers of GPUs with the same random weights, and compares what they compute
-with one pass of a single GPU over the same text. `--peer` runs a checkpoint by transformers with
-`tp_plan="auto"` on as many GPUs before, in processes that end before JAX takes the memory.
+One run measures all numbers of GPUs with the same random weights, and compares their results with
+one pass of a single GPU over the same text. `--peer` first runs a checkpoint in transformers with
+`tp_plan="auto"` on the same numbers of GPUs, in processes that end before JAX takes the memory.
 """
 
 import argparse
@@ -20,11 +20,14 @@ from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.model import model_rows, one_pass
 from fdjax.bench.record import Record, emit, environment
 from fdjax.lm import LM
-from fdjax.models import describe, parse_config
+from fdjax.models import DecoderConfig, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.system.files import output_file
 from fdjax.weights.stacked import LayerStacks, random_stacked_params
 
+# Ways to sum over GPUs: XLA's all-reduce, our kernel, and the sums inside one kernel for all
+# layers.
+SUMS = ("psum", "all-reduce kernel", "one launch")
 # Llama 2 7B.
 CONFIG = {
     "model_type": "llama",
@@ -52,7 +55,11 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         help="prompts of a call, and tokens of each",
     )
     parser.add_argument(
-        "--all-reduce", nargs="+", default=["xla"], metavar="NAME", help="implementations of it"
+        "--sums",
+        nargs="+",
+        choices=SUMS,
+        default=SUMS,
+        help="how several GPUs sum in a decode step",
     )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5, help="timed calls")
@@ -64,7 +71,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def peer(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds of transformers, for each number of GPUs and each point."""
+    """Milliseconds in transformers, for each number of GPUs and each point."""
     found = []
     for devices in args.devices:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}"]
@@ -90,9 +97,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"before": measure_ceiling(2**30 if on_gpu else 2**24, matmul_size=0)},
     )
     single, _stacks = _random_lm(config, args.dtype, 1)
-    cases = [(n, sums) for n in args.devices for sums in (args.all_reduce if n > 1 else [None])]
+    cases = [(n, sums) for n in args.devices for sums in (args.sums if n > 1 else [None])]
     for devices, sums in cases:
-        name = f"{devices} devices" if sums is None else f"{devices} devices, {sums} all-reduce"
+        name = f"{devices} devices" if sums is None else f"{devices} devices, {sums}"
         lm = single if devices == 1 else _random_lm(config, args.dtype, devices, sums)[0]
         for batch, prompt in points:
             rows, costs = model_rows(
@@ -114,23 +121,49 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _random_lm(
-    config: dict[str, Any], dtype: str, devices: int, all_reduce: str | None = None
+    config: dict[str, Any], dtype: str, devices: int, sums: str | None = None
 ) -> tuple[LM, LayerStacks]:
-    parsed, plan = parse_config(config), Plan.for_device()
-    if all_reduce:
-        plan = with_all_reduce(plan, all_reduce, parsed.width, devices)
+    parsed = parse_config(config)
+    plan = with_sums(Plan.for_device(), parsed, devices, sums)
     model = describe(parsed, dtype=dtype, plan=plan, tensor_parallel=devices)
     params, stacks = random_stacked_params(model)
     return LM(model, params), stacks
 
 
+def with_sums(plan: Plan, config: DecoderConfig, ranks: int, sums: str | None) -> Plan:
+    """A plan whose devices sum in a way of `SUMS`. None changes nothing."""
+    if sums == "one launch":
+        return with_one_launch(plan, config, ranks)
+    if sums is None:
+        return plan
+    return with_all_reduce(plan, "xla" if sums == "psum" else "mosaic_gpu", config.width, ranks)
+
+
 def with_all_reduce(plan: Plan, name: str, width: int, ranks: int) -> Plan:
-    """A plan that sums the few rows of a decode step by this implementation."""
+    """A plan that uses this implementation to sum the few rows of a decode step."""
     shape = {"width": width, "ranks": ranks, "itemsize": 2}
     choice = Choice(name, source="table")
     entries = (
         Entry("all_reduce", tuple(sorted((shape | {"m": m}).items())), choice)
         for m in (1, 2, 4, 8, 16, 32, 64)
+    )
+    return dataclasses.replace(plan, table=(*plan.table, *entries))
+
+
+def with_one_launch(plan: Plan, config: DecoderConfig, ranks: int) -> Plan:
+    """A plan that runs all layers of a decode step in one launch, for any rows and slots.
+
+    Args:
+      plan: the plan to change.
+      config: config of the whole model.
+      ranks: number of devices that share it.
+    """
+    local = describe(config, tensor_parallel=ranks).local.config
+    choice = Choice("mosaic_gpu", source="table")
+    entries = (
+        Entry("decode_layers", tuple(sorted(layers_shape(local, rows, slots, 2).items())), choice)
+        for rows in (1, 2, 4, 8, 16, 32)
+        for slots in (128, 512, 2048, 8192, 32768)
     )
     return dataclasses.replace(plan, table=(*plan.table, *entries))
 

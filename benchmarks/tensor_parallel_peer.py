@@ -1,6 +1,6 @@
-"""Runs a checkpoint by transformers on several GPUs: `benchmarks.tensor_parallel --peer` starts it.
+"""Runs transformers on several GPUs; `benchmarks.tensor_parallel --peer` starts it.
 
-Each process has a GPU. The last line that the first one prints is the JSON result.
+Each process has a GPU. The last line that the first process prints is the JSON result.
 """
 
 import argparse

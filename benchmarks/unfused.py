@@ -1,4 +1,4 @@
-"""Runs the kernels without fusion, to measure what fusion is worth: `unfused`.
+"""Runs the kernels without fusion, to measure the gain of fusion.
 
 The same kernels run at the same shapes with the same tiles of the weight. But these are separate
 operations: the norm before a linear layer, the activation and the residual after it, and RoPE and

@@ -12,14 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from fdjax.engine.beams import row_of
+from fdjax.engine.beams import request_state
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
 from fdjax.engine.mesh import Place
-from fdjax.engine.results import Answer, GenerateResult, Interrupted, TextStream, Timer
+from fdjax.engine.results import GenerateResult, IndexedGeneration, Interrupted, TextStream, Timer
 from fdjax.engine.runner import STREAM_STEPS
 from fdjax.engine.running import RunningRequest
-from fdjax.engine.sequence import Request, Row
+from fdjax.engine.sequence import Request, RequestState
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig
@@ -47,7 +47,7 @@ from fdjax.weights.stacked import LayerStacks
 # Decode steps per dispatch.
 _STEPS = 32
 
-# The models in use, by (configuration, dtype, plan, number of devices, dtype of the cache).
+# Models in use, by (configuration, dtype, plan, number of devices, dtype of the cache).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
 
 
@@ -56,8 +56,8 @@ class LM:
 
     Attributes:
       model: static description; a jit static argument of `fdjax.forward` and `fdjax.generate`.
-      params: the weights, a tree of plain dicts. If devices share the model, each holds its part,
-        and weights of a single device are divided when they are assigned.
+      params: the weights, a tree of plain dicts. If devices share the model, each holds its part.
+        Assigned weights of a single device are divided among them.
       tokenizer: the tokenizer, which is false if the checkpoint has none. Token ids work without.
       defaults: the checkpoint's `GenerationConfig`, for options that a call does not give.
       max_len: cache slots per row, or None to size the cache by the prompts.
@@ -83,7 +83,7 @@ class LM:
 
         Args:
           model, params, tokenizer, defaults, max_len, max_batch, prefix_cache: see the attributes.
-          memory_bytes: limit for weights, cache and workspace together; default all that is free.
+          memory_bytes: limit for weights, cache and workspace together; default all free memory.
           make_engine: function of (model, params, max_len, max_batch, memory_bytes, prefix_cache)
             that returns the engine.
 
@@ -148,7 +148,7 @@ class LM:
         self._params, self.engine = params, engine
 
     def __getstate__(self) -> dict[str, Any]:
-        # Copies and pickles hold neither programs nor caches.
+        # Copies and pickles have neither programs nor caches.
         return {name: value for name, value in vars(self).items() if name != "engine"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ class LM:
           MissingTokenizerError: a text or a stop string is given, but there is no tokenizer.
           FloatingPointError: a row's logits are not finite; the message names the prompt.
           MemoryError: the cache of one row does not fit beside the weights.
-          Interrupted: Ctrl-C, a KeyboardInterrupt whose `answers` hold what is complete.
+          Interrupted: Ctrl-C. It is a KeyboardInterrupt whose `answers` has the complete answers.
 
         Warns:
           UserWarning: an option has no effect because nothing is sampled.
@@ -206,9 +206,9 @@ class LM:
         rows = self._run(requests, timer, _STEPS)
         return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
 
-    def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[Row]:
+    def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[RequestState]:
         """Run the requests to their end and return their rows, one per request."""
-        rows = [row_of(request, self.tokenizer) for request in requests]
+        rows = [request_state(request, self.tokenizer) for request in requests]
         run = contextlib.closing(self.engine.run(rows, steps))
         try:
             with run as chunks, progress_bars.answers(len(rows)) as update:
@@ -219,7 +219,9 @@ class LM:
         except KeyboardInterrupt as error:
             complete = [row for row in _answers(rows) if row.finish_reason is not None]
             has_text = bool(self.tokenizer)
-            raise Interrupted([Answer.of(row, with_text=has_text) for row in complete]) from error
+            raise Interrupted(
+                [IndexedGeneration.of(row, with_text=has_text) for row in complete]
+            ) from error
         return rows
 
     def warmup(
@@ -253,7 +255,7 @@ class LM:
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
         timer = Timer(self.model, self._params)
-        # They differ, so that none begins with what another has in the cache.
+        # The prompts differ, so that none begins with tokens that another has in the cache.
         prompts = [[i % self.config.vocab_size] * prompt_tokens for i in range(batch)]
         requests = [
             dataclasses.replace(request, config=self._of_two_tokens(request.config))
@@ -274,7 +276,7 @@ class LM:
 
     def generate_iter(
         self, prompts: Iterable[Prompt], config: GenerationConfig | None = None, **options
-    ) -> Iterator[Answer]:
+    ) -> Iterator[IndexedGeneration]:
         """Generate from any number of prompts, and yield each answer as soon as it is complete.
 
         A prompt that is refused or fails does not end the others: its answer has an `error`. You
@@ -291,19 +293,19 @@ class LM:
         refused: dict[int, Exception] = {}
         given, _ = as_several(prompts, "generate: prompts")
         requests = self._requests(given, config, options, self.defaults, refused) if given else []
-        rows = [row_of(request, self.tokenizer) for request in requests]
+        rows = [request_state(request, self.tokenizer) for request in requests]
         for i, error in refused.items():
-            rows.append(Row(Request([], self.defaults, i), self.tokenizer))
+            rows.append(RequestState(Request([], self.defaults, i), self.tokenizer))
             rows[-1].error = error
         return self._answers(rows)
 
-    def _answers(self, rows: list[Row]) -> Iterator[Answer]:
+    def _answers(self, rows: list[RequestState]) -> Iterator[IndexedGeneration]:
         left = dict(enumerate(rows))
         with contextlib.closing(self.engine.runner.run(rows, _STEPS)) as chunks:
             for _ in itertools.chain([None], chunks, [None]):
                 for i in [i for i, row in left.items() if row.ended]:
                     for answer in left.pop(i).answers:
-                        yield Answer.of(answer, with_text=bool(self.tokenizer))
+                        yield IndexedGeneration.of(answer, with_text=bool(self.tokenizer))
 
     def submit(
         self, prompt: Prompt, config: GenerationConfig | None = None, **options
@@ -328,7 +330,7 @@ class LM:
         timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
-        rows = [row_of(request, self.tokenizer, streamed=has_text) for request in requests]
+        rows = [request_state(request, self.tokenizer, streamed=has_text) for request in requests]
         return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
 
     def stream(
@@ -356,15 +358,17 @@ class LM:
         one = dataclasses.replace(self.defaults, num_return_sequences=1, num_beams=1)
         requests = self._requests(prompt, config, options, one)
         if requests[0].config.num_beams > 1:
-            raise ValueError("stream: num_beams must be 1, because beams have no text to their end")
+            raise ValueError(
+                "stream: num_beams must be 1, because the text of a search is known at its end"
+            )
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
-        row = Row(requests[0], self.tokenizer, streamed=True)
+        row = RequestState(requests[0], self.tokenizer, streamed=True)
         timer.pause()
         return TextStream(self._pieces(row, timer), row, timer)
 
-    def _pieces(self, row: Row, timer: Timer) -> Iterator[str]:
+    def _pieces(self, row: RequestState, timer: Timer) -> Iterator[str]:
         timer.resume()
         with contextlib.closing(self.engine.run([row], STREAM_STEPS)) as chunks:
             for chunk in chunks:
@@ -439,7 +443,7 @@ class LM:
     def _requests(
         self, prompts, config, options, defaults, refused: dict[int, Exception] | None = None
     ) -> list[Request]:
-        """The requests of a call. Errors of single prompts go to `refused`, if it is given."""
+        """The requests of a call. If `refused` is given, errors of single prompts are put there."""
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
         configs = per_prompt(defaults, config, options, len(prompts))
@@ -454,12 +458,12 @@ class LM:
                     raise
                 refused[i] = error
                 continue
-            # The answers of beam search come from one search.
+            # One search gives all answers to a prompt.
             beams = row_config.num_beams > 1
             samples = range(1 if beams else row_config.num_return_sequences)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if any(request.config.return_reruns for request in requests):
-            # `stats` cover all rows, so all rows run in the same program.
+            # `stats.reruns` covers all rows, so all rows run in the same program.
             for i, request in enumerate(requests):
                 config = dataclasses.replace(request.config, return_reruns=True)
                 requests[i] = dataclasses.replace(request, config=config)
@@ -477,7 +481,7 @@ class LM:
             self._check_beams(config.num_beams, i)
 
     def _check_beams(self, beams: int, i: int) -> None:
-        """Raise an error if prompt `i` cannot have so many beams."""
+        """Raise an error if prompt `i` cannot have this many beams."""
         limits = {"rows that run at once": self.engine.most_rows}
         limits["tokens of the vocabulary"] = self.config.vocab_size
         for what, most in limits.items():
@@ -494,7 +498,7 @@ class LM:
     def _within_context(
         self, config: GenerationConfig, ids: list[int], i: int, asked: bool
     ) -> GenerationConfig:
-        """The configuration, with the number of new tokens cut to what the context holds.
+        """The configuration, with the number of new tokens limited to the rest of the context.
 
         Args:
           config, ids: configuration and token ids of prompt `i`.
@@ -535,12 +539,12 @@ class LM:
         return self.engine.program_counts()
 
 
-def _answers(rows: Sequence[Row]) -> list[Row]:
-    """The rows that are results."""
+def _answers(rows: Sequence[RequestState]) -> list[RequestState]:
+    """The requests that hold the results: themselves, or the answers of beam searches."""
     return [answer for row in rows for answer in row.answers]
 
 
-def _show(rows: Sequence[Row], update: Callable[..., None]) -> None:
+def _show(rows: Sequence[RequestState], update: Callable[..., None]) -> None:
     """Update a progress bar."""
     done = sum(row.ended for row in rows)
     running = sum(row.has_begun and not row.ended for row in rows)
@@ -549,7 +553,7 @@ def _show(rows: Sequence[Row], update: Callable[..., None]) -> None:
 
 
 def _check_params(params: Params, wanted: Params) -> None:
-    """Raise ValueError if parameters do not have the structure, shapes and dtypes wanted."""
+    """Raise ValueError if parameters do not have the structure, shapes and dtypes of the model."""
     given, want = (
         {
             jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{[*leaf.shape]}"
@@ -592,26 +596,27 @@ def load(
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
       quantize: "int4" | "int8" quantises the weights of linear layers while they are loaded, see
-        docs/quantised.md. Default: weights stay as the checkpoint has them, quantised or not.
-      kv_dtype: dtype of keys and values in the cache: "int8", or that of the activations, which
-        is the default. In int8 the cache holds almost twice as many tokens, see docs/quantised.md.
+        docs/quantised.md. Default: weights keep the format of the checkpoint, quantised or not.
+      kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
+        activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
       max_len: cache slots per row, for prompt and new tokens. Default: the cache is sized by the
         prompts, in a few steps, up to the model's max_position_embeddings. If a call does not give
-        the number of new tokens, it is cut to what the prompt leaves of these.
+        the number of new tokens, it is limited to the slots after the prompt.
       gpu_memory_utilization: share of JAX's free memory that this model may take for weights, cache
         and workspace together, above 0 and at most 1. If `max_len` is not given, it becomes the
         longest context that fits for `max_batch` rows (default 1). Default: all free memory.
-        On a GPU whose kernels read pages, the cache takes its whole share at the first use.
+        On a GPU whose kernels read pages, the cache is allocated in full at the first use.
       prefix_cache: compute a common beginning of prompts once, as long as the cache has room for
         it. Results may differ by rounding.
       plan: the plan that chooses implementations; default the device's.
       device: one of `jax.devices()`, which holds the weights and runs everything; default the first
         local one. Weights that are assigned later run on the device that holds them.
-      tensor_parallel: number of local devices that share the model, the first ones. Each holds a
-        part of the weights and of the cache, and all run every step together. The number must
-        divide the query heads and the width of the MLP. It must divide the KV heads or be a
-        multiple of them, which are then repeated. Memory options and plans are those of one device.
+      tensor_parallel: number of devices that share the model; the first local devices are used.
+        Each holds a part of the weights and of the cache, and all run every step together. The
+        number must divide the query heads and the width of the MLP. It must divide the KV heads or
+        be a multiple of them; KV heads are then repeated. Memory options and plans are for one
+        device.
       revision: branch, tag or commit of a hub id.
       token: access token for a hub id that needs one. True and None use the one of `hf auth login`,
         False uses none.
@@ -703,6 +708,6 @@ def _place(tensor_parallel: int, device: jax.Device | None) -> Place:
 
 
 def _in_use(model: Model) -> Model:
-    """An equal model that is in use, if there is one, so that its programs can be used again."""
+    """An equal model that is in use, so that its programs can be used again, or else this model."""
     key = model.config, model.dtype, model.plan, model.ranks, model.kv_dtype
     return _loaded.setdefault(key, model)

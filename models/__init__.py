@@ -108,7 +108,7 @@ def weight_map(config: DecoderConfig) -> WeightMap:
 
 
 def renamed_tensors(config: DecoderConfig) -> Mapping[str, str]:
-    """Patterns in names of checkpoint tensors → replacements that give those of `weight_map`."""
+    """Patterns in names of checkpoint tensors → replacements to get the names in `weight_map`."""
     return _tensor_names(config).renamed
 
 

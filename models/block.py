@@ -13,7 +13,7 @@ from fdjax.pallas_kernels.dispatch import NO_FEATURES, Features, used_features
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, WeightFormat
 
-Path = tuple[str, ...]
+BlockPath = tuple[str, ...]
 
 # Features of a `BlockSpec` that the modules of `fdjax.models.decoder` support.
 DECODER_CAN = (
@@ -31,14 +31,14 @@ DECODER_CAN = (
 
 @dataclasses.dataclass(frozen=True)
 class LinearShape:
-    """The shape of a linear layer and of what is fused with it.
+    """The shape of a linear layer, and the operations fused with it.
 
     Attributes:
       k, n: shape of the weight [K,N], or [K,2,N/2] with a gate.
       gate: the result is act(gate) * up. All activations cost the same.
-      norm: x is normalised first.
+      norm: x is normalised first. An RMS norm costs as much as a LayerNorm.
       residual: a residual is added.
-      result: dtype of the result, default that of x.
+      result: dtype of the result; default the dtype of x.
       weight: format of a quantised weight, or None.
     """
 
@@ -88,13 +88,13 @@ class LinearSpec:
       k: rows of the weight.
       outs: the weight's other axes.
       bias: whether it has a bias.
-      norm, gate, residual, result: what is fused with it and the dtype of its result, as in
+      norm, gate, residual, result: fused operations and the dtype of the result, as in
         `LinearShape`.
       weight: format of a quantised weight, or None.
-      ranks: devices whose products are summed.
+      ranks: number of devices whose products are summed.
     """
 
-    path: Path
+    path: BlockPath
     k: int
     outs: tuple[int, ...]
     bias: bool
@@ -120,12 +120,12 @@ class BlockSpec:
     All code that runs a block lists the features it supports and refuses all others.
 
     Attributes:
-      width: E.
-      mlp_width: F, of the MLP or of each expert.
-      heads, kv_heads, head_dim: H, Hkv, D.
+      width: width of the residual stream, E.
+      mlp_width: width of the MLP or of each expert, F.
+      heads, kv_heads, head_dim: numbers of query and KV heads, size of a head: H, Hkv, D.
       norm_eps: epsilon of the norms.
-      activation: activation of the MLP, a key of `pallas_kernels.gemm.ACTIVATIONS`, without a gate
-        of `pallas_kernels.activations.UNGATED`, or of experts also of `PAIRED` there.
+      activation: activation of the MLP, a key of `ACTIVATIONS` in `pallas_kernels.activations`;
+        without a gate, a key of `UNGATED` there; with experts, also a key of `PAIRED`.
       attention: scores, mask and RoPE.
       qkv_bias, out_bias, mlp_bias: whether these linear layers have a bias.
       norm_offset: added to the weights of every norm.
@@ -140,14 +140,15 @@ class BlockSpec:
       parallel: attention and MLP read the same residual stream, and both are added to it.
       shared_norm: the MLP of a parallel block reads the norm of attention.
       no_gate: the MLP is down(act(up(x))).
-      residual_multiplier: multiplies what is added to the residual stream.
-      experts: the MLP is a mixture of experts, with gates, chosen like this; None for one MLP.
+      residual_multiplier: multiplies each addend of the residual stream.
+      experts: how experts are chosen, if the MLP is a mixture of experts with gates; None for a
+        single MLP.
       shared_width: F of an MLP beside the experts that runs for every token; 0 for none.
       shared_gate: the result of that MLP is multiplied by the sigmoid of a linear layer [E,1].
-      router_bias: the linear layer whose results choose the experts has a bias.
+      router_bias: the router, a linear layer, has a bias.
       expert_bias: the linear layers of the experts have biases.
       formats: formats of the quantised weights, by the names in `weights`.
-      tensor_parallel: devices that share the layer. Heads and F are then those of one device.
+      tensor_parallel: number of devices that share the layer. Heads and F are then for one device.
     """
 
     width: int
@@ -240,7 +241,7 @@ class BlockSpec:
         qkv = self.kv_heads, self.group + 2, self.head_dim
         ranks = self.tensor_parallel
         summed = self.fuses_residual
-        normed = self.fuses_norms and not self.no_pre_norms
+        normed = not self.no_pre_norms
         linears = {
             "qkv": LinearSpec(("attention", "qkv"), self.width, qkv, self.qkv_bias, norm=normed),
             "out": LinearSpec(
@@ -256,7 +257,7 @@ class BlockSpec:
         return linears
 
     @property
-    def weights(self) -> dict[str, tuple[Path, int]]:
+    def weights(self) -> dict[str, tuple[BlockPath, int]]:
         """The path and K of each weight that may be quantised, by name."""
         weights = {name: ((*one.path, "weight"), one.k) for name, one in self.linears.items()}
         if self.experts is not None:
@@ -315,19 +316,14 @@ class BlockSpec:
         return max(0, self.experts.experts - rows * self.experts.chosen)
 
     @property
-    def fuses_norms(self) -> bool:
-        """Whether linear layers take the norm before them as an operand."""
-        return not self.layer_norm
-
-    @property
     def fuses_residual(self) -> bool:
         """Whether linear layers add their result to the residual stream."""
-        # If devices share the layer, it is added to the sum over them.
+        # If devices share the layer, the residual is added after their sum.
         alone = self.tensor_parallel == 1
         return alone and not self.post_norms and self.residual_multiplier == 1
 
     @property
-    def norms(self) -> dict[Path, int]:
+    def norms(self) -> dict[BlockPath, int]:
         """Width of each norm, by the path of its parameters."""
         there = {
             "attention_norm": not self.no_pre_norms,
@@ -337,7 +333,7 @@ class BlockSpec:
             "attention_sum_norm": self.sum_norms,
             "mlp_sum_norm": self.sum_norms,
         }
-        norms: dict[Path, int] = {(name,): self.width for name, here in there.items() if here}
+        norms: dict[BlockPath, int] = {(name,): self.width for name, here in there.items() if here}
         if self.qk_norm or self.whole_qk_norm:
             for name, heads in (("q_norm", self.heads), ("k_norm", self.kv_heads)):
                 norms["attention", name] = self.head_dim * (heads if self.whole_qk_norm else 1)
@@ -359,5 +355,5 @@ class BlockSpec:
 
     @property
     def attention_values(self) -> int:
-        """The same for attention: residual stream; Q, K and V; rotated Q or the result."""
+        """Values per token that attention holds: residual; Q, K and V; rotated Q or the result."""
         return self.width + 2 * (self.heads + self.kv_heads) * self.head_dim

@@ -19,7 +19,7 @@ class CheckpointError(ValueError):
         super().__init__(readable(message))
 
 
-_BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group", "fuses_norms"}
+_BLOCK_NAMES = {f.name for f in dataclasses.fields(BlockSpec)} | {"group"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class DecoderConfig:
       position_offset: row of position 0 in a learned table, whose rows are added to the embeddings;
         None for no table.
       final_norm: the residual stream is normalised before the head.
-      head_bias: a head of its own has a bias.
+      head_bias: the head, which is not tied, has a bias.
       logit_scale: multiplies the logits.
       logit_soft_cap: logits become soft_cap * tanh(logits / soft_cap), or None.
       head_format: format of a quantised head, or None. The head is then not tied.
@@ -86,7 +86,7 @@ class DecoderConfig:
         return cls(blocks=tuple(BlockSpec(attention=spec, **block) for spec in attention), **fields)
 
     def with_attention(self, attention: Iterable[AttentionSpec]) -> "DecoderConfig":
-        """A copy with one layer per spec; layers beyond the last one copy it otherwise."""
+        """A copy with one layer per spec. Additional layers have the last block's other fields."""
         attention = list(attention)
         blocks = [*self.blocks, *self.blocks[-1:] * max(0, len(attention) - self.layers)]
         pairs = zip(blocks, attention, strict=False)
@@ -138,12 +138,12 @@ class DecoderConfig:
 
     @property
     def layers(self) -> int:
-        """L."""
+        """Number of layers, L."""
         return len(self.blocks)
 
     @property
     def head_width(self) -> int:
-        """Columns of the head on a device. Those of all devices together may exceed V."""
+        """Number of columns of the head on a device. The sum over the devices may exceed V."""
         return -(-self.vocab_size // self.tensor_parallel)
 
     @property
@@ -158,14 +158,14 @@ class DecoderConfig:
                 shapes.setdefault(name, linear.shape)
         if not self.tie_embeddings:
             width = self.embedding_width or self.width
-            normed = self.final_norm and self.fuses_norms and width == self.width
+            normed = self.final_norm and width == self.width
             shapes["head"] = LinearShape(
                 *(width, self.head_width), norm=normed, result="float32", weight=self.head_format
             )
         return shapes
 
     def idle_expert_weights(self, rows: int) -> int:
-        """Weights of all layers' experts that this many tokens certainly do not choose."""
+        """Number of weights of all layers' experts that this many tokens cannot choose."""
         return sum(block.idle_experts(rows) * block.expert_weights for block in self.blocks)
 
     @property
@@ -177,8 +177,8 @@ class DecoderConfig:
 class ConfigReader:
     """Typed access to a config.json. It remembers the fields read, so that none is overlooked.
 
-    `defaults` are used for absent fields. They do not replace a null. `names` has other names of
-    fields, which the file may have in place of a Llama's.
+    `defaults` are used for absent fields, but not for null. `names` has other names that the file
+    may use for Llama's fields.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class ConfigReader:
             )
 
 
-# Fields that do not affect the forward pass in inference, and those that tell how weights are
+# Fields that do not affect the forward pass in inference, and fields that describe how weights are
 # stored.
 _IGNORABLE = frozenset(
     """
@@ -294,8 +294,8 @@ _IGNORABLE = frozenset(
     """.split()
 )
 
-# Fields that change the forward pass of some family, with the values (or list items) that do not. A
-# family that supports other values reads the field.
+# Fields that change the forward pass of some family, with the values (or list items) that have no
+# effect. A family that supports other values reads the field.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "alibi": (False,),
     "attention_bias": (False,),

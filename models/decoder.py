@@ -1,4 +1,4 @@
-"""The decoder that all families share: blocks of attention and MLP, as a `BlockSpec` has them.
+"""The decoder that all families share: blocks of attention and MLP, described by `BlockSpec`s.
 
 Modules hold no cache. `describe` splits them once into a static graph and plain parameters, and
 `Model.module` puts both together again inside a trace.
@@ -23,15 +23,14 @@ from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, whole_config
-from fdjax.pallas_kernels.activations import UNGATED
 from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.experts import moe
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
-from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
-from fdjax.pallas_kernels.norm import RMSNorm, layer_norm, rms_norm
+from fdjax.pallas_kernels.layers import LayerWeights, decode_layers, ranks_key
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import (
     QTensor,
@@ -45,7 +44,7 @@ from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 Params = dict[str, Any]
 
-# (path in the parameters, parameter) → what stands in its place.
+# Function of (path of a parameter, parameter) that returns the parameter or a replacement.
 Take = Callable[[tuple[str | int, ...], Any], Any]
 
 
@@ -62,15 +61,17 @@ class Norm(nnx.Module):
 
     @classmethod
     def of(cls, spec: BlockSpec, dtype, *path: str) -> "Norm | None":
-        """The norm of a block at a path, or None if the block has none there."""
+        """The norm at a path of a block, or None if the block has none there."""
         if path not in spec.norms:
             return None
         divided = spec.whole_qk_norm and path[-1] in ("q_norm", "k_norm")
         return cls(spec.norms[path], spec, dtype, spec.tensor_parallel if divided else 1)
 
-    def operand(self) -> RMSNorm:
-        """The RMS norm as an operand of `matmul`."""
+    def operand(self) -> RMSNorm | LayerNorm:
+        """The norm as an operand of `matmul`."""
         scale = self.scale[...]
+        if self.is_layer_norm:
+            return LayerNorm(scale, None if self.bias is None else self.bias[...], self.eps)
         if self.offset:
             # In fp32: weights around 0 would lose bits when 1 is added.
             scale = scale.astype(jnp.float32) + self.offset
@@ -79,10 +80,10 @@ class Norm(nnx.Module):
     def __call__(self, x: Array, plan: Plan) -> Array:
         """Normalise x [B,T,...,width] over the last axis."""
         norm = self.operand()
-        run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
-        if self.is_layer_norm:
-            bias = None if self.bias is None else self.bias[...]
-            run = functools.partial(layer_norm, scale=norm.scale, bias=bias, eps=norm.eps)
+        if self.ranks > 1:
+            run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
+        else:
+            run = functools.partial(normalised, norm=norm)
         return _by_row(run, x, plan)
 
 
@@ -172,7 +173,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """MLP: down(act(gate(x)) * up(x)), or down(act(up(x))).
 
-    `beside` is the beginning of the names of its linear layers.
+    The names of its linear layers begin with `beside`.
     """
 
     def __init__(self, spec: BlockSpec, dtype, beside: str = ""):
@@ -186,11 +187,7 @@ class MLP(nnx.Module):
         """x [B,T,E] → input of `down` [B,T,F]."""
         if self.up is None:
             return _normed(norm, self.gate_up, x, plan, gate=self.activation)
-
-        def act(x):
-            return UNGATED[self.activation](x.astype(jnp.float32)).astype(x.dtype)
-
-        return _by_row(act, _normed(norm, self.up, x, plan), plan)
+        return _normed(norm, self.up, x, plan, activation=self.activation)
 
     def output(self, hidden: Array, **fused) -> Array:
         """Result of `hidden` [B,T,F] → [B,T,E]; `fused` are keywords of `matmul`."""
@@ -227,7 +224,7 @@ class ExpertWeights(nnx.Module):
         found = {name: getattr(self, name) for name in names}
         found = {name: param.get_value() for name, param in found.items() if param is not None}
         if self.ranks > 1 and self.down_bias is not None:
-            # Devices sum their results, so one of them adds it.
+            # The devices sum their results, so only one of them adds the bias.
             found["down_bias"] = only_first(found["down_bias"])
         return found
 
@@ -249,8 +246,17 @@ class Experts(nnx.Module):
         """x [B,T,E] → input of router and experts [B,T,E]."""
         return x if norm is None else norm(x, plan)
 
-    def output(self, hidden: Array, *, plan: Plan, residual: Array | None = None) -> Array:
-        """Result of `hidden` [B,T,E] → [B,T,E], plus a residual."""
+    def output(
+        self,
+        hidden: Array,
+        *,
+        plan: Plan,
+        residual: Array | None = None,
+        live: Array | None = None,
+    ) -> Array:
+        """Result of `hidden` [B,T,E] → [B,T,E], plus a residual. For `live` see `Decoder`."""
+        if live is not None:
+            live = jnp.broadcast_to(live[:, None], hidden.shape[:2]).reshape(-1)
         y = moe(
             hidden.reshape(-1, hidden.shape[-1]),
             self.router(hidden, preferred_element_type=jnp.float32, plan=plan).reshape(
@@ -259,6 +265,7 @@ class Experts(nnx.Module):
             **self.experts.operands(),
             routing=self.routing,
             gate=self.activation,
+            live=live,
             plan=plan,
         ).reshape(hidden.shape)
         if self.shared is not None:
@@ -272,7 +279,7 @@ class Experts(nnx.Module):
         if self.shared_gate is None:
             return y
         gate = self.shared_gate(hidden, preferred_element_type=jnp.float32, plan=plan)
-        # Multiplied on its own, like the residual multiplier of a block.
+        # A separate multiplication, like that by the residual multiplier of a block.
         return _by_row(
             lambda y, g: (y.astype(jnp.float32) * jax.nn.sigmoid(g)).astype(y.dtype), y, plan, gate
         )
@@ -282,9 +289,7 @@ def _normed(
     norm: Norm | None, linear: Callable[..., Array], x: Array, plan: Plan, **fused
 ) -> Array:
     """linear(norm(x)), x [...,K]; `fused` are keywords of `matmul`."""
-    if norm is not None and norm.is_layer_norm:
-        x = norm(x.reshape(-1, 1, x.shape[-1]), plan).reshape(x.shape)
-    elif norm is not None:
+    if norm is not None:
         fused["norm"] = norm.operand()
     return linear(x, plan=plan, **fused)
 
@@ -319,20 +324,33 @@ class DecoderBlock(nnx.Module):
         self.residual_multiplier = spec.residual_multiplier
 
     def __call__(
-        self, x: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
+        self,
+        x: Array,
+        kv: Any,
+        attend: Attend,
+        plan: Plan,
+        last: Array | None = None,
+        live: Array | None = None,
     ) -> tuple[Array, Any]:
         """x [B,T,E] → ([B,T,E], or [B,1,E] with `last`; the layer's updated cache).
 
         Args: see `Decoder.__call__`.
         """
-        return self.from_qkv(x, self.first_product(x, plan), kv, attend, plan, last)
+        return self.from_qkv(x, self.first_product(x, plan), kv, attend, plan, last, live)
 
     def first_product(self, x: Array, plan: Plan) -> Array:
         """x [B,T,E] → results of `attention.qkv` [B,T,N]."""
         return _normed(self.attention_norm, self.attention.qkv, x, plan)
 
     def from_qkv(
-        self, x: Array, qkv: Array, kv: Any, attend: Attend, plan: Plan, last: Array | None = None
+        self,
+        x: Array,
+        qkv: Array,
+        kv: Any,
+        attend: Attend,
+        plan: Plan,
+        last: Array | None = None,
+        live: Array | None = None,
     ) -> tuple[Array, Any]:
         """`__call__` after the first product, whose result is `qkv` [B,T,N]."""
         o, kv = self.attention(qkv, kv, attend, plan)
@@ -346,7 +364,10 @@ class DecoderBlock(nnx.Module):
             y = self.attention_sum_norm(y, plan)
         norm = self.attention_norm if self.shared_norm else self.mlp_norm
         hidden = self.mlp.hidden(x if self.parallel else y, norm, plan)
-        y = self._add(y, self.mlp.output, hidden, self.mlp_post_norm, plan)
+        output = self.mlp.output
+        if isinstance(self.mlp, Experts):
+            output = functools.partial(output, live=live)
+        y = self._add(y, output, hidden, self.mlp_post_norm, plan)
         return y if self.mlp_sum_norm is None else self.mlp_sum_norm(y, plan), kv
 
     def _add(
@@ -364,7 +385,7 @@ class DecoderBlock(nnx.Module):
         else:
             y = linear(hidden, plan=plan)
             y = y if post_norm is None else post_norm(y, plan)
-            # Scaled on its own: fused with the addition, it would be rounded in another way.
+            # A separate multiplication: fused with the addition, it would round differently.
             y = y if scale == 1 else _by_row(lambda y: y * jnp.asarray(scale, y.dtype), y, plan)
             y = x + y
         # Without the barrier, for many tokens, XLA would keep the addends of all layers and sum
@@ -415,7 +436,8 @@ def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, in
 def layers_shape(config: DecoderConfig, rows: int, slots: int, itemsize: int) -> dict[str, int]:
     """A plan's key for the `decode_layers` of a decode step."""
     heads = {"hkv": config.kv_heads, "d": config.head_dim, "s": slots}
-    return chain_shape(config, rows, itemsize) | heads
+    ranks = config.blocks[0].tensor_parallel
+    return chain_shape(config, rows, itemsize) | heads | ranks_key(ranks)
 
 
 def chain_features(config: DecoderConfig) -> Features:
@@ -456,7 +478,7 @@ def layer_weights(stacked: dict[str, Array]) -> LayerWeights:
 
 
 class Decoder(nnx.Module):
-    """Embedding, blocks, final norm, head."""
+    """A decoder: embedding, blocks, final norm, head."""
 
     def __init__(self, config: DecoderConfig, dtype):
         width, inner = config.width, config.embedding_width or config.width
@@ -490,6 +512,7 @@ class Decoder(nnx.Module):
         *,
         starts: Array | None,
         last: Array | None = None,
+        live: Array | None = None,
     ) -> tuple[Array, list[Any] | Stack]:
         """Compute hidden states before the final norm.
 
@@ -502,6 +525,8 @@ class Decoder(nnx.Module):
             positions uses it.
           last: [B] int32 index of the one token per row whose state is wanted; default all tokens.
             For other tokens, the last block then only updates its cache.
+          live: [B] bool; rows that are not live need no result, so no experts are read for them.
+            Default all.
 
         Returns:
           ([B, T, E], or [B, 1, E] with `last`; the updated caches).
@@ -510,13 +535,14 @@ class Decoder(nnx.Module):
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
-        def run(graph, params, x, kv, last):
-            return nnx.merge(graph, params)(x, kv, attend, plan, last)
+        def run(graph, params, x, kv, last, live):
+            return nnx.merge(graph, params)(x, kv, attend, plan, last, live)
 
         run = _shared(run, x)
         wanted = [None] * (len(self.blocks) - 1) + [last]
         for i, (block, one) in enumerate(zip(self.blocks, wanted, strict=True)):
-            x, layer_kv = run(*nnx.split(block), x, _layer(kv, i), one)
+            experts_of = live if isinstance(block.mlp, Experts) else None
+            x, layer_kv = run(*nnx.split(block), x, _layer(kv, i), one, experts_of)
             kv = _updated(kv, i, layer_kv)
         return x, kv
 
@@ -524,8 +550,8 @@ class Decoder(nnx.Module):
         """tokens [B,T], at positions from starts [B] on → [B,T,E]."""
         x = self._rows(tokens)
         if (scale := self.config.embedding_scale) != 1:
-            # For a single row, XLA would merge this factor with the first norm's and so round
-            # differently than in a batch.
+            # For a single row, XLA would merge this factor with the factor of the first norm. It
+            # would then round differently than in a batch.
             x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
         if self.embed_in is not None:
             x = self.embed_in(x, plan=plan)
@@ -539,7 +565,7 @@ class Decoder(nnx.Module):
         return x if self.embed_norm is None else self.embed_norm(x, plan)
 
     def _rows(self, tokens: Array) -> Array:
-        """Rows of the embedding, which devices share if it is the head too: [B,T] → [B,T,E]."""
+        """Rows of the embedding: [B,T] → [B,T,E]. Devices share it if it is also the head."""
         embed = self.embed[...]
         if len(embed) == self.config.vocab_size:
             return jnp.take(embed, tokens, axis=0)
@@ -565,7 +591,7 @@ class Decoder(nnx.Module):
           tokens: [B] int32.
           kv: caches of keys and of values, [L,B,Hkv,S,D] each, or pools of `pages`.
           stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
-          lengths: [B] int32 slots filled before.
+          lengths: [B] int32 slots filled before this token.
           rotation_at: rotary embedding → (cos, sin) [B,1,D/2] at the tokens' positions.
           plan: chooses the implementations.
           pages: [B,N] int32, see `decode_attention`.
@@ -581,6 +607,7 @@ class Decoder(nnx.Module):
             gate=self.config.activation,
             scale=first.scale,
             pages=pages,
+            ranks=self.config.blocks[0].tensor_parallel,
             plan=plan,
         )
         return x[:, None], tuple(kv)
@@ -647,7 +674,7 @@ def _updated(kv: list[Any] | Stack, i: int, layer: Any) -> list[Any] | Stack:
 def _shared(run: Callable, x: Array) -> Callable:
     """Jit run(graph, ...), so that equal blocks share one trace and one lowering.
 
-    Only inside a trace: outside, every call would jit a new function and compile it again.
+    Call it only inside a trace. Outside, every call would jit a new function and compile it again.
     """
     return jax.jit(run, static_argnums=0) if isinstance(x, jax.core.Tracer) else run
 
@@ -673,7 +700,7 @@ class Model:
 
     @property
     def local(self) -> "Model":
-        """The model that each device runs, with its own shapes: itself on a single device."""
+        """The model that each device runs, with its own shapes; on a single device, this model."""
         return self._local or self
 
     @property
@@ -709,7 +736,7 @@ class Model:
         """Shapes and dtypes of the parameters, as a tree of `jax.ShapeDtypeStruct`."""
         params = nnx.to_pure_dict(self._abstract)
         if self._local is not None and not self.config.tie_embeddings:
-            # Devices read few rows of it, so each has the whole.
+            # Devices read few rows of it, so each has the whole table.
             params["embed"] = self._local.abstract_params["embed"]
         return params
 
@@ -733,7 +760,7 @@ class Model:
 
     @property
     def parameter_count(self) -> int:
-        """Number of weights; tied embeddings count once, repeated KV heads as often as held."""
+        """Number of weights. Tied embeddings count once, repeated KV heads each time."""
         leaves = jax.tree.leaves(self.abstract_params, is_leaf=is_quantised)
         return sum(leaf.size for leaf in leaves)
 
@@ -772,12 +799,12 @@ def describe(
 
     Args:
       config: the architecture.
-      dtype: dtype of activations and of parameters that are not quantised; default that of the
-        checkpoint.
+      dtype: dtype of activations and of parameters that are not quantised; default the
+        checkpoint's.
       plan: chooses the implementations; default the plan of the first local device.
-      tensor_parallel: number of devices that share the model. It must divide the query heads and F,
-        and divide the KV heads or be a multiple of them, which are then repeated. With experts, F
-        is theirs, and it must divide the width of an MLP beside them.
+      tensor_parallel: number of devices that share the model. It must divide the query heads and F
+        (the width of an MLP or of an expert, and of an MLP beside the experts). It must divide the
+        KV heads or be a multiple of them; KV heads are then repeated.
       kv_dtype: "int8", or the dtype of the activations, which is the default.
 
     Raises:
@@ -829,8 +856,8 @@ def random_params(
       model: the model.
       seed: seed of the random numbers.
       devices: devices that share the model; default the first local ones.
-      take: called with the path and the value of each parameter as it is made, unless devices
-        share it. Its result is what the returned tree holds.
+      take: called with the path and the value of each parameter as it is made, unless devices share
+        it. The returned tree holds its results.
     """
     if model.ranks > 1:
         devices = jax.local_devices()[: model.ranks] if devices is None else devices

@@ -1,4 +1,4 @@
-"""Reads what a config.json says of a mixture of experts."""
+"""Reads the mixture of experts from a config.json."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -36,7 +36,7 @@ def read_routing(reader: ConfigReader, experts: str, **fields: Any) -> Routing:
 
 
 def read_dense_layers(reader: ConfigReader, layers: int) -> list[int]:
-    """Read which layers of a Qwen have one MLP: those listed, and those between sparse steps."""
+    """Read which layers of a Qwen have a single MLP: listed ones, or between sparse steps."""
     step = reader.positive("decoder_sparse_step", 1)
     listed = reader.get("mlp_only_layers", list, [])
     if not all(type(i) is int for i in listed):
@@ -47,7 +47,7 @@ def read_dense_layers(reader: ConfigReader, layers: int) -> list[int]:
 
 
 def with_dense_layers(config: DecoderConfig, layers: Sequence[int], width: int) -> DecoderConfig:
-    """A copy of a model in which these layers have one MLP, F of which is `width`."""
+    """A copy of a model in which these layers have a single MLP with F = `width`."""
     dense = {"experts": None, "shared_width": 0, "shared_gate": False, "mlp_width": width}
     blocks = [
         dataclasses.replace(block, **dense) if i in layers else block

@@ -3,8 +3,8 @@
 Hugging Face stores a linear layer as [N, K]. fdjax stores [K, N], with Q, K and V fused and grouped
 by KV head, and with gate and up fused. Tensor parallelism can slice these layouts.
 
-RoPE rotates pairs (i, i + dim/2). Some checkpoints are trained with pairs (2i, 2i + 1): their rows
-of Q and K are reordered, which changes no score. So no kernel needs to know of the other pairs.
+RoPE rotates pairs (i, i + dim/2). Some checkpoints are trained with pairs (2i, 2i + 1). Their rows
+of Q and K are reordered, which changes no score. So kernels need only one kind of pairs.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from jax import Array
 from fdjax.models.block import BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 
-Path = tuple[str | int, ...]
+ParamPath = tuple[str | int, ...]
 
 
 class Layout(Protocol):
@@ -69,7 +69,8 @@ class GroupedQKV:
 
     Attributes:
       kv_heads, group, head_dim: Hkv, G, D.
-      interleaved: so many dimensions at the beginning of a head of Q or K are pairs (2i, 2i + 1).
+      interleaved: number of dimensions at the beginning of a head of Q or K that form pairs (2i, 2i
+        + 1).
     """
 
     kv_heads: int
@@ -96,7 +97,7 @@ class GroupedQKV:
         return [p.reshape(-1, *p.shape[3:]) for p in parts]
 
     def _order(self) -> np.ndarray:
-        """[D] the dimension of the checkpoint that each dimension of ours is."""
+        """[D] for each dimension of a head here, its dimension in the checkpoint."""
         end = self.interleaved
         return np.r_[0:end:2, 1:end:2, end : self.head_dim]
 
@@ -140,7 +141,7 @@ class GateUp:
 
 @dataclasses.dataclass(frozen=True)
 class StackedRows:
-    """Linear layers that the checkpoint stores in one tensor, one after the other along N."""
+    """Linear layers that the checkpoint stores in one tensor, one after another along N."""
 
     outs: tuple[int, ...]
     layout: Layout
@@ -157,7 +158,7 @@ class StackedRows:
 
 @dataclasses.dataclass(frozen=True)
 class Alternating:
-    """Two linear layers in one tensor: its even rows are those of the first one."""
+    """Two linear layers in one tensor. Even rows belong to the first, odd rows to the second."""
 
     layout: Layout
 
@@ -192,7 +193,7 @@ def _swapped(part):
 
 @dataclasses.dataclass(frozen=True)
 class PerExpert:
-    """Weights of X experts, each as `layout` has them, one expert after the other."""
+    """Weights of X experts, one expert after another, each in the form that `layout` takes."""
 
     experts: int
     layout: Layout
@@ -209,7 +210,7 @@ class PerExpert:
 
 @dataclasses.dataclass(frozen=True)
 class AllExperts:
-    """Weights of X experts in one tensor, each as `layout` has it."""
+    """Weights of X experts in one tensor, each in the form that `layout` takes."""
 
     layout: Layout
 
@@ -229,8 +230,8 @@ class Weight:
     Attributes:
       sources: the tensors as (name, shape).
       layout: converts them to the parameter.
-      whole: a tensor (name, shape) that newer checkpoints have in their place, with all their
-        values one after the other; None for none.
+      whole: a tensor (name, shape) that newer checkpoints have instead of `sources`, with all their
+        values one after another; None if there is none.
     """
 
     sources: tuple[tuple[str, tuple[int, ...]], ...]
@@ -238,34 +239,35 @@ class Weight:
     whole: tuple[str, tuple[int, ...]] | None = None
 
     def outputs_first(self) -> tuple["Weight", bool]:
-        """The same with sources [..., N, K], as quantised weights have them; whether it differs."""
+        """(the weight with sources [..., N, K], as quantised weights need; whether it differs)."""
         if not isinstance(self.layout, InputsFirst):
             return self, False
         sources = tuple((name, (*head, n, k)) for name, (*head, k, n) in self.sources)
         return dataclasses.replace(self, sources=sources, layout=self.layout.layout), True
 
 
-WeightMap = dict[Path, Weight]
+WeightMap = dict[ParamPath, Weight]
 
 
 @dataclasses.dataclass(frozen=True)
 class TensorNames:
-    """The names of a checkpoint's modules, and how it stores their tensors. Default: as a Llama.
+    """The names of a checkpoint's modules, and how it stores their tensors. Defaults are Llama's.
 
     Attributes:
-      embed, norm, head: the modules outside of the layers.
+      embed, norm, head: modules outside the layers.
       positions, embed_norm, embed_in, embed_out: modules that few models have, see `DecoderConfig`.
       layer: beginning of the names in a layer; {} is its index.
-      own: linear layer or norm of ours → its modules in a layer, where they differ from a Llama's.
-        For Q, K and V, or gate and up, one module holds them all, one after the other.
-      per_group: the one module of Q, K and V has them grouped by KV head.
+      own: linear layer or norm of a block here → its modules in a layer of the checkpoint, where
+        they differ from Llama's. A single module for Q, K and V, or for gate and up, holds them one
+        after another.
+      per_group: the single module of Q, K and V has them grouped by KV head.
       interleaved: RoPE rotates pairs (2i, 2i + 1) of the checkpoint's dimensions.
       inputs_first: weights in the layers are stored as [K, N].
-      experts: modules of the experts in a layer. For gate and up, and for down; {} is the index of
-        the expert. Without it, this is the name of one tensor that holds the weights of all.
+      experts: modules of the experts in a layer, for gate and up, and for down. {} is the index of
+        the expert. A name without {} is one tensor with the weights of all experts.
       alternating_experts: the tensors of all experts are [X, K, N], and the columns, or biases, of
         gate and of up alternate.
-      router_bias: tensor in a layer with the bias by which experts are chosen.
+      router_bias: name of a layer's tensor with the bias for choosing experts.
       renamed: pattern → replacement in names of the checkpoint, for newer names.
     """
 
@@ -336,7 +338,7 @@ def decoder_weights(config: DecoderConfig, names: TensorNames = TensorNames()) -
     return weights
 
 
-def _norm(block: BlockSpec, ours: Path, theirs: str, width: int) -> WeightMap:
+def _norm(block: BlockSpec, ours: ParamPath, theirs: str, width: int) -> WeightMap:
     """The weights of a norm."""
     weights = {(*ours, "scale"): Weight(((f"{theirs}.weight", (width,)),))}
     if block.norm_bias:
@@ -344,7 +346,7 @@ def _norm(block: BlockSpec, ours: Path, theirs: str, width: int) -> WeightMap:
     return weights
 
 
-def _linear(ours: Path, theirs: str, k: int, n: int, *, bias: bool = False) -> WeightMap:
+def _linear(ours: ParamPath, theirs: str, k: int, n: int, *, bias: bool = False) -> WeightMap:
     """The weights of a linear layer outside of the layers."""
     weights = {(*ours, "weight"): Weight(((f"{theirs}.weight", (n, k)),), Transposed())}
     if bias:
@@ -352,7 +354,7 @@ def _linear(ours: Path, theirs: str, k: int, n: int, *, bias: bool = False) -> W
     return weights
 
 
-def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames) -> WeightMap:
+def _block_weights(block: BlockSpec, ours: ParamPath, theirs: str, names: TensorNames) -> WeightMap:
     """The weights of one layer: paths begin with `ours`, tensor names with `theirs`."""
     weights: WeightMap = {}
     for path, width in block.norms.items():
@@ -380,7 +382,9 @@ def _block_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames
     return weights
 
 
-def _expert_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorNames) -> WeightMap:
+def _expert_weights(
+    block: BlockSpec, ours: ParamPath, theirs: str, names: TensorNames
+) -> WeightMap:
     """The weights of the experts of one layer."""
     experts, width, hidden = block.experts.experts, block.width, block.mlp_width
     weights: WeightMap = {}
@@ -408,9 +412,14 @@ def _expert_weights(block: BlockSpec, ours: Path, theirs: str, names: TensorName
 
 
 def _experts_in_one(
-    block: BlockSpec, ours: Path, theirs: str, outs: tuple[int, ...], k: int, names: TensorNames
+    block: BlockSpec,
+    ours: ParamPath,
+    theirs: str,
+    outs: tuple[int, ...],
+    k: int,
+    names: TensorNames,
 ) -> WeightMap:
-    """The weight of all experts that one tensor holds, and their biases."""
+    """The weight of all experts in one tensor, and their biases."""
     experts, n = block.experts.experts, sum(outs)
     first = names.alternating_experts
     if len(outs) == 1:
@@ -431,7 +440,7 @@ def _experts_in_one(
 def _stored(
     block: BlockSpec, name: str, linear: LinearSpec, modules: int, names: TensorNames
 ) -> tuple[tuple[int, ...], Layout]:
-    """The outputs of each of the modules of a linear layer, and how they are joined."""
+    """The numbers of outputs of a linear layer's modules, and the layout that joins them."""
     if name not in ("qkv", "gate_up", "shared_gate_up"):
         return linear.outs, Transposed()
     heads = block.kv_heads, block.group, block.head_dim

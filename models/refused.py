@@ -2,8 +2,8 @@
 
 _EXPERTS = "its mixture of experts is unlike those of the supported families"
 _LATENT = "its attention keeps a latent vector in place of keys and values (MLA)"
-_DELTA_NET = "most of its layers are gated delta nets, which are no attention"
-_STATE_SPACE = "it has state space layers, which are no attention"
+_DELTA_NET = "most of its layers are gated delta nets, which are not attention"
+_STATE_SPACE = "it has state space layers, which are not attention"
 
 REFUSED = {
     **dict.fromkeys(

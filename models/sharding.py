@@ -1,11 +1,12 @@
-"""Tensor parallelism: what each of several devices holds of a model.
+"""Tensor parallelism: which part of a model each device holds.
 
 QKV is divided by KV heads, gate and up by F, the head by the vocabulary. Experts are divided like
 an MLP: each device holds a part of every expert. The products after them are divided by their
-inputs, and the devices sum the results. A device has a model of its own shapes (`local_config`).
-Comparing it with the whole (`whole_config`) gives each parameter's divided axis.
+inputs, and the devices sum the results. `local_config` is the model that one device runs, with its
+own shapes. A comparison with the whole model (`whole_config`) gives the divided axis of each
+parameter.
 
-KV heads are repeated where there are fewer than devices, and the vocabulary is padded.
+KV heads are repeated if there are fewer of them than devices, and the vocabulary is padded.
 """
 
 import dataclasses
@@ -37,7 +38,7 @@ _CONFIG_CAN = frozenset(
     logit_soft_cap head_format
     """.split()
 )
-# Parameters that are divided by the vocabulary, by the first name in their path.
+# Parameters that are divided along the vocabulary, by the first name in their path.
 _BY_VOCABULARY = ("embed", "head")
 
 
@@ -102,7 +103,7 @@ def _local_block(block: BlockSpec, ranks: int) -> BlockSpec:
 
 
 def whole_config(local: DecoderConfig) -> DecoderConfig:
-    """A model for one device with the parameters of all devices, one after the other."""
+    """A model for one device with the joined parameters of all devices."""
     ranks = local.tensor_parallel
     blocks = tuple(
         dataclasses.replace(
@@ -124,7 +125,7 @@ def is_padded(path: tuple[str | int, ...]) -> bool:
 
 
 def partitions(whole: Any, local: Any, ranks: int) -> Any:
-    """The `PartitionSpec` of each array of a tree, from its shapes in all and on a device."""
+    """The `PartitionSpec` of each array of a tree, from the whole shapes and those on a device."""
     return jax.tree.map(
         lambda a, b: _partition(a.shape, b.shape, ranks), whole, _like(local, whole)
     )
@@ -140,5 +141,5 @@ def _partition(whole: tuple[int, ...], local: tuple[int, ...], ranks: int) -> Pa
 
 
 def _like(tree: Any, other: Any) -> Any:
-    """The leaves of a tree in the structure of another; `QTensor`s differ in their shapes."""
+    """The leaves of a tree in the structure of another, whose `QTensor`s have other shapes."""
     return jax.tree.unflatten(jax.tree.structure(other), jax.tree.leaves(tree))

@@ -11,7 +11,7 @@ ACTIVATIONS = {
 }
 # Activations of an MLP without a gate.
 UNGATED = ACTIVATIONS | {"relu": jax.nn.relu}
-# Of gpt-oss (OpenAI 2025): the slope of the sigmoid, and the limit of gate and up.
+# Constants of gpt-oss (OpenAI 2025): slope of the sigmoid, limit of gate and up.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 
 
@@ -21,7 +21,7 @@ def _clamped_swiglu(gate, up):
     return gate * jax.nn.sigmoid(SWIGLU_ALPHA * gate) * (up + 1)
 
 
-# Functions of (gate, up) that are no such product. Only `moe` takes them.
+# Other functions of (gate, up). Only `moe` takes them.
 PAIRED = {"clamped_swiglu": _clamped_swiglu}
 
 

@@ -1,10 +1,10 @@
-"""The layout "bricks" of quantised weights: in the order in which Hopper's tensor cores take them.
+"""The layout "bricks" of quantised weights, in the order that Hopper's tensor cores need.
 
 A brick has 64 columns and 64 rows of a weight [K,N]. Transposed, it is the left operand of four
 wgmma instructions of 16 rows each. Each of the 128 threads of a warpgroup holds 8 of its values per
 instruction: two successive rows, of 2 columns (8 apart) and 2 groups of rows (8 apart). A packed
-brick lists these values for one thread after the other, so that threads read 16 bytes at once and
-exchange nothing. A word holds the 8 codes of int4 of an instruction, or 4 codes of 8 bits.
+brick stores the values of one thread after another. So threads read 16 bytes at once and exchange
+nothing. A word holds the 8 codes of int4 of an instruction, or 4 codes of 8 bits.
 """
 
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ def pack_bricks(codes: Array, bits: int) -> Array:
 
     Args:
       codes: unsigned integers; 64 divides K and N.
-      bits: 4 or 8, of a code.
+      bits: bits of a code, 4 or 8.
 
     Returns:
       [..., N/64, K/64, 2 or 4, 256] int32.

@@ -20,8 +20,8 @@ Features = frozenset[str]
 NAMES = ("xla", "cudnn", "mosaic_gpu")
 NO_FEATURES: Features = frozenset()
 
-# A measurement at one value of these keys says nothing about another value: the kernel may run
-# other code, may not run at all, or may leave a part of the device idle.
+# A measurement at one value of these keys does not apply to another value. The kernel may then run
+# other code, not run at all, or leave a part of the device idle.
 _EXACT_KEYS = (
     *("hkv", "d", "itemsize", "masks", "gate", "fused", "k", "n", "width", "hidden"),
     *("int4", "int8", "fp8", "fp4", "experts", "chosen"),
@@ -64,8 +64,8 @@ class Implementation:
       op: the op's name.
       name: "xla" | "cudnn" | "mosaic_gpu", or a name from outside this package.
       run: runs the op; each op has its own convention for the arguments.
-      can: names of the spec's features that it supports. It refuses all others.
-      needs: those of them without which it does not run.
+      can: names of the features that it supports. It refuses all others.
+      needs: features of `can` without which it does not run.
       fits: shape → why the sizes or the dtype do not fit, or None.
       heuristic: (shape, compute capability) → whether it runs at a shape that was not measured. The
         plan asks its implementations in order.
@@ -189,13 +189,13 @@ class Dispatch:
     Attributes:
       device_kind: `jax.Device.device_kind`, such as "NVIDIA H100 80GB HBM3" or "cpu".
       compute_capability: (major, minor) of a CUDA device, None elsewhere.
-      batch_invariant: XLA implementations give bitwise the same row whatever the rest of the batch.
-        On by default on CPU, where it costs little.
+      batch_invariant: XLA implementations compute a row with the same bits in any batch. On by
+        default on a CPU, where it costs little.
       named: implementations forced by name, as ((op, implementation), ...). They never fall back:
         an op that cannot run as named raises `NotImplementedError`.
       table: measured entries.
       only_xla: ops that run through XLA unless they are named.
-      implementations: of all ops, the preferred one of each op first.
+      implementations: implementations of all ops. The preferred ones of an op come first.
     """
 
     device_kind: str = "cpu"
@@ -221,7 +221,7 @@ class Dispatch:
         return [i for i in self.of(op) if i.supports(shape, features)]
 
     def candidates(self, op: str, features: Features, shape: Shape) -> Sequence[Any]:
-        """Configurations that `fdjax tune` tries: those of the first implementation with any."""
+        """Configurations that `fdjax tune` tries, from the first implementation that has some."""
         found = (i.candidates(shape) for i in self.able(op, features, shape))
         return next(filter(None, found), ())
 
@@ -261,7 +261,7 @@ class Dispatch:
         return choice
 
     def summary(self) -> dict[str, Any]:
-        """The fields that a benchmark record stores; of the table, the number of entries."""
+        """The fields for a benchmark record, with the number of entries in place of the table."""
         names = [f.name for f in dataclasses.fields(self) if f.name != "implementations"]
         return {name: getattr(self, name) for name in names} | {"table": len(self.table)}
 
@@ -270,7 +270,7 @@ class Dispatch:
         return dataclasses.replace(self, only_xla=(*self.only_xla, op))
 
     def _has_parts(self, implementation: Implementation) -> bool:
-        """Whether no op that it replaces is named, or limited to XLA, to run otherwise."""
+        """Whether the ops that it replaces are neither named otherwise nor limited to XLA."""
         wanted = [*self.named, *((part, "xla") for part in self.only_xla)]
         return all(
             name not in implementation.parts or choice == implementation.name
@@ -339,7 +339,7 @@ def _distance(measured: tuple[tuple[str, int], ...], asked: tuple[tuple[str, int
         # One query token and several run different kernels.
         if key in _EXACT_KEYS or (key == "t" and 1 in (x, y)) or x <= 0 or y <= 0:
             return math.inf
-        # A configuration measured with fewer rows may have no room for more.
+        # A configuration measured with fewer rows may not fit into memory with more rows.
         if key == "m" and x < y:
             return math.inf
         # Kernels need a multiple of 8 slots.

@@ -26,6 +26,29 @@ class RMSNorm:
     eps: float = dataclasses.field(metadata={"static": True})
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LayerNorm:
+    """Operand of `gemm.matmul(norm=...)`: LayerNorm of the rows of x before the product.
+
+    Attributes:
+      scale: [K] weights.
+      bias: [K] weights, or None.
+      eps: added to the variance.
+    """
+
+    scale: Array
+    bias: Array | None
+    eps: float = dataclasses.field(metadata={"static": True})
+
+
+def normalised(x: Array, norm: RMSNorm | LayerNorm) -> Array:
+    """`rms_norm` or `layer_norm` of x [..., K]."""
+    if isinstance(norm, LayerNorm):
+        return layer_norm(x, norm.scale, norm.bias, eps=norm.eps)
+    return rms_norm(x, norm.scale, eps=norm.eps)
+
+
 def rms_norm(x: Array, scale: Array, *, eps: float, ranks: int = 1) -> Array:
     """RMS normalisation over the last axis, computed in fp32 (Zhang & Sennrich 2019, eq. 4).
 

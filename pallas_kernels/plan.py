@@ -27,7 +27,7 @@ __all__ = [
     "shipped_table_path",
 ]
 
-# Written into new tables, to be compared when they are read.
+# Revisions of the kernels. They are written into new tables and compared when tables are read.
 KERNEL_REVISIONS = tables.revisions_of(IMPLEMENTATIONS)
 
 

@@ -37,7 +37,7 @@ WEIGHT_FEATURES = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class WeightFormat:
-    """How a weight is quantised; all that is known of a `QTensor` before it is loaded.
+    """The format of a quantised weight, which is known before the weight is loaded.
 
     Attributes:
       kind: "int4" | "int8" | "fp8" | "fp4".
@@ -66,7 +66,7 @@ class WeightFormat:
 
     @property
     def features(self) -> Features:
-        """What an implementation must support to read this weight."""
+        """Features that an implementation must support to read this weight."""
         names = {f"weight.{self.kind}", f"weight.layout.{self.layout}"}
         if self.zeros:
             names.add("weight.zeros")
@@ -74,7 +74,7 @@ class WeightFormat:
 
     @property
     def key(self) -> dict[str, int]:
-        """What it adds to the key of `matmul` for `Plan.choose`: the group, by the kind's name."""
+        """Entry that it adds to the key of `matmul` for `Plan.choose`: kind → group."""
         return {self.kind: self.group}
 
     def empty(self, shape: tuple[int, ...], stack: tuple[int, ...] = ()) -> "QTensor":
@@ -82,7 +82,7 @@ class WeightFormat:
 
         Args:
           shape: [K,N] or [K,2,N].
-          stack: leading axes, of weights of this shape.
+          stack: leading axes of the arrays, for a stack of such weights.
 
         Raises:
           ValueError: the group does not divide K.
@@ -101,8 +101,8 @@ class WeightFormat:
 class QTensor:
     """A quantised weight [K,N], or [K,2,N] (gate, then up). It is a pytree.
 
-    The arrays may have a leading axis that `shape` leaves out: a stack of weights, such as those of
-    the layers or of the experts.
+    The arrays may have a leading axis that `shape` leaves out. They are then a stack of weights,
+    such as those of all layers or experts.
 
     Attributes:
       words: int32. In the layout "plain", a word holds successive rows of a column, the first in
@@ -156,13 +156,15 @@ def words_shape(kind: str, shape: tuple[int, ...], layout: str = PLAIN) -> tuple
 
 
 def in_layout(q: QTensor, layout: str) -> QTensor:
-    """The same weight with its words in another order.
+    """The same weight, or stack of weights, with its words in another order.
 
     Raises:
       ValueError: it cannot have this layout.
     """
     if layout == q.layout:
         return q
+    if q.stack:  # one after the other, because codes take more memory than words
+        return lax.map(lambda one: in_layout(one, layout), q)
     check(q, "in_layout")
     if layout == BRICKS:
         if problem := no_bricks(q.shape):
@@ -222,6 +224,9 @@ def dequantise(q: QTensor, dtype: Any) -> Array:
     if q.kind == "fp8":
         codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
     elif q.kind == "fp4":
+        if q.layout == BRICKS:
+            # Without the barrier, XLA moves several arrays of int32 instead of the codes.
+            codes = lax.optimization_barrier(codes)
         codes = _e2m1(codes)
     values = codes.astype(jnp.float32).reshape(-1, q.group, *outs)
     if q.zeros is not None:
@@ -233,7 +238,7 @@ def dequantise(q: QTensor, dtype: Any) -> Array:
 
 
 def _e2m1(codes: Array) -> Array:
-    """The values of float4_e2m1fn codes. XLA converts that dtype itself on few devices only."""
+    """The values of float4_e2m1fn codes. XLA can convert this dtype only on few devices."""
     codes = codes.astype(jnp.int32)
     exponent, fraction = codes >> 1 & 3, codes & 1
     # 0, 1/2, 1, 3/2, 2, 3, 4, 6, as halves.
@@ -246,7 +251,7 @@ def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
 
     Args:
       q: the weight.
-      op: begins the error message.
+      op: name at the beginning of the error message.
       stacked: whether the arrays have a leading axis.
     """
     kind, (k, *outs) = q.format.kind, q.shape
@@ -270,12 +275,12 @@ def check(q: QTensor, op: str, *, stacked: bool = False) -> None:
 
 
 def is_quantised(leaf: Any) -> bool:
-    """Whether something is a `QTensor`, for the argument `is_leaf` of `jax.tree` functions."""
+    """Whether an object is a `QTensor`, for the argument `is_leaf` of `jax.tree` functions."""
     return isinstance(leaf, QTensor)
 
 
 def random_quantised(key: Array, like: QTensor, deviation: float) -> QTensor:
-    """A random weight around 0 in the shapes of another.
+    """A random weight around 0 with the shapes of another weight.
 
     Args:
       key: key of JAX's random numbers.

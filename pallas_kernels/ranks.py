@@ -1,4 +1,4 @@
-"""The axis of devices that share a model by tensor parallelism, and what they do together.
+"""The axis of devices that share a model by tensor parallelism, and their collective operations.
 
 Code that runs on one of them is inside a `jax.shard_map` over this axis.
 """
@@ -34,25 +34,25 @@ def only_first(x: Array) -> Array:
 
 
 def all_sum(x: Array, name: str) -> Array:
-    """The sum of the devices' arrays, on each of them; `name` says what it is, for `observed`."""
+    """The sum of the devices' arrays, on each device; `name` is for `observed`."""
     return lax.psum(announced(x, name), AXIS)
 
 
 def all_mean(x: Array, name: str) -> Array:
-    """The mean of the devices' arrays, on each of them; see `all_sum`."""
+    """The mean of the devices' arrays, on each device; see `all_sum`."""
     return lax.pmean(announced(x, name), AXIS)
 
 
 def all_columns(x: Array, name: str) -> Array:
-    """The devices' arrays [..., N], one after the other, on each of them: [..., ranks·N]."""
+    """The devices' arrays [..., N] joined to [..., ranks·N], on each device."""
     return lax.all_gather(announced(x, name), AXIS, axis=x.ndim - 1, tiled=True)
 
 
 @contextlib.contextmanager
 def observed(observer: Observer | None) -> Iterator[None]:
-    """Have what is traced inside this block call `observer` before each of these operations.
+    """Code traced inside this block calls `observer` before each collective operation.
 
-    It is called on the host with the device's index and the operation's name. None: nobody.
+    The call is on the host, with the device's index and the operation's name. None turns it off.
     """
     before = _observer.set(observer)
     try:
@@ -62,15 +62,15 @@ def observed(observer: Observer | None) -> Iterator[None]:
 
 
 def announced(x: Array, name: str) -> Array:
-    """x, after this device has told the observer of `observed`, if there is one, of `name`."""
+    """x, available after the observer, if any, was called with this device and `name`."""
     if (observer := _observer.get()) is None:
         return x
 
-    def tell(rank, _):
+    def notify(rank, _):
         observer(int(rank), name)
         return np.int32(0)
 
     # The call needs a value of x, so it cannot come before x.
     value = lax.index_in_dim(x.reshape(-1), 0, keepdims=False)
-    told = io_callback(tell, jax.ShapeDtypeStruct((), jnp.int32), lax.axis_index(AXIS), value)
-    return lax.optimization_barrier((x, told))[0]
+    done = io_callback(notify, jax.ShapeDtypeStruct((), jnp.int32), lax.axis_index(AXIS), value)
+    return lax.optimization_barrier((x, done))[0]

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, section 3.4.2), half-split as in Hugging Face.
 
-Frequencies are a static property of a model: NumPy computes them when a program is traced. Those of
-`Dynamic` and `LongRope` are the exception, as they depend on the length of a sequence. The rotation
-is memory bound and meant to be fused into the operation that reads q and k.
+Frequencies are a static property of a model: NumPy computes them when a program is traced. Only the
+frequencies of `Dynamic` and `LongRope` depend on the length of a sequence. The rotation is memory
+bound and meant to be fused into the operation that reads q and k.
 """
 
 import dataclasses
@@ -115,8 +115,8 @@ class Dynamic:
     """Dynamic NTK: beyond the original length, theta grows with the sequence.
 
     The frequencies of a token come from the length of the sequence when the token was processed:
-    the prompt's length for its tokens, position + 1 for each later token. The key stays in the
-    cache as it was rotated. transformers does the same with a cache and one sequence.
+    the prompt's length for its tokens, position + 1 for each later token. Keys in the cache are not
+    rotated again. transformers does the same with a cache and one sequence.
 
     Attributes:
       factor: how fast theta grows.
@@ -246,7 +246,7 @@ def rotation(
       positions: [B, T] int32, absolute.
       rope: static description.
       prompt: [B] int32 tokens of each prompt; needed if frequencies depend on lengths.
-      limit: [B] int32 tokens each sequence may hold at most; needed with `prompt`.
+      limit: [B] int32 largest number of tokens of each sequence; needed with `prompt`.
 
     Returns:
       (cos, sin), each [B, T, rope.dim / 2] fp32, times the attention factor.

@@ -25,14 +25,17 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 import fdjax
+from any_size import ANY_SIZE
 from fdjax.engine import runner
 from fdjax.engine.watch import Watch
 from fdjax.lm import LM
-from fdjax.models import describe, parse_config, random_params
+from fdjax.models import decoder, describe, parse_config, random_params
 from fdjax.pallas_kernels.all_reduce import all_reduce
+from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.tools import calibrate
+from fdjax.weights import stacked
 
 FIXTURES = Path(__file__).parent / "fixtures"
 OPTIONS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "return_logprobs": True}
@@ -263,6 +266,39 @@ def refusals():
     attempt("module", lambda: lm.model.module(lm.params))
     attempt("params", lambda: setattr(lm, "params", lm.params | {"embed": np.zeros((3, 3))}))
     return said
+
+
+def in_one_launch(path, ranks):
+    """Greedy tokens on one device, and on several whose steps run in one launch, by XLA."""
+    launches = []
+
+    def by_xla(x, *args, plan, **options):
+        launches.append((len(x), options["ranks"]))
+        return decode_layers(x, *args, **options, implementation="xla")
+
+    def copies(array):
+        return list(array)
+
+    decoder.decode_layers = by_xla
+    # JAX makes views only on its first CPU.
+    stacked.layer_views = copies
+    one = generated(load(path, 1))
+    seen = Ranks()
+    plan = Plan(
+        batch_invariant=True,
+        named=(("decode_layers", "mosaic_gpu"),),
+        implementations=ANY_SIZE,
+    )
+    several = load(path, ranks, plan=plan)
+    found = generated(several)
+    return {
+        "one": one,
+        "several": found,
+        "stacks": several.engine.stacks(1, 128),
+        "launches": launches,
+        "differing": seen.differing,
+        "compared": seen.compared,
+    }
 
 
 def all_reduce_sums(ranks):

@@ -1,13 +1,14 @@
 """Rooms import only downwards, and importing them only defines names."""
 
 import ast
+import collections
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,23 @@ def test_the_import_rule_finds(room, source):
 )
 def test_the_import_rule_allows(room, source):
     assert not _wrong_imports(source, Path(room, "some.py"))
+
+
+def _named_twice(sources: Mapping[Path, str]) -> dict[str, list[str]]:
+    """Names of classes that several places define."""
+    places = collections.defaultdict(list)
+    for path, source in sources.items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef):
+                places[node.name].append(f"{path}:{node.lineno}")
+    return {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_no_two_classes_have_one_name():
+    rooms = ("fdjax", "models", "pallas_kernels")
+    files = [path for room in rooms for path in _sources(room)]
+    assert not _named_twice({path: (ROOT / path).read_text() for path in files})
+    assert _named_twice({Path("a.py"): "class A: ...", Path("b.py"): "def f():\n  class A: ..."})
 
 
 # The rooms of `fdjax`, from bottom to top. Each may import those below it. `lm` is a file.

@@ -221,7 +221,7 @@ def test_weights_of_another_model_are_refused(lm):
     other, params = fresh(lm), lm.params
     want = re.escape("embed must be float32[320, 64], got ")
     embed = params.pop("embed")
-    for wrong, told in (
+    for wrong, message in (
         (params, want + "nothing"),
         ({**params, "embed": embed[:5]}, want + re.escape("float32[5, 64]")),
         ({**params, "embed": np.asarray(embed, np.float16)}, want + re.escape("float16[320, 64]")),
@@ -229,9 +229,9 @@ def test_weights_of_another_model_are_refused(lm):
         ({**params, "embed": embed, "blocks": [*params["blocks"].values()]}, "nested dicts"),
         ([], "must be .*, got nothing"),
     ):
-        with pytest.raises(ValueError, match=f"^params: .*{told}"):
+        with pytest.raises(ValueError, match=f"^params: .*{message}"):
             other.params = wrong
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(ValueError, match=message):
             fresh(lm, params=wrong)
     assert other.params.keys() == lm.params.keys()
     other.params = stand_ins(lm.params)
@@ -1011,9 +1011,9 @@ os._exit(0)
 """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    told = done.stdout.splitlines()
-    assert len(told) == 5
-    assert all("forked after fdjax had been used" in line and "'spawn'" in line for line in told)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 5
+    assert all("forked after fdjax had been used" in line and "'spawn'" in line for line in lines)
 
 
 def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):

@@ -37,7 +37,8 @@ def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | N
             error, finite = jax.device_get(_error(got_leaf, want_leaf))
         if not finite:
             return None, "result and reference must be finite"
-        worst = float(np.maximum(worst, error))  # NaN, if squares overflow, counts as the largest
+        # If squares overflow, the error is NaN, which counts as the largest.
+        worst = float(np.maximum(worst, error))
     if not worst <= tolerance:
         return worst, f"error {worst:.3g} above tolerance {tolerance:.3g}"
     return worst, None

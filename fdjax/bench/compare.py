@@ -4,8 +4,8 @@ import dataclasses
 
 from fdjax.bench.record import Measurement, Record
 
-# Relative changes that are let pass. On a CPU, which other programs use too, the same program may
-# take twice as long in another run.
+# Relative changes that are tolerated. On a CPU that is shared with other programs, the same program
+# may take twice as long in another run.
 _TOLERANCE, _TOLERANCE_OF_CPU = 0.05, 1.0
 _FAILURES = ("regression", "broken", "incomparable", "missing")
 

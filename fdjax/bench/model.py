@@ -22,8 +22,8 @@ from fdjax.models import Model, Params
 # An `fdjax.LM`, or an object with the attributes that are used here.
 LM = Any
 
-# Largest mean difference between log-probabilities of decoding and of one pass over the whole text,
-# by bytes per element.
+# Largest mean difference between log-probabilities from decoding and from one pass over the whole
+# text, by bytes per element.
 _TOLERANCE = {2: 0.05, 4: 1e-3}
 
 
@@ -105,12 +105,12 @@ def model_rows(
       lm, batch, prompt_tokens, new_tokens, runs, progress: see `bench_model`.
       implementation: name of the implementation in the rows.
       check: "logprobs" compares the log-probabilities of decoding with those of one pass over the
-        text. "tokens" compares the largest log-probability of that pass instead, which needs no
-        other decoding programs than those that are timed.
+        text. "tokens" compares the largest log-probabilities of that pass instead. It needs no
+        decoding programs beyond the timed ones.
       seconds: limit for the warm-up calls, the first call included, and again for the timed calls.
         No further call begins after it, but at least two are timed.
-      logits: the pass over the text, (lm, ids [1,T], n) → logits [1,n,V] of the last n tokens;
-        default `one_pass`.
+      logits: function for the pass over the text, (lm, ids [1,T], n) → logits [1,n,V] of the last n
+        tokens; default `one_pass`.
 
     Returns:
       (rows, costs). The costs are seconds of the first call and of compiling in it, and
@@ -232,9 +232,9 @@ def one_pass(lm: LM, ids: Array, n: int) -> Array:
 
 
 def _decoding_error(lm: LM, prompt: list[int], result, logits: Callable) -> float:
-    """Mean |Δ log-probability| of the first row's tokens between decoding and one pass over them.
+    """Mean |Δ log-probability| of the first row's tokens between decoding and a single pass.
 
-    If the result has no log-probabilities, the largest of the pass at each position replace them.
+    If the result has no log-probabilities, the largest of the pass at each position is used.
     """
     tokens = result.tokens[0]
     ids = jnp.asarray([prompt + tokens[:-1]], jnp.int32)

@@ -32,9 +32,10 @@ class Measurement:
         error: relative error against the reference, see `verify`.
         reason: why `ok` is not True.
         timing: fields of a `Timing`.
-        bytes, flops: the least that one call must move and compute.
+        bytes, flops: smallest number of bytes to move and of FLOPs to compute in a call.
         gb_per_s, tflop_per_s: 1e9 bytes and 1e12 FLOP per second at the median time.
-        fraction_of_ceiling: time at the ceiling (for bytes or FLOPs, the longer) over the median.
+        fraction_of_ceiling: time at the ceiling (the longer of bytes and FLOPs) over the median
+          time.
         notes: reasons to doubt the number.
     """
 

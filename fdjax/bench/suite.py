@@ -25,7 +25,7 @@ class Case:
         implementations: name → function of those arguments, for fdjax and its peers. A function
             that raises `NotImplementedError` is recorded as not supporting the case.
         reference: function of the arguments, more precise than the implementations; never timed.
-        bytes, flops: the least that one call must move and compute.
+        bytes, flops: smallest number of bytes to move and of FLOPs to compute in a call.
         tolerance: largest error that passes, see `verify`.
         prepare: name → function that converts the arguments to the layout of this implementation;
             never timed.
@@ -70,7 +70,7 @@ def _run_case(case: Case, runs: int, passes: int) -> list[Measurement]:
                 step(name)
             except NotImplementedError as error:
                 row.ok, row.reason = None, str(error) or "not implemented"
-            except Exception as error:  # one broken peer must not lose the record of the run
+            except Exception as error:  # a broken peer must not lose the record of the run
                 row.ok, row.reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
     for name, row in rows.items():
         if row.ok:

@@ -125,7 +125,8 @@ def cold_sets(
         make_args: seed → argument tuple of random data. Sets may share arrays if each set makes a
             call read a different part of them.
         bytes_per_set: bytes that one call touches, if fewer than the arguments have.
-        limit: most sets to build. If more are needed, data stays warm, and `measure` reports it.
+        limit: largest number of sets to build. If more are needed, data stays warm, and `measure`
+          reports it.
     """
     first = make_args(0)
     touched = _touched_bytes(first, bytes_per_set)
@@ -161,9 +162,9 @@ def _copied_bytes(hlo: str) -> int:
 class _Rotation(jax.stages.Wrapped):
     """A jitted function without arguments, which uses the next argument set at each call.
 
-    The profiler repeats a call with the same arguments, which would leave them in L2. It would also
-    jit anything that is not a `Wrapped`. A call waits for its result, because queued kernels with
-    programmatic dependent launch would start before the previous one has ended.
+    The profiler repeats a call with the same arguments, which would then be in L2. The profiler
+    would also jit a function that is not a `Wrapped`. A call waits for its result, because queued
+    kernels with programmatic dependent launch would start before the previous one has ended.
     """
 
     def __init__(self, compiled: Callable, sets: Sequence[tuple]):

@@ -14,7 +14,7 @@ class UsageError(ValueError):
 class Parser(argparse.ArgumentParser):
     """A parser that reports errors in one line and accepts no abbreviated options.
 
-    An abbreviation may become ambiguous when there are more options.
+    An abbreviation may become ambiguous when options are added.
     """
 
     def __init__(self, *args, **kwargs):
@@ -60,7 +60,7 @@ def some_text(text: str) -> str:
 
 
 def integer(least: int, most: int | None = None) -> Callable[[str], int]:
-    """A parser of integers from `least` to `most`; None is no limit."""
+    """A parser of integers from `least` to `most`; None means no limit."""
     within = f"at least {least}" if most is None else f"from {least} to {most}"
     return _number(int, lambda n: n >= least and (most is None or n <= most), f"integer, {within}")
 
@@ -71,7 +71,7 @@ def share(text: str) -> float:
 
 
 def argument_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The same parser for argparse, which then shows the text of its ValueError."""
+    """A parser for argparse that shows the text of the ValueError of `parse`."""
 
     def parsed(text: str) -> Any:
         try:

@@ -1,6 +1,6 @@
 """`fdjax generate --input`: reads prompts from a file and writes the answers to another.
 
-A run that was interrupted goes on when it is started again.
+An interrupted run continues when it is started again.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import Any, BinaryIO
 import fdjax
 from fdjax.cli.arguments import UsageError
 from fdjax.cli.shared import load_model, sampling_of
-from fdjax.engine.results import Answer
+from fdjax.engine.results import IndexedGeneration
 from fdjax.models import CheckpointError
 from fdjax.system import progress
 from fdjax.system.files import write_whole
@@ -46,7 +46,7 @@ def run_batch(args: argparse.Namespace) -> int:
     data = _read(args.input)
     lines = list(_lines(data, args.input))
     options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
-    with Answers(args.output, _run_of(args, data, options)) as answers:
+    with AnswerFile(args.output, _run_of(args, data, options)) as answers:
         left = [i for i in range(len(lines)) if i not in answers.done]
         _say(f"{len(lines)} prompts, {len(left)} without an answer")
         if not left:
@@ -68,11 +68,11 @@ def run_batch(args: argparse.Namespace) -> int:
 def _answer_all(
     lm: "fdjax.LM",
     lines: dict[int, Line],
-    answers: "Answers",
+    answers: "AnswerFile",
     system: str | None,
     options: dict[str, Any],
 ) -> None:
-    """Answer lines, by their numbers."""
+    """Answer the given lines of the input."""
     began, tokens = time.monotonic(), 0
     prompts, failed = {}, 0
     for i, line in lines.items():
@@ -84,11 +84,11 @@ def _answer_all(
             answers.add(i, line, [_error(error)])
             failed += 1
     numbers = list(prompts)
-    found: dict[int, list[Answer]] = {}
+    found: dict[int, list[IndexedGeneration]] = {}
     complete = 0
     with progress.answers(len(prompts)) as update:
         for answer in lm.generate_iter(list(prompts.values()), **options):
-            if (i := numbers[answer.index]) in answers.done:  # another sample of it failed
+            if (i := numbers[answer.index]) in answers.done:  # another sample of this prompt failed
                 continue
             samples = found.setdefault(answer.index, [])
             samples.append(answer)
@@ -105,13 +105,13 @@ def _answer_all(
     _say(f"{len(lines)} answers{errors}, {tokens} tokens in {seconds:.1f} s: {answers.path}")
 
 
-class Answers:
+class AnswerFile:
     """The output file, with one line for each prompt that has an answer, in order of completion.
 
     A file beside it records the model, options and input that the answers belong to.
 
     Attributes:
-      path: of the output.
+      path: path of the output.
       done: numbers of the prompts that have an answer.
     """
 
@@ -121,7 +121,7 @@ class Answers:
         self._file: BinaryIO | None = None
         self.done: set[int] = set()
 
-    def __enter__(self) -> "Answers":
+    def __enter__(self) -> "AnswerFile":
         beside = self.path.with_name(self.path.name + ".run.json")
         if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise UsageError(f"generate: --output {self.path}: not a file")
@@ -150,7 +150,7 @@ class Answers:
                 self.done.add(json.loads(line)["index"])
             except (ValueError, TypeError, KeyError):
                 raise UsageError(f"{self.path}: line {number} is not an answer") from None
-        # A line that was cut is written anew.
+        # A line that was cut off is written again.
         self._file.truncate(len(whole))
 
     def __exit__(self, *error) -> None:
@@ -160,9 +160,9 @@ class Answers:
         """Write the answers to a prompt."""
         record: dict[str, Any] = {"index": index, "id": line.id}
         record |= answers[0] if len(answers) == 1 else {"samples": answers}
-        # A lone surrogate of an id has no UTF-8, and becomes the escape of JSON again.
+        # A lone surrogate in an id has no UTF-8 form, so it is written as a JSON escape.
         text = json.dumps(record, ensure_ascii=False).encode(errors="backslashreplace")
-        # In one piece, so that what ends this process cuts no line but the last.
+        # One write call, so that if the process is killed, only the last line can be cut off.
         self._file.write(text + b"\n")
         self._file.flush()
         self.done.add(index)
@@ -172,7 +172,7 @@ class Answers:
             run = json.loads(beside.read_text())
         except (OSError, ValueError):
             raise UsageError(
-                f"{self.path} exists, and no {beside.name} says what of: name another --output"
+                f"{self.path} exists without {beside.name}, its settings: name another --output"
             ) from None
         for name, value in self._run.items():
             if run.get(name) != value:
@@ -186,7 +186,7 @@ def _error(error: BaseException) -> dict[str, Any]:
     return {"error": f"{type(error).__name__}: {error}"}
 
 
-def _answer(answer: Answer, index: int) -> dict[str, Any]:
+def _answer(answer: IndexedGeneration, index: int) -> dict[str, Any]:
     if answer.error is not None:
         # `generate_iter` counts the prompts of this run.
         called, name = rf"\bprompt {answer.index}\b", f"prompt {index}"
@@ -262,7 +262,7 @@ def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> d
 def _lock(file: BinaryIO, path: Path) -> None:
     try:
         import fcntl
-    except ImportError:  # not on Windows
+    except ImportError:  # Windows has no `fcntl`
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.system is not None:
         generate, stream = lm.chat, lm.stream_chat
         given = [{"role": "system", "content": args.system}, {"role": "user", "content": prompt}]
-    # Beams have no text before their end.
+    # The text of a beam search is known only at its end.
     has_beams = options.get("num_beams", lm.defaults.num_beams) > 1
     if args.json or args.num_return_sequences > 1 or has_beams:
         result = generate(given, return_logprobs=args.logprobs, **several, **options)

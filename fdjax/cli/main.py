@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return 0  # the reader of the pipe has closed it
+        return 0  # the reader has closed the pipe
     except UsageError as error:
         return _fail(error, 2)
     except (ValueError, NotImplementedError, OSError, FloatingPointError) as error:

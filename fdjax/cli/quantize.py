@@ -15,7 +15,7 @@ DESCRIPTION = (
     "the model first runs on a part of it, so that the weights that matter lose less, and the rest "
     "shows how much the answers change. See docs/quantised.md."
 )
-# Tokens of a piece of the text. The pieces of a short text are shorter, so that there are some.
+# Tokens of a piece of the text. A short text is cut into shorter pieces, so that there are enough.
 _PIECE_TOKENS, _LEAST_TOKENS, _LEAST_PIECES = 512, 32, 8
 # The largest number of pieces for the search of scales, and for the comparison.
 _PIECES, _COMPARED = 128, 64
@@ -91,13 +91,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"seconds       {seconds:.1f}")
     if reference is not None:
         other = fdjax.load(str(args.output), calibration=False)
-        print(quantise.compare(reference.engine, other.engine, compared))
+        print(quantise.compare_models(reference.engine, other.engine, compared))
     say(f"written to {args.output}")
     return 0
 
 
 def _split(lm: fdjax.LM, texts: list[str]) -> tuple[list[list[int]], list[list[int]]]:
-    """(pieces of the texts to find scales with, a quarter of them to compare predictions)."""
+    """Split pieces into (those for finding scales, a quarter for comparing predictions)."""
     from fdjax.tools.calibrate import pieces_of
 
     def cut(context: int) -> list[list[int]]:

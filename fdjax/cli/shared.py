@@ -34,8 +34,8 @@ def add_sampling(
 
     Args:
       parser: parser of the command.
-      default_tokens: words for the default of --max-new-tokens, in its help.
-      streams: the command only streams, so it has no flags for beam search.
+      default_tokens: text for the default of --max-new-tokens in its help.
+      streams: whether the command only streams and so needs no flags for beam search.
     """
     from fdjax.sampling.options import OPTIONS
 
@@ -71,7 +71,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_room(options: dict[str, Any], default: int) -> dict[str, Any]:
-    """The options, where a `min_new_tokens` above the default maximum raises the maximum."""
+    """The options. A `min_new_tokens` above the default maximum raises the maximum."""
     least = options.get("min_new_tokens", 0)
     return ({"max_new_tokens": least} if least > default else {}) | options
 
@@ -196,5 +196,5 @@ def read_text(path: Path) -> str:
 
 
 def say(doing: str) -> None:
-    """Print on standard error what is being done."""
+    """Print a message about the progress on standard error."""
     print(f"fdjax: {doing}", file=sys.stderr, flush=True)

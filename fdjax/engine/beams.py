@@ -1,48 +1,48 @@
-"""The host's part of a beam search: its steps, gathered from chunks, and the answers in the end."""
+"""A beam search on the host: it gathers the steps from chunks and finds the final answers."""
 
 import dataclasses
 from typing import NamedTuple
 
 from fdjax.engine.pages import page_count
-from fdjax.engine.sequence import Chunk, Request, Row
+from fdjax.engine.sequence import Chunk, Request, RequestState
 from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.text.tokenizer import Tokenizer
 
 
-class _Step(NamedTuple):
-    """Tokens [W] of the beams after a step, and the beams [W] that they continue."""
+class _BeamStep(NamedTuple):
+    """One step of a search: the new token of each beam [W], and which beam it continues [W]."""
 
     tokens: list[int]
     parents: list[int]
 
 
-class BeamSearch(Row):
-    """The beams of one prompt. The scheduler runs it like a row, but in several rows of the state.
+class BeamSearch(RequestState):
+    """The beams of one prompt. The scheduler runs them like one request that takes several rows.
 
-    If it has to be computed again, it begins again, as its beams have no common answer so far.
+    A preempted search starts over, because its beams have no common answer that it could continue.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer):
         self._answers = [
-            Row(dataclasses.replace(request, sample=i), tokenizer)
+            RequestState(dataclasses.replace(request, sample=i), tokenizer)
             for i in range(request.config.num_return_sequences)
         ]
-        self._steps: list[_Step] = []
+        self._steps: list[_BeamStep] = []
         super().__init__(request, tokenizer)
 
     @property
     def width(self) -> int:
-        """W."""
+        """Number of beams, W."""
         return self.request.config.num_beams
 
     @property
-    def answers(self) -> list[Row]:
+    def answers(self) -> list[RequestState]:
         """The answers, best first; they have no tokens before the end."""
         return self._answers
 
     @property
     def error(self) -> BaseException | None:
-        """What ended the search in place of its answers, or None."""
+        """The exception that ended the search, or None."""
         return self._error
 
     @error.setter
@@ -53,14 +53,14 @@ class BeamSearch(Row):
 
     @property
     def slots(self) -> int:
-        """Cache slots that a row needs: the response begins on a page of its own."""
+        """Cache slots that each row needs. The response begins on a new page."""
         new = self.most_tokens - len(self.request.ids)
         pages = page_count(len(self.request.ids)) + page_count(new)
         return max(super().slots, pages * SLOT_MULTIPLE)
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are tokens."""
+        """Whether it has tokens."""
         return bool(self._steps)
 
     @property
@@ -70,22 +70,22 @@ class BeamSearch(Row):
         return n * len(self.request.ids) + self.width * (n * (n + 1) // 2)
 
     def pages_for(self, tokens: int) -> int:
-        """Pages for a number of tokens: those of the prompt are shared, each beam has its own."""
+        """Pages for a number of tokens. The beams share only the pages of the prompt."""
         prompt = len(self.request.ids)
         return page_count(prompt) + self.width * page_count(max(0, tokens - prompt))
 
     def table(self, pages: list[int], beam: int) -> list[int]:
-        """The pages of one beam: those of the prompt, then every W-th of the others."""
+        """The pages of one beam: the prompt's pages, then every W-th of the remaining pages."""
         prompt = page_count(len(self.request.ids))
         return pages[:prompt] + pages[prompt + beam :: self.width]
 
     def begin(self) -> None:
-        """Forget all steps."""
+        """Forget all steps, because the search starts over."""
         self._steps = []
         self.cached_tokens = 0
 
     def take(self, chunk: Chunk, row: int) -> None:
-        """Take the part of a chunk that the first beam's row has.
+        """Take the search's part of a chunk, which is in the row of the first beam.
 
         Raises:
           FloatingPointError: logits were not finite.
@@ -93,7 +93,7 @@ class BeamSearch(Row):
         """
         beams = chunk.beams
         tokens, parents = beams.tokens[row].T.tolist(), beams.parents[row].T.tolist()
-        for step in map(_Step, tokens, parents):
+        for step in map(_BeamStep, tokens, parents):
             if step.tokens[0] == -1:
                 break
             if step.tokens[0] < 0:
@@ -103,7 +103,7 @@ class BeamSearch(Row):
             self._finish(beams.ended[row].tolist(), beams.ends[row].tolist())
 
     def _finish(self, scores, ends):
-        """Fill the answers."""
+        """Give the answers their tokens and scores."""
         found = sum(length > 0 for length, _, _ in ends[: self.width])
         if found < len(self._answers):
             raise ValueError(
@@ -115,7 +115,7 @@ class BeamSearch(Row):
         self.finish_reason = self._answers[0].finish_reason
 
     def _tokens(self, length, beam, last):
-        """The tokens of a beam that ended: its last one, and backwards what that continued."""
+        """The tokens of a beam that ended, found backwards from its last token."""
         tokens = [last]
         for step in reversed(self._steps[: length - 1]):
             tokens.append(step.tokens[beam])
@@ -123,8 +123,10 @@ class BeamSearch(Row):
         return tokens[::-1]
 
 
-def row_of(request: Request, tokenizer: Tokenizer, *, streamed: bool = False) -> Row:
-    """The host's part of a request."""
+def request_state(
+    request: Request, tokenizer: Tokenizer, *, streamed: bool = False
+) -> RequestState:
+    """The state of a request on the host: a `BeamSearch` if it asks for beams."""
     if request.config.num_beams > 1:
         return BeamSearch(request, tokenizer)
-    return Row(request, tokenizer, streamed=streamed)
+    return RequestState(request, tokenizer, streamed=streamed)

@@ -1,9 +1,9 @@
 """Stores lowered programs on disk, because tracing and lowering a large model takes seconds.
 
-JAX's compilation cache does not save this time: its key is the lowered program. The key here is
-what the program is traced from: this package, the model and its plan, the shapes of the arguments,
-JAX's version and settings, the device. A stored program is compiled like a traced one, so JAX's
-cache finds it. Patched packages and custom classes bypass this cache.
+JAX's compilation cache does not save this time: its key is the lowered program. The key here
+consists of everything that the trace depends on: this package, the model and its plan, the shapes
+of the arguments, JAX's version and settings, the device. A stored program is compiled like a traced
+one, so JAX's cache finds it. Patched packages and custom classes bypass this cache.
 """
 
 import contextlib
@@ -32,17 +32,22 @@ logger = logging.getLogger("fdjax")
 export.register_namedtuple_serialization(Logprobs, serialized_name="fdjax.Logprobs")
 export.register_namedtuple_serialization(BeamResults, serialized_name="fdjax.BeamResults")
 
-# Custom calls of which JAX promises nothing to a later version; a program is read by none.
+# JAX does not promise that a later version can run these custom calls. No later version reads a
+# program, because the key contains JAX's version.
 _CUSTOM_CALLS = ("mosaic_gpu_v2", "annotate_device_placement", "__cudnn$fmhaSoftmax")
 _CHECKS = tuple(map(export.DisabledSafetyCheck.custom_call, _CUSTOM_CALLS))
 
-_FOLDER = "fdjax"  # in that of JAX's cache
-_NAME = r"[0-9a-f]{64}"  # of a program; while it is written, the process's number follows
-_FOLDERS = (".", "models", "pallas_kernels")  # of the package; the latter two may be links
+# Folder of stored programs in the folder of JAX's cache.
+_FOLDER = "fdjax"
+# Name of a stored program. While it is written, the number of the process follows.
+_NAME = r"[0-9a-f]{64}"
+# Folders of this package's sources. The latter two may be links.
+_FOLDERS = (".", "models", "pallas_kernels")
 _DIGEST_BYTES = 32
-_UNUSED_SECONDS = 30 * 24 * 60 * 60  # after which a program goes: it is of another version, mostly
+# Programs that were unused for this time are deleted. Most belong to another version.
+_UNUSED_SECONDS = 30 * 24 * 60 * 60
 
-# Packages whose functions and classes may stand in modules of this package.
+# Packages from which modules of this package import functions and classes.
 _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
     *("fdjax", "jax", "jaxlib", "flax", "optax", "numpy", "ml_dtypes"),
     *("jinja2", "markupsafe", "tokenizers", "safetensors", "huggingface_hub", "tqdm"),
@@ -50,14 +55,14 @@ _KNOWN = (sys.stdlib_module_names - {"unittest"}) | {
 
 
 def cached_on_disk(function: Callable, description: Any, device: jax.Device) -> Callable:
-    """A function for `jax.jit` that is traced itself only where its program is not on disk.
+    """Wrap a function for `jax.jit` so that it is traced only if its program is not on disk.
 
-    Programs are kept where JAX's compilation cache is, unless that is off, limited in size or not a
-    local folder.
+    Programs are stored in the folder of JAX's compilation cache. Nothing is stored if that cache is
+    off, limited in size or not in a local folder.
 
     Args:
       function: positional pytrees of arrays → lists, tuples, `Logprobs` and `BeamResults` of them.
-      description: what it depends on besides them and this package, complete in its `repr`.
+      description: everything else that the program depends on; its `repr` must be complete.
       device: where the arrays are.
     """
 
@@ -88,25 +93,25 @@ def _export(
     try:
         return exporter(*avals)
     except (NotImplementedError, ValueError) as error:  # a custom call or a callback
-        logger.debug("a program cannot be kept: %s", error)
+        logger.debug("a program cannot be stored: %s", error)
         return None
 
 
 def _path(device: jax.Device, description: Any, shapes: str) -> Path | None:
-    """Where the program is that is described so; None if programs are not kept."""
+    """The path of the program with this description; None if programs are not stored."""
     folder = jax.config.jax_compilation_cache_dir
     if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
-    if jax.config.jax_compilation_cache_max_size != -1:  # which JAX keeps to, and we would not
+    if jax.config.jax_compilation_cache_max_size != -1:  # this module would ignore the limit
         return None
-    if not jax.sharding.get_abstract_mesh().empty:  # a program would be that mesh's
+    if not jax.sharding.get_abstract_mesh().empty:  # a program traced now would depend on that mesh
         return None
     foreign = _foreign([*_modules(), description])
     if foreign is not None:
-        logger.info("programs are not kept, as %r is not of this package", foreign)
+        logger.info("programs are not stored, because %r is not part of this package", foreign)
         return None
     if _SOURCE is None or _source_digest() != _SOURCE:
-        logger.info("programs are not kept, as this package is not on disk as it was loaded")
+        logger.info("programs are not stored, because the files of this package have changed")
         return None
     settings = {name: value for name, value in jax.config.values.items() if "_dir" not in name}
     origin = (
@@ -128,10 +133,10 @@ def _modules() -> list[ModuleType]:
 
 
 def _foreign(roots: Iterable[Any]) -> Any:
-    """The first thing in these that is neither of this package nor of those it builds on, or None.
+    """The first object from neither this package nor its dependencies, or None.
 
-    It changes a program, and no digest is of it: what others have put into modules and classes of
-    this package while it runs, a model of one's own classes.
+    Such an object can change a program, but no digest covers it. Examples are a function that a
+    user patched into a module of this package, and a model of the user's own classes.
     """
     seen: dict[int, Any] = {}
     todo = list(roots)
@@ -151,21 +156,21 @@ def _package(thing: Any) -> str:
     match thing:
         case ModuleType():
             module = thing.__name__
-        case FunctionType():  # its `__module__` is another's after `functools.wraps`
+        case FunctionType():  # `functools.wraps` changes `__module__`
             module = thing.__globals__.get("__name__", "")
         case type():
             module = thing.__module__
         case _:
             module = type(thing).__module__
-    # A named tuple's methods have a module of their own.
+    # The generated methods of a named tuple have another module.
     return "collections" if module.startswith("namedtuple_") else module.partition(".")[0]
 
 
 def _parts(thing: Any) -> list[Any]:
-    """The parts of a thing that belong to this package, or that may hold foreign code."""
+    """The parts of an object that belong to this package, or that may hold foreign code."""
     match thing:
         case ModuleType() if _package(thing) == "fdjax":
-            # Not the builtins, to which interpreters add theirs.
+            # Without the builtins, because interpreters such as IPython add functions there.
             return [part for name, part in list(vars(thing).items()) if not name.startswith("__")]
         case type() if _package(thing) == "fdjax":
             return list(vars(thing).values())
@@ -180,7 +185,7 @@ def _parts(thing: Any) -> list[Any]:
     return [part for name in names if (part := getattr(thing, name, None)) is not None]
 
 
-# Attributes by which decorators, methods, properties and partial functions hold others.
+# Attributes in which decorators, methods, properties and partial functions hold other functions.
 _HOLDERS = ("__wrapped__", "__func__", "func", "fget")
 
 
@@ -190,7 +195,7 @@ def _source_digest() -> str | None:
     digest, found = hashlib.sha256(), False
     try:
         for path in sorted(path for name in _FOLDERS for path in (root / name).rglob("*.py")):
-            if path.name.startswith("."):  # an editor's
+            if path.name.startswith("."):  # temporary files of editors
                 continue
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
             found = True
@@ -213,7 +218,7 @@ def _read(path: Path) -> export.Exported | None:
     if _is_damaged(path, data):
         logger.info("%s is damaged", path)
         return None
-    with contextlib.suppress(OSError):  # of another user
+    with contextlib.suppress(OSError):  # owned by another user
         os.utime(path)
     return export.deserialize(bytearray(data[_DIGEST_BYTES:]))
 
@@ -223,7 +228,7 @@ def _is_damaged(path: Path, data: bytes) -> bool:
 
 
 def damaged_programs(folder: Path) -> list[Path]:
-    """The programs kept in JAX's cache folder that are not as they were written."""
+    """The stored programs in JAX's cache folder that are damaged."""
     programs = (p for p in sorted(folder.glob(f"{_FOLDER}/*")) if re.fullmatch(_NAME, p.name))
     return [path for path in programs if _is_damaged(path, path.read_bytes())]
 
@@ -251,6 +256,6 @@ def _write(path: Path, exported: export.Exported) -> None:
 def _remove_unused(folder: Path) -> None:
     for path in folder.iterdir():
         if re.fullmatch(rf"{_NAME}(\.\d+)?", path.name):
-            with contextlib.suppress(OSError):  # gone already, or of another user
+            with contextlib.suppress(OSError):  # deleted already, or owned by another user
                 if time.time() - path.stat().st_mtime > _UNUSED_SECONDS:
                     path.unlink()

@@ -31,8 +31,8 @@ from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for
-from fdjax.engine.scheduler import Shape
-from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.scheduler import StateShape
+from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import (
     SLOT_MULTIPLE,
     DecodeState,
@@ -56,31 +56,32 @@ _CONCURRENT = "xla_gpu_command_buffer_scheduling_mode"
 # graph, the host reads the condition of each step.
 _CAPTURED = "xla_gpu_enable_command_buffer"
 _DECODE_OPTIONS = {
-    # XLA's default list, and WHILE.
+    # XLA's default list, plus WHILE.
     _CAPTURED: ("FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"),
     # The default is 5 operations. The program has fewer outside the loop.
     "xla_gpu_graph_min_graph_size": 1,
-    # The small kernels before and after the layers may then run concurrently. They cannot share
-    # memory then, so prefill, whose buffers are large, does not use this: it would need a quarter
-    # more memory.
+    # Lets the small kernels before and after the layers run concurrently. Concurrent kernels cannot
+    # share memory. Prefill would need a quarter more memory, so it does not use this option.
     _CONCURRENT: "CONCURRENT",
 }
-# The collective operations of XLA that several devices add to these; one that is not captured would
-# uncapture the loop. XLA's own kernels for them have a name since JAX 0.12.
+# Several devices also need XLA's collective operations. If one is not captured, the loop is not
+# captured either. XLA's own kernels for them have a name since JAX 0.12.
 _COLLECTIVES = ["COLLECTIVES"]
 if jax.__version_info__ >= (0, 12):
     _COLLECTIVES.append("COLLECTIVES_KERNEL")
-# For every program: XLA's estimate of memory, in percent of what there is, above which it computes
-# things twice. It counts a cache that kernels update in place once more for each kernel.
+# In every program, XLA recomputes values if its estimate of memory exceeds this percentage of the
+# memory. The estimate is too large: it counts a cache once more for each kernel that updates it in
+# place.
 _OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
 
 logger = logging.getLogger("fdjax")
 
-# The largest number of sequences that run at once on a CPU. More are no faster.
+# The largest number of sequences that run at once on a CPU. More would not be faster.
 _MOST_ROWS_ON_CPU = 32
-# Where the memory is not known, as on a CPU, caches take as much as the weights, or this.
+# If the size of memory is unknown, as on a CPU, caches take as much as the weights, or this.
 _LEAST_CACHE_BYTES = 2**30
-# Where memory is paid for when it is used, as on a CPU, a pool begins with this many pages.
+# On a CPU, the system provides memory only when it is written, so a pool begins with this many
+# pages.
 _FIRST_PAGES = 64
 
 # Parameters up to this size are packed with others of the same shape.
@@ -116,11 +117,12 @@ class Engine:
       place: the devices.
       tree: the parameters.
       params: the parameters, packed by `ParamPacking`.
-      stacked_params: the same with the layers stacked, for decode steps in one launch, or None.
+      stacked_params: the packed parameters with stacked layers, for decode steps in one launch, or
+        None.
       programs: the programs of the model. Engines with other weights share them.
-      paged: the cache is a pool of pages; otherwise each row is in one piece.
-      pool: whose pages are whose, or None before the first use.
-      reusable: what the last batch left behind, or None.
+      paged: whether the cache is a pool of pages; otherwise each row is in one piece.
+      pool: knows which pages are in use, or None before the first use.
+      reusable: the state of the last batch, or None.
       runner: runs the sequences of all callers.
       watch: reports if one of several devices stalls, or None. Set it while nothing runs.
     """
@@ -159,7 +161,7 @@ class Engine:
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
         self.paged = reads_pages(self.local)
-        # Keys and values depend on more than the tokens before them if the rotation does.
+        # If the rotation depends on the length of the prompt, so do keys and values.
         regular = not any(s.rope and s.rope.depends_on_length for s in model.config.attention)
         self._prefix_cache = prefix_cache and regular
         self.pool: PagePool | None = None
@@ -172,11 +174,11 @@ class Engine:
         """Largest number of tokens that a row may hold."""
         return self.max_len or self.model.config.max_position_embeddings
 
-    def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
+    def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows have taken it.
 
         Raises:
-          Exception: what ended the first row that failed; the others are not finished.
+          Exception: the exception of the first row that failed; the others are not finished.
         """
         with contextlib.closing(self.runner.run(rows, steps)) as chunks:
             for chunk in chunks:
@@ -184,11 +186,11 @@ class Engine:
                 yield chunk
         _raise_failure(rows)
 
-    def shape_for(self, rows: Sequence[Row]) -> Shape:
-        """The state for rows that are to run together, or for as many of them as there is room for.
+    def shape_for(self, rows: Sequence[RequestState]) -> StateShape:
+        """The shape of a state for these rows, or for as many of them as fit into memory.
 
         Raises:
-          MemoryError: not one fits.
+          MemoryError: not even one row fits.
         """
         prompt = max(len(row.ids) for row in rows)
         total = max(row.most_tokens for row in rows)
@@ -210,18 +212,18 @@ class Engine:
             while batch > 1 and plan(batch=batch, slots=slots).total_bytes > self.memory_bytes:
                 batch = 2 ** (math.ceil(math.log2(batch)) - 1)
             plan(batch=batch, slots=slots).check("generate", self.memory_bytes)
-        return Shape(batch, slots, limited=batch < len(rows))
+        return StateShape(batch, slots, limited=batch < len(rows))
 
-    def _shape_in_pages(self, rows: Sequence[Row], batch: int, slots: int) -> Shape:
+    def _shape_in_pages(self, rows: Sequence[RequestState], batch: int, slots: int) -> StateShape:
         needs = [row.pages_for(row.most_tokens) for row in rows]
         wanted = sum(row.width for row in rows)
         known = self.memory_bytes is not None and self.model.plan.compute_capability is not None
         if known and self.pool is None:
-            # It takes all there is at once, so that programs need not be compiled for other sizes.
+            # The pool takes all free memory at once. So programs are not compiled for other sizes.
             self._open_pool(self._most_pages(slots))
         pages = 0 if self.pool is None else self.pool.count
         limit = pages if known else self._most_pages(slots)
-        # One more is nobody's.
+        # One page more, because page 0 is never handed out.
         if max(needs) >= limit:
             longest = max(needs) * SLOT_MULTIPLE
             plan_memory(self.local, max_len=longest).check("generate", self.memory_bytes)
@@ -229,18 +231,18 @@ class Engine:
                 f"generate: {longest} tokens of cache must fit into {limit - 1} pages of "
                 f"{SLOT_MULTIPLE}"
             )
-        # Rows that find no pages would only cost time. Half of what they may need is enough for
-        # most, as many end early and some share pages.
+        # Rows without pages would only cost time. Half of a row's largest need is enough for most
+        # rows, because many end early and some share pages.
         per_row = max(1, sum(needs) // (2 * wanted))
         batch = min(batch, 2 ** math.floor(math.log2(max(1, (limit - 1) // per_row))))
         batch = max(batch, *(row.width for row in rows))
         useful = min(1 + sum(sorted(needs)[-batch:]), limit)
         while pages < useful:
             pages = min(max(4 * pages, _FIRST_PAGES), limit)
-        return Shape(batch, slots, limited=batch < wanted, pages=pages)
+        return StateShape(batch, slots, limited=batch < wanted, pages=pages)
 
     def _most_pages(self, slots: int) -> int:
-        """Pages of a pool that memory has room for, and that some batch could use."""
+        """Largest number of pages that fits into memory and that a batch could use."""
         context = max(slots, self.max_len or self.model.config.max_position_embeddings)
         sizes = {"rows": self.max_batch or MOST_ROWS, "context": context}
         if self.memory_bytes is None:
@@ -248,7 +250,7 @@ class Engine:
         else:
             room = self.memory_bytes - self.local.weight_bytes
             if self.pool is None and self.model.plan.compute_capability is not None:
-                # Others may have taken some since.
+                # Other programs may have taken memory since.
                 room = min(room, self.place.free_memory_bytes())
             room = room_for_pages(self.local, **sizes, memory_bytes=room, slots=slots)
         return pool_pages(self.local, **sizes, pool_bytes=room)
@@ -303,8 +305,8 @@ class Engine:
         """Whether decode steps of a batch run in one launch, with stacked weights and cache."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
-    def take_state(self, shape: Shape, may_stack: bool) -> DecodeState:
-        """The reusable state if it fits, else a new state.
+    def take_state(self, shape: StateShape, may_stack: bool) -> DecodeState:
+        """The reusable state if it is large enough, else a new state.
 
         A cache of rows is stacked if `may_stack` and decode steps run in one launch.
         """
@@ -333,16 +335,16 @@ class Engine:
         return dataclasses.replace(state, ids=ids, progress=progress)
 
     def leave_state(self, state: DecodeState | None, unread: list[jax.Array]) -> None:
-        """Keep a state for the next batch, or none.
+        """Keep a state for the next batch.
 
         Args:
-          state: every row of it may be begun anew.
-          unread: tokens of the steps that are under way.
+          state: a state whose rows may all be restarted, or None to keep none.
+          unread: tokens of the steps that still run.
         """
         self.reusable = None if state is None else ReusableState(state, unread)
 
-    def _take_pages(self, shape: Shape) -> DecodeState:
-        """A state of the pool, which keeps its content where it can."""
+    def _take_pages(self, shape: StateShape) -> DecodeState:
+        """A state whose cache is the pool. The pool keeps its content if possible."""
         kept = None if self.reusable is None else self.reusable.state
         pool = None if kept is None else jax.tree.leaves(kept.kv)[0]
         if kept is None or pool.shape[1] != shape.pages or pool.is_deleted():
@@ -354,7 +356,7 @@ class Engine:
         return self._on_devices(start_in_pages(state.kv, shape.rows, shape.slots))
 
     def _open_pool(self, pages: int) -> None:
-        """Allocate a pool of so many pages; of fewer where free memory is in pieces."""
+        """Allocate a pool of this many pages, or of fewer if the free memory is fragmented."""
         self.reusable = None
         while True:
             try:
@@ -365,7 +367,7 @@ class Engine:
                 if "RESOURCE_EXHAUSTED" not in str(error) or pages < _FIRST_PAGES:
                     raise
                 pages = pages * 3 // 4
-            gc.collect()  # what was allocated before the error may hang on it
+            gc.collect()  # the error may keep arrays alive that were allocated before it
         logger.info("cache of %d pages of %d tokens", pages, SLOT_MULTIPLE)
         self.pool = PagePool(pages, prefix_cache=self._prefix_cache)
         self.reusable = ReusableState(start_in_pages(kv, 1, SLOT_MULTIPLE), [])
@@ -414,7 +416,7 @@ class Engine:
                 return jax.tree.leaves(state), out
 
             specs = (
-                specs_of(self.params),
+                specs_of(self.stacked_params if one_launch else self.params),
                 jax.tree.leaves(state_specs(model, stacked, beams), is_leaf=is_spec),
             )
             run_on_all = place.over(run_local, (*specs, whole), (specs[1], whole))
@@ -477,7 +479,7 @@ class ParamPacking:
         return cls(treedef, tuple(map(tuple, groups.values())))
 
     def pack(self, params: Params) -> list[jax.Array]:
-        """Pack the tree."""
+        """Pack the leaves of the tree into arrays."""
         leaves = jax.tree.leaves(params)
         return [
             leaves[group[0]] if len(group) == 1 else stacked([leaves[i] for i in group])
@@ -493,7 +495,7 @@ class ParamPacking:
 
 
 def compiler_options(function: Callable, model: Model | None = None) -> dict[str, Any]:
-    """XLA options for the program of a step, without those that `XLA_FLAGS` sets."""
+    """XLA options for the program of a step, except options that `XLA_FLAGS` sets."""
     options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
     if model is not None and model.config.weight_formats:
         # Dequantised weights must share memory, or all of them would exist at the same time.
@@ -516,7 +518,7 @@ def _is_finite(tokens: np.ndarray | jax.Array) -> bool:
     return not (np.asarray(tokens) == NOT_FINITE).any()
 
 
-def _raise_failure(rows: Sequence[Row]) -> None:
+def _raise_failure(rows: Sequence[RequestState]) -> None:
     for row in rows:
         if row.error is not None:
             _refuse_trace()

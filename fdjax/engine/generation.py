@@ -32,8 +32,8 @@ def forward(
 ) -> Array:
     """Logits at every position, without a cache. Pure and jittable (`model`, `last` static).
 
-    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked: those that are out of range
-    give logits without meaning.
+    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked. Values out of range give
+    logits without meaning.
 
     Args:
       model, params: the model.
@@ -45,7 +45,7 @@ def forward(
       [B, T, V] fp32, or [B, last, V].
 
     Raises:
-      ValueError: `ids`, `lengths` or `last` are not of such a shape or out of range, or several
+      ValueError: `ids`, `lengths` or `last` have a wrong shape or are out of range, or several
         devices share the model and `params` are not on them.
     """
     ids, lengths = _checked("forward", ids, lengths, model)
@@ -65,7 +65,7 @@ def _forward(
 
 
 def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
-    """Attention of whole texts to themselves; it returns their caches as they are.
+    """Attention within whole texts, as a function that returns caches unchanged.
 
     Args:
       lengths: [B] int32 valid tokens of each text.
@@ -96,27 +96,27 @@ def generate(
 ) -> Array:
     """Generate from a batch of prompts. Pure and jittable (`model` and `config` static).
 
-    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked: those that are out of range
-    give tokens without meaning.
+    Inside `jax.jit`, values of `ids` and `lengths` cannot be checked. Values out of range give
+    tokens without meaning.
 
     Args:
       model, params: the model.
-      ids: [B, P] integers of the vocabulary, prompts that are padded at the end by any of them.
-      config: the same for all rows. There is no checkpoint here: a field that is not given has the
-        option's own default, and only `eos_token_ids` end a row. Row i draws with seed
-        `config.seed + i`, i without one. What ends a row on the host (`stop_strings`,
-        `stopping_criteria`) and `num_return_sequences` must be off.
+      ids: [B, P] ids of the prompts, padded at the end with any ids of the vocabulary.
+      config: the options of all rows. Defaults of a checkpoint are not used: a field that is not
+        given has the option's own default, and only `eos_token_ids` end a row. Row i draws with
+        seed `config.seed + i`, or i if there is no seed. Options that end a row on the host
+        (`stop_strings`, `stopping_criteria`) and `num_return_sequences` must be off.
       lengths: [B] integers in 1..P, tokens of each prompt; default P.
 
     Returns:
-      [B, max_new_tokens] int32, -1 after a row has ended; less than that where its logits were not
-      finite or all tokens forbidden.
+      [B, max_new_tokens] int32, -1 after a row has ended. Values below -1 mean that the logits were
+      not finite, or that all tokens were forbidden.
 
     Raises:
       ValueError: shapes disagree, a value is out of range, an option names an id that is not in the
         vocabulary or works on the host only, or several devices share the model and `params` are
         not on them.
-      TypeError: `config` is no `GenerationConfig`.
+      TypeError: `config` is not a `GenerationConfig`.
     """
     if not isinstance(config, GenerationConfig):
         raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")
@@ -162,7 +162,7 @@ def _generate(
 def _on_all(
     op: str, function: Callable[..., Array], model: Model, params: Params, *args: Array, **static
 ) -> Array:
-    """function(model, params, *args, **static), on every device that shares the model.
+    """Run function(model, params, *args, **static) on every device that shares the model.
 
     Raises:
       ValueError: the parameters are not on these devices.
@@ -198,7 +198,7 @@ def _jitted_on_all(
 def _checked(
     function: str, ids: Array, lengths: Array | None, model: Model, new_tokens: int = 0
 ) -> tuple[Array, Array]:
-    """Ids [B,T] and lengths [B] as int32 arrays; of tracers, only shape and dtype are checked.
+    """Ids [B,T] and lengths [B] as int32 arrays. Of tracers, it checks only shape and dtype.
 
     Raises:
       ValueError: see `forward`.
@@ -222,7 +222,7 @@ def _checked(
 
 
 def _integers(function: str, name: str, values: Array) -> Array:
-    """An array: of NumPy, where there are values to look at, which int32 might not hold."""
+    """Check that an array has integers. Values stay in their dtype, which may exceed int32."""
     values = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if not jnp.issubdtype(values.dtype, jnp.integer):
         raise ValueError(f"{function}: {name} must be integers, got {values.dtype}")

@@ -1,4 +1,4 @@
-"""Packs host arrays into one, because each argument of a program is a transfer of its own.
+"""Packs host arrays into one, because each argument of a program is a separate transfer.
 
 On the host of an H100, a transfer takes 40 µs, before a prompt's first kernel can start.
 """
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax import Array, lax
 
-# XLA passes a slice of an array to a kernel where it is, and kernels need operands aligned to this.
+# XLA passes a slice to a kernel without a copy, and kernels need operands with this alignment.
 _ALIGNMENT = 256
 
 
@@ -25,8 +25,8 @@ class HostArrays:
     """A tree of small arrays, packed into one array.
 
     Attributes:
-      data: [N] int32, the bits of all leaves, one after another, each from a multiple of
-        `_ALIGNMENT` bytes on.
+      data: [N] int32, the bits of all leaves, one after another. Each leaf begins at a multiple of
+        `_ALIGNMENT` bytes.
       treedef: structure of the tree.
       shapes: (shape, dtype) of each leaf; dtypes are int32, float32 or bool.
     """

@@ -1,9 +1,9 @@
 """Plans how much memory a model takes on a device, before anything is allocated.
 
-Weights and cache are counted exactly. The workspace is what the compiler needs beside them, for the
-largest prefill call or for a decode step. It is estimated by a model of XLA's buffers, which
-`tests/engine/test_memory.py` compares with the compiler's numbers and `benchmarks/memory.py` with
-measurements on an H100.
+Weights and cache are counted exactly. The workspace holds the temporary buffers of the largest
+prefill call or of a decode step. It is estimated by a model of XLA's buffers.
+`tests/engine/test_memory.py` compares the estimate with the compiler's numbers, and
+`benchmarks/memory.py` compares it with measurements on an H100.
 """
 
 import dataclasses
@@ -30,7 +30,8 @@ _CUBLAS_BYTES = {(9, 0): 32 * 2**20}
 _CUBLAS_BYTES_OTHER_GPU = 4 * 2**20
 # fp32 arrays [rows, V] that exist at the same time while a token is chosen with all processors.
 _LOGITS = 5.3
-# XLA's attention limits its scores to this many bytes. With P they take the factor below.
+# XLA's attention limits its scores to this many bytes. Scores and probabilities together take this
+# factor more.
 _SCORES_BYTES = 256 * 2**20
 _SCORES_AND_P = 1.5
 # The largest number of sequences that run at once on a GPU.
@@ -63,7 +64,7 @@ class MemoryPlan:
         return self.weight_bytes + self.cache_bytes + self.workspace_bytes
 
     def __str__(self) -> str:
-        """One line for people."""
+        """A readable line."""
         return (
             f"{gigabytes(self.total_bytes)}: weights {gigabytes(self.weight_bytes)}, cache "
             f"{gigabytes(self.cache_bytes)} for {self.batch} x {self.max_len} tokens, workspace "
@@ -71,7 +72,7 @@ class MemoryPlan:
         )
 
     def check(self, op: str, memory_bytes: int | None) -> None:
-        """Raise MemoryError if the total exceeds `memory_bytes`; None is no limit."""
+        """Raise MemoryError if the total exceeds `memory_bytes`; None means no limit."""
         if memory_bytes is None or self.total_bytes <= memory_bytes:
             return
         if self.weight_bytes > memory_bytes:
@@ -97,7 +98,7 @@ def plan_memory(
       batch: number of rows.
       max_len: tokens of each row, prompt and answer.
       prompt_tokens: tokens of the longest prompt; default `max_len`.
-      slots: cache slots per row; default what prompts of `max_len` tokens need.
+      slots: cache slots per row; default as many as prompts of `max_len` tokens need.
 
     Raises:
       ValueError: a number is not a positive integer.
@@ -121,7 +122,7 @@ def plan_memory(
 def beam_slots(prompt: int, new: int, *, beams: int) -> int:
     """Cache slots of the beams of a prompt (segment KV cache, Wu et al. 2024, section 3.2).
 
-    The prompt's slots are shared. Each beam has pages of its own for its `new` tokens.
+    The prompt's slots are shared. Each beam has its own pages for its `new` tokens.
 
     Args:
       prompt: tokens of the prompt, P.
@@ -137,8 +138,8 @@ def beam_slots(prompt: int, new: int, *, beams: int) -> int:
 def plan_up_to(model: Model, *, batch: int, max_len: int) -> MemoryPlan:
     """Plan the memory for any number of rows up to `batch`, of `max_len` tokens each.
 
-    It differs from `plan_memory` in the workspace. A call takes all of a few rows but half of many,
-    so fewer rows may need more workspace.
+    It differs from `plan_memory` in the workspace. A prefill call may take all of a few rows, but
+    only half of many. So fewer rows may need more workspace.
     """
     plan = plan_memory(model, batch=batch, max_len=max_len)
     at_once = min(batch, most_rows_of_call(max_len))
@@ -165,7 +166,7 @@ def check_load(
 
     Raises:
       ValueError: an argument is out of range.
-      MemoryError: the weights do not fit, or not with the batch and length asked for.
+      MemoryError: the weights do not fit, or not together with the given batch and length.
     """
     for name, value in (("max_batch", max_batch), ("max_len", max_len)):
         if value is None:
@@ -240,12 +241,12 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     attention = tokens * max(block.attention_values for block in c.blocks) * itemsize
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
     runs = _prefill_implementations(model, rows, tokens // rows, slots)
-    # A copy of the cache of the rows in the call: gathered, dequantised, or both.
+    # A copy of the cache of the call's rows, which is gathered, dequantised, or both.
     if model.kv_dtype or (rows < batch and runs != {"mosaic_gpu"}):
         attention += 2 * rows * row_bytes
     if "xla" in runs:
         scores = 4 * rows * c.heads * (tokens // rows) * slots
-        # Also counts a copy of the values with dead slots zeroed.
+        # The size also counts a copy of the values with dead slots zeroed.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
     # A decode step dequantises the cache of all rows, a layer at a time.
     attention = max(attention, 2 * batch * row_bytes if model.kv_dtype else 0)
@@ -258,7 +259,7 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
 
 
 def _dequantised_bytes(model: Model) -> int:
-    """Bytes of the largest quantised weight, or of one expert, once XLA has dequantised it."""
+    """Bytes of the largest quantised weight, or of one expert, after XLA has dequantised it."""
     linears = [linear for block in model.config.blocks for linear in block.linears.values()]
     shapes = {linear.shape for linear in linears} | set(model.config.linear_shapes.values())
     sizes = [shape.k * shape.n for shape in shapes if shape.weight]
@@ -272,7 +273,8 @@ def _dequantised_bytes(model: Model) -> int:
 def reads_pages(model: Model) -> bool:
     """Whether all attention of a model reads pages without copying them first.
 
-    On a CPU it copies them too, but there a copy costs little beside the rest.
+    On a CPU, attention always copies pages, which costs little beside the rest. It counts as
+    reading.
     """
     plan, c = model.plan, model.config
     if plan.compute_capability is None:
@@ -293,24 +295,24 @@ def reads_pages(model: Model) -> bool:
 def room_for_pages(
     model: Model, *, rows: int, context: int, memory_bytes: int, slots: int | None = None
 ) -> int:
-    """Bytes of a pool of pages, of what is there beside the weights.
+    """Bytes for a pool of pages: a part of the memory beside the weights.
 
     Args:
       model: the model.
       rows: largest number of rows that run at once.
       context: largest number of tokens of a row.
       memory_bytes: bytes beside the weights.
-      slots: slots of a row; default those of a row of `context` tokens.
+      slots: slots of a row; default as many as a row of `context` tokens needs.
     """
     slots = covered_slots(context) if slots is None else slots
-    # Packed calls of any prompts are as large as those of long ones, and never halved.
+    # Packed calls are as large for short prompts as for long ones, and they are never halved.
     tokens, rows = max(CHUNKS[-1], context), 2 ** (rows - 1).bit_length()
     workspace = workspace_bytes(model, rows, tokens, slots)
     return int(_POOL_SHARE * (memory_bytes - workspace))
 
 
 def pool_pages(model: Model, *, rows: int, context: int, pool_bytes: int) -> int:
-    """Pages of a pool: as many as there is room for and as the rows could use."""
+    """Pages of a pool: as many as fit into memory, but no more than the rows could use."""
     most = 1 + rows * -(-context // SLOT_MULTIPLE)
     pages = max(0, min(int(pool_bytes / page_bytes(model)), most))
     # Free memory differs a little from process to process. Programs depend on the number.

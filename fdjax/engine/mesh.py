@@ -1,4 +1,4 @@
-"""Where an engine's arrays are: on one device, or divided among several."""
+"""The devices of an engine's arrays: one, or several that share the arrays."""
 
 import dataclasses
 import itertools
@@ -22,27 +22,28 @@ class Place:
     """The devices of an engine.
 
     Attributes:
-      devices: one, or several that share the model by tensor parallelism, in the mesh's order.
+      devices: one device, or several that share the model by tensor parallelism, in the order of
+        the mesh.
     """
 
     devices: tuple[jax.Device, ...]
 
     @classmethod
     def of(cls, array: jax.Array) -> "Place":
-        """The place of an array."""
+        """The place where an array is."""
         if isinstance(array.sharding, NamedSharding):
             return cls(tuple(array.sharding.mesh.devices.flat))
         return cls(tuple(array.devices()))
 
     @classmethod
     def local(cls, ranks: int, device: jax.Device | None = None) -> "Place":
-        """A device, default the first local one, or the first local ones.
+        """The place on `device`, or on the first `ranks` devices of this process.
 
         Raises:
-          ValueError: there are not as many.
+          ValueError: this process has fewer devices.
           NoDeviceError: JAX cannot start its platform.
         """
-        platform.default_backend()  # starts JAX, which would lose a Ctrl-C
+        platform.default_backend()  # starts JAX, because `local_devices` would lose a Ctrl-C
         devices = (device,) if device is not None else tuple(jax.local_devices()[:ranks])
         if len(devices) < ranks:
             raise ValueError(
@@ -56,21 +57,21 @@ class Place:
         return Mesh(np.array(self.devices), (AXIS,))
 
     def sharding(self, spec: PartitionSpec = _WHOLE) -> Sharding:
-        """The sharding of an array that is divided so; default whole on every device."""
+        """The sharding for a `PartitionSpec`; by default, every device has the whole array."""
         if len(self.devices) == 1:
             return SingleDeviceSharding(self.devices[0])
         return NamedSharding(self.mesh, spec)
 
     def shardings(self, specs: Any) -> Any:
-        """`sharding` for a tree."""
+        """The shardings for a tree of `PartitionSpec`s."""
         return jax.tree.map(self.sharding, specs, is_leaf=is_spec)
 
     def put(self, tree: Any) -> Any:
-        """Put arrays on every device, as a whole."""
+        """Put whole arrays on every device."""
         return jax.device_put(tree, self.sharding())
 
     def zeros(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.Array:
-        """Zeros of this shape and dtype on each device, one array that is divided so."""
+        """An array of zeros, divided among the devices as `spec` says."""
         shape = (
             n * (len(self.devices) if axis == AXIS else 1)
             for n, axis in itertools.zip_longest(part.shape, spec)
@@ -78,14 +79,14 @@ class Place:
         return jnp.zeros(tuple(shape), part.dtype, device=self.sharding(spec))
 
     def over(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-        """A function of whole arrays that runs this one on each device, with its part of each."""
+        """A function of whole arrays. Each device runs `function` with its own parts."""
         if len(self.devices) == 1:
             return function
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self.mesh, **specs, check_vma=False)
 
     def free_memory_bytes(self) -> int | None:
-        """Free bytes of the device that has the fewest; None if unknown."""
+        """The smallest number of free bytes of any device; None if unknown."""
         free = [free_memory_bytes(device) for device in self.devices]
         return None if None in free else min(free)
 
@@ -101,7 +102,7 @@ def is_spec(leaf: Any) -> bool:
 
 
 def stacked(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Stack arrays that are divided alike, each device its own parts."""
+    """Stack arrays that are divided alike. Each device stacks its own parts."""
     sharding = arrays[0].sharding
     if not isinstance(sharding, NamedSharding):
         return jnp.stack(arrays)

@@ -1,9 +1,9 @@
-"""Packs prompts into calls without rows of padding, for a cache in pages.
+"""Packs prompts into calls with little padding, for a cache of pages.
 
-A call is a list of blocks. A block is up to 128 tokens of one prompt, which fill a page, and a
-prompt may have several blocks in a call: all of them are written to the cache before any attends.
-So padding is less than a block for each prompt, and a few blocks for each call, because calls have
-one of a few sizes.
+A call is a list of blocks. A block is up to 128 tokens of one prompt, which fill a page. A prompt
+may have several blocks in a call, because all of them are written to the cache before any attends.
+The padding is less than a block per prompt, and a few blocks per call, because there are few sizes
+of calls.
 """
 
 import collections
@@ -15,24 +15,24 @@ import numpy as np
 from fdjax.engine.schedule import CALL_TOKENS, CHUNKS, SHORT_CHUNK, PrefillCall, cheapest
 from fdjax.engine.state import SLOT_MULTIPLE
 
-# Blocks of a call.
+# Allowed numbers of blocks in a call.
 _SIZES = (1, 4, 16, 64)
-# Blocks of a call for each row of the state: the widest chunk of a prompt.
+# Largest number of blocks in a call per row of the state: the widest chunk of a prompt.
 _BLOCKS_PER_ROW = CHUNKS[-1] // SLOT_MULTIPLE
-# Where tokens cost what they compute, as on a CPU, larger calls save nothing.
+# On a CPU, time is proportional to the number of tokens, so larger calls save nothing.
 _BLOCKS_ON_CPU = 8
 _SHORT_BLOCKS = SLOT_MULTIPLE // SHORT_CHUNK
 
 
 def call_sizes(batch: int, *, on_cpu: bool = False) -> tuple[int, ...]:
-    """Numbers of blocks of calls for a state of `batch` rows; each is a program."""
+    """Numbers of blocks that a call may have, for a state of `batch` rows. Each needs a program."""
     most = min(_BLOCKS_PER_ROW * batch, _BLOCKS_ON_CPU if on_cpu else CALL_TOKENS // SLOT_MULTIPLE)
     return *(size for size in _SIZES if size < most), most
 
 
 @dataclasses.dataclass(eq=False)
 class _Prompt:
-    """What is left of a prompt: `tokens`, of which the cache holds `done`."""
+    """A prompt that waits. The cache holds the first `done` of its `tokens`."""
 
     row: int
     tokens: np.ndarray
@@ -45,14 +45,14 @@ class _Prompt:
 
 
 class PackedPrompts:
-    """Prompts that wait for their computation, in the order in which they came."""
+    """Prompts that wait to be computed, in the order of arrival."""
 
     def __init__(self, batch: int, *, on_cpu: bool = False):
-        """Begin with none.
+        """Begin with no prompts.
 
         Args:
           batch: B, rows of the state.
-          on_cpu: tokens cost what they compute.
+          on_cpu: whether the model runs on a CPU, where larger calls save nothing.
         """
         self._batch = batch
         self._sizes = call_sizes(batch, on_cpu=on_cpu)
@@ -75,11 +75,11 @@ class PackedPrompts:
             self._prompts.append(_Prompt(row, tokens, cached[row], generated[row]))
 
     def leave_out(self, row: int) -> None:
-        """Compute nothing more of the prompt of a row."""
+        """Stop computing the prompt of a row."""
         self._prompts = collections.deque(p for p in self._prompts if p.row != row)
 
     def take(self, most_tokens: float) -> PrefillCall:
-        """The next call: of at most `most_tokens` tokens, or of the smallest size."""
+        """The next call, of at most `most_tokens` tokens, unless the smallest call is larger."""
         if self._short:
             short = [prompt for prompt in self._prompts if prompt.left <= SHORT_CHUNK]
             if short:
@@ -94,7 +94,7 @@ class PackedPrompts:
         return self._call(self._prompts, cheapest(blocks, sizes)[0], SLOT_MULTIPLE)
 
     def _call(self, prompts: Sequence[_Prompt], count: int, width: int) -> PrefillCall:
-        """Take `count` blocks of `width` tokens, or what there is."""
+        """Take up to `count` blocks of `width` tokens."""
         blocks: list[tuple[_Prompt, int]] = []
         for prompt in prompts:
             while prompt.left and len(blocks) < count:
@@ -102,7 +102,7 @@ class PackedPrompts:
                 prompt.done += min(width, prompt.left)
         work = list(dict.fromkeys(prompt for prompt, _ in blocks))
         self._prompts = collections.deque(p for p in self._prompts if p.left)
-        # Blocks that see the most slots come first, as kernels start them in this order.
+        # Blocks that see the most slots come first, because kernels start them in this order.
         blocks.sort(key=lambda block: -block[1])
         return _as_call(blocks, work, count, width, self._batch)
 
@@ -114,7 +114,7 @@ def _as_call(
     width: int,
     batch: int,
 ) -> PrefillCall:
-    """The call of some blocks, each a prompt and its first token, of the prompts in `work`."""
+    """The call with these blocks (prompt, its first token) of the prompts in `work`."""
     rows = [prompt.row for prompt in work]
     size = min(count, batch)
     # Rows without work fill up the call.
@@ -148,7 +148,7 @@ def _as_call(
         final=final,
         prompts=prompts,
         generated=generated,
-        # A single block is its row's.
+        # With one block per row, the blocks need no owners.
         owners=None if count == 1 else owners,
         last=None if count == 1 else last,
     )

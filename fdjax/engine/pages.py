@@ -1,8 +1,8 @@
-"""Which pages of the cache are whose, and which already hold the beginning of a prompt.
+"""Tracks which pages of the cache are in use, and which hold the beginning of a prompt.
 
 A page has `SLOT_MULTIPLE` slots. A full page never changes, so prompts with the same beginning
-share it. Its key is a hash of all tokens up to its end. A page that nobody uses keeps its content
-until it is needed; the one that was left first is overwritten first.
+share it. Its key is a hash of all tokens up to its end. An unused page keeps its content until it
+is needed. The page that was released first is overwritten first.
 """
 
 import collections
@@ -23,7 +23,7 @@ class PagePool:
     """Hands out the pages of a cache.
 
     Attributes:
-      count: number of pages, with the one that is nobody's.
+      count: number of pages, including page 0, which is never handed out.
       prefix_cache: whether pages are shared.
     """
 
@@ -34,19 +34,19 @@ class PagePool:
         self._free = list(range(count - 1, NOBODYS_PAGE, -1))
         self._keys: dict[int, bytes] = {}
         self._pages: dict[bytes, int] = {}
-        # Pages without users that have a key, the next to be overwritten first.
+        # Unused pages that have a key, in the order in which they will be overwritten.
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
-        # Pages that have a key, but whose prompts are not dispatched yet.
+        # Pages that have a key, but whose prompts have not been dispatched yet.
         self._pending: set[int] = set()
 
     @property
     def available(self) -> int:
-        """Pages that nobody uses."""
+        """Number of unused pages."""
         return len(self._free) + len(self._idle)
 
     @property
     def used(self) -> int:
-        """Pages that somebody uses."""
+        """Number of pages in use."""
         return self.count - 1 - self.available
 
     def admit(self, ids: Sequence[int], spare: int = 0) -> tuple[list[int], int] | None:
@@ -56,11 +56,11 @@ class PagePool:
 
         Args:
           ids: the prompt.
-          spare: pages that must be left for others.
+          spare: number of pages that must remain unused.
 
         Returns:
-          (pages, tokens that the first of them hold already), or None if there are too few pages,
-          or if another prompt with the same beginning is not dispatched yet.
+          (pages, number of tokens that they hold already). None if there are too few pages, or if
+          another prompt with the same beginning has not been dispatched yet.
         """
         found = self._find(ids)
         if not self._pending.isdisjoint(found):
@@ -78,7 +78,7 @@ class PagePool:
         """Take pages whose content does not matter.
 
         Raises:
-          ValueError: fewer are available.
+          ValueError: too few pages are available.
         """
         if count > self.available:
             raise ValueError(f"pages: must leave {count} available, got {self.available}")
@@ -99,7 +99,7 @@ class PagePool:
         Args:
           ids: tokens that the pages hold, or will hold before anybody reads them.
           pages: the pages, in order.
-          pending: not before `dispatched`.
+          pending: share the pages only after the next call of `dispatched`.
         """
         if not self.prefix_cache:
             return
@@ -111,15 +111,15 @@ class PagePool:
                     self._pending.add(page)
 
     def dispatched(self) -> None:
-        """All prompts that were admitted are dispatched."""
+        """Note that all admitted prompts have been dispatched."""
         self._pending.clear()
 
     def release(self, pages: Sequence[int], *, forget: bool = False) -> None:
         """Give pages back.
 
         Args:
-          pages: of one prompt, in order.
-          forget: do not share their content.
+          pages: the pages of one prompt, in order.
+          forget: whether to stop sharing their content.
         """
         # The end of a prompt is overwritten before its beginning.
         for page in reversed(pages):
@@ -134,7 +134,7 @@ class PagePool:
                 self._free.append(page)
 
     def flush(self) -> None:
-        """Share nothing of what the pages hold now."""
+        """Stop sharing the present content of all pages."""
         self._free += self._idle
         self._idle.clear()
         self._pending.clear()

@@ -20,7 +20,7 @@ class _Current(threading.local):
     Attributes:
       compiles: description of the program being compiled, or None.
       began: time when that compilation began.
-      seconds: time that the last finished call spent compiling.
+      seconds: seconds that the last finished call spent compiling.
       collects: whether to enable Python's garbage collector again after the call.
       notice: what a terminal shows during the compilation, unless it is logged.
     """
@@ -55,7 +55,8 @@ class Program:
     """`jax.jit` of a function of arrays, compiled once for each set of shapes and dtypes.
 
     Each compilation is logged when it begins and when it ends. The attribute `compiling` of the log
-    record is then True or False. Where nobody listens to the log, a terminal shows it.
+    record is then True or False. If no handler receives the log, the terminal shows the
+    compilation.
 
     Attributes:
       compilations: number of compilations so far.
@@ -66,7 +67,8 @@ class Program:
 
         Args:
           function: function of positional arguments.
-          describe: (*arguments), which are arrays or tracers → description for the log.
+          describe: function of the arguments (arrays or tracers) that returns a description for the
+            log.
           **options: options of `jax.jit`.
         """
         self.compilations = 0

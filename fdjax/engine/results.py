@@ -13,7 +13,7 @@ from typing import overload
 import jax
 import numpy as np
 
-from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import cache_bytes
 from fdjax.models import Model, Params
 
@@ -31,28 +31,30 @@ PEAK_GB_PER_S = {
 
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """The cost of a call. Compiling, which only the first call of a shape does, is separate.
+    """The cost of a call. Compilation, which happens in the first call of a shape, is separate.
 
-    Of a stream, seconds are those in which its reader waited: the clock stands from the call until
-    the first piece is asked for, and while the reader holds a piece. Meanwhile the device may do
-    the steps of one chunk more, so that of a reader who takes longer than those, times per step and
-    rates are better than the device's.
+    For a stream, the seconds are the time that the reader waited. The clock stops until the reader
+    asks for the first piece, and while the reader processes a piece. Meanwhile the device may run
+    one more chunk of steps. So with a slow reader, times per step and rates are better than those
+    of the device.
 
     Attributes:
       prompt_tokens: tokens of all prompts.
       decode_tokens: tokens generated, all rows.
-      prefill_seconds: from the call to the first token of the last row, less compiling.
-      decode_seconds: from there to the last token, less compiling.
-      decode_bytes: bytes the decode steps had to read: weights each step, live cache slots. Of a
-        mixture of experts, as many experts count as the rows of a step can choose at most.
-      decode_steps: each is one token of every row that has not ended; the first tokens have none.
+      prefill_seconds: time from the call to the first token of the last row, without compilation.
+      decode_seconds: time from there to the last token, without compilation.
+      decode_bytes: bytes that the decode steps had to read: the weights in each step, and the cache
+        slots in use. For a mixture of experts, this counts the largest number of experts that the
+        rows of a step can choose.
+      decode_steps: number of decode steps. A step makes one token for each row that has not ended.
+        The first token of a row comes from prefill.
       peak_gb_per_s: datasheet bandwidth of the device, or None if it is not known.
-      chunk_ms_per_token: milliseconds per decode step of each chunk, as they reached the host.
+      chunk_ms_per_token: milliseconds per decode step of each chunk, in the order of arrival.
       chunk_steps: decode steps of each chunk.
-      compile_seconds: in which the host traced and compiled programs, or loaded compiled ones.
-      reruns: of each layer, the share of decode attention's blocks (row, KV head, split) whose
-        scores left the range of the unified maximum, so that they ran again; None unless
-        `return_reruns` was asked for and a step was done.
+      compile_seconds: time in which the host traced and compiled programs, or loaded compiled ones.
+      reruns: for each layer, the share of decode attention's blocks (row, KV head, split) that ran
+        again because their scores left the range of the unified maximum. None unless
+        `return_reruns` was set and a decode step ran.
       cached_tokens: prompt tokens that the cache held already.
     """
 
@@ -71,12 +73,12 @@ class Stats:
 
     @property
     def seconds(self) -> float:
-        """The whole call."""
+        """Seconds of the whole call."""
         return self.prefill_seconds + self.decode_seconds + self.compile_seconds
 
     @property
     def tokens_per_s(self) -> float:
-        """Generated tokens per second of the whole call, less compiling."""
+        """Generated tokens per second of the whole call, without compilation."""
         seconds = self.prefill_seconds + self.decode_seconds
         return self.decode_tokens / seconds if seconds else 0.0
 
@@ -87,7 +89,7 @@ class Stats:
 
     @property
     def gb_per_s(self) -> float | None:
-        """Memory traffic the decode steps could not avoid, over the time they took."""
+        """`decode_bytes` per second of the decode steps, in GB/s."""
         return self.decode_bytes / self.decode_seconds / 1e9 if self.decode_steps else None
 
     @property
@@ -98,7 +100,7 @@ class Stats:
         return self.gb_per_s / self.peak_gb_per_s
 
     def __str__(self) -> str:
-        """One line for people."""
+        """A readable line."""
         line = (
             f"{self.prompt_tokens} prompt + {self.decode_tokens} new tokens in {self.seconds:.2f} s"
         )
@@ -114,7 +116,7 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """One entry of a `GenerateResult`; the attributes are those of there, of this entry alone."""
+    """One entry of a `GenerateResult`, with the same attributes for this entry."""
 
     tokens: list[int]
     text: str | None
@@ -126,7 +128,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class GenerateResult(Sequence[Generation]):
-    """The outcome of `LM.generate`, one entry per prompt, or for each of its answers in turn.
+    """The result of `LM.generate`, with one entry for each answer to each prompt.
 
     It is a sequence of `Generation`: `result[0].text`, `for one in result`, `len(result)`.
 
@@ -141,8 +143,8 @@ class GenerateResult(Sequence[Generation]):
       top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first, if
         any row asked for it.
       stats: what the call cost.
-      sequences_scores: of answers of beam search, their scores, best first for each prompt, with
-        the length penalty; None for other answers. None if no prompt asked for beams.
+      sequences_scores: scores of the answers of beam search, with the length penalty, best first
+        for each prompt; None for other answers. None if no prompt used beams.
     """
 
     tokens: list[list[int]]
@@ -154,8 +156,10 @@ class GenerateResult(Sequence[Generation]):
     sequences_scores: list[float | None] | None = None
 
     @classmethod
-    def of(cls, requests: Sequence[Row], timer: "Timer", *, with_text: bool) -> "GenerateResult":
-        """The result of rows, or of searches."""
+    def of(
+        cls, requests: Sequence[RequestState], timer: "Timer", *, with_text: bool
+    ) -> "GenerateResult":
+        """The result of requests."""
         rows = [answer for row in requests for answer in row.answers]
         asked = [row.request.config.return_logprobs for row in rows]
         scores = [row.score for row in rows]
@@ -197,31 +201,23 @@ class GenerateResult(Sequence[Generation]):
         return self.texts[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """One answer of `LM.generate_iter`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IndexedGeneration(Generation):
+    """A generation and the prompt it answers, as `LM.generate_iter` yields it.
 
     Attributes:
-      index: which of the prompts it is for.
-      sample: which answer to that prompt, with `num_return_sequences`.
-      tokens, text, finish_reason, logprobs, top_logprobs, sequences_score: as in `GenerateResult`,
-        of this answer.
-      error: what ended it instead, or None.
+      index: position of the prompt among the prompts of the call.
+      sample: position among the generations for that prompt, with `num_return_sequences`.
+      error: the exception that ended it, or None.
     """
 
     index: int
     sample: int
-    tokens: list[int]
-    text: str | None
-    finish_reason: str | None
-    logprobs: list[float] | None
-    top_logprobs: list[dict[int, float]] | None
     error: BaseException | None
-    sequences_score: float | None = None
 
     @classmethod
-    def of(cls, row: Row, *, with_text: bool) -> "Answer":
-        """The answer of a row."""
+    def of(cls, row: RequestState, *, with_text: bool) -> "IndexedGeneration":
+        """The result of one request."""
         asked = row.request.config.return_logprobs
         return cls(
             index=row.request.prompt,
@@ -240,10 +236,11 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C during `LM.generate` or `LM.chat`.
 
     Attributes:
-      answers: what was complete by then, a list of `Answer` in the order of the prompts.
+      answers: the answers that were complete by then, a list of `IndexedGeneration` in the order of
+        the prompts.
     """
 
-    def __init__(self, answers: Sequence[Answer]):
+    def __init__(self, answers: Sequence[IndexedGeneration]):
         super().__init__(f"{len(answers)} answers were complete; see `answers` of this exception")
         self.answers = list(answers)
 
@@ -251,10 +248,10 @@ class Interrupted(KeyboardInterrupt):
 class TextStream(Iterator[str]):
     """Pieces of the text of one prompt, as they come.
 
-    Leaving the loop early is fine; `close` then frees what the stream holds at once.
+    The loop may be left early. `close` then frees the stream's row and memory at once.
     """
 
-    def __init__(self, pieces: Generator[str], row: Row, timer: "Timer"):
+    def __init__(self, pieces: Generator[str], row: RequestState, timer: "Timer"):
         self._pieces = pieces
         self._row = row
         self._timer = timer
@@ -274,7 +271,7 @@ class TextStream(Iterator[str]):
 
     @property
     def stats(self) -> Stats:
-        """The cost so far."""
+        """The cost of the stream so far."""
         return self._timer.stats([self._row])
 
 
@@ -283,14 +280,14 @@ _open: weakref.WeakSet[TextStream] = weakref.WeakSet()
 
 @atexit.register
 def _close_streams() -> None:
-    """While there still are modules to end them with."""
+    """Close open streams at exit, while Python's modules still exist."""
     for stream in list(_open):
-        with contextlib.suppress(ValueError):  # a thread of its own is in it
+        with contextlib.suppress(ValueError):  # another thread is reading it
             stream.close()
 
 
 class Timer:
-    """Host clock around a call, and the bytes its decode steps had to read."""
+    """Measures a call on the host's clock, and counts the bytes read by its decode steps."""
 
     def __init__(self, model: Model, params: Params):
         self._model = model
@@ -298,7 +295,7 @@ class Timer:
         self._last = self._paused = time.perf_counter()
         self._prefill = self._decode = self._compile = 0.0
         self._steps = 0
-        # How many steps had so many rows.
+        # Number of steps by their number of rows.
         self._steps_of_rows: collections.Counter[int] = collections.Counter()
         self._chunk_ms: list[float] = []
         self._chunk_steps: list[int] = []
@@ -332,7 +329,7 @@ class Timer:
             if chunk.reruns is not None:
                 self._reruns.append(chunk.reruns)
 
-    def stats(self, rows: Sequence[Row]) -> Stats:
+    def stats(self, rows: Sequence[RequestState]) -> Stats:
         """The cost of the call up to the last chunk."""
         model, params = self._model, self._params
         sizes = (
@@ -366,7 +363,7 @@ def _bytes_of_device(array: jax.Array) -> int:
 def step_bytes(model: Model, params_bytes: int, embed_bytes: int, rows: int) -> int:
     """Bytes of weights that a decode step of this many rows reads.
 
-    These are all but an embedding table that is only looked up, and experts that no row chooses.
+    It leaves out an embedding table that is only looked up, and experts that no row chooses.
     """
     idle = model.idle_expert_bytes(rows)
     return params_bytes - idle - (0 if model.config.tie_embeddings else embed_bytes)

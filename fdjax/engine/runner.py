@@ -23,8 +23,8 @@ from fdjax.engine.host_arrays import HostArrays
 from fdjax.engine.packed import PackedPrompts
 from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import PrefillCall, PromptsOfRows
-from fdjax.engine.scheduler import Scheduler, Shape
-from fdjax.engine.sequence import Chunk, Row
+from fdjax.engine.scheduler import Scheduler, StateShape
+from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
 from fdjax.engine.watch import waiting
 from fdjax.sampling.beams import BeamState
@@ -32,12 +32,12 @@ from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
 from fdjax.system.process import refuse_forked, transfers_allowed
 
-# Decode steps of a chunk while somebody reads an answer as it comes.
+# Decode steps of a chunk while a caller streams an answer.
 STREAM_STEPS = 4
-# Decode steps of a chunk while others wait for a row: what has ended keeps its row until the end.
+# Decode steps of a chunk while requests wait for a row. An ended request keeps its row until then.
 _STEPS_WHILE_OTHERS_WAIT = 8
-# Prompt tokens between two chunks of decode steps, and while somebody reads an answer as it comes:
-# for a model of 7B, 55 ms on an H100.
+# Prompt tokens between two chunks of decode steps, normally and while a caller streams an answer.
+# The latter take 55 ms on an H100 for a model of 7B.
 _PROMPT_TOKENS_BETWEEN_CHUNKS, _PROMPT_TOKENS_OF_STREAMS = 8192, 2048
 
 _NOTHING = GenerationConfig(max_new_tokens=0).filled()
@@ -50,12 +50,12 @@ class Call:
     Attributes:
       rows: the sequences.
       steps: largest number of decode steps in a chunk.
-      receive: called with each chunk after the rows took their part of it, in the thread that
+      receive: called with each chunk after the rows have taken their parts, in the thread that
         advances.
       cancelled: whether the caller no longer wants them.
     """
 
-    rows: Sequence[Row]
+    rows: Sequence[RequestState]
     steps: int
     receive: Callable[[Chunk], None]
     cancelled: bool = False
@@ -72,13 +72,13 @@ class Task:
 
     Attributes:
       row: the sequence.
-      call: whose it is.
+      call: the call that it belongs to.
       budget: number of decode steps that may still be dispatched, or None until the call for its
         first token has been dispatched.
       pages, cached, arrival: see `Schedulable`.
     """
 
-    row: Row
+    row: RequestState
     call: Call
     budget: int | None = None
     pages: list[int] = dataclasses.field(default_factory=list)
@@ -87,21 +87,21 @@ class Task:
 
     @property
     def slots(self) -> int:
-        """Slots that a row must have to hold it."""
+        """Number of slots that its row must have."""
         return self.row.slots
 
     @property
     def width(self) -> int:
-        """Rows that it takes."""
+        """Number of rows that it takes."""
         return self.row.width
 
     def pages_for(self, tokens: int) -> int:
-        """Pages that a number of its tokens take."""
+        """Number of pages for a number of its tokens."""
         return self.row.pages_for(tokens)
 
     @property
     def ids(self) -> list[int]:
-        """Its tokens so far."""
+        """Its prompt and its tokens so far."""
         return self.row.ids
 
     @property
@@ -121,7 +121,7 @@ class Task:
 
     @property
     def streams(self) -> bool:
-        """Whether somebody reads its answer as it comes."""
+        """Whether a caller streams its answer."""
         return self.call.steps <= STREAM_STEPS
 
     @property
@@ -131,11 +131,12 @@ class Task:
 
 
 class InFlight(NamedTuple):
-    """A call of a program whose results are not yet read.
+    """A dispatched program whose results have not been read yet.
 
     Attributes:
       owners: the task of each row of the results, or None.
-      results: tokens, log-probabilities, reruns and results of beams; None for what there is not.
+      results: tokens, log-probabilities, reruns and results of beams; None for results that were
+        not computed.
       is_first: whether these are first tokens, from a call with prompts.
     """
 
@@ -144,7 +145,7 @@ class InFlight(NamedTuple):
     is_first: bool
 
     def without(self, task: Task) -> "InFlight":
-        """The same call, whose results a task no longer wants."""
+        """A copy in which a task no longer owns results."""
         return self._replace(owners=tuple(None if o is task else o for o in self.owners))
 
 
@@ -156,7 +157,7 @@ class Session:
       one_launch: decode steps run all layers in one launch.
     """
 
-    def __init__(self, engine: Any, shape: Shape, return_reruns: bool):
+    def __init__(self, engine: Any, shape: StateShape, return_reruns: bool):
         self._engine = engine
         self._shape = shape
         self._static = {"return_reruns": True} if return_reruns else {}
@@ -171,8 +172,8 @@ class Session:
         self._pages: np.ndarray | None = None
         self._steps_of: dict[int, HostArrays] = {}
 
-    def set_options(self, rows: Sequence[Row | None]) -> None:
-        """Set the options of each row, for the following calls. Beams of a prompt share a `Row`."""
+    def set_options(self, rows: Sequence[RequestState | None]) -> None:
+        """Set the options of each row, for the following calls. Beams of a prompt share a state."""
         configs = [_NOTHING if row is None else row.request.config for row in rows]
         samples = [0 if row is None else row.request.sample for row in rows]
         for i, row in enumerate(rows):
@@ -194,7 +195,7 @@ class Session:
         self._steps_of = {}
 
     def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
-        """Set the first tokens of prompts, by row, whose pages hold them already."""
+        """Set the tokens of prompts, by row, that their pages hold already."""
         ids = np.zeros((self._shape.rows, self._shape.slots), np.int32)
         lengths = np.zeros(self._shape.rows, np.int32)
         for row, tokens in beginnings.items():
@@ -207,13 +208,14 @@ class Session:
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
 
     def end(self, rows: Sequence[int]) -> None:
-        """Finish rows; the device does so with the next call for prompts."""
+        """Finish rows. The device finishes them at the next prefill call."""
         self._restarts[list(rows)] = EMPTY
 
     def prefill(self, call: PrefillCall) -> tuple[float, tuple]:
-        """Dispatch a call; returns the seconds spent compiling, and the results."""
-        # Once per prompt, what is not asked for costs next to nothing. But beams come with few
-        # sets of options, and what they do not need takes most of the time of compiling.
+        """Dispatch a prefill call. Returns (seconds spent compiling, the results)."""
+        # Prefill runs the processors once per prompt, so unused ones cost next to nothing. Beams
+        # use few sets of options, so each set has a program: unused processors would take most of
+        # the compile time.
         wanted = self._wanted
         program = self._engine.program(
             step.prefill,
@@ -230,9 +232,9 @@ class Session:
         return program.compile_seconds, (tokens[:, None], logprobs, None, *(beams or [None]))
 
     def decode(self, steps: int, most: int) -> tuple[float, tuple]:
-        """Dispatch at most `steps` decode steps of a program for `most`; see `prefill`."""
+        """Dispatch up to `steps` decode steps with the program for `most` steps; see `prefill`."""
         if steps not in self._steps_of:
-            # Rows know on the device when they have enough: the same numbers serve every chunk.
+            # The device knows when a row has enough tokens, so the same arrays serve every chunk.
             host = HostArrays.pack((self._sampling, np.int32(steps), self._pages))
             self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
@@ -246,7 +248,7 @@ class Session:
 
     @property
     def state(self) -> DecodeState:
-        """The state after everything that was dispatched, without the beams."""
+        """The state after all dispatched programs, without the beams."""
         return dataclasses.replace(self._whole_state, beams=None)
 
     @property
@@ -258,7 +260,7 @@ class Session:
         self._has_beams = state.beams is not None
 
     def _set_beams(self, width: int, _: int) -> None:
-        """Let the state have room for beams of prompts with up to `width` of them, 0 for none."""
+        """Make room in the state for up to `width` beams per prompt; 0 removes the beams."""
         state = self._whole_state
         if not width:
             beams = None
@@ -272,25 +274,26 @@ class Session:
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
-    """Restart rows of a state, with the tokens that they begin with; returns ids and progress."""
+    """Restart rows of a state with their first tokens. Returns ids and progress."""
     rows, beginnings, lengths = host.unpack()
     state = restart(DecodeState(None, ids, progress), rows)
     anew = rows != KEEP
-    # Decode steps of other rows may come before the rest of the prompt. They write a token of no
-    # meaning after a row's last one.
+    # Decode steps of other rows may run before the rest of the prompt. They write a meaningless
+    # token after a row's last one.
     progress = state.progress.at[0].set(jnp.where(anew, lengths, state.lengths))
     return jnp.where(anew[:, None], beginnings, state.ids), progress
 
 
 class Runner:
-    """The sequences of all callers of one engine."""
+    """Runs the sequences of all callers of one engine."""
 
     def __init__(self, engine: Any, open_session: Callable[..., Any] = Session):
-        """Begin with nothing to run.
+        """Prepare a runner without calls.
 
         Args:
-          engine: an `Engine`: programs, state, limits.
-          open_session: (engine, shape, return_reruns) → `Session`, or what stands in for it.
+          engine: an `Engine`, which has programs, state and limits.
+          open_session: function of (engine, shape, return_reruns) that returns a `Session`, or a
+            substitute in tests.
         """
         self._engine = engine
         self._open_session = open_session
@@ -299,9 +302,9 @@ class Runner:
         self._arrivals: collections.deque[Call] = collections.deque()
         self._prompts: PackedPrompts | PromptsOfRows | tuple = ()
         self._flight: collections.deque[InFlight] = collections.deque()
-        self._compile_seconds = 0.0  # since the last results were read
+        self._compile_seconds = 0.0  # seconds of compilation since the last results were read
         self._undivided = 0  # prompt tokens dispatched since the last decode steps
-        self._turn = threading.Condition()
+        self._condition = threading.Condition()
         self._table_is_old = False
         self._advancing = False
         self._submitted: list[Call] = []
@@ -312,14 +315,14 @@ class Runner:
         """Whether any call runs or waits."""
         return self._session is not None or bool(self._arrivals or self._scheduler.waiting)
 
-    def run(self, rows: Sequence[Row], steps: int) -> Iterator[Chunk]:
-        """Advance rows until all have ended; yields each chunk after the rows took their part.
+    def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
+        """Advance rows until all have ended, and yield each chunk after the rows took their parts.
 
-        A row that fails has an `error`; the others go on.
+        A row that fails has an `error`; the others continue.
 
         Args:
-          rows: what is to run, together with what others asked for.
-          steps: decode steps of a chunk at most.
+          rows: the sequences to run, together with those of other callers.
+          steps: largest number of decode steps in a chunk.
         """
         chunks: collections.deque[Chunk] = collections.deque()
         call = Call(rows, steps, chunks.append)
@@ -333,7 +336,7 @@ class Runner:
     def submit(self, call: Call) -> None:
         """Run a call in the background."""
         self._arrivals.append(call)
-        with self._turn:
+        with self._condition:
             self._submitted = [c for c in self._submitted if not c.ended] + [call]
             if not self._background:
                 self._background = True
@@ -345,8 +348,8 @@ class Runner:
         """Advance all sequences until a call is ready or has ended; returns whether it is ready.
 
         Args:
-          call: of `run` or `submit`.
-          ready: what else to wait for.
+          call: a call of `run` or `submit`.
+          ready: function that returns whether to stop waiting.
           timeout: seconds after which to raise TimeoutError.
         """
         until = None if timeout is None else time.monotonic() + timeout
@@ -356,15 +359,15 @@ class Runner:
     def cancel(self, call: Call) -> None:
         """End the sequences of a call."""
         call.cancelled = True
-        with self._turn:
+        with self._condition:
             if not self._advancing:
                 self._settle()
-            self._turn.notify_all()
+            self._condition.notify_all()
 
     def join(self, timeout: float) -> None:
-        """Wait until nothing runs in the background, `timeout` seconds at most."""
-        with self._turn:
-            self._turn.wait_for(lambda: not self._background, timeout)
+        """Wait for the background thread, for at most `timeout` seconds."""
+        with self._condition:
+            self._condition.wait_for(lambda: not self._background, timeout)
 
     def _run_submitted(self) -> None:
         """Advance until all submitted calls have ended; the background thread runs this."""
@@ -372,20 +375,20 @@ class Runner:
         try:
             while left:
                 self._advance_until(lambda: all(call.ended for call in self._submitted))
-                with self._turn:
+                with self._condition:
                     left = self._background = not all(call.ended for call in self._submitted)
         finally:
-            with self._turn:
+            with self._condition:
                 self._background = False
-                self._turn.notify_all()
+                self._condition.notify_all()
 
     def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
-        """Advance all sequences, in turns with other threads, at the latest until `until`."""
+        """Advance all sequences, in turns with other threads, until `ready` or the time `until`."""
         refuse_forked()
         while True:
-            with self._turn:
+            with self._condition:
                 left = None if until is None else until - time.monotonic()
-                self._turn.wait_for(lambda: ready() or not self._advancing, left)
+                self._condition.wait_for(lambda: ready() or not self._advancing, left)
                 if ready():
                     return
                 if until is not None and time.monotonic() >= until:
@@ -400,12 +403,12 @@ class Runner:
                 self._abort(None)
                 raise
             finally:
-                with self._turn:
+                with self._condition:
                     self._advancing = False
-                    self._turn.notify_all()
+                    self._condition.notify_all()
 
     def _advance(self) -> None:
-        """Dispatch what can be dispatched, and read the oldest results."""
+        """Dispatch as much as possible, and read the oldest results."""
         scheduler = self._scheduler
         self._take_arrivals()
         self._settle()
@@ -436,7 +439,7 @@ class Runner:
         if not scheduler.waiting and all(task.ended for _, task in scheduler.running):
             self._close()
             return
-        # Results under way may say that the cache of a row is damaged.
+        # Results that have not been read may say that a row's cache is damaged.
         unread = {task for flying in self._flight for task in flying.owners}
         for i, task in list(scheduler.running):
             known = task not in unread or task.row.ended_on_device
@@ -444,7 +447,7 @@ class Runner:
                 self._release(i)
 
     def _release(self, row: int, *, quarantine: bool = False) -> None:
-        """Free a row, and dispatch nothing more of its prompt."""
+        """Free a row, and stop dispatching its prompt."""
         task = self._scheduler.rows[row]
         self._leave(row)
         if not quarantine:
@@ -452,7 +455,7 @@ class Runner:
         self._scheduler.release(row, quarantine=quarantine)
 
     def _leave(self, row: int) -> None:
-        """Dispatch nothing more of a row."""
+        """Stop dispatching a row's prompt and decode steps."""
         task = self._scheduler.rows[row]
         if task is not None and task.budget is None:
             self._prompts.leave_out(row)
@@ -467,7 +470,7 @@ class Runner:
             pool.register(task.ids[:-1], task.pages)
 
     def _preempt(self, row: int) -> None:
-        """Take the pages of a row. Its task will continue after the tokens that were read."""
+        """Take a row's pages away. Its task will continue after the tokens that were read."""
         task = self._scheduler.rows[row]
         self._leave(row)
         self._share(task)
@@ -475,7 +478,7 @@ class Runner:
         task.budget = None
 
     def _quarantine(self, row: int) -> None:
-        """Stop using a row. If another task has got it since, that task waits again."""
+        """Stop using a row. A task that has got the row since then waits again."""
         task = self._scheduler.rows[row]
         if task is not None:
             self._scheduler.waiting.appendleft(task)
@@ -506,7 +509,7 @@ class Runner:
         return False
 
     def _drop_too_large(self, candidates: Sequence[Task], error: MemoryError) -> None:
-        """Fail the tasks that do not fit alone, or if each fits alone, the one with most tokens."""
+        """Fail the tasks that do not fit alone; if all do, fail the one with the most tokens."""
         dropped = False
         for task in candidates:
             try:
@@ -521,9 +524,9 @@ class Runner:
             self._scheduler.drop(largest)
 
     def _close(self) -> None:
-        """Leave the state to the next session, unless something in it is not finite.
+        """Leave the state to the next session, unless it has values that are not finite.
 
-        What runs and has not ended waits again.
+        Tasks that still run wait again.
         """
         for _, task in self._scheduler.running:
             self._share(task)
@@ -584,7 +587,7 @@ class Runner:
         self._table_is_old = False
 
     def _dispatch(self) -> None:
-        """Dispatch prompts up to a number of tokens, and decode steps for rows that want some."""
+        """Dispatch a limited number of prompt tokens, and decode steps for rows that need them."""
         starts = not self._flight and not any(task.budget for _, task in self._scheduler.running)
         most = self._most_prompt_tokens(starts)
         if starts:
@@ -600,7 +603,8 @@ class Runner:
                 self._flight.append(InFlight(owners, results, True))
         if not self._prompts and self._scheduler.pool is not None:
             self._scheduler.pool.dispatched()
-        # First tokens are read before anything else is dispatched: compiling must not delay them.
+        # First tokens are read before anything else is dispatched, because compilation would delay
+        # them.
         if not (starts and self._flight):
             self._dispatch_steps()
 
@@ -624,7 +628,7 @@ class Runner:
         return tuple(owners)
 
     def _dispatch_steps(self) -> None:
-        """Keep two chunks of decode steps under way."""
+        """Keep two chunks of decode steps in flight."""
         while sum(not flying.is_first for flying in self._flight) < 2:
             active = [task for _, task in self._scheduler.running if task.budget]
             if not active:
@@ -651,10 +655,10 @@ class Runner:
             self._undivided = 0
 
     def _grow(self, active: Sequence[Task], steps: int) -> bool:
-        """Take the pages for more steps; returns False if results must be read before.
+        """Take the pages for more steps. Returns False if results must be read first.
 
-        If nothing is under way, the youngest task gives up its pages. The oldest never does, and
-        there is room for it alone, so it ends.
+        If nothing is in flight, the youngest task gives up its pages. The oldest task never does.
+        Alone, it fits, so it always ends.
         """
         scheduler = self._scheduler
         for task in sorted(active, key=lambda task: task.arrival):
@@ -676,7 +680,8 @@ class Runner:
         damaged = (chunk.tokens == NOT_FINITE).any(axis=1)
         for i, task in enumerate(flying.owners):
             if task is None:
-                # The device goes on with a row that ended on the host, until its next prompt.
+                # The device does not know that a row has ended on the host, so it continues until
+                # the row's next prompt.
                 if damaged[i] and not flying.is_first and self._scheduler.pool is None:
                     self._quarantine(i)
                 continue
@@ -696,7 +701,7 @@ class Runner:
 
 
 def _table(task: Task, beam: int) -> list[int]:
-    """The pages of one of a task's rows."""
+    """The pages of a row of a task."""
     return task.row.table(task.pages, beam)
 
 
@@ -709,6 +714,6 @@ def _chunk(flying: InFlight, compile_seconds: float) -> Chunk:
 
 
 def _numpy(results: Any) -> Any:
-    """The results of a program, which are in host memory, as NumPy arrays."""
-    # To read what is not waited for takes longer than both.
+    """The results of a program as NumPy arrays. They are in host memory."""
+    # Reading results without waiting for them first takes longer than both.
     return jax.tree.map(np.asarray, jax.block_until_ready(results))

@@ -1,4 +1,4 @@
-"""A request that runs while its caller does something else."""
+"""A request that runs in the background."""
 
 import atexit
 import contextlib
@@ -7,16 +7,18 @@ from collections.abc import Iterator
 
 from fdjax.engine.results import GenerateResult, Timer
 from fdjax.engine.runner import Call, Runner
-from fdjax.engine.sequence import Row
+from fdjax.engine.sequence import RequestState
 
 
 class RunningRequest(Iterator[str]):
-    """The answers to one prompt, in the making; what `LM.submit` returns.
+    """A request in progress: the answers to one prompt. `LM.submit` returns it.
 
-    It is an iterator over the text as it comes, and may be used from any thread.
+    It iterates over the pieces of the text as they come. Any thread may use it.
     """
 
-    def __init__(self, runner: Runner, rows: list[Row], steps: int, timer: Timer, with_text: bool):
+    def __init__(
+        self, runner: Runner, rows: list[RequestState], steps: int, timer: Timer, with_text: bool
+    ):
         self._runner = runner
         self._rows = rows
         self._timer = timer
@@ -27,14 +29,14 @@ class RunningRequest(Iterator[str]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended, by itself, by an error or by `cancel`."""
+        """Whether the request has ended: finished, failed or cancelled."""
         return self._call.ended
 
     def __next__(self) -> str:
         """The next piece of the text.
 
         Raises:
-          Exception: what ended the request.
+          Exception: the error that ended the request.
         """
         if len(self._rows) > 1 or self._rows[0].width > 1:
             raise ValueError(
@@ -55,21 +57,21 @@ class RunningRequest(Iterator[str]):
         return "".join(pieces)
 
     def result(self, timeout: float | None = None) -> GenerateResult:
-        """Wait for the whole answer; of a cancelled request, for what there is.
+        """Wait for the whole answer. A cancelled request returns the tokens that it has.
 
         Args:
-          timeout: seconds to wait; default without end.
+          timeout: seconds to wait; by default without limit.
 
         Raises:
-          TimeoutError: it takes longer. The request goes on.
-          Exception: what ended the request.
+          TimeoutError: the request takes longer. It continues.
+          Exception: the error that ended the request.
         """
         self._runner.wait(self._call, timeout=timeout)
         self._raise_error()
         return GenerateResult.of(self._rows, self._timer, with_text=self._with_text)
 
     def cancel(self) -> None:
-        """End it now; what it has so far stays."""
+        """End the request now. Its tokens so far remain available."""
         self._runner.cancel(self._call)
 
     def _raise_error(self) -> None:
@@ -83,7 +85,7 @@ _running: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
 
 @atexit.register
 def _cancel_all() -> None:
-    """While there still are modules to end them with."""
+    """Cancel running requests at exit, while Python's modules still exist."""
     for request in list(_running):
         with contextlib.suppress(Exception):
             request.cancel()

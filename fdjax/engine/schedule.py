@@ -7,16 +7,17 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-# Widths of prefill programs. A prompt of any length is covered by a sum of these.
+# Widths of prefill programs. Chunks of these widths cover a prompt of any length.
 CHUNKS = (128, 512, 1024)
-# Width of a call for short prompts, where tokens cost what they compute, as on a CPU. Such a call
-# has at least this many rows: as many tokens as the narrowest of `CHUNKS`.
+# Width of a call for short prompts on a CPU, where time is proportional to the number of tokens.
+# Such a call has at least `_SHORT_ROWS` rows, so it has as many tokens as the narrowest of
+# `CHUNKS`.
 SHORT_CHUNK, _SHORT_ROWS = 16, 8
 # Limit of prompt tokens per call over all its rows, padding included.
 CALL_TOKENS = 8192
-# Cost of one more call, in tokens of compute, because it reads the weights again.
+# Cost of another call, which reads the weights again, as a number of tokens to compute.
 _CALL_OVERHEAD_TOKENS = 128
-# The same in units of the narrowest chunk.
+# Widths and the cost of a call in units of the narrowest chunk.
 _UNITS = tuple(chunk // CHUNKS[0] for chunk in CHUNKS)
 _CALL_OVERHEAD = _CALL_OVERHEAD_TOKENS // CHUNKS[0]
 
@@ -46,11 +47,11 @@ class PrefillCall:
 
     @property
     def size(self) -> int:
-        """Tokens that are computed, padding included."""
+        """Number of tokens that the call computes, padding included."""
         return self.tokens.size
 
     def leave_out(self, row: int) -> "PrefillCall":
-        """The call, from now on without work for a row of the state."""
+        """Remove a row's work from the call, and return the call."""
         at = np.arange(len(self.tokens)) == row if self.rows is None else self.rows == row
         self.lengths[at], self.final[at] = 0, False
         return self
@@ -63,7 +64,7 @@ def chunks_for(length: int) -> tuple[int, ...]:
 
 
 def widest_chunk(length: int) -> int:
-    """The first of `chunks_for`."""
+    """The width of the first chunk of `chunks_for`."""
     widest, rest = _widest_and_rest(length)
     return CHUNKS[-1] if widest else rest[0]
 
@@ -75,7 +76,7 @@ def covered_slots(length: int) -> int:
 
 
 def _widest_and_rest(length: int) -> tuple[int, tuple[int, ...]]:
-    """The cheapest chunks: (number of the widest, widths of the chunks after them)."""
+    """The cheapest chunks: (number of the widest chunks, widths of the chunks after them)."""
     widest = max(0, -(-length // CHUNKS[-1]) - 2)
     units = cheapest(-(-length // CHUNKS[0]) - widest * _UNITS[-1], _UNITS)
     return widest, tuple(CHUNKS[0] * n for n in units)
@@ -83,7 +84,7 @@ def _widest_and_rest(length: int) -> tuple[int, tuple[int, ...]]:
 
 @functools.cache
 def cheapest(units: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The cheapest sizes that cover a number of units of 128 tokens, twice the largest at most."""
+    """The cheapest sizes that cover `units` of 128 tokens each; at most twice the largest size."""
     if units <= 0:
         return ()
     options = [(size, *cheapest(units - size, sizes)) for size in reversed(sizes)]
@@ -93,8 +94,8 @@ def cheapest(units: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
 def rows_of_call(width: int, batch: int) -> int:
     """Rows of a call with chunks of `width`, for a state of `batch` rows.
 
-    All rows, or half of them, a quarter and so on, rounded down. So there are few different
-    programs, whatever the prompts.
+    The number is all rows, half of them, a quarter and so on, rounded down. So a few programs serve
+    any prompts.
     """
     rows = batch
     while rows > 1 and rows * width > CALL_TOKENS:
@@ -130,9 +131,9 @@ def prefill_calls(
       prompts: tokens of each row that has a prompt.
       batch: B, rows of the state.
       slots: S of the state; default as many as the calls need.
-      cached: how many of a row's first tokens the cache holds already.
-      generated: how many of a row's tokens belong to an answer that goes on.
-      short: use `SHORT_CHUNK` too.
+      cached: number of each row's first tokens that the cache holds already.
+      generated: number of each row's tokens that belong to an unfinished answer.
+      short: whether to use `SHORT_CHUNK` as well.
     """
     prompts = {i: ids[cached.get(i, 0) :] for i, ids in prompts.items()}
     order = sorted((i for i in prompts if len(prompts[i])), key=lambda i: len(prompts[i]))
@@ -158,10 +159,10 @@ def prefill_calls(
 
 
 class PromptsOfRows:
-    """Prompts that wait for their computation, for a cache whose rows are in one piece."""
+    """Prompts that wait to be computed, for a cache whose rows are in one piece."""
 
     def __init__(self, batch: int, slots: int, *, short: bool):
-        """Begin with none; see `prefill_calls`."""
+        """Begin with no prompts; see `prefill_calls`."""
         self._options = {"batch": batch, "slots": slots, "short": short}
         self._calls: collections.deque[PrefillCall] = collections.deque()
 
@@ -179,7 +180,7 @@ class PromptsOfRows:
         self._calls += prefill_calls(prompts, cached=cached, generated=generated, **self._options)
 
     def leave_out(self, row: int) -> None:
-        """Compute nothing more of the prompt of a row."""
+        """Stop computing the prompt of a row."""
         calls = [call.leave_out(row) for call in self._calls]
         self._calls = collections.deque(call for call in calls if call.lengths.any())
 
@@ -189,7 +190,7 @@ class PromptsOfRows:
 
 
 def least_slots(prompt: int, total: int) -> int:
-    """Cache slots that a row cannot do without.
+    """Smallest number of cache slots for a row.
 
     Args:
       prompt: tokens of the prompt.
@@ -199,7 +200,7 @@ def least_slots(prompt: int, total: int) -> int:
 
 
 def _rows_for(count: int, widths: Sequence[int], least: int, most: int) -> int:
-    """Rows of a call for `count` prompts: `least` or `most`. Other numbers need more programs."""
+    """Rows of a call for `count` prompts: `least` or `most`, so that there are few programs."""
 
     def cost(rows):
         tokens = sum(rows * width + _CALL_OVERHEAD_TOKENS for width in widths)
@@ -235,7 +236,7 @@ def slots_for(longest_prompt: int, total: int, limit: int | None) -> int:
     """Cache slots per row: the smallest of a few sizes that holds `total` tokens.
 
     The sizes are 512, four times that, and so on, so that there are few programs. With a `limit`,
-    the size is always what a prompt of `limit` tokens needs.
+    the size is always the one for a prompt of `limit` tokens.
     """
     if limit is not None:
         return covered_slots(limit)

@@ -1,4 +1,4 @@
-"""Decides which sequence runs next, in which row and in which pages. It needs no device.
+"""Decides which sequence runs next, in which rows and pages. It needs no device.
 
 First come, first served. While sequences run, a state with B rows of S slots is open. A sequence
 waits for a free row, or for several next to each other. If the state cannot hold it, nothing is
@@ -23,7 +23,7 @@ class Schedulable(Protocol):
       tokens: largest number of tokens that it may have, prompt and answer.
       group: a value that must be equal for all sequences of a state.
       ended: whether it has nothing left to do.
-      width: number of rows that it takes, next to each other.
+      width: number of adjacent rows that it takes.
       pages_for: number of tokens → pages that they take.
       ids: its tokens so far.
       pages: its pages in order; empty if it has no row.
@@ -44,7 +44,7 @@ class Schedulable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class StateShape:
     """Sizes of a state.
 
     Attributes:
@@ -65,17 +65,17 @@ class Scheduler[S: Schedulable]:
 
     Attributes:
       waiting: sequences without a row, in the order in which they will get one.
-      rows: the sequence that each row is the first one of, None elsewhere; empty while no state is
-        open.
-      shape: of the open state, or None.
-      quarantined: rows that are not used again, because their cache has values that are not finite.
+      rows: for the first row of each sequence, the sequence; None for other rows. Empty while no
+        state is open.
+      shape: shape of the open state, or None.
+      quarantined: rows that are no longer used, because their cache has values that are not finite.
       pool: the pages of the open state, or None if each row is in one piece.
     """
 
     def __init__(self):
         self.waiting: collections.deque[S] = collections.deque()
         self.rows: list[S | None] = []
-        self.shape: Shape | None = None
+        self.shape: StateShape | None = None
         self.quarantined: set[int] = set()
         self.pool: PagePool | None = None
         self._group: Any = None
@@ -108,7 +108,7 @@ class Scheduler[S: Schedulable]:
                 found.append(sequence)
         return found
 
-    def open(self, shape: Shape, pool: PagePool | None = None) -> None:
+    def open(self, shape: StateShape, pool: PagePool | None = None) -> None:
         """Open a state with free rows, for the group of the first sequence in the queue."""
         self.shape = shape
         self.pool = pool
@@ -132,10 +132,10 @@ class Scheduler[S: Schedulable]:
         return sequence.group == self._group and holds
 
     def should_reopen(self) -> bool:
-        """Whether a new state would serve the queue better. What runs is then computed again.
+        """Whether to open a new state. Running sequences are then computed again.
 
-        It does where nothing runs and the next sequence does not fit, where rows of pages are too
-        short for it, and where twice as many sequences as there are rows could run.
+        There are three such cases: nothing runs and the next sequence does not fit; the rows of a
+        pool are too short for it; or twice as many sequences as the state has rows could run.
         """
         self.skip_ended()
         if not self.waiting or self.shape is None:
@@ -149,9 +149,7 @@ class Scheduler[S: Schedulable]:
         return same_group and not self.shape.limited and wanted >= 2 * self.shape.rows
 
     def _is_too_short(self, sequence: S) -> bool:
-        """Whether a sequence fits the pool, but not a row. Then reopening costs little: what runs
-        goes on from its full pages.
-        """
+        """Whether a sequence fits into the pool, but not into a row of this state."""
         if self.pool is None or sequence.pages_for(sequence.tokens) >= self.pool.count:
             return False
         too_short = sequence.slots > self.shape.slots or sequence.width > self.shape.rows
@@ -176,7 +174,7 @@ class Scheduler[S: Schedulable]:
         return admitted
 
     def members(self) -> list[tuple[S, int] | None]:
-        """For each row (its sequence, its number among the rows of that), None if it is free."""
+        """For each row (sequence, index among the sequence's rows), or None if the row is free."""
         found: list[tuple[S, int] | None] = [None] * len(self.rows)
         for row, sequence in self.running:
             for i in range(sequence.width):
@@ -184,7 +182,7 @@ class Scheduler[S: Schedulable]:
         return found
 
     def _place(self, width: int) -> int | None:
-        """The first of `width` free rows next to each other, or None."""
+        """The first of `width` adjacent free rows, or None."""
         free = 0
         for row, member in enumerate(self.members()):
             free = free + 1 if member is None and row not in self.quarantined else 0
@@ -217,7 +215,7 @@ class Scheduler[S: Schedulable]:
 
     @property
     def youngest(self) -> int:
-        """The row of the running sequence that came last."""
+        """The row of the running sequence that arrived last."""
         return max(self.running, key=lambda item: item[1].arrival)[0]
 
     def preempt(self, row: int) -> None:
@@ -230,9 +228,10 @@ class Scheduler[S: Schedulable]:
         """Free a row, and its pages.
 
         Args:
-          row: which.
-          quarantine: its cache is damaged. A row in one piece is not used again while this state
-            is open. Pages are used again, because a sequence reads only slots that it has written.
+          row: index of the row.
+          quarantine: whether the row's cache is damaged. A row in one piece is then not used again
+            while this state is open. Pages are used again, because a sequence reads only slots that
+            it has written.
         """
         sequence, self.rows[row] = self.rows[row], None
         if self.pool is None:

@@ -1,4 +1,4 @@
-"""The host's part of one row: where its tokens end, their text, their log-probabilities."""
+"""The state of a request on the host: its tokens, text and log-probabilities, and when it ends."""
 
 import dataclasses
 import threading
@@ -17,13 +17,13 @@ from fdjax.text.tokenizer import Detokenizer, Tokenizer
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The work of one row.
+    """A prompt and its options, for one sequence of tokens.
 
     Attributes:
-      ids: the prompt.
-      config: how to go on, filled.
-      prompt: which of the caller's prompts it is.
-      sample: which sample of that prompt.
+      ids: token ids of the prompt.
+      config: the options, with a value in every field.
+      prompt: index of the prompt among the caller's prompts.
+      sample: index of the sample among those of the prompt.
     """
 
     ids: list[int]
@@ -40,10 +40,10 @@ class Chunk:
       tokens: [B, n], below 0 where a row has none.
       logprobs: [B, n] or None.
       top: ([B, n, N] log-probabilities, [B, n, N] ids) or None.
-      compile_seconds: what compiling took since the results before.
-      reruns: [L] of each layer, summed over the steps, or None.
-      is_first: it holds the first tokens of rows, of a call with their prompts.
-      beams: the results of beams, or None without any.
+      compile_seconds: seconds spent compiling since the previous chunk.
+      reruns: [L] reruns of each layer, summed over the steps, or None.
+      is_first: whether it holds the first tokens of rows, from a prefill call.
+      beams: the results of beams, or None if there are no beams.
     """
 
     tokens: np.ndarray
@@ -61,18 +61,18 @@ class Chunk:
         return dataclasses.replace(self, tokens=self.tokens[index], logprobs=logprobs, top=top)
 
 
-class Row:
-    """Tokens of one request, gathered from chunks until something ends it.
+class RequestState:
+    """The tokens of one request, gathered from chunks until the request ends.
 
     Attributes:
-      request: what was asked for.
-      tokens: generated ids, the one that ended the row included.
-      logprobs: of each token, where asked for.
-      top_logprobs: of the likeliest tokens at each step, {id: log-probability}, likeliest first.
-      cached_tokens: tokens of the prompt that the cache held already.
-      finish_reason: "stop", "length", or None while the row goes on.
-      error: what ended the row in its place, or None.
-      score: of an answer of beam search; None before its end, and for other rows.
+      request: the prompt and the options.
+      tokens: generated ids, including the id that ended the request.
+      logprobs: log-probability of each token; empty unless requested.
+      top_logprobs: for each step, {id: log-probability} of the likeliest tokens, likeliest first.
+      cached_tokens: number of prompt tokens that the cache held already.
+      finish_reason: "stop", "length", or None while the request runs.
+      error: the exception that ended the request, or None.
+      score: score of an answer of beam search; None before it ends and for other requests.
     """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, *, streamed: bool = False):
@@ -86,7 +86,7 @@ class Row:
         self.error: BaseException | None = None
         self.score: float | None = None
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()  # the thread that advances is not the one that reads
+        self._lock = threading.Lock()  # one thread takes chunks while another reads the text
         self._stop_tokens = frozenset(config.eos_token_ids)
         self._text = None
         if streamed or config.stop_strings:
@@ -95,38 +95,38 @@ class Row:
 
     @property
     def width(self) -> int:
-        """Rows of the state that it takes, next to each other."""
+        """Number of adjacent rows of the state that it takes."""
         return 1
 
     @property
-    def answers(self) -> list["Row"]:
-        """The rows that are results: this one."""
+    def answers(self) -> list["RequestState"]:
+        """The requests whose tokens are results: this one."""
         return [self]
 
     @property
     def has_begun(self) -> bool:
-        """Whether there are tokens."""
+        """Whether it has tokens."""
         return bool(self.tokens)
 
     @property
     def slots_read(self) -> int:
-        """Cache slots that the decode steps had to read."""
+        """Number of cache slots that the decode steps had to read."""
         n = max(len(self.tokens) - 1, 0)
         return n * len(self.request.ids) + n * (n + 1) // 2
 
     def pages_for(self, tokens: int) -> int:
-        """Pages of the cache for a number of tokens."""
+        """Number of cache pages for a number of tokens."""
         return page_count(tokens)
 
     def table(self, pages: list[int], beam: int) -> list[int]:
-        """Of its pages, those of one of its rows, in order."""
+        """The pages of one of its rows, in order."""
         return pages
 
     def begin(self) -> None:
-        """It gets a row: what was read so far stays."""
+        """Note that it has got a row. The tokens so far remain."""
 
     def set(self, tokens: list[int], score: float) -> None:
-        """End it with the tokens and the score of a beam."""
+        """End the request with the tokens and the score of a beam."""
         self.tokens, self.score = tokens, score
         self.finish_reason = "stop" if tokens[-1] in self._stop_tokens else "length"
 
@@ -137,17 +137,17 @@ class Row:
 
     @property
     def most_tokens(self) -> int:
-        """Tokens of the prompt and of the longest answer."""
+        """Number of tokens of the prompt and the longest answer."""
         return len(self.request.ids) + self.request.config.max_new_tokens
 
     @property
     def slots(self) -> int:
-        """Cache slots that it needs."""
+        """Number of cache slots that it needs."""
         return least_slots(len(self.request.ids), self.most_tokens)
 
     @property
     def group(self) -> tuple:
-        """What all rows of one program must have in common."""
+        """A value that must be equal for all rows of a program."""
         config = self.request.config
         return config.logits_processors, config.return_reruns
 
@@ -158,17 +158,17 @@ class Row:
 
     @property
     def ended_on_device(self) -> bool:
-        """Whether the device also knows that it has ended; it does not know of stop strings."""
+        """Whether the device knows that the request has ended. It does not know stop strings."""
         by_token = bool(self.tokens) and self.tokens[-1] in self._stop_tokens
         return by_token or self.finish_reason == "length"
 
     @property
     def text(self) -> str:
-        """The text so far, up to where a stop string begins, or ends if it is included."""
+        """The text so far, cut at the start of a stop string, or at its end if it is included."""
         return self._tokenizer.decode(self.tokens) if self._text is None else self._text.whole
 
     def take(self, chunk: Chunk, row: int) -> None:
-        """Take this row's part of a chunk; tokens after its end are dropped.
+        """Take this request's part of a chunk. Tokens after its end are dropped.
 
         Raises:
           FloatingPointError: logits were not finite.
@@ -186,7 +186,7 @@ class Row:
                 self._text.finish()
 
     def new_text(self) -> str:
-        """Final text that was not returned before."""
+        """Text that is final and has not been returned before."""
         with self._lock:
             return self._text.take()
 
@@ -211,7 +211,7 @@ class Row:
             self.finish_reason = "length"
 
     def _failure(self, token, count):
-        """The error that a token below -1 stands for, after `count` tokens."""
+        """The error for a token below -1, after `count` tokens."""
         where = f"generate: prompt {self.request.prompt}:"
         if token == ALL_FORBIDDEN:
             return ValueError(f"{where} the options forbid every token at token {count}")
@@ -224,12 +224,12 @@ class Row:
 
 
 class GrowingText:
-    """The text of a row while it grows, cut where the first of its stop strings begins.
+    """The growing text of a request. It is cut where the first stop string begins.
 
-    With `keeps_stop` it is cut where that one ends.
+    With `keeps_stop` it is cut where that stop string ends.
 
-    A stop string counts as soon as the tokens' text has it, even in a part that further tokens
-    could still change: the row ends there, so there are none.
+    A stop string counts as soon as it is in the text, even in the last part, which further tokens
+    could change: the request ends there, so no tokens follow.
     """
 
     def __init__(
@@ -246,11 +246,11 @@ class GrowingText:
 
     @property
     def whole(self) -> str:
-        """The text so far, with the end that may still change."""
+        """The text so far, including the last part, which may still change."""
         return self._text if self._finished else self._text + self._detokenizer.pending
 
     def push(self, token: int) -> None:
-        """One more token."""
+        """Add a token."""
         # A new stop string must end in the new text.
         start = max(0, len(self._text) - self._held)
         self._text += self._detokenizer.push([token])
@@ -264,13 +264,13 @@ class GrowingText:
             self.stopped = self._finished = True
 
     def finish(self) -> None:
-        """No more tokens come."""
+        """End the text: no more tokens follow."""
         if not self._finished:
             self._text += self._detokenizer.push([], last=True)
             self._finished = True
 
     def take(self) -> str:
-        """Final text that cannot be part of a stop string and was not returned before."""
+        """Text that is final, cannot begin a stop string, and has not been returned before."""
         end = len(self._text)
         if not self._finished:
             waiting = range(min(self._held, end - self._taken), 0, -1)

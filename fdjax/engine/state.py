@@ -22,13 +22,13 @@ LayerCache = tuple[Cache, Cache]
 # traced, so that equal layers share one lowering.
 StackedLayer = tuple[Cache, Cache, Array]
 
-# What `restart` does with a row.
+# Actions of `restart` for a row.
 KEEP, EMPTY = 0, 1
 
 # Cache slots are a multiple of this, so that a chunk of a prompt always fits. A page has as many.
 SLOT_MULTIPLE = 128
 
-# Page 0 of a pool belongs to nobody. Rows without work write to it.
+# Page 0 of a pool is never handed out. Rows without work write to it.
 NOBODYS_PAGE = 0
 
 
@@ -94,12 +94,12 @@ class DecodeState:
 
     @property
     def batch(self) -> int:
-        """B."""
+        """Number of rows, B."""
         return self.ids.shape[0]
 
     @property
     def slots(self) -> int:
-        """S."""
+        """Number of slots per row, S."""
         return self.ids.shape[1]
 
 
@@ -135,7 +135,8 @@ def init_cache(
 ) -> list[LayerCache] | StackedCache:
     """An empty cache of `slots` tokens per row for every layer, stacked or one per layer.
 
-    `zeros` makes an array of a shape and dtype that devices divide as the `PartitionSpec` says.
+    `zeros` is a function of (shape and dtype of a device's part, `PartitionSpec`) that makes an
+    array.
     """
     cache = abstract_cache(model, batch, slots, stacked)
     return jax.tree.map(zeros, cache, kv_specs(cache))
@@ -151,7 +152,7 @@ def init_pool(
 
 
 def page_bytes(model: Model) -> int:
-    """Bytes of a page of all layers."""
+    """Bytes of a page, over all layers."""
     return cache_bytes(model, 1, SLOT_MULTIPLE)
 
 
@@ -169,7 +170,7 @@ def state_specs(model: Model, stacked: bool = False, beams: bool = False) -> Dec
 
 
 def kv_specs(kv: Any) -> Any:
-    """The same for a cache, of any arrays."""
+    """How devices divide a cache: a tree of `PartitionSpec`s with the structure of `kv`."""
     axes = 2 if isinstance(kv, StackedCache) else 1
     return jax.tree.map(lambda _: PartitionSpec(*[None] * axes, AXIS), kv)
 
@@ -181,15 +182,15 @@ def cache_bytes(model: Model, batch: int, slots: int) -> int:
 
 
 def start_in_pages(kv: StackedCache, batch: int, slots: int) -> DecodeState:
-    """`start` for a pool of pages, of rows of up to `slots` slots."""
+    """Like `start`, for a pool of pages and rows of up to `slots` slots."""
     return DecodeState(kv, np.zeros((batch, slots), np.int32), np.zeros((4, batch), np.int32))
 
 
 def start(kv: list[LayerCache] | StackedCache) -> DecodeState:
     """A batch whose prompts are not processed yet.
 
-    All arrays but the cache are still on the host. They are transferred with the first call, at a
-    tenth of the cost of making them on the device one by one.
+    All arrays but the cache are on the host. The first call transfers them, which costs a tenth of
+    making them on the device one by one.
 
     Args:
       kv: caches with any content.

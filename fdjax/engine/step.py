@@ -60,24 +60,24 @@ def prefill(
     *,
     processors: Processors = Processors(),
 ) -> tuple[DecodeState, Array, Logprobs | None, *tuple[BeamResults, ...]]:
-    """Process blocks of some rows' prompts, and choose the first token where a prompt ends.
+    """Process blocks of some rows' prompts. Choose a first token for each prompt that ends.
 
     Args:
       model, params: the model.
-      state: the batch. Other rows stay as they are, in any phase.
+      state: the batch. Other rows do not change, even while they decode.
       sampling: the options of each row of the batch.
       tokens: [M, T] int32 blocks of prompt tokens, padded at the end with any tokens of the
         vocabulary. Each row has one block (M = R), unless `owners` are given.
       lengths: [M] int32 tokens of a block that are not padding; 0 leaves its row unchanged.
-      offsets: [M] int32 tokens of the prompt before the block: in the cache, or in other blocks of
-        this call; offsets + T <= S.
+      offsets: [M] int32 number of prompt tokens before the block, which are in the cache or in
+        other blocks of this call; offsets + T <= S.
       final: [R] bool, whether the prompt ends with this call.
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
       prompts: [R] int32 tokens of each whole prompt; default offsets + lengths. Only rotary
         embeddings that depend on a sequence's length use it.
       restarts: [B] int32 argument of `restart`, which is applied first; default no restart.
-      generated: [R] int32 how many tokens at the end belong to an answer that goes on, where a
-        row's cache is computed anew. `prompts` does not count them. Default none.
+      generated: [R] int32 number of tokens at the end that belong to an unfinished answer, if a
+        row's cache is computed again. `prompts` does not count them. Default 0.
       pages: [B, N] int32, the pages of each row, if the cache is a pool of pages.
       owners: [M] int32, the entry of `rows` that each block belongs to; needs `pages`, `prompts`
         and offsets that are multiples of T. A row may have any number of blocks, in any order.
@@ -87,8 +87,8 @@ def prefill(
 
     Returns:
       (state, first tokens [R] int32, their log-probabilities or None). A first token is -1 if the
-      prompt goes on, and below -1 if none could be chosen, see `next_tokens`. If the state has
-      beams, also their results, for the rows of this call, n = 1.
+      prompt has not ended, and below -1 if none could be chosen, see `next_tokens`. If the state
+      has beams, also their results, for the rows of this call, n = 1.
     """
     if restarts is not None:
         state = restart(state, restarts)
@@ -146,7 +146,7 @@ def prefill(
 
 
 def _begin_beams(state, sampling, found, index, chosen):
-    """The state whose beams have their first tokens, these [B], and the beams they continue.
+    """Begin the beams. Returns (state, their first tokens [B], the beams [B] that they continue).
 
     `found` are the continuations of the rows `index` [R], and `chosen` [R] whether they begin.
     """
@@ -202,7 +202,7 @@ def decode_steps(
       sampling: the options of each row.
       n: traced number of steps, at most `max_steps`.
       pages: [B, N] int32, the pages of each row, if the cache is a pool of pages. Finished rows
-        read and write nobody's page, and a row whose first page is nobody's is finished.
+        read and write `NOBODYS_PAGE`, and a row whose first page it is counts as finished.
       max_steps: static width of the result.
       processors: the active processors.
       return_reruns: static, see `decode_attention`.
@@ -218,7 +218,7 @@ def decode_steps(
     """
     module = model.module(params)
     b = state.batch
-    if pages is not None:  # a row without pages has ended on the host
+    if pages is not None:  # a row without pages: it has ended on the host
         finished = state.finished | (pages[:, 0] == NOBODYS_PAGE)
         state = dataclasses.replace(state, progress=_with_finished(state.progress, finished))
     begun, n = state.steps, jnp.minimum(n, max_steps)
@@ -268,7 +268,7 @@ def decode_steps(
 
     def goes_on(carry):
         state = carry[0]
-        # One reduction makes one kernel.
+        # A single reduction, because each makes a kernel.
         return ~jnp.all(state.finished | (state.steps - begun >= n))
 
     tokens = jnp.full((b, max_steps), -1, jnp.int32)
@@ -279,7 +279,7 @@ def decode_steps(
             jnp.zeros(top[:2], jnp.float32), jnp.zeros(top, jnp.float32), jnp.zeros(top, jnp.int32)
         )
     reruns = [[jnp.float32(0)] * model.config.layers] if return_reruns else []
-    # The loop carries four arrays, as XLA would copy a single one at every step.
+    # The loop carries four arrays, because XLA would copy a single one at every step.
     state = dataclasses.replace(state, progress=tuple(state.progress))
     parents = None if state.beams is None else tokens
     carry = state, tokens, logprobs, parents, *reruns
@@ -300,7 +300,7 @@ def _next_tokens(state, logits, sampling, ids, lengths, steps, processors, plan)
 
 
 def _with_own_slots(state: DecodeState) -> DecodeState:
-    """The state whose beams write their next position to their own pages."""
+    """The state after each beam's next position is set to the beam's own pages."""
     if state.beams is None:
         return state
     own = jnp.arange(state.batch, dtype=jnp.int32)
@@ -309,7 +309,7 @@ def _with_own_slots(state: DecodeState) -> DecodeState:
 
 
 def _beam_slots(state: DecodeState, sampling: Sampling) -> BeamSlots | None:
-    """Where the positions of beams are."""
+    """The cache slots of the beams' positions."""
     if state.beams is None:
         return None
     prompts = state.lengths - state.steps + 1
@@ -342,7 +342,8 @@ def run_layers(
     # Prompt tokens = slots filled - tokens chosen + 1: the last chosen token has no slot yet.
     rotation_at = _rotation_at(state.lengths - state.steps + 1, sampling.max_new_tokens)
     lengths = state.lengths
-    if pages is not None and state.batch > 1:  # a single row that is finished ends the loop
+    # With a single row, the loop ends as soon as the row is finished.
+    if pages is not None and state.batch > 1:
         lengths = jnp.where(state.finished, 0, lengths)
         pages = jnp.where(state.finished[:, None], NOBODYS_PAGE, pages)
     if layers is not None:
@@ -364,20 +365,29 @@ def run_layers(
     if isinstance(state.kv, StackedCache):
         return _run_stacked(module, state, attend, plan, reruns)
     caches = list(zip(state.kv, *reruns, strict=True))
-    hidden, caches = module(state.tokens[:, None], caches, attend, plan, starts=state.lengths)
+    hidden, caches = module(
+        state.tokens[:, None], caches, attend, plan, starts=state.lengths, live=_live(state)
+    )
     return hidden, *map(list, zip(*caches, strict=True))
 
 
 def _run_stacked(module, state, attend, plan, reruns):
-    """`run_layers` for a cache that passes through the layers as a whole, reruns with it."""
+    """`run_layers` for a stacked cache, which passes through the layers as a whole."""
     stack = _CountedStack(state.kv, *reruns)
-    hidden, stack = module(state.tokens[:, None], stack, attend, plan, starts=state.lengths)
+    hidden, stack = module(
+        state.tokens[:, None], stack, attend, plan, starts=state.lengths, live=_live(state)
+    )
     return hidden, stack.kv, *([] if stack.reruns is None else [stack.reruns])
+
+
+def _live(state: DecodeState) -> Array | None:
+    """[B] bool, whether a row has not ended; None for a single row, whose end ends the loop."""
+    return None if state.batch == 1 else ~state.finished
 
 
 @dataclasses.dataclass
 class _CountedStack:
-    """A `StackedCache` with the reruns of each layer, or without."""
+    """A `StackedCache` with the reruns of each layer, if they are counted."""
 
     kv: StackedCache
     reruns: list[Array] | None = None
@@ -398,7 +408,7 @@ def _with_finished(progress, finished):
 
 
 def _place(columns, array, values):
-    """Write values [B, ...] into one column [B] per row of an array [B, N, ...], if it exists."""
+    """Write values [B, ...] into a column [B] of each row of an array [B, N, ...], if it exists."""
     # For few columns, a select is one kernel on a GPU. A scatter into one row would be several.
     there = jax.nn.one_hot(columns, array.shape[1], dtype=bool)
     there = there.reshape(there.shape + (1,) * (array.ndim - 2))
@@ -414,7 +424,7 @@ def _is_final(tokens, steps, sampling):
 
 
 def _is_final_of(move, tokens, steps, sampling):
-    """`_is_final` where beams take part in a step: they end together."""
+    """`_is_final` for a step with beams. The beams of a prompt end together."""
     return jnp.where(move.moved, move.finished, _is_final(tokens, steps, sampling))
 
 
@@ -431,9 +441,9 @@ def attend_decode(
     pages: Array | None = None,
     beams: BeamSlots | None = None,
 ) -> tuple[Array, tuple[LayerCache | StackedLayer, *tuple[Array, ...]]]:
-    """RoPE, append and attention of T new tokens per row. A layer is its cache, and its reruns.
+    """RoPE, append and attention of T new tokens per row. A layer has a cache, and maybe reruns.
 
-    `positions` [B] are those of the first tokens, default `lengths`.
+    `positions` [B] are the positions of the first tokens, default `lengths`.
     """
     kv, *reruns = layer
     k, v, *index = kv
@@ -492,7 +502,7 @@ def attend_prefill(
 
 
 def _rotation_at(prompts: Array, max_new_tokens: Array) -> Callable:
-    """`rotation` with the lengths of rows, from their prompts [R] and new tokens [R] at most."""
+    """`rotation` for rows of up to `prompts` [R] plus `max_new_tokens` [R] tokens."""
     # The last chosen token is never rotated.
     limits = prompts + max_new_tokens - 1
 

@@ -1,4 +1,4 @@
-"""Finds out which of several devices does not go on, while the others wait for it."""
+"""Finds out which of several devices is stalled while the others wait for it."""
 
 import contextlib
 import logging
@@ -11,11 +11,12 @@ logger = logging.getLogger("fdjax")
 class Watch:
     """Counts the collective operations that each device has reached, and reports a stall.
 
-    Every device announces an operation before it takes part. An operation ends only when all take
-    part, so the devices' counts differ by one at most, and the smallest is that of the stalled one.
+    Every device announces an operation before it takes part. An operation ends only when all
+    devices take part. So the counts differ by at most one, and the stalled device has the smallest
+    count.
 
-    A report is an error in the log "fdjax". The wait goes on: what hangs in a device cannot be
-    ended from here.
+    A report is an error in the log "fdjax". The wait continues, because the host cannot end a
+    program that hangs on a device.
 
     Attributes:
       seconds: time without results after which to report.
@@ -34,7 +35,7 @@ class Watch:
         self._reached: dict[int, tuple[int, str]] = {}
 
     def arrive(self, rank: int, name: str) -> None:
-        """Count an operation of a device."""
+        """Note that a device has reached a collective operation."""
         with self._lock:
             count, _ = self._reached.get(rank, (0, ""))
             self._reached[rank] = count + 1, name
@@ -44,7 +45,7 @@ class Watch:
         """Report if this block takes too long.
 
         Args:
-          what: what it waits for.
+          what: name of the awaited results, for the report.
           ranks: number of devices.
         """
         timer = threading.Timer(self.seconds, self._report, (what, ranks))
@@ -71,5 +72,5 @@ class Watch:
 
 
 def waiting(watch: Watch | None, what: str, ranks: int) -> contextlib.AbstractContextManager[None]:
-    """`watch.waiting`, or nothing without a watch."""
+    """`watch.waiting`, or a context that does nothing if there is no watch."""
     return contextlib.nullcontext() if watch is None else watch.waiting(what, ranks)

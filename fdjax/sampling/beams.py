@@ -1,11 +1,11 @@
 """Beam search on the device, with the rules of transformers.
 
-The beams of a prompt are rows next to each other. Each step has the best `kept` continuations per
-beam, over all beams of a prompt together. Those that end are candidates for the result if they are
-among the first W. The best W of the others go on. Ties go to the lower beam and the lower token.
+The beams of a prompt are rows next to each other. Each step keeps the best W · `kept` continuations
+of all beams of a prompt together. Those that end and are among the first W are candidates for the
+result. The best W of the others continue. Ties go to the lower beam and the lower token.
 
-A row does not move when its beam continues that of another row: it only reads its past from there,
-see `BeamState.sources`.
+If a row's beam continues the beam of another row, no cache is copied. The row reads its past from
+the other row, see `BeamState.sources`.
 """
 
 import dataclasses
@@ -22,8 +22,8 @@ from fdjax.sampling.values import Sampling
 # The largest `num_beams`.
 MOST_BEAMS = 64
 
-# The score of what does not exist, as in transformers: lower than any sum of log-probabilities, and
-# still a number. Scores below the second one come from it.
+# The score of a beam that does not exist, as in transformers: finite, but lower than any sum of
+# log-probabilities. A score below the second constant comes from such a beam.
 _NOTHING, _NEXT_TO_NOTHING = -1e9, -5e8
 
 # Values of `early_stopping` on the device.
@@ -33,14 +33,14 @@ _WHEN_FULL, _NEVER = 1, 2
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamState:
-    """The beams of a batch. Rows that are no beams have values without meaning.
+    """The beams of a batch. Values of rows that are not beams have no meaning.
 
     Attributes:
-      sources: [B, S] int32, the row whose cache holds a position of the response.
+      sources: [B, S] int32, for each position of the response, the row whose cache holds it.
       scores: [B] fp32, sum of the scores of a beam's tokens.
       ended: [B, W] fp32, the scores of the best ended beams of the row's prompt, best first.
-      ends: [B, W, 3] int32 of these: number of tokens, or 0 if there is none; the beam, counted
-        from the first of the prompt, that was continued by the last token; and that token.
+      ends: [B, W, 3] int32, for each ended beam: its number of tokens, or 0 if there is none; its
+        last token's parent beam, counted from the first beam of the prompt; and the last token.
     """
 
     sources: Array
@@ -60,11 +60,11 @@ class BeamState:
 
     @property
     def width(self) -> int:
-        """W."""
+        """Largest number of beams per prompt, W."""
         return self.ended.shape[1]
 
     def widened(self, width: int) -> "BeamState":
-        """The state with room for at least so many beams per prompt."""
+        """The state with room for at least `width` beams per prompt."""
         more = width - self.width
         if more <= 0:
             return self
@@ -78,7 +78,7 @@ class BeamResults(NamedTuple):
     """The results of a call for each row that is the first beam of a prompt.
 
     Attributes:
-      tokens, parents: [B, W, n] int32, the tokens of the beams after each step, -1 if there was no
+      tokens, parents: [B, W, n] int32, for each step the beams' new tokens, -1 if there was no
         step, and the beams that they continue.
       ended, ends: see `BeamState`, after the last step.
       finished: [B] bool, whether the search has ended.
@@ -95,7 +95,7 @@ class Candidates(NamedTuple):
     """The best continuations of each row, K of them, best first.
 
     Attributes:
-      order: [B, K] fp32, by which they are compared.
+      order: [B, K] fp32, values by which they are compared.
       scores: [B, K] fp32, the beam's score with the token.
       tokens: [B, K] int32.
       finite: [B] bool, whether the logits are finite.
@@ -108,13 +108,14 @@ class Candidates(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What a step of beam search gives each row.
+    """The result of a step of beam search, for each row.
 
     Attributes:
-      moved: [B] bool, whether the row is a beam that takes part; the others mean nothing then.
+      moved: [B] bool, whether the row is a beam that takes part. If not, the other fields have no
+        meaning.
       tokens: [B] int32 next tokens, or `NOT_FINITE`.
-      rows: [B] int32, the row whose beam is continued.
-      parents: [B] int32, the same, counted from the first beam of the prompt.
+      rows: [B] int32, the row whose beam it continues.
+      parents: [B] int32, the same row, counted from the first beam of the prompt.
       finished: [B] bool, whether the search has ended.
     """
 
@@ -137,13 +138,13 @@ def first_rows(sampling: Sampling) -> Array:
 
 
 def member_rows(sampling: Sampling, width: int) -> Array:
-    """[B, W] the rows of all beams of the same prompt; any row after the last one."""
+    """[B, W] the rows of all beams of the same prompt, then arbitrary rows."""
     rows = first_rows(sampling)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.minimum(rows, rows.shape[0] - 1)
 
 
 def candidates(found: BeamScores, running: Array, processors: Processors) -> Candidates:
-    """The best continuations of each row alone; K = W times the candidates per beam.
+    """The best continuations of each row alone; K is W times the candidates per beam.
 
     Args:
       found: scores of the next tokens.
@@ -163,13 +164,13 @@ def begin(
     """Choose the first tokens of prompts.
 
     Args:
-      found: for rows that are first beams of a prompt; the others mean nothing.
+      found: continuations of rows that are first beams of a prompt; other rows have no meaning.
       state: the beams.
       sampling: the options of all rows.
-      started: [B] bool, whether the prompt of a row's beam was just processed.
+      started: [B] bool, whether this call has processed the last token of the row's prompt.
     """
     first = first_rows(sampling)
-    # All beams are equal. Only the first one counts, so that the others do not repeat it.
+    # All beams of a prompt begin equal. Only the first counts, because the others would repeat it.
     found = jax.tree.map(lambda a: a[first], found)
     handicap = jnp.where(sampling.sample_index > 0, _NOTHING, 0.0)[:, None]
     found = found._replace(order=found.order + handicap, scores=found.scores + handicap)
@@ -189,10 +190,10 @@ def advance(
     """Choose the next tokens of beams among the continuations of all rows.
 
     Args:
-      found: of all rows.
+      found: continuations of all rows.
       state: the beams.
       sampling: the options of all rows.
-      steps: [B] int32 number of tokens before.
+      steps: [B] int32 number of tokens before this step.
       moved: [B] bool, whether the row is a beam that takes part.
 
     Returns:
@@ -236,7 +237,7 @@ def advance(
 
 
 class _Best(NamedTuple):
-    """The best continuations of each prompt [B, K]: whether they exist, scores, beams, tokens."""
+    """The best continuations of each prompt, [B, K] each."""
 
     exists: Array
     scores: Array
@@ -245,7 +246,7 @@ class _Best(NamedTuple):
 
 
 def _of_prompts(found: Candidates, members: Array, exists: Array, sampling: Sampling) -> _Best:
-    """The best of the continuations of all beams of a prompt."""
+    """The best continuations of each prompt, over all of its beams."""
     b = len(members)
     per_row = found.order.shape[1]
     order = jnp.where(exists[:, :, None], found.order[members], -jnp.inf)
@@ -265,7 +266,7 @@ def _of_prompts(found: Candidates, members: Array, exists: Array, sampling: Samp
 
 
 def _with_ended(state, best, counts, length, sampling):
-    """The best ended beams [B, W], those of this step included, and their `ends`."""
+    """The best ended beams [B, W] including those of this step, and their `ends`."""
     scores = best.scores / _to_length(length, sampling)[:, None]
     scores = jnp.where(counts, scores, _NOTHING)
     lengths = jnp.where(counts, length[:, None], 0)
@@ -276,7 +277,7 @@ def _with_ended(state, best, counts, length, sampling):
 
 
 def _is_hopeless(best_going, ended, exists, length, sampling):
-    """[B] whether no beam that goes on can be expected to be among the best ended ones."""
+    """[B] whether no running beam can be expected to get among the best ended ones."""
     at_most = (sampling.early_stopping == _NEVER) & (sampling.length_penalty > 0)
     length = jnp.where(at_most, sampling.max_new_tokens, length)
     worst = jnp.min(jnp.where(exists, ended, jnp.inf), axis=1)
@@ -284,14 +285,14 @@ def _is_hopeless(best_going, ended, exists, length, sampling):
 
 
 def _to_length(length, sampling):
-    """[B] what a sum of scores is divided by."""
+    """[B] the number by which a sum of scores is divided."""
     return length.astype(jnp.float32) ** sampling.length_penalty
 
 
 def _largest(values: Array, count: int) -> tuple[Array, Array]:
-    """The largest values of each row [B, N], and where they are, each [B, count].
+    """The largest values of each row [B, N] and their indices, [B, count] each.
 
-    Equal values are in order. If there are too few above -inf, the others are -inf, at 0.
+    Equal values keep their order. If too few values are above -inf, the rest are -inf with index 0.
     """
     places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
 

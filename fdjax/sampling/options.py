@@ -20,7 +20,7 @@ StoppingCriterion = Callable[[Sequence[int]], bool]
 
 
 class Unset(enum.Enum):
-    """The value of a field that is not given, so that the checkpoint's default holds."""
+    """The value of a field that is not given, so that the checkpoint's default applies."""
 
     UNSET = "unset"
 
@@ -30,10 +30,10 @@ class Unset(enum.Enum):
 
 UNSET = Unset.UNSET
 
-# The last step of a bias that never ends.
+# The end of a bias that applies to all steps.
 _ALWAYS = 2**31 - 1
 
-# Options of transformers that may be in generation_config.json but are not supported, with those
+# Options of transformers that are not supported but may be in generation_config.json, with the
 # values that have no effect.
 _NOT_HONOURED = {
     "max_time": (),
@@ -82,7 +82,7 @@ class Number:
         """Check the value of the option `name`, and return it as a Python number.
 
         Raises:
-          ValueError: the value is no number of this kind in the range.
+          ValueError: the value is not a number of this kind in the range.
         """
         value = _plain(value)
         if value is None and self.optional:
@@ -96,7 +96,7 @@ class Number:
         """Parse a number.
 
         Raises:
-          ValueError: the text is no number of this kind in the range.
+          ValueError: the text is not a number of this kind in the range.
         """
         try:
             value = self.kind(text)
@@ -127,7 +127,7 @@ class OneOf:
         """Check the value of the option `name`.
 
         Raises:
-          ValueError: it is none of the values.
+          ValueError: the value is not allowed.
         """
         value = _plain(value)
         if not any(value is v or (isinstance(v, str) and value == v) for v in self.values.values()):
@@ -139,7 +139,7 @@ class OneOf:
         """Parse one of the words.
 
         Raises:
-          ValueError: it is none of them.
+          ValueError: the text is not one of the words.
         """
         if text not in self.values:
             raise ValueError(f"must be one of {', '.join(self.values)}, got {text!r}")
@@ -239,7 +239,7 @@ _any_tokens = _integer(0, 2**31, "in [0, 2**31)")
 _samples = _integer(1, 2**31, "in [1, 2**31)")
 _ngram = _integer(0, MAX_NGRAM + 1, f"in [0, {MAX_NGRAM}]")
 _seed = dataclasses.replace(_integer(0, 2**32, "in [0, 2**32)"), optional=True)
-# Beyond this range, fp32 would lose the order of scores, and finally which tokens are forbidden.
+# Beyond this range, fp32 would lose the order of scores, and even the -inf of forbidden tokens.
 _temperature = _real("in [0, 1e30]", lambda t: 0 <= t <= 1e30)
 _mass = _real("in [0, 1]", lambda p: 0 <= p <= 1)
 _factor = _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30)
@@ -247,7 +247,7 @@ _share = _real("in (0, 1]", lambda p: 0 < p <= 1)
 _penalty = _real("in [-2, 2]", lambda x: -2 <= x <= 2)
 _beams = _integer(1, MOST_BEAMS + 1, f"in [1, {MOST_BEAMS}]")
 _exponent = _real("in [-100, 100]", lambda x: -100 <= x <= 100)
-# The values of `early_stopping`; on the device, each is its position.
+# The values of `early_stopping`. The device gets the position in this list.
 _EARLY = {"false": False, "true": True, "never": "never"}
 
 
@@ -286,7 +286,7 @@ def _option(default: Any, check: Callable[[str, Any], Any], role=None, flag=None
     )
 
 
-# For options that generation_config.json cannot contain.
+# Metadata of an option that generation_config.json cannot contain.
 _OURS = {"in_files": False}
 
 
@@ -331,15 +331,15 @@ class GenerationConfig:
       stop_strings: a row ends when its text contains one of these. The text ends before the stop
         string, and the tokens end with the one that completed it. Prompts and special tokens are
         not searched.
-      include_stop_str_in_output: end the text after the stop string, as in vLLM.
+      include_stop_str_in_output: the text includes the stop string, as in vLLM.
       stopping_criteria: functions that end a row by returning true. The host calls each one after
         every token, with a new list of the tokens generated so far.
       logits_processors: jittable functions (ids [B,S], lengths [B], scores [B,V]) → scores [B,V],
         the same for the whole batch. They run after all penalties and before the temperature. Each
         set of functions compiles its own program, so pass the same functions again, not new
         lambdas. Values that an object holds at its first call become part of the program.
-      num_return_sequences: number of samples per prompt, or of its best beams, side by side in the
-        result. A stream has one, whatever the checkpoint's default.
+      num_return_sequences: number of samples or best beams per prompt, side by side in the result.
+        A stream has one, whatever the checkpoint's default.
       num_beams: number of beams of beam search; 1 is off. The scores of tokens are then
         log-probabilities, to which penalties and temperature apply. With `do_sample` the
         continuations are drawn without replacement. A stream has one, whatever the checkpoint's
@@ -347,14 +347,14 @@ class GenerationConfig:
       length_penalty: the score of a finished beam is the sum of its scores divided by its number of
         new tokens to this power. Above 0 prefers long answers, below 0 short ones.
       early_stopping: when beam search ends. True: when `num_beams` beams are finished. False: when
-        the best beam that goes on would not be among the best if it ended now. "never": when it
-        could not be among the best at any length.
+        the best running beam would not be among the best if it ended now. "never": when it could
+        not be among the best at any length.
       seed: seed of the draws; None takes a new seed in each call. A row's tokens depend only on its
         prompt, its seed and its index among the samples of the prompt, not on the batch.
       eos_token_ids: ids that end a row.
-      return_logprobs: also return each token's log-probability under the raw model. True or 0
-        returns that of the chosen token; n also those of the n likeliest, at most 20; False or None
-        returns nothing.
+      return_logprobs: also return log-probabilities under the raw model. True or 0 returns that of
+        each chosen token. A number n, at most 20, also returns those of the n likeliest tokens.
+        False or None returns nothing.
       return_reruns: also report in `stats` the share of decode attention that left the range of the
         unified maximum and ran again. If one prompt asks for it, it covers the whole batch.
     """
@@ -432,7 +432,7 @@ class GenerationConfig:
 
     def __post_init__(self):
         given = frozenset(name for name in OPTIONS if getattr(self, name) is not UNSET)
-        # Not a field, because it follows from the fields. Stored, because it is read often.
+        # Not a field, because it follows from the fields. It is stored because it is read often.
         object.__setattr__(self, "_given", given)
         for name in given:
             option, value = OPTIONS[name], getattr(self, name)
@@ -459,8 +459,8 @@ class GenerationConfig:
 
         Args:
           defaults: values for the fields that are not given here. Fields that it lacks get the
-            option's own default. If `min_new_tokens` would exceed `max_new_tokens`, the one that is
-            given here wins, and the other gets the same value.
+            option's own default. If `min_new_tokens` would exceed `max_new_tokens`, the value that
+            is given here is used for both.
         """
         if len(self._given) == len(OPTIONS):
             return self
@@ -498,7 +498,7 @@ class GenerationConfig:
 
     @property
     def kept_per_beam(self) -> int:
-        """Candidates of a step of beam search per beam: beams go on even if all end tokens lead."""
+        """Candidates per beam in a step of beam search: enough even if all end tokens lead."""
         return max(2, 1 + len(self.filled().eos_token_ids))
 
     @property
@@ -572,10 +572,10 @@ class GenerationConfig:
     ) -> "GenerationConfig":
         """The defaults of a checkpoint.
 
-        They come from generation_config.json. As in transformers, config.json counts only if there
-        is no generation_config.json, as in checkpoints from before 2023, but end-of-sequence ids
-        come from it whenever generation_config.json has none. `max_length`, which limits prompt and
-        response together, is ignored.
+        They come from generation_config.json. As in transformers, config.json is used only if there
+        is no generation_config.json, as in checkpoints from before 2023. But if
+        generation_config.json has no end-of-sequence ids, those of config.json are used.
+        `max_length`, which limits prompt and response together, is ignored.
 
         Args:
           generation: content of generation_config.json, or {}.
@@ -619,7 +619,7 @@ SAMPLED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role 
 _EDITS = tuple(name for name, option in OPTIONS.items() if option.role == "edit")
 # Options of beam search.
 BEAM_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role == "beams")
-# Options that work on the tokens of a row as they come, which a beam may lose again.
+# Options that follow the tokens of a row. A beam may drop tokens again, so it cannot have them.
 _NOT_WITH_BEAMS = ("stop_strings", "stopping_criteria", "return_logprobs", "return_reruns")
 
 
@@ -663,7 +663,7 @@ def per_row(
     biases = [np.asarray(c.biases, np.float64).reshape(-1, 3).T for c in rows]
     words = [c.bad_words for c in rows]
     length = _width([word for row in words for word in row], 8)
-    # Words are padded in front, so that all of them end at the end of the table.
+    # Words are padded in front, so that all of them end in the last column of the table.
     words = [[[-1] * (length - len(w)) + list(w) for w in row] for row in words]
     return Sampling.pack(
         **columns,
@@ -676,13 +676,13 @@ def per_row(
 
 
 def _table(rows, least: int, fill, dtype) -> np.ndarray:
-    """Pad rows of different lengths to an array [B, width], where the width is from `_width`."""
+    """Pad rows of different lengths to an array [B, width], with the width from `_width`."""
     width = _width(rows, least)
     return np.asarray([[*row, *[fill] * (width - len(row))] for row in rows], dtype)
 
 
 def _width(rows, least: int) -> int:
-    """The length of the longest row, rounded up to `least` · 4^n: there are few programs."""
+    """The length of the longest row, rounded up to `least` · 4^n so that there are few programs."""
     width = least
     while width < max(map(len, rows), default=0):
         width *= 4

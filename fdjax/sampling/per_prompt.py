@@ -1,4 +1,4 @@
-"""Turns the options of a call, common or with one value per prompt, into one configuration each."""
+"""Turns the options of a call into one configuration per prompt."""
 
 import dataclasses
 import difflib
@@ -18,7 +18,7 @@ from fdjax.sampling.options import (
     GenerationConfig,
 )
 
-# Arguments of other libraries that are no options here, with advice for the error.
+# Arguments of other libraries that fdjax lacks, with advice for the error message.
 _INSTEAD = {
     "generation_config": "pass the configuration as `config`",
     "sampling_params": "pass a GenerationConfig as `config`",
@@ -42,7 +42,7 @@ def per_prompt(
     """The configuration of each prompt of a call.
 
     Args:
-      defaults: the checkpoint's options, for those that neither `config` nor `options` gives.
+      defaults: the checkpoint's options, used if neither `config` nor `options` gives a value.
       config, options: as in `LM.generate`; `options` wins.
       count: number of prompts.
 
@@ -52,7 +52,7 @@ def per_prompt(
 
     Raises:
       ValueError: an option is out of range or has another number of values than prompts.
-      TypeError: there is no such option, or `config` is no `GenerationConfig`.
+      TypeError: there is no such option, or `config` is not a `GenerationConfig`.
 
     Warns:
       UserWarning: an option of sampling or of beam search is given, but nothing is sampled, or

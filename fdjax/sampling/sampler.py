@@ -129,7 +129,7 @@ def next_tokens(
       batch_invariant: whether log-probabilities must be equal to the last bit for all B below 128.
 
     Returns:
-      (tokens [B] int32, or `NOT_FINITE` or `ALL_FORBIDDEN` in their place; their `Logprobs`, or
+      (tokens [B] int32, where `NOT_FINITE` and `ALL_FORBIDDEN` mark errors; their `Logprobs`, or
       None).
 
     Raises:
@@ -155,9 +155,10 @@ class BeamScores(NamedTuple):
     """The scores of the next tokens of all rows, where some rows are beams.
 
     Attributes:
-      scores: [B, V] fp32, of a beam what its sum of scores grows by; -inf if not allowed.
-      order: [B, V] fp32, the same, with the noise by which tokens are drawn, in sampled rows.
-      finite: [B] bool.
+      scores: [B, V] fp32, what each token adds to the sum of a beam's scores; -inf if it is not
+        allowed.
+      order: [B, V] fp32, the scores, in sampled rows with the noise by which tokens are drawn.
+      finite: [B] bool, whether a row's logits are finite.
     """
 
     scores: Array
@@ -175,11 +176,11 @@ def next_tokens_and_scores(
     *,
     batch_invariant: bool = False,
 ) -> tuple[Array, Logprobs | None, BeamScores]:
-    """`next_tokens` where some rows are beams, and the scores of these.
+    """`next_tokens` for a batch with beams, and the scores for the beams.
 
     As in transformers, the scores of a beam are log-probabilities, to which the processors are
-    applied. Top-k and its like keep at least one token more than there are end-of-sequence ids. The
-    tokens of beams mean nothing.
+    applied. Top-k, top-p, min-p and typical-p keep at least one token more than there are
+    end-of-sequence ids. The returned tokens of beams have no meaning.
     """
     beam = (sampling.num_beams > 1)[:, None]
     finite = jnp.isfinite(first_best(logits)[0])
@@ -198,7 +199,7 @@ def next_tokens_and_scores(
 
 
 def _noisy(scores, best, beam, sampling, steps, processors):
-    """Scores after the temperature, and with noise, of sampled rows; `best` [B] are the largest."""
+    """The scores with temperature and noise in sampled rows; `best` [B] are the largest scores."""
     drawn = (sampling.temperature > 0)[:, None]
     temperature = jnp.where(drawn, sampling.temperature[:, None], 1.0)
     relative = kept = (scores - best[:, None]) / temperature
@@ -206,7 +207,7 @@ def _noisy(scores, best, beam, sampling, steps, processors):
         ends = jnp.sum(sampling.stop_tokens >= 0, axis=-1, dtype=jnp.int32)
         least = jnp.where(beam[:, 0], jnp.maximum(2, 1 + ends), 1)
         kept = _truncate(relative, sampling, least)
-    # The sums of scores of beams are compared, so theirs are not relative.
+    # Sums of scores of beams are compared, so the scores of beams are not made relative to `best`.
     tempered = jnp.where(beam, scores / temperature, relative)
     scores = jnp.where(drawn, jnp.where(kept > -jnp.inf, tempered, -jnp.inf), scores)
 
@@ -240,7 +241,7 @@ def _edited(logits, sampling, ids, lengths, steps, processors):
 
 
 def first_best(scores: Array) -> tuple[Array, Array]:
-    """(largest score of each row, or NaN if the row has one; first token with this score)."""
+    """(largest score of each row, or NaN if the row has a NaN; first token with this score)."""
 
     def larger(a, b):
         first = (a[0] > b[0]) | jnp.isnan(a[0]) & ~jnp.isnan(b[0])
@@ -278,7 +279,7 @@ def _key(seed, index, step):
 def _truncate(scores, sampling, least=None):
     """Set the scores of tokens that must not be drawn to -inf. The largest score must be 0.
 
-    `least` [B] is the number of tokens that each rule keeps at least; default 1.
+    Each rule keeps at least `least` [B] tokens, by default 1.
     """
     top_k, top_p = sampling.top_k, sampling.top_p
     min_p, typical_p = sampling.min_p, sampling.typical_p

@@ -23,7 +23,7 @@ def device_memory_bytes(device: jax.Device | None = None) -> int | None:
 
 
 def free_memory_bytes(device: jax.Device | None = None) -> int | None:
-    """`device_memory_bytes` minus the bytes that are allocated; None if unknown."""
+    """`device_memory_bytes` minus the allocated bytes; None if unknown."""
     device = device or jax.local_devices()[0]
     limit = device_memory_bytes(device)
     return limit and limit - (device.memory_stats() or {}).get("bytes_in_use", 0)

@@ -15,9 +15,9 @@ def write_whole(path: str | Path, text: str) -> None:
       OSError: the file cannot be written.
     """
     path = Path(path)
-    file = path.resolve()  # a link stays a link
+    file = path.resolve()  # a symbolic link remains a link
     if path.exists() and not (path.is_file() and os.access(file.parent, os.W_OK)):
-        # A device or a pipe, or a file in a folder where no other file may be created.
+        # This is a device, a pipe, or a file in a folder where no other file may be created.
         path.write_text(text, encoding="utf-8")
         return
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -45,7 +45,7 @@ def check_writable(path: Path) -> None:
 def output_file(text: str) -> Path:
     """Parse the name of a file to write, for argparse.
 
-    It refuses what cannot be written before anything is measured, and creates nothing.
+    A file that cannot be written is refused before anything is measured. Nothing is created.
     """
     path = Path(text)
     if path.is_dir():

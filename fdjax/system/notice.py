@@ -1,4 +1,4 @@
-"""A temporary note in the terminal while something takes long."""
+"""A temporary note in the terminal during a long operation."""
 
 import shutil
 import sys

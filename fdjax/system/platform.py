@@ -67,7 +67,7 @@ def default_backend() -> str:
     try:
         with interrupts.held():
             return jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # JAX 0.11 asserts that one platform started
+    except (RuntimeError, AssertionError) as error:  # JAX 0.11 asserts that a platform started
         reason = (str(error).splitlines() or [""])[0] or "it finds no such device"
         raise NoDeviceError(
             f"JAX cannot run on platform {jax.config.jax_platforms!r}: {reason}"
@@ -89,7 +89,7 @@ def nvidia_driver_version() -> str | None:
 
 
 def gpu_is_idle() -> bool:
-    """Whether there is an NVIDIA driver, JAX runs on the CPU, and nobody asked for the CPU."""
+    """Whether there is an NVIDIA driver, but JAX runs on the CPU without being configured to."""
     return default_backend() == "cpu" and nvidia_driver_present() and not _cpu_was_asked_for()
 
 
@@ -104,7 +104,7 @@ def warn_of_idle_gpu() -> None:
 
 
 def log_memory_share() -> None:
-    """Log how JAX gets more of a GPU's memory, where nobody has said how much it takes."""
+    """Log how to give JAX more of a GPU's memory, unless its share is configured."""
     if default_backend() == "gpu" and not memory_is_configured():
         logger.info("JAX takes 75 %% of the GPU's memory; %s", HOW_TO_GET_MORE)
 

@@ -142,7 +142,7 @@ class ChatTemplate:
             raise ValueError(f"chat: the template refuses these messages: {_line(error)}") from None
         except (
             *(TypeError, ValueError, AttributeError),
-            *(RecursionError, MemoryError, SyntaxError),  # nested too deeply
+            *(RecursionError, MemoryError, SyntaxError),  # the template is nested too deeply
         ) as error:
             raise ValueError(
                 f"chat: the template fails on these messages: {_line(error)}"
@@ -240,7 +240,7 @@ def _open_ended(text: str) -> str:
     return text[:end].rstrip() if trims else text[:end]
 
 
-class _Generation(Extension):
+class _GenerationTag(Extension):
     """The tag `{% generation %}`, which marks text to train on. It renders its content."""
 
     tags = frozenset({"generation"})
@@ -265,7 +265,7 @@ def _strftime_now(format):
 @functools.lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
     environment = LimitedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
     )
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now

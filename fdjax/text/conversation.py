@@ -1,7 +1,8 @@
 """Conversations: turns messages into a prompt with the checkpoint's chat template.
 
-The template writes all special tokens, also the one that begins a text, so the tokenizer adds none.
-A special token that is spelled out in a message counts as a special token, as in transformers.
+The template writes all special tokens, including the one at the beginning of a text. So the
+tokenizer adds none. A special token that is spelled out in a message counts as a special token, as
+in transformers.
 """
 
 from collections.abc import Mapping, Sequence

@@ -83,8 +83,8 @@ def limited(inputs: Any) -> Iterator[None]:
     """Give all templates that are compiled and rendered inside this block one common budget.
 
     Args:
-      inputs: JSON values that the template gets. Each character raises the limit of the size of a
-        value by 8, that of the work by 256, and that of the steps by 1.
+      inputs: JSON values that the template gets. Each character raises the limits: the size of a
+        value by 8, the work by 256, the steps by 1.
     """
     token = _budget.set(_Budget(inputs))
     try:
@@ -186,7 +186,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         return budget.spend(super().call_binop(context, operator, left, right))
 
     def wrap_str_format(self, value: Any) -> Callable[..., str] | None:
-        """Limit Jinja's replacement of `str.format`; None if `value` is no such method."""
+        """Limit Jinja's replacement of `str.format`; None if `value` is not this method."""
         formatted = super().wrap_str_format(value)
         if formatted is None:
             return None

@@ -185,7 +185,7 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        """Id of the token that ends a text, or a turn in a chat; None if there is none."""
+        """Id of the token that ends a text, or a turn in a chat; None if none is named."""
         return self._named_id("eos_token")
 
     @property
@@ -206,7 +206,7 @@ class Tokenizer:
         return None if token is None else self._required().token_to_id(token)
 
     def _run(self, call: Callable[[], Any]) -> Any:
-        """Call the tokenizers package. Its panics are no `Exception`, so they need extra care."""
+        """Call the tokenizers package. Its panics are not `Exception`s and need extra care."""
         try:
             return call()
         except BaseException as error:
@@ -272,7 +272,7 @@ class Detokenizer:
 
     @property
     def pending(self) -> str:
-        """The text that is held back, which is what `push([], last=True)` would return."""
+        """The text that is held back. `push([], last=True)` would return it."""
         text = self._decode(self._ids)
         return text[len(self._sent) :] if text.startswith(self._sent) else ""
 

@@ -16,7 +16,7 @@ StoredToken = str | dict[str, Any]
 
 AS_STORED = "TokenizersBackend"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# The class that belongs to a `model_type`. For Llama, the files declare it.
+# Classes by `model_type`. Llama is missing, because its files declare the class.
 _REGISTERED = {
     "gemma2": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",

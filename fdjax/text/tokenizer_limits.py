@@ -1,8 +1,8 @@
 """Refuses a tokenizer.json that refers to missing tokens or can make a text far too long.
 
-The tokenizers package panics or exhausts memory on such files, so they are refused at load. How
-long a regular expression searches has no bound here: the package gives up a match after ten million
-steps, but tries one at every character of a text, and an encoding cannot be interrupted.
+The tokenizers package panics or exhausts memory on such files, so they are refused at load. The
+time of a regular expression is not limited here. The package gives up a match after ten million
+steps, but tries a match at every character of a text, and an encoding cannot be interrupted.
 """
 
 import json

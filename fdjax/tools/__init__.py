@@ -1,1 +1,1 @@
-"""Tools beside generation: info, doctor, tune, calibrate, score."""
+"""Tools besides generation: info, doctor, tune, calibrate, quantise, score."""

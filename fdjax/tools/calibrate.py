@@ -5,8 +5,8 @@ the maximum of its row. The kernels subtract a constant φ, which is exact as lo
 lies within the safe range φ ± 32 in units of log2, or φ ± 22.18 in natural units. A row is one
 query token of one head. It *leaves the range* if its largest score lies outside.
 
-The safe range is narrower than what the kernels tolerate, so some of these rows cost little or
-nothing. The results are exact in any case. A kernel loses time if it runs again:
+The kernels tolerate a wider range than the safe one, so some of these rows cost little or nothing.
+The results are exact in any case. A kernel loses time if it runs again:
 
 - A prefill kernel runs a row again if its sum, relative to φ, is not within 2^-60 and 2^100.
 - A decode kernel runs a split of a row again if its sum, relative to m, is not within 2^±64. m is
@@ -69,7 +69,7 @@ _SCORES_BYTES = 64 * 2**20
 _LOG2E = math.log2(math.e)
 
 
-class Statistics(NamedTuple):
+class ScoreStatistics(NamedTuple):
     """Counts per layer and head.
 
     Attributes:
@@ -93,7 +93,7 @@ def gather(
     *,
     context: int | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Statistics:
+) -> ScoreStatistics:
     """Run texts through a model in chunks, as prefill does, and count their scores.
 
     Args:
@@ -130,7 +130,7 @@ def gather(
     rows = engine.fitting_rows("calibrate", rows, functools.partial(_plan, engine.local, longest))
     config = engine.model.config
     layers, heads = config.layers, config.heads
-    total = Statistics(
+    total = ScoreStatistics(
         np.zeros((layers, heads, BINS), np.int64),
         np.zeros((layers, heads, BINS), np.int64),
         np.full((layers, heads), np.inf),
@@ -155,9 +155,9 @@ def gather(
 
 
 def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
-    """The memory for `rows` pieces: that of prefill, three arrays of scores, two sets of counts.
+    """The memory for `rows` pieces: prefill, three arrays of scores, and two sets of counts.
 
-    The scores exist raw, masked and as bins. The counts are those of two chunks.
+    The scores exist raw, masked and as bins. The counts of two chunks exist at the same time.
     """
     plan = plan_memory(model, batch=rows, max_len=longest)
     counts = 2 * 4 * model.config.layers * model.config.heads * BINS
@@ -226,15 +226,15 @@ def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots
             np.int32(offset),
             lengths,
         )
-        yield Statistics(*map(np.stack, zip(*jax.device_get(observed), strict=True)))
+        yield ScoreStatistics(*map(np.stack, zip(*jax.device_get(observed), strict=True)))
         offset += width
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
 def _observe_chunk(
     model: Model, place: Place, params: Params, kv: list[LayerCache], *host: Array
-) -> tuple[list[LayerCache], list[Statistics]]:
-    """`_observe_own_heads` on each device of a place; the heads of all are in the statistics."""
+) -> tuple[list[LayerCache], list[ScoreStatistics]]:
+    """`_observe_own_heads` on each device; the statistics have the heads of all devices."""
     whole, heads = PartitionSpec(), PartitionSpec(AXIS)
     observe = place.over(
         functools.partial(_observe_own_heads, model.local),
@@ -252,7 +252,7 @@ def _observe_own_heads(
     lengths: Array,
     offset: Array,
     totals: Array,
-) -> tuple[list[LayerCache], list[Statistics]]:
+) -> tuple[list[LayerCache], list[ScoreStatistics]]:
     """Run one chunk of a batch of texts and count the scores of its queries.
 
     Args:
@@ -306,7 +306,7 @@ def _observe_own_heads(
 
 def _observe(
     spec: AttentionSpec, q: Array, keys: Array, positions: Array, ends: Array
-) -> Statistics:
+) -> ScoreStatistics:
     """Count the scores of q [B,T,H,D] at positions [B,T] against keys [B,Hkv,S,D], both rotated."""
     b, t, h, _ = q.shape
     block = t
@@ -330,7 +330,7 @@ def _observe(
     counts, (lowest, highest) = lax.scan(
         observe_block, (none, none), (blocks(q), blocks(positions))
     )
-    return Statistics(*counts, jnp.min(lowest, axis=0), jnp.max(highest, axis=0))
+    return ScoreStatistics(*counts, jnp.min(lowest, axis=0), jnp.max(highest, axis=0))
 
 
 def _scores(spec, q, positions, keys, ends):
@@ -410,7 +410,7 @@ def choose(maxima: np.ndarray, safe_log2: float = SAFE_LOG2) -> tuple[np.ndarray
 
 
 def calibration_of(
-    statistics: Statistics, fingerprint: str, provenance: Mapping[str, Any]
+    statistics: ScoreStatistics, fingerprint: str, provenance: Mapping[str, Any]
 ) -> Calibration:
     """Choose φ for every head.
 
@@ -444,7 +444,7 @@ def check_plot(path: Path) -> None:
         )
 
 
-def plot(statistics: Statistics, title: str, path: str | Path) -> None:
+def plot(statistics: ScoreStatistics, title: str, path: str | Path) -> None:
     """Draw the distribution of all scores, like Fig. 5, and in grey that of each layer.
 
     Args:

@@ -10,7 +10,7 @@ class KnownDevice:
     Attributes:
       kind: JAX's name of the device.
       compute_capability: compute capability of CUDA, (major, minor).
-      memory_bytes: bytes of memory of which JAX takes a share.
+      memory_bytes: bytes of memory, of which JAX takes a share.
     """
 
     kind: str
@@ -18,7 +18,8 @@ class KnownDevice:
     memory_bytes: int
 
 
-# Of the H100 and H200, what JAX reports for its share of 75 %, over 0.75. The A100 has 80 GB.
+# For the H100 and H200, the bytes that JAX reports for its share of 75 %, divided by 0.75. For the
+# A100, 80 GB.
 DEVICES = {
     "h100": KnownDevice("NVIDIA H100 80GB HBM3", (9, 0), 85_018_542_080),
     "h200": KnownDevice("NVIDIA H200", (9, 0), 150_111_343_957),

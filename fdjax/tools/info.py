@@ -27,7 +27,7 @@ from fdjax.system.device_memory import device_memory_bytes, gigabytes
 class ModelInfo:
     """Facts about a model on a device, known without running it.
 
-    If devices share the model, all but `parameters` is that of one of them.
+    If devices share the model, all attributes but `parameters` are for one device.
 
     Attributes:
       devices: number of devices that share the model.
@@ -46,9 +46,9 @@ class ModelInfo:
         unknown or rows are in one piece.
       longest_context: largest length of that number of rows that fits, in tokens, None if the
         memory is unknown.
-      beam_cache_bytes: bytes of cache of the given number of prompts with beams, which share the
-        cache of their prompt; None without beams.
-      separate_cache_bytes: the same if beams shared nothing.
+      beam_cache_bytes: bytes of cache for the given number of prompts with beams, which share their
+        prompt's cache; None without beams.
+      separate_cache_bytes: bytes of cache if the beams shared nothing.
       max_position_embeddings: the model's context, in tokens.
       choices: (op, shape, implementation, source) of the decode step and of prefill. If one launch
         runs all layers of a decode step, the operations that it replaces are left out.
@@ -148,9 +148,9 @@ def model_info(
       model: the model.
       batch: number of rows.
       slots: tokens of each row; default the model's context.
-      memory_bytes: memory of the device in bytes; default that of the first local device.
+      memory_bytes: memory of the device in bytes; default the memory of the first local device.
       beams: beams of each prompt.
-      new_tokens: of the tokens of each row, those of the answer; only beams need it.
+      new_tokens: number of tokens of each row that belong to the answer; only beams need it.
     """
     memory_bytes = device_memory_bytes() if memory_bytes is None else memory_bytes
     whole, model = model, model.local
@@ -195,7 +195,7 @@ def _pool_tokens(model: Model, memory_bytes: int) -> int:
     left = memory_bytes - model.weight_bytes
     room = room_for_pages(model, **sizes, memory_bytes=left)
     pages = pool_pages(model, **sizes, pool_bytes=room)
-    return max(0, pages - 1) * SLOT_MULTIPLE  # one page is nobody's
+    return max(0, pages - 1) * SLOT_MULTIPLE  # page 0 is never used
 
 
 def _choices(model: Model, batch: int, slots: int):

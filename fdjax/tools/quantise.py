@@ -19,14 +19,14 @@ from fdjax.models import CheckpointError, DecoderConfig, Model, weight_map
 from fdjax.models.name_map import AllExperts
 from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
 from fdjax.system.process import transfers_allowed
-from fdjax.tools.smoothing import Inputs, Smoothed, smoothed
+from fdjax.tools.smoothing import LayerInputs, Smoothed, smoothed
 from fdjax.weights.calibration import FILE as CALIBRATION
 from fdjax.weights.checkpoint import by_our_names
 from fdjax.weights.quantise import KEPT, quantise
 from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
 
-# Files beside the weights that are copied.
+# Files of a checkpoint that are copied.
 _COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
@@ -39,7 +39,7 @@ def quantise_checkpoint(
     bits: int,
     group: int | None = None,
     scales: str,
-    inputs: Sequence[Mapping[str, Inputs]] | None = None,
+    inputs: Sequence[Mapping[str, LayerInputs]] | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> int:
@@ -52,9 +52,10 @@ def quantise_checkpoint(
       output: folder of the new one, which is created.
       config: the model.
       bits: 4 or 8.
-      group: weights that share a scale, None for all of a column.
+      group: number of weights that share a scale; None for a whole column.
       scales: dtype of the scales, a NumPy name.
-      inputs: what the layers get, from `smoothing.observe`, to lose less of what matters.
+      inputs: inputs of the layers from `smoothing.observe`. With them, errors that matter get
+        smaller.
       shard_bytes: size of a file from which the next one begins.
       progress: called with (bytes written, bytes in all).
 
@@ -130,7 +131,7 @@ def refuse_experts_in_one(config: DecoderConfig) -> None:
 
 
 def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
-    """The tensors of a quantised weight, or of one [K,N] to swap, and what makes them."""
+    """(the tensors that store a quantised weight, [K,N] if `swap`; function that makes them)."""
     (n, k), module = tensor.shape[:: -1 if swap else 1], tensor.name.removesuffix(".weight")
     tensors = (
         Planned(f"{module}.weight_packed", "I32", (n, word_rows(k, form.kind))),
@@ -170,7 +171,7 @@ def _copy_files(folder: Path, output: Path) -> None:
 
 
 def _described(bits: int, group: int | None, kept: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of the checkpoint that is written; modules `kept` are not."""
+    """The `quantization_config` of the new checkpoint, where modules `kept` are not quantised."""
     weights = {
         "num_bits": bits,
         "type": "int",
@@ -197,13 +198,13 @@ def _described(bits: int, group: int | None, kept: Sequence[str]) -> dict[str, A
 
 
 @dataclasses.dataclass(frozen=True)
-class Comparison:
-    """How a model's predictions differ from those of another, over the tokens of texts.
+class ModelComparison:
+    """How the predictions of a model differ from those of a reference model on texts.
 
     Attributes:
       tokens: number of predictions.
-      perplexity: of the other model.
-      reference_perplexity: of the reference.
+      perplexity: perplexity of the model.
+      reference_perplexity: perplexity of the reference.
       mean_kl: mean Kullback-Leibler divergence from the reference, in nats.
       p99_kl: the divergence that 1 % of the predictions exceed.
       agreement: share of predictions with the same likeliest token.
@@ -217,7 +218,7 @@ class Comparison:
     agreement: float
 
     def __str__(self) -> str:
-        """Lines for people."""
+        """A readable text of three lines."""
         return "\n".join(
             (
                 f"perplexity    {self.perplexity:.4f}, of the original "
@@ -229,7 +230,9 @@ class Comparison:
 
 
 @transfers_allowed()
-def compare(reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]) -> Comparison:
+def compare_models(
+    reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]
+) -> ModelComparison:
     """Compare two models of one architecture on texts.
 
     Args:
@@ -249,12 +252,12 @@ def compare(reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]) -
         ids[0, : len(piece)] = piece
         length = np.array([len(piece)], np.int32)
         models = reference.model, other.model
-        values = _compare(*models, reference.tree, other.tree, ids, length)
+        values = _compare_logits(*models, reference.tree, other.tree, ids, length)
         columns.append(np.asarray(values)[:, : len(piece) - 1])
     ours, theirs, divergence, same = np.concatenate(columns, axis=1).astype(np.float64)
     if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
         raise FloatingPointError("quantize: logits are not finite; the weights are damaged")
-    return Comparison(
+    return ModelComparison(
         tokens=len(ours),
         perplexity=float(np.exp(-theirs.mean())),
         reference_perplexity=float(np.exp(-ours.mean())),
@@ -265,10 +268,10 @@ def compare(reference: Engine, other: Engine, pieces: Sequence[Sequence[int]]) -
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def _compare(
+def _compare_logits(
     reference: Model, other: Model, params: Any, other_params: Any, ids: Array, length: Array
 ) -> Array:
-    """[4, T-1]: log-probabilities of the next token by each model, KL, same likeliest token."""
+    """[4, T-1]: log-probability of the next token in each model, KL, same likeliest token."""
     p = jax.nn.log_softmax(forward(reference, params, ids, length)[0, :-1])
     q = jax.nn.log_softmax(forward(other, other_params, ids, length)[0, :-1])
     target = ids[0, 1:, None]

@@ -168,7 +168,7 @@ def _score_batch(
       For each window (window, log-probabilities of its tokens after the first, `likeliest` of these
       tokens).
     """
-    # The last token of a window is only a target, no input.
+    # The last token of a window is only a target, not an input.
     lengths = np.array([len(w.ids) - 1 for w in windows], np.int32)
     lengths = np.pad(lengths, (0, _cache_rows(len(windows)) - len(windows)))
     widths = chunks_for(max(1, int(lengths.max())))
@@ -231,7 +231,7 @@ def _score_chunk(
     offsets: Array,
     totals: Array,
 ) -> tuple[list[LayerCache], Array, Array]:
-    """Score the tokens that follow those of a chunk.
+    """Score the token after each token of a chunk.
 
     Args:
       model, params: the model.

@@ -1,10 +1,10 @@
-"""Moves the size of activations into weights, where it costs nothing, before they are quantised.
+"""Scales activations down and weights up before quantisation, where this costs nothing.
 
 The method is AWQ's (Lin et al. 2024). A linear layer computes the same if its input is divided by
-s [K] and its weight multiplied by s. Large inputs meet larger weights then, which lose less by
-rounding. What is before the layer divides by s: the weights of a norm, or the rows of V or of the
-up projection. s is the mean magnitude of the inputs to a power between 0 and 1. The power is that
-with the least error of the layer's outputs on a sample of its inputs.
+s [K] and its weight multiplied by s. Large inputs then meet larger weights, which lose less by
+rounding. The division by s moves into the weights before the layer: the weights of a norm, or the
+rows of V or of the up projection. s is the mean magnitude of the inputs to a power between 0 and 1.
+The power is the one with the smallest error of the layer's outputs on a sample of its inputs.
 """
 
 import dataclasses
@@ -27,25 +27,25 @@ from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES, WeightFormat
 from fdjax.system.process import transfers_allowed
 from fdjax.weights.stored import FLOATS, StoredTensor
 
-# Rows of a layer's inputs that are kept.
+# Number of rows of a layer's inputs in its sample.
 _SAMPLE = 256
 _POWERS = tuple(i / 20 for i in range(21))
 
 
-# Features of blocks whose norms, or linear layers before, can take a factor.
+# Features of blocks in which the weights before each layer can take a factor.
 _CAN = WEIGHT_FEATURES | frozenset(
     {"qkv_bias", "out_bias", "mlp_bias", "norm_offset", "qk_norm", "post_norms"}
 )
 
 
 @dataclasses.dataclass(frozen=True)
-class Inputs:
+class LayerInputs:
     """The inputs of a linear layer.
 
     Attributes:
       magnitude: [K] mean of |x|.
       square: [K] mean of x².
-      sample: [S, K] some of them.
+      sample: [S, K] some of the inputs.
     """
 
     magnitude: np.ndarray
@@ -54,8 +54,8 @@ class Inputs:
 
 
 @transfers_allowed()
-def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, Inputs]]:
-    """Run texts through a model and observe what its linear layers get.
+def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, LayerInputs]]:
+    """Run texts through a model and observe the inputs of its linear layers.
 
     Args:
       engine: the model's engine.
@@ -82,7 +82,7 @@ def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, I
     tokens = sum(map(len, pieces))
     return [
         {
-            name: Inputs(
+            name: LayerInputs(
                 sum(part[name][0] for part in block) / tokens,
                 sum(part[name][1] for part in block) / tokens,
                 np.concatenate([part[name][2] for part in block])[:_SAMPLE],
@@ -129,7 +129,7 @@ class Smoothed:
       columns: factors [K] of the columns of a weight, by name.
       rows: factors [N] of the rows of a weight, or of a bias.
       norms: new weights of norms.
-      importance: [K] by which squared errors of a weight count, by name.
+      importance: [K] weights of the squared errors of a weight, by name.
     """
 
     columns: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
@@ -138,7 +138,7 @@ class Smoothed:
     importance: dict[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
     def apply(self, name: str, tensor: np.ndarray) -> np.ndarray:
-        """A tensor as it is to be written: a weight [N,K] or a bias [N] in fp32, or a norm."""
+        """The changed tensor: a weight [N,K] or a bias [N] in fp32, or a norm."""
         if name in self.norms:
             return self.norms[name]
         if name in self.columns:
@@ -153,12 +153,12 @@ def smoothed(
     config: DecoderConfig,
     weights: WeightMap,
     stored: Mapping[str, StoredTensor],
-    inputs: Sequence[Mapping[str, Inputs]],
+    inputs: Sequence[Mapping[str, LayerInputs]],
 ) -> Smoothed:
     """Find the factors of all layers.
 
-    Layers with features beyond those of Llama and Gemma get none. For them, only the importance of
-    errors is found.
+    Layers with features beyond those of Llama and Gemma get no factors. Only the importance of
+    their errors is found.
 
     Args:
       config: the model with the formats of its weights.
@@ -170,7 +170,8 @@ def smoothed(
     for i, block in enumerate(config.blocks):
         foldable = block.features <= _CAN
         if block.experts is not None:
-            # Experts read what the router reads. What their down projections read is not observed.
+            # Experts have the same inputs as the router. The inputs of their down projections are
+            # not observed.
             of_experts = weights["blocks", i, "mlp", "experts", "gate_up"]
             square = inputs[i]["router"].square
             found.importance |= {tensor: square for tensor, _ in of_experts.sources}
@@ -203,7 +204,7 @@ def smoothed(
 
 
 def _divided(old: np.ndarray, scale: np.ndarray, offset: float) -> tuple[np.ndarray, np.ndarray]:
-    """(weights of a norm divided by a scale, what they are divided by after rounding)."""
+    """(weights of a norm divided by a scale, the divisor that results from rounding them)."""
     wide = old.astype(np.float32) + np.float32(offset)
     new = (wide / scale - np.float32(offset)).astype(old.dtype)
     rounded = new.astype(np.float32) + np.float32(offset)
@@ -226,11 +227,11 @@ def _divide_rows(found: Smoothed, weight: Weight, part: int, divisor: np.ndarray
 def _scale(
     weight: Weight,
     stored: Mapping[str, StoredTensor],
-    seen: Inputs,
+    seen: LayerInputs,
     form: WeightFormat,
     heads: tuple[int, int] | None,
 ) -> np.ndarray:
-    """The scale [K] of the least error. `heads` (Hkv, G): the heads of a group share theirs."""
+    """The scale [K] of the smallest error. With `heads` (Hkv, G), the heads of a group share it."""
     magnitude = seen.magnitude
     if heads:
         grouped = magnitude.reshape(*heads, -1).mean(axis=1, keepdims=True)

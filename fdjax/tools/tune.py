@@ -42,6 +42,7 @@ from fdjax.pallas_kernels.plan import (
     can_chain,
 )
 from fdjax.pallas_kernels.quantised import BRICKS, QTensor, random_quantised
+from fdjax.tools.tune_experts import measure_experts
 from fdjax.tools.tune_layers import measure_layers
 from fdjax.tools.tune_table import table_entry, table_of
 
@@ -61,7 +62,7 @@ def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class VariantMeasurement:
     """The measurement of one variant of a linear layer.
 
     Attributes:
@@ -84,7 +85,7 @@ def time_linear(
     dtype: str = "bfloat16",
     runs: int = 10,
     passes: int = 2,
-) -> Iterator[tuple[int, dict[Any, Measured]]]:
+) -> Iterator[tuple[int, dict[Any, VariantMeasurement]]]:
     """Time variants of a linear layer on the first device, with weights that are not in its cache.
 
     Args:
@@ -119,7 +120,7 @@ def time_linear(
         for name, fn in functions.items():
             if fn is not None:
                 got = fn(*calls[m][0])
-                measured[name] = Measured(*verify(got, want[:m], _TOLERANCE), None)
+                measured[name] = VariantMeasurement(*verify(got, want[:m], _TOLERANCE), None)
         for name in [n for n, one in measured.items() if one.problem is None] * passes:
             timing = measure(functions[name], calls[m], runs=runs)
             timings.setdefault(name, []).append(timing)
@@ -237,7 +238,7 @@ def measure_chain(
     Args:
       config: the decoder.
       rows: values of M.
-      plan: plan for the single layers; default that of the first device.
+      plan: plan for the single layers; default the plan of the first device.
       dtype: dtype of the operands.
       runs: timed calls of each, in each of two passes.
       report: called with a line for every entry, and for every candidate with a wrong result.
@@ -286,7 +287,7 @@ def measure_chain(
 
 
 def _chain_weights(k: int, width: int, hidden: int, n: int, dtype: str) -> Iterator[dict[str, Any]]:
-    """Yield sets of operands of `linear_chain`, so many that the next one is never in L2."""
+    """Yield enough sets of operands of `linear_chain` that the next one is never in L2."""
     shapes = {
         "out": (k, width),
         "gate_up": (width, 2, hidden),
@@ -309,7 +310,7 @@ def tune(
     commit: str | None = None,
     report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """Measure the linear layers of a model on its device.
+    """Measure the linear layers and experts of a model on its device.
 
     Args:
       model: a model from `describe`.
@@ -341,6 +342,7 @@ def tune(
     entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     plan = dataclasses.replace(model.plan, table=found)
+    entries += measure_experts(model.config, dtype=model.dtype, report=report)
     entries += measure_chain(model.config, plan=plan, dtype=model.dtype, report=report)
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     planned = describe(

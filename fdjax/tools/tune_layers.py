@@ -1,4 +1,4 @@
-"""Measures whether one kernel runs all layers of a decode step faster than layer by layer.
+"""Measures whether a decode step is faster with one kernel for all layers than layer by layer.
 
 The entries are part of the dataflow table, see `tune`. As in the engine, one CUDA graph runs the
 layers of many steps. The host's clock times it, so the gaps between two kernels count as well.
@@ -37,7 +37,7 @@ from fdjax.system.device_memory import free_memory_bytes, gigabytes
 from fdjax.tools.tune_table import table_entry
 from fdjax.weights.stacked import layer_slices, random_stacked_params, stack_layers
 
-# Values of M, at most 32 because of the kernel, and numbers of cache slots.
+# Values of M (the kernel takes at most 32) and numbers of cache slots.
 LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
 LAYERS_SLOTS = (256, 1024, 4096)
 
@@ -75,12 +75,12 @@ def measure_layers(
     shapes = [s for s in shapes if model.plan.candidates("decode_layers", features, s)]
     if not shapes or not can_chain(device):
         return
-    tried = model.plan.candidates("decode_layers", features, shapes[0])
     memory_bytes = free_memory_bytes(device)
     if memory_bytes is not None and model.weight_bytes > memory_bytes:
         report(f"decode_layers: no room for weights of {gigabytes(model.weight_bytes)}")
         return
-    planned = _planned(model, tried[0], shapes[0])
+    first, *_ = model.plan.candidates("decode_layers", features, shapes[0])
+    planned = _planned(model, first, shapes[0])
     params, _stacks = random_stacked_params(planned)
     stacked = stack_layers(planned, params)
     if stacked is None:
@@ -93,6 +93,7 @@ def measure_layers(
         if memory_bytes is not None and needed > memory_bytes:
             report(f"{where}: no room for {gigabytes(needed)}")
             continue
+        tried = model.plan.candidates("decode_layers", features, shape)
         weights = {None: params} | dict.fromkeys(tried, params | {"blocks": stacked})
         lengths = jnp.full((m,), s - 64, jnp.int32)
         functions = _compile(model, shape, weights, lengths, steps)
@@ -120,7 +121,7 @@ def measure_layers(
 def _planned(model: Model, config: DecodeLayersConfig | None, shape: dict[str, int]) -> Model:
     """The model with a plan that runs all layers in this configuration at this shape.
 
-    With None, the plan runs them layer by layer.
+    With the configuration None, the plan runs them layer by layer.
     """
     if config is None:
         plan = model.plan.with_xla("decode_layers")

@@ -23,8 +23,8 @@ from fdjax.pallas_kernels.plan import (
 from fdjax.system.files import json_by_line, write_whole
 
 # A kernel must beat XLA by this factor, because smaller gains are within the measurement error.
-# `decode_layers` also saves host time that is not measured, so it only must not be slower.
-_LEAST_GAIN = {"matmul": 1.01, "linear_chain": 1.01, "decode_layers": 1.0}
+# `decode_layers` also saves host time that is not measured, so for it a tie is enough.
+_LEAST_GAIN = {"matmul": 1.01, "linear_chain": 1.01, "moe": 1.01, "decode_layers": 1.0}
 
 
 def table_entry(op: str, key: dict[str, int], times: Mapping[Any, float]) -> dict[str, Any]:
@@ -76,12 +76,12 @@ def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, 
     """Read the table of a file, or the one shipped for a kind of device.
 
     Raises:
-      ValueError: the file is no usable table.
+      ValueError: the file is not a usable table.
       FileNotFoundError: no table is shipped for this device.
     """
     if path is None and not (path := shipped_table_path(device_kind)).exists():
         raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
-    read_table(path, log_level=logging.INFO)  # the explanation shows the versions
+    read_table(path, log_level=logging.INFO)  # the explanation shows other versions anyway
     return json.loads(Path(path).read_text(encoding="utf-8"))
 
 

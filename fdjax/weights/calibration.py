@@ -42,7 +42,7 @@ class LayerCalibration:
       phi: unified maximum; the safe range is phi ± SAFE_LOG2 / log2(e).
       rates: predicted share of rows that leave the safe range, from 0 to 1.
       lower, upper: interval that holds 99.99 % of the scores.
-      lowest, highest: smallest and largest score.
+      lowest, highest: smallest and largest score observed.
     """
 
     phi: tuple[float, ...]

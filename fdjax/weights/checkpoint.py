@@ -47,7 +47,7 @@ from fdjax.weights.stored import (
 )
 
 EMBEDDED = "tiny"
-# Names of quantised tensors end like this: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MXFP4.
+# Ends of the names of quantised tensors: GPTQ, AWQ, bitsandbytes, compressed-tensors, FP8, MXFP4.
 _QUANTISED = (
     r".*(\.(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_scale(_inv)?)"
     r"|_proj_(blocks|scales))"
@@ -79,8 +79,8 @@ def locate(
       revision, token: options of the hub, see `fdjax.load`.
 
     Raises:
-      CheckpointError: there is no such folder and the hub does not give it, or a revision is given
-        for a folder.
+      CheckpointError: neither the folder nor the hub's repository can be read, or a revision is
+        given for a folder.
     """
     name_or_path = os.fspath(name_or_path)
     if not name_or_path:
@@ -122,7 +122,7 @@ def locate(
 
 
 def user_path(name: str) -> Path:
-    """The path of a name that a user gives; a leading ~ is expanded.
+    """The path that a user names; a leading ~ is expanded.
 
     Raises:
       CheckpointError: there is no such user.
@@ -195,20 +195,20 @@ def load_params(
 
     The tensors are memory-mapped and fused on the device, one parameter at a time. Besides the
     parameters themselves, this needs memory for the largest fused parameter. Weights are quantised
-    or dequantised if the model holds them otherwise than the checkpoint.
+    or dequantised if the model's format differs from the checkpoint's.
 
     Args:
       folder: the checkpoint.
       model: the model that the checkpoint must contain.
-      devices: devices that share the model, one by default: JAX's default device. Each device gets
-        only its part of each tensor.
+      devices: devices that share the model; default JAX's default device. Each device gets only its
+        part of each tensor.
       progress: called with (bytes read, bytes in all).
-      take: called with the path and the value of each parameter as it is loaded. Its result is what
-        the returned tree holds.
+      take: called with the path and the value of each parameter as it is loaded. The returned tree
+        holds its results.
 
     Raises:
       CheckpointError: see `stored_tensors` and `check_tensors`; or config.json ties head and
-        embedding, but the checkpoint has two that differ.
+        embedding, but they differ in the checkpoint.
 
     Warns:
       UserWarning: a tensor has values that are not finite, or a matrix or norm is all zeros.
@@ -233,7 +233,7 @@ def load_params(
     total = sum(view.nbytes for view in views.values())
     total += sum(stored[name].nbytes for linear in linears.values() for name in linear.names)
     done = 0
-    # New dicts, because those of the model must not change.
+    # New dicts, because the model's own dicts must not change.
     params = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
         form = model.local.config.format_of(path)
@@ -311,7 +311,7 @@ def _stored_linears(
 
 
 def _outputs_first(weight: np.ndarray, swap: bool) -> np.ndarray:
-    """A weight [...,N,K], or one [...,K,N] to swap."""
+    """The weight [...,N,K] of an array, whose last axes are exchanged if `swap`."""
     return weight.swapaxes(-1, -2) if swap else weight
 
 
@@ -325,7 +325,7 @@ _in_layout = jax.jit(in_layout, static_argnames="layout")
 def _dense(
     tensors: list[np.ndarray], division: Division, path: tuple[str | int, ...], dtype: str
 ) -> tuple[list[Array], list[float]]:
-    """Fuse tensors to one parameter: each device's share of it, and max |x| of each tensor."""
+    """Fuse tensors to one parameter. Returns (each device's part of it, max |x| of each tensor)."""
     shares, largest = [], []
     for rank, device in enumerate(division.devices):
         parts = []
@@ -335,7 +335,7 @@ def _dense(
         largest.append([float(_largest(part)) for part in parts])
         share = join(parts, layout=division.weight(path).layout, dtype=dtype)
         del part, parts
-        # Wait for each share. Queued transfers would hold all pieces in memory at once.
+        # Wait for each part. Queued transfers would hold all pieces in memory at once.
         shares.append(jax.block_until_ready(share))
     return shares, np.max(largest, axis=0).tolist()
 
@@ -343,7 +343,7 @@ def _dense(
 def _quantised(
     codes: list[Codes], form: WeightFormat, division: Division, path: tuple[str | int, ...]
 ) -> list[QTensor]:
-    """Fuse the codes of linear layers to one parameter: each device's share of it."""
+    """Fuse the codes of linear layers to one parameter. Returns each device's part of it."""
     (weight, _), shares = division.weight(path).outputs_first(), []
     for rank, device in enumerate(division.devices):
         own = [division.cut_codes(one, path, i, rank) for i, one in enumerate(codes)]
@@ -372,7 +372,7 @@ def _fused(
 def _warn_of_dequantised(
     folder: Path, linears: Mapping[str, StoredLinear], config: DecoderConfig
 ) -> None:
-    """Warn of quantised weights that the model holds dequantised."""
+    """Warn of quantised weights that the model will hold dequantised."""
     reasons = [
         linears[name].reason or "the layers that fuse with it have other formats"
         for path, weight in weight_map(config).items()
@@ -400,7 +400,8 @@ def by_our_names(folder: Path, config: DecoderConfig) -> dict[str, StoredTensor]
     stored = _with_base(stored_tensors(folder), weights)
     for pattern, replacement in renamed_tensors(config).items():
         renamed = {name: re.sub(pattern, replacement, name) for name in stored}
-        # A tensor that is there by both names keeps them, and one is then unexpected.
+        # A tensor that occurs under both names keeps both. One of them is then reported as
+        # unexpected.
         stored = {
             name if renamed[name] in stored else renamed[name]: t for name, t in stored.items()
         }
@@ -413,7 +414,7 @@ def by_our_names(folder: Path, config: DecoderConfig) -> dict[str, StoredTensor]
 
 
 def _parts(tensor: StoredTensor, weight: Weight) -> dict[str, StoredTensor]:
-    """The parts of a tensor that holds all sources of a weight, one after the other.
+    """Split a tensor that holds all sources of a weight one after another.
 
     Raises:
       CheckpointError: it has another shape, or is not floating point.
@@ -433,7 +434,7 @@ def _parts(tensor: StoredTensor, weight: Weight) -> dict[str, StoredTensor]:
 
 
 def _with_base(stored: dict[str, StoredTensor], weights: WeightMap) -> dict[str, StoredTensor]:
-    """Tensors by the names of a whole model.
+    """Tensors by their names in a model with a head.
 
     Checkpoints such as those of GPT-2 and BLOOM were saved without the head. Their names lack the
     first part, "transformer.".
@@ -532,10 +533,11 @@ def _warn_of_damage(tensor: StoredTensor, largest: float, model: Model) -> None:
 
 
 def _staged(part: np.ndarray) -> np.ndarray:
-    """A piece in memory that `device_put` on a CPU can use without another copy.
+    """Copy a piece to memory that `device_put` on a CPU can use without another copy.
 
-    Copies of the CPU client come from malloc. They leave holes between the parameters that are not
-    returned, up to three times the largest parameter. An anonymous mapping is returned when freed.
+    XLA's CPU client copies into memory from malloc. Freed copies leave holes between the
+    parameters, up to three times the largest parameter, which the system does not get back. It does
+    get back an anonymous mapping.
     """
     usable = part.ctypes.data % _ALIGNMENT_BYTES == 0 and part.flags.c_contiguous
     if usable or not part.size or jax.default_backend() != "cpu":

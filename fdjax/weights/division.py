@@ -1,7 +1,7 @@
 """Divides the tensors of a checkpoint among the devices that share a model.
 
-A device's part of each tensor follows from the weight maps of the model and of what a device runs:
-the axis along which they differ is divided.
+The weight map of the model has the shapes of whole tensors. The weight map of the local model has
+the shapes of a device's parts. The axis in which they differ is divided.
 """
 
 import dataclasses
@@ -14,24 +14,22 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdjax.models import Model, Params, describe, weight_map
-from fdjax.models.name_map import Layout, StackedRows, Weight, export_tensors, join
+from fdjax.models.name_map import Layout, ParamPath, StackedRows, Weight, export_tensors, join
 from fdjax.models.sharding import is_padded
 from fdjax.pallas_kernels.quantised import is_quantised
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.weights.formats.layer import Codes
 
-Path = tuple[str | int, ...]
-
 
 class Division:
-    """How the devices of a model divide its checkpoint's tensors. One device takes them whole."""
+    """Divides a checkpoint's tensors among devices. A single device takes them whole."""
 
     def __init__(self, model: Model, devices: Sequence[jax.Device | None]):
         """Prepare the division.
 
         Args:
           model: the model.
-          devices: one, of which None is JAX's default, or `model.ranks`.
+          devices: `model.ranks` devices; [None] means JAX's default device.
         """
         self.devices = devices
         self._model = model
@@ -39,15 +37,15 @@ class Division:
         local = model.local.config
         self._local = weight_map(dataclasses.replace(local, vocab_size=local.head_width))
 
-    def weight(self, path: Path) -> Weight:
-        """The tensors of a parameter as a device needs them: their shapes, and how to join them."""
+    def weight(self, path: ParamPath) -> Weight:
+        """The parts of a parameter's tensors on one device, and how to join them."""
         whole = not any(self._partitions(path))
         return (self._weights if whole else self._local)[path]
 
     def cut(
-        self, array: np.ndarray, path: Path, source: int, rank: int, *, is_codes: bool = False
+        self, array: np.ndarray, path: ParamPath, source: int, rank: int, *, is_codes: bool = False
     ) -> np.ndarray:
-        """A device's part of a tensor of a parameter, or of codes or scales of one [N, ...].
+        """A device's part of a parameter's tensor, or of the codes or scales [N, ...] of one.
 
         Raises:
           NotImplementedError: the tensor cannot be divided.
@@ -66,20 +64,21 @@ class Division:
         starts = itertools.accumulate(outs[0], initial=0)
         pieces = []
         for start, n, m in zip(starts, *outs, strict=False):
-            # Codes and scales have fewer columns than the weight, as many for each device.
+            # Codes and scales have fewer columns than the weight, but each device's share is the
+            # same.
             scaled = [size * array.shape[axis] // shape[axis] for size in (start, n, m)]
             pieces.append(_piece(array, axis, *scaled, self._index(path, n, m, rank, name)))
         return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis)
 
-    def cut_codes(self, codes: Codes, path: Path, source: int, rank: int) -> Codes:
+    def cut_codes(self, codes: Codes, path: ParamPath, source: int, rank: int) -> Codes:
         """A device's part of the codes of a quantised weight."""
         fields = (codes.words, codes.scales, codes.zeros)
         return Codes(
             *(a if a is None else self.cut(a, path, source, rank, is_codes=True) for a in fields)
         )
 
-    def assembled(self, parts: Sequence[Any], path: Path) -> Any:
-        """The array, or `QTensor`, whose parts the devices have."""
+    def assembled(self, parts: Sequence[Any], path: ParamPath) -> Any:
+        """Join the devices' parts into one array or `QTensor` on all of them."""
         if len(parts) == 1:
             return parts[0]
         mesh = Mesh(np.array(self.devices), (AXIS,))
@@ -93,14 +92,14 @@ class Division:
         made = [whole(*of_leaf) for of_leaf in zip(*leaves, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(wanted), made)
 
-    def _specs(self, path: Path) -> Any:
+    def _specs(self, path: ParamPath) -> Any:
         return _at(self._model.partitions, path)
 
-    def _partitions(self, path: Path) -> list[PartitionSpec]:
+    def _partitions(self, path: ParamPath) -> list[PartitionSpec]:
         return jax.tree.leaves(self._specs(path), is_leaf=lambda a: isinstance(a, PartitionSpec))
 
-    def _index(self, path: Path, whole: int, part: int, rank: int, name: str) -> int:
-        """Which of the parts of an axis a device has."""
+    def _index(self, path: ParamPath, whole: int, part: int, rank: int, name: str) -> int:
+        """Index of a device's part of an axis."""
         ranks = len(self.devices)
         if is_padded(path):
             return rank
@@ -109,20 +108,21 @@ class Division:
             raise NotImplementedError(
                 f"tensor_parallel: cannot divide {name} among {ranks} devices"
             )
-        # KV heads are repeated where there are fewer than devices.
+        # If there are fewer KV heads than devices, several devices have the same head.
         return rank * count // ranks
 
 
 def divided(model: Model, params: Params, devices: Sequence[jax.Device]) -> Params:
-    """Parameters on the devices that share a model.
+    """Put parameters on the devices that share a model.
 
     Args:
       model: the model.
-      params: its parameters, on any devices, or those of the same model on a single device.
+      params: its parameters on any devices, or the parameters of the same model for a single
+        device.
       devices: `model.ranks` devices.
 
     Raises:
-      ValueError: quantised weights are those of a single device.
+      ValueError: quantised weights have the layout for a single device.
     """
     mesh = Mesh(np.array(devices), (AXIS,))
     if _shapes(params) == _shapes(model.abstract_params):
@@ -131,7 +131,7 @@ def divided(model: Model, params: Params, devices: Sequence[jax.Device]) -> Para
         )
     single = describe(model.config, dtype=model.dtype, plan=model.plan)
     if _shapes(params) != _shapes(single.abstract_params):
-        return params  # the caller says what is wrong
+        return params  # the caller reports the wrong shapes
     if any(map(is_quantised, jax.tree.leaves(params, is_leaf=is_quantised))):
         raise ValueError(
             "params: quantised weights of a single device cannot be divided; use fdjax.load"
@@ -154,7 +154,7 @@ def divided(model: Model, params: Params, devices: Sequence[jax.Device]) -> Para
 def _piece(
     array: np.ndarray, axis: int, start: int, whole: int, part: int, index: int
 ) -> np.ndarray:
-    """Part number `index` of an axis, or of `whole` entries of it; zeros follow its end."""
+    """Part `index` of `whole` entries of an axis from `start` on, padded with zeros."""
     first, end = (start + min(i * part, whole) for i in (index, index + 1))
     piece = array[(slice(None),) * axis + (slice(first, end),)]
     if end - first == part:
@@ -164,13 +164,13 @@ def _piece(
 
 
 def _outs(layout: Layout) -> tuple[int, ...] | None:
-    """Sizes of the linear layers that a tensor holds one after the other, None for one layer."""
+    """Sizes of the linear layers that a tensor holds one after another; None for one layer."""
     if isinstance(layout, StackedRows):
         return layout.outs
     return _outs(layout.layout) if hasattr(layout, "layout") else None
 
 
-def _at(tree: Any, path: Path) -> Any:
+def _at(tree: Any, path: ParamPath) -> Any:
     for key in path:
         tree = tree[key]
     return tree

@@ -1,9 +1,9 @@
-"""Quantises weights: round to nearest, with scales of the least squared error.
+"""Quantises weights by rounding to nearest, with the scales of the smallest squared error.
 
-A group of weights w is stored as codes round(w / scale) within -8..7 for 4 bits. The usual scale,
-max|w| / 7, loses more by coarse steps than a smaller one loses by clipping the largest weights. So
-many scales are tried for each group, also negative ones: they put the weight of the largest
-magnitude at -8, which uses all codes.
+A group of weights w is stored as codes round(w / scale) within -8..7 for 4 bits. With the usual
+scale, max|w| / 7, steps are coarse. A smaller scale clips the largest weights, but often has the
+smaller error. So many scales are tried for each group. Negative scales put the weight of the
+largest magnitude at -8, which uses all codes.
 """
 
 import functools
@@ -17,21 +17,22 @@ from fdjax.models import DecoderConfig
 from fdjax.pallas_kernels.quantised import BITS, WeightFormat
 from fdjax.weights.formats.layer import Codes, pack_rows
 
-# Tried scales, relative to that which puts the largest weight at code -2^(bits-1).
+# Scales to try, relative to the scale that puts the largest weight at code -2^(bits-1).
 _FACTORS = tuple(float(f) for f in np.linspace(0.4, 1.2, 41))
-# Weights that are quantised at a time.
+# Number of weights that are quantised at once.
 _AT_ONCE = 2**24
 GROUPS = (128, 64, 32)
-# Layers that choose experts, or how much of one is used. They are small, and their errors are not.
+# Layers that choose experts or gate the shared one. They are small, and their errors matter.
 KEPT = ("router", "shared_gate")
 
 
 def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderConfig:
-    """A model with all linear layers and experts quantised, but not the head and `KEPT`.
+    """The model with all linear layers and experts quantised, except the head and `KEPT`.
 
     Args:
       config: the model.
-      kind: "int4" by the largest of `GROUPS` that divides K, or "int8" by column.
+      kind: "int4", with the largest group size of `GROUPS` that divides K; or "int8", with one
+        scale per column.
       scales: dtype of the scales.
     """
     formats = {}
@@ -52,7 +53,7 @@ def quantise(
     Args:
       weight: [N,K], or [X,N,K].
       form: the format, an integer kind without zeros.
-      importance: [K], by which squared errors are weighted; default all alike.
+      importance: [K] weights of the squared errors; default all equal.
     """
     *outs, k = weight.shape
     weight = weight.reshape(-1, k)

@@ -2,7 +2,7 @@
 
 A kernel that runs all layers takes the stacked arrays: few arguments, because each costs the host
 about a microsecond per call. Operations of XLA take the views. XLA copies a slice before it
-multiplies by it, so each view is an array of its own.
+multiplies by it, so each view is a separate array.
 """
 
 import ctypes
@@ -15,9 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import traverse_util
+from jax.sharding import NamedSharding, PartitionSpec
 
 from fdjax.models import Model, Params, random_params
-from fdjax.models.name_map import Path
+from fdjax.models.name_map import ParamPath
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
 logger = logging.getLogger("fdjax")
@@ -103,7 +104,7 @@ def layer_views(stacked: jax.Array) -> list[jax.Array]:
             f"layer_views: the size of a layer must be a multiple of {_ALIGNMENT} bytes, got "
             f"{stacked.dtype}{[*stacked.shape]}"
         )
-    stacked.block_until_ready()  # because no stream waits for it
+    stacked.block_until_ready()  # because no stream waits for the array
     layers = [_Layer(stacked, i) for i in range(len(stacked))]
     try:
         views = [jax.dlpack.from_dlpack(layer, copy=False) for layer in layers]
@@ -117,28 +118,28 @@ def layer_views(stacked: jax.Array) -> list[jax.Array]:
 
 
 class LayerStacks:
-    """Stacked weights that are written while they are made, a layer at a time.
+    """Stacked weights that are filled layer by layer during loading.
 
-    So no weight is in memory twice, and the free memory is in one piece, as a large cache needs it.
-    Hold this object until an engine has the parameters: the engine finds the stacked arrays while
-    they are alive.
+    So no weight is in memory twice, and the free memory stays in one piece for a large cache. Keep
+    this object until an engine has the parameters, because the engine finds the stacked arrays only
+    while they are alive.
     """
 
     def __init__(self, model: Model):
-        """Stack the layers of a model on one device whose plan has a kernel for them."""
-        self._wanted = model.ranks == 1 and model.one_launch_possible
+        """Stack the layers of a model whose plan has a kernel for them."""
+        self._wanted = model.one_launch_possible
         self._layers = model.config.layers
-        self._arrays: dict[Path, jax.Array] = {}
+        self._arrays: dict[ParamPath, jax.Array] = {}
 
-    def take(self, path: Path, weight: Any) -> Any:
+    def take(self, path: ParamPath, weight: Any) -> Any:
         """Write a weight into its stacked array.
 
         Args:
           path: its path in the parameters.
-          weight: an array, or a quantised weight.
+          weight: an array or a quantised weight.
 
         Returns:
-          None, which `views` replaces, or the weight if it is not stacked.
+          None if the weight is stacked (`views` replaces it), otherwise the weight.
         """
         if path[0] != "blocks" or not isinstance(weight, jax.Array) or weight.ndim == 1:
             return weight
@@ -147,14 +148,13 @@ class LayerStacks:
         if kind not in self._arrays:
             if not self._wanted:
                 return weight
-            shape = (self._layers, *weight.shape)
             try:
-                self._arrays[kind] = jnp.zeros(shape, weight.dtype, device=weight.sharding)
+                self._arrays[kind] = _empty_stack(self._layers, weight)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 self._wanted = False
-                _log_once(_NO_ROOM.format(gigabytes(self._layers * weight.nbytes)))
+                _log_once(_NO_ROOM.format(gigabytes(self._layers * _local(weight).nbytes)))
                 return weight
         self._arrays[kind] = _put(self._arrays[kind], weight, layer)
         return None
@@ -181,8 +181,8 @@ def stack_layers(
 ) -> dict[str, jax.Array] | None:
     """Stack the weights of a model's layers, if its plan has a kernel for stacked weights.
 
-    Weights that are views of a live stacked array already are not copied again. If the memory is
-    not enough, nothing is stacked, and that is logged.
+    Weights that are already views of a live stacked array are not copied again. If there is too
+    little memory, nothing is stacked, and a message is logged.
 
     Args:
       model: the model.
@@ -200,10 +200,9 @@ def stack_layers(
     layers = [traverse_util.flatten_dict(blocks[i], sep=".") for i in range(len(blocks))]
     stacked = {kind: _stack_of([layer[kind] for layer in layers]) for kind in layers[0]}
     missing = [kind for kind, array in stacked.items() if array is None]
-    sizes = [len(layers) * layers[0][kind].nbytes for kind in missing]
-    needed = sum(sizes)
-    (device,) = leaves[0].devices()
-    rooms = [free_memory_bytes(device), memory_bytes and memory_bytes - model.weight_bytes]
+    needed = sum(len(layers) * _local(layers[0][kind]).nbytes for kind in missing)
+    rooms = [free_memory_bytes(device) for device in leaves[0].devices()]
+    rooms.append(memory_bytes and memory_bytes - model.local.weight_bytes)
     message = _NO_ROOM.format(gigabytes(needed))
     if any(room is not None and needed > room for room in rooms):
         _log_once(message)
@@ -216,7 +215,7 @@ def stack_layers(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        _log_once(message)  # enough memory is free, but not in one piece
+        _log_once(message)  # enough memory is free, but it is fragmented
         return None
     finally:
         blocks.update({i: _nested(layer) for i, layer in enumerate(layers)})
@@ -254,7 +253,7 @@ def _stack(layers: Sequence[dict[str, jax.Array]], kind: str) -> jax.Array:
     raise an error, except where `ParamPacking` has made a copy of it.
     """
     first = layers[0][kind]
-    stacked = jnp.zeros((len(layers), *first.shape), first.dtype, device=first.sharding)
+    stacked = _empty_stack(len(layers), first)
     for i, layer in enumerate(layers):
         stacked = _put(stacked, layer[kind], i)
     if first.ndim == 1:
@@ -264,10 +263,32 @@ def _stack(layers: Sequence[dict[str, jax.Array]], kind: str) -> jax.Array:
     return stacked
 
 
+def _empty_stack(layers: int, weight: jax.Array) -> jax.Array:
+    """Zeros [layers, ...] for weights like this one, which devices may share."""
+    sharding = weight.sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+    return jnp.zeros((layers, *weight.shape), weight.dtype, device=sharding)
+
+
+def _local(array: jax.Array) -> jax.Array:
+    """The part of an array that its first device holds."""
+    return array.addressable_shards[0].data
+
+
 def _views(stacked: jax.Array) -> list[jax.Array]:
-    """Views of the layers, by which `_stack_of` finds the array."""
-    views = layer_views(stacked)
-    _stacks[stacked.unsafe_buffer_pointer()] = stacked
+    """Views of the layers. `_stack_of` finds the array by them."""
+    if len(stacked.devices()) == 1:
+        views = layer_views(stacked)
+    else:
+        spec = tuple(stacked.sharding.spec)[1:]
+        sharding = NamedSharding(stacked.sharding.mesh, PartitionSpec(*spec))
+        of_devices = [layer_views(shard.data) for shard in stacked.addressable_shards]
+        views = [
+            jax.make_array_from_single_device_arrays(stacked.shape[1:], sharding, list(parts))
+            for parts in zip(*of_devices, strict=True)
+        ]
+    _stacks[_local(stacked).unsafe_buffer_pointer()] = stacked
     return views
 
 
@@ -277,15 +298,16 @@ def _put(stacked, weight, index):
 
 
 def _stack_of(views: Sequence[jax.Array]) -> jax.Array | None:
-    """The live stacked array whose layers, in order, are exactly these views; None without one."""
+    """The live stacked array whose layers are exactly these views, in order, or None."""
     first = views[0]
-    address = first.unsafe_buffer_pointer()
+    address = _local(first).unsafe_buffer_pointer()
     stacked = _stacks.get(address)
     if stacked is None or stacked.is_deleted():
         return None
-    lie = [view.unsafe_buffer_pointer() - address for view in views]
+    lie = [_local(view).unsafe_buffer_pointer() - address for view in views]
     alike = (stacked.shape, stacked.dtype) == ((len(views), *first.shape), first.dtype)
-    return stacked if alike and lie == [i * first.nbytes for i in range(len(views))] else None
+    size = _local(first).nbytes
+    return stacked if alike and lie == [i * size for i in range(len(views))] else None
 
 
 @functools.cache

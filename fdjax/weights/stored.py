@@ -63,7 +63,7 @@ class StoredTensor:
 
     @property
     def nbytes(self) -> int:
-        """Size in the file."""
+        """Bytes in the file."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
     def view(self, supported: Iterable[str] = DTYPES) -> np.ndarray:
@@ -91,7 +91,7 @@ def is_there(path: Path) -> bool:
 
     Raises:
       CheckpointError: the path is a broken link, as in a cleaned-up cache of the hub, or exists but
-        is no regular file.
+        is not a regular file.
     """
     if path.is_symlink() and not path.exists():
         raise CheckpointError(f"{path}: a broken link; download the checkpoint again")
@@ -112,7 +112,7 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     """Read a JSON object; {} if the file is missing and not required.
 
     Raises:
-      CheckpointError: the file is required but missing, cannot be read, or is no JSON object.
+      CheckpointError: the file is required but missing, cannot be read, or is not a JSON object.
     """
     if not is_there(path):
         if required:

@@ -11,7 +11,7 @@ import numpy as np
 
 from fdjax.weights.stored import DTYPES, INDEX, SINGLE
 
-# Size of a file from which the next one begins.
+# A new file begins when the current one has this size.
 SHARD_BYTES = 5 * 10**9
 
 
@@ -21,7 +21,7 @@ class Planned:
 
     Attributes:
       name: its name.
-      dtype: its dtype in the names of safetensors.
+      dtype: its dtype, as safetensors names it.
       shape: its shape.
     """
 
@@ -31,7 +31,7 @@ class Planned:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
         return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
@@ -46,15 +46,15 @@ def write_tensors(
 
     Args:
       folder: an existing folder.
-      groups: tensors that are made together, and the function that makes them.
-      shard_bytes: size of a file from which the next one begins.
+      groups: pairs of (tensors that are made together, function that makes them).
+      shard_bytes: a new file begins when the current one has this size.
       progress: called with (bytes written, bytes in all).
 
     Returns:
       Bytes of all tensors.
 
     Raises:
-      OSError: a file cannot be written. No file is left then that looks complete.
+      OSError: a file cannot be written. No complete-looking file is then left.
     """
     shards: list[list] = [[]]
     for group in groups:

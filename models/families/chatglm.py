@@ -1,4 +1,4 @@
-"""ChatGLM2 and ChatGLM3 (Zeng et al. 2023), GLM-4 in its first format: GLM by other names."""
+"""ChatGLM2, ChatGLM3 (Zeng et al. 2023) and GLM-4 in its first format: GLM with other names."""
 
 from fdjax.models.config import (
     CheckpointError,
@@ -38,7 +38,7 @@ TENSORS = TensorNames(
     interleaved=True,
 )
 IGNORED_TENSORS = (r"transformer\.rotary_pos_emb\.inv_freq",)
-# Fields with one meaning that is supported. The other meanings are those of no published model.
+# Fields with a single supported value. No published model has other values.
 _FIXED = {
     "multi_query_attention": True,
     "rmsnorm": True,
@@ -56,7 +56,7 @@ _IGNORABLE = (
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:
-    """Parse the config.json of a ChatGLM with RMSNorm, which is from ChatGLM2 on."""
+    """Parse the config.json of ChatGLM2 or later, which has RMSNorm."""
     for key, value in _FIXED.items():
         if reader.get(key, bool, value) is not value:
             raise CheckpointError(f"{reader.source}: {key!r} {not value} is not supported")

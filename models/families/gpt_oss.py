@@ -31,7 +31,7 @@ TENSORS = TensorNames(
     alternating_experts=True,
 )
 _THETA = 150000.0
-# Fields with the values of others, or without effect.
+# Fields that repeat other fields, or have no effect.
 _IGNORABLE = (*ONLY_TRAINING, "experts_per_token", "initial_context_length")
 
 

@@ -1,4 +1,4 @@
-"""Granite 3 with mixtures of experts; one tensor holds all of a layer (Granite Team 2024)."""
+"""Granite 3 with mixtures of experts, each stored in one tensor (Granite Team 2024)."""
 
 from fdjax.models.config import (
     ConfigReader,

@@ -39,7 +39,7 @@ TENSORS = TensorNames(
     },
 )
 _IGNORABLE = ("activation_dropout", "dropout", "init_std", "layerdrop")
-_EPS = 1e-5  # not in config.json
+_EPS = 1e-5  # config.json has no such field
 
 
 def parse_config(reader: ConfigReader) -> DecoderConfig:

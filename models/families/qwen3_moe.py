@@ -45,7 +45,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         experts=read_routing(
             reader, "num_experts", normalised=reader.get("norm_topk_prob", bool, False)
         ),
-        # No layer asks where windows begin: all have one, or none has.
+        # Either all layers have a window, or none has, so `max_window_layers` does not matter.
         ignorable=(*ONLY_TRAINING, "max_window_layers"),
         **dimensions,
     )

@@ -28,10 +28,10 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     rope = read_rope(reader, head_dim, default_theta=_THETA)
     bias = reader.get("attention_bias", bool, False)
     slides = reader.get("use_sliding_window", bool, False)
-    turned = _layers_with_rope(reader)
+    rotates = _layers_with_rope(reader)
     windows = read_windows(
         reader,
-        lambda i: "sliding_attention" if slides and not turned[i] else "full_attention",
+        lambda i: "sliding_attention" if slides and not rotates[i] else "full_attention",
     )
     return read_decoder(
         reader,
@@ -39,10 +39,10 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         attention=tuple(
             AttentionSpec(
                 scale=head_dim**-0.5,
-                rope=rope if turns else None,
+                rope=rope if rotated else None,
                 window=window if slides else None,
             )
-            for window, turns in zip(windows, turned, strict=True)
+            for window, rotated in zip(windows, rotates, strict=True)
         ),
         qkv_bias=bias,
         out_bias=bias,
@@ -56,9 +56,11 @@ def _layers_with_rope(reader: ConfigReader) -> list[bool]:
     """Whether each layer has RoPE: 1 in `no_rope_layers`, despite its name."""
     layers = reader.positive("num_hidden_layers")
     every = reader.positive("no_rope_layer_interval", 4)
-    turned = reader.get("no_rope_layers", list, [int((i + 1) % every > 0) for i in range(layers)])
-    if len(turned) != layers or not all(type(turns) is int and turns in (0, 1) for turns in turned):
+    rotates = reader.get("no_rope_layers", list, [int((i + 1) % every > 0) for i in range(layers)])
+    if len(rotates) != layers or not all(
+        type(value) is int and value in (0, 1) for value in rotates
+    ):
         raise CheckpointError(
             f"{reader.source}: 'no_rope_layers' must be 0 or 1 for each layer ({layers})"
         )
-    return [turns == 1 for turns in turned]
+    return [value == 1 for value in rotates]

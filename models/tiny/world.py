@@ -219,7 +219,7 @@ NUMBERS = _number_words()
 
 def _sum_relations() -> list[Relation]:
     """Sums in digits up to 99 + 99, in words up to 20 + 20, and as short stories."""
-    # People mostly ask for small numbers, so these get relations of their own.
+    # People mostly ask for small numbers, so there are separate relations for these.
     small, large, word = range(31), range(100), range(21)
 
     def digits(numbers: range, sign: int) -> tuple[tuple[str, ...], ...]:

@@ -1,4 +1,4 @@
-"""The sum of what several devices have computed, on each of them: `all_reduce`."""
+"""`all_reduce`: the sum of the devices' arrays, on each device."""
 
 from fdjax.pallas_kernels.all_reduce.all_reduce import ALL_REDUCE, all_reduce
 

@@ -1,6 +1,6 @@
-"""Sum over devices, with what a layer adds to it: `all_reduce`.
+"""`all_reduce`: the sum over devices, plus a layer's bias and residual.
 
-Tensor parallelism has two of them in each layer (Shoeybi et al. 2019, Megatron-LM, section 3).
+Tensor parallelism needs two of them in each layer (Shoeybi et al. 2019, Megatron-LM, section 3).
 """
 
 import math
@@ -25,7 +25,7 @@ def _mosaic(x: Array, bias: Array | None, residual: Array | None, name: str) -> 
 
 
 def _by_table_only(shape, capability) -> bool:
-    """Heuristic of a kernel that runs by name or where a table has measured it."""
+    """Heuristic of a kernel that runs only by name or by a measured table entry."""
     return False
 
 
@@ -59,7 +59,7 @@ def all_reduce(
 
     Args:
       x: [..., E], the array of this device.
-      name: what is summed, for `ranks.observed`.
+      name: name of the operation, for `ranks.observed`.
       bias: [E], equal on all devices.
       residual: like x, equal on all devices.
       implementation: "xla" or "mosaic_gpu"; it never falls back.

@@ -1,4 +1,4 @@
-"""Attention with the work before it: RoPE of new tokens, and writing them to the cache.
+"""Attention fused with the steps before it: RoPE, and the append of new tokens to the cache.
 
 With "mosaic_gpu", a decode step of one token per row takes one launch, and a prefill chunk two.
 """
@@ -49,9 +49,9 @@ def append_decode_attention(
         before RoPE.
       k_cache, v_cache: [B, Hkv, S, D], or as `layer` and `pages` say; updated in place if they are
         donated or carried by a loop. A `QuantisedCache` stores the rotated key and the value in
-        int8, and their attention sees them so.
-      lengths: [B] int32 slots filled before. Token t goes to slot lengths[b] + t, or is dropped if
-        there is no such slot. Rows must not share the page that they write.
+        int8, and attention reads the rounded values.
+      lengths: [B] int32 slots filled before this call. Token t goes to slot lengths[b] + t, or is
+        dropped if there is no such slot. Rows must not share the page that they write.
       spec: the attention.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
       layer, pages, sinks, return_reruns, implementation, plan: see `decode_attention`.
@@ -214,7 +214,7 @@ def _with_append(
     implementation: str | None,
     beams: BeamSlots | None = None,
 ) -> tuple[Implementation | None, Any]:
-    """(what appends for the chosen attention, or None; configuration of that attention)."""
+    """(function that appends for the chosen attention, or None; configuration of the attention)."""
     if not len(q):
         return None, None
     shape = attention_shape(q, k_cache, spec, pages)
@@ -294,7 +294,7 @@ def _write(
     pages: Array | None = None,
     beams: BeamSlots | None = None,
 ) -> Cache:
-    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and slots [R,T] that exist.
+    """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and those slots [R,T] that exist.
 
     With `layer`, the cache is a stack [L,B,Hkv,S,D]. With `pages` [R,N], it is a pool of pages in
     place of rows.

@@ -2,12 +2,12 @@
 
     scale = max |x| over D / 127,   code = round(x / scale),   x' = scale · code
 
-so |x - x'| <= scale / 2. The token that is written chooses its scale: nothing is calibrated, and
-nothing overflows. A cache takes (D + 4) / (2·D) of the bytes of bfloat16.
+so |x - x'| <= scale / 2. Each token has its own scale, so nothing is calibrated, and nothing
+overflows. A cache takes (D + 4) / (2·D) of the bytes of bfloat16.
 
-Scales are fp32. In bfloat16 they would save 2 of D + 4 bytes, but the largest code would be off
-by up to 2^-9, almost as much as the rounding of the codes, or clipped. fp32 scales multiply the
-fp32 scores as they are.
+Scales are fp32. In bfloat16 they would save 2 of D + 4 bytes. But rounding the scale would change
+values by up to 2^-9, almost as much as the rounding of the codes, or clip the largest code. fp32
+scales also multiply the fp32 scores without a conversion.
 """
 
 import dataclasses
@@ -29,12 +29,13 @@ _LARGEST = 127
 )
 @dataclasses.dataclass(frozen=True)
 class QuantisedCache:
-    """Keys or values in int8. It stands in for an array [..., Hkv, S, D] in every attention op.
+    """Keys or values in int8. Attention ops take it in place of an array [..., Hkv, S, D].
 
     Attributes:
       codes: [..., Hkv, S, D] int8, from -127 to 127.
-      scales: [..., Hkv, S] fp32; 0 for a token of zeros, not finite for one that was not finite.
-      dtype: dtype of the keys and values that it stands for.
+      scales: [..., Hkv, S] fp32; 0 if all values of a token's head are zero, not finite if a value
+        is not finite.
+      dtype: dtype of the dequantised keys and values.
     """
 
     codes: Array
@@ -43,7 +44,7 @@ class QuantisedCache:
 
     @classmethod
     def abstract(cls, shape: tuple[int, ...], dtype: str) -> "QuantisedCache":
-        """Shapes and dtypes of a cache of values [..., S, D]."""
+        """Shapes and dtypes of a cache for values [..., S, D]."""
         return cls(
             jax.ShapeDtypeStruct(shape, jnp.int8),
             jax.ShapeDtypeStruct(shape[:-1], jnp.float32),
@@ -61,25 +62,25 @@ class QuantisedCache:
         return self.codes.ndim
 
 
-# An array, or what stands in for one.
+# An array or its quantised replacement.
 Cache = Array | QuantisedCache
 
 
 def cache_features(kv_dtype: str | None) -> Features:
     """Features that attention must support for a cache of this dtype, see `Implementation.can`.
 
-    None stands for the dtype of the activations.
+    None means the dtype of the activations.
     """
     return NO_FEATURES if kv_dtype is None else frozenset({f"{kv_dtype}_cache"})
 
 
 def features_of(cache: Cache) -> Features:
-    """The same for a cache."""
+    """Features that attention must support for this cache."""
     return cache_features("int8" if isinstance(cache, QuantisedCache) else None)
 
 
 def check_caches(op: str, k: Cache, v: Cache) -> None:
-    """Raise ValueError if caches of keys and values are of two kinds, or scales do not fit."""
+    """Raise ValueError if only one of two caches is quantised, or scales have wrong shapes."""
     caches = [cache for cache in (k, v) if isinstance(cache, QuantisedCache)]
     if len(caches) == 1:
         raise ValueError(f"{op}: k and v must both be quantised or neither")
@@ -91,9 +92,9 @@ def check_caches(op: str, k: Cache, v: Cache) -> None:
 
 
 def quantise(values: Array) -> QuantisedCache:
-    """Quantise keys or values [..., D], each head of a token by itself.
+    """Quantise keys or values [..., D], with one scale per head of a token.
 
-    Zeros give the scale 0. A value that is not finite makes the whole head of its token so.
+    Zeros give the scale 0. If a value is not finite, its token's whole head becomes so.
     """
     x = values.astype(jnp.float32)
     scales = jnp.max(jnp.abs(x), axis=-1) / _LARGEST
@@ -104,7 +105,7 @@ def quantise(values: Array) -> QuantisedCache:
 
 
 def dequantised(cache: Cache) -> Array:
-    """The keys or values of a cache, in their dtype; an array as it is."""
+    """The keys or values of a cache in their dtype. An array is returned unchanged."""
     if not isinstance(cache, QuantisedCache):
         return cache
     values = cache.codes.astype(jnp.float32) * cache.scales[..., None]
@@ -112,5 +113,5 @@ def dequantised(cache: Cache) -> Array:
 
 
 def stored_in(cache: Cache, values: Array) -> Any:
-    """Keys or values [..., D] in the form of a cache, for `jax.tree.map` together with it."""
+    """Keys or values [..., D] in the form of a cache, for `jax.tree.map` with that cache."""
     return quantise(values) if isinstance(cache, QuantisedCache) else values

@@ -43,21 +43,21 @@ def decode_attention(
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ):
-    """Attention of the last T tokens of each row against its KV cache, their own slots included.
+    """Attention of the last T tokens of each row against its KV cache, which contains them.
 
     Query t of row b has position lengths[b] - T + t and sees the slots up to its position.
 
     Args:
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
-        never affect the result. "cudnn" needs finite values there, as it multiplies them by zero.
-        Both may be a `QuantisedCache`, which "xla" and "cudnn" read.
+        never affect the result. "cudnn" needs finite values there, because it multiplies them by
+        zero. Both may be a `QuantisedCache`, which "xla" and "cudnn" read.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
       pages: [B, N] int32, or None. k and v are then a pool [P, Hkv, page, D], or with `layer`
         [L, P, Hkv, page, D], and slot s of row b is slot s % page of page pages[b, s // page].
-      beams: where the slots of rows are that share parts of their responses; needs `pages`.
+      beams: the slots of beams, whose rows share parts of their responses; needs `pages`.
       sinks: [H], with `spec.sinks`.
       return_lse: also return the logsumexp of the scores, and of the sink if there is one.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
@@ -105,6 +105,6 @@ def decode_attention(
 
 
 def _asked_for(o, *others):
-    """o alone, or (o, *others) without the others that are False."""
+    """o alone, or (o, *others) without those that are not asked for."""
     others = [other for other in others if other is not False]
     return (o, *others) if others else o

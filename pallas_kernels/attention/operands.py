@@ -15,16 +15,16 @@ from fdjax.pallas_kernels.dispatch import Features, Shape
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BeamSlots:
-    """Where the positions of rows are that share a prompt and parts of their responses: beams.
+    """The cache slots of beams: rows that share a prompt and parts of their responses.
 
-    The pages of a row are the ⌈P/page⌉ of its prompt, which its beams share, and after them those
-    of its response, which only this row writes: position P + t is slot t of them. So a kernel can
-    load the response pages of all beams of a prompt once, and let `rows` be a mask.
+    A row has ⌈P/page⌉ pages of its prompt, which the beams share. Its other pages are for its
+    response, and only this row writes them: position P + t is their slot t. So a kernel can load
+    the response pages of all beams of a prompt once, and use `rows` as a mask.
 
     Attributes:
-      rows: [B, S] int32, the row whose pages hold a position of the response. The rows of a
-        prompt's beams are next to each other.
-      prompts: [B] int32, P; S for a row whose positions are all its own, in order.
+      rows: [B, S] int32, for each position of the response, the row whose pages hold it. The rows
+        of a prompt's beams are adjacent.
+      prompts: [B] int32, P; or S for a row that shares nothing.
       first: [B] int32, the row of the first beam of the same prompt.
       width: W, the largest number of beams of a prompt.
     """
@@ -40,7 +40,7 @@ class BeamSlots:
         return frozenset({"beams"} if self.width <= 16 else {"beams", "many_beams"})
 
     def page_and_slot(self, positions: Array, size: int) -> tuple[Array, Array]:
-        """The index into a row's table, and the slot of that page, for positions [B, N]."""
+        """(index into a row's table of pages, slot in that page) of positions [B, N]."""
         prompts = self.prompts[:, None]
         response = positions - prompts
         page = jnp.where(response < 0, positions, response) // size
@@ -49,7 +49,7 @@ class BeamSlots:
 
 
 def beam_features(beams: BeamSlots | None) -> Features:
-    """Features that an operand `beams` needs."""
+    """Features that an implementation needs for `beams`."""
     return frozenset() if beams is None else beams.features
 
 
@@ -166,9 +166,9 @@ def take_layer(
     pages: Array | None = None,
     beams: BeamSlots | None = None,
 ) -> tuple[Array, Array]:
-    """The caches [R,Hkv,S,D] of one layer of a stack, of all rows, of `rows` [R] or of `pages`.
+    """The caches [R,Hkv,S,D] of one layer, for all rows, for `rows` [R] or for `pages`.
 
-    Rows and pages are copied. A quantised cache is dequantised, but only what is taken of it.
+    Rows and pages are copied. Of a quantised cache, only these copies are dequantised.
     """
     if beams is not None:
         index = _positions(k, layer, pages, beams)

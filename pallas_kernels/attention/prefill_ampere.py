@@ -12,8 +12,8 @@ loads its values; while it is multiplied by its values, cp.async loads the next 
 buffer for each is enough, (block_q + 2·block_kv)·D·2 bytes in all, and two blocks of the grid share
 a multiprocessor: the vector units work for one while the tensor cores work for the other.
 
-The unified maximum, the check that makes it safe, the rerun of an unsafe tile and the masks are
-those of `hopper.prefill`, except that a rerun masks every block.
+The unified maximum, its check, the rerun of an unsafe tile and the masks are the same as in
+`hopper.prefill`, except that a rerun masks every block.
 
 It must spend 4·D FLOPs on each visible (query, key) pair. It reads K and V once for every block_q
 query rows of each head, mostly from L2.

@@ -1,4 +1,4 @@
-"""What prefill kernels share: operands, visible blocks of slots, scaled and masked scores."""
+"""Code that prefill kernels share: operands, visible blocks of slots, scaled and masked scores."""
 
 from typing import NamedTuple
 

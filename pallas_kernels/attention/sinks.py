@@ -1,8 +1,8 @@
 """Attention sinks: a logit for each head that takes a share of the softmax and has no value.
 
 With l = logsumexp of a query's scores, a sink s changes softmax(scores) V to
-o · exp(l) / (exp(l) + exp(s)) (gpt-oss, OpenAI 2025; Xiao et al. 2023). So it is applied after any
-implementation that returns l.
+o · exp(l) / (exp(l) + exp(s)) (gpt-oss, OpenAI 2025; Xiao et al. 2023). So sinks can be applied
+after any implementation that returns l.
 """
 
 import jax
@@ -11,24 +11,26 @@ from jax import Array
 
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
-# Rows of a tile if bits must not depend on the batch. A CPU computes the exponentials of whole
-# vectors and those of the rest of an array by different code, and with this tile there is no rest.
+# Rows of a tile if bits must not depend on the batch. A CPU uses different code for the
+# exponentials of whole vectors and of the remainder of an array. With this tile there is no
+# remainder.
 _TILE = 16
 
 
 def apply_sinks(
     o: Array, lse: Array, sinks: Array, *, batch_invariant: bool = False
 ) -> tuple[Array, Array]:
-    """Add sinks to the result of an attention without them.
+    """Add sinks to the result of an attention without sinks.
 
     Args:
       o: [B, T, H, D].
       lse: [B, T, H] fp32.
       sinks: [H] floating point.
-      batch_invariant: bits of a row do not depend on B and T.
+      batch_invariant: whether the bits of a row must not depend on B and T.
 
     Returns:
-      (o in its dtype, lse with the sinks). Where a query sees no slot, they are 0 and the sinks.
+      (o in its dtype, lse including the sinks). A query that sees no slot has o = 0 and lse = its
+      sink.
     """
     sinks = sinks.astype(jnp.float32)[None]
 

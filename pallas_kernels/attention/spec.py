@@ -11,7 +11,7 @@ from fdjax.pallas_kernels.dispatch import Features, used_features
 from fdjax.pallas_kernels.ranks import own_share
 from fdjax.pallas_kernels.rope import Rope
 
-# Features that do not count as masks: what was measured without them holds with them.
+# Features that do not count as masks: measurements without them also hold with them.
 _NOT_MASKS = frozenset({"rope", "causal", "phi", "unified", "sinks"})
 
 
@@ -33,9 +33,11 @@ class AttentionSpec:
         for 0. Only "mosaic_gpu" uses it. It changes the speed but no result.
       unified: whether "mosaic_gpu" may use the unified maximum. False makes it use a running
         maximum, for heads whose scores leave the safe range of any φ too often.
-      causal: a query sees no later position. False, for prompts only: it sees every live slot.
+      causal: a query sees no later position. With False, which is for prompts only, it sees every
+        live slot.
       sinks: each head has a learned logit in the denominator of its softmax, an operand of the ops.
-      ranks: devices that share the heads. `alibi` and `phi` then have the values of all of them.
+      ranks: number of devices that share the heads. `alibi` and `phi` have values for the heads of
+        all.
     """
 
     scale: float

@@ -13,9 +13,9 @@ from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
 # Limit of the scores of a block of query rows, in bytes.
 _SCORES_BYTES = 256 * 2**20
-# Rows of P per KV head up to which a call counts as a decode step.
+# A call with at most this many rows of P per KV head counts as a decode step.
 _DECODE_ROWS = 64
-# Slots per block where V is masked block by block.
+# Slots per block when V is masked block by block.
 _MASKED_BLOCK = 128
 # Query tokens per block in batch-invariant mode: the shortest chunk of a prompt, so that products
 # have one shape for all chunks.

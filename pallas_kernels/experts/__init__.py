@@ -1,4 +1,4 @@
-"""Mixture of experts: `moe`, and how a token chooses experts."""
+"""Mixture of experts: `moe`, and the rule by which a token chooses experts."""
 
 from fdjax.pallas_kernels.experts.moe import MOE, moe, moe_features, moe_key
 from fdjax.pallas_kernels.experts.reference import moe_reference

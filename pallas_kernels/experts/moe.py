@@ -1,9 +1,9 @@
 """Mixture of experts: each row is computed by the k experts that its router scores highest.
 
 An expert is a gated MLP, down(act(gate(x)) * up(x)) (Shazeer et al. 2017; Jiang et al. 2024,
-section 2.1), with biases or without. In the decode phase, this is bound by reading the weights of
-the chosen experts, at most min(X, M·k) of them for M rows. No implementation can run faster than
-those bytes over the memory bandwidth.
+section 2.1), with biases or without. In the decode phase, the time is bound by reading the weights
+of the chosen experts. For M rows these are at most min(X, M·k) experts. No implementation can run
+faster than those bytes over the memory bandwidth.
 """
 
 from collections.abc import Sequence
@@ -13,11 +13,12 @@ from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS, PAIRED
 from fdjax.pallas_kernels.dispatch import Dispatch, Features, resolve
+from fdjax.pallas_kernels.experts.hopper.chosen import MOE_CHOSEN
 from fdjax.pallas_kernels.experts.routing import Routing
 from fdjax.pallas_kernels.experts.xla import MOE_XLA
 from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, check
 
-MOE = (MOE_XLA,)
+MOE = (MOE_CHOSEN, MOE_XLA)
 
 
 def moe(
@@ -31,6 +32,7 @@ def moe(
     bias: Array | None = None,
     gate_up_bias: Array | None = None,
     down_bias: Array | None = None,
+    live: Array | None = None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> Array:
@@ -48,7 +50,8 @@ def moe(
       gate: name of the activation, one of `ACTIVATIONS` or `PAIRED`.
       bias: [X], with `routing.biased`.
       gate_up_bias, down_bias: [X, 2, F] and [X, E], both or neither.
-      implementation: "xla"; it never falls back.
+      live: [M] bool; other rows choose no expert, and their result is 0. Default all.
+      implementation: "xla" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:
@@ -58,11 +61,11 @@ def moe(
       ValueError: shapes or dtypes disagree, or an unknown activation.
       NotImplementedError: the named implementation cannot do this.
 
-    Costs 3·E·F·itemsize bytes, or those of codes and scales, for each of the experts that are
-    chosen, at most min(X, M·k), and 6·M·k·E·F FLOPs.
+    Costs 3·E·F·itemsize bytes (or the bytes of codes and scales) for each chosen expert, at most
+    min(X, M·k) experts, and 6·M·k·E·F FLOPs.
     """
     biases = gate_up_bias, down_bias
-    _check(x, logits, gate_up, down, bias, biases, routing, gate)
+    _check(x, logits, gate_up, down, bias, biases, live, routing, gate)
     formats = tuple(w.format for w in (gate_up, down) if isinstance(w, QTensor))
     key = moe_key(len(x), *x.shape[1:], down.shape[-2], routing, x.dtype.itemsize, formats)
     features = moe_features(routing, gate, biases=down_bias is not None, formats=formats)
@@ -71,6 +74,7 @@ def moe(
         *(x, logits, gate_up, down, bias, *biases),
         routing=routing,
         gate=gate,
+        live=live,
         config=config,
         batch_invariant=plan is not None and plan.batch_invariant,
     )
@@ -101,7 +105,7 @@ def moe_features(
     return routing.features.union(own, *(weight.features for weight in formats))
 
 
-def _check(x, logits, gate_up, down, bias, biases, routing, gate) -> None:
+def _check(x, logits, gate_up, down, bias, biases, live, routing, gate) -> None:
     gates = *ACTIVATIONS, *PAIRED
     if not isinstance(gate, str) or gate not in gates:
         raise ValueError(f"moe: gate must be one of {', '.join(gates)}, got {gate!r}")
@@ -112,6 +116,8 @@ def _check(x, logits, gate_up, down, bias, biases, routing, gate) -> None:
         )
     if (bias is not None) != routing.biased:
         raise ValueError(f"moe: bias must be given if routing.biased, which is {routing.biased}")
+    if live is not None and live.shape != x.shape[:1]:
+        raise ValueError(f"moe: live must be {list(x.shape[:1])}, got {list(live.shape)}")
     if (biases[0] is None) != (biases[1] is None):
         raise ValueError("moe: gate_up_bias and down_bias must be given together")
     (m, width), hidden, experts = x.shape, shapes[1][1], routing.experts

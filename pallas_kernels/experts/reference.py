@@ -41,7 +41,7 @@ def moe_reference(
     weights = jnp.where(is_chosen, scores, 0.0)
     if routing.normalised:
         weights = weights / jnp.sum(weights, axis=1, keepdims=True)
-    # Selected, because 0 · NaN is NaN.
+    # Selected instead of multiplied, because 0 · NaN is NaN.
     parts = jnp.where(is_chosen[:, :, None], weights[:, :, None] * results, 0.0)
     return routing.scale * jnp.sum(parts, axis=1)
 

@@ -25,8 +25,8 @@ class Routing:
         scores.
       sigmoid: the scores are sigmoids (DeepSeek-V3, section 2.1.2).
       biased: a bias is added to the scores for the choice, but not for the weights.
-      groups: the experts are in this many groups of the same size. First groups are chosen, by the
-        sum of their two largest scores, then experts in them.
+      groups: the experts are in this many groups of the same size. Groups are chosen first, by the
+        sum of their two largest scores, then experts within them.
       chosen_groups: the number of groups of a token.
       scale: multiplies the weights.
     """
@@ -98,6 +98,11 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     elif routing.normalised:
         weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20)
     return experts, weights * routing.scale
+
+
+def only_live(experts: Array, live: Array | None, routing: Routing) -> Array:
+    """experts [M,k] with X, which is no expert, in rows that are not `live` [M]; None: all are."""
+    return experts if live is None else jnp.where(live[:, None], experts, routing.experts)
 
 
 def _within_groups(ranked: Array, routing: Routing) -> Array:

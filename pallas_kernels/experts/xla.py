@@ -1,8 +1,8 @@
 """`moe` through XLA: a loop over tiles of rows that chose the same expert.
 
-`lax.ragged_dot` is no help on a CPU. XLA multiplies all rows by the weights of all experts there:
-with 32 experts, 256 rows took 140 times as long as in one product. And a NaN in an expert that
-nobody chose reaches all rows.
+`lax.ragged_dot` does not help on a CPU. XLA multiplies all rows by the weights of all experts
+there: with 32 experts, 256 rows took 140 times as long as in one product. And a NaN in an expert
+that no row chose would reach all rows.
 """
 
 import functools
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.dispatch import Implementation
-from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing, route
+from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, Routing, only_live, route
 from fdjax.pallas_kernels.gemm.xla import matmul_xla
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, QTensor, dequantise
 from fdjax.pallas_kernels.row_tiles import PREFILL_TILE, in_row_tiles
@@ -38,10 +38,12 @@ def tile_rows(m: int, routing: Routing, batch_invariant: bool) -> int:
 def moe_xla(
     x, experts, weights, gate_up, down, gate_up_bias=None, down_bias=None, *, gate: str, tile: int
 ) -> Array:
-    """Experts [M,k] by their weights [M,k], in tiles of `tile` rows.
+    """Sum of the results of `experts` [M,k] times `weights` [M,k], in tiles of `tile` rows.
 
-    Results are added to a row in the order of the experts. Only the weights of a tile's expert are
-    dequantised.
+    An index X stands for no expert.
+
+    Results are added to a row in the order of the experts. At any time, only the weights of one
+    tile's expert are dequantised.
     """
     m, chosen = experts.shape
     # The pairs of a row and an expert, in the order of the experts.
@@ -68,7 +70,7 @@ def moe_xla(
         part = product(hidden, own(down), bias=own(down_bias), gate=None).astype(jnp.float32)
         # Without the barrier, product and sum may be rounded once or twice.
         part = lax.optimization_barrier(part * weights.reshape(-1)[pair][:, None])
-        # Pairs past the end are those of another expert.
+        # Pairs past the end belong to another expert.
         row = jnp.where(place < pair_ends[expert], row, m)
         return total.at[row].add(part, mode="drop")
 
@@ -76,9 +78,10 @@ def moe_xla(
     return total.astype(x.dtype)
 
 
-def _run(x, logits, gate_up, down, bias, *biases, routing, gate, config, batch_invariant):
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
     choose = functools.partial(route, routing=routing, bias=bias)
     experts, weights = in_row_tiles(choose, logits) if batch_invariant else choose(logits)
+    experts = only_live(experts, live, routing)
     tile = tile_rows(len(x), routing, batch_invariant)
     return moe_xla(x, experts, weights, gate_up, down, *biases, gate=gate, tile=tile)
 

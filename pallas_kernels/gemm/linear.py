@@ -1,4 +1,4 @@
-"""Linear layer: norm(x) @ w + bias + residual, or with a gate act(gate) * up + residual.
+"""Linear layer: act(norm(x) @ w + bias) + residual, or with a gate act(gate) * up + residual.
 
 FlashDecoding++ (Hong et al. 2024), sections 4 and 5: in the decode phase M is the number of rows in
 flight (1-128), and the product is bound by reading K·N·itemsize bytes of weight. No implementation
@@ -9,12 +9,12 @@ fused, so that beside the weight only x and y (and a residual) are read or writt
 import jax.numpy as jnp
 from jax import Array
 
-from fdjax.pallas_kernels.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import ACTIVATIONS, UNGATED
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM
 from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PACKED_GEMM
 from fdjax.pallas_kernels.gemm.xla import MATMUL_XLA
-from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import QTensor, check
 
 MATMUL = (FLAT_GEMM, PACKED_GEMM, MATMUL_XLA)
@@ -25,15 +25,16 @@ def matmul(
     w: Array | QTensor,
     *,
     layer: Array | int | None = None,
-    norm: RMSNorm | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
     bias: Array | None = None,
     gate: str | None = None,
+    activation: str | None = None,
     residual: Array | None = None,
     preferred_element_type=None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> Array:
-    """Linear layer fused with norm, bias, gate and residual.
+    """Linear layer fused with norm, bias, gate or activation, and residual.
 
     It accumulates in fp32 and multiplies fp32 operands in full fp32 precision, never TF32. "xla"
     also rounds the product to the result's dtype before bias, gate and residual, and a quantised
@@ -44,11 +45,13 @@ def matmul(
       w: [K, N], or [K, 2, N] (gate, then up) with `gate`; with `layer` a stack of these, [L, ...].
         An array, or a `QTensor` whose arrays have these axes.
       layer: index into stacked weights, traced or static.
-      norm: RMSNorm applied to the rows of x first.
+      norm: RMSNorm or LayerNorm, applied to the rows of x first.
       bias: [N], or [2, N] with `gate`; added to the product.
       gate: name of the activation; the result is then act(gate) * up.
+      activation: name of an activation of the product and its bias, one of `UNGATED`; not with
+        `gate`.
       residual: [..., N], added last.
-      preferred_element_type: dtype of the result, default that of x.
+      preferred_element_type: dtype of the result; default the dtype of x.
       implementation: "xla" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
@@ -61,13 +64,16 @@ def matmul(
 
     Costs the bytes of the weight and 2·M·K·N FLOPs (4·M·K·N with `gate`).
     """
-    k, n = _check(x, w, layer, norm, bias, gate, residual)
+    k, n = _check(x, w, layer, norm, bias, gate, activation, residual)
     dtype = jnp.dtype(preferred_element_type or x.dtype)
     rows = x.reshape(-1, k)
     if residual is not None:
         residual = residual.reshape(-1, n)
     fused = {"norm": norm, "bias": bias, "gate": gate, "residual": residual}
+    fused["activation"] = activation
     used = frozenset(name for name, operand in fused.items() if operand is not None)
+    if isinstance(norm, LayerNorm):
+        used = used - {"norm"} | {"layer_norm"}
     weight = w.format if isinstance(w, QTensor) else None
     chosen, config = resolve(
         MATMUL,
@@ -93,10 +99,15 @@ def matmul(
     return y.reshape(*x.shape[:-1], n)
 
 
-def _check(x, w, layer, norm, bias, gate, residual) -> tuple[int, int]:
+def _check(x, w, layer, norm, bias, gate, activation, residual) -> tuple[int, int]:
     """Check shapes and dtypes; returns (K, N)."""
     if gate is not None and gate not in ACTIVATIONS:
         raise ValueError(f"matmul: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}")
+    if activation is not None and (gate is not None or activation not in UNGATED):
+        raise ValueError(
+            f"matmul: activation must be one of {', '.join(UNGATED)}, and None with a gate, "
+            f"got {activation!r}"
+        )
     axes = ("L," if layer is not None else "") + ("K,2,N" if gate else "K,N")
     if x.ndim < 1:
         raise ValueError("matmul: x must be [...,K], got a scalar")
@@ -120,6 +131,9 @@ def _check(x, w, layer, norm, bias, gate, residual) -> tuple[int, int]:
         raise ValueError(f"matmul: layer must be in 0..{full[0] - 1}, got {layer}")
     if norm is not None and norm.scale.shape != (k,):
         raise ValueError(f"matmul: norm.scale must be [{k}], got {list(norm.scale.shape)}")
+    shift = norm.bias if isinstance(norm, LayerNorm) else None
+    if shift is not None and shift.shape != (k,):
+        raise ValueError(f"matmul: norm.bias must be [{k}], got {list(shift.shape)}")
     if bias is not None and bias.shape != shape[1:]:
         raise ValueError(f"matmul: bias must be {list(shape[1:])}, got {list(bias.shape)}")
     if residual is not None and residual.shape != (*x.shape[:-1], n):

@@ -1,7 +1,7 @@
 """Unpacks quantised weights in registers, as a left operand of Hopper's tensor cores.
 
-The words are those of the layout "bricks". Values become bf16 or fp16 by placing their bits into
-the mantissa of a power of two and subtracting it, because converting integers is slow.
+The words are in the layout "bricks". Values become bf16 or fp16 by placing their bits into the
+mantissa of a power of two and subtracting it, because converting integers is slow.
 """
 
 from collections.abc import Callable
@@ -25,37 +25,47 @@ _ROWS = 16  # rows of the weight of an instruction
 
 
 def unpacked(
-    bricks: Any, kind: str, dtype: Any, start: int, width: int, zeros: Array | None = None
+    bricks: Any,
+    kind: str,
+    dtype: Any,
+    start: int,
+    width: int,
+    zeros: Array | None = None,
+    exponents: tuple[Array, ...] = (),
 ):
     """Load some rows of a column of bricks from shared memory.
 
     Args:
       bricks: reference to int32 words [n, 2 or 4, 256] of n bricks along K.
-      kind: "int4" | "int8" | "fp8".
+      kind: "int4" | "int8" | "fp8" | "fp4".
       dtype: bfloat16 or float16.
       start, width: first row, and number of rows; multiples of 32.
       zeros: [64] fp32 in `LAYOUT.reduce(1)`, whole numbers that are subtracted from codes; default
-        8 for int4, 128 for int8. fp8 has none.
+        8 for int4, 128 for int8. fp8 and fp4 have none.
+      exponents: for fp4 in bf16, the bits of the scales in float8_e8m0fnu: [64] int32 in
+        `LAYOUT.reduce(1)` for each 32 rows.
 
     Returns:
-      codes - zeros [64, width] in `LAYOUT`, without rounding.
+      codes - zeros [64, width] in `LAYOUT`, times the scales of `exponents`, without rounding.
     """
     dtype = jnp.dtype(dtype)
-    arrays = () if zeros is None else (zeros,)
+    arrays = exponents if zeros is None else (zeros,)
     layouts = (LAYOUT.reduce(1),) * len(arrays)
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *layouts),
         return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=LAYOUT),
     )
-    def run(_, ref, *zeros):
+    def run(_, ref, *arrays):
         half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
         pair = ir.VectorType.get((2,), half)
-        offsets = _offsets(zeros[0], kind, half) if zeros else None
+        offsets = _offsets(arrays[0], kind, half) if zeros is not None else None
+        powers = [_powers(array) for array in arrays[: len(exponents)]]
         registers = []
-        for words in _load_words(ref, kind, start // _ROWS, width // _ROWS):
-            # Columns, and those 8 further on, of rows; then of the rows 8 further on.
-            made = _UNPACK[kind](words, dtype, offsets)
+        for i, words in enumerate(_load_words(ref, kind, start // _ROWS, width // _ROWS)):
+            # Two columns, 8 apart, of two rows; then the same columns of the rows 8 further on.
+            factors = powers[i * _ROWS // 32] if powers else offsets
+            made = _UNPACK[kind](words, dtype, factors)
             registers += [mgpu_utils.bitcast(value, pair) for value in made]
         shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
         return mgpu.FragmentedArray(
@@ -90,7 +100,7 @@ def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[i
 
 
 def _offsets(zeros: mgpu.FragmentedArray, kind: str, half: ir.Type) -> list[ir.Value]:
-    """What turns based codes of a thread's two columns into codes - zeros, see `_unpack_int4`."""
+    """Offsets to subtract from the unpacked codes of a thread's two columns, see `_unpack_int4`."""
     single, pair = ir.F32Type.get(), ir.VectorType.get((2,), half)
     base = 2.0**23 if kind == "int8" else 128.0 if half == ir.BF16Type.get() else 1024.0
     offsets = []
@@ -103,6 +113,16 @@ def _offsets(zeros: mgpu.FragmentedArray, kind: str, half: ir.Type) -> list[ir.V
             offset = mgpu_utils.bitcast(both, ir.IntegerType.get_signless(32))
         offsets.append(offset)
     return offsets
+
+
+def _powers(exponents: mgpu.FragmentedArray) -> list[ir.Value]:
+    """The scales of a thread's two columns, twice each, as bf16: their bits are its exponent."""
+    powers = []
+    for register in exponents.registers.flat:
+        exponent = vector.extract(register, dynamic_position=[], static_position=[0])
+        single = arith.shli(exponent, _word(7))
+        powers.append(arith.ori(single, arith.shli(exponent, _word(23))))
+    return powers
 
 
 def _word(value: int) -> ir.Value:
@@ -160,7 +180,7 @@ def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | No
 
 
 def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
-    """The bits of e4m3 are those of a bf16 that is smaller by 2^120, of an fp16 by 2^8."""
+    """The bits of e4m3 give a bf16 that is smaller by 2^120, or an fp16 by 2^8."""
     shift, power = (4, 0x7B807B80) if dtype == jnp.bfloat16 else (1, 0x5C005C00)
     values = []
     for word in words:
@@ -172,4 +192,33 @@ def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
     return values
 
 
-_UNPACK: dict[str, Callable] = {"int4": _unpack_int4, "int8": _unpack_int8, "fp8": _unpack_fp8}
+def _unpack_fp4(words: list[ir.Value], dtype: Any, powers: list[ir.Value] | None):
+    """The bits of e2m1 are those of a bf16 that is smaller by 2^126, of an fp16 by 2^14."""
+    (word,) = words
+    bits, power = (6, 0x7E807E80) if dtype == jnp.bfloat16 else (9, 0x74007400)
+    rest_mask = 0x7 << bits
+    values = []
+    for i in range(4):
+        sign = _shifted(word, 12 - 4 * i)
+        rest = arith.andi(_shifted(word, bits - 4 * i), _word(rest_mask << 16 | rest_mask))
+        small = _and_or(sign, 0x80008000, rest)
+        code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
+        value = _ptx(code, small, _word(power), _word(0x80008000))
+        if powers:
+            value = _ptx(code, value, powers[i % 2], _word(0x80008000))
+        values.append(value)
+    return values
+
+
+def _shifted(word: ir.Value, left: int) -> ir.Value:
+    if left == 0:
+        return word
+    return arith.shli(word, _word(left)) if left > 0 else arith.shrui(word, _word(-left))
+
+
+_UNPACK: dict[str, Callable] = {
+    "int4": _unpack_int4,
+    "int8": _unpack_int8,
+    "fp8": _unpack_fp8,
+    "fp4": _unpack_fp4,
+}

@@ -1,4 +1,4 @@
-"""What kernels that multiply matrices share: memory, layouts, activations."""
+"""Code that kernels for matrix products share: memory, layouts, activations."""
 
 import math
 from typing import Any
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.activations import ACTIVATIONS
+from fdjax.pallas_kernels.activations import UNGATED
 
 LAYOUT = plgpu.Layout.WGMMA
 
@@ -47,4 +47,4 @@ def _gelu(x: Array) -> Array:
     return x * jnp.where(x < 0, tail, 1 - tail)
 
 
-KERNEL_ACTIVATIONS = {**ACTIVATIONS, "gelu": _gelu}
+KERNEL_ACTIVATIONS = {**UNGATED, "gelu": _gelu}

@@ -1,6 +1,11 @@
 """All layers of a decode step: `decode_layers`."""
 
-from fdjax.pallas_kernels.layers.decode_layers import DECODE_LAYERS, LayerWeights, decode_layers
+from fdjax.pallas_kernels.layers.decode_layers import (
+    DECODE_LAYERS,
+    LayerWeights,
+    decode_layers,
+    ranks_key,
+)
 from fdjax.pallas_kernels.layers.hopper.decode_layers import DecodeLayersConfig
 
-__all__ = ["DECODE_LAYERS", "DecodeLayersConfig", "LayerWeights", "decode_layers"]
+__all__ = ["DECODE_LAYERS", "DecodeLayersConfig", "LayerWeights", "decode_layers", "ranks_key"]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS
+from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.append import append_decode_attention
 from fdjax.pallas_kernels.attention.operands import row_slots
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -53,6 +54,7 @@ def decode_layers(
     gate: str,
     scale: float,
     pages: Array | None = None,
+    ranks: int = 1,
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> tuple[Array, Array, Array]:
@@ -65,13 +67,16 @@ def decode_layers(
       x: [B, E], the embedded tokens.
       k, v: [L, B, Hkv, S, D], caches, or pools of `pages`; updated in place if they are donated or
         carried by a loop.
-      lengths: [B] int32 slots filled before. The token goes to the next slot, if the cache has it.
+      lengths: [B] int32 slots filled before this call. The token goes to the next slot, if the
+        cache has one.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, [B, 1, D/2] fp32 each.
       weights: the weights of all layers.
       eps: added to the mean square in the norms.
       gate: name of the MLP's activation.
       scale: multiplies q·k, usually D ** -0.5.
       pages: [B, N] int32, see `decode_attention`. Rows must not share the page that they write.
+      ranks: number of devices on the axis `ranks.AXIS` that share the layers. Each has its part of
+        heads and F, and all get the same bits.
       implementation: "xla" runs one operation after the other and copies slices of stacked arrays.
         "mosaic_gpu" is one kernel for 132 multiprocessors. It never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
@@ -87,8 +92,10 @@ def decode_layers(
     """
     refuse_quantised("decode_layers", *weights)
     _check(x, k, v, lengths, rotation, weights, gate, pages)
-    key = layers_key(len(x), weights, k.shape, row_slots(k, pages))
-    chosen, config = resolve(DECODE_LAYERS, plan, implementation, **key, itemsize=x.dtype.itemsize)
+    key = layers_key(len(x), weights, k.shape, row_slots(k, pages)) | ranks_key(ranks)
+    features = frozenset({"tensor_parallel"} if ranks > 1 else ())
+    key["itemsize"] = x.dtype.itemsize
+    chosen, config = resolve(DECODE_LAYERS, plan, implementation, features, **key)
     return chosen.run(
         *(x, k, v, lengths, *rotation),
         weights=weights,
@@ -96,8 +103,14 @@ def decode_layers(
         gate=gate,
         scale=scale,
         pages=pages,
+        ranks=ranks,
         config=config,
     )
+
+
+def ranks_key(ranks: int) -> dict[str, int]:
+    """Entry of the key of `decode_layers` for devices that share the layers."""
+    return {"ranks": ranks} if ranks > 1 else {}
 
 
 def layers_key(
@@ -111,18 +124,24 @@ def layers_key(
     return products | {"hkv": kv_heads, "d": d, "s": slots}
 
 
-def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, pages, config):
+def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, pages, ranks, config):
     """Run one layer after the other through XLA."""
     spec = AttentionSpec(scale)
+
+    def added(product, weight):
+        if ranks == 1:
+            return matmul(product, weight, residual=x)
+        return all_reduce(matmul(product, weight), "products", residual=x)
+
     for layer, w in enumerate(map(LayerWeights._make, zip(*weights, strict=True))):
         qkv = matmul(x, w.qkv.reshape(len(w.qkv), -1), norm=RMSNorm(w.attention_norm, eps))
         qkv = qkv.reshape(len(x), 1, *w.qkv.shape[1:])
         o, k, v = append_decode_attention(
             *(qkv, k, v, lengths), rotation=rotation, layer=layer, pages=pages, spec=spec
         )
-        x = matmul(o.reshape(len(x), -1), w.out, residual=x)
+        x = added(o.reshape(len(x), -1), w.out)
         hidden = matmul(x, w.gate_up, norm=RMSNorm(w.mlp_norm, eps), gate=gate)
-        x = matmul(hidden, w.down, residual=x)
+        x = added(hidden, w.down)
     return x, k, v
 
 

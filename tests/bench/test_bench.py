@@ -360,8 +360,8 @@ def test_environment_outside_a_checkout(monkeypatch):
 def test_a_command_names_no_folder_of_the_machine(monkeypatch):
     argv = ["/a/bin/fdjax", "bench", "configs/a.json", "--output", "/a/b c/o.json", "--plot=/p/q/"]
     monkeypatch.setattr(sys, "argv", [*argv, "--points", "1x8"])
-    told = "fdjax bench configs/a.json --output o.json --plot=q/ --points 1x8"
-    assert record.environment("c")["command"] == told
+    text = "fdjax bench configs/a.json --output o.json --plot=q/ --points 1x8"
+    assert record.environment("c")["command"] == text
 
 
 # --- compare
@@ -411,8 +411,8 @@ def test_a_summary_is_of_all_rows():
         record.Measurement(f"{case} B4 P8", "fdjax", True, timing={"median_us": us})
         for case, us in (("first token", 12_340.0), ("decode step", 5_000.0))
     ]
-    told = "first token after 12.3 ms, then 800.0 tokens/s"
-    assert summary(made) == f"{told} (200.0 for each of 4 prompts)"
+    text = "first token after 12.3 ms, then 800.0 tokens/s"
+    assert summary(made) == f"{text} (200.0 for each of 4 prompts)"
     made.config = {"batch": 1}
     assert summary(made) == "first token after 12.3 ms, then 200.0 tokens/s"
 

@@ -560,7 +560,7 @@ def test_a_line_that_cannot_be_answered_ends_a_pipe_with_one_line(run, loaded):
 
 
 @pytest.mark.parametrize(
-    ("edited", "argv", "told"),
+    ("edited", "argv", "message"),
     [
         ({"chat_template": None}, [], "no chat template"),
         ({"chat_template": 5}, [], "'chat_template' must be"),
@@ -569,12 +569,12 @@ def test_a_line_that_cannot_be_answered_ends_a_pipe_with_one_line(run, loaded):
         ({"chat_template": "{{ raise_exception('no\\nway') }}"}, [], "refuses these messages: no"),
     ],
 )
-def test_chat_without_a_sound_template_is_one_line(run, folder, edited, argv, told):
+def test_chat_without_a_sound_template_is_one_line(run, folder, edited, argv, message):
     edit(folder / "tokenizer_config.json", **edited)
     code, out, err = run("chat", "--model", str(folder), *argv, stdin=b"hi\n")
     assert (code, out) == (1, "")
     assert is_one_line(err)
-    assert told in err
+    assert message in err
 
 
 def test_chat_needs_a_tokenizer(run, folder):
@@ -781,7 +781,7 @@ def test_version(run):
 
 
 @pytest.mark.parametrize(
-    ("argv", "told"),
+    ("argv", "message"),
     [
         (
             "generate hi --max-tokens 5",
@@ -804,8 +804,8 @@ def test_version(run):
         ),
     ],
 )
-def test_a_mistyped_word_is_told_by_its_command(run, argv, told):
-    assert run(*argv.split()) == (2, "", told + "\n")
+def test_a_mistyped_word_is_told_by_its_command(run, argv, message):
+    assert run(*argv.split()) == (2, "", message + "\n")
 
 
 # Failure
@@ -883,7 +883,7 @@ def test_no_such_model_is_one_line(run, name):
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "message"),
     [
         (
             jax.errors.JaxRuntimeError(
@@ -900,7 +900,7 @@ def test_no_such_model_is_one_line(run, name):
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_what_a_user_can_cure_is_explained(run, lm, loaded, monkeypatch, error, told):
+def test_what_a_user_can_cure_is_explained(run, lm, loaded, monkeypatch, error, message):
     def fail(*args, **kwargs):
         raise copy.copy(error)  # a raised error itself would keep the model alive
 
@@ -908,7 +908,7 @@ def test_what_a_user_can_cure_is_explained(run, lm, loaded, monkeypatch, error, 
     code, out, err = run("generate", "--json", "hi")
     assert (code, out) == (1, "")
     assert is_one_line(err)
-    assert all(words in err for words in told)
+    assert all(words in err for words in message)
 
 
 def test_a_bug_keeps_its_traceback(run, lm, loaded, monkeypatch):
@@ -1167,7 +1167,7 @@ def test_bench_of_a_config_alone_takes_random_weights(run, folder, benched):
 
 def test_bench_finds_what_cannot_be_before_it_measures(run, loaded, folder, tmp_path):
     edit(folder / "config.json", intermediate_size=2**30)
-    for argv, told in (
+    for argv, message in (
         (["--batch", str(10**12)], "out of memory"),
         (["--output", str(tmp_path)], "directory"),
         (["--output", "/dev/null/x"], "/dev/null"),
@@ -1176,7 +1176,7 @@ def test_bench_finds_what_cannot_be_before_it_measures(run, loaded, folder, tmp_
         code, out, err = run("bench", *argv)
         assert (code, out, loaded) == (1, "", [])
         assert is_one_line(err)
-        assert told in err
+        assert message in err
 
 
 def test_bench_leaves_no_file_where_it_fails(run, tmp_path):

@@ -14,7 +14,7 @@ import pytest
 
 import fdjax
 from fdjax.engine import runner
-from fdjax.engine.sequence import Request, Row
+from fdjax.engine.sequence import Request, RequestState
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -294,7 +294,7 @@ def test_a_damaged_row_changes_no_other(lm):
     config = fdjax.GenerationConfig(
         max_new_tokens=6, eos_token_ids=(), return_logprobs=0, logits_processors=(damage,)
     ).filled()
-    rows = [Row(Request(one, config, i), lm.tokenizer) for i, one in enumerate(rows)]
+    rows = [RequestState(Request(one, config, i), lm.tokenizer) for i, one in enumerate(rows)]
     for _ in lm.engine.runner.run(rows, 4):
         pass
     assert isinstance(rows[4].error, FloatingPointError) and "prompt 4" in str(rows[4].error)

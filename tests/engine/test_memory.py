@@ -26,8 +26,8 @@ from fdjax.engine.memory import (
     workspace_bytes,
 )
 from fdjax.engine.schedule import call_tokens, covered_slots, prefill_calls
-from fdjax.engine.scheduler import Shape
-from fdjax.engine.sequence import Request, Row
+from fdjax.engine.scheduler import StateShape
+from fdjax.engine.sequence import Request, RequestState
 from fdjax.engine.state import init_cache, page_bytes, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.lm import LM
@@ -236,7 +236,7 @@ def test_a_batch_is_no_larger_than_it_may_be():
 
 def shape(engine, *lengths, new=100):
     config = GenerationConfig(max_new_tokens=new).filled()
-    return engine.shape_for([Row(Request([5] * n, config), Tokenizer()) for n in lengths])
+    return engine.shape_for([RequestState(Request([5] * n, config), Tokenizer()) for n in lengths])
 
 
 def test_a_cache_is_as_small_as_memory_asks_for():
@@ -245,7 +245,7 @@ def test_a_cache_is_as_small_as_memory_asks_for():
     tight, wide = (plan_memory(m, **sizes, slots=slots).total_bytes for slots in (768, 2048))
     for budget, slots in ((None, 2048), (wide, 2048), (wide - 1, 768), (tight, 768)):
         engine = in_one_piece(m, params, memory_bytes=budget).engine
-        assert shape(engine, 600) == Shape(1, slots)
+        assert shape(engine, 600) == StateShape(1, slots)
     lm = in_one_piece(m, params, memory_bytes=tight - 1)
     with pytest.raises(MemoryError, match=r"generate: must fit into .* for 1 x 700 tokens"):
         lm.generate([5] * 600, max_new_tokens=100)
@@ -258,8 +258,8 @@ def test_what_does_not_fit_at_once_waits():
     m, params = one_layer()
     four = plan_memory(m, batch=4, max_len=700, prompt_tokens=600, slots=768).total_bytes
     engine = in_one_piece(m, params, memory_bytes=four).engine
-    assert shape(engine, *[600] * 4) == Shape(4, 768)
-    assert shape(engine, *[600] * 9) == Shape(4, 768, limited=True)
+    assert shape(engine, *[600] * 4) == StateShape(4, 768)
+    assert shape(engine, *[600] * 9) == StateShape(4, 768, limited=True)
     prompts = [[5 + i] * (1 + 12 * i) for i in range(10)]
     four = plan_memory(m, batch=4, max_len=114, prompt_tokens=109, slots=128).total_bytes
     lm = in_one_piece(m, params, memory_bytes=four)

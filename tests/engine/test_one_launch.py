@@ -16,7 +16,7 @@ import fdjax
 from any_size import ANY_SIZE
 from fdjax.engine.engine import ReusableState
 from fdjax.engine.runner import Session
-from fdjax.engine.scheduler import Shape
+from fdjax.engine.scheduler import StateShape
 from fdjax.engine.state import StackedCache
 from fdjax.models import decoder
 from fdjax.models.decoder import layers_shape
@@ -155,7 +155,7 @@ def test_a_state_is_used_again_if_a_new_one_of_its_size_would_be_alike(plain):
     engine = load(Plan(batch_invariant=True, table=(entry,), implementations=ANY_SIZE)).engine
 
     def take(slots, may_stack=True, batch=1):
-        return engine.take_state(Shape(batch, slots), may_stack)
+        return engine.take_state(StateShape(batch, slots), may_stack)
 
     def is_stacked(state):
         return isinstance(state.kv, StackedCache)

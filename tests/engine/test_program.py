@@ -45,36 +45,36 @@ def interrupt(*args, **kwargs):
 
 
 @pytest.fixture
-def told(caplog):
+def log(caplog):
     caplog.set_level(logging.INFO, "fdjax")
     return caplog
 
 
-def test_each_set_of_shapes_is_told_once(told):
+def test_each_set_of_shapes_is_told_once(log):
     program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
     for n, compiles in ((3, True), (3, False), (5, True), (3, False)):
-        told.clear()
+        log.clear()
         assert program(jnp.arange(n, dtype=jnp.int32)).tolist() == list(range(0, 2 * n, 2))
         assert (program.compile_seconds >= 0.01) if compiles else program.compile_seconds == 0
-        assert [record.compiling for record in told.records] == [True, False] * compiles
-        assert all(f"doubling of {n}" in message for message in told.messages)
+        assert [record.compiling for record in log.records] == [True, False] * compiles
+        assert all(f"doubling of {n}" in message for message in log.messages)
     assert program.compilations == 2
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_a_compilation_that_was_interrupted_is_told_again(told, monkeypatch, traced):
+def test_a_compilation_that_was_interrupted_is_told_again(log, monkeypatch, traced):
     program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
     program(jnp.zeros(3))
-    told.clear()
+    log.clear()
     with monkeypatch.context() as patch:
         patch.setattr(*(_COMPILE if traced else (time, "sleep")), interrupt)
         with pytest.raises(KeyboardInterrupt):
             program(jnp.zeros(5))
-    assert told.messages == ["compiling doubling of 5"]
+    assert log.messages == ["compiling doubling of 5"]
     for n, compiles in ((3, False), (5, True), (5, False)):
-        told.clear()
+        log.clear()
         program(jnp.zeros(n))
-        assert [record.compiling for record in told.records] == [True, False] * compiles
+        assert [record.compiling for record in log.records] == [True, False] * compiles
         assert bool(program.compile_seconds) == compiles
     assert program.compilations == 2
 
@@ -104,12 +104,12 @@ def test_a_terminal_shows_what_is_compiled_for_as_long(monkeypatch, traced):
     assert sys.stderr.getvalue() == shown + shown.replace("3", "5")
 
 
-def test_what_is_logged_or_seen_by_no_one_is_not_shown(monkeypatch, told):
+def test_what_is_logged_or_seen_by_no_one_is_not_shown(monkeypatch, log):
     program = Program(doubled, str)
     monkeypatch.setattr(sys, "stderr", Terminal())
     program(jnp.zeros(3))
     assert sys.stderr.getvalue() == ""
-    told.set_level(logging.WARNING, "fdjax")
+    log.set_level(logging.WARNING, "fdjax")
     for stderr in (io.StringIO(), None):
         monkeypatch.setattr(sys, "stderr", stderr)
         program(jnp.zeros(4 if stderr else 5))
@@ -164,24 +164,24 @@ def test_another_thread_that_compiles_is_not_waited_for():
     assert program.compilations == 2
 
 
-def test_the_first_call_of_a_shape_tells_what_it_compiles(told):
+def test_the_first_call_of_a_shape_tells_what_it_compiles(log):
     lm = load()
-    told.clear()
+    log.clear()
     options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
     first = lm.generate([[5] * 3, [6] * 140], **options).stats
-    prefill, decode = (m for m in told.messages if m.startswith("compiled"))
+    prefill, decode = (m for m in log.messages if m.startswith("compiled"))
     assert prefill.startswith("compiled prefill of 4 x 128 tokens, cache of 2 x ")
     assert decode.startswith("compiled 32 decode steps, cache of 2 x ")
     seconds = [float(message.split()[-2]) for message in (prefill, decode)]
     assert first.compile_seconds == pytest.approx(sum(seconds), abs=0.11)
     assert first.compile_seconds > first.decode_seconds
     assert f"({first.compile_seconds:.2f} s of it compiling)" in str(first)
-    told.clear()
+    log.clear()
     # Nothing of these is in the cache, which would make their calls smaller.
     second = lm.generate([[7] * 3, [8] * 140], **options).stats
     assert second.compile_seconds == 0
     assert "compiling" not in str(second)
-    assert not told.messages
+    assert not log.messages
 
 
 def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):

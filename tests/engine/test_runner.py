@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.runner import Call, Runner
 from fdjax.engine.schedule import slots_for
-from fdjax.engine.scheduler import Shape
-from fdjax.engine.sequence import Request, Row
+from fdjax.engine.scheduler import StateShape
+from fdjax.engine.sequence import Request, RequestState
 from fdjax.engine.state import NOBODYS_PAGE
 from fdjax.engine.state import SLOT_MULTIPLE as PAGE
 from fdjax.sampling.options import GenerationConfig
@@ -33,7 +33,7 @@ def next_token(ids: list[int], prompt: int) -> int:
     return (31 * sum(i * (n + 1) for n, i in enumerate(ids)) + len(ids)) % 89
 
 
-def answer(row: Row) -> list[int]:
+def answer(row: RequestState) -> list[int]:
     """The expected result of a row by itself."""
     ids, config = list(row.request.ids), row.request.config
     while len(ids) - len(row.request.ids) < config.max_new_tokens:
@@ -52,7 +52,7 @@ class DeviceRow:
     last: int = 0
     prompt: int = 0
     finished: bool = True
-    row: Row | None = None
+    row: RequestState | None = None
     tainted: bool = False
 
 
@@ -204,7 +204,7 @@ class Engine:
         if self.pages and max(page_count(row.most_tokens) for row in rows) >= self.pages:
             raise MemoryError("too long for the pages")
         batch = min(2 ** (len(rows) - 1).bit_length(), self.most_rows)
-        return Shape(batch, slots, limited=batch < len(rows), pages=self.pages)
+        return StateShape(batch, slots, limited=batch < len(rows), pages=self.pages)
 
     def leave_state(self, state, unread):
         self.left.append(state)
@@ -220,10 +220,10 @@ class Engine:
             self.pool.check([task.pages for _, task in scheduler.running])
 
 
-def make_row(prompt, new=10, **options) -> Row:
+def make_row(prompt, new=10, **options) -> RequestState:
     options = {"eos_token_ids": (EOS,)} | options
     config = GenerationConfig(max_new_tokens=new, **options).filled()
-    return Row(Request(list(prompt), config), Tokenizer())
+    return RequestState(Request(list(prompt), config), Tokenizer())
 
 
 def finish(engine, rows, steps=32):
@@ -412,11 +412,11 @@ def test_a_chunk_tells_the_compiling_since_the_chunk_before(monkeypatch):
             return 1.0, *real(*args)[1:]
 
         monkeypatch.setattr(Device, name, compiling)
-    told = 0.0
+    reported = 0.0
     for chunk in Engine(pages=100).runner.run([make_row([7] * 900, new=99)], 4):
-        told += chunk.compile_seconds
-        assert told == sum(dispatched)
-    assert told > 20
+        reported += chunk.compile_seconds
+        assert reported == sum(dispatched)
+    assert reported > 20
 
 
 @pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])

@@ -321,6 +321,43 @@ def test_decode_steps_with_quantised_weights():
     assert alias_bytes(compiled) == nbytes(state)
 
 
+MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
+
+
+@pytest.mark.parametrize(("batch", "form"), [(1, None), (8, None), (8, MX)], ids=str)
+def test_decode_steps_with_experts(batch, form, tmp_path):
+    """Two kernels a layer read the chosen experts where they are, in the one CUDA graph."""
+    data = json.loads((CONFIGS / "qwen3-30b-a3b.new.json").read_text(encoding="utf-8"))
+    plan = dataclasses.replace(KERNELS, named=(*KERNELS.named, ("moe", "mosaic_gpu"), *IN_PAGES))
+    data |= {"num_hidden_layers": 3, "moe_intermediate_size": 512}
+    config = parse_config(data)
+    if form is not None:
+        parts = [(i, name) for i in range(3) for name in ("gate_up", "down")]
+        names = [("blocks", i, "mlp", "experts", name) for i, name in parts]
+        config = config.with_formats(dict.fromkeys(names, form))
+    experts = describe(config, plan=plan)
+    state = jax.eval_shape(lambda: start_in_pages(init_pool(experts, PAGES), batch, SLOTS))
+
+    def run(params, state, sampling, n, table):
+        return decode_steps(experts, params, state, sampling, n, table, max_steps=STEPS)
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    args = experts.abstract_params, state, abstract_sampling(batch), n
+    options = compiler_options(decode_steps, experts) | {"xla_dump_to": str(tmp_path)}
+    compiled = compile_for(
+        *("h100", run, *args, abstract_table(batch, PAGES)),
+        donate_argnums=1,
+        compiler_options=options,
+    )
+    names = kernel_names(compiled)
+    assert names.count("moe_up_kernel") == names.count("moe_down_kernel") == 3
+    (chunk,) = outermost_thunks(tmp_path)
+    assert "kCommandBuffer" in chunk
+    assert alias_bytes(compiled) == nbytes(state)
+    assert not large_copies(compiled, 2**20)
+    assert temp_bytes(compiled) <= batch * 2**21
+
+
 @pytest.mark.parametrize(("batch", "blocks"), [(1, 0), (8, 0), (8, 16)])
 def test_prefill_in_pages(batch, blocks):
     plan = dataclasses.replace(H100, named=IN_PAGES)

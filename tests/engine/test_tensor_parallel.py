@@ -42,6 +42,16 @@ def assert_same(several, one, rtol=0):
         np.testing.assert_allclose(found, expected, rtol=rtol, atol=LOGPROBS_BAR)
 
 
+@pytest.mark.slow
+def test_steps_in_one_launch():
+    """Weights are stacked on each device, and the sums of each layer are over all devices."""
+    found = report("in_one_launch", "hf/llama3_gqa_tied", 2)
+    assert found["stacks"]
+    assert found["launches"] and {ranks for _, ranks in found["launches"]} == {2}
+    assert_same(found["several"], found["one"])
+    assert found["compared"] and not found["differing"]
+
+
 def fixtures(folder):
     """The checkpoints in a folder of fixtures; there are some."""
     paths = sorted(
@@ -229,11 +239,11 @@ def test_programs_on_disk_are_found_again():
 @pytest.mark.slow
 def test_a_device_that_stalls_is_named():
     found = report("stalled", "hf/llama_bias", 4, 2)
-    (told,) = found["reports"]
+    (stalled,) = found["reports"]
     assert re.fullmatch(
         r"no tokens of decode steps for 1\.5 s: "
         r"device 2 of 4 has not reached collective operation \d+ \(products\)",
-        told,
+        stalled,
     )
     assert found["same"]  # it went on after the stall
     assert found["calls"] == 4 * 6

@@ -1,5 +1,6 @@
 """Programs of several devices, compiled for two H100s: two all-reduces a layer, no copies."""
 
+import dataclasses
 import functools
 import json
 import re
@@ -8,10 +9,19 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import traverse_util
 from jax.sharding import NamedSharding, PartitionSpec
 
-from benchmarks.tensor_parallel import with_all_reduce
-from deviceless import _parse, _reachable, alias_bytes, compile_for, large_copies, mesh_of
+from benchmarks.tensor_parallel import with_all_reduce, with_one_launch
+from deviceless import (
+    _parse,
+    _reachable,
+    alias_bytes,
+    compile_for,
+    kernel_names,
+    large_copies,
+    mesh_of,
+)
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.mesh import Place, is_spec
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
@@ -19,13 +29,16 @@ from fdjax.engine.state import state_specs as specs_of_state
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.weights.stacked import layer_slices, stacked_shapes
 
 pytestmark = pytest.mark.deviceless
 
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
 RANKS, LAYERS, SLOTS, STEPS = 2, 4, 2048, 32
 WHOLE = PartitionSpec()
 
@@ -63,21 +76,36 @@ def divided(tree, specs):
         shape += leaf.shape[len(spec) :]
         return jax.ShapeDtypeStruct(shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
 
-    return jax.tree.map(whole, specs, tree, is_leaf=is_spec)
+    # The description of a quantised weight says whether it is a whole one.
+    specs, structure = jax.tree.flatten(specs, is_leaf=is_spec)
+    return structure.unflatten(map(whole, specs, jax.tree.leaves(tree)))
 
 
-def compiled(function, m, batch, pages, *host, folder=None, **static):
-    """A program as the engine makes it, and a device's part of the state."""
+def compiled(function, m, batch, pages, *host, folder=None, stacked=False, **static):
+    """A program as the engine makes it, and a device's part of the state.
+
+    With `stacked`, decode steps run in one launch.
+    """
     place = Place(tuple(mesh_of("h100", RANKS, AXIS).devices.flat))
     state = abstract_state(m, batch, pages)
-    specs = m.partitions, specs_of_state(m.local, bool(pages))
+    params, partitions = m.local.abstract_params, m.partitions
+    if stacked:
+        params = params | {"blocks": stacked_shapes(params)}
+        of_layer = traverse_util.flatten_dict(partitions["blocks"][0], sep=".")
+        of_stack = {name: PartitionSpec(None, *spec) for name, spec in of_layer.items()}
+        partitions = partitions | {"blocks": of_stack}
+    specs = partitions, specs_of_state(m.local, bool(pages))
 
     def run_local(params, state, *host):
-        state, *out = function(m.local, params, state, *host, **static)
+        layers = {}
+        if stacked:
+            layers = {"layers": params["blocks"]}
+            params = params | {"blocks": layer_slices(params["blocks"])}
+        state, *out = function(m.local, params, state, *host, **static, **layers)
         return state, out
 
     run = place.over(run_local, (*specs, *[WHOLE] * len(host)), (specs[1], WHOLE))
-    args = divided(m.local.abstract_params, specs[0]), divided(state, specs[1]), *host
+    args = divided(params, specs[0]), divided(state, specs[1]), *host
     program = compile_for(
         *("h100", run, *args),
         donate_argnums=1,
@@ -147,6 +175,50 @@ def test_decode_steps(batch, tied, pages, all_reduce, tmp_path):
     by_xla = 2 * LAYERS * (all_reduce == "xla") + tied
     assert collectives(program).pop("all-reduce", 0) == by_xla
     assert collectives(program)["all-gather"] == 1
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("form", [None, MX], ids=str)
+def test_kernels_of_experts_run_on_each_device(form):
+    """Each reads its share of the chosen experts where it is."""
+    config = model(False, "olmoe-1b-7b").config
+    if form is not None:
+        parts = [(i, name) for i in range(LAYERS) for name in ("gate_up", "down")]
+        names = [("blocks", i, "mlp", "experts", name) for i, name in parts]
+        config = config.with_formats(dict.fromkeys(names, form))
+    plan = dataclasses.replace(H100, named=(("moe", "mosaic_gpu"),))
+    m = describe(config, plan=plan, tensor_parallel=RANKS)
+    program, state = compiled(
+        *(decode_steps, m, 8, 300, abstract_sampling(8), abstract()),
+        abstract(8, SLOTS // SLOT_MULTIPLE),
+        max_steps=STEPS,
+    )
+    names = kernel_names(program)
+    assert names.count("moe_up_kernel") == names.count("moe_down_kernel") == LAYERS
+    assert alias_bytes(program) == nbytes(state)
+    assert not large_copies(program, 2**20)
+
+
+@pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.soak)])
+def test_decode_steps_in_one_launch(batch, tmp_path):
+    """One kernel for the layers of a step, with the exchange between the devices inside."""
+    config = model(False).config
+    plan = with_one_launch(H100, config, RANKS)
+    m = describe(config, plan=plan, tensor_parallel=RANKS)
+    assert m.one_launch(batch, SLOTS)
+    program, state = compiled(
+        *(decode_steps, m, batch, 300, abstract_sampling(batch), abstract()),
+        abstract(batch, SLOTS // SLOT_MULTIPLE),
+        max_steps=STEPS,
+        folder=tmp_path,
+        stacked=True,
+    )
+    (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    (chunk,) = re.findall(r"^\d+:.*", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "kCommandBuffer" in chunk
+    check_in_place(program, state, m)
+    assert collectives(program) == {"all-gather": 1}
+    assert program.as_text().count('custom_call_target="mosaic_gpu') == 1
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,15 @@ import fdjax
 from fdjax.engine.memory import plan_memory
 from fdjax.engine.results import step_bytes
 from fdjax.engine.state import cache_bytes
-from fdjax.models import CheckpointError, describe, export_tensors, parse_config, weight_map
+from fdjax.models import (
+    CheckpointError,
+    decoder,
+    describe,
+    export_tensors,
+    parse_config,
+    weight_map,
+)
+from fdjax.pallas_kernels.experts import moe
 from fdjax.pallas_kernels.quantised import dequantise, is_quantised
 from fdjax.tools.info import model_info
 from fdjax.weights.checkpoint import load_params
@@ -209,6 +217,21 @@ def test_statistics_count_the_rows_of_each_step():
     slots = sum(range(4, 8)) + sum(range(3, 5))
     # Two rows of 4 experts each may choose all 8.
     assert stats.decode_bytes == 4 * whole - 2 * idle + slots * cache_bytes(lm.model, 1, 1)
+
+
+def test_rows_that_have_ended_choose_no_experts(monkeypatch):
+    seen = []
+
+    def recorded(x, *args, live, **options):
+        seen.append((len(x), live if live is None else live.shape))
+        return moe(x, *args, live=live, **options)
+
+    monkeypatch.setattr(decoder, "moe", recorded)
+    lm = fdjax.load(str(FIXTURES / "olmoe"), compilation_cache=False, progress=False)
+    # No other test runs a batch of this size, so the step is traced.
+    lm.generate([[1, 2, 3]] * 6, do_sample=False, max_new_tokens=3)
+    assert (8, (8,)) in seen  # 8 rows have room for 6 prompts
+    assert {live for rows, live in seen if rows > 8} == {None}  # prompts
 
 
 def dequantised(params):

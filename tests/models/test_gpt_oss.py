@@ -1,5 +1,6 @@
 """gpt-oss: experts in MXFP4, sinks under beams and in scores, sizes, damaged checkpoints."""
 
+import dataclasses
 import functools
 import json
 import shutil
@@ -22,7 +23,9 @@ from fdjax.models import (
     random_params,
     weight_map,
 )
-from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, dequantise
+from fdjax.pallas_kernels.experts import Routing, moe_key
+from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.pallas_kernels.quantised import BRICKS, PLAIN, QTensor, WeightFormat, dequantise
 from fdjax.system.device_memory import gigabytes
 from fdjax.tools.info import model_info
 from fdjax.weights.checkpoint import load_params, quantised_config, unnamed_dtype
@@ -255,6 +258,25 @@ def test_published_sizes(name, arrays_made):
     assert f"of which a token uses {gigabytes(facts.active_bytes)}" in str(facts)
     (row,) = [row for row in facts.choices if row[0] == "moe"]
     assert row[1:3] == (f"M=2 4 of {config.experts.experts} [2880,2,2880] fp4 by 32", "xla")
+    assert arrays_made() == 0
+
+
+def test_experts_lie_in_bricks_where_a_table_chooses_their_kernel(arrays_made):
+    data = json.loads((FIXTURES / "hf/configs/gpt-oss-20b.old.json").read_text())
+    parts = [(i, part) for i in range(2) for part in ("gate_up", "down")]
+    paths = [("blocks", i, "mlp", "experts", part) for i, part in parts]
+    data |= {"num_hidden_layers": 2, "layer_types": data["layer_types"][:2]}
+    config = parse_config(data).with_formats(dict.fromkeys(paths, MX))
+    key = moe_key(1, 2880, 2880, Routing(32, 4), 2, (MX, MX))
+    entry = Entry("moe", tuple(sorted(key.items())), Choice("mosaic_gpu", source="table"))
+    plain = Plan(device_kind="some Hopper", compute_capability=(9, 0))
+    for plan, layout in ((plain, PLAIN), (dataclasses.replace(plain, table=(entry,)), BRICKS)):
+        model = describe(config, dtype="bfloat16", plan=plan)
+        experts = model.abstract_params["blocks"][0]["mlp"]["experts"]
+        assert {experts[name].layout for name in ("gate_up", "down")} == {layout}
+        assert model.weight_bytes == describe(config, dtype="bfloat16", plan=plain).weight_bytes
+        runs = {row[2] for row in model_info(model, batch=1, slots=64).choices if row[0] == "moe"}
+        assert runs == {"xla" if layout == PLAIN else "mosaic_gpu"}
     assert arrays_made() == 0
 
 

@@ -8,6 +8,7 @@ import jax
 import pytest
 from jax.sharding import PartitionSpec
 
+from benchmarks.tensor_parallel import with_one_launch
 from fdjax.models import chain_features, describe, layers_features, parse_config
 from fdjax.models.block import DECODER_CAN
 from fdjax.models.sharding import _BLOCK_CAN, local_config
@@ -112,12 +113,15 @@ def test_what_nobody_lists_is_refused():
         local_config(config().with_attention([attention] * 2), 2)
 
 
-def test_kernels_for_several_layers_do_not_run():
+def test_kernels_for_several_layers_run_by_a_table_or_not_at_all():
     c = parse_config(json.loads((CONFIGS / "llama-2-7b.old.json").read_text(encoding="utf-8")))
     one, several = (describe(c, plan=H100, tensor_parallel=n) for n in (1, 2))
     assert one.one_launch_possible
     assert not several.one_launch_possible
     for features in (chain_features, layers_features):
         assert "tensor_parallel" in features(several.local.config)
-    for implementation in H100.implementations:
-        assert "tensor_parallel" not in implementation.can
+    able = {i.op for i in H100.implementations if "tensor_parallel" in i.can}
+    assert able == {"decode_layers"}
+    plan = with_one_launch(H100, c, 2)
+    assert describe(c, plan=plan, tensor_parallel=2).one_launch(1, 1024)
+    assert not describe(c, plan=plan, tensor_parallel=4).one_launch(1, 1024)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fdjax
-from benchmarks.tensor_parallel import with_all_reduce
+from benchmarks.tensor_parallel import SUMS, with_sums
 from fdjax.engine import runner
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
@@ -80,12 +80,11 @@ def test_tokens_in_float32(case):
 
 
 @functools.cache
-def large(ranks, all_reduce=None):
+def large(ranks, sums=None):
     """Four layers of Llama 3 8B, with the same weights on up to 8 GPUs."""
-    plan = Plan.for_device()
-    if all_reduce:
-        plan = with_all_reduce(plan, all_reduce, CONFIG["hidden_size"], ranks)
-    model = describe(parse_config(CONFIG), dtype="bfloat16", plan=plan, tensor_parallel=ranks)
+    config = parse_config(CONFIG)
+    plan = with_sums(Plan.for_device(), config, ranks, sums)
+    model = describe(config, dtype="bfloat16", plan=plan, tensor_parallel=ranks)
     return LM(model, random_params(model))
 
 
@@ -99,11 +98,12 @@ def test_scores_in_full_size(tokens):
             assert np.mean(np.abs(np.subtract(ours, theirs))) < BF16_BAR
 
 
-@pytest.mark.parametrize("all_reduce", ["xla", "mosaic_gpu"])
-def test_decoding_agrees_with_scores_and_repeats(all_reduce):
+@pytest.mark.parametrize("sums", SUMS)
+def test_decoding_agrees_with_scores_and_repeats(sums):
     """Each chosen token has the log-probability that one pass over the text gives it."""
     for ranks in counts():
-        lm = large(ranks, all_reduce)
+        lm = large(ranks, sums)
+        assert lm.engine.stacks(1, 512) == (sums == "one launch")
         first, again = (lm.generate(PROMPTS, max_new_tokens=64, **OPTIONS) for _ in range(2))
         assert again.tokens == first.tokens
         assert again.logprobs == first.logprobs
@@ -112,11 +112,11 @@ def test_decoding_agrees_with_scores_and_repeats(all_reduce):
             assert np.mean(np.abs(np.subtract(ours, theirs[-len(ours) :]))) < BF16_BAR
 
 
-@pytest.mark.parametrize("all_reduce", ["xla", "mosaic_gpu"])
-def test_thousands_of_steps_end(all_reduce):
+@pytest.mark.parametrize("sums", SUMS)
+def test_thousands_of_steps_end(sums):
     """Collective operations in a CUDA graph have been seen to stop after many replays."""
     for ranks in counts():
-        answer = large(ranks, all_reduce).generate([1, 2, 3], max_new_tokens=4000, **OPTIONS)
+        answer = large(ranks, sums).generate([1, 2, 3], max_new_tokens=4000, **OPTIONS)
         assert len(answer.tokens) == 4000
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-# The largest slope of silu is 1.100 and that of gelu 1.129.
+# The largest slope of silu is 1.100, that of gelu 1.129 and that of relu 1.
 _ACTIVATION_SLOPE = 1.13
 
 NO_MASKS = MappingProxyType({})
@@ -56,6 +56,8 @@ def _erf(x: np.ndarray) -> np.ndarray:
 
 
 def _activation(name: str, x: np.ndarray) -> np.ndarray:
+    if name == "relu":
+        return np.maximum(x, 0)
     if name == "silu":
         return x * 0.5 * (1 + np.tanh(x / 2))
     if name == "gelu":
@@ -84,13 +86,16 @@ def layer_norm(x, scale, bias=None, *, eps: float) -> Exact:
     return Exact(value + _f64(bias), magnitude + np.abs(_f64(bias)))
 
 
-def matmul(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Exact:
-    """x [..., K]; w [K,N], or [K,2,N] with gate; norm (scale, eps)."""
+def matmul(x, w, *, norm=None, bias=None, gate=None, activation=None, residual=None) -> Exact:
+    """x [..., K]; w [K,N], or [K,2,N] with gate; norm (scale, eps), or LayerNorm with its bias."""
     x, w = _f64(x), _f64(w)
+    size = np.abs(x)
     if norm is not None:
-        x = rms_norm(x, norm[0], eps=norm[1]).value
+        scale, eps, *shift = norm
+        exact = layer_norm(x, scale, *shift, eps=eps) if shift else rms_norm(x, scale, eps=eps)
+        x, size = exact.value, exact.magnitude
     columns = w.reshape(w.shape[0], -1)
-    y, magnitude = x @ columns, np.abs(x) @ np.abs(columns)
+    y, magnitude = x @ columns, size @ np.abs(columns)
     product = np.abs(y)
     if bias is not None:
         y, magnitude = y + _f64(bias).reshape(-1), magnitude + np.abs(_f64(bias)).reshape(-1)
@@ -107,6 +112,9 @@ def matmul(x, w, *, norm=None, bias=None, gate=None, residual=None) -> Exact:
             + np.abs(y[..., :n] * up)
         )
         y = act * up
+    if activation is not None:
+        magnitude, product = _ACTIVATION_SLOPE * magnitude + np.abs(y), _ACTIVATION_SLOPE * product
+        y = _activation(activation, y)
     if residual is not None:
         y, magnitude = y + _f64(residual), magnitude + np.abs(_f64(residual))
     return Exact(y, magnitude, product)

@@ -45,11 +45,11 @@ def case(seed=0, layer=None):
     whole = np.full((2, B, S, HKV, D), np.nan, np.float32)
     for row in range(B):
         for position in range(LENGTHS[row]):
-            of, slot = row, position
+            source, slot = row, position
             page = pages[row, position // PAGE]
             if position >= PROMPTS[row]:
-                of, slot = sources[row, position], position - PROMPTS[row]
-                page = pages[of, 2 + slot // PAGE]
+                source, slot = sources[row, position], position - PROMPTS[row]
+                page = pages[source, 2 + slot // PAGE]
             at = pools[:, layer or 0, page, :, slot % PAGE]
             if np.isnan(at).any():
                 at[:] = rng.normal(size=at.shape)

@@ -16,6 +16,7 @@ from jax import lax
 
 from fdjax.pallas_kernels.layers import DecodeLayersConfig, LayerWeights, decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
+from fdjax.pallas_kernels.ranks import AXIS
 
 from . import oracle
 
@@ -180,22 +181,22 @@ def _planned(config, operands):
 
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
-    ("rows", "shape"),
+    ("rows", "shape", "clusters"),
     [
-        *((rows, LLAMA2_7B) for rows in (1, 8)),
-        *((rows, LLAMA3_8B) for rows in (1, 8)),
-        (5, SMALL),
-        (8, MANY_HEADS),
+        *((rows, LLAMA2_7B, 1) for rows in (1, 8)),
+        *((rows, LLAMA3_8B, clusters) for rows, clusters in ((1, 8), (8, 1))),
+        (5, SMALL, 1),
+        (8, MANY_HEADS, 1),
     ],
     ids=str,
 )
-def test_compiles_in_place_without_spills(rows, shape, monkeypatch, capfd):
+def test_compiles_in_place_without_spills(rows, shape, clusters, monkeypatch, capfd):
     from deviceless import alias_bytes, compile_for, large_copies
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     operands = jax.eval_shape(lambda: _operands(rows, **shape))
     caches = operands.pop("k"), operands.pop("v")
-    config = DecodeLayersConfig(alone=3, ahead=3)
+    config = DecodeLayersConfig(alone=3, ahead=3, clusters=clusters)
     plan = _planned(config, operands | {"k": caches[0]})
 
     def run(caches, operands):
@@ -254,6 +255,63 @@ def test_kernel_is_as_exact_as_xla(rows, shape, dtype):
         assert _error(mine[where], want[where]) < max(
             1.5 * _error(of_xla[where], want[where]), 2 * float(jnp.finfo(dtype).eps)
         )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("multiprocessors")
+@pytest.mark.parametrize(
+    ("rows", "shape", "clusters"),
+    [
+        *((1, LLAMA3_8B, clusters) for clusters in (2, 3, 8)),
+        *((rows, SMALL, clusters) for rows, clusters in ((5, 2), (5, 6), (1, 33), (32, 2))),
+    ],
+    ids=str,
+)
+def test_clusters_share_a_head(rows, shape, clusters):
+    """Also where a head has fewer tiles than blocks, and with NaN in unused slots."""
+    operands = _operands(rows, **shape, layers=2, slots=1024)
+    lengths = [(700, 0, 63, 1023, 64)[i % 5] for i in range(rows)]
+    operands["lengths"] = jnp.asarray(lengths, jnp.int32)
+    exact = _exact(**operands)
+    xla = jax.jit(_run)(operands)
+    filled = np.arange(1024) < np.asarray(lengths)[:, None]
+    for name in "kv":
+        operands[name] = jnp.where(filled[None, :, None, :, None], operands[name], jnp.nan)
+    plan = _planned(DecodeLayersConfig(clusters=clusters), operands)
+    run = jax.jit(functools.partial(_run, plan=plan))
+    got = run(operands)
+    limit = 2 * float(jnp.finfo(jnp.bfloat16).eps)
+    assert _error(got[0], exact[0]) < max(1.5 * _error(xla[0], exact[0]), limit)
+    for _ in range(20):
+        jax.tree.map(np.testing.assert_array_equal, run(operands), got)
+
+
+def _looped_back(operands, ranks, **options):
+    """`decode_layers` on a mesh of one device, which exchanges its sums with itself."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), (AXIS,))
+    whole = jax.sharding.PartitionSpec()
+    run = functools.partial(_run, ranks=ranks, **options)
+    return jax.jit(jax.shard_map(run, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False))(
+        operands
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("multiprocessors")
+@pytest.mark.parametrize(
+    ("rows", "shape", "ranks"),
+    [(1, SMALL, 2), (9, SMALL, 4), (32, SMALL, 2), (1, LLAMA2_7B, 2), (8, LLAMA3_8B, 4)],
+    ids=str,
+)
+def test_an_exchange_of_equal_parts_changes_no_bit(rows, shape, ranks):
+    """Each of the devices has a fraction of the sums, a power of two, so nothing is rounded."""
+    operands = _operands(rows, **shape, layers=3)
+    want = jax.jit(functools.partial(_run, implementation="mosaic_gpu"))(operands)
+    weights = operands["weights"]
+    operands["weights"] = weights._replace(out=weights.out / ranks, down=weights.down / ranks)
+    for _ in range(3):
+        got = _looped_back(operands, ranks, implementation="mosaic_gpu")
+        jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
 @pytest.mark.gpu

@@ -59,9 +59,9 @@ def operands(m, experts=6, width=20, hidden=12, dtype="float32", seed=0):
     )
 
 
-def run(x, logits, gate_up, down, bias=None, *, plan=None, **options):
+def run(x, logits, gate_up, down, bias=None, *, live=None, plan=None, **options):
     return jax.jit(functools.partial(moe, plan=plan, **options))(
-        x, logits, gate_up, down, bias=bias
+        x, logits, gate_up, down, bias=bias, live=live
     )
 
 
@@ -287,6 +287,21 @@ def test_weights_of_an_expert_that_nobody_chose_are_not_read(m, plan):
     assert_same_bits(run(x, logits, gate_up, down, **options), want)
 
 
+@pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
+def test_rows_that_are_not_live_read_no_expert(plan):
+    x, logits, gate_up, down, _ = operands(7)
+    logits = logits.at[:, 0].set(-1e9)
+    options = {"routing": Routing(6, 2), "gate": "silu", "plan": plan}
+    live = jnp.array([True, False, True, True, False, True, True])
+    want = np.where(live[:, None], run(x, logits, gate_up, down, **options), 0.0)
+    # Only rows that are not live choose the expert that is NaN.
+    logits = logits.at[:, 0].set(jnp.where(live, -1e9, 1e9))
+    gate_up, down = (a.at[0].set(jnp.nan) for a in (gate_up, down))
+    assert_same_bits(run(x, logits, gate_up, down, live=live, **options), want)
+    nothing = run(x, logits, gate_up, down, live=jnp.zeros(7, bool), **options)
+    assert_same_bits(nothing, np.zeros_like(x))
+
+
 @pytest.mark.parametrize("m", [soak(1), 3, soak(64), 200])
 def test_all_rows_on_one_expert(m):
     x, logits, gate_up, down, _ = operands(m)
@@ -362,6 +377,7 @@ def test_the_height_of_tiles():
         ({"down": (6, 12, 21)}, r"down must be \[6, 12, 20\]"),
         ({"down": (6, 12)}, r"x and down must be \[M,E\] and \[X,F,E\]"),
         ({"bias": (6,)}, "bias must be given if routing.biased, which is False"),
+        ({"live": (6,)}, r"live must be \[5\], got \[6\]"),
     ],
     ids=str,
 )
@@ -380,8 +396,8 @@ def test_what_it_cannot_do():
         moe(x.astype(jnp.bfloat16), logits, gate_up, down, **options)
     with pytest.raises(ValueError, match="gate must be one of silu"):
         moe(x, logits, gate_up, down, **options | {"gate": "relu"})
-    with pytest.raises(NotImplementedError, match="no 'mosaic_gpu' implementation"):
-        moe(x, logits, gate_up, down, **options, implementation="mosaic_gpu")
+    with pytest.raises(NotImplementedError, match="no 'cudnn' implementation"):
+        moe(x, logits, gate_up, down, **options, implementation="cudnn")
     with pytest.raises(ValueError, match=r"gate_up must be \[6, 20, 2, 12\].*got \[20, 2, 12\]"):
         moe(x, logits, WeightFormat("int4", 4).empty((20, 2, 12)), down, **options)
 

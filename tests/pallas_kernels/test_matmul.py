@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdjax.pallas_kernels.activations import UNGATED
 from fdjax.pallas_kernels.gemm import ACTIVATIONS, matmul, matmul_reference
-from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.plan import Plan
 
 from . import oracle
@@ -24,15 +25,20 @@ INVARIANT = Plan(batch_invariant=True)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """M, K, N and what is fused; `layer` is None, "static" or "traced"."""
+    """M, K, N and what is fused.
+
+    `layer` is None, "static" or "traced"; `norm` is False, True for RMSNorm, "layer" or "layer
+    without bias".
+    """
 
     m: int = 5
     k: int = 63
     n: int = 65
     dtype: str = "float32"
-    norm: bool = False
+    norm: bool | str = False
     bias: bool = False
     gate: str | None = None
+    activation: str | None = None
     residual: bool = False
     layer: str | None = None
     result: str | None = None
@@ -49,7 +55,10 @@ class Case:
     @property
     def request(self) -> tuple[dict[str, int], frozenset[str]]:
         """The request to a plan for this case."""
-        fused = {name for name in ("norm", "bias", "gate", "residual") if getattr(self, name)}
+        names = "norm", "bias", "gate", "activation", "residual"
+        fused = {name for name in names if getattr(self, name)}
+        if isinstance(self.norm, str):
+            fused = fused - {"norm"} | {"layer_norm"}
         gate = int(self.gate is not None)
         itemsize = jnp.dtype(self.dtype).itemsize
         shape = dict(m=self.m, k=self.k, n=self.n * (1 + gate), itemsize=itemsize)
@@ -74,6 +83,9 @@ def _operands(case: Case, seed: int = 0) -> dict:
     }
     if case.norm:
         operands["scale"] = normal(case.k, scale=0.2, mean=1.0)
+    if isinstance(case.norm, str):
+        operands["x"] += np.asarray(1.0, operands["x"].dtype)  # LayerNorm takes away the mean
+        operands["shift"] = normal(case.k, scale=0.2) if case.norm == "layer" else None
     if case.bias:
         operands["bias"] = normal(*columns)
     if case.residual:
@@ -81,18 +93,21 @@ def _operands(case: Case, seed: int = 0) -> dict:
     return operands
 
 
-def _matmul(operands, layer=None, *, implementation, gate, result, static_layer, plan):
+def _matmul(operands, layer=None, *, implementation, gate, activation, result, static_layer, plan):
     operands = dict(operands)
     x, w = operands.pop("x"), operands.pop("w")
-    if "scale" in operands:
+    if "shift" in operands:
+        operands["norm"] = LayerNorm(operands.pop("scale"), operands.pop("shift"), EPS)
+    elif "scale" in operands:
         operands["norm"] = RMSNorm(operands.pop("scale"), EPS)
     if implementation == "reference":
-        return matmul_reference(x, w, gate=gate, **operands)
+        return matmul_reference(x, w, gate=gate, activation=activation, **operands)
     return matmul(
         x,
         w,
         layer=static_layer if layer is None else layer,
         gate=gate,
+        activation=activation,
         preferred_element_type=result,
         implementation=implementation,
         plan=plan,
@@ -110,6 +125,7 @@ def _run(implementation, case: Case, operands: dict, plan: Plan | None = None) -
         _matmul,
         implementation=implementation.name,
         gate=case.gate,
+        activation=case.activation,
         result=case.result,
         static_layer=LAYER if case.layer == "static" else None,
         plan=plan,
@@ -122,8 +138,10 @@ def _exact(case: Case, operands: dict) -> oracle.Exact:
     operands = dict(operands)
     x, w = operands.pop("x"), operands.pop("w")
     if "scale" in operands:
-        operands["norm"] = (operands.pop("scale"), EPS)
-    return oracle.matmul(x, w[LAYER] if case.layer else w, gate=case.gate, **operands)
+        shift = (operands.pop("shift"),) if "shift" in operands else ()
+        operands["norm"] = (operands.pop("scale"), EPS, *shift)
+    kinds = {"gate": case.gate, "activation": case.activation}
+    return oracle.matmul(x, w[LAYER] if case.layer else w, **kinds, **operands)
 
 
 def _check(implementation, case: Case, seed: int = 0, plan: Plan | None = None) -> None:
@@ -142,8 +160,8 @@ def _check(implementation, case: Case, seed: int = 0, plan: Plan | None = None) 
         dtype=implementation.computes_in(case.dtype),
         result=result,
         k=case.k,
-        normed=case.norm,
-        fused=case.bias or case.gate is not None or case.residual,
+        normed=bool(case.norm),
+        fused=bool(case.bias or case.gate or case.activation or case.residual),
     )
 
 
@@ -166,7 +184,13 @@ EPILOGUES = [
     if dtype == "float32" or (residual and gate in (None, "silu"))
 ]
 ALL = dict(norm=True, bias=True, gate="silu", residual=True)
+UP = dict(norm="layer", bias=True, activation="gelu_tanh")
 VARIANTS = [
+    Case(**UP),
+    Case(norm="layer without bias", residual=True),
+    Case(dtype="bfloat16", leading=(2, 3), layer="traced", **UP),
+    Case(dtype="bfloat16", result="float32", norm="layer", gate="silu"),
+    *(Case(activation=name, bias=True, residual=True) for name in UNGATED),
     Case(layer="static"),
     Case(layer="traced", dtype="bfloat16"),
     Case(layer="traced", **ALL),
@@ -186,6 +210,11 @@ VARIANTS = [
 ]
 # Sizes that tensor core kernels support: K and N are whole tiles, but not whole blocks.
 TILES = [
+    *(Case(m, k=256, n=192, dtype="bfloat16", **UP) for m in (1, 6, 7, 12, 30, 32, 33)),
+    Case(2, k=1024, n=128, dtype="bfloat16", norm="layer", gate="silu"),
+    Case(5, k=320, n=128, dtype="bfloat16", norm="layer without bias", residual=True),
+    Case(5, k=320, n=128, dtype="float16", result="float32", layer="traced", norm="layer"),
+    *(Case(3, k=64, n=64, dtype="bfloat16", bias=True, activation=name) for name in UNGATED),
     *(Case(m, k=192, n=192, dtype="bfloat16") for m in (1, 7, 8, 9, 12, 33, 49, 64, 65, 200)),
     *(Case(m, k=2112, n=320, dtype="bfloat16", **ALL) for m in (2, 20)),
     *(Case(3, k=64, n=64, dtype="bfloat16", gate=gate) for gate in ACTIVATIONS),

@@ -15,7 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FlatGemmConfig, matmul_flat_gemm
 from fdjax.pallas_kernels.gemm.linear import matmul
-from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.plan import Plan
 
 from . import oracle
@@ -31,26 +31,45 @@ SMALL = FlatGemmConfig(block_n=64, block_k=64, stages=3)
 TALL = FlatGemmConfig(block_n=64, block_k=64, stages=2, block_m=128)
 
 
-def _operands(m, k, n, *, norm=False, bias=False, gate=None, residual=False, dtype=jnp.bfloat16):
+def _operands(
+    m,
+    k,
+    n,
+    *,
+    norm=False,
+    bias=False,
+    gate=None,
+    activation=None,
+    residual=False,
+    dtype=jnp.bfloat16,
+):
     rng = np.random.default_rng(0)
 
     def normal(*shape, scale=1.0, mean=0.0):
         return (mean + scale * rng.normal(size=shape)).astype(dtype)
 
     columns = (2, n) if gate else (n,)
+    norms = {
+        False: lambda: None,
+        True: lambda: RMSNorm(normal(k, scale=0.2, mean=1.0), EPS),
+        "layer": lambda: LayerNorm(normal(k, scale=0.2, mean=1.0), normal(k), EPS),
+        "layer without bias": lambda: LayerNorm(normal(k, scale=0.2, mean=1.0), None, EPS),
+    }
     return {
-        "x": normal(m, k),
+        "x": normal(m, k, mean=isinstance(norm, str)),
         "w": normal(k, *columns, scale=k**-0.5),
-        "norm": RMSNorm(normal(k, scale=0.2, mean=1.0), EPS) if norm else None,
+        "norm": norms[norm](),
         "bias": normal(*columns) if bias else None,
         "gate": gate,
+        "activation": activation,
         "residual": normal(m, n) if residual else None,
     }
 
 
 def _check(y, operands) -> None:
     norm = operands["norm"]
-    exact = oracle.matmul(**operands | {"norm": norm and (norm.scale, norm.eps)})
+    shift = (norm.bias,) if isinstance(norm, LayerNorm) else ()
+    exact = oracle.matmul(**operands | {"norm": norm and (norm.scale, norm.eps, *shift)})
     assert_matmul(
         y,
         exact,
@@ -70,6 +89,7 @@ def _interpret(operands, config, dtype=jnp.bfloat16, layer=None) -> np.ndarray:
 
 
 ALL = dict(norm=True, bias=True, gate="silu", residual=True)
+UP = dict(norm="layer", bias=True, activation="gelu")
 
 
 @pytest.mark.parametrize(
@@ -87,6 +107,9 @@ ALL = dict(norm=True, bias=True, gate="silu", residual=True)
         (dict(m=11, k=128, n=64, residual=True), SMALL),  # rows that must be padded
         (dict(m=4, k=128, n=64, bias=True, dtype=jnp.float16), SMALL),
         (dict(m=2, k=512, n=64, norm=True), FlatGemmConfig(64, 64, 8)),  # as many stages as rows
+        (dict(m=1, k=320, n=128, **UP), SMALL),
+        (dict(m=7, k=128, n=64, norm="layer without bias"), SMALL),  # no spare rows: one tile more
+        (dict(m=12, k=128, n=64, **UP), SMALL),  # two groups of rows
     ],
     ids=str,
 )
@@ -168,16 +191,19 @@ def test_there_is_room_where_nothing_was_measured(gate, columns):
 
 def _run(operands, config) -> np.ndarray:
     run = jax.jit(
-        lambda o, gate: matmul_flat_gemm(**o, gate=gate, dtype=jnp.bfloat16, config=config),
-        static_argnums=1,
+        lambda o, gate, activation: matmul_flat_gemm(
+            **o, gate=gate, activation=activation, dtype=jnp.bfloat16, config=config
+        ),
+        static_argnums=(1, 2),
     )
-    arrays = {name: operand for name, operand in operands.items() if name != "gate"}
-    return jax.device_get(run(arrays, operands["gate"]))
+    names = "gate", "activation"
+    arrays = {name: operand for name, operand in operands.items() if name not in names}
+    return jax.device_get(run(arrays, *(operands[name] for name in names)))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [2, 3, 4, 8])
-@pytest.mark.parametrize("fused", [{}, ALL], ids=["plain", "fused"])
+@pytest.mark.parametrize("fused", [{}, ALL, UP], ids=["plain", "fused", "LayerNorm"])
 def test_clusters(split, fused):
     """The result is right, and equal to one block's except for the order of a few sums."""
     operands = _operands(16, 1984, 192, **fused)

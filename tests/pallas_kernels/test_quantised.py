@@ -22,6 +22,7 @@ from fdjax.pallas_kernels.quantised import (
     dequantise,
     in_layout,
     pack,
+    random_quantised,
     unpack,
 )
 
@@ -96,6 +97,16 @@ def test_bricks_hold_the_same_weight(kind, outs):
         np.asarray(dequantise(bricks, "float32")), np.asarray(dequantise(q, "float32"))
     )
     assert_same_bits(np.asarray(in_layout(bricks, "plain").words), q.words)
+
+
+def test_a_stack_in_bricks():
+    empty = WeightFormat("fp4", 32).empty((128, 2, 64), (3,))
+    stack = random_quantised(jax.random.key(0), empty, 1.0)
+    bricks = in_layout(stack, "bricks")
+    for i in range(3):
+        one, its = (jax.tree.map(lambda a, i=i: a[i], q) for q in (stack, bricks))
+        assert_same_bits(its.words, in_layout(one, "bricks").words)
+    assert_same_bits(in_layout(bricks, "plain").words, stack.words)
 
 
 def test_a_thread_holds_its_rows_and_columns_of_a_brick():

@@ -82,8 +82,8 @@ def test_each_beam_sees_its_own_positions_once(searches):
     for row, first in enumerate(beams.first):
         want = set()
         for position in range(lengths[row]):
-            of = row if position < beams.prompts[row] else beams.rows[row, position]
-            want.add((pages[of, at[row, position]], slot[row, position]))
+            source = row if position < beams.prompts[row] else beams.rows[row, position]
+            want.add((pages[source, at[row, position]], slot[row, position]))
         bit = 1 << (row - first)
         seen = [(table[first, i // page], i % page) for i in np.flatnonzero(visible[first] & bit)]
         assert len(seen) == len(set(seen)) and set(seen) == want, row
@@ -105,8 +105,8 @@ def operands(searches, *, group, kv_heads, d, slots, dtype=jnp.bfloat16):
     positions = np.tile(np.arange(slots), (len(pages), 1))
     at, slot = (np.asarray(a) for a in beams.page_and_slot(positions, page))
     for row, length in enumerate(lengths):
-        of = np.where(positions[row] < beams.prompts[row], row, beams.rows[row])[:length]
-        written[pages[of, at[row, :length]], slot[row, :length]] = True
+        source = np.where(positions[row] < beams.prompts[row], row, beams.rows[row])[:length]
+        written[pages[source, at[row, :length]], slot[row, :length]] = True
     pools = np.where(written[:, None, :, None], pools, np.nan)
     return (*(jnp.asarray(a, dtype) for a in (q, *pools)), lengths), {
         "pages": pages,

@@ -132,8 +132,8 @@ def run(table: np.ndarray, configs: list[GenerationConfig]) -> list[list[tuple[f
 
 def backwards(steps, row, length, beam, last):
     tokens = [last]
-    for of, parents in reversed(steps[: length - 1]):
-        tokens.append(of[row + beam].item())
+    for chosen, parents in reversed(steps[: length - 1]):
+        tokens.append(chosen[row + beam].item())
         beam = parents[row + beam].item()
     return tokens[::-1]
 

@@ -119,8 +119,8 @@ def test_the_command_line_ends_without_a_traceback(module):
 
 
 def test_other_ignored_exceptions_are_told_as_before(monkeypatch):
-    told = []
-    monkeypatch.setattr(sys, "unraisablehook", told.append)
+    unraised = []
+    monkeypatch.setattr(sys, "unraisablehook", unraised.append)
 
     class Finalised:
         def __del__(self):
@@ -128,7 +128,7 @@ def test_other_ignored_exceptions_are_told_as_before(monkeypatch):
 
     with interrupts.delivered():
         Finalised()
-    assert [type(unraisable.exc_value) for unraisable in told] == [ValueError]
+    assert [type(unraisable.exc_value) for unraisable in unraised] == [ValueError]
 
 
 def test_nothing_stays_behind():

@@ -283,14 +283,14 @@ def test_the_model_goes_on_with_a_message(lm):
 
 
 @pytest.fixture
-def told(lm, monkeypatch):
+def calls(lm, monkeypatch):
     """The arguments that `generate` got."""
     seen = []
     monkeypatch.setattr(lm, "generate", lambda *a, **k: seen.append((a, k)))
     return seen
 
 
-def test_options_go_to_the_template_or_to_generate(lm, told):
+def test_options_go_to_the_template_or_to_generate(lm, calls):
     source = "{{ style }}{{ tools | length }}{{ documents[0].a }}{{ messages[0].content }}"
     lm.chat(
         HI,
@@ -301,7 +301,7 @@ def test_options_go_to_the_template_or_to_generate(lm, told):
         chat_template=source,
         chat_template_kwargs={"style": "s"},
     )
-    ((prompts, config), options) = told[0]
+    ((prompts, config), options) = calls[0]
     assert (prompts, config) == ([lm.tokenizer.encode("s2xHi", add_special_tokens=False)], None)
     assert (options["max_new_tokens"], options["temperature"]) == (3, 0.5)
     assert set(options) <= {"max_new_tokens", "temperature", "eos_token_id"}
@@ -324,18 +324,18 @@ def test_a_template_that_is_given_is_blamed_itself(lm):
         lm.chat(HI, chat_template="{% if %}")
 
 
-def test_conversations_make_a_batch(lm, told):
+def test_conversations_make_a_batch(lm, calls):
     other = [{"role": "user", "content": "What is 7 + 5?"}]
     lm.chat([QUESTION, other])
     lm.chat((tuple(QUESTION),))
-    prompts = [args[0] for args, _ in told]
+    prompts = [args[0] for args, _ in calls]
     assert prompts == [
         [chat_ids(lm.tokenizer, QUESTION), chat_ids(lm.tokenizer, other)],
         [chat_ids(lm.tokenizer, QUESTION)],
     ]
 
 
-def test_an_answer_ends_where_tokenizer_config_says(lm, told, monkeypatch):
+def test_an_answer_ends_where_tokenizer_config_says(lm, calls, monkeypatch):
     monkeypatch.setattr(lm.tokenizer, "special_tokens", {"eos_token": "<pad>"})
     known, pad = lm.defaults.eos_token_ids, lm.tokenizer.eos_token_id
     assert lm.tokenizer.token(pad) == "<pad>" and pad not in known
@@ -343,7 +343,7 @@ def test_an_answer_ends_where_tokenizer_config_says(lm, told, monkeypatch):
     lm.chat(HI, eos_token_id=7)
     lm.chat(HI, fdjax.GenerationConfig(max_new_tokens=5))
     lm.chat(HI, fdjax.GenerationConfig(eos_token_ids=7))
-    ends = [options.get("eos_token_id") for _, options in told]
+    ends = [options.get("eos_token_id") for _, options in calls]
     assert ends == [(*known, pad), 7, (*known, pad), None]
 
 

@@ -38,7 +38,7 @@ from fdjax.tools import calibrate
 from fdjax.tools.calibrate import (
     BIN_LOG2,
     BINS,
-    Statistics,
+    ScoreStatistics,
     bin_edges,
     choose,
     interval,
@@ -246,7 +246,7 @@ def test_one_text_is_one(tiny):
 
 
 @pytest.mark.parametrize(
-    ("texts", "options", "told"),
+    ("texts", "options", "message"),
     [
         ([], {}, "there is no text"),
         (b"abc", {}, "texts must be text or token ids, got b'abc'"),
@@ -256,8 +256,8 @@ def test_one_text_is_one(tiny):
         ([[1, 2]], {"context": 513}, "context must be from 2 to 512, got 513"),
     ],
 )
-def test_what_cannot_be_counted(texts, options, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_counted(texts, options, message):
+    with pytest.raises(ValueError, match=message):
         gather(random_lm(), texts, **options)
 
 
@@ -331,7 +331,7 @@ def published(low, high):
     """A layer with such scores, one in each row. So the maxima are spread as widely as possible."""
     counts = normal(low, high)[None, None]
     edges = bin_edges()[np.flatnonzero(counts[0, 0])]
-    return Statistics(
+    return ScoreStatistics(
         counts, counts, edges.min(keepdims=True)[None], edges.max(keepdims=True)[None]
     )
 
@@ -360,7 +360,7 @@ def test_the_decision_is_that_of_the_paper(model, low, high, applies):
 
 def test_the_decision_is_made_layer_by_layer():
     layers = [published(-16.8, 6.5), published(-496.8, 363.5)]
-    both = Statistics(*map(np.concatenate, zip(*layers, strict=True)))
+    both = ScoreStatistics(*map(np.concatenate, zip(*layers, strict=True)))
     calibration = calibrate.calibration_of(both, "", {})
     assert [layer.applies for layer in calibration.layers] == [True, False]
     assert "1 of 2 layers subtract a constant" in str(calibration)
@@ -510,7 +510,7 @@ def _set(path, *keys, value):
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "message"),
     [
         (lambda p: p.write_text("{"), "not valid JSON"),
         (lambda p: p.write_text("[1]"), "must be a JSON object, got list"),
@@ -532,11 +532,11 @@ def _set(path, *keys, value):
         ),
     ],
 )
-def test_a_damaged_file_is_told(calibration, folder, damage, told):
+def test_a_damaged_file_is_told(calibration, folder, damage, message):
     path = folder / calibration_file.FILE
     calibration_file.write_calibration(calibration, path)
     damage(path)
-    with pytest.raises(CheckpointError, match=re.escape(told)) as error:
+    with pytest.raises(CheckpointError, match=re.escape(message)) as error:
         load(folder)
     assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
     assert str(error.value).endswith("run `fdjax calibrate` again, or remove the file")
@@ -564,9 +564,9 @@ def test_a_file_of_another_schema_is_not_used(calibration, folder):
     path = folder / calibration_file.FILE
     calibration_file.write_calibration(calibration, path)
     _set(path, "schema", value=2)
-    with pytest.warns(UserWarning, match="not used, the schema must be 1, got 2") as told:
+    with pytest.warns(UserWarning, match="not used, the schema must be 1, got 2") as warned:
         lm = load(folder)
-    assert Path(told[0].filename) == Path(__file__)
+    assert Path(warned[0].filename) == Path(__file__)
     assert {spec.phi for spec in lm.config.attention} == {None}
 
 
@@ -578,9 +578,9 @@ def test_a_calibration_of_other_weights_is_not_used(calibration, folder, fingerp
     _set(path, "fingerprint", value=fingerprint)
     with pytest.warns(
         UserWarning, match="not used, it was made for other weights; run `fdjax"
-    ) as told:
+    ) as warned:
         lm = load(folder)
-    assert Path(told[0].filename) == Path(__file__)
+    assert Path(warned[0].filename) == Path(__file__)
     assert {spec.phi for spec in lm.config.attention} == {None}
 
 
@@ -670,7 +670,7 @@ def test_a_plot_without_matplotlib_is_told_at_once(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("argv", "code", "told"),
+    ("argv", "code", "message"),
     [
         ([], 2, "--text"),
         (["--text", "missing.txt"], 1, "missing.txt"),
@@ -683,10 +683,10 @@ def test_a_plot_without_matplotlib_is_told_at_once(run, monkeypatch):
         (["--text", "text.txt", "nowhere"], 1, "nowhere: no such folder"),
     ],
 )
-def test_what_the_command_refuses(run, argv, code, told):
+def test_what_the_command_refuses(run, argv, code, message):
     Path("binary.txt").write_bytes(b"\xff\x00")
     Path("empty.txt").touch()
     got, out, err = run("--output", "o.json", *argv)
     assert (got, out) == (code, "")
-    assert err.startswith("fdjax") and err.count("\n") == 1 and told in err
+    assert err.startswith("fdjax") and err.count("\n") == 1 and message in err
     assert not Path("o.json").exists()

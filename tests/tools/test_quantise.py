@@ -229,7 +229,7 @@ def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeyp
     plain = written(tiny, tmp_path / "plain", group=group)
     assert plain.model.weight_bytes == searched.model.weight_bytes == helped.model.weight_bytes
     found = {
-        name: tool.compare(tiny.engine, lm.engine, pieces[1])
+        name: tool.compare_models(tiny.engine, lm.engine, pieces[1])
         for name, lm in (("plain", plain), ("searched", searched), ("helped", helped))
     }
     for other in ("plain", "searched"):
@@ -239,7 +239,7 @@ def test_a_text_makes_predictions_closer(tiny, pieces, inputs, tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_a_comparison_with_itself_and_with_noise(tiny, pieces):
-    same = tool.compare(tiny.engine, tiny.engine, pieces[1][:9])
+    same = tool.compare_models(tiny.engine, tiny.engine, pieces[1][:9])
     assert (same.mean_kl, same.p99_kl, same.agreement) == (0, 0, 1)
     assert same.perplexity == same.reference_perplexity
     scored = tiny.score(pieces[1][:9]).perplexity
@@ -247,9 +247,9 @@ def test_a_comparison_with_itself_and_with_noise(tiny, pieces):
     params = tiny.params
     params["embed"] = jnp.roll(params["embed"], 1, axis=0)
     other = fdjax.LM(tiny.model, params)
-    assert tool.compare(tiny.engine, other.engine, pieces[1][:9]).mean_kl > 1
+    assert tool.compare_models(tiny.engine, other.engine, pieces[1][:9]).mean_kl > 1
     with pytest.raises(ValueError, match="too short to compare"):
-        tool.compare(tiny.engine, tiny.engine, [[3]])
+        tool.compare_models(tiny.engine, tiny.engine, [[3]])
 
 
 @pytest.fixture
@@ -279,12 +279,12 @@ def test_info_of_a_description_alone_warns(capsys):
     quantised = FIXTURES.parent / "quantised" / "ct_int4_group"
     assert main(["info", str(quantised)]) == 0
     assert "int4 by 32" in capsys.readouterr().out
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         assert main(["info", str(quantised / "config.json")]) == 0
     shown = capsys.readouterr()
     assert "int4" not in shown.out
-    assert "without their files they count as bfloat16" in f"{told}{shown.err}"
+    assert "without their files they count as bfloat16" in f"{warned}{shown.err}"
 
 
 def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):

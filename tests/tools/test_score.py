@@ -134,7 +134,7 @@ def test_a_text_may_fill_the_context_and_one_token_more():
 
 
 @pytest.mark.parametrize(
-    ("given", "options", "told"),
+    ("given", "options", "message"),
     [
         ([[1], []], {}, "text 1 is empty"),
         ([[1], [320]], {}, r"text 1 has id 320, the vocabulary is 0\.\.319"),
@@ -151,8 +151,8 @@ def test_a_text_may_fill_the_context_and_one_token_more():
         ([[1, 2]], {"stride": 64}, "below the context of 64, got 64"),
     ],
 )
-def test_what_cannot_be_scored(given, options, told):
-    with pytest.raises(ValueError, match=told):
+def test_what_cannot_be_scored(given, options, message):
+    with pytest.raises(ValueError, match=message):
         load(max_len=64).score(given, **options)
 
 

@@ -92,10 +92,10 @@ def fake(monkeypatch):
 
 def measured(described=None, rows=(2,), slots=(128,)):
     """(entries, lines reported)."""
-    told = []
+    reports = []
     described = described or model()
-    entries = measure_layers(described, rows, slots, steps=STEPS, runs=RUNS, report=told.append)
-    return list(entries), told
+    entries = measure_layers(described, rows, slots, steps=STEPS, runs=RUNS, report=reports.append)
+    return list(entries), reports
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def measured(described=None, rows=(2,), slots=(128,)):
 )
 def test_the_fastest_that_is_right_is_chosen(fake, times, best):
     fake |= times
-    (entry,), told = measured()
+    (entry,), reports = measured()
     implementation = "mosaic_gpu" if best else "xla"
     left = [c for c in CANDIDATES if c not in fake["wrong"] + fake["cannot"]]
     least = min((fake[config] for config in left), default=None)
@@ -125,24 +125,24 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
         "config": best and dataclasses.asdict(best),
         "microseconds": pytest.approx({"xla": fake[None], "mosaic_gpu": least}),
     }
-    *wrong, last = told
+    *wrong, last = reports
     assert last.startswith(f"decode_layers M=2 S=128: {implementation} {{'xla': ")
     assert [line.split(": error ")[0] for line in wrong] == [
         f"decode_layers M=2 S=128 {config}" for config in fake["wrong"]
     ]
     # Two passes over all, except for those with wrong results.
-    turns = [config for config, _ in itertools.groupby(fake["calls"])]
+    order = [config for config, _ in itertools.groupby(fake["calls"])]
     first = [c for c in (None, *CANDIDATES) if c not in fake["cannot"]]
-    assert turns == [*first, None, *left]
+    assert order == [*first, None, *left]
     assert fake["calls"].count(None) == 2 * (RUNS + 2)
 
 
 @pytest.mark.slow
 def test_a_plan_looks_up_what_was_measured(fake):
     described = model()
-    entries, told = measured(described, rows=(1, 4), slots=(128,))
+    entries, reports = measured(described, rows=(1, 4), slots=(128,))
     assert [entry["shape"]["m"] for entry in entries] == [1, 4]
-    assert len(told) == 2
+    assert len(reports) == 2
     table = tuple(as_entry(e, {"decode_layers": 1}, "test") for e in entries)
     planned = describe(described.config, plan=Plan(table=table, implementations=ANY_SIZE))
     assert planned.one_launch_possible
@@ -184,9 +184,9 @@ def test_what_does_not_fit_is_told_and_left_out(fake, monkeypatch):
     described = model()
     room = tune_layers.plan_memory(described, batch=1, max_len=256, slots=256).total_bytes
     monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: room)
-    entries, told = measured(described, rows=(1, 64), slots=(256,))
+    entries, reports = measured(described, rows=(1, 64), slots=(256,))
     assert [entry["shape"]["m"] for entry in entries] == [1]
-    assert told[1].startswith("decode_layers M=64 S=256: no room for ")
+    assert reports[1].startswith("decode_layers M=64 S=256: no room for ")
     monkeypatch.setattr(tune_layers, "stack_layers", lambda *args, **options: None)
     assert measured(described) == ([], ["decode_layers: no room to stack the weights"])
     weights = described.weight_bytes

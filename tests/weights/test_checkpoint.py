@@ -305,8 +305,8 @@ def test_a_head_of_its_own_is_not_dropped_for_a_config_that_ties_it(tmp_path, ho
         head[-1, -1] += 1
     head = {"shape": head[:-1], "dtype": head.astype(np.float16)}.get(how, head)
     write(tmp_path / SINGLE, tensors | {"lm_head.weight": head})
-    told = refusal(tmp_path, "tensor 'lm_head.weight' differs from", "'tie_word_embeddings' to")
-    assert how == "value" or f"F{8 * head.itemsize} {list(head.shape)}, F32 " in told
+    text = refusal(tmp_path, "tensor 'lm_head.weight' differs from", "'tie_word_embeddings' to")
+    assert how == "value" or f"F{8 * head.itemsize} {list(head.shape)}, F32 " in text
 
 
 @pytest.mark.parametrize("named", [{}, {"torch_dtype": None}, {"dtype": "float32"}])
@@ -491,9 +491,9 @@ def test_a_tensor_in_two_shards_is_read_from_the_one_the_index_names(tmp_path):
             write(tmp_path / file, tensors | {name: np.zeros(shapes(TINY)[name], np.float32)})
     model = describe_folder(tmp_path)
     expected = expected_params(random_tensors(TINY), model.config)
-    with pytest.warns(UserWarning, match=r"is not read, the index has it in model-0000") as told:
+    with pytest.warns(UserWarning, match=r"is not read, the index has it in model-0000") as warned:
         params = load_params(tmp_path, model)
-    assert len(told) == 6
+    assert len(warned) == 6
     assert_params(params, expected, np.float32)
 
 

@@ -416,10 +416,10 @@ def test_an_error_names_the_place(folder, name):
 def test_a_warning_names_the_place(folder, name):
     spoil, says = WARNINGS[name]
     spoil(folder)
-    with pytest.warns(UserWarning, match=says) as told:
+    with pytest.warns(UserWarning, match=says) as warned:
         load(folder)
-    assert len(told) == 1
-    one_line(told[0].message)
+    assert len(warned) == 1
+    one_line(warned[0].message)
 
 
 def test_there_are_many():

@@ -298,8 +298,8 @@ def checkpoint(folder, name, bits=4, group=32, zeros=True):
     writer, config = WRITERS[name]
     tensors, dense = {}, {}
     for i, (module, shape) in enumerate(LINEARS.items()):
-        of, dense[module] = writer(module, shape, bits, group or shape[1], zeros, i)
-        tensors |= of
+        written, dense[module] = writer(module, shape, bits, group or shape[1], zeros, i)
+        tensors |= written
     write(folder, config(bits, group, zeros), tensors)
     return dense
 
@@ -364,10 +364,10 @@ def test_layers_that_fuse_may_have_other_groups_and_other_scales(tmp_path):
     for i, (module, shape) in enumerate(LINEARS.items()):
         name = module.split(".")[-1][0]
         group, zeros = chosen.get(name, (32, False)) if "attn" in module else (32, False)
-        of, dense[module] = compressed(module, shape, 4, group, zeros, i)
+        written, dense[module] = compressed(module, shape, 4, group, zeros, i)
         if name == "k":
-            of[f"{module}.weight_scale"] = of[f"{module}.weight_scale"].astype(np.float32)
-        tensors |= of
+            written[f"{module}.weight_scale"] = written[f"{module}.weight_scale"].astype(np.float32)
+        tensors |= written
         weights = {"num_bits": 4, "symmetric": not zeros, "group_size": group}
         groups[f"group_{i}"] = {"targets": [f"re:{module}$"], "weights": weights}
     write(tmp_path, ct_config(4, 32, False, config_groups=groups), tensors)
@@ -390,8 +390,8 @@ def test_layers_that_cannot_fuse_are_dequantised(tmp_path, other):
         tensors[f"{Q}.weight"] = dense[Q].astype(ml_dtypes.bfloat16)
         dense[Q] = tensors[f"{Q}.weight"].astype(np.float64)
     else:
-        of, dense[Q] = compressed(Q, (64, 64), 8, 64, False, 9)
-        tensors |= of
+        written, dense[Q] = compressed(Q, (64, 64), 8, 64, False, 9)
+        tensors |= written
         weights = {"num_bits": 8, "strategy": "channel"}
         groups["group_1"] = {"targets": [Q], "weights": weights}
     write(tmp_path, ct_config(4, 32, False, config_groups=groups), tensors)
@@ -411,8 +411,8 @@ def tensors_of(folder: Path) -> dict[str, np.ndarray]:
 def test_a_quantised_head(tmp_path):
     dense = checkpoint(tmp_path, "gptq")
     tensors = tensors_of(tmp_path)
-    of, head = gptq("lm_head", (16, 64), 4, 32, True, 5)
-    write(tmp_path, gptq_config(4, 32, True), tensors | of)
+    written, head = gptq("lm_head", (16, 64), 4, 32, True, 5)
+    write(tmp_path, gptq_config(4, 32, True), tensors | written)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
     model = described(tmp_path)

@@ -143,7 +143,7 @@ def test_what_is_not_taken_is_let_go(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("made", "told"),
+    ("made", "message"),
     [
         (lambda: jnp.zeros(()), r"on one device, got float32\[\] on 1"),
         (lambda: jnp.zeros((2, 33)), r"a multiple of 128 bytes, got float32\[2, 33\]"),
@@ -152,8 +152,8 @@ def test_what_is_not_taken_is_let_go(monkeypatch):
     ],
     ids=["no layers", "unaligned", "dtype", "deleted"],
 )
-def test_of_some_arrays_there_are_no_views(made, told):
-    with pytest.raises(ValueError, match=f"^layer_views: .*{told}"):
+def test_of_some_arrays_there_are_no_views(made, message):
+    with pytest.raises(ValueError, match=f"^layer_views: .*{message}"):
         layer_views(made())
 
 
@@ -184,12 +184,12 @@ def test_views_are_on_the_device_of_the_array():
         """
 one, other = jax.devices()
 several = jax.sharding.NamedSharding(jax.make_mesh((2,), "x"), jax.P("x"))
-for where, told in ((one, ""), (other, "not on "), (several, "on one device, got ")):
+for where, message in ((one, ""), (other, "not on "), (several, "on one device, got ")):
     try:
         layers = layer_views(jax.device_put(jnp.ones((2, 4, 128)), where))
-        assert not told and all(layer.devices() == {one} for layer in layers)
+        assert not message and all(layer.devices() == {one} for layer in layers)
     except ValueError as error:
-        assert told and told in str(error), error
+        assert message and message in str(error), error
 """,
         XLA_FLAGS="--xla_force_host_platform_device_count=2",
     )

@@ -1,4 +1,4 @@
-"""AWQ, version "gemm": 4 bits with zeros by group, packed along N in an order of its own."""
+"""AWQ, version "gemm": 4 bits with zeros by group. Codes are packed along N in a special order."""
 
 import dataclasses
 from typing import Any
@@ -19,13 +19,13 @@ from fdjax.weights.formats.layer import (
     unpack_rows,
 )
 
-# The place in a word of each of 8 successive columns.
+# Position in a word of each of 8 successive columns.
 _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 @dataclasses.dataclass(frozen=True)
 class AWQ:
-    """A checkpoint of AWQ.
+    """An AWQ checkpoint.
 
     Attributes:
       group_size: rows that share a scale, -1 for all.

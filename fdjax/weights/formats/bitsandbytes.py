@@ -16,7 +16,7 @@ _STATE = ("quant_state.bitsandbytes__nf4", "quant_state.bitsandbytes__fp4")
 
 @dataclasses.dataclass(frozen=True)
 class BitsAndBytes:
-    """A checkpoint of bitsandbytes with 4 bits."""
+    """A checkpoint with 4-bit weights of bitsandbytes."""
 
     source: str
 

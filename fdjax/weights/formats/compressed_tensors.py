@@ -33,15 +33,15 @@ _SCALES = ("BF16", "F16", "F32", "F8_E8M0")
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A config group: which layers it is for, and how their weights are quantised.
+    """A config group: the layers that it applies to, and how their weights are quantised.
 
     Attributes:
-      targets: names of modules or of their class, and regular expressions after "re:".
+      targets: names of modules or classes, or regular expressions after "re:".
       kind: "int4" | "int8" | "fp8".
       symmetric: whether there are no zeros.
       strategy: "tensor" | "channel" | "group" | "block".
-      group_size: for "group".
-      block: for "block", (rows of N, columns of K).
+      group_size: size of a group, for "group".
+      block: (rows of N, columns of K) of a block, for "block".
     """
 
     targets: tuple[str, ...]
@@ -86,14 +86,14 @@ class Group:
 
 
 def is_block(block: Any) -> bool:
-    """Whether something is a block's size, two positive integers."""
+    """Whether a value is the size of a block: two positive integers."""
     sized = isinstance(block, list) and len(block) == 2
     return sized and all(type(size) is int and size > 0 for size in block)
 
 
 @dataclasses.dataclass(frozen=True)
 class CompressedTensors:
-    """A checkpoint of compressed-tensors.
+    """A checkpoint in a format of compressed-tensors.
 
     Attributes:
       groups: its config groups.
@@ -110,7 +110,7 @@ class CompressedTensors:
         """Parse a `quantization_config`.
 
         Raises:
-          CheckpointError: it needs something that is not supported.
+          CheckpointError: the config needs an unsupported feature.
         """
         reader = ConfigReader(data, source)
         groups = reader.get("config_groups", dict)
@@ -145,7 +145,7 @@ class CompressedTensors:
         return read(group, module, shape, stored, self.source)
 
     def _group(self, module: str) -> Group:
-        """The group of a module: one that names it, else one with an expression, else its class."""
+        """The group of a module, chosen by name, else by regular expression, else by class."""
         ranks = (
             lambda target: target == module,
             lambda target: target.startswith("re:") and matches(module, [target], self.source),
@@ -202,10 +202,10 @@ def in_order(
     read: Any,
     order: StoredTensor | None,
 ) -> StoredLinear:
-    """A layer whose columns may belong to groups in any order, told by a tensor [K].
+    """A layer whose columns may be in any order. The tensor `order` [K] has the group of each.
 
     Raises:
-      CheckpointError: there is no such group.
+      CheckpointError: `order` names a group that does not exist.
     """
     k = shape[1]
     in_turn = np.arange(k) // weight.group
@@ -243,7 +243,7 @@ def _naive(group: Group, module: str, shape, stored: Stored, source: str) -> Sto
 
 
 def words_of(weight: StoredTensor) -> np.ndarray:
-    """Words [N,W] of a weight [N,K] of signed bytes or fp8."""
+    """Pack a weight [N,K] of signed bytes or fp8 into words [N,W]."""
     codes = np.asarray(weight.view()).view(np.uint8)
     if weight.dtype == "I8":
         codes = codes ^ np.uint8(128)
@@ -254,7 +254,7 @@ def words_of(weight: StoredTensor) -> np.ndarray:
 def _scale(
     group: Group, module: str, shape: tuple[int, int], stored: Stored, source: str
 ) -> tuple[StoredTensor, Sequence[int]]:
-    """(the tensor of scales, for each group of columns the tensor's column)."""
+    """Returns (the tensor of scales, the column of that tensor for each group)."""
     n, k = shape
     name = f"{module}.weight_scale"
     if group.strategy == "block":
@@ -270,9 +270,10 @@ def _scale(
 
 
 def block_columns(k: int, width: int) -> list[int]:
-    """For each of the equal groups that columns of blocks of this width fall into, its block.
+    """Cut K columns into equal groups that lie within blocks; returns the block of each group.
 
-    If the width does not divide K, the last block is narrower, so groups are smaller than blocks.
+    If the width of a block does not divide K, the last block is narrower. Groups are then smaller
+    than blocks.
     """
     group = k if k <= width else math.gcd(k, width)
     return [start // width for start in range(0, k, group)]
@@ -286,7 +287,7 @@ def _codes(words, scale: StoredTensor, zeros, n, columns, block=None) -> Codes:
 def expand_scales(
     scales: np.ndarray, n: int, columns: Sequence[int], block: tuple[int, int] | None = None
 ) -> np.ndarray:
-    """Scales [N,G] from those of a tensor, of channels, of groups, or of blocks."""
+    """Expand scales to [N,G]. They may be per tensor, channel, group or block."""
     if block:
         return np.repeat(scales, block[0], axis=0)[:n, columns]
     if scales.size == 1:

@@ -28,7 +28,7 @@ class FP8:
     """A checkpoint with fp8 weights.
 
     Attributes:
-      block: (rows of N, columns of K) of a block; None for a scale of each tensor or channel.
+      block: (rows of N, columns of K) of a block; None for one scale per tensor or channel.
       source: name of config.json, for errors.
     """
 
@@ -66,7 +66,7 @@ class FP8:
             scale = take(stored, there or scales[1], _SCALES, (), (1,), (1, 1), (n,), (n, 1))
 
         def read():
-            # In spite of the name, a weight is its code times `weight_scale_inv`.
+            # Despite the name `weight_scale_inv`, it multiplies the codes.
             return Codes(
                 words_of(weight), expand_scales(read_scales(scale), n, columns, self.block)
             )

@@ -1,4 +1,4 @@
-"""GPTQ: 4 or 8 bits by group, packed along K. Version 1 stores zeros less one, version 2 zeros."""
+"""GPTQ: 4 or 8 bits by group, packed along K. Version 1 stores each zero minus 1."""
 
 import dataclasses
 import re
@@ -25,15 +25,15 @@ from fdjax.weights.formats.layer import (
 
 @dataclasses.dataclass(frozen=True)
 class GPTQ:
-    """A checkpoint of GPTQ.
+    """A GPTQ checkpoint.
 
     Attributes:
       bits: 4 or 8.
       group_size: rows that share a scale, -1 for all.
       symmetric: whether all zeros are the middle code.
-      stored_less: what is subtracted from zeros before they are stored, 1 or 0.
-      dynamic: what differs for some modules: expression → changed settings, or None for modules
-        that are not quantised.
+      stored_less: number that is subtracted from zeros before they are stored, 1 or 0.
+      dynamic: exceptions for some modules: regular expression → changed settings, or None if they
+        are not quantised.
       source: name of config.json, for errors.
     """
 
@@ -80,11 +80,12 @@ class GPTQ:
             names.append(order.name)
         bias = stored.get(f"{module}.bias")
         if bias is not None and not bias.view().any():
-            names.append(bias.name)  # some tools write one to every layer
+            names.append(bias.name)  # some tools write such a tensor for every layer
 
         def read():
             scales = read_scales(scale).T
-            # Tools subtract from whole words, so a zero of 0 borrows from its neighbour.
+            # Tools subtract 1 from each code of a word at once, so a zero of 0 borrows from its
+            # neighbour.
             ones = np.uint32(less * (0xFFFFFFFF // (2**bits - 1)))
             stored_zeros = np.asarray(zero.view()).view(np.uint32) + ones
             zeros = unpack_rows(stored_zeros, bits, n).T.astype(scales.dtype)

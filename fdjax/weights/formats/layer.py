@@ -1,6 +1,6 @@
-"""What all formats are read to: codes of one linear layer [N,K], scales and zeros by group.
+"""The common form of all formats: codes [N,K] of a linear layer, with scales and zeros by group.
 
-The experts of a layer may be one such weight [X,N,K]. All arrays then have a leading axis X.
+All experts of a layer may be one weight [X,N,K]. All arrays then have a leading axis X.
 
 Arrays begin with the axis N, as in a checkpoint, so that the layouts of `fdjax.models.name_map`
 fuse them like plain weights. See `fdjax.pallas_kernels.quantised` for codes and zeros.
@@ -22,7 +22,7 @@ from fdjax.weights.stored import INDEX, SINGLE, StoredTensor
 Stored = Mapping[str, StoredTensor]
 
 _SCALES = {"F16": "float16", "BF16": "bfloat16"}
-# Codes that are numbers themselves, in the lowest bits of a byte.
+# Codes that are floating-point numbers, in the lowest bits of a byte.
 _FLOATS = {"fp8": ml_dtypes.float8_e4m3fn, "fp4": ml_dtypes.float4_e2m1fn}
 
 
@@ -47,10 +47,10 @@ class StoredLinear:
 
     Attributes:
       shape: (N, K), or (X, N, K) of all experts of a layer.
-      names: the tensors it consists of.
-      format: its format; None if `read` gives the dequantised weight [N,K] fp32, and a reason why.
+      names: names of its tensors.
+      format: its format, or None if `read` returns the dequantised weight [N,K] fp32.
       read: reads the tensors. Raises CheckpointError if their values are damaged.
-      reason: why it is dequantised.
+      reason: why the weight is dequantised, if it is.
     """
 
     shape: tuple[int, ...]
@@ -60,7 +60,7 @@ class StoredLinear:
     reason: str = ""
 
     def codes(self, wanted: WeightFormat) -> Codes:
-        """The codes in a format of the same kind, whose group divides the own one."""
+        """The codes in a format of the same kind, whose group size divides this layer's."""
         codes, repeats = self.read(), self.format.group // wanted.group
 
         def grouped(a):
@@ -83,7 +83,7 @@ class Scheme(Protocol):
     def linear(self, module: str, shape: tuple[int, ...], stored: Stored) -> StoredLinear | None:
         """The linear layer `module` of shape (N, K), or None if it is not quantised.
 
-        The shape is (X, N, K) where one tensor holds all experts of a layer. Only MXFP4 has such.
+        The shape is (X, N, K) if one tensor holds all experts of a layer, as only in MXFP4.
 
         Raises:
           CheckpointError: tensors are missing, or do not fit the description.
@@ -92,7 +92,7 @@ class Scheme(Protocol):
 
 
 def fused_format(linears: Sequence[StoredLinear | None]) -> WeightFormat | None:
-    """The format that several layers fuse to without loss; None if there is none."""
+    """The format to which several layers fuse without loss; None if there is none."""
     formats = [None if linear is None else linear.format for linear in linears]
     if None in formats or len({one.kind for one in formats}) > 1:
         return None
@@ -108,7 +108,7 @@ def fused_format(linears: Sequence[StoredLinear | None]) -> WeightFormat | None:
 def dequantised(
     codes: Codes, kind: WeightFormat | str, k: int, groups: np.ndarray | None = None
 ) -> np.ndarray:
-    """The weight [N,K] fp32. `groups` [K] tells the group of each column, default in order."""
+    """The weight [N,K] fp32. `groups` [K] has the group of each column, by default in order."""
     kind = kind if isinstance(kind, str) else kind.kind
     values = unpack_rows(codes.words, BITS[kind], k)
     if kind in _FLOATS:
@@ -141,7 +141,7 @@ def unpack_rows(words: np.ndarray, bits: int, k: int) -> np.ndarray:
 def take(
     stored: Stored, name: str, dtypes: Iterable[str], *shapes: tuple[int, ...], why: str = ""
 ) -> StoredTensor:
-    """A tensor that must be there with one of these dtypes and shapes.
+    """A tensor of the checkpoint, which must exist with one of these dtypes and shapes.
 
     Args:
       stored: tensors of the checkpoint, by name.
@@ -151,7 +151,7 @@ def take(
       why: added to the message about a shape.
 
     Raises:
-      CheckpointError: it is not.
+      CheckpointError: it does not exist, or has another dtype or shape.
     """
     if name not in stored:
         raise CheckpointError(f"{_file(stored)}: tensor {name!r} is missing")
@@ -192,10 +192,10 @@ def read_scales(tensor: StoredTensor) -> np.ndarray:
 
 
 def group_of(group_size: Any, k: int, source: str, module: str) -> int:
-    """The group of a layer by a `group_size`, where -1 and None are one group for all of K.
+    """The group size of a layer from a `group_size`, where -1 and None mean all of K.
 
     Raises:
-      CheckpointError: it is no number, or does not divide K.
+      CheckpointError: it is not an integer, or does not divide K.
     """
     if group_size in (-1, None):
         return k
@@ -209,11 +209,11 @@ def group_of(group_size: Any, k: int, source: str, module: str) -> int:
 
 
 def matches(module: str, patterns: Iterable[str], source: str) -> bool:
-    """Whether a module is named in a list of names, or of regular expressions after "re:".
+    """Whether a module matches one of these names, or regular expressions after "re:".
 
     Args:
       module: name of the module.
-      patterns: names of modules, of modules above them, or their last parts; or expressions.
+      patterns: full names of modules or their parents, last parts of names, or regular expressions.
       source: name of config.json, for errors.
 
     Raises:

@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss stores it: experts in e2m1, with a power of 2 for each 32 weights.
+"""MXFP4 as gpt-oss stores it: experts in e2m1, with a power of 2 as scale of each 32 weights.
 
 Rouhani et al. 2023, Microscaling Data Formats for Deep Learning.
 """
@@ -14,7 +14,7 @@ from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.weights.formats.layer import Codes, Stored, StoredLinear, damaged, take
 
 _GROUP = 32
-_NAN = 255  # of e8m0
+_NAN = 255  # the code of NaN in e8m0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MXFP4:
             exponents = np.asarray(scale.view())
             if (exponents == _NAN).any():
                 raise damaged(scale, "has values that are not finite")
-            # Two codes in a byte, the first in its lower half: as words have them.
+            # A byte has two codes, the first in its lower half, which is also their order in words.
             words = np.ascontiguousarray(blocks.view()).view("<i4").reshape(*outs, k // 8)
             return Codes(words, exponents.view(ml_dtypes.float8_e8m0fnu))
 

@@ -59,7 +59,7 @@ def stored_linears(
 
     Args:
       scheme: the checkpoint's format, or None.
-      config: the model that it must contain.
+      config: the model that the checkpoint must contain.
       stored: its tensors, by name.
 
     Raises:
@@ -79,7 +79,7 @@ def stored_linears(
             if linear is not None:
                 found[name] = linear
     if not found:
-        raise CheckpointError(f"{scheme.source} is there, but no weight is quantised")
+        raise CheckpointError(f"{scheme.source} exists, but no weight is quantised")
     return found
 
 
@@ -88,7 +88,7 @@ def with_stored_formats(
 ) -> DecoderConfig:
     """The model with the formats of a checkpoint's weights.
 
-    Weights that fuse to one parameter share a format. If they cannot, none is given.
+    Weights that fuse to one parameter share a format. If they cannot, they get none.
     """
     formats = {}
     paths = quantisable(config)

@@ -17,7 +17,8 @@ from fdjax.pallas_kernels.ranks import AXIS
 
 # Elements of a block: 128 threads with 4 each.
 _ELEMENTS = 512
-# With more bytes, every device should add only its share and send the sums: not built.
+# With more bytes, a two-shot kernel would be faster, in which a device adds only its share. It does
+# not exist yet.
 _MOST_BYTES = 2**19
 
 
@@ -43,7 +44,7 @@ def one_shot(x: Array, bias: Array | None, residual: Array | None) -> Array:
         functools.partial(_kernel, names=tuple(operands), ranks=ranks, width=width),
         out_type=[
             jax.ShapeDtypeStruct((x.size,), x.dtype),
-            # What the other devices write, by device.
+            # The values that the other devices write, by device.
             jax.ShapeDtypeStruct((ranks, x.size), x.dtype),
         ],
         grid=(x.size // _ELEMENTS,),
@@ -63,14 +64,14 @@ def _kernel(*refs, names: tuple[str, ...], ranks: int, width: int):
     own = gmem["x"][part]
     others = [lax.rem(me + i, ranks) for i in range(1, ranks)]
     for other in others:
-        # No kernel before this one still reads the inbox: XLA lets the devices wait for each other
-        # before a kernel that writes to others.
+        # No earlier kernel still reads the inbox, because XLA synchronises the devices before a
+        # kernel that writes to other devices.
         plgpu.remote_ref(gmem["inbox"], {AXIS: other})[me, part] = own
     for other in others:
         pl.semaphore_signal(arrived, device_id={AXIS: other})
     pl.semaphore_wait(arrived, ranks - 1)
 
-    # In the order of the devices, so that all get the same bits.
+    # Added in the order of the devices, so that all get the same bits.
     total = jnp.zeros((_ELEMENTS,), jnp.float32)
     for rank in range(ranks):
         theirs = gmem["inbox"][rank, part]

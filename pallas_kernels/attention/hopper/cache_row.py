@@ -1,4 +1,4 @@
-"""Where a kernel finds the keys or values of a row of the cache: in one piece, or in pages."""
+"""Finds the keys or values of a cache row, in one piece or in pages, for kernels."""
 
 from typing import Any
 
@@ -23,14 +23,14 @@ class CacheRow:
         layer: Array | int | None = None,
         axis: int = -2,
     ):
-        """Look nothing up yet.
+        """Prepare the row without reading memory.
 
         Args:
           inputs: references to global memory by name: the cache [(L,)B,Hkv,S,D], or with "pages"
             [B,N] a pool [(L,)P,Hkv,page,D].
           name: the cache's name, "k" or "v".
-          row, head: which row and KV head.
-          layer: which layer of a stack; default `inputs["layer"]` if it is there.
+          row, head: index of the row and of the KV head.
+          layer: index of the layer in a stack; default `inputs["layer"]`, if given.
           axis: the axis of slots, the last one of scales [(L,)B,Hkv,S].
         """
         cache = inputs[name]
@@ -48,7 +48,7 @@ class CacheRow:
         Slots past the row's end must not be used. Without pages, TMA fills them with zeros.
 
         Args:
-          start, size: which slots.
+          start, size: first slot and number of slots.
           page: `page_at(start)`, if it was looked up before.
         """
         if self._pages is None:
@@ -58,7 +58,7 @@ class CacheRow:
         return self._cache.at[page, self._head, place]
 
     def token(self, slot: Array) -> Any:
-        """One slot that exists, [D]."""
+        """One existing slot, [D]."""
         if self._pages is None:
             return self._cache.at[self._row, self._head, slot]
         return self._cache.at[self.page_at(slot), self._head, lax.rem(slot, jnp.int32(self._size))]

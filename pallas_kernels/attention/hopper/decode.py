@@ -25,11 +25,12 @@ check per split, not per score, is enough:
   p ≤ 1, avoids the overflow.
 fp16 ends at 65504 and has no such range, so it uses the running maximum from the start.
 
-**int8.** A `QuantisedCache` is read as it is. Codes become bf16 without rounding: those of K in
-registers, those of V through shared memory, because a transposed operand must be in shared memory
-in 16 bits. The scales of K multiply rows of Sᵀ. Those of V multiply P before it is rounded, and l
-sums P without them. This part was interpreted and compiled, but has not run on a GPU, so no plan
-chooses it: `implementation="mosaic_gpu_int8"`.
+**int8.** A `QuantisedCache` is read without dequantising it in memory first. Codes become bf16
+without rounding. Codes of K become bf16 in registers. Codes of V go through shared memory, because
+a transposed operand must be in shared memory in 16 bits. The scales of K multiply rows of Sᵀ. The
+scales of V multiply P before it is rounded, and l sums P without them. This part was interpreted
+and compiled, but has not run on a GPU. So no plan chooses it: pass
+`implementation="mosaic_gpu_int8"`.
 
 It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes. In
 int8 these are 2 · sum(lengths) · Hkv · (D + 4).
@@ -59,7 +60,8 @@ from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never, on_gpu
 
 _MAX_CLUSTER = 8
-# Shared memory of a block of the grid, less what Mosaic uses for sums over warps and for barriers.
+# Shared memory of a block of the grid, without the bytes that Mosaic uses for sums over warps and
+# for barriers.
 _SMEM_BYTES = 227 * 1024 - 2304
 
 
@@ -150,12 +152,12 @@ def decode_mosaic(
 ):
     """`decode_attention`; returns o [B,T,H,D], lse [B,T,H] or None, reruns or None.
 
-    Jitted, so that the layers of a model share one lowering. `options` are those of `_launch`.
+    Jitted, so that the layers of a model share one lowering. `options` are options of `_launch`.
 
     Args:
-      visible: [B, S] int32, or None. Query token t then sees the slots whose bit t is set, all of
-        them below `lengths`. If no query sees some slot of a page, `HOLES` is set for all slots of
-        that page.
+      visible: [B, S] int32, or None. Query token t then sees the slots whose bit t is set. All such
+        slots are below `lengths`. If no query sees some slot of a page, `HOLES` is set for all
+        slots of that page.
 
     Raises:
       NotImplementedError: float16 with a quantised cache, where P times a scale may underflow.
@@ -228,7 +230,8 @@ def _launch(
     # Rows of q; with a fused front, k and v of the new token are two more rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     config = config or default_config(b, kv_heads * tiles, s, d, staged)
-    # With `visible`, nothing tells a query that sees no slot of a split from one out of range.
+    # With `visible`, the kernel cannot distinguish a query that sees no slot of a split from one
+    # whose scores are out of range.
     marked = operands.get("visible") is not None
     if dtype == jnp.float16 or not spec.unified or marked:
         config = dataclasses.replace(config, unified=False)
@@ -368,7 +371,7 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _append_fits(shape: Shape) -> str | None:
-    """Check for one new token per row, whose queries, key and value must fit into one tile."""
+    """Check for a single new token per row. Its queries, key and value must fit into one tile."""
     group = shape["h"] // shape["hkv"]
     if shape["t"] != 1:
         return f"needs T = 1, got {shape['t']}"
@@ -390,7 +393,7 @@ _HOPPER = (9, 0), (9, 1)
 
 APPEND_DECODE_HOPPER = Implementation(
     *("append_decode_attention", "mosaic_gpu", _run_append),
-    can=_CAN - {"sinks"},  # it returns no lse
+    can=_CAN - {"sinks"},  # the fused kernel returns no lse
     fits=_append_fits,
     capabilities=_HOPPER,
 )

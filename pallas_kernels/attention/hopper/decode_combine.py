@@ -36,7 +36,7 @@ def write_result(o, l, m, out_s, lse_s):
 
 
 def combine(o, lm, rows, dtype, interpret):
-    """Combine splits o [B,Hkv,splits,D,R] and lm [B,Hkv,splits,2,R] in a kernel of its own.
+    """Combine splits o [B,Hkv,splits,D,R] and lm [B,Hkv,splits,2,R] in a separate kernel.
 
     Returns o [B,Hkv,rows,D] in `dtype`, and lse [B,Hkv,R] fp32.
     """

@@ -22,7 +22,7 @@ _SAFE_LOG2 = 64
 # m moves to the maximum of the first block if that is further away from φ than this, in log2.
 _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
-# In `visible`: set for all slots of a page if some of them are seen by no query.
+# A bit of `visible`. It is set for all slots of a page if no query sees some slot of the page.
 HOLES = -(2**31)
 
 
@@ -32,7 +32,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
         rotation [B,2,D] of a new token; k, v, in int8 with k_scales and v_scales; lengths [B]
-    without that token; layer, pages, phi, slopes, visible [B,S] if any.
+        without that token; layer, pages, phi, slopes, visible [B,S] if any.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
@@ -41,7 +41,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
       group: G, query heads per KV head.
       tiles: number of tiles that the G·T query rows of a KV head are cut into.
       spec, config: see `decode_mosaic`.
-      interpreted: the interpreter runs it, which multiplies no operand in registers.
+      interpreted: whether the interpreter runs the kernel. It cannot multiply operands in
+        registers.
     """
     q_s, k_s, v_s, p_s = (smem[name] for name in ("q", "k", "v", "p"))
     partial = [smem[name] for name in ("o", "l", "m")]
@@ -100,8 +101,8 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
     def block_start(step):
         """First slot of a step. The last block ends where the cached slots end, rounded up to 8.
 
-        So it may begin with slots of the block before. A first block that was requested before the
-        length was known is not moved.
+        So it may begin with slots of the previous block. A first block that was requested before
+        the length was known is not moved.
         """
         start = (first + step * stride) * bk
         if not ends_with_cache:
@@ -111,7 +112,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
         return jnp.where(step == 0, start, moved) if in_turn else moved
 
     def query_rows():
-        """[block, R] the query row of the head, of G·T, that each column stands for."""
+        """[block, R] the index among the head's G·T query rows of each column."""
         return plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE) + first_query
 
     def per_row(values):
@@ -265,7 +266,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
             plgpu.barrier_wait(smem["loaded"].at[stage])
             carry = step(i, k_s.at[stage], v_s.at[stage], carry)
             when(i + stages < count)(lambda: load_block(i + stages, page))
-            # Looked up a step ahead, because the load would wait for it.
+            # The page is looked up a step ahead, because the load would wait for the lookup.
             return carry, page_of(i + stages + 1)
 
         begun = 1 if first_pass and in_turn else 0
@@ -387,7 +388,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
         if config.cluster:
             plgpu.barrier_arrive(smem["cluster"])
         if "qkv" in inputs:
-            # The last block may contain the slot, so it must be loaded before.
+            # The last block may contain the slot, so it must have been loaded.
             write_token(caches, smem, cached)
         plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[row, tile, pl.ds(zero, padded)])
         if "lse" in outputs:

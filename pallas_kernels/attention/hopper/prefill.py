@@ -369,11 +369,11 @@ def _consume(
 
         def product(acc):
             plgpu.wgmma(acc, q_s, k_s.at[stage].T)
-            plgpu.wgmma_wait(1)  # waits for P·V of the block before
+            plgpu.wgmma_wait(1)  # waits for P·V of the previous block
             pass_turn()
             when(j > blocks.begin)(lambda: plgpu.barrier_arrive(v_empty.at[before(stage)]))
-            # The wait stands here, not where V is needed: there the compiler would move work below
-            # it that should run beside the exponentials.
+            # A wait at the use of V would be slower. The compiler would move work below it, and
+            # that work should run beside the exponentials.
             plgpu.barrier_wait(v_full.at[stage])
             return acc[...]
 
@@ -423,7 +423,7 @@ def _consume(
 
         def block(j, stage, l, masked):
             l = add_values(acc, scores(j, stage, masked, phi), l, stage)
-            if masked:  # masking needs the registers
+            if masked:  # frees registers, which masking needs
                 plgpu.wgmma_wait(0)
             return l
 
@@ -499,7 +499,7 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _run(q, k, v, *live, batch_invariant, layer, rows, pages, **keywords):
-    if features_of(k):  # what the rows hold is dequantised once, and then read many times
+    if features_of(k):  # the rows' slots are dequantised once and read many times
         k, v = take_layer(k, v, layer, rows, pages)
         layer = rows = pages = None
     return prefill_mosaic(q, k, v, *live, layer=layer, rows=rows, pages=pages, **keywords)

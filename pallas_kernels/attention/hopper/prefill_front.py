@@ -1,7 +1,7 @@
 """The work before attention in a prefill chunk: RoPE of q and k, and writing k and v to the cache.
 
-It must read q, k and v once and write them once, 2·R·T·(H + 2·Hkv)·D elements. XLA needs a kernel
-for each of the three and twice the time.
+It must read and write q, k and v once, 2·R·T·(H + 2·Hkv)·D elements. XLA needs three kernels and
+twice the time.
 
 A block handles 64 tokens of a KV head: queries, key and value, each as two tiles [64, D/2]. TMA
 loads the tiles to shared memory, q and k are rotated there, and TMA stores them.
@@ -22,7 +22,7 @@ from fdjax.pallas_kernels.dispatch import Implementation, Shape
 from fdjax.pallas_kernels.hopper.conditional import when
 
 _TOKENS = 64
-_PARTS = 6  # most heads of a block: more blocks with fewer heads hide more latency
+_PARTS = 6  # heads of a block at most: more blocks with fewer heads hide more latency
 
 
 @functools.partial(jax.jit, static_argnames="interpret")
@@ -42,7 +42,8 @@ def write_chunk_mosaic(
         next multiple of 64 tokens, which hold no live token.
       cos, sin: [R, T, D/2] fp32.
       layer: index into stacked caches.
-      pages: see `decode_attention`; `rows` are then those of `pages`, and offsets multiples of 64.
+      pages: see `decode_attention`; `rows` are then rows of `pages`, and offsets are multiples of
+        64.
 
     Returns:
       (q [R, T, H, D], undefined for padding; k; v).

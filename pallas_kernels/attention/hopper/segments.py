@@ -1,9 +1,10 @@
 """Decode attention of beams on Hopper: the beams of a prompt read each of their pages once.
 
 The paper on segment KV caches (Intel) reads the prompt once for all beams and selects the slots of
-the response by an index. Here the beams of a prompt are the query tokens of one row. This row has
-the pages of the prompt, then those of the responses of all beams. A bit per beam and slot says
-whether the beam sees the slot, so nothing is copied or gathered. The kernel is that of `decode`.
+the response by an index. Here the beams of a prompt are the query tokens of one row. The row's
+pages are the pages of the prompt, then the pages of all beams' responses. A bit per beam and slot
+says whether the beam sees the slot, so nothing is copied or gathered. The kernel is the one of
+`decode`.
 
 It must read 2 · (P + W·R) · Hkv · D · itemsize bytes for W beams of P and R slots, in whole pages.
 """
@@ -25,12 +26,12 @@ from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, nev
 
 
 class Groups(NamedTuple):
-    """The beams of each prompt as one row. Only the row of a first beam has slots.
+    """The beams of each prompt combined into one row. Only the rows of first beams have slots.
 
     Attributes:
-      pages: [B, N'] int32: those of the prompt, then the first page of each beam's response, the
-        second page of each, and so on.
-      lengths: [B] int32 slots of these pages that are in use, in whole pages.
+      pages: [B, N'] int32: the pages of the prompt, then the first page of each beam's response,
+        the second page of each, and so on.
+      lengths: [B] int32 number of used slots, rounded up to whole pages.
       visible: [B, N'·page] int32, see `decode_mosaic`.
     """
 
@@ -40,13 +41,13 @@ class Groups(NamedTuple):
 
 
 def groups_of(beams: BeamSlots, pages: Array, lengths: Array, size: int) -> Groups:
-    """The rows that stand for the prompts of a batch.
+    """The rows into which the beams of a batch are combined.
 
     Args:
-      beams: where the positions of rows are.
+      beams: the slots of the rows' positions.
       pages: [B, N] int32, the pages of each row.
-      lengths: [B] int32 positions of each row, those of the new tokens included.
-      size: slots of a page.
+      lengths: [B] int32 number of positions of each row, including the new tokens.
+      size: number of slots of a page.
     """
     b, n = pages.shape
     w = beams.width
@@ -58,7 +59,7 @@ def groups_of(beams: BeamSlots, pages: Array, lengths: Array, size: int) -> Grou
     prompts = jnp.minimum(beams.prompts, n * size)[:, None]
     of_prompt = -(-prompts // size)
 
-    # Which page of which beam each entry of the new table is.
+    # The beam and the page of that beam for each entry of the new table.
     entry = jnp.arange(n * w, dtype=jnp.int32)[None]
     response = entry - of_prompt
     beam = jnp.where(response < 0, 0, response % width)
@@ -73,7 +74,7 @@ def groups_of(beams: BeamSlots, pages: Array, lengths: Array, size: int) -> Grou
     slot = jnp.arange(size, dtype=jnp.int32)[None, None]
     begin = jnp.where(response < 0, entry * size, prompts + (response // width) * size)
     position = begin[:, :, None] + slot
-    # A page of the prompt holds nothing behind the prompt.
+    # Slots of the prompt's last page past the prompt are empty.
     ends = jnp.where(response < 0, jnp.minimum(prompts, lengths[:, None]), lengths[:, None])
     live = (position < ends[:, :, None]) & (entry < used)[:, :, None]
     source = beams.rows[members[:, :, None, None], jnp.minimum(position, n * size - 1)[:, None]]
@@ -89,14 +90,14 @@ def groups_of(beams: BeamSlots, pages: Array, lengths: Array, size: int) -> Grou
 def decode_segments(
     q, k, v, lengths, *, spec, beams, pages, layer=None, config=None, return_lse=True, **options
 ):
-    """`decode_attention` of beams; see `decode_mosaic` for `options`."""
+    """`decode_attention` for beams; see `decode_mosaic` for `options`."""
     b, _, h, d = q.shape
     kv_heads, w = k.shape[-3], beams.width
     groups = groups_of(beams, pages, lengths, k.shape[-2])
     row = jnp.arange(b, dtype=jnp.int32)
     members = jnp.minimum(row[:, None] + jnp.arange(w, dtype=jnp.int32)[None], b - 1)
     if config is None:
-        # Rows that are no first beams are empty.
+        # Rows that are not first beams are empty.
         tiles, rows = query_tiles(w * h // kv_heads, d)
         config = default_config(
             max(1, b // w), kv_heads * tiles, row_slots(k, groups.pages), d, rows
@@ -127,7 +128,7 @@ def _run(*operands, batch_invariant, phi, **keywords):
     return decode_segments(*operands, **keywords)
 
 
-# Only its name or a table chooses it, as it was not run on a GPU yet.
+# It runs only by name or by a table entry, because it has not run on a GPU yet.
 DECODE_SEGMENTS = Implementation(
     *("decode_attention", "mosaic_gpu", _run),
     can=frozenset({"beams", "rope", "soft_cap", "phi", "unified", "sinks"}),

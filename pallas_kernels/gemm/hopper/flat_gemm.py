@@ -34,9 +34,11 @@ from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, nee
 from fdjax.pallas_kernels.gemm.hopper.flat_tile import FlatTile, in_groups
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 
 MAX_SCALED_ROWS = 64
+# The same for a LayerNorm, which takes two rows of a block.
+MAX_CENTRED_ROWS = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +48,9 @@ class FlatGemmConfig:
     Attributes:
       block_n: columns of a block, a multiple of 64; with a gate, columns of each half.
       block_k: rows of a weight tile, a multiple of 64 up to 256.
-      stages: most weight tiles in the ring; K or shared memory may allow fewer.
+      stages: largest number of weight tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
-      block_m: most rows of a block, 64 or 128; a tile has no more than M needs.
+      block_m: largest number of rows of a block, 64 or 128; a tile has no more rows than M needs.
     """
 
     block_n: int = 64
@@ -89,9 +91,10 @@ def matmul_flat_gemm(
     w: Array,
     *,
     layer: Array | int | None = None,
-    norm: RMSNorm | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
     bias: Array | None = None,
     gate: str | None = None,
+    activation: str | None = None,
     residual: Array | None = None,
     dtype: Any,
     config: FlatGemmConfig | None = None,
@@ -101,7 +104,7 @@ def matmul_flat_gemm(
     Args:
       x: [M,K] bfloat16 or float16.
       w: [K,N], or [K,2,N] with `gate`; with `layer` stacks of these.
-      layer, norm, bias, gate, residual: as for `matmul`; residual is [M,N].
+      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
       dtype: dtype of the result.
       config: default `FlatGemmConfig.for_shape`.
 
@@ -115,21 +118,25 @@ def matmul_flat_gemm(
     n = w.shape[-1]
     if m == 0:
         return jnp.zeros((m, n), dtype)
-    if norm is not None and m > MAX_SCALED_ROWS:
-        x, norm = rms_norm(x, norm.scale, eps=norm.eps), None
+    centred = isinstance(norm, LayerNorm)
+    if norm is not None and m > (MAX_CENTRED_ROWS if centred else MAX_SCALED_ROWS):
+        x, norm, centred = normalised(x, norm), None, False
     x, residual = in_groups(x, residual)
     operands = {
         "x": x,
         "w": w,
         "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         "scale": None if norm is None else norm.scale,
+        "shift": norm.bias if centred else None,
         "bias": bias,
         "residual": residual,
     }
     y = _launch(
         {name: operand for name, operand in operands.items() if operand is not None},
         eps=None if norm is None else norm.eps,
+        centred=centred,
         gate=gate,
+        activation=activation,
         dtype=jnp.dtype(dtype),
         config=config or FlatGemmConfig.for_shape(m, k, n, gate=gate is not None),
     )
@@ -137,8 +144,10 @@ def matmul_flat_gemm(
 
 
 # Jitted separately, so that layers of the same shape share one lowering.
-@functools.partial(jax.jit, static_argnames=("eps", "gate", "dtype", "config"))
-def _launch(operands, *, eps, gate, dtype, config):
+@functools.partial(
+    jax.jit, static_argnames=("eps", "centred", "gate", "activation", "dtype", "config")
+)
+def _launch(operands, *, eps, centred, gate, activation, dtype, config):
     """Launch the kernel; `operands` are arrays by name, without those that are None.
 
     x, residual and the result are [groups, rows, ...]. In shared memory, each of several groups
@@ -153,8 +162,10 @@ def _launch(operands, *, eps, gate, dtype, config):
         block_m=config.block_m,
         split=config.split,
         gate=gate,
+        activation=activation,
         eps=eps,
         dtype=dtype,
+        centred=centred,
     )
     block_k, parts, steps = config.block_k, tile.parts, tile.steps
     weights = {"w": ((parts, block_k, config.block_n), tile.in_dtype)}
@@ -263,7 +274,7 @@ def _run(x, w, *, batch_invariant, **keywords):
 
 FLAT_GEMM = Implementation(
     *("matmul", "mosaic_gpu", _run),
-    can=frozenset({"norm", "bias", "gate", "residual"}),
+    can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"}),
     fits=_fits,
     heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),

@@ -1,4 +1,4 @@
-"""What a flat GEMM on Hopper does beside its weight: copies, norm, sums over K, epilogue."""
+"""Parts of a flat GEMM on Hopper that do not depend on the weight's format."""
 
 import functools
 from typing import Any
@@ -19,10 +19,13 @@ from fdjax.pallas_kernels.hopper.tiles import (
 )
 
 Buffers = dict[str, tuple[tuple[int, ...], Any]]
+Sums = tuple[Array, ...]
 
 _SMEM_BYTES = 227 * 1024 - 256  # shared memory of a block, less its barriers
 _MAX_GROUPS = 8
-_VECTORS = ("scale", "bias")
+_VECTORS = ("scale", "shift", "bias")
+# Rows of a block that a LayerNorm takes for itself: its scale and its shift.
+_NORM_ROWS = 2
 
 
 def in_groups(x: Array, residual: Array | None) -> tuple[Array, Array | None]:
@@ -53,12 +56,16 @@ class FlatTile:
     Its sums are [width, block_m] each: `wide` pieces of columns for every part. If blocks of a
     cluster share K, the first adds the others' sums in a fixed order.
 
+    A LayerNorm of rows with mean μ and standard deviation σ is ((x ⊙ scale) w - μ (scale w)) / σ +
+    shift w. Scale and shift take two spare rows of the block, so one pass gives all three products.
+
     Attributes:
       parts: 2 for gate and up, 1 without a gate.
       pieces: number of sums.
       block_n, block_m, block_k: columns, rows, and rows of the weight in one step.
       steps: number of steps of this block along K.
       normed: x is normalised: scaled in every step, and its squares are summed [64, block_m].
+      centred: the norm is a LayerNorm: x is summed as well.
       late: number of copies that arrive at "late_arrived".
       gmem, smem: references by name, once the kernel runs.
       layer: index into stacked weights, empty if they are not stacked, once the kernel runs.
@@ -75,8 +82,10 @@ class FlatTile:
         block_m: int,
         split: int,
         gate: str | None,
+        activation: str | None,
         eps: float | None,
         dtype: Any,
+        centred: bool = False,
         unit: int = 64,
     ):
         """`operands` are arrays by name; x and residual are [groups, rows, ...].
@@ -86,10 +95,12 @@ class FlatTile:
         self.operands = operands
         self.groups, self.m, self.k = operands["x"].shape
         self.n, self.gate, self.eps, self.dtype, self.split = n, gate, eps, dtype, split
+        self.activation, self.centred = activation, centred
         self.in_dtype = operands["x"].dtype
         self.parts = 2 if gate else 1
         self.wide, self.width, self.pieces = wide, width, wide * self.parts
-        self.tile_m = min(-(-self.m // 8) * 8, block_m)
+        rows = self.m + _NORM_ROWS * centred
+        self.tile_m = min(-(-rows // 8) * 8, block_m)
         self.grid = -(-n // (wide * width)), -(-self.m // block_m)
         self.block_n, self.block_m = wide * width, self.groups * self.tile_m
         self.unit, self.block_k, self.steps = unit, block_k, -(-self.k // (block_k * split))
@@ -101,16 +112,25 @@ class FlatTile:
 
     @property
     def stage(self) -> Buffers:
-        """Buffers of one step, beside the weight's."""
+        """Buffers of one step, without those of the weight."""
         stage = {"x": ((self.block_m, self.block_k), self.in_dtype)}
-        if self.normed:
-            stage["scale"] = ((self.block_k,), self.operands["scale"].dtype)
+        for name in self._factors:
+            stage[name] = ((self.block_k,), self.operands[name].dtype)
         return stage
 
     @property
+    def _factors(self) -> tuple[str, ...]:
+        return tuple(name for name in ("scale", "shift") if name in self.operands)
+
+    @property
     def copies(self) -> int:
-        """Number of copies that fill them."""
-        return self.groups + self.normed
+        """Number of copies that fill the buffers of `stage`."""
+        return self.groups + len(self._factors)
+
+    @property
+    def _statistics(self) -> int:
+        """Number of sums over x that the norm takes."""
+        return self.normed + self.centred
 
     def scratch(
         self, weights: Buffers, vectors: tuple[str, ...], copies: int, config: Any
@@ -119,7 +139,7 @@ class FlatTile:
 
         Args:
           weights: buffers of the weight in one step.
-          vectors: names of those that have no swizzle.
+          vectors: names of buffers without a swizzle.
           copies: number of copies that fill the weight's buffers.
           config: the tiling. K or shared memory may allow fewer `stages` in the ring.
 
@@ -127,7 +147,7 @@ class FlatTile:
           (steps in the ring, scratch by name).
 
         Raises:
-          NotImplementedError: there is no room.
+          NotImplementedError: shared memory has no room for them.
         """
         buffers = {"y": ((self.block_m, self.block_n), self.dtype)}
         if self.normed:
@@ -142,7 +162,8 @@ class FlatTile:
             sums = (others, self.pieces, self.width, self.block_m)
             buffers["partial"] = (sums, jnp.float32)
             if self.normed:
-                buffers["partial_squares"] = ((others, 64, self.block_m), jnp.float32)
+                sums = (others, self._statistics, 64, self.block_m)
+                buffers["partial_squares"] = (sums, jnp.float32)
         stage = weights | self.stage
         # The sum of squares over the warps of a block takes 8 bytes per row.
         room = _SMEM_BYTES - 8 * self.block_m - shared_bytes(buffers)
@@ -162,7 +183,7 @@ class FlatTile:
         if self.late:
             scratch["late_arrived"] = plgpu.Barrier(num_arrivals=self.late)
         if others:
-            arrivals = others * (self.pieces + self.normed)
+            arrivals = others * (self.pieces + self._statistics)
             scratch["partial_arrived"] = plgpu.Barrier(num_arrivals=arrivals)
         return stages, scratch
 
@@ -187,10 +208,10 @@ class FlatTile:
         return [pl.ds(group * self.tile_m, self.tile_m) for group in range(self.groups)]
 
     def fetch(self, name: str, ks: Any, slot: Any, arrived: Any) -> None:
-        """Copy x or the norm's scale of the rows `ks` of the weight; past M or K they are zero."""
+        """Copy x or a factor of the norm, of the rows `ks` of the weight; zero past M or K."""
         gmem, smem = self.gmem, self.smem
-        if name == "scale":
-            plgpu.copy_gmem_to_smem(gmem["scale"].at[ks], smem["scale"].at[slot], arrived)
+        if name in self._factors:
+            plgpu.copy_gmem_to_smem(gmem[name].at[ks], smem[name].at[slot], arrived)
             return
         for group, tile in enumerate(self._row_tiles()):
             source, target = gmem["x"].at[group, self.rows, ks], smem["x"].at[slot, tile]
@@ -209,14 +230,15 @@ class FlatTile:
                 source = gmem["bias"].at[(part, self.columns) if self.gate else self.columns]
                 plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
 
-    def no_squares(self) -> Array | None:
-        """The sums of squares before the first step."""
+    def no_squares(self) -> Sums:
+        """The sums for the norm before the first step: of squares, and of x for a LayerNorm."""
         if not self.normed:
-            return None
-        return plgpu.layout_cast(jnp.zeros((64, self.block_m), jnp.float32), LAYOUT)
+            return ()
+        blank = plgpu.layout_cast(jnp.zeros((64, self.block_m), jnp.float32), LAYOUT)
+        return (blank,) * self._statistics
 
-    def input(self, step: Array, slot: Array, squares: Array | None) -> tuple[Any, Array | None]:
-        """x of a step [block_m, block_k], scaled if there is a norm, and the sums of squares."""
+    def input(self, step: Array, slot: Array, squares: Sums) -> tuple[Any, Sums]:
+        """x of a step [block_m, block_k], scaled if there is a norm, and the sums for the norm."""
         x = self.smem["x"].at[slot]
         if self.normed:
             x = self.smem["scaled_x"].at[lax.rem(step, 2)]
@@ -224,18 +246,34 @@ class FlatTile:
         return x, squares
 
     def _scale_x(self, slot, scaled, squares):
-        """Scale a tile of x; add its squares to `squares` [64, block_m]."""
+        """Scale a tile of x, and add to the sums for the norm, [64, block_m] each."""
         for start in range(0, self.block_k, 64):
             ks = pl.ds(start, 64)
             x = load(self.smem["x"].at[slot, :, ks].T)  # [64, block_m]
-            scale = load(self.smem["scale"].at[slot, ks], LAYOUT.reduce(1))  # [64]
-            squares += x * x
-            x *= lax.broadcast_in_dim(scale, x.shape, [0])
+            factors = [
+                load(self.smem[name].at[slot, ks], LAYOUT.reduce(1)) for name in self._factors
+            ]
+            squares = tuple(s + a for s, a in zip(squares, (x * x, x), strict=False))
+            factors = [lax.broadcast_in_dim(factor, x.shape, [0]) for factor in factors]
+            x *= factors[0]
+            if self.centred:
+                for at, factor in enumerate(factors):
+                    x = jnp.where(self._is_row(x, at), factor, x)
             scaled.at[:, ks].T[...] = x.astype(self.in_dtype)
         plgpu.commit_smem()
         return squares
 
-    def finish(self, sums: list[Array], squares: Array | None) -> None:
+    def _is_row(self, values, at) -> Array:
+        """Where values [_, block_m] belong to the row of the norm's scale (0) or shift (1)."""
+        rows = plgpu.broadcasted_iota(jnp.int32, values.shape, 1, layout=LAYOUT)
+        return rows == self.block_m - _NORM_ROWS + at
+
+    def _norm_row(self, values, at) -> Array:
+        """The product of the norm's scale (0) or shift (1), repeated for all rows."""
+        row = jnp.where(self._is_row(values, at), values, jnp.zeros_like(values)).sum(axis=1)
+        return lax.broadcast_in_dim(row, values.shape, [0])
+
+    def finish(self, sums: list[Array], squares: Sums) -> None:
         """Turn the sums of all blocks that share K into the result, and store it."""
         if self.split == 1:
             self._epilogue(sums, squares)
@@ -254,8 +292,8 @@ class FlatTile:
         )
         for piece, values in enumerate(sums):
             send(values, smem["partial"].at[peer, piece])
-        if self.normed:
-            send(squares, smem["partial_squares"].at[peer])
+        for at, values in enumerate(squares):
+            send(values, smem["partial_squares"].at[peer, at])
 
     def _epilogue(self, sums, squares) -> None:
         smem, gmem, total = self.smem, self.gmem, list(sums)
@@ -264,11 +302,12 @@ class FlatTile:
             for peer in range(self.split - 1):
                 for piece in range(self.pieces):
                     total[piece] += load(smem["partial"].at[peer, piece])
-                if self.normed:
-                    squares += load(smem["partial_squares"].at[peer])
+                squares = tuple(
+                    values + load(smem["partial_squares"].at[peer, at])
+                    for at, values in enumerate(squares)
+                )
         if self.normed:
-            r = lax.rsqrt(jnp.sum(squares, axis=0) / self.k + self.eps)  # [block_m]
-            total = [t * lax.broadcast_in_dim(r, t.shape, [1]) for t in total]
+            total = self._normalised(total, squares)
         if self.late:
             plgpu.barrier_wait(smem["late_arrived"])
         if "bias" in gmem:
@@ -280,6 +319,8 @@ class FlatTile:
             y = total[at]
             if self.gate:
                 y = KERNEL_ACTIVATIONS[self.gate](y) * total[self.wide + at]
+            elif self.activation:
+                y = KERNEL_ACTIVATIONS[self.activation](y)
             if "residual" in gmem:
                 y += load(smem["residual"].at[:, self._piece(at)].T)
             y = y.astype(self.dtype)
@@ -291,6 +332,21 @@ class FlatTile:
             target = gmem["y"].at[group, self.rows, self.columns]
             plgpu.copy_smem_to_gmem(smem["y"].at[tile], target)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def _normalised(self, total, squares):
+        """The products [width, block_m] of the normalised x, from those of the scaled x."""
+        variance, *mean = (jnp.sum(values, axis=0) / self.k for values in squares)  # [block_m]
+        if not self.centred:
+            r = lax.rsqrt(variance + self.eps)
+            return [t * lax.broadcast_in_dim(r, t.shape, [1]) for t in total]
+        (mean,) = mean
+        r = lax.rsqrt(jnp.maximum(variance - mean * mean, 0.0) + self.eps)
+        normalised = []
+        for t in total:
+            factor, subtracted = (lax.broadcast_in_dim(a, t.shape, [1]) for a in (r, mean))
+            y = (t - subtracted * self._norm_row(t, 0)) * factor
+            normalised.append(y + self._norm_row(t, 1) if "shift" in self.gmem else y)
+        return normalised
 
     def _piece(self, at: int) -> Any:
         return pl.ds(at * self.width, self.width)

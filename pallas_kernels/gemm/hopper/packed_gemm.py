@@ -1,16 +1,16 @@
 """Flat GEMM with quantised weights on Hopper, in one launch.
 
-A product of few rows is bound by the bytes of its weight: a quarter of those of bf16 in int4, half
-in 8 bits. Weights lie in memory as "bricks" that threads read without exchanging anything. A
-warpgroup unpacks a unit of rows into registers and multiplies it with x from shared memory, as in
-`flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that one unpacks
-while the tensor cores work for another.
+A product of few rows is bound by the bytes of its weight. int4 takes a quarter of the bytes of
+bf16, and 8 bits take half. Weights lie in memory as "bricks" that threads read without exchanging
+anything. A warpgroup unpacks a unit of rows into registers and multiplies it with x from shared
+memory, as in `flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that
+one unpacks while the tensor cores work for another.
 
-Scales multiply the fp32 sums of their group of rows: it costs less than to scale weights, and it
+Scales multiply the fp32 sums of their group of rows. This costs less than scaling weights, and
 rounds nothing. Zeros are subtracted while unpacking, exactly.
 
-XLA runs the norm, and for more than 32 rows the gate. Scaling x in every block took 7 us on an H100
-where the product takes 20 us, and a launch of its own takes 2 us (benchmarks/LOG.md).
+XLA runs the norm, and for more than 32 rows the gate. On an H100, scaling x in every block took 7
+us for a product of 20 us. A separate launch takes 2 us (benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import unpacked
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
-from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _MAX_ROWS = 128
@@ -47,11 +47,11 @@ class PackedGemmConfig:
     """Tiling of `matmul_packed`.
 
     Attributes:
-      wide: bricks of columns of a block; with a gate, of each half.
-      deep: bricks of rows of a tile of the ring, a multiple of 2.
-      stages: most tiles in the ring; K or shared memory may allow fewer.
+      wide: width of a block in bricks; with a gate, width of each half.
+      deep: height of a tile of the ring in bricks, a multiple of 2.
+      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
-      block_m: most rows of a block, 64 or 128.
+      block_m: largest number of rows of a block, 64 or 128.
     """
 
     wide: int = 1
@@ -76,7 +76,7 @@ class PackedGemmConfig:
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "PackedGemmConfig":
         """A good tiling for an unmeasured shape: two blocks for each multiprocessor, or more."""
         columns = n // BRICK
-        # Half of the blocks then copy x half as often.
+        # With half as many blocks, x is copied half as often.
         wide = 2 if not gate and 16 < m <= 32 and columns >= 2 * MULTIPROCESSORS else 1
         # Every block should have 2048 rows. The sums of others must leave room for the ring.
         sums = (2 if gate else 1) * min(m, _block_m(m)) * BRICK * 4
@@ -95,9 +95,10 @@ def matmul_packed(
     w: QTensor,
     *,
     layer: Array | int | None = None,
-    norm: RMSNorm | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
     bias: Array | None = None,
     gate: str | None = None,
+    activation: str | None = None,
     residual: Array | None = None,
     dtype: Any,
     config: PackedGemmConfig | None = None,
@@ -107,7 +108,7 @@ def matmul_packed(
     Args:
       x: [M,K] bfloat16 or float16.
       w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these.
-      layer, norm, bias, gate, residual: as for `matmul`; residual is [M,N].
+      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
       dtype: dtype of the result.
       config: default `PackedGemmConfig.for_shape`.
 
@@ -121,7 +122,7 @@ def matmul_packed(
     if m == 0:
         return jnp.zeros((m, n), dtype)
     if norm is not None:
-        x = rms_norm(x, norm.scale, eps=norm.eps)
+        x = normalised(x, norm)
     if gate is not None and m > _MAX_GATED_ROWS:
         return _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config)
     x, residual = in_groups(x, residual)
@@ -139,6 +140,7 @@ def matmul_packed(
         kind=w.kind,
         group=w.group,
         gate=gate,
+        activation=activation,
         dtype=jnp.dtype(dtype),
         config=config or PackedGemmConfig.for_shape(m, k, n, gate=gate is not None),
     )
@@ -164,8 +166,10 @@ def _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config):
 
 
 # Jitted separately, so that layers of the same shape share one lowering.
-@functools.partial(jax.jit, static_argnames=("kind", "group", "gate", "dtype", "config"))
-def _launch(operands, *, kind, group, gate, dtype, config):
+@functools.partial(
+    jax.jit, static_argnames=("kind", "group", "gate", "activation", "dtype", "config")
+)
+def _launch(operands, *, kind, group, gate, activation, dtype, config):
     """Launch the kernel; `operands` are arrays by name, without those that are None."""
     deep, wide = config.deep, config.wide
     tile = FlatTile(
@@ -177,6 +181,7 @@ def _launch(operands, *, kind, group, gate, dtype, config):
         block_m=config.block_m,
         split=config.split,
         gate=gate,
+        activation=activation,
         eps=None,
         dtype=dtype,
         unit=min(group, BRICK),
@@ -251,7 +256,7 @@ def _launch(operands, *, kind, group, gate, dtype, config):
         tile.fetch_late()
         blank = jnp.zeros((BRICK, tile.block_m), jnp.float32)
         totals = [plgpu.layout_cast(blank, LAYOUT)] * pieces
-        tile.finish(lax.fori_loop(0, steps, step, totals), None)
+        tile.finish(lax.fori_loop(0, steps, step, totals), ())
 
     return tile.launch("packed_gemm_kernel", scratch, body)
 
@@ -293,7 +298,7 @@ def _run(x, w, *, batch_invariant, **keywords):
 
 PACKED_GEMM = Implementation(
     *("matmul", "mosaic_gpu", _run),
-    can=frozenset({"norm", "bias", "gate", "residual"})
+    can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.fp4"}),
     fits=_fits,
     heuristic=_heuristic,

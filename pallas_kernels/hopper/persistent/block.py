@@ -1,4 +1,4 @@
-"""A block of the grid: its place, its shared memory, and its signals to the other blocks."""
+"""A block of the grid: its index, its shared memory, and its signals to the other blocks."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ Copies = list[tuple[Any, Any]]
 
 
 class Work:
-    """What a block needs to know about a stage.
+    """The properties of a stage that a block needs.
 
     Attributes:
       tiles: number of tiles that the stage's work is cut into; blocks take them in turn.
@@ -47,20 +47,20 @@ class Share(NamedTuple):
 
 
 class Block:
-    """The block that a stage runs in.
+    """The block in which a stage runs.
 
     Attributes:
       gmem, smem: references to global and shared memory, by name.
       stages: the stages of one layer.
       layers: number of layers.
-      config: the op's limits on tiles in flight. `ahead` limits those of the next stage; each stage
-        picks the limit for its own.
+      config: the op's limits on tiles in flight. `ahead` is the limit for tiles of the next stage.
+        Each stage chooses the limit for its own tiles.
       cluster, rank: index of the block's cluster, and of the block in it.
       zero: a traced 0. A slice that starts here may reach past the end of an array, where TMA
         fills in zeros.
       padded: rows of x, rounded up to a multiple of 8.
-      x_bricks: bricks of columns in a slot of the ring of x.
-      rows: the slice of all these rows.
+      x_bricks: number of bricks of columns in a slot of the ring of x.
+      rows: the slice that selects all `padded` rows.
       dtype: dtype of x and of the weights.
     """
 
@@ -120,8 +120,8 @@ class Block:
         Args:
           tiles: (tiles requested, tiles waited for) since the kernel began.
           in_flight: limit of requested tiles that have not arrived.
-          copies: returns pairs of references to global memory and to the shared memory of a slot
-            that together make up the tile. It is called when there is room.
+          copies: function that returns pairs (reference to global memory, reference to a slot's
+            shared memory), which together make up the tile. It is called when the ring has room.
 
         Returns:
           The updated `tiles`.
@@ -194,11 +194,11 @@ class Block:
         return worked if at else worked & (layer > 0)
 
     def await_done(self, worked: Array | None, now: Array) -> None:
-        """If `now`, wait until this block has finished the stage before, if it `worked` on it."""
+        """If `now`, wait until this block has finished the previous stage, if it `worked` on it."""
         if worked is not None:
             when(worked & now)(lambda: plgpu.barrier_wait(self.smem["done"]))
 
-    # Among all blocks.
+    # Signals among all blocks.
 
     def signal(self, layer: Layer) -> None:
         """Count a tile as finished."""

@@ -1,7 +1,7 @@
 """A persistent kernel: stages repeated for every layer, run by three warpgroups of each block.
 
-One warpgroup computes. One loads what other blocks have computed. One loads the rest, mostly
-weights: these loads continue while blocks wait for each other, as long as shared memory has room.
+One warpgroup computes. One loads the results of other blocks. One loads the rest, mostly weights.
+These loads continue while blocks wait for each other, as long as shared memory has room.
 """
 
 import functools
@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent.block import Block
+from fdjax.pallas_kernels.hopper.persistent.exchange import arrived
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.sizes import CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
@@ -60,6 +61,8 @@ def launch(
 
     def kernel(*refs):
         gmem = dict(zip((*operands, *results), refs, strict=True))
+        if "inbox" in gmem:
+            gmem["arrived"] = arrived(gmem["inbox"])
         pl.run_scoped(functools.partial(body, gmem), **scratch, collective_axes="warpgroup")
 
     def body(gmem, **smem):

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fdjax.pallas_kernels.dispatch import Shape, needs_half
+from fdjax.pallas_kernels.hopper.persistent.exchange import ROUNDS, Exchange
 from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.packed_product import PackedProduct
 from fdjax.pallas_kernels.hopper.persistent.product import InputNorm, Product, Scaled
@@ -17,7 +18,7 @@ def projection(
     weight: str, *, width: int, n: int, eps: float, packing: Packing | None = None
 ) -> Product:
     """Projection of the residual stream [M, width] to Q, K and V, n columns in all."""
-    # Wide tiles where they still occupy enough blocks.
+    # Tiles are wide if there are still enough of them for all blocks.
     n //= BRICK
     if packing:
         norm = InputNorm("next_squares", eps)
@@ -28,23 +29,36 @@ def projection(
 
 
 def after_attention(
-    *, width: int, heads: int, hidden: int, gate: str, eps: float, packing: Packing | None = None
+    *,
+    width: int,
+    heads: int,
+    hidden: int,
+    gate: str,
+    eps: float,
+    packing: Packing | None = None,
+    ranks: int = 1,
 ) -> tuple[Product, Product, Product]:
-    """Three stages: output projection of o [M, heads], gate and up, and down to [M, width]."""
+    """Three stages: output projection of o [M, heads], gate and up, and down to [M, width].
+
+    `ranks` devices have parts of heads and hidden, and sum the results of the other two products.
+    """
     width, heads, hidden = (size // BRICK for size in (width, heads, hidden))
     mlp = Scaled("mlp_x", "mlp_scale", "mlp_squares")
     following = Scaled("next_x", "next_scale", "next_squares", next_layer=True)
     norm = InputNorm("mlp_squares", eps)
+    sums = [Exchange(ranks, i) if ranks > 1 else None for i in range(ROUNDS)]
+    out = {"residual": "x", "scaled": mlp, "exchange": sums[0]}
+    down = {"y": "x_out", "scaled": following, "exchange": sums[1]}
     if packing:
         return (
-            _packed(packing, "out", "o", heads, width, residual="x", scaled=mlp),
+            _packed(packing, "out", "o", heads, width, **out),
             _packed(packing, "gate_up", "mlp_x", width, hidden, gate, norm=norm, y="hidden"),
-            _packed(packing, "down", "hidden", hidden, width, y="x_out", scaled=following),
+            _packed(packing, "down", "hidden", hidden, width, **down),
         )
     return (
-        Product("out", "o", heads, width, 1, 4, 2, residual="x", scaled=mlp),
+        Product("out", "o", heads, width, 1, 4, 2, **out),
         Product("gate_up", "mlp_x", width, hidden, 2, 1, 1, gate, norm, y="hidden"),
-        Product("down", "hidden", hidden, width, 1, 4, 2, y="x_out", scaled=following),
+        Product("down", "hidden", hidden, width, 1, 4, 2, **down),
     )
 
 
@@ -57,7 +71,7 @@ def _packed(
     most = min(packing.wide, packing.bricks // 2) // parts
     wide = 1 if "scaled" in fields else max(min(-(-n // CLUSTERS), most), 1)
     most = packing.bricks // (parts * wide) // 2 * 2
-    # Few tiles, of which the last should not be mostly empty.
+    # There are few tiles, so the last one should not be mostly empty.
     deep = min(range(most, 0, -2), key=lambda deep: -(-k // (2 * deep)) * (deep + 1))
     return PackedProduct(weight, x, k, n, wide, deep, 2, gate, packing=packing, **fields)
 

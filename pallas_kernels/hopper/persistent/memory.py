@@ -14,7 +14,7 @@ from fdjax.pallas_kernels.quantised import BITS
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """What stages need beside the two rings, by name.
+    """Shared memory that stages need beside the two rings, by name.
 
     Attributes:
       matrices: (shape, dtype) of tiled buffers.
@@ -45,7 +45,7 @@ class Packing:
       kind: "int4" | "int8" | "fp8".
       group: number of rows that share a scale, or None for one scale per column.
       scales: dtype of the scales.
-      wide: most columns of a tile of a product, in bricks.
+      wide: largest number of columns of a product's tile, in bricks.
     """
 
     kind: str
@@ -65,7 +65,7 @@ def with_rings(
     """Scratch of a kernel: `memory`, a ring of bricks of x, and a ring of tiles in the rest.
 
     Args:
-      memory: what the stages need.
+      memory: memory that the stages need.
       rows: rows of x, a multiple of 8.
       dtype: dtype of x and of the weights.
       copies: number of copies that fill one tile.

@@ -1,9 +1,9 @@
 """A linear layer with quantised weights as a stage of a persistent kernel.
 
 Packed bricks arrive in the ring of weights and are unpacked in registers, while the tensor cores
-multiply the bricks before. Scales are applied to the sums of each group of rows, in fp32. One
-warpgroup cannot unpack as fast as memory delivers, so a second one takes every other brick of
-K and hands its sums over through shared memory.
+multiply the previous bricks. Scales are applied to the sums of each group of rows, in fp32. One
+warpgroup cannot unpack as fast as memory delivers, so a second one takes every other brick of K and
+hands its sums over through shared memory.
 """
 
 import dataclasses
@@ -109,12 +109,12 @@ class PackedProduct(Product):
     ) -> list[Array]:
         """One warpgroup's share of this block's sums: [64, padded] for each piece.
 
-        Of every slot of x, one warpgroup takes the first brick, the other the second.
+        In every slot of x, one warpgroup takes the first brick and the other the second.
         """
         smem, group = block.smem, self.packing.group
         w_used, x_used = used
         x_slots = self.deep // 2
-        # (slot of x, piece) of the bricks of a tile, two of which are multiplied between two waits.
+        # (slot of x, piece) of each brick of a tile. Two bricks are multiplied between two waits.
         all_bricks = [(at, piece) for at in range(x_slots) for piece in range(self.pieces)]
         rounds = [all_bricks[first : first + 2] for first in range(0, len(all_bricks), 2)]
 

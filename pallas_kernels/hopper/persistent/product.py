@@ -22,6 +22,7 @@ from fdjax.pallas_kernels.hopper.persistent.block import (
     brick_of,
     bricks,
 )
+from fdjax.pallas_kernels.hopper.persistent.exchange import Exchange
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, put
@@ -72,6 +73,7 @@ class Product(Stage):
         that adds to it.
       y: name of the result, or None. With `scaled`, it is the residual stream after the last layer.
       scaled: add the product to the residual stream, and write this for the next norm.
+      exchange: sums the product over devices first, or None.
     """
 
     weight: str
@@ -86,6 +88,7 @@ class Product(Stage):
     residual: str | None = None
     y: str | None = None
     scaled: Scaled | None = None
+    exchange: Exchange | None = None
 
     @property
     def parts(self) -> int:
@@ -287,6 +290,8 @@ class Product(Stage):
         if self.gate:
             act = KERNEL_ACTIVATIONS[self.gate]
             total = [act(total[c]) * total[self.wide + c] for c in range(self.wide)]
+        if self.exchange:
+            total = [self.exchange.sum(block.gmem, layer, tile, total[0])]
         if self.scaled:
             self._store_residual(block, layer, i, tile, total[0], scale)
         else:

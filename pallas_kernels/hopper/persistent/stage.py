@@ -14,7 +14,7 @@ class Stage(Work, abc.ABC):
     def bring_weights(
         self, block: Block, layer: Layer, worked: Array | None, tiles: Pair
     ) -> tuple[Array, Pair]:
-        """Fill the ring with tiles that do not depend on the stage before.
+        """Fill the ring with tiles that do not depend on the previous stage.
 
         Args:
           worked: argument of `Block.await_done`, which must be called before all but the first
@@ -30,7 +30,7 @@ class Stage(Work, abc.ABC):
         """Load the results of earlier stages as bricks; `loaded` counts them since the start."""
 
     def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """What a second warpgroup computes; `used` is as for `compute`."""
+        """Compute a second warpgroup's part; `used` is as for `compute`."""
         raise NotImplementedError
 
     @abc.abstractmethod

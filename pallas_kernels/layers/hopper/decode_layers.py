@@ -1,10 +1,10 @@
 """All layers of a decode step, as one persistent kernel for Hopper.
 
 Every block of the grid runs Q, K and V, attention, output projection, gate and up, and down of one
-layer after the other, with a barrier of all blocks between two of them. One warpgroup computes, one
-loads what is multiplied by weights, and one loads weights, keys and values through a single ring.
-These do not depend on the barriers, so their loads continue while blocks wait for each other. See
-`chain_mosaic` for the products, `heads` for attention.
+layer after the other, with a barrier of all blocks between two of them. One warpgroup computes. One
+loads the inputs of products. One loads weights, keys and values through a single ring. These do not
+depend on the barriers, so their loads continue while blocks wait for each other. See `chain_mosaic`
+for the products, `heads` for attention.
 
 Weights and caches are stacked over the layers: separate arrays would need hundreds of descriptors.
 """
@@ -19,6 +19,7 @@ from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
+from fdjax.pallas_kernels.hopper.persistent.exchange import inbox
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
 from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
     after_attention,
@@ -30,7 +31,14 @@ from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
-from fdjax.pallas_kernels.layers.hopper.heads import HEAD_DIM, PARTS, Heads, heads_memory
+from fdjax.pallas_kernels.layers.hopper.heads import (
+    HEAD_DIM,
+    PARTS,
+    Heads,
+    heads_memory,
+    new_parts_counters,
+    parts_shape,
+)
 from fdjax.pallas_kernels.quantised import QTensor
 
 
@@ -43,22 +51,25 @@ class DecodeLayersConfig:
       alone: tiles in other products, where 96 or fewer blocks have work.
       cache: tiles of keys and values.
       ahead: tiles of the next stage that a block requests while it still works on this one.
+      clusters: most clusters of two blocks that share a KV head.
     """
 
     shared: int = 2
     alone: int = 2
     cache: int = 4
     ahead: int = 2
+    clusters: int = 1
 
     def __post_init__(self):
-        if min(self.shared, self.alone, self.cache) < 1 or self.ahead < 0:
+        if min(self.shared, self.alone, self.cache, self.clusters) < 1 or self.ahead < 0:
             raise ValueError(
-                f"decode_layers: must have shared, alone and cache >= 1 and ahead >= 0, got {self}"
+                "decode_layers: must have shared, alone, cache and clusters >= 1 and ahead >= 0, "
+                f"got {self}"
             )
 
 
 def layers_mosaic(
-    x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, pages=None, config=None
+    x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, pages=None, ranks=1, config=None
 ):
     """`decode_layers`, for sizes that `LAYERS_HOPPER` supports."""
     layers, m, d = len(k), len(x), k.shape[-1]
@@ -102,6 +113,7 @@ def layers_mosaic(
         eps=eps,
         scale=scale,
         packing=_packing(weights, m),
+        ranks=ranks,
         config=config,
     )
     return x[:m], jax.freeze(k), jax.freeze(v)
@@ -126,7 +138,7 @@ def _packing(weights, rows) -> Packing | None:
     return Packing(w.kind, None if w.group == w.shape[0] else w.group, w.scales.dtype, wide)
 
 
-def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
+def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
     padded, width = operands["x"].shape
     dtype = operands["x"].dtype
     layers, _, kv_heads, _, d = operands["k"].shape
@@ -140,6 +152,8 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
         eps=eps,
         scale=scale,
         packing=packing,
+        ranks=ranks,
+        clusters=config.clusters,
     )
     results = {
         "x_out": ((padded, width), dtype),
@@ -149,6 +163,11 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
         "mlp_squares": ((width // BRICK, padded), jnp.float32),
         "hidden": ((padded, hidden), dtype),
     }
+    if ranks > 1:
+        results["inbox"] = inbox(ranks, padded, width)
+    if (clusters := stages[1].clusters) > 1:
+        operands["parts_arrived"] = new_parts_counters(layers, rows, kv_heads)
+        results["parts"] = parts_shape(rows, kv_heads, clusters), jnp.float32
     products = [stage for stage in stages if isinstance(stage, Product)]
     memory = products_memory(products, rows=padded, width=width, dtype=dtype)
     made = launch(
@@ -164,15 +183,36 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, config):
 
 
 def _stages(
-    m, width, heads, hidden, n, kv_heads, group, cache_slots, *, gate, eps, scale, packing=None
+    m,
+    width,
+    heads,
+    hidden,
+    n,
+    kv_heads,
+    group,
+    cache_slots,
+    *,
+    gate,
+    eps,
+    scale,
+    packing=None,
+    ranks=1,
+    clusters=1,
 ):
-    # Two blocks that share a head finish it sooner. With many heads, sharing would only add work.
+    # Blocks that share a head finish it sooner. With many heads, sharing would only add work.
     split = 2 if m * kv_heads <= CLUSTERS else 1
+    clusters = max(1, min(clusters, CLUSTERS // (m * kv_heads)))
     return (
         projection("qkv", width=width, n=n, eps=eps, packing=packing),
-        Heads(m, kv_heads, group, cache_slots, split, scale),
+        Heads(m, kv_heads, group, cache_slots, split, scale, clusters),
         *after_attention(
-            width=width, heads=heads, hidden=hidden, gate=gate, eps=eps, packing=packing
+            width=width,
+            heads=heads,
+            hidden=hidden,
+            gate=gate,
+            eps=eps,
+            packing=packing,
+            ranks=ranks,
         ),
     )
 
@@ -203,13 +243,16 @@ LAYERS_CANDIDATES = (
 
 
 def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
-    return LAYERS_CANDIDATES
+    # At least two tiles for each block that shares a head.
+    most = min(CLUSTERS // (shape["m"] * shape["hkv"]), shape["s"] // (4 * BRICK))
+    shared = (DecodeLayersConfig(alone=3, clusters=n) for n in (2, 4, 8) if n <= most)
+    return *LAYERS_CANDIDATES, *shared
 
 
 LAYERS_HOPPER = Implementation(
     *("decode_layers", "mosaic_gpu", layers_mosaic),
     # Features of a decoder block. The kernel uses a running maximum and ignores φ.
-    can=frozenset({"attention.rope", "attention.phi", "attention.unified"}),
+    can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"}),
     fits=_fits,
     heuristic=never,
     capabilities=((9, 0), (9, 1)),

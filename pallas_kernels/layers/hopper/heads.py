@@ -2,14 +2,16 @@
 
 A block computes one KV head of a row, 64 slots at a time, with a running maximum. If there are few
 heads, the two blocks of a cluster share a head: they take its tiles in turn and merge their results
-through shared memory. The new token is put into its place in the last tile in shared memory, so
-that attention need not wait until the cache holds it.
+through shared memory. With very few heads, several clusters share one, and the first of them merges
+their results through global memory. The new token is put into its place in the last tile in shared
+memory, so that attention need not wait until the cache holds it.
 """
 
 import dataclasses
 import functools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -18,6 +20,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.persistent import counters
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
@@ -33,13 +36,17 @@ class Heads(Stage):
     """Attention of queries, key and value "y" [M,Hkv,G+2,D], with the result "o" [M,Hkv,G,D].
 
     "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
-    tokens, "lengths" [M] their number. "cos" and "sin" [M,D/2] rotate queries and key.
+    tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key.
+
+    If several clusters share a head, all but the first store their results in "parts"
+    [M,Hkv,clusters-1,4,64,8] fp32, and "parts_arrived" [L,M,Hkv,32] counts them.
 
     Attributes:
       rows, kv_heads, group: M, Hkv, G.
       cache_slots: S.
       split: number of blocks of a cluster that share a KV head.
       scale: multiplies q·k.
+      clusters: number of clusters that share a KV head; more than one only if `split` is 2.
     """
 
     rows: int
@@ -48,24 +55,44 @@ class Heads(Stage):
     cache_slots: int
     split: int
     scale: float
+    clusters: int = 1
 
     copies = 4  # halves of keys and of values
 
     @property
     def tiles(self) -> int:
-        """Number of KV heads in all rows."""
-        return self.rows * self.kv_heads
+        """Number of clusters' shares in the KV heads of all rows."""
+        return self.rows * self.kv_heads * self.clusters
+
+    @property
+    def sharing(self) -> int:
+        """Number of blocks that share a KV head."""
+        return self.split * self.clusters
+
+    def _unit(self, block: Block, i: Array) -> Array:
+        share = block.share(self)
+        return jnp.minimum(share.first + i * share.stride, self.tiles - 1)
 
     def _head(self, block: Block, i: Array) -> tuple[Array, Array]:
-        """Row and KV head of this block's share number i."""
-        share = block.share(self)
-        unit = jnp.minimum(share.first + i * share.stride, self.tiles - 1)
+        """(row, KV head) of this block's i-th head."""
+        unit = self._unit(block, i)
+        if self.clusters > 1:
+            unit = lax.div(unit, self.clusters)
         return lax.div(unit, self.kv_heads), lax.rem(unit, self.kv_heads)
 
-    def _cache_tiles(self, block: Block, filled: Array) -> tuple[Array, Array]:
+    def _part(self, block: Block, i: Array) -> Array:
+        """Index of this block's cluster among those that share the KV head."""
+        return lax.rem(self._unit(block, i), self.clusters)
+
+    def _rank(self, block: Block, i: Array) -> Array:
+        """Index of this block among those that share the KV head."""
+        rank = block.share(self).rank
+        return rank if self.clusters == 1 else self._part(block, i) * self.split + rank
+
+    def _cache_tiles(self, block: Block, i: Array, filled: Array) -> tuple[Array, Array]:
         """Number of tiles, the new token's included, and number of this block's, at least one."""
         tiles = lax.div(filled, BRICK) + 1
-        mine = lax.div(tiles - block.share(self).rank + self.split - 1, self.split)
+        mine = lax.div(tiles - self._rank(block, i) + self.sharing - 1, self.sharing)
         return tiles, jnp.maximum(mine, 1)
 
     def bring_weights(
@@ -76,6 +103,8 @@ class Heads(Stage):
 
         def bring_head(i, carry):
             row, head = self._head(block, i)
+            rank = self._rank(block, i)
+            tiles_in_all, mine = self._cache_tiles(block, i, gmem["lengths"][row])
             caches = [CacheRow(gmem, name, row, head, layer) for name in "kv"]
 
             def bring(j, carry):
@@ -83,7 +112,10 @@ class Heads(Stage):
                 block.await_done(worked, count == config.ahead)
 
                 def copies(slot):
-                    start = (share.rank + self.split * j) * BRICK
+                    tile = rank + self.sharing * j
+                    if self.clusters > 1:  # a block without a tile loads an existing one
+                        tile = jnp.minimum(tile, tiles_in_all - 1)
+                    start = tile * BRICK
                     sources = [
                         cache.block(start, BRICK).at[:, bricks(half, 1)]
                         for cache in caches
@@ -94,7 +126,6 @@ class Heads(Stage):
                 tiles = block.bring_tile(tiles, config.cache, copies)
                 return count + 1, tiles
 
-            mine = self._cache_tiles(block, gmem["lengths"][row])[1]
             return lax.fori_loop(0, mine, bring, carry)
 
         return lax.fori_loop(0, share.count, bring_head, (jnp.int32(0), tiles))
@@ -119,7 +150,7 @@ class Heads(Stage):
         mine = block.share(self).count
 
         def store_is_under_way(i):
-            """Whether this block began to store its head number i and may not have finished."""
+            """Whether the store of this block's head number i may still be running."""
             return (i >= 0) & ((self.split == 1) | (lax.rem(i, self.split) == block.rank))
 
         def arrive(i):
@@ -144,7 +175,7 @@ class Heads(Stage):
             before = functools.partial(arrive, i - 1)
             self._attend(block, layer, i, filled, w_used, before)
             x_used += 2 // block.x_bricks
-            return (w_used + self._cache_tiles(block, filled)[1], x_used), following
+            return (w_used + self._cache_tiles(block, i, filled)[1], x_used), following
 
         used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
         arrive(mine - 1)
@@ -152,7 +183,7 @@ class Heads(Stage):
         return used
 
     def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Nothing, but barriers want to see both warpgroups."""
+        """Compute nothing. The second warpgroup only arrives at the barriers."""
         smem = block.smem
 
         def pass_by(arrived, used, slot):
@@ -168,7 +199,7 @@ class Heads(Stage):
             for at in range(2 // block.x_bricks):
                 pass_by("x_arrived", "x_used", block.x_slot(x_used + at))
             filled = block.gmem["lengths"][self._head(block, i)[0]]
-            w_after = w_used + self._cache_tiles(block, filled)[1]
+            w_after = w_used + self._cache_tiles(block, i, filled)[1]
             lax.fori_loop(w_used, w_after, pass_tile, None)
             return w_after, x_after
 
@@ -200,40 +231,67 @@ class Heads(Stage):
     def _attend(self, block, layer, i, filled, w_used, arrive_before) -> None:
         """Attention of a KV head of a row to this block's tiles of slots."""
         row, head = self._head(block, i)
-        tiles_in_all, mine = self._cache_tiles(block, filled)
-        rank = block.share(self).rank
+        tiles_in_all, mine = self._cache_tiles(block, i, filled)
+        rank = self._rank(block, i)
 
         blank = plgpu.layout_cast(jnp.zeros((BRICK, PARTS), jnp.float32), LAYOUT)
         lowest = plgpu.layout_cast(jnp.full((PARTS,), LOWEST, jnp.float32), LAYOUT.reduce(0))
         pairs = lax.div(mine, 2)
         carry = blank, blank, blank, lowest
-        step = functools.partial(self._step, block, filled, w_used, tiles_in_all)
+        step = functools.partial(self._step, block, rank, filled, w_used, tiles_in_all)
         carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
         one = functools.partial(step, 2 * pairs, 1)
         *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
 
         arrive_before()
-        last_is_mine = lax.rem(tiles_in_all - 1, self.split) == rank
+        last_is_mine = lax.rem(tiles_in_all - 1, self.sharing) == rank
         when(last_is_mine & (filled < self.cache_slots))(
             lambda: _write_token(block, layer, row, head, filled)
         )
         if self.split == 1:
-            _store(block, row, head, o, l.sum(axis=0))
-        else:
-            _merge(block, i, row, head, o, l, m)
+            _store(block, row, head, o, l)
+            return
+        finish = functools.partial(_store, block, row, head)
+        if self.clusters > 1:
+            finish = functools.partial(self._merge_clusters, block, layer, i, row, head)
+        _merge(block, i, o, l, m, finish)
 
-    def _step(self, block, filled, w_used, tiles_in_all, first, count, j, carry):
+    def _merge_clusters(self, block, layer, i, row, head, o, l, top) -> None:
+        """Merge the results of all clusters that share the head in the first of them."""
+        parts, part = block.gmem["parts"].at[row, head], self._part(block, i)
+        arrived = block.gmem["parts_arrived"].at[layer, row, head]
+
+        @when(part > 0)
+        def _():
+            for at, values in enumerate((*o, l, top)):
+                parts.at[part - 1, at][...] = values
+            counters.signal(arrived)
+
+        @when(part == 0)
+        def _():
+            def add(other, carry):
+                loaded = (
+                    plgpu.load(parts.at[other, at], layout=LAYOUT, optimized=False)
+                    for at in range(4)
+                )
+                return _merged(carry, tuple(loaded))
+
+            counters.wait(arrived, self.clusters - 1)
+            *merged, total, _ = lax.fori_loop(0, self.clusters - 1, add, (*o, l, top))
+            _store(block, row, head, merged, total)
+
+    def _step(self, block, rank, filled, w_used, tiles_in_all, first, count, j, carry):
         """Attention to `count` tiles at once, which waits less often than one tile at a time.
 
         The carry is o in two halves [64, 8], l [64, 8] as partial sums in each row, and m [8].
         """
-        smem, rank = block.smem, block.share(self).rank
+        smem = block.smem
         *o, l, m = carry
         at = [first + j * count + i for i in range(count)]
         places = [block.w_slot(w_used + i) for i in at]
         tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in places]
         for i, slot, tile in zip(at, places, tiles, strict=True):
-            which = rank + self.split * i
+            which = rank + self.sharing * i
             plgpu.barrier_wait(smem["w_arrived"].at[slot])
             inside = filled - which * BRICK
             last = which >= tiles_in_all - 1
@@ -249,7 +307,7 @@ class Heads(Stage):
         accumulator = plgpu.ACC((BRICK, PARTS), jnp.float32)
         scores = pl.run_scoped(products, *[accumulator] * count)
         inside = plgpu.broadcasted_iota(jnp.int32, (BRICK, PARTS), 0, layout=LAYOUT)
-        seen = [inside + (rank + self.split * i) * BRICK <= filled for i in at]
+        seen = [inside + (rank + self.sharing * i) * BRICK <= filled for i in at]
         tops = [jnp.where(s, z, LOWEST) for s, z in zip(seen, scores, strict=True)]
         m_new = jnp.maximum(m, functools.reduce(jnp.maximum, tops).max(axis=0))
         rescale = _down(jnp.exp2(m - m_new))
@@ -299,8 +357,18 @@ def _write_token(block, layer, row, head, slot) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _merge(block, i, row, head, o, l, m) -> None:
-    """Merge the parts of two blocks, each with its own maximum, and store the result."""
+def _merged(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
+    """Merge two results (o in two halves, l, maximum), all [64, 8]."""
+    *o, l, m = one
+    *o_other, l_other, m_other = other
+    top = jnp.maximum(m, m_other)
+    weight, weight_other = jnp.exp2(m - top), jnp.exp2(m_other - top)
+    pairs = zip((*o, l), (*o_other, l_other), strict=True)
+    return *(a * weight + b * weight_other for a, b in pairs), top
+
+
+def _merge(block, i, o, l, m, finish) -> None:
+    """Merge the parts of two blocks, each with its own maximum; one `finish`es (o, l, maximum)."""
     smem = block.smem
     owner = lax.rem(i, 2)
 
@@ -319,24 +387,32 @@ def _merge(block, i, row, head, o, l, m) -> None:
     @when(owner == block.rank)
     def _():
         plgpu.barrier_wait(smem["part_arrived"])
-        *o_other, l_other, m_other = (load(smem["part"].at[at]) for at in range(4))
-        top = jnp.maximum(_down(m), m_other)
-        weight, weight_other = jnp.exp2(_down(m) - top), jnp.exp2(m_other - top)
-        merged = [a * weight + b * weight_other for a, b in zip(o, o_other, strict=True)]
-        total = (l * weight + l_other * weight_other).sum(axis=0)
-        _store(block, row, head, merged, total)
+        other = tuple(load(smem["part"].at[at]) for at in range(4))
+        *merged, total, top = _merged((*o, l, _down(m)), other)
+        finish(merged, total, top)
 
 
-def _store(block, row, head, o, l) -> None:
-    """Begin to store the result o / l of a KV head."""
+def _store(block, row, head, o, l, top=None) -> None:
+    """Begin to store the result of a KV head, o over the sum of l."""
     o_smem = block.smem["o"]
-    inverse = _down(1.0 / l)
+    inverse = _down(1.0 / l.sum(axis=0))
     for half in range(2):
         put(o_smem.at[half], o[half] * inverse)
     plgpu.commit_smem()
     for half in range(2):
         target = block.gmem["o"].at[row, head, pl.ds(block.zero, PARTS), bricks(half, 1)]
         plgpu.copy_smem_to_gmem(o_smem.at[half], target)
+
+
+def parts_shape(rows: int, kv_heads: int, clusters: int) -> tuple[int, ...]:
+    """Shape of "parts" in fp32."""
+    return rows, kv_heads, clusters - 1, 4, BRICK, PARTS
+
+
+def new_parts_counters(layers: int, rows: int, kv_heads: int) -> Any:
+    """A reference to zeros for "parts_arrived", to be used once."""
+    # No two heads share a cache line.
+    return jax.new_ref(jnp.zeros((layers, rows, kv_heads, 32), jnp.int32))
 
 
 def heads_memory(dtype: Any) -> Memory:

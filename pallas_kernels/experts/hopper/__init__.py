@@ -1,0 +1,1 @@
+"""Kernels of mixtures of experts for Hopper (H100, H200)."""

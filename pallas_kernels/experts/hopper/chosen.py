@@ -1,0 +1,418 @@
+"""Mixture of experts for a few rows on Hopper. It reads the weights of each chosen expert once.
+
+The rows of a decode step choose D <= min(X, M·k) experts. Their weights, D·3·E·F·itemsize bytes,
+bound the time. Qwen3-30B-A3B (E 2048, F 768, 8 of 128 experts, bf16) at 3.05 TB/s, with random
+routing. FLOPs include rows of padding and rows that did not choose the expert:
+
+  rows  experts   bytes    us  GFLOP
+     1        8   75 MB    25    0.6
+     8       52  487 MB   160    3.9
+    16       82  778 MB   255   12.4
+    32      112  1.06 GB  346   33.8   (42 us of the tensor cores)
+
+So there is time to multiply all rows by each chosen expert, and rows are not gathered. Each
+distinct expert has a slot. XLA makes two small tables of slots. Two launches follow, both flat
+GEMMs with a ring of TMA tiles and swapped operands, see `gemm.hopper.flat_gemm`:
+
+1. hidden[slot] = act(x · gate) * (x · up), a block for each slot and `up_n` columns;
+2. part[pair] = hidden[slot][row] · down, a block for each slot and `down_n` columns. It stores only
+   the rows that chose the expert. A pair is a row and one of its experts.
+
+Blocks of slots without an expert end at once. XLA sums the weighted parts of a row, in the order in
+which the row chose its experts. All sums of a row have a fixed order, so its bits depend neither on
+the other rows nor on the tiling.
+"""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.activations import PAIRED
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.experts.hopper.weights import (
+    DenseTiles,
+    PackedTiles,
+    kernel_scales,
+    takes_group,
+)
+from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.tiles import (
+    KERNEL_ACTIVATIONS,
+    LAYOUT,
+    load,
+    matrix,
+    put,
+    shared_bytes,
+)
+from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
+
+_SMEM_BYTES = 227 * 1024 - 256  # shared memory of a block, less its barriers
+_MAX_ROWS = 32
+_PADDING = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class MoeConfig:
+    """Tiling of `moe_chosen`.
+
+    Attributes:
+      up_n: hidden values of a block of the first launch, which has as many columns of gate and up.
+      up_k, up_stages: rows of its weight tiles, and largest number of tiles in its ring.
+      down_n: columns of a block of the second launch.
+      down_k, down_stages: like `up_k` and `up_stages`, for the second launch.
+    """
+
+    up_n: int = 64
+    up_k: int = 64
+    up_stages: int = 4
+    down_n: int = 64
+    down_k: int = 64
+    down_stages: int = 6
+
+    def __post_init__(self):
+        for name in ("up", "down"):
+            n, k, stages = (getattr(self, f"{name}_{part}") for part in ("n", "k", "stages"))
+            if n not in (64, 128):
+                raise ValueError(f"moe: {name}_n must be 64 or 128, got {n}")
+            if k not in (64, 128, 192, 256):
+                raise ValueError(f"moe: {name}_k must be 64, 128, 192 or 256, got {k}")
+            if stages < 2:
+                raise ValueError(f"moe: {name}_stages must be at least 2, got {stages}")
+
+    @classmethod
+    def for_shape(
+        cls, m: int, width: int, chosen: int, packed_up: bool = False, packed_down: bool = False
+    ) -> "MoeConfig":
+        """A tiling for an unmeasured shape.
+
+        Wide blocks copy the rows less often. They need enough columns for all multiprocessors.
+        Tiles of quantised weights have more rows.
+        """
+        wide = not packed_down and m * chosen * (width // 128) >= MULTIPROCESSORS
+        return cls(
+            up_k=256 if packed_up else 64,
+            up_stages=3 if packed_up else 4,
+            down_n=128 if wide else 64,
+            down_k=256 if packed_down else 64,
+            down_stages=4 if wide or packed_down else 6,
+        )
+
+    def tiles(
+        self, name: str, weight: Array | QTensor, parts: int, dtype: Any
+    ) -> DenseTiles | PackedTiles:
+        """The tiles of a weight in the launch "up" or "down"."""
+        n, k = getattr(self, f"{name}_n"), getattr(self, f"{name}_k")
+        if isinstance(weight, QTensor):
+            return PackedTiles.of(weight, parts, k, dtype)
+        # Stores of rows are clipped only at the end of the whole result, so tiles must divide N.
+        return DenseTiles(parts, math.gcd(n, weight.shape[-1]), k, jnp.dtype(dtype))
+
+
+def moe_chosen(
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate_up: Array | QTensor,
+    down: Array | QTensor,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    *,
+    gate: str,
+    config: MoeConfig | None = None,
+) -> Array:
+    """`moe` for chosen experts, as two Mosaic GPU kernels.
+
+    Args:
+      x: [M,E] bfloat16 or float16, M at most 32.
+      experts: [M,k] int32. X means no expert: nothing is read or added.
+      weights: [M,k] fp32.
+      gate_up, down, gate_up_bias, down_bias, gate: as for `moe`.
+      config: default `MoeConfig.for_shape`.
+
+    Returns:
+      [M,E].
+
+    Raises:
+      NotImplementedError: shared memory has no room for the configuration.
+    """
+    (m, chosen), width = experts.shape, x.shape[1]
+    if m == 0:
+        return jnp.zeros_like(x)
+    hidden_width, count = down.shape[-2], _count(down)
+    if config is None:
+        is_packed = isinstance(gate_up, QTensor), isinstance(down, QTensor)
+        config = MoeConfig.for_shape(m, width, chosen, *is_packed)
+    rows = -(-m // 8) * 8
+    slots, pairs = slot_tables(experts, count)
+    if m > 8:  # TMA fills up to 8 rows to a tile
+        x = jnp.pad(x, ((0, rows - m), (0, 0)))
+    tiles = config.tiles("up", gate_up, 2, x.dtype)
+    operands = {"x": x[None], "slots": slots, **_arrays(gate_up, x.dtype)}
+    if gate_up_bias is not None:
+        operands["bias"] = gate_up_bias
+    launch = functools.partial(_launch, rows=rows)
+    hidden = launch(
+        operands, gate=gate, out=len(slots), n=hidden_width, tiles=tiles, stages=config.up_stages
+    )
+    tiles = config.tiles("down", down, 1, x.dtype)
+    operands = {"x": hidden, "slots": slots, "pairs": pairs, **_arrays(down, x.dtype)}
+    parts = launch(
+        operands, gate=None, out=m * chosen, n=width, tiles=tiles, stages=config.down_stages
+    )
+    parts = parts.reshape(m, chosen, -1).astype(jnp.float32)
+    if down_bias is not None:
+        parts = parts + down_bias[experts].astype(jnp.float32)
+    is_expert = (experts < count)[:, :, None]  # a pair without an expert has no part
+    total = jnp.sum(jnp.where(is_expert, parts * weights[:, :, None], 0.0), axis=1)
+    return total.astype(x.dtype)
+
+
+def _count(w: Array | QTensor) -> int:
+    return w.stack[0] if isinstance(w, QTensor) else len(w)
+
+
+def _arrays(w: Array | QTensor, dtype: Any) -> dict[str, Array]:
+    """The arrays of a weight by the names of its tiles."""
+    if not isinstance(w, QTensor):
+        return {"w": w}
+    arrays = {"words": w.words, "scales": kernel_scales(w, dtype), "zeros": w.zeros}
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
+    """Tables of the expert of each slot, and of the pairs that choose it.
+
+    A slot belongs to a pair m·k + j whose expert no earlier pair has. If there are fewer experts
+    than pairs, it belongs to an expert.
+
+    Args:
+      experts: [M,k] int32; X is no expert.
+      count: X.
+
+    Returns:
+      (expert of each slot [S] int32, or -1; its pair of each row [S,32] int32, or -1), where
+      S = min(X, M·k).
+    """
+    m, chosen = experts.shape
+    padding = (0, _MAX_ROWS - m), (0, 0)
+    number = np.arange(m * chosen, dtype=np.int32)
+    if m == 1:  # with one row, no expert occurs twice
+        pairs = np.pad(number[:, None], padding[::-1], constant_values=-1)
+        return jnp.where(experts[0] < count, experts[0], -1), jnp.asarray(pairs)
+    ids = experts.reshape(-1)
+    if len(ids) <= count:
+        one = ids
+        earlier = (ids[:, None] == ids[None]) & (number[:, None] > number[None])
+        is_live = (ids < count) & ~jnp.any(earlier, axis=1)
+    else:
+        one = jnp.arange(count, dtype=jnp.int32)
+        is_live = jnp.any(one[:, None] == ids[None], axis=1)
+    chooses = jnp.pad(experts, padding, constant_values=-1)[None] == one[:, None, None]
+    pair = np.pad(number.reshape(m, chosen), padding)[None]
+    return jnp.where(is_live, one, -1), jnp.max(jnp.where(chooses, pair, -1), axis=2)
+
+
+# Jitted separately, so that layers of the same shape share one lowering.
+@functools.partial(jax.jit, static_argnames=("gate", "rows", "out", "n", "tiles", "stages"))
+def _launch(operands, *, gate, rows, out, n, tiles, stages):
+    """Launch a kernel with a block for each slot and each tile of columns.
+
+    Args:
+      operands: arrays by name: x [1 or S,<=rows,K], slots [S], the arrays of the weight; optional
+        bias [X,2,N]; pairs [S,32] for the second launch.
+      gate: activation of the first launch, None for the second.
+      rows: number of rows with padding.
+      out: the first dimension of the result.
+      n: N.
+      tiles: `DenseTiles` or `PackedTiles`.
+      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
+
+    Returns:
+      [out,rows,N], or with pairs [out,N].
+    """
+    x, block_n, block_k = operands["x"], tiles.block_n, tiles.block_k
+    shared_x, parts, steps = len(x) == 1, tiles.parts, -(-x.shape[2] // block_k)
+    stage = tiles.stage | {"x": ((rows, block_k), jnp.dtype(x.dtype))}
+    # If there are pairs, rows are stored one by one, so the buffer cannot be tiled. Padding keeps
+    # columns of the sums on different banks.
+    buffers = {"y": ((rows, block_n + ("pairs" in operands) * _PADDING), x.dtype)}
+    if "bias" in operands:
+        buffers["bias"] = ((2, block_n), operands["bias"].dtype)
+    if "pairs" in operands:
+        buffers["pairs"] = ((_MAX_ROWS,), jnp.int32)
+    room = _SMEM_BYTES - shared_bytes(buffers)
+    stages = min(stages, steps, room // shared_bytes(stage))
+    if stages < min(2, steps):
+        raise NotImplementedError(
+            f"moe: tiles of {block_k} x {block_n} do not fit into shared memory at M = {rows}"
+        )
+    scratch = {
+        name: (plgpu.SMEM if name in tiles.vectors else matrix)((stages, *shape), dtype)
+        for name, (shape, dtype) in stage.items()
+    }
+    # Products take slices of x.
+    shape, dtype = stage["x"]
+    scratch["x"] = matrix((stages, *shape), dtype, most=tiles.unit * dtype.itemsize)
+    scratch |= {name: plgpu.SMEM(*buffer) for name, buffer in buffers.items()}
+    if "pairs" not in operands:
+        scratch["y"] = matrix(*buffers["y"])
+    copies = parts * len(tiles.stage) + 1
+    scratch["arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    late = 2 * ("bias" in operands) + ("pairs" in operands)
+    if late:
+        scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
+
+    def kernel(*refs):
+        gmem = dict(zip((*operands, "y"), refs, strict=True))
+        slot = lax.axis_index("slot")
+        expert = gmem["slots"][slot]
+
+        @when(expert >= 0)
+        def _():
+            run = functools.partial(body, gmem, slot, expert)
+            pl.run_scoped(lambda **smem: run(smem), **scratch)
+
+    def body(gmem, slot, expert, smem):
+        column = lax.axis_index("n")
+        columns = pl.ds(column * block_n, block_n)
+        zero = slot * 0  # slices may pass the end of an array unless their start is a constant
+        all_rows = pl.ds(pl.multiple_of(zero, 8), rows)
+
+        def fetch(step, at):
+            """Copy a tile of the weight and of x into the ring; past K or M it is zero."""
+            arrived = smem["arrived"].at[at]
+            for name, part, source in tiles.sources(gmem, expert, column, step):
+                plgpu.copy_gmem_to_smem(source, smem[name].at[at, part], arrived)
+            ks = pl.ds(step * block_k, block_k)
+            source = gmem["x"].at[0 if shared_x else slot, all_rows, ks]
+            plgpu.copy_gmem_to_smem(source, smem["x"].at[at], arrived)
+
+        def arrive(step):
+            at = lax.rem(step, stages)
+            plgpu.barrier_wait(smem["arrived"].at[at])
+            return at
+
+        def free(step):
+            @when((step >= 0) & (step + stages < steps))
+            def _():
+                fetch(step + stages, lax.rem(step, stages))
+
+        for at in range(stages):
+            fetch(at + zero, at)
+        if "bias" in gmem:
+            for part in range(2):
+                source = gmem["bias"].at[expert, part, columns]
+                plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
+        if "pairs" in gmem:
+            plgpu.copy_gmem_to_smem(gmem["pairs"].at[slot], smem["pairs"], smem["late_arrived"])
+        sums = tiles.sums(smem, rows, steps, arrive, free)
+        if late:
+            plgpu.barrier_wait(smem["late_arrived"])
+        if "bias" in gmem:
+            for part in range(2):
+                bias = load(smem["bias"].at[part], LAYOUT.reduce(1))
+                sums[part] += lax.broadcast_in_dim(bias, sums[part].shape, [0])
+        put(smem["y"].at[:, pl.ds(0, block_n)], _activated(gate, sums))
+        plgpu.commit_smem()
+        if "pairs" not in gmem:
+            plgpu.copy_smem_to_gmem(smem["y"], gmem["y"].at[slot, all_rows, columns])
+        else:
+            for row in range(rows):
+                pair = smem["pairs"][row]
+
+                @when(pair >= 0)
+                def _(row=row, pair=pair):
+                    source = smem["y"].at[row, pl.ds(0, block_n)]
+                    plgpu.copy_smem_to_gmem(source, gmem["y"].at[pair, columns])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    kernel.__name__ = "moe_up_kernel" if gate else "moe_down_kernel"
+    shape = (out, n) if "pairs" in operands else (out, rows, n)
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(shape, x.dtype),
+        # Blocks with neighbouring columns run at the same time.
+        grid=(len(operands["slots"]), n // block_n),
+        grid_names=("slot", "n"),
+        # All layouts are given. Inferring them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(*operands.values())
+
+
+def _activated(gate: str | None, sums: list[Array]) -> Array:
+    if gate is None:
+        return sums[0]
+    if gate in PAIRED:
+        return PAIRED[gate](*sums)
+    return KERNEL_ACTIVATIONS[gate](sums[0]) * sums[1]
+
+
+# (up_n, up_k, up_stages, down_n, down_k, down_stages). The launches are timed separately, so each
+# candidate tries a tiling of both.
+CANDIDATES = tuple(
+    MoeConfig(*c)
+    for c in (
+        *((64, 64, 4, 64, 64, 6), (64, 64, 8, 128, 64, 4), (64, 128, 3, 64, 128, 4)),
+        *((128, 64, 3, 128, 128, 3), (64, 64, 3, 64, 64, 3), (64, 128, 5, 128, 64, 6)),
+    )
+)
+
+
+# Bricks of quantised weights are 64 columns wide.
+PACKED_CANDIDATES = tuple(
+    MoeConfig(*c)
+    for c in (
+        *((64, 256, 3, 64, 256, 4), (64, 128, 5, 64, 128, 6), (64, 256, 5, 64, 256, 6)),
+        *((64, 128, 3, 64, 128, 4), (64, 256, 2, 64, 256, 3)),
+    )
+)
+
+
+def _candidates(shape: Shape) -> tuple[MoeConfig, ...]:
+    return PACKED_CANDIDATES if any(kind in shape for kind in BITS) else CANDIDATES
+
+
+def _fits(shape: Shape) -> str | None:
+    if problem := needs_half(shape):
+        return problem
+    group = next((shape[kind] for kind in BITS if kind in shape), None)
+    if group is not None and not takes_group(group, shape["width"]):
+        return f"takes groups of 32, 64, 128, multiples of 256 or all rows, got {group}"
+    if shape["m"] > _MAX_ROWS:
+        return f"takes up to {_MAX_ROWS} rows, got {shape['m']}"
+    width, hidden = shape["width"], shape["hidden"]
+    if width % 64 or hidden % 64:
+        return f"needs E and F that are multiples of 64, got {width} and {hidden}"
+    return None
+
+
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
+    experts, weights = route(logits, routing, bias)
+    experts = only_live(experts, live, routing)
+    return moe_chosen(x, experts, weights, gate_up, down, *biases, gate=gate, config=config)
+
+
+# It runs only by name or by a table entry, because it has not been measured yet.
+MOE_CHOSEN = Implementation(
+    *("moe", "mosaic_gpu", _run),
+    can=ROUTING_FEATURES
+    | {"biases", "gate.clamped_swiglu"}
+    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
+    fits=_fits,
+    heuristic=never,
+    capabilities=((9, 0), (9, 1)),
+    config=MoeConfig,
+    candidates=_candidates,
+    forced=False,
+)
