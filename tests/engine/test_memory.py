@@ -226,6 +226,7 @@ def in_one_piece(*args, **limits):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("quick_compiles")
 def test_a_batch_is_no_larger_than_it_may_be():
     lm = in_one_piece(*one_layer(), max_batch=3)
     alone = [lm.generate([5 + i], max_new_tokens=3, eos_token_id=None).tokens[0] for i in range(7)]
