@@ -190,9 +190,9 @@ def fails_at_the_third(tokens):
     "events",
     [pytest.param(400, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
 )
-def test_any_order_of_events(uncached, growing, events):
+def test_any_order_of_events(growing, events):
     """Submit, advance, cancel and fail, in a pool too small for all at once."""
-    lm = growing()
+    lm, uncached = growing(), growing(prefix_cache=False)
     lm.engine._most_pages = lambda slots: 14
     rng = np.random.default_rng(0)
     beginning = [i % 333 + 9 for i in range(400)]
