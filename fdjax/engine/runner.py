@@ -201,6 +201,8 @@ class Session:
         for row, tokens in beginnings.items():
             ids[row, : len(tokens)] = tokens
             lengths[row] = len(tokens)
+            # A row without work since the state was made is not among the restarts.
+            self._restarts[row] = EMPTY
         host = HostArrays.pack((self._restarts, ids, lengths))
         state = self._whole_state
         ids, progress = _restarted(state.ids, state.progress, host)

@@ -70,7 +70,8 @@ def matmul(
     if residual is not None:
         residual = residual.reshape(-1, n)
     fused = {"norm": norm, "bias": bias, "gate": gate, "residual": residual}
-    fused["activation"] = activation
+    if activation is not None:  # implementations from outside may not know it
+        fused["activation"] = activation
     used = frozenset(name for name, operand in fused.items() if operand is not None)
     if isinstance(norm, LayerNorm):
         used = used - {"norm"} | {"layer_norm"}

@@ -139,6 +139,27 @@ def test_options_see_a_beginning_while_others_run(growing, monkeypatch):
     assert got.tokens == [[411] * 9, [412] * 9, [77] * 9]
 
 
+@pytest.mark.slow
+def test_options_see_a_beginning_in_a_row_without_work_so_far(load):
+    """Three rows of four run when a prompt with a cached beginning takes the last one."""
+    lm = load()
+
+    def repeat_the_first_token(ids, lengths, scores):
+        return jax.nn.one_hot(ids[:, 0], scores.shape[-1])
+
+    options = {"logits_processors": (repeat_the_first_token,), "eos_token_id": None}
+    ids = [77, *range(3, 290)]
+    lm.generate(ids, max_new_tokens=1, **options)
+    others = [lm.submit([i] * 300, max_new_tokens=150, **options) for i in (5, 6, 7)]
+    for other in others:
+        next(other)
+    got = lm.submit(ids, max_new_tokens=9, **options).result()
+    for other in others:
+        other.cancel()
+    assert got.stats.cached_tokens == 256
+    assert got.tokens == [[77] * 9]
+
+
 def test_samples_of_a_prompt_share_its_pages(lm, uncached):
     ids = [i % 300 + 5 for i in range(260)]
     options = {"num_return_sequences": 4, "temperature": 1.5, "seed": 3, "max_new_tokens": 8}
