@@ -191,7 +191,7 @@ def test_what_does_not_fit_is_told_and_left_out(fake, monkeypatch):
     assert measured(described) == ([], ["decode_layers: no room to stack the weights"])
     weights = described.weight_bytes
     monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: weights - 1)
-    monkeypatch.setattr(tune_layers, "random_params", None)
+    monkeypatch.setattr(tune_layers, "random_stacked_params", None)
     (entries, (line,)) = measured(described)
     assert not entries
     assert line.startswith("decode_layers: no room for weights of ")
