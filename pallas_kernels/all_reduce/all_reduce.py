@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.all_reduce.hopper.one_shot import fits, one_shot
-from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
+from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, never, resolve
 from fdjax.pallas_kernels.ranks import AXIS, all_sum, announced
 
 
@@ -24,19 +24,14 @@ def _mosaic(x: Array, bias: Array | None, residual: Array | None, name: str) -> 
     return one_shot(announced(x, name), bias, residual)
 
 
-def _by_table_only(shape, capability) -> bool:
-    """Heuristic of a kernel that runs only by name or by a measured table entry."""
-    return False
-
-
 ALL_REDUCE = (
     Implementation(
         "all_reduce",
         "mosaic_gpu",
         _mosaic,
         fits=fits,
-        heuristic=_by_table_only,
-        capabilities=((9, 0), (10, 0)),
+        heuristic=never,
+        capabilities=((9, 0), (9, 1)),
         forced=False,
     ),
     Implementation("all_reduce", "xla", _xla),
