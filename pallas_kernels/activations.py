@@ -9,8 +9,8 @@ ACTIVATIONS = {
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
     "gelu_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
-# Activations of an MLP without a gate. `jax.nn.relu` has its own derivative, and Pallas cannot lower
-# that for Mosaic GPU.
+# Activations of an MLP without a gate. `jax.nn.relu` has its own derivative, which Pallas cannot
+# lower for Mosaic GPU.
 UNGATED = ACTIVATIONS | {"relu": lambda x: jnp.maximum(x, 0)}
 # Constants of gpt-oss (OpenAI 2025): slope of the sigmoid, limit of gate and up.
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
