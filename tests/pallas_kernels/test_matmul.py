@@ -429,3 +429,9 @@ def test_an_unknown_implementation():
     assert str(error.value) == (
         "matmul: implementation must be one of xla, cudnn, mosaic_gpu, got 'triton'"
     )
+
+
+@pytest.mark.parametrize("name", UNGATED)
+def test_activations_have_no_derivative_of_their_own(name):
+    """Pallas cannot lower a function with its own derivative for Mosaic GPU."""
+    assert "custom_jvp" not in str(jax.make_jaxpr(UNGATED[name])(jnp.ones(4)))
