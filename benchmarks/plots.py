@@ -647,7 +647,12 @@ def _bars(axes: Axes, values: dict[str, dict[str, float]], label: str) -> None:
         ]
         lengths = [case[name] for case in values.values() if name in case]
         bars = axes.barh(places, lengths, height, color=COLOURS.get(name), label=name)
-        axes.bar_label(bars, fmt="%.3g", fontsize=6, padding=2)
+        axes.bar_label(
+            bars,
+            fmt=lambda value: f"{value:.0f}" if value >= 100 else f"{value:.3g}",
+            fontsize=6,
+            padding=2,
+        )
     axes.set_yticks(range(len(values)), list(values), fontsize=7)
     axes.invert_yaxis()
     axes.margins(x=0.12)

@@ -16,9 +16,10 @@ from fdjax.bench.record import environment
 from fdjax.system.files import output_file, write_whole
 
 LENGTHS = (128, 512, 1024, 2048)
-# Parts of the names of our kernels and those of cuDNN, XLA and cuBLAS.
+# Parts of the names of our kernels and those of cuDNN, XLA and cuBLAS. `chain_kernel` is
+# `linear_chain`.
 _ATTENTION = re.compile("attention|flash|fmha|sdpa", re.IGNORECASE)
-_GEMM = re.compile("gemm|matmul|gemv|dot|linear|cutlass|nvjet|cublas", re.IGNORECASE)
+_GEMM = re.compile("gemm|matmul|gemv|dot|linear|chain|cutlass|nvjet|cublas", re.IGNORECASE)
 
 
 def part_of(kernel: str) -> str:

@@ -941,6 +941,7 @@ def test_prefill_is_compared_by_prompt_length(results, monkeypatch, tmp_path):
         ("mosaic_gpu_flat_gemm_kernel", "GEMM"),
         ("nvjet_tst_64x8_64x16_4x1_v_bz_TNT", "GEMM"),
         ("gemm_fusion_dot_12", "GEMM"),
+        ("chain_kernel_mosaic_gpu_kernel", "GEMM"),
         ("loop_add_fusion", "other"),
     ],
 )
