@@ -18,7 +18,7 @@ import jax
 
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.model import model_rows, one_pass
-from fdjax.bench.record import Record, emit, environment
+from fdjax.bench.record import Record, emit, environment, write
 from fdjax.lm import LM
 from fdjax.models import DecoderConfig, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
@@ -115,6 +115,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             )
             record.rows += rows
             record.costs |= costs
+            if args.output:
+                write(record.so_far(), args.output)
+            for row in rows:
+                took = row.timing and f"{row.timing['median_us']:.0f} us"
+                print(f"{row.case}, {name}: {took or row.reason}", file=sys.stderr, flush=True)
         lm.release()
     emit(record.finish(), args.output)
     return int(record.failed)

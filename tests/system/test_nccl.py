@@ -1,0 +1,17 @@
+"""Options of NCCL are set once, and the environment's own value stays."""
+
+import os
+
+import pytest
+
+from fdjax.system.nccl import allow_in_graphs
+
+
+@pytest.mark.parametrize("value", [None, "1"])
+def test_the_environment_decides_first(value, monkeypatch):
+    name = "NCCL_GRAPH_MIXING_SUPPORT"
+    monkeypatch.setenv(name, value or "")
+    if value is None:
+        monkeypatch.delenv(name)
+    allow_in_graphs()
+    assert os.environ[name] == (value or "0")
