@@ -121,7 +121,6 @@ def fdjax_rows(
                     params,
                     max_len=prompt + new_tokens if beyond else None,
                     memory_bytes=memory_bytes,
-                    prefix_cache=False,  # timed calls repeat a prompt
                     make_engine=Engine if ahead is None else ahead.engine(name),
                 )
             if ahead is not None:

@@ -121,18 +121,21 @@ def model_rows(
     """
     _check(lm, batch, prompt_tokens, new_tokens, runs)
     rng = np.random.default_rng(0)
-    prompts = rng.integers(0, lm.config.vocab_size, (batch, prompt_tokens)).tolist()
 
-    def generate(**options):
+    def draw():
+        return rng.integers(0, lm.config.vocab_size, (batch, prompt_tokens)).tolist()
+
+    def generate(prompts, **options):
         return lm.generate(
             prompts, max_new_tokens=new_tokens, eos_token_id=None, do_sample=False, **options
         )
 
     progress("compiling, and checking decoding against one pass over the text")
+    prompts = draw()
     began = time.perf_counter()
-    first = generate()
+    first = generate(prompts)
     first_seconds = time.perf_counter() - began
-    checked = generate(return_logprobs=True) if check == "logprobs" else first
+    checked = generate(prompts, return_logprobs=True) if check == "logprobs" else first
     error = _decoding_error(lm, prompts[0], checked, logits or one_pass)
     tolerance = _TOLERANCE[jnp.dtype(lm.model.dtype).itemsize]
     reason = None
@@ -140,9 +143,10 @@ def model_rows(
         reason = f"log-probabilities off by {error:.2g} on average, tolerance {tolerance:g}"
     progress(f"2 calls to warm up, {runs} to time")
     compile_seconds = first.stats.compile_seconds
+    # Each call has other prompts, because the cache may hold those of earlier calls.
     for _ in _calls(2, seconds - (first_seconds - compile_seconds)):
-        generate()
-    results = [generate() for _ in _calls(runs, seconds, least=2)]
+        generate(draw())
+    results = [generate(draw()) for _ in _calls(runs, seconds, least=2)]
     if reason is None and any(len(t) != new_tokens for r in results for t in r.tokens):
         reason = "rows ended early"
     stats = [r.stats for r in results]

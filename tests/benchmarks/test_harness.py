@@ -187,7 +187,10 @@ def test_a_slow_down_of_a_tenth_is_flagged(tmp_path):
 
 
 def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
-    """It needs no log-probabilities of decoding, and makes no more calls than the time allows."""
+    """It needs no log-probabilities of decoding, and makes no more calls than the time allows.
+
+    No call has the prompts of another, which the cache would hold already.
+    """
     from fdjax.bench import model
 
     likeliest = np.zeros((1, 2, 128), np.float32)
@@ -195,7 +198,7 @@ def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
     calls, tokens = [], []
 
     def generate(self, prompts, **options):
-        calls.append(options)
+        calls.append(options | {"prompts": str(prompts)})
         stats = fdjax.Stats(8, 2, 1.0, 1.0, decode_bytes=10, decode_steps=1)
         return fdjax.GenerateResult(tokens, None, ["length"] * 2, None, stats)
 
@@ -212,6 +215,7 @@ def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
         assert [row.error for row in rows] == [pytest.approx(error)] * 2
         assert [row.ok for row in rows] == [error == 0] * 2
         assert len(calls) == 3 and "return_logprobs" not in calls[0]
+        assert len({call["prompts"] for call in calls}) == 3
 
 
 def test_one_pass_is_padded_for_the_kernels():

@@ -49,7 +49,7 @@ def load(case, ranks, dtype):
         )
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def equal_ranks(monkeypatch):
     """All results that are read are the same bits on every GPU."""
     compared = []
@@ -68,7 +68,7 @@ def equal_ranks(monkeypatch):
 
 
 @pytest.mark.parametrize("case", ["hf/llama3_gqa_tied", "hf/llama_bias", "hf/gemma3", "hf/qwen3"])
-def test_tokens_in_float32(case):
+def test_tokens_in_float32(case, equal_ranks):
     expected = load(case, 1, "float32").generate(PROMPTS, max_new_tokens=32, **OPTIONS)
     for ranks in counts():
         if ranks > 4 and case != "hf/llama3_gqa_tied":
@@ -99,7 +99,7 @@ def test_scores_in_full_size(tokens):
 
 
 @pytest.mark.parametrize("sums", SUMS)
-def test_decoding_agrees_with_scores_and_repeats(sums):
+def test_decoding_agrees_with_scores_and_repeats(sums, equal_ranks):
     """Each chosen token has the log-probability that one pass over the text gives it."""
     for ranks in counts():
         lm = large(ranks, sums)
@@ -113,7 +113,7 @@ def test_decoding_agrees_with_scores_and_repeats(sums):
 
 
 @pytest.mark.parametrize("sums", SUMS)
-def test_thousands_of_steps_end(sums):
+def test_thousands_of_steps_end(sums, equal_ranks):
     """Collective operations in a CUDA graph have been seen to stop after many replays."""
     for ranks in counts():
         answer = large(ranks, sums).generate([1, 2, 3], max_new_tokens=4000, **OPTIONS)
