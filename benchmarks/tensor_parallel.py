@@ -7,6 +7,7 @@ one pass of a single GPU over the same text. `--peer` first runs a checkpoint in
 
 import argparse
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
@@ -61,6 +62,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=SUMS,
         help="how several GPUs sum in a decode step",
     )
+    parser.add_argument(
+        "--tiles",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[1],
+        help="tiles of a call of prompts, see `Plan.prompt_tiles`",
+    )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5, help="timed calls")
     parser.add_argument("--dtype", default="bfloat16")
@@ -97,10 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"before": measure_ceiling(2**30 if on_gpu else 2**24, matmul_size=0)},
     )
     single, _stacks = _random_lm(config, args.dtype, 1)
-    cases = [(n, sums) for n in args.devices for sums in (args.sums if n > 1 else [None])]
-    for devices, sums in cases:
+    for devices, sums, tiles in cases(args):
         name = f"{devices} devices" if sums is None else f"{devices} devices, {sums}"
-        lm = single if devices == 1 else _random_lm(config, args.dtype, devices, sums)[0]
+        name += f", {tiles} tiles" if tiles > 1 else ""
+        lm = single if devices == 1 else _random_lm(config, args.dtype, devices, sums, tiles)[0]
         for batch, prompt in points:
             rows, costs = model_rows(
                 lm,
@@ -125,11 +134,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(record.failed)
 
 
+def cases(args: argparse.Namespace) -> list[tuple[int, str | None, int]]:
+    """Numbers of devices, with each way to sum and each number of tiles if there are several."""
+    several = list(itertools.product(args.sums, args.tiles))
+    return [(n, *how) for n in args.devices for how in (several if n > 1 else [(None, 1)])]
+
+
 def _random_lm(
-    config: dict[str, Any], dtype: str, devices: int, sums: str | None = None
+    config: dict[str, Any], dtype: str, devices: int, sums: str | None = None, tiles: int = 1
 ) -> tuple[LM, LayerStacks]:
     parsed = parse_config(config)
     plan = with_sums(Plan.for_device(), parsed, devices, sums)
+    plan = dataclasses.replace(plan, prompt_tiles=tiles)
     model = describe(parsed, dtype=dtype, plan=plan, tensor_parallel=devices)
     params, stacks = random_stacked_params(model)
     return LM(model, params), stacks

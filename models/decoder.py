@@ -535,16 +535,64 @@ class Decoder(nnx.Module):
         if tokens.shape[1] == 1 and last is None and self._chains(x, plan):
             return self._chained(x, kv, attend, plan)
 
-        def run(graph, params, x, kv, last, live):
-            return nnx.merge(graph, params)(x, kv, attend, plan, last, live)
-
-        run = _shared(run, x)
-        wanted = [None] * (len(self.blocks) - 1) + [last]
-        for i, (block, one) in enumerate(zip(self.blocks, wanted, strict=True)):
-            experts_of = live if isinstance(block.mlp, Experts) else None
-            x, layer_kv = run(*nnx.split(block), x, _layer(kv, i), one, experts_of)
-            kv = _updated(kv, i, layer_kv)
+        (x,), kv = self._through_blocks([x], kv, [attend], plan, [last], live)
         return x, kv
+
+    def in_tiles(
+        self,
+        tokens: Array,
+        kv: list[Any] | Stack,
+        tiles: Sequence[tuple[slice, Attend]],
+        plan: Plan,
+        *,
+        starts: Array,
+        last: Array,
+    ) -> tuple[Array, list[Any] | Stack]:
+        """`__call__` for rows in tiles: within each block of the decoder, one tile after the other.
+
+        If several devices share the model, the sums of a tile can travel while the next one is
+        computed (FastAttention, section 4.2, tiling-AllReduce).
+
+        Args:
+          tokens, kv, plan, starts, last: see `__call__`.
+          tiles: rows and their attention, in the order in which they run. A tile sees what the
+            tiles before it have written to the cache.
+        """
+        x = self.embedded(tokens, starts, plan)
+        parts, attends = zip(*tiles, strict=True)
+        found, kv = self._through_blocks(
+            [x[part] for part in parts], kv, attends, plan, [last[part] for part in parts]
+        )
+        order = sorted(range(len(parts)), key=lambda i: parts[i].start)
+        return jnp.concatenate([found[i] for i in order]), kv
+
+    def _through_blocks(
+        self,
+        tiles: list[Array],
+        kv: list[Any] | Stack,
+        attends: Sequence[Attend],
+        plan: Plan,
+        last: Sequence[Array | None],
+        live: Array | None = None,
+    ) -> tuple[list[Array], list[Any] | Stack]:
+        """Run tiles of x [B,T,E] through all blocks; each has an attention, and maybe `last`."""
+
+        def through(attend, x):
+            def run(graph, params, x, kv, last, live):
+                return nnx.merge(graph, params)(x, kv, attend, plan, last, live)
+
+            return _shared(run, x)
+
+        runs = list(map(through, attends, tiles))
+        end = len(self.blocks) - 1
+        for i, block in enumerate(self.blocks):
+            graph, params = nnx.split(block)
+            experts_of = live if isinstance(block.mlp, Experts) else None
+            for j, run in enumerate(runs):
+                wanted = last[j] if i == end else None
+                tiles[j], layer_kv = run(graph, params, tiles[j], _layer(kv, i), wanted, experts_of)
+                kv = _updated(kv, i, layer_kv)
+        return tiles, kv
 
     def embedded(self, tokens: Array, starts: Array | None, plan: Plan) -> Array:
         """tokens [B,T], at positions from starts [B] on → [B,T,E]."""

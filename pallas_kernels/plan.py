@@ -33,9 +33,15 @@ KERNEL_REVISIONS = tables.revisions_of(IMPLEMENTATIONS)
 
 @dataclasses.dataclass(frozen=True)
 class Plan(Dispatch):
-    """A `Dispatch` that holds this package's implementations by default."""
+    """A `Dispatch` that holds this package's implementations by default.
+
+    Attributes:
+      prompt_tiles: number of tiles into which devices that share a model divide a call of prompts,
+        so that the sums of one tile travel while another is computed.
+    """
 
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
+    prompt_tiles: int = 1
 
     @classmethod
     def for_device(

@@ -7,6 +7,7 @@ start, and tests of other things are slower with them.
 """
 
 import collections
+import dataclasses
 import functools
 import json
 import logging
@@ -179,6 +180,26 @@ def calibrated(path, ranks):
             "lowest": found.lowest.tolist(),
             "highest": found.highest.tolist(),
         }
+    return report
+
+
+def in_tiles(ranks, *counts, **config):
+    """Several devices, with calls of prompts divided into so many tiles, and how many ran."""
+    prompts = [list(range(3, 90)) * 2, [5] * 200, [7, 8]]
+    report, ran, in_tiles = {}, [], decoder.Decoder.in_tiles
+
+    def counted(self, tokens, kv, tiles, *args, **options):
+        ran.append(len(tiles))
+        return in_tiles(self, tokens, kv, tiles, *args, **options)
+
+    decoder.Decoder.in_tiles = counted
+    for count in (1, *counts):
+        ran.clear()
+        plan = dataclasses.replace(Plan.for_device(), prompt_tiles=count)
+        parsed = parse_config(CONFIG | {"max_position_embeddings": 512} | config)
+        model = describe(parsed, dtype="float32", plan=plan, tensor_parallel=ranks)
+        lm = LM(model, random_params(model, 3))
+        report[count] = generated(lm, prompts, max_new_tokens=3) | {"ran": [*ran]}
     return report
 
 

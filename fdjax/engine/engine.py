@@ -70,6 +70,14 @@ _DECODE_OPTIONS = {
 _COLLECTIVES = ["COLLECTIVES"]
 if jax.__version_info__ >= (0, 12):
     _COLLECTIVES.append("COLLECTIVES_KERNEL")
+# For calls of prompts in tiles, see `Plan.prompt_tiles`. By default XLA joins the products and the
+# sums of the tiles. With its other estimate of latencies, fewer sums overlap with products.
+_TILED_OPTIONS = {
+    "xla_gpu_all_reduce_combine_threshold_bytes": 0,
+    "xla_gpu_dot_merger_threshold_mb": 0,
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    "xla_gpu_enable_analytical_sol_latency_estimator": False,
+}
 # In every program, XLA recomputes values if its estimate of memory exceeds this percentage of the
 # memory. The estimate is too large: it counts a cache once more for each kernel that updates it in
 # place.
@@ -505,6 +513,8 @@ def compiler_options(function: Callable, model: Model | None = None) -> dict[str
         options.pop(_CONCURRENT, None)
     if model is not None and model.ranks > 1 and (captured := options.get(_CAPTURED)):
         options[_CAPTURED] = ",".join([captured, *_COLLECTIVES])
+    if model is not None and function is step.prefill and step.tiles_of(model) > 1:
+        options |= _TILED_OPTIONS
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}
 

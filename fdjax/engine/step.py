@@ -80,7 +80,8 @@ def prefill(
         row's cache is computed again. `prompts` does not count them. Default 0.
       pages: [B, N] int32, the pages of each row, if the cache is a pool of pages.
       owners: [M] int32, the entry of `rows` that each block belongs to; needs `pages`, `prompts`
-        and offsets that are multiples of T. A row may have any number of blocks, in any order.
+        and offsets that are multiples of T. A row may have any number of blocks, in any order; if
+        the plan has `prompt_tiles`, the offsets of all blocks must fall.
       last: [R] int32, the block in which a row's tokens of this call end; -1 leaves a row
         unchanged. Given with `owners`.
       processors: the active processors.
@@ -105,17 +106,34 @@ def prefill(
             a[owners] for a in (index, prompts, max_new_tokens)
         )
     in_order = rows is None and owners is None
-    attend = functools.partial(
-        attend_prefill,
-        ends=block_ends,
-        offsets=offsets,
-        rows=rows if pages is None else None,
-        pages=pages if pages is None or in_order else pages[row_of_block],
-        rotation_at=_rotation_at(prompts, max_new_tokens),
-        plan=model.plan,
-    )
+    pages_of_block = pages if pages is None or in_order else pages[row_of_block]
+
+    def attend_to(part):
+        ends, starts, pages, *lengths = (
+            a if a is None or part is None else a[part]
+            for a in (block_ends, offsets, pages_of_block, prompts, max_new_tokens)
+        )
+        return functools.partial(
+            attend_prefill,
+            ends=ends,
+            offsets=starts,
+            rows=rows if pages is None else None,
+            pages=pages,
+            rotation_at=_rotation_at(*lengths),
+            plan=model.plan,
+        )
+
     last_tokens = jnp.maximum(lengths - 1, 0)
-    hidden, kv = module(tokens, state.kv, attend, model.plan, starts=offsets, last=last_tokens)
+    wanted = {"starts": offsets, "last": last_tokens}
+    tiles = 1 if owners is None or len(tokens) % tiles_of(model) else tiles_of(model)
+    if tiles == 1:
+        hidden, kv = module(tokens, state.kv, attend_to(None), model.plan, **wanted)
+    else:
+        size = len(tokens) // tiles
+        # The last blocks first: these have the smallest offsets.
+        parts = [slice(i * size, (i + 1) * size) for i in reversed(range(tiles))]
+        parts = [(part, _before_next(attend_to(part))) for part in parts]
+        hidden, kv = module.in_tiles(tokens, state.kv, parts, model.plan, **wanted)
     hidden = hidden if owners is None else hidden[last]
     slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
@@ -143,6 +161,23 @@ def prefill(
     results = _beam_results(state, everyone, tokens[:, None], parents[:, None])
     results = jax.tree.map(lambda a: a[index], results)
     return state, jnp.where(chosen, first, -1), logprobs, results
+
+
+def tiles_of(model: Model) -> int:
+    """Number of tiles of a call of prompts whose blocks it divides; 1 on a single device."""
+    return model.plan.prompt_tiles if model.ranks > 1 else 1
+
+
+def _before_next(attend):
+    """Attention whose cache is written again only after it has been read.
+
+    Otherwise XLA would keep a copy of the cache for it.
+    """
+
+    def run(*args):
+        return lax.optimization_barrier(attend(*args))
+
+    return run
 
 
 def _begin_beams(state, sampling, found, index, chosen):

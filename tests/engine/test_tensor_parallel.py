@@ -52,6 +52,22 @@ def test_steps_in_one_launch():
     assert found["compared"] and not found["differing"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("counts", "config"),
+    [
+        ([2], {"model_type": "mistral", "sliding_window": 100}),
+        ([4], {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_prompts_in_tiles_have_the_same_bits(counts, config):
+    found = report("in_tiles", 2, *counts, **config)
+    assert found["1"].pop("ran") == []
+    for count in map(str, counts):
+        assert set(found[count].pop("ran")) == {int(count)}
+        assert found[count] == found["1"]
+
+
 def fixtures(folder):
     """The checkpoints in a folder of fixtures; there are some."""
     paths = sorted(

@@ -44,13 +44,14 @@ WHOLE = PartitionSpec()
 
 
 @functools.cache
-def model(tied, name="llama-3-8b", all_reduce="xla"):
+def model(tied, name="llama-3-8b", all_reduce="xla", tiles=1):
     """Four layers of a model in full size."""
     data = json.loads((CONFIGS / f"{name}.new.json").read_text(encoding="utf-8"))
     layers = "n_layer" if "n_layer" in data else "num_hidden_layers"
     data |= {layers: LAYERS, "layer_types": None, "tie_word_embeddings": tied}
     config = parse_config(data)
     plan = with_all_reduce(H100, all_reduce, config.width, RANKS)
+    plan = dataclasses.replace(plan, prompt_tiles=tiles)
     return describe(config, plan=plan, tensor_parallel=RANKS)
 
 
@@ -111,7 +112,7 @@ def compiled(function, m, batch, pages, *host, folder=None, stacked=False, **sta
         donate_argnums=1,
         n_devices=RANKS,
         axis=AXIS,
-        compiler_options=compiler_options(function, m)
+        compiler_options=compiler_options(decode_steps if function is decode_steps else prefill, m)
         | ({"xla_dump_to": str(folder)} if folder else {}),
     )
     return program, state
@@ -245,9 +246,9 @@ def test_collective_operations_of_a_decode_step(name, tied, sums):
     assert collectives(program) == {"all-reduce": sums, "all-gather": 1}
 
 
-@pytest.mark.parametrize(("batch", "blocks"), [(1, 1), (8, 16)])
-def test_prefill_in_pages(batch, blocks):
-    m = model(False)
+@pytest.mark.parametrize(("batch", "blocks", "tiles"), [(1, 1, 2), (8, 16, 1), (8, 16, 2)])
+def test_prefill_in_pages(batch, blocks, tiles):
+    m = model(False, tiles=tiles)
     block, row = abstract(blocks), abstract(batch)
     host = abstract_sampling(batch), abstract(blocks, SLOT_MULTIPLE), block, block
     host = *host, abstract(batch, dtype=jnp.bool_)
@@ -260,4 +261,6 @@ def test_prefill_in_pages(batch, blocks):
 
     program, state = compiled(packed, m, batch, 300, *host, table, row, block, row)
     check_in_place(program, state, m)
-    assert collectives(program) == {"all-reduce": 2 * LAYERS, "all-gather": 1}
+    # The sums of tiles are not joined.
+    ran = tiles if blocks > 1 else 1
+    assert collectives(program) == {"all-reduce": 2 * LAYERS * ran, "all-gather": 1}
