@@ -16,7 +16,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent.block import Block
-from fdjax.pallas_kernels.hopper.persistent.exchange import arrived
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.sizes import CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
@@ -61,8 +60,6 @@ def launch(
 
     def kernel(*refs):
         gmem = dict(zip((*operands, *results), refs, strict=True))
-        if "inbox" in gmem:
-            gmem["arrived"] = arrived(gmem["inbox"])
         pl.run_scoped(functools.partial(body, gmem), **scratch, collective_axes="warpgroup")
 
     def body(gmem, **smem):

@@ -55,9 +55,12 @@ def after_attention(
             _packed(packing, "gate_up", "mlp_x", width, hidden, gate, norm=norm, y="hidden"),
             _packed(packing, "down", "hidden", hidden, width, **down),
         )
+    # A device's part of an MLP is narrow: with wide tiles, a third of the blocks would have work.
+    wide = 1 if ranks > 1 and hidden < CLUSTERS * 2 else 2
+    deep = TILE_BRICKS // (2 * wide)
     return (
         Product("out", "o", heads, width, 1, 4, 2, **out),
-        Product("gate_up", "mlp_x", width, hidden, 2, 1, 1, gate, norm, y="hidden"),
+        Product("gate_up", "mlp_x", width, hidden, wide, deep, 1, gate, norm, y="hidden"),
         Product("down", "hidden", hidden, width, 1, 4, 2, **down),
     )
 

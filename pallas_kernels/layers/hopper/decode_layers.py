@@ -19,7 +19,7 @@ from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
-from fdjax.pallas_kernels.hopper.persistent.exchange import inbox
+from fdjax.pallas_kernels.hopper.persistent.exchange import new_inbox
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
 from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
     after_attention,
@@ -164,7 +164,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         "hidden": ((padded, hidden), dtype),
     }
     if ranks > 1:
-        results["inbox"] = inbox(ranks, padded, width)
+        operands["inbox"] = new_inbox(ranks, padded, width)
     if (clusters := stages[1].clusters) > 1:
         operands["parts_arrived"] = new_parts_counters(layers, rows, kv_heads)
         results["parts"] = parts_shape(rows, kv_heads, clusters), jnp.float32
