@@ -35,7 +35,7 @@ from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.ranks import AXIS
-from fdjax.tools import calibrate
+from fdjax.tools import calibrate, tune_layers
 from fdjax.weights import stacked
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -203,6 +203,21 @@ def in_tiles(ranks, *counts, **config):
     return report
 
 
+def tuned(ranks):
+    """Entries that `fdjax tune` makes of a model's layers, with XLA in place of the kernel."""
+    genuine, reports = decoder.decode_layers, []
+
+    def kernel(*operands, plan, **options):
+        return genuine(*operands, implementation="xla", **options)
+
+    decoder.decode_layers, tune_layers.can_chain = kernel, lambda device: True
+    stacked.layer_views = list  # JAX makes views only on its first CPU
+    config = parse_config(CONFIG | {"torch_dtype": "bfloat16"})
+    model = describe(config, plan=Plan(implementations=ANY_SIZE), tensor_parallel=ranks)
+    found = tune_layers.measure_layers(model, (2,), (128,), steps=2, runs=1, report=reports.append)
+    return {"entries": list(found), "reports": reports}
+
+
 def own_weights(ranks, **config):
     """`LM` of given weights: of one device, and the same weights divided."""
     plan = Plan.for_device()
@@ -297,12 +312,8 @@ def in_one_launch(path, ranks):
         launches.append((len(x), options["ranks"]))
         return decode_layers(x, *args, **options, implementation="xla")
 
-    def copies(array):
-        return list(array)
-
     decoder.decode_layers = by_xla
-    # JAX makes views only on its first CPU.
-    stacked.layer_views = copies
+    stacked.layer_views = list  # JAX makes views only on its first CPU
     one = generated(load(path, 1))
     seen = Ranks()
     plan = Plan(

@@ -7,6 +7,7 @@ from fdjax.cli.arguments import Parser, UsageError, model_name
 from fdjax.cli.shared import (
     EMBEDDED,
     MODEL_OR_CONFIG,
+    add_devices,
     add_dtype,
     add_table,
     model_of,
@@ -40,6 +41,7 @@ def add_arguments(parser: Parser) -> None:
         "--output", type=Path, metavar="FILE", help="write the table here, for a later --table"
     )
     add_table(parser, "the table to explain")
+    add_devices(parser)
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
 
 
@@ -66,5 +68,5 @@ def run(args: argparse.Namespace) -> int:
         table = tune.tune(model, commit=args.commit, report=say)
         if args.output:
             tune_table.write_table(table, args.output)
-    print(tune_table.explain(table, model.config.linear_shapes, model.dtype))
+    print(tune_table.explain(table, model.local.config.linear_shapes, model.dtype))
     return 0

@@ -48,7 +48,6 @@ from fdjax.engine.watch import Watch
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.ranks import observed
 from fdjax.sampling.sampler import NOT_FINITE
-from fdjax.system.nccl import allow_in_graphs
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
@@ -166,8 +165,6 @@ class Engine:
             self.stacked_params = self.stacked_packing.pack(whole)
         self.tree = params
         self.place = Place.of(jax.tree.leaves(params)[0])
-        if model.ranks > 1:
-            allow_in_graphs()
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())

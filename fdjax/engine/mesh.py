@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDev
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.system import platform
 from fdjax.system.device_memory import free_memory_bytes
+from fdjax.system.nccl import allow_in_graphs
 
 _WHOLE = PartitionSpec()
 
@@ -72,16 +73,22 @@ class Place:
 
     def zeros(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.Array:
         """An array of zeros, divided among the devices as `spec` says."""
+        whole = self.whole(part, spec)
+        return jnp.zeros(whole.shape, whole.dtype, device=whole.sharding)
+
+    def whole(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of the array of which each device has such a part."""
         shape = (
             n * (len(self.devices) if axis == AXIS else 1)
             for n, axis in itertools.zip_longest(part.shape, spec)
         )
-        return jnp.zeros(tuple(shape), part.dtype, device=self.sharding(spec))
+        return jax.ShapeDtypeStruct(tuple(shape), part.dtype, sharding=self.sharding(spec))
 
     def over(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
         """A function of whole arrays. Each device runs `function` with its own parts."""
         if len(self.devices) == 1:
             return function
+        allow_in_graphs()
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self.mesh, **specs, check_vma=False)
 

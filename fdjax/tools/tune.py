@@ -313,7 +313,8 @@ def tune(
     """Measure the linear layers and experts of a model on its device.
 
     Args:
-      model: a model from `describe`.
+      model: a model from `describe`. If several devices share it, a single one measures its part of
+        each linear layer, and all of them whether its layers run in one launch.
       commit: commit to record if git cannot be asked.
       report: called with a line for every entry measured.
 
@@ -336,17 +337,17 @@ def tune(
     # Weights that are not in bricks run through XLA.
     shapes = [
         shape
-        for shape in model.config.linear_shapes.values()
+        for shape in model.local.config.linear_shapes.values()
         if not shape.weight or shape.weight.layout == BRICKS
     ]
     entries = list(measure_matmul(shapes, dtype=model.dtype, report=report))
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
     plan = dataclasses.replace(model.plan, table=found)
-    entries += measure_experts(model.config, dtype=model.dtype, report=report)
-    entries += measure_chain(model.config, plan=plan, dtype=model.dtype, report=report)
+    local = model.local.config
+    entries += measure_experts(local, dtype=model.dtype, report=report)
+    entries += measure_chain(local, plan=plan, dtype=model.dtype, report=report)
     found = tuple(as_entry(row, KERNEL_REVISIONS, "tune") for row in entries)
-    planned = describe(
-        model.config, dtype=model.dtype, plan=dataclasses.replace(model.plan, table=found)
-    )
+    plan = dataclasses.replace(model.plan, table=found)
+    planned = describe(model.config, dtype=model.dtype, plan=plan, tensor_parallel=model.ranks)
     entries += measure_layers(planned, report=report)
     return table_of(entries, commit)

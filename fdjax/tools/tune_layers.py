@@ -17,11 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 
 from fdjax.bench.check import verify
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.memory import plan_memory
-from fdjax.engine.state import DecodeState, StackedCache, init_cache, pack_progress
+from fdjax.engine.mesh import Place, specs_of
+from fdjax.engine.state import DecodeState, StackedCache, init_cache, kv_specs, pack_progress
 from fdjax.engine.step import decode_steps, run_layers
 from fdjax.models import (
     Model,
@@ -32,8 +34,9 @@ from fdjax.models import (
 )
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import Choice, Entry, can_chain
+from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.sampling.options import GenerationConfig, per_row
-from fdjax.system.device_memory import free_memory_bytes, gigabytes
+from fdjax.system.device_memory import gigabytes
 from fdjax.tools.tune_table import table_entry
 from fdjax.weights.stacked import layer_slices, random_stacked_params, stack_layers
 
@@ -57,7 +60,7 @@ def measure_layers(
     """Time the layers of a decode step, layer by layer with the model's plan and as one kernel.
 
     Args:
-      model: a model from `describe`.
+      model: a model from `describe`. If several devices share it, the first ones run it.
       rows: values of M.
       slots: numbers of cache slots. All but the last 64 are filled.
       steps: decode steps per call.
@@ -70,14 +73,15 @@ def measure_layers(
       Nothing, if the kernel does not support these layers or this device.
     """
     itemsize = jnp.dtype(model.dtype).itemsize
-    shapes = [layers_shape(model.config, m, s, itemsize) for s, m in itertools.product(slots, rows)]
-    features, device = layers_features(model.config), jax.devices()[0]
+    local, place = model.local, Place.local(model.ranks)
+    shapes = [layers_shape(local.config, m, s, itemsize) for s, m in itertools.product(slots, rows)]
+    features = layers_features(local.config)
     shapes = [s for s in shapes if model.plan.candidates("decode_layers", features, s)]
-    if not shapes or not can_chain(device):
+    if not shapes or not all(map(can_chain, place.devices)):
         return
-    memory_bytes = free_memory_bytes(device)
-    if memory_bytes is not None and model.weight_bytes > memory_bytes:
-        report(f"decode_layers: no room for weights of {gigabytes(model.weight_bytes)}")
+    memory_bytes = place.free_memory_bytes()
+    if memory_bytes is not None and local.weight_bytes > memory_bytes:
+        report(f"decode_layers: no room for weights of {gigabytes(local.weight_bytes)}")
         return
     first, *_ = model.plan.candidates("decode_layers", features, shapes[0])
     planned = _planned(model, first, shapes[0])
@@ -89,13 +93,13 @@ def measure_layers(
     for shape in shapes:
         m, s = shape["m"], shape["s"]
         where = f"decode_layers M={m} S={s}"
-        needed = plan_memory(model, batch=m, max_len=s, slots=s).total_bytes
+        needed = plan_memory(local, batch=m, max_len=s, slots=s).total_bytes
         if memory_bytes is not None and needed > memory_bytes:
             report(f"{where}: no room for {gigabytes(needed)}")
             continue
         tried = model.plan.candidates("decode_layers", features, shape)
         weights = {None: params} | dict.fromkeys(tried, params | {"blocks": stacked})
-        lengths = jnp.full((m,), s - 64, jnp.int32)
+        lengths = place.put(np.full((m,), s - 64, np.int32))
         functions = _compile(model, shape, weights, lengths, steps)
         if functions.keys() <= {None}:
             continue
@@ -130,7 +134,7 @@ def _planned(model: Model, config: DecodeLayersConfig | None, shape: dict[str, i
         choice = Choice("mosaic_gpu", fields, source="table")
         entry = Entry("decode_layers", tuple(sorted(shape.items())), choice)
         plan = dataclasses.replace(model.plan, table=(entry, *model.plan.table))
-    return describe(model.config, dtype=model.dtype, plan=plan)
+    return describe(model.config, dtype=model.dtype, plan=plan, tensor_parallel=model.ranks)
 
 
 def _compile(
@@ -153,16 +157,19 @@ def _compile(
       The functions by configuration, without those that the kernel does not support. If none is
       left but None, nothing is compiled, and the result is empty.
     """
-    lowered = {}
+    lowered, place, whole = {}, Place.local(model.ranks), PartitionSpec()
     for config, params in weights.items():
         planned, stacked = _planned(model, config, shape), config is not None
-        cache = jax.eval_shape(
-            functools.partial(init_cache, model, shape["m"], shape["s"], stacked)
-        )
+        cache = init_cache(model.local, shape["m"], shape["s"], stacked, place.whole)
+        divided = kv_specs(cache)
         run = jax.jit(
-            functools.partial(_layers, planned, stacked, steps),
+            place.over(
+                functools.partial(_layers, planned.local, stacked, steps),
+                (divided, specs_of(params), whole),
+                (divided, whole),
+            ),
             donate_argnums=0,
-            compiler_options=compiler_options(decode_steps),
+            compiler_options=compiler_options(decode_steps, planned),
         )
         with contextlib.suppress(NotImplementedError):
             lowered[config] = run.lower(cache, params, lengths)
@@ -196,16 +203,20 @@ def _layers(model: Model, stacked: bool, steps: int, cache: Any, weights: Params
 
 def _random_cache(model: Model, rows: int, slots: int, stacked: bool) -> Any:
     """A cache of random keys and values, with the same values stacked or not."""
-    c = model.config
-    shape = rows, c.kv_heads, slots, c.head_dim
+    c, place, heads = model.local.config, Place.local(model.ranks), PartitionSpec(None, AXIS)
+    shape = rows, c.kv_heads * model.ranks, slots, c.head_dim
 
-    @jax.jit
+    @functools.partial(jax.jit, out_shardings=place.sharding(heads))
     def normal(key):
         return jax.random.normal(key, shape, model.dtype)
 
+    @functools.partial(jax.jit, out_shardings=place.sharding(PartitionSpec(None, *heads)))
+    def of_layers(keys):
+        return lax.map(normal, keys)
+
     k, v = jax.random.split(jax.random.key(0), (2, c.layers))
     if stacked:
-        return StackedCache(lax.map(normal, k), lax.map(normal, v))
+        return StackedCache(of_layers(k), of_layers(v))
     return list(zip(map(normal, k), map(normal, v), strict=True))
 
 

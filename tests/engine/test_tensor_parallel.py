@@ -68,6 +68,15 @@ def test_prompts_in_tiles_have_the_same_bits(counts, config):
         assert found[count] == found["1"]
 
 
+@pytest.mark.slow
+def test_layers_are_tuned_on_all_devices():
+    found = report("tuned", 2)
+    (entry,), (line,) = found["entries"], found["reports"]
+    assert {"m": 2, "s": 128, "hkv": 2, "ranks": 2}.items() <= entry["shape"].items()
+    assert all(us > 0 for us in entry["microseconds"].values())
+    assert line.startswith("decode_layers M=2 S=128: ")
+
+
 def fixtures(folder):
     """The checkpoints in a folder of fixtures; there are some."""
     paths = sorted(

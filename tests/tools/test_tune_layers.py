@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from any_size import ANY_SIZE
+from fdjax.engine.mesh import Place
 from fdjax.models import decoder, describe, layers_shape, parse_config, random_params
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.layers.decode_layers import layers_key
@@ -183,14 +184,14 @@ def test_no_launch_is_measured_that_cannot_run(fake, monkeypatch):
 def test_what_does_not_fit_is_told_and_left_out(fake, monkeypatch):
     described = model()
     room = tune_layers.plan_memory(described, batch=1, max_len=256, slots=256).total_bytes
-    monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: room)
+    monkeypatch.setattr(Place, "free_memory_bytes", lambda place: room)
     entries, reports = measured(described, rows=(1, 64), slots=(256,))
     assert [entry["shape"]["m"] for entry in entries] == [1]
     assert reports[1].startswith("decode_layers M=64 S=256: no room for ")
     monkeypatch.setattr(tune_layers, "stack_layers", lambda *args, **options: None)
     assert measured(described) == ([], ["decode_layers: no room to stack the weights"])
     weights = described.weight_bytes
-    monkeypatch.setattr(tune_layers, "free_memory_bytes", lambda device: weights - 1)
+    monkeypatch.setattr(Place, "free_memory_bytes", lambda place: weights - 1)
     monkeypatch.setattr(tune_layers, "random_stacked_params", None)
     (entries, (line,)) = measured(described)
     assert not entries
