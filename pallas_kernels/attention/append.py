@@ -17,6 +17,7 @@ from fdjax.pallas_kernels.attention.operands import (
     attention_shape,
     beam_features,
     check_attention,
+    no_rotation,
     rotation_features,
     row_slots,
 )
@@ -77,7 +78,7 @@ def append_decode_attention(
     )
     if fused is not None:
         static, phi = spec.for_kernels()
-        cos, sin = rotation
+        cos, sin = rotation or no_rotation(len(q), 1, q.shape[-1])
         o, k_cache, v_cache, reruns = fused.run(
             *(qkv[:, 0], k_cache, v_cache, lengths),
             cos=cos,
@@ -172,9 +173,9 @@ def append_prefill_attention(
     )
     index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
     if write is not None:
-        live = lengths - offsets
+        live, cos_sin = lengths - offsets, rotation or no_rotation(*qkv.shape[:2], q.shape[-1])
         q, k_cache, v_cache = write.run(
-            qkv, k_cache, v_cache, index, offsets, live, *rotation, layer=layer, pages=pages
+            qkv, k_cache, v_cache, index, offsets, live, *cos_sin, layer=layer, pages=pages
         )
     else:
         if rotation is not None:

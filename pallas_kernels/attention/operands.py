@@ -148,9 +148,14 @@ def slots_are_tiled(shape: Shape) -> str | None:
 
 def rotation_features(rotation: tuple[Array, Array] | None, d: int) -> Features:
     """Features that a rotation needs beyond RoPE of whole heads, see `Implementation.can`."""
-    if rotation is None:
-        return frozenset({"no_rope"})
-    return frozenset() if 2 * rotation[0].shape[-1] == d else frozenset({"partial_rope"})
+    whole = rotation is None or 2 * rotation[0].shape[-1] == d
+    return frozenset() if whole else frozenset({"partial_rope"})
+
+
+def no_rotation(b: int, t: int, d: int) -> tuple[Array, Array]:
+    """(cos, sin) [b,t,d/2] that change no bit of a finite head, for kernels that always rotate."""
+    shape = b, t, d // 2
+    return jnp.ones(shape, jnp.float32), jnp.zeros(shape, jnp.float32)
 
 
 def row_slots(cache: Cache, pages: Array | None) -> int:

@@ -1,5 +1,6 @@
 """The decode chunk and a prefill call, compiled for a GPU: the caches stay where they are."""
 
+import collections
 import dataclasses
 import functools
 import json
@@ -18,6 +19,7 @@ from deviceless import (
     kernel_names,
     large_copies,
     temp_bytes,
+    while_bodies,
 )
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
@@ -318,6 +320,30 @@ def test_decode_steps_with_quantised_weights():
     compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
     assert kernel_names(compiled).count("packed_gemm_kernel") == 2 * 4 + 1
     assert temp_bytes(compiled) < 2**20
+    assert alias_bytes(compiled) == nbytes(state)
+
+
+def test_a_layer_without_rope_takes_five_kernels():
+    """BLOOM: LayerNorm, biases and GELU are in the products, the append is in the attention."""
+    data = json.loads((CONFIGS / "bloom-7b1.new.json").read_text(encoding="utf-8"))
+    plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    bloom = describe(parse_config(data | {"n_layer": 3}), dtype="bfloat16", plan=plan)
+    state = jax.eval_shape(lambda: start_in_pages(init_pool(bloom, PAGES), 1, SLOTS))
+
+    def run(params, state, sampling, n, table):
+        return decode_steps(bloom, params, state, sampling, n, table, max_steps=STEPS)
+
+    n = jax.ShapeDtypeStruct((), jnp.int32)
+    args = bloom.abstract_params, state, abstract_sampling(1), n, abstract_table(1, PAGES)
+    options = compiler_options(decode_steps)
+    compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
+    names = collections.Counter(kernel_names(compiled))
+    assert names == {"flat_gemm_kernel": 4 * 3, "decode_attention": 3}
+    # Between them, no kernel of XLA depends on the layer: none writes to the cache.
+    (body,) = while_bodies(compiled)
+    pool = "bf16[" + ",".join(map(str, state.kv.k.shape)) + "]"
+    writers = [i for i in body.instructions.values() if i.opcode == "fusion" and pool in i.text]
+    assert not writers
     assert alias_bytes(compiled) == nbytes(state)
 
 

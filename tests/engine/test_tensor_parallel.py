@@ -57,7 +57,10 @@ def test_steps_in_one_launch():
     ("counts", "config"),
     [
         ([2], {"model_type": "mistral", "sliding_window": 100}),
-        ([4], {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}),
+        pytest.param(
+            *([4], {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}),
+            marks=pytest.mark.soak,
+        ),
     ],
 )
 def test_prompts_in_tiles_have_the_same_bits(counts, config):

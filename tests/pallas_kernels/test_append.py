@@ -19,6 +19,7 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
     DecodeAttentionConfig,
     append_decode_mosaic,
 )
+from fdjax.pallas_kernels.attention.operands import no_rotation
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.pallas_kernels.plan import Plan
@@ -147,10 +148,12 @@ def test_no_rows(implementation, t):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [1, 2])
-def test_interpreted_without_races(splits):
+@pytest.mark.parametrize(("splits", "rope"), [(1, True), (2, True), (2, False)])
+def test_interpreted_without_races(splits, rope):
+    masks = {} if rope else {"alibi": alibi_slopes(4)}
+
     def run(qkv, k, v, lengths, cos_sin):
-        cos, sin = cos_sin
+        cos, sin = cos_sin or no_rotation(len(qkv), 1, qkv.shape[-1])
         return append_decode_mosaic(
             qkv[:, 0],
             k,
@@ -158,13 +161,14 @@ def test_interpreted_without_races(splits):
             lengths,
             cos=cos,
             sin=sin,
-            spec=AttentionSpec(0.125),
+            spec=AttentionSpec(0.125, **masks),
             config=DecodeAttentionConfig(splits),
             interpret=INTERPRET,
         )[:3]
 
     # After two tokens, the new one has about a third of the weight.
-    _check(_operands([0, 2, 64, 130], kv_heads=1), run)
+    *operands, cos_sin = _operands([0, 2, 64, 130], kv_heads=1)
+    _check((*operands, cos_sin if rope else None), run, **masks)
 
 
 @pytest.mark.parametrize(
