@@ -48,7 +48,13 @@ def run(args: argparse.Namespace) -> int:
     from fdjax.models import parse_config
     from fdjax.system.device_memory import gigabytes
     from fdjax.tools import quantise, smoothing
-    from fdjax.weights.checkpoint import locate, quantised_config, read_json, unnamed_dtype
+    from fdjax.weights.checkpoint import (
+        is_quantised_already,
+        locate,
+        quantised_config,
+        read_json,
+        unnamed_dtype,
+    )
     from fdjax.weights.stored import stored_tensors
 
     # Everything is checked first, because a large model takes minutes.
@@ -56,8 +62,8 @@ def run(args: argparse.Namespace) -> int:
     folder = locate(args.model)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
-    quantise.refuse_experts_in_one(config)
-    if quantised_config(folder, config, data).weight_formats:
+    config = quantised_config(folder, config, data)
+    if is_quantised_already(folder, config):
         raise ValueError(f"quantize: {folder} is quantised already")
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         raise ValueError(f"quantize: {args.output} must be a new or empty folder")
