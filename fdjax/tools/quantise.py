@@ -25,7 +25,7 @@ from fdjax.weights.checkpoint import by_our_names
 from fdjax.weights.formats.layer import StoredLinear
 from fdjax.weights.formats.mxfp4 import GROUP as MX_GROUP
 from fdjax.weights.formats.scheme import scheme_of, stored_linears
-from fdjax.weights.quantise import KEPT, quantise, to_quantise
+from fdjax.weights.quantise import GROUPS, KEPT, quantise, to_quantise
 from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
 
@@ -119,6 +119,23 @@ def _with_formats(
     return config.with_formats(formats)
 
 
+def default_group(config: DecoderConfig) -> int:
+    """The largest of the usual groups that divides the inputs of all layers; else the first."""
+    inputs = [k for _, _, k in to_quantise(config)]
+    return next((g for g in GROUPS if not any(k % g for k in inputs)), GROUPS[0])
+
+
+def experts_in_one(config: DecoderConfig) -> list[str]:
+    """Names of the tensors that hold all experts of a layer."""
+    return [
+        name
+        for path, weight in weight_map(config).items()
+        if path[-1] in ("gate_up", "down")
+        and isinstance(weight.outputs_first()[0].layout, AllExperts)
+        for name, _ in weight.sources
+    ]
+
+
 def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
     """(the tensors that store a quantised weight, [...,K,N] if `swap`; function to make them)."""
     shape, module = tensor.shape, _module(tensor.name)
@@ -193,13 +210,7 @@ def _described(
         for linear in (block.linears[part] for part in KEPT if part in block.linears)
         for name, _ in weights["blocks", i, *linear.path, "weight"].sources
     ]
-    in_one = [
-        _module(name)
-        for path in config.formats_by_path
-        if isinstance(weights[path].outputs_first()[0].layout, AllExperts)
-        for name, _ in weights[path].sources
-        if name not in in_mxfp4
-    ]
+    in_one = [_module(name) for name in experts_in_one(config) if name not in in_mxfp4]
     strategy = "channel" if group is None else "group"
     targets = ["Linear", *in_one]
     groups = {"group_0": _config_group("pack-quantized", targets, bits, "int", strategy, group)}
@@ -207,6 +218,7 @@ def _described(
         targets = [_module(name) for name in in_mxfp4]
         fields = 4, "float", "group", MX_GROUP
         groups["group_1"] = _config_group("mxfp4-pack-quantized", targets, *fields)
+        groups["group_1"]["weights"]["scale_dtype"] = "torch.uint8"
     return {
         "quant_method": "compressed-tensors",
         "format": "mixed-precision" if in_mxfp4 else "pack-quantized",
