@@ -34,6 +34,7 @@ from fdjax.tools import score
 from fdjax.weights.calibration import calibrated
 from fdjax.weights.checkpoint import (
     CheckpointError,
+    is_quantised_already,
     load_params,
     locate,
     quantised_config,
@@ -596,7 +597,8 @@ def load(
       model: a local folder or a hub id; "tiny" is the embedded model.
       dtype: "bfloat16" | "float16" | "float32"; default the checkpoint's.
       quantize: "int4" | "int8" quantises the weights of linear layers while they are loaded, see
-        docs/quantised.md. Default: weights keep the format of the checkpoint, quantised or not.
+        docs/quantised.md. The experts of gpt-oss stay in MXFP4. Default: weights keep the format of
+        the checkpoint, quantised or not.
       kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
         activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.
@@ -654,7 +656,7 @@ def load(
     config = quantised_config(folder, config, data)
     dtype = dtype or unnamed_dtype(folder, data) or config.dtype
     if quantize is not None:
-        if config.weight_formats:
+        if is_quantised_already(folder, config):
             raise ValueError(f"load: {folder} is quantised already, so quantize must be None")
         config = quantised_formats(config, quantize, dtype)
     if calibration:

@@ -121,6 +121,16 @@ class DecoderConfig:
         return next((form for name, form in block.formats if weights[name][0] == path[2:]), None)
 
     @property
+    def formats_by_path(self) -> dict[tuple[str | int, ...], WeightFormat]:
+        """The formats of quantised weights, as `with_formats` takes them."""
+        formats = {
+            ("blocks", i, *block.weights[name][0]): weight
+            for i, block in enumerate(self.blocks)
+            for name, weight in block.formats
+        }
+        return formats | ({("head", "weight"): self.head_format} if self.head_format else {})
+
+    @property
     def weight_formats(self) -> tuple[WeightFormat, ...]:
         """The different formats of quantised weights."""
         formats = [weight for block in self.blocks for _, weight in block.formats]

@@ -11,9 +11,9 @@ from fdjax.cli.shared import EMBEDDED, MODEL, read_text, say
 HELP = "write a checkpoint with weights of 4 or 8 bits"
 DESCRIPTION = (
     "Quantise the weights of a model's linear layers and write a checkpoint in the format "
-    '"pack-quantized" of compressed-tensors, which transformers also loads. With a text, '
-    "the model first runs on a part of it, so that the weights that matter lose less, and the rest "
-    "shows how much the answers change. See docs/quantised.md."
+    '"pack-quantized" of compressed-tensors, which transformers also loads, except Granite MoE and '
+    "gpt-oss. With a text, the model first runs on a part of it, so that the weights that matter "
+    "lose less, and the rest shows how much the answers change. See docs/quantised.md."
 )
 # Tokens of a piece of the text. A short text is cut into shorter pieces, so that there are enough.
 _PIECE_TOKENS, _LEAST_TOKENS, _LEAST_PIECES = 512, 32, 8
@@ -29,7 +29,8 @@ def add_arguments(parser: Parser) -> None:
         "--group",
         type=integer(1),
         metavar="N",
-        help="weights that share a scale; default: 128 with 4 bits, all of an output with 8",
+        help="weights that share a scale; default: all of an output with 8 bits; with 4 bits 128, "
+        "or 64 or 32 if 128 does not divide the inputs of all layers",
     )
     parser.add_argument(
         "--text",
@@ -48,7 +49,13 @@ def run(args: argparse.Namespace) -> int:
     from fdjax.models import parse_config
     from fdjax.system.device_memory import gigabytes
     from fdjax.tools import quantise, smoothing
-    from fdjax.weights.checkpoint import locate, quantised_config, read_json, unnamed_dtype
+    from fdjax.weights.checkpoint import (
+        is_quantised_already,
+        locate,
+        quantised_config,
+        read_json,
+        unnamed_dtype,
+    )
     from fdjax.weights.stored import stored_tensors
 
     # Everything is checked first, because a large model takes minutes.
@@ -56,8 +63,8 @@ def run(args: argparse.Namespace) -> int:
     folder = locate(args.model)
     data = read_json(folder / "config.json")
     config = parse_config(data, str(folder / "config.json"))
-    quantise.refuse_experts_in_one(config)
-    if quantised_config(folder, config, data).weight_formats:
+    config = quantised_config(folder, config, data)
+    if is_quantised_already(folder, config):
         raise ValueError(f"quantize: {folder} is quantised already")
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         raise ValueError(f"quantize: {args.output} must be a new or empty folder")
@@ -80,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         config,
         bits=args.bits,
-        group=args.group or (128 if args.bits == 4 else None),
+        group=args.group or (quantise.default_group(config) if args.bits == 4 else None),
         scales=unnamed_dtype(folder, data) or config.dtype,
         inputs=inputs,
         progress=progress,
@@ -93,6 +100,8 @@ def run(args: argparse.Namespace) -> int:
         other = fdjax.load(str(args.output), calibration=False)
         print(quantise.compare_models(reference.engine, other.engine, compared))
     say(f"written to {args.output}")
+    if quantise.experts_in_one(config):
+        say("transformers cannot load the experts, because a tensor holds all experts of a layer")
     return 0
 
 

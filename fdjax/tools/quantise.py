@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,16 @@ from jax import Array
 from fdjax.engine.engine import Engine
 from fdjax.engine.generation import forward
 from fdjax.models import CheckpointError, DecoderConfig, Model, weight_map
-from fdjax.models.name_map import AllExperts
+from fdjax.models.name_map import AllExperts, WeightMap
 from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
 from fdjax.system.process import transfers_allowed
 from fdjax.tools.smoothing import LayerInputs, Smoothed, smoothed
 from fdjax.weights.calibration import FILE as CALIBRATION
 from fdjax.weights.checkpoint import by_our_names
-from fdjax.weights.quantise import KEPT, quantise
+from fdjax.weights.formats.layer import StoredLinear
+from fdjax.weights.formats.mxfp4 import GROUP as MX_GROUP
+from fdjax.weights.formats.scheme import scheme_of, stored_linears
+from fdjax.weights.quantise import GROUPS, KEPT, quantise, to_quantise
 from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
 
@@ -45,12 +48,13 @@ def quantise_checkpoint(
 ) -> int:
     """Write a checkpoint in the format "pack-quantized" of compressed-tensors.
 
-    Only one tensor is in memory at a time.
+    Only one tensor is in memory at a time. A tensor that holds all experts of a layer stays one.
+    Experts in MXFP4 are written as "mxfp4-pack-quantized", with the same codes.
 
     Args:
       folder: the checkpoint.
       output: folder of the new one, which is created.
-      config: the model.
+      config: the model, with the formats that the checkpoint has.
       bits: 4 or 8.
       group: number of weights that share a scale; None for a whole column.
       scales: dtype of the scales, a NumPy name.
@@ -64,12 +68,16 @@ def quantise_checkpoint(
 
     Raises:
       CheckpointError: a tensor is not floating point.
-      NotImplementedError: one tensor of the checkpoint holds all experts of a layer.
       ValueError: the group does not divide the inputs of a layer.
       OSError: a file cannot be written.
     """
-    refuse_experts_in_one(config)
+    data, source = read_json(folder / "config.json"), str(folder / "config.json")
     stored = by_our_names(folder, config)
+    in_mxfp4 = {
+        name: linear
+        for name, linear in stored_linears(scheme_of(data, source), config, stored).items()
+        if linear.format is not None and linear.format.kind == "fp4"
+    }
     config = _with_formats(config, bits, group, scales)
     weights = weight_map(config)
     changes = Smoothed() if inputs is None else smoothed(config, weights, stored, inputs)
@@ -79,25 +87,23 @@ def quantise_checkpoint(
         if (form := config.format_of(path)) is not None
         for name, _ in weight.sources
     }
-    named = [dataclasses.replace(tensor, name=name) for name, tensor in stored.items()]
+    copied = {name for linear in in_mxfp4.values() for name in linear.names}
+    named = [
+        dataclasses.replace(tensor, name=name)
+        for name, tensor in stored.items()
+        if name not in copied
+    ]
     groups = [
         _packed(tensor, *formats[tensor.name], changes)
         if tensor.name in formats
         else _kept(tensor, changes)
         for tensor in named
     ]
-    kept = [
-        name.removesuffix(".weight")
-        for i, block in enumerate(config.blocks)
-        for linear in (block.linears[part] for part in KEPT if part in block.linears)
-        for name, _ in weights["blocks", i, *linear.path, "weight"].sources
-    ]
+    groups += [_mxfp4(_module(name), linear) for name, linear in in_mxfp4.items()]
     output.mkdir(parents=True, exist_ok=True)
     _copy_files(folder, output)
     written = write_tensors(output, groups, shard_bytes=shard_bytes, progress=progress)
-    data = read_json(folder / "config.json") | {
-        "quantization_config": _described(bits, group, kept)
-    }
+    data |= {"quantization_config": _described(config, weights, bits, group, in_mxfp4)}
     (output / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return written
 
@@ -105,47 +111,67 @@ def quantise_checkpoint(
 def _with_formats(
     config: DecoderConfig, bits: int, group: int | None, scales: str
 ) -> DecoderConfig:
-    formats = {}
-    for i, block in enumerate(config.blocks):
-        for name, (path, k) in block.weights.items():
-            if name in KEPT:
-                continue
-            if group is not None and k % group:
-                raise ValueError(
-                    f"quantize: group must divide the {k} inputs of {name}, got {group}"
-                )
-            formats["blocks", i, *path] = WeightFormat(f"int{bits}", group or k, scales=scales)
+    formats = config.formats_by_path
+    for name, path, k in to_quantise(config):
+        if group is not None and k % group:
+            raise ValueError(f"quantize: group must divide the {k} inputs of {name}, got {group}")
+        formats[path] = WeightFormat(f"int{bits}", group or k, scales=scales)
     return config.with_formats(formats)
 
 
-def refuse_experts_in_one(config: DecoderConfig) -> None:
-    """Raise NotImplementedError if checkpoints hold all experts of a layer in one tensor."""
-    if any(
-        isinstance(weight.outputs_first()[0].layout, AllExperts)
-        for weight in weight_map(config).values()
-    ):
-        raise NotImplementedError(
-            "quantize: a tensor that holds all experts of a layer has no quantised format; "
-            "quantise the model while it is loaded"
-        )
+def default_group(config: DecoderConfig) -> int:
+    """The largest of the usual groups that divides the inputs of all layers; else the first."""
+    inputs = [k for _, _, k in to_quantise(config)]
+    return next((g for g in GROUPS if not any(k % g for k in inputs)), GROUPS[0])
+
+
+def experts_in_one(config: DecoderConfig) -> list[str]:
+    """Names of the tensors that hold all experts of a layer."""
+    return [
+        name
+        for path, weight in weight_map(config).items()
+        if path[-1] in ("gate_up", "down")
+        and isinstance(weight.outputs_first()[0].layout, AllExperts)
+        for name, _ in weight.sources
+    ]
 
 
 def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
-    """(the tensors that store a quantised weight, [K,N] if `swap`; function that makes them)."""
-    (n, k), module = tensor.shape[:: -1 if swap else 1], tensor.name.removesuffix(".weight")
+    """(the tensors that store a quantised weight, [...,K,N] if `swap`; function to make them)."""
+    shape, module = tensor.shape, _module(tensor.name)
+    *outs, k = (*shape[:-2], shape[-1], shape[-2]) if swap else shape
     tensors = (
-        Planned(f"{module}.weight_packed", "I32", (n, word_rows(k, form.kind))),
-        Planned(f"{module}.weight_scale", _NAMES[form.scales], (n, k // form.group)),
-        Planned(f"{module}.weight_shape", "I64", (2,)),
+        Planned(f"{module}.weight_packed", "I32", (*outs, word_rows(k, form.kind))),
+        Planned(f"{module}.weight_scale", _NAMES[form.scales], (*outs, k // form.group)),
+        Planned(f"{module}.weight_shape", "I64", (len(shape),)),
     )
 
     def make():
         weight = changes.apply(tensor.name, tensor.view(FLOATS))
-        weight = weight.T if swap else weight
+        weight = weight.swapaxes(-1, -2) if swap else weight
         codes = quantise(weight, form, changes.importance.get(tensor.name))
-        return codes.words, codes.scales, np.array([n, k], np.int64)
+        return codes.words, codes.scales, np.array([*outs, k], np.int64)
 
     return tensors, make
+
+
+def _mxfp4(module: str, linear: StoredLinear):
+    """(the tensors that store a weight in MXFP4; function that makes them)."""
+    *outs, k = linear.shape
+    tensors = (
+        Planned(f"{module}.weight_packed", "U8", (*outs, k // 2)),
+        Planned(f"{module}.weight_scale", "U8", (*outs, k // MX_GROUP)),
+    )
+
+    def make():
+        codes = linear.read()
+        return codes.words.view(np.uint8), codes.scales.view(np.uint8)
+
+    return tensors, make
+
+
+def _module(name: str) -> str:
+    return name.removesuffix(".weight")
 
 
 def _kept(tensor: StoredTensor, changes: Smoothed):
@@ -170,30 +196,55 @@ def _copy_files(folder: Path, output: Path) -> None:
                 shutil.copyfile(file, output / file.name)
 
 
-def _described(bits: int, group: int | None, kept: Sequence[str]) -> dict[str, Any]:
-    """The `quantization_config` of the new checkpoint, where modules `kept` are not quantised."""
-    weights = {
-        "num_bits": bits,
-        "type": "int",
-        "symmetric": True,
-        "strategy": "channel" if group is None else "group",
-        "group_size": group,
-        "dynamic": False,
-    }
+def _described(
+    config: DecoderConfig,
+    weights: WeightMap,
+    bits: int,
+    group: int | None,
+    in_mxfp4: Collection[str],
+) -> dict[str, Any]:
+    """The `quantization_config` of the new checkpoint."""
+    kept = [
+        _module(name)
+        for i, block in enumerate(config.blocks)
+        for linear in (block.linears[part] for part in KEPT if part in block.linears)
+        for name, _ in weights["blocks", i, *linear.path, "weight"].sources
+    ]
+    in_one = [_module(name) for name in experts_in_one(config) if name not in in_mxfp4]
+    strategy = "channel" if group is None else "group"
+    targets = ["Linear", *in_one]
+    groups = {"group_0": _config_group("pack-quantized", targets, bits, "int", strategy, group)}
+    if in_mxfp4:
+        targets = [_module(name) for name in in_mxfp4]
+        fields = 4, "float", "group", MX_GROUP
+        groups["group_1"] = _config_group("mxfp4-pack-quantized", targets, *fields)
+        groups["group_1"]["weights"]["scale_dtype"] = "torch.uint8"
     return {
         "quant_method": "compressed-tensors",
-        "format": "pack-quantized",
+        "format": "mixed-precision" if in_mxfp4 else "pack-quantized",
         "quantization_status": "compressed",
-        "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
-                "weights": weights,
-                "input_activations": None,
-                "output_activations": None,
-            }
-        },
+        "config_groups": groups,
         "ignore": ["lm_head", *kept],
         "kv_cache_scheme": None,
+    }
+
+
+def _config_group(
+    form: str, targets: Sequence[str], bits: int, kind: str, strategy: str, group: int | None
+) -> dict[str, Any]:
+    return {
+        "targets": list(targets),
+        "format": form,
+        "weights": {
+            "num_bits": bits,
+            "type": kind,
+            "symmetric": True,
+            "strategy": strategy,
+            "group_size": group,
+            "dynamic": False,
+        },
+        "input_activations": None,
+        "output_activations": None,
     }
 
 

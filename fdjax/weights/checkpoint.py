@@ -34,7 +34,7 @@ from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, in_layout
 from fdjax.weights.division import Division
 from fdjax.weights.formats.layer import Codes, StoredLinear
 from fdjax.weights.formats.scheme import scheme_of, stored_linears, with_stored_formats
-from fdjax.weights.quantise import quantise
+from fdjax.weights.quantise import quantise, to_quantise
 from fdjax.weights.stored import (
     DTYPES,
     FLOATS,
@@ -301,6 +301,27 @@ def quantised_config(
         return config
     stored = by_our_names(folder, config)
     return with_stored_formats(config, stored_linears(scheme, config, stored))
+
+
+def is_quantised_already(folder: Path, config: DecoderConfig) -> bool:
+    """Whether a checkpoint cannot be quantised, because it is quantised already.
+
+    If only whole parameters in MXFP4 are, such as the experts of gpt-oss, they stay as they are,
+    and all else can be quantised.
+
+    Args:
+      folder: the checkpoint.
+      config: the model with the formats of `quantised_config`.
+
+    Raises:
+      CheckpointError: see `quantised_config`.
+    """
+    linears = _stored_linears(folder, config, by_our_names(folder, config))
+    weights = weight_map(config)
+    rest = {name for _, path, _ in to_quantise(config) for name, _ in weights[path].sources}
+    kinds = {None if linear.format is None else linear.format.kind for linear in linears.values()}
+    stay = kinds == {"fp4"} and rest and rest.isdisjoint(linears)
+    return bool(linears) and not stay
 
 
 def _stored_linears(

@@ -7,6 +7,7 @@ largest magnitude at -8, which uses all codes.
 """
 
 import functools
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ import numpy as np
 from jax import Array, lax
 
 from fdjax.models import DecoderConfig
+from fdjax.models.name_map import ParamPath
 from fdjax.pallas_kernels.quantised import BITS, WeightFormat
 from fdjax.weights.formats.layer import Codes, pack_rows
 
@@ -26,8 +28,19 @@ GROUPS = (128, 64, 32)
 KEPT = ("router", "shared_gate")
 
 
+def to_quantise(config: DecoderConfig) -> Iterator[tuple[str, ParamPath, int]]:
+    """The (name, path, K) of all linear layers and experts, except the head and `KEPT`.
+
+    Weights that are quantised already are left out.
+    """
+    for i, block in enumerate(config.blocks):
+        for name, (path, k) in block.weights.items():
+            if name not in KEPT and name not in dict(block.formats):
+                yield name, ("blocks", i, *path), k
+
+
 def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderConfig:
-    """The model with all linear layers and experts quantised, except the head and `KEPT`.
+    """The model with the weights of `to_quantise` quantised.
 
     Args:
       config: the model.
@@ -35,13 +48,10 @@ def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderC
         scale per column.
       scales: dtype of the scales.
     """
-    formats = {}
-    for i, block in enumerate(config.blocks):
-        for name, (path, k) in block.weights.items():
-            if name in KEPT:
-                continue
-            group = next((g for g in GROUPS if kind == "int4" and k % g == 0), k)
-            formats["blocks", i, *path] = WeightFormat(kind, group, scales=scales)
+    formats = config.formats_by_path
+    for _, path, k in to_quantise(config):
+        group = next((g for g in GROUPS if kind == "int4" and k % g == 0), k)
+        formats[path] = WeightFormat(kind, group, scales=scales)
     return config.with_formats(formats)
 
 

@@ -135,12 +135,14 @@ def test_logits_of_several_devices(paths):
 @pytest.mark.slow
 def test_experts_stay_quantised(tmp_path):
     """A group of 8 inputs is a word, and a device has one or two of each expert."""
-    int4, mxfp4 = (str(tmp_path / name) for name in ("int4", "mxfp4"))
-    given = str(TESTS / "fixtures" / "hf" / "olmoe")
-    assert main(["quantize", given, "--bits", "4", "--group", "8", "--output", int4]) == 0
+    int4, one, mxfp4 = (str(tmp_path / name) for name in ("int4", "one", "mxfp4"))
+    for case, output in (("olmoe", int4), ("granitemoe", one)):
+        given = str(TESTS / "fixtures" / "hf" / case)
+        assert main(["quantize", given, "--bits", "4", "--group", "8", "--output", output]) == 0
     written(mxfp4, in_mxfp4()[0])
-    found = report("same_tokens", [int4, mxfp4], 2, 4)
-    assert_same(found[int4]["2"], found[int4]["1"])
+    found = report("same_tokens", [int4, one, mxfp4], 2, 4)
+    for path in (int4, one):
+        assert_same(found[path]["2"], found[path]["1"])
     for count in ("2", "4"):
         assert_same(found[mxfp4][count], found[mxfp4]["1"])
     assert found["compared"] > 4 and found["differing"] == 0

@@ -1,5 +1,6 @@
 """`fdjax quantize` and `load(quantize=...)`: what is lost, and what is written."""
 
+import functools
 import json
 import random
 import shutil
@@ -15,17 +16,20 @@ import pytest
 import fdjax
 from fdjax.cli.main import main
 from fdjax.engine.engine import Engine
-from fdjax.models import describe, parse_config, weight_map
+from fdjax.models import Model, Params, describe, parse_config, weight_map
 from fdjax.models.tiny.stories import story
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.quantised import WeightFormat, dequantise
+from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, is_quantised
 from fdjax.tools import quantise as tool
 from fdjax.tools import smoothing
-from fdjax.weights.checkpoint import load_params, locate, read_json
+from fdjax.weights.checkpoint import load_params, locate, quantised_config, read_json
 from fdjax.weights.formats.layer import Codes, dequantised, pack_rows
 from fdjax.weights.quantise import quantise
 from fdjax.weights.stored import stored_tensors
 from fdjax.weights.written import Planned, write_tensors
+
+from ..models.test_gpt_oss import in_mxfp4 as mxfp4_tensors
+from ..models.test_gpt_oss import written as in_mxfp4
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -361,8 +365,16 @@ def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_experts_count_errors_by_what_the_router_reads(tmp_path):
-    folder = FIXTURES / "olmoe"
+@pytest.mark.parametrize(
+    ("case", "tensors"),
+    [
+        ("olmoe", [f"mlp.experts.7.{part}_proj.weight" for part in ("gate", "up")]),
+        ("granitemoe", ["block_sparse_moe.input_linear.weight"]),
+        ("gpt_oss", ["mlp.experts.gate_up_proj"]),
+    ],
+)
+def test_experts_count_errors_by_what_the_router_reads(case, tensors, tmp_path):
+    folder = FIXTURES / case
     config = parse_config(read_json(folder / "config.json"))
     model = describe(config, dtype="float32", plan=Plan())
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12)).tolist()
@@ -370,8 +382,8 @@ def test_experts_count_errors_by_what_the_router_reads(tmp_path):
     stored, weights = stored_tensors(folder), weight_map(config)
     formats = tool._with_formats(config, 4, 16, "float32")
     importance = smoothing.smoothed(formats, weights, stored, seen).importance
-    for name in ("gate_proj", "up_proj"):
-        square = importance[f"model.layers.1.mlp.experts.7.{name}.weight"]
+    for name in tensors:
+        square = importance[f"model.layers.1.{name}"]
         np.testing.assert_array_equal(square, seen[1]["router"].square)
     written = tool.quantise_checkpoint(
         folder, tmp_path / "out", config, bits=4, group=16, scales="float32", inputs=seen
@@ -380,12 +392,154 @@ def test_experts_count_errors_by_what_the_router_reads(tmp_path):
     assert fdjax.load(str(tmp_path / "out"), compilation_cache=False).config.weight_formats
 
 
-@pytest.mark.parametrize("case", ["granitemoe", "gpt_oss"])
-def test_a_tensor_of_all_experts_has_no_quantised_format(case, tmp_path, capsys):
-    output = tmp_path / "out"
-    assert main(["quantize", str(FIXTURES / case), "--output", str(output)]) == 1
-    assert "quantise the model while it is loaded" in capsys.readouterr().err
-    assert not output.exists()
+forward = jax.jit(fdjax.forward, static_argnums=0)
+
+
+def in_one_tensor(case, folder) -> Path:
+    """A model whose layers hold all experts in one tensor."""
+    return in_mxfp4(folder, mxfp4_tensors()[0]) if case == "mxfp4" else FIXTURES / case
+
+
+def dense_of(lm: fdjax.LM) -> tuple[Model, Params]:
+    """The same model with dequantised weights."""
+    model = describe(lm.config.with_formats({}), dtype="float32", plan=lm.model.plan)
+    one = functools.partial(dequantise, dtype="float32")
+
+    @jax.jit
+    def dequantised(q):
+        return jax.vmap(one)(q) if q.stack else one(q)
+
+    def dense(leaf, like):
+        leaf = dequantised(leaf) if is_quantised(leaf) else leaf
+        return np.asarray(leaf).reshape(like.shape)
+
+    return model, jax.tree.map(dense, lm.params, model.abstract_params, is_leaf=is_quantised)
+
+
+@pytest.mark.parametrize(
+    ("case", "bits"),
+    [
+        *(("granitemoe", 4), ("mxfp4", 4)),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in (("granitemoe", 8), ("gpt_oss", 4), ("gpt_oss", 8), ("mxfp4", 8))
+        ),
+    ],
+)
+def test_experts_in_one_tensor_are_written(case, bits, tmp_path, capsys, monkeypatch):
+    """What is written is what `load` makes."""
+    monkeypatch.setattr("fdjax.weights.quantise.GROUPS", (16,))
+    folder, output = in_one_tensor(case, tmp_path / "in"), tmp_path / "out"
+    group = ["--group", "16"] if bits == 4 else []
+    command = ["quantize", str(folder), "--bits", str(bits), *group, "--output", str(output)]
+    assert main(command) == 0
+    assert "transformers cannot load the experts" in capsys.readouterr().err
+    lm = fdjax.load(str(output), compilation_cache=False, progress=False)
+    direct = fdjax.load(str(folder), quantize=f"int{bits}", compilation_cache=False, progress=False)
+    assert lm.config == direct.config
+    for ours, theirs in zip(
+        jax.tree.leaves(lm.params), jax.tree.leaves(direct.params), strict=True
+    ):
+        assert ours.dtype == theirs.dtype
+        assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+    kinds = {name: form.kind for name, form in lm.config.blocks[1].formats}
+    experts = "fp4" if case == "mxfp4" else f"int{bits}"
+    assert kinds == dict.fromkeys(("qkv", "out"), f"int{bits}") | {
+        "experts.gate_up": experts,
+        "experts.down": experts,
+    }
+    again = ["quantize", str(output), "--output", str(tmp_path / "again")]
+    assert main(again) == 1 and "is quantised already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("case", "bits"),
+    [
+        ("mxfp4", 4),
+        *(
+            pytest.param(*of, marks=pytest.mark.slow)
+            for of in (("granitemoe", 4), ("granitemoe", 8), ("gpt_oss", 4), ("gpt_oss", 8))
+        ),
+    ],
+)
+def test_experts_in_one_tensor_compute_what_dequantised_ones_do(case, bits, tmp_path):
+    folder = in_one_tensor(case, tmp_path)
+    lm = fdjax.load(str(folder), quantize=f"int{bits}", compilation_cache=False, progress=False)
+    ids = np.arange(2, 62, dtype=np.int32).reshape(2, 30)
+    plain, dense = dense_of(lm)
+    got = forward(lm.model, lm.params, ids)
+    np.testing.assert_array_equal(got, forward(plain, dense, ids))
+    assert np.ptp(got) > 0.1
+    if case != "mxfp4":
+        exact = load_params(folder, plain)
+        for ours, theirs in zip(jax.tree.leaves(dense), jax.tree.leaves(exact), strict=True):
+            bar = (0.12 if bits == 4 else 0.012) * np.abs(theirs).mean()
+            assert np.abs(ours - theirs).mean() < bar
+
+
+def test_experts_in_mxfp4_keep_their_codes(tmp_path):
+    """They are described as compressed-tensors does, and a model of them alone is written alike."""
+    folder, output = in_one_tensor("mxfp4", tmp_path / "in"), tmp_path / "out"
+    data = read_json(folder / "config.json")
+    config = quantised_config(folder, parse_config(data), data)
+    tool.quantise_checkpoint(folder, output, config, bits=8, scales="float32")
+    old, new = stored_tensors(folder), stored_tensors(output)
+    for name in ("gate_up_proj", "down_proj"):
+        module = f"model.layers.1.mlp.experts.{name}"
+        for ours, theirs in (("weight_packed", "blocks"), ("weight_scale", "scales")):
+            codes = old[f"{module}_{theirs}"].view()
+            packed = new[f"{module}.{ours}"].view()
+            np.testing.assert_array_equal(packed.reshape(codes.shape), codes)
+        bias = f"{module}_bias"
+        np.testing.assert_array_equal(new[bias].view(), old[bias].view())
+    described = read_json(output / "config.json")["quantization_config"]
+    group = described["config_groups"]["group_1"]
+    assert described["format"] == "mixed-precision"
+    assert group["format"] == "mxfp4-pack-quantized" and group["weights"]["group_size"] == 32
+    assert len(group["targets"]) == 4 and module in group["targets"]
+    assert "model.layers.1.mlp.router" in described["ignore"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (
+            {"symmetric": False},
+            "input_linear' holds all experts of a layer, which must be symmetric",
+        ),
+        ({"strategy": "tensor"}, "must be symmetric, and quantised by group or channel"),
+        (
+            {"num_bits": 4},
+            r"weight_packed' must have shape \[6, 32, 4\] for 4 bits, got \[6, 32, 8\]",
+        ),
+        ({"strategy": "group", "group_size": 8}, r"must have shape \[6, 32, 4\], got \[6, 32, 1\]"),
+    ],
+)
+def test_a_description_that_does_not_fit_experts_in_one_tensor(change, says, tmp_path):
+    folder = FIXTURES / "granitemoe"
+    config = parse_config(read_json(folder / "config.json"))
+    tool.quantise_checkpoint(folder, tmp_path, config, bits=8, scales="float32")
+    data = read_json(tmp_path / "config.json")
+    own = data["quantization_config"]["config_groups"]["group_0"]
+    experts = own | {"targets": ["re:.*_linear$"], "weights": own["weights"] | change}
+    data["quantization_config"]["config_groups"] = {"group_0": experts, "group_1": own}
+    own["targets"] = ["Linear"]
+    (tmp_path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(fdjax.CheckpointError, match=says):
+        fdjax.load(str(tmp_path), progress=False)
+
+
+@pytest.mark.parametrize(("name", "group"), [("gpt-oss-20b", 64), ("granite-3.0-1b-a400m", 128)])
+def test_the_default_group_divides_all_inputs(name, group):
+    config = parse_config(read_json(FIXTURES / "configs" / f"{name}.old.json"))
+    assert tool.default_group(config) == group
+    tool._with_formats(config, 4, group, "bfloat16")
+
+
+def test_no_other_quantised_weights_are_quantised_again():
+    for case in ("bnb_nf4", "gptq_order", "ct_mixed", "ct_mxfp4"):
+        with pytest.raises(ValueError, match="is quantised already"):
+            fdjax.load(str(FIXTURES.parent / "quantised" / case), quantize="int8")
 
 
 @pytest.mark.slow

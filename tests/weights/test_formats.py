@@ -32,6 +32,7 @@ KINDS = {
     "ct_fp8": "fp8",
     "ct_int4": "int4",
     "ct_int8": "int8",
+    "ct_mxfp4": "fp4",
     "fp8": "fp8",
     "gptq_int8": "int8",
     "gptq": "int4",
@@ -117,7 +118,7 @@ slow = pytest.mark.slow
     "case",
     [
         "ct_mixed",
-        *(pytest.param(case, marks=slow) for case in ("awq", "gptq")),
+        *(pytest.param(case, marks=slow) for case in ("awq", "ct_mxfp4", "gptq")),
     ],
 )
 def test_logits_are_those_of_transformers(case):
@@ -448,6 +449,7 @@ def nan(a):
     return a
 
 
+FP4 = {"num_bits": 4, "type": "float", "strategy": "group", "group_size": 32}
 DAMAGE = {
     "no scales": ("compressed", drop("weight_scale"), {}, f"{Q}.weight_scale' is missing"),
     "no zeros": ("compressed", drop("weight_zero_point"), {}, "weight_zero_point' is missing"),
@@ -542,6 +544,18 @@ DAMAGE = {
         nothing,
         {"config_groups": {"a": {"targets": ["Linear"], "weights": {"num_bits": 2}}}},
         "type 'int' with 2 bits are not supported",
+    ),
+    "fp4 by 16": (
+        "compressed",
+        nothing,
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": FP4 | {"group_size": 16}}}},
+        "float with 4 bits must have strategy 'group' and group_size 32.*'group' and 16",
+    ),
+    "fp4 of integers": (
+        "compressed",
+        nothing,
+        {"config_groups": {"a": {"targets": ["Linear"], "weights": FP4}}},
+        "weight_packed' has dtype I32, supported here: U8",
     ),
     "nvfp4": (
         "compressed",

@@ -1,4 +1,8 @@
-"""compressed-tensors: packed int4 and int8, int8 and fp8 by channel, tensor, group or block."""
+"""compressed-tensors: packed int4, int8 and MXFP4; int8 and fp8 by channel, tensor or block.
+
+A packed tensor may hold all experts of a layer, [X, ...]. compressed-tensors packs such weights one
+expert after another.
+"""
 
 import dataclasses
 import math
@@ -22,11 +26,13 @@ from fdjax.weights.formats.layer import (
     take,
     unpack_rows,
 )
+from fdjax.weights.formats.mxfp4 import GROUP as MX_GROUP
+from fdjax.weights.formats.mxfp4 import read_mxfp4
 from fdjax.weights.stored import StoredTensor
 
 _FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
-    "mixed-precision",
+    *("mixed-precision", "mxfp4-pack-quantized"),
 )
 _SCALES = ("BF16", "F16", "F32", "F8_E8M0")
 
@@ -37,7 +43,7 @@ class Group:
 
     Attributes:
       targets: names of modules or classes, or regular expressions after "re:".
-      kind: "int4" | "int8" | "fp8".
+      kind: "int4" | "int8" | "fp8" | "fp4", which is MXFP4.
       symmetric: whether there are no zeros.
       strategy: "tensor" | "channel" | "group" | "block".
       group_size: size of a group, for "group".
@@ -61,17 +67,27 @@ class Group:
         targets = reader.get("targets", list)
         weights = ConfigReader(weights, source)
         bits, kind = weights.get("num_bits", int), weights.get("type", str, "int")
-        kinds = {(4, "int"): "int4", (8, "int"): "int8", (8, "float"): "fp8"}
+        kinds = {
+            (4, "int"): "int4",
+            (8, "int"): "int8",
+            (4, "float"): "fp4",
+            (8, "float"): "fp8",
+        }
         if (bits, kind) not in kinds:
             raise CheckpointError(
                 f"{source}: weights of type {kind!r} with {bits} bits are not supported; "
-                "supported: int with 4 or 8 bits, float with 8 bits"
+                "supported: int or float with 4 or 8 bits"
             )
         group_size = weights.get("group_size", int, None)
         default = "tensor" if group_size is None else "channel" if group_size == -1 else "group"
         strategy = weights.get("strategy", str, default)
         if strategy not in ("tensor", "channel", "group", "block"):
             raise CheckpointError(f"{source}: strategy {strategy!r} of weights is not supported")
+        if (bits, kind) == (4, "float") and (strategy, group_size) != ("group", MX_GROUP):
+            raise CheckpointError(
+                f"{source}: float with 4 bits must have strategy 'group' and group_size "
+                f"{MX_GROUP}, as in MXFP4, got {strategy!r} and {group_size}"
+            )
         block = weights.get("block_structure", list, None)
         if strategy == "block" and not is_block(block):
             raise CheckpointError(f"{source}: 'block_structure' must be two sizes, got {block!r}")
@@ -133,14 +149,18 @@ class CompressedTensors:
         ignore = reader.get("ignore", list, [])
         return cls(tuple(g for g in parsed if g), tuple(map(str, ignore)), source)
 
-    def linear(self, module: str, shape: tuple[int, int], stored: Stored) -> StoredLinear | None:
+    def linear(self, module: str, shape: tuple[int, ...], stored: Stored) -> StoredLinear | None:
         """See `Scheme.linear`."""
         packed = f"{module}.weight_packed" in stored
+        if len(shape) > 2 and not packed:
+            return None
         weight = stored.get(f"{module}.weight")
         coded = weight is not None and weight.dtype in ("I8", "F8_E4M3")
         if not (packed or coded or f"{module}.weight_scale" in stored):
             return None
         group = self._group(module)
+        if group.kind == "fp4":
+            return _mxfp4(module, shape, stored, self.source)
         read = _packed if packed or group.kind == "int4" else _naive
         return read(group, module, shape, stored, self.source)
 
@@ -162,14 +182,25 @@ class CompressedTensors:
         )
 
 
+def _mxfp4(module: str, shape, stored: Stored, source: str) -> StoredLinear:
+    names = f"{module}.weight_packed", f"{module}.weight_scale"
+    return read_mxfp4(module, shape, stored, source, names, (*shape[:-1], shape[-1] // 2))
+
+
 def _packed(group: Group, module: str, shape, stored: Stored, source: str) -> StoredLinear:
-    n, k = shape
+    *outs, k = shape
     if group.kind == "fp8":
         raise CheckpointError(f"{source}: {module!r} has packed integers, not float")
+    if len(outs) > 1 and not (group.symmetric and group.strategy in ("group", "channel")):
+        raise CheckpointError(
+            f"{source}: {module!r} holds all experts of a layer, which must be symmetric, and "
+            "quantised by group or channel"
+        )
     bits = 4 if group.kind == "int4" else 8
     why = f" for {bits} bits"
-    packed = take(stored, f"{module}.weight_packed", ["I32"], (n, -(-k * bits // 32)), why=why)
-    size = take(stored, f"{module}.weight_shape", ["I64", "I32"], (2,))
+    words = *outs, -(-k * bits // 32)
+    packed = take(stored, f"{module}.weight_packed", ["I32"], words, why=why)
+    size = take(stored, f"{module}.weight_shape", ["I64", "I32"], (len(shape),))
     if tuple(size.view().tolist()) != shape:
         raise damaged(size, f"must hold {list(shape)} by config.json, got {size.view().tolist()}")
     scale, columns = _scale(group, module, shape, stored, source)
@@ -179,24 +210,24 @@ def _packed(group: Group, module: str, shape, stored: Stored, source: str) -> St
         name = f"{module}.weight_zero_point"
         if group.strategy not in ("group", "channel"):
             raise CheckpointError(f"{source}: zero points of a {group.strategy} not supported")
-        zero = take(stored, name, ["I32"], (-(-n * bits // 32), len(columns)))
+        zero = take(stored, name, ["I32"], (-(-outs[0] * bits // 32), len(columns)))
         names.append(name)
-    if (name := f"{module}.weight_g_idx") in stored:
+    if (name := f"{module}.weight_g_idx") in stored and len(outs) == 1:
         order = take(stored, name, ["I32", "I64"], (k,))
         names.append(name)
 
     def read_codes():
         zeros = None
         if zero is not None:
-            zeros = unpack_rows(zero.view().T, bits, n).T
-        return _codes(packed.view(), scale, zeros, n, columns)
+            zeros = unpack_rows(zero.view().T, bits, outs[0]).T
+        return _codes(packed.view(), scale, zeros, outs, columns)
 
     weight = WeightFormat(group.kind, k // len(columns), zero is not None, scale_dtype(scale))
     return in_order(shape, tuple(names), weight, read_codes, order)
 
 
 def in_order(
-    shape: tuple[int, int],
+    shape: tuple[int, ...],
     names: tuple[str, ...],
     weight: WeightFormat,
     read: Any,
@@ -207,7 +238,7 @@ def in_order(
     Raises:
       CheckpointError: `order` names a group that does not exist.
     """
-    k = shape[1]
+    k = shape[-1]
     in_turn = np.arange(k) // weight.group
     groups = in_turn if order is None else np.asarray(order.view()).astype(np.int64)
     if groups.min() < 0 or groups.max() >= k // weight.group:
@@ -236,7 +267,7 @@ def _naive(group: Group, module: str, shape, stored: Stored, source: str) -> Sto
         zeros = None
         if zero is not None:
             zeros = np.broadcast_to(zero.view().astype(np.int32) + 128, (n, len(columns)))
-        return _codes(words_of(weight), scale, zeros, n, columns, group.block)
+        return _codes(words_of(weight), scale, zeros, [n], columns, group.block)
 
     form = WeightFormat(group.kind, k // len(columns), zero is not None, scale_dtype(scale))
     return StoredLinear(shape, tuple(names), form, read)
@@ -252,21 +283,21 @@ def words_of(weight: StoredTensor) -> np.ndarray:
 
 
 def _scale(
-    group: Group, module: str, shape: tuple[int, int], stored: Stored, source: str
+    group: Group, module: str, shape: tuple[int, ...], stored: Stored, source: str
 ) -> tuple[StoredTensor, Sequence[int]]:
     """Returns (the tensor of scales, the column of that tensor for each group)."""
-    n, k = shape
+    *outs, k = shape
     name = f"{module}.weight_scale"
     if group.strategy == "block":
         columns = block_columns(k, group.block[1])
-        blocks = -(-n // group.block[0]), -(-k // group.block[1])
+        blocks = -(-outs[0] // group.block[0]), -(-k // group.block[1])
         return take(stored, name, _SCALES, blocks), columns
     if group.strategy == "tensor":
         return take(stored, name, _SCALES, (), (1,), (1, 1)), [0]
     if group.strategy == "channel":
-        return take(stored, name, _SCALES, (n, 1), (n,)), [0]
+        return take(stored, name, _SCALES, (*outs, 1), tuple(outs)), [0]
     count = k // group_of(group.group_size, k, source, module)
-    return take(stored, name, _SCALES, (n, count)), range(count)
+    return take(stored, name, _SCALES, (*outs, count)), range(count)
 
 
 def block_columns(k: int, width: int) -> list[int]:
@@ -279,17 +310,20 @@ def block_columns(k: int, width: int) -> list[int]:
     return [start // width for start in range(0, k, group)]
 
 
-def _codes(words, scale: StoredTensor, zeros, n, columns, block=None) -> Codes:
-    scales = expand_scales(read_scales(scale), n, columns, block)
+def _codes(words, scale: StoredTensor, zeros, outs, columns, block=None) -> Codes:
+    scales = expand_scales(read_scales(scale), outs, columns, block)
     return Codes(words, scales, None if zeros is None else zeros.astype(scales.dtype))
 
 
 def expand_scales(
-    scales: np.ndarray, n: int, columns: Sequence[int], block: tuple[int, int] | None = None
+    scales: np.ndarray,
+    outs: Sequence[int],
+    columns: Sequence[int],
+    block: tuple[int, int] | None = None,
 ) -> np.ndarray:
-    """Expand scales to [N,G]. They may be per tensor, channel, group or block."""
+    """Expand scales to [*outs,G]. They may be per tensor, channel, group or block."""
     if block:
-        return np.repeat(scales, block[0], axis=0)[:n, columns]
+        return np.repeat(scales, block[0], axis=0)[: outs[0], columns]
     if scales.size == 1:
-        return np.full((n, len(columns)), scales.reshape(-1)[0])
-    return scales.reshape(n, len(columns))
+        return np.full((*outs, len(columns)), scales.reshape(-1)[0])
+    return scales.reshape(*outs, len(columns))

@@ -68,7 +68,7 @@ class FP8:
         def read():
             # Despite the name `weight_scale_inv`, it multiplies the codes.
             return Codes(
-                words_of(weight), expand_scales(read_scales(scale), n, columns, self.block)
+                words_of(weight), expand_scales(read_scales(scale), [n], columns, self.block)
             )
 
         form = WeightFormat("fp8", k // len(columns), scales=scale_dtype(scale))

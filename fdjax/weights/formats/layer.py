@@ -83,7 +83,8 @@ class Scheme(Protocol):
     def linear(self, module: str, shape: tuple[int, ...], stored: Stored) -> StoredLinear | None:
         """The linear layer `module` of shape (N, K), or None if it is not quantised.
 
-        The shape is (X, N, K) if one tensor holds all experts of a layer, as only in MXFP4.
+        The shape is (X, N, K) if one tensor holds all experts of a layer, as only in MXFP4 and
+        compressed-tensors.
 
         Raises:
           CheckpointError: tensors are missing, or do not fit the description.

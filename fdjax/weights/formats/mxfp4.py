@@ -1,4 +1,4 @@
-"""MXFP4 as gpt-oss stores it: experts in e2m1, with a power of 2 as scale of each 32 weights.
+"""MXFP4, as in the experts of gpt-oss: codes in e2m1, and a power of 2 scales each 32 weights.
 
 Rouhani et al. 2023, Microscaling Data Formats for Deep Learning.
 """
@@ -13,7 +13,7 @@ from fdjax.models import CheckpointError, ConfigReader
 from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.weights.formats.layer import Codes, Stored, StoredLinear, damaged, take
 
-_GROUP = 32
+GROUP = 32  # weights that share a scale
 _NAN = 255  # the code of NaN in e8m0
 
 
@@ -39,22 +39,46 @@ class MXFP4:
         if not any(name in stored for name in names):
             return None
         *outs, k = shape
-        if k % _GROUP:
-            raise CheckpointError(
-                f"{self.source}: MXFP4 needs inputs that are a multiple of {_GROUP}, but "
-                f"{module!r} has {k}"
-            )
-        groups = *outs, k // _GROUP
-        blocks = take(stored, names[0], ["U8"], (*groups, _GROUP // 2))
-        scale = take(stored, names[1], ["U8"], groups)
+        blocks = *outs, k // GROUP, GROUP // 2
+        return read_mxfp4(module, shape, stored, self.source, names, blocks)
 
-        def read():
-            exponents = np.asarray(scale.view())
-            if (exponents == _NAN).any():
-                raise damaged(scale, "has values that are not finite")
-            # A byte has two codes, the first in its lower half, which is also their order in words.
-            words = np.ascontiguousarray(blocks.view()).view("<i4").reshape(*outs, k // 8)
-            return Codes(words, exponents.view(ml_dtypes.float8_e8m0fnu))
 
-        form = WeightFormat("fp4", _GROUP, scales="float8_e8m0fnu")
-        return StoredLinear(tuple(shape), names, form, read)
+def read_mxfp4(
+    module: str,
+    shape: tuple[int, ...],
+    stored: Stored,
+    source: str,
+    names: tuple[str, str],
+    packed: tuple[int, ...],
+) -> StoredLinear:
+    """A weight in MXFP4.
+
+    Args:
+      module: name of the layer, for errors.
+      shape: (N, K), or (X, N, K) of all experts of a layer.
+      stored: tensors of the checkpoint, by name.
+      source: name of config.json, for errors.
+      names: the tensors of codes and of scales.
+      packed: shape of the codes, two in a byte.
+
+    Raises:
+      CheckpointError: tensors are missing or do not fit.
+    """
+    *outs, k = shape
+    if k % GROUP:
+        raise CheckpointError(
+            f"{source}: MXFP4 needs inputs that are a multiple of {GROUP}, but {module!r} has {k}"
+        )
+    codes = take(stored, names[0], ["U8"], packed)
+    scale = take(stored, names[1], ["U8"], (*outs, k // GROUP))
+
+    def read():
+        exponents = np.asarray(scale.view())
+        if (exponents == _NAN).any():
+            raise damaged(scale, "has values that are not finite")
+        # A byte has two codes, the first in its lower half, which is also their order in words.
+        words = np.ascontiguousarray(codes.view()).view("<i4").reshape(*outs, k // 8)
+        return Codes(words, exponents.view(ml_dtypes.float8_e8m0fnu))
+
+    form = WeightFormat("fp4", GROUP, scales="float8_e8m0fnu")
+    return StoredLinear(tuple(shape), names, form, read)

@@ -73,7 +73,7 @@ def stored_linears(
         if path not in paths:
             continue
         for name, shape in weight.outputs_first()[0].sources:
-            if len(shape) > 2 and not isinstance(scheme, MXFP4):
+            if len(shape) > 2 and not isinstance(scheme, MXFP4 | CompressedTensors):
                 continue
             linear = scheme.linear(name.removesuffix(_WEIGHT), shape, stored)
             if linear is not None:
