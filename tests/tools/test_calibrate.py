@@ -649,7 +649,7 @@ def test_the_command_writes_elsewhere_and_draws(run, folder, counted, monkeypatc
     assert Path("new/file.json").exists() and not (folder / calibration_file.FILE).exists()
     assert Path("new/plot.png").read_bytes().startswith(b"\x89PNG")
     code, _, err = run(*argv, "--plot", "plot.xyz")
-    assert (code, err.count("\n")) == (1, 1) and "plot is one of" in err
+    assert (code, err.count("\n")) == (1, 1) and "file type must be one of" in err
 
 
 @pytest.mark.filterwarnings("default")
