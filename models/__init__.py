@@ -26,6 +26,7 @@ from fdjax.models.families import FAMILIES
 from fdjax.models.name_map import TensorNames, WeightMap, decoder_weights, export_tensors
 from fdjax.models.readable import readable
 from fdjax.models.refused import REFUSED
+from fdjax.models.rope import with_spans
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
 __all__ = [
@@ -81,7 +82,7 @@ def parse_config(data: Mapping[str, Any], source: str = "config.json") -> Decode
     _warn_of_code(data, family.ARCHITECTURE, source)
     try:
         names = getattr(family, "NAMES", {})
-        return family.parse_config(ConfigReader(data, source, family.DEFAULTS, names))
+        return with_spans(family.parse_config(ConfigReader(data, source, family.DEFAULTS, names)))
     except CheckpointError:
         raise
     except ValueError as error:

@@ -230,7 +230,7 @@ class BlockSpec:
         names = set(self.attention.features)
         if rope is None:
             names.add("no_rope")
-        elif rope.dim != self.head_dim:
+        elif (rope.span or rope.dim) != self.head_dim:
             names.add("partial_rope")
         return frozenset(f"attention.{name}" for name in names)
 

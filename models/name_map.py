@@ -71,17 +71,20 @@ class GroupedQKV:
       kv_heads, group, head_dim: Hkv, G, D.
       interleaved: number of dimensions at the beginning of a head of Q or K that form pairs (2i, 2i
         + 1).
+      spread: number of dimensions at the beginning of a head of Q or K that form pairs, if the two
+        of a pair are placed D/2 apart, see `Rope.span`; otherwise 0.
     """
 
     kv_heads: int
     group: int
     head_dim: int
     interleaved: int = 0
+    spread: int = 0
 
     def join(self, parts):
         """[H·D, E], [Hkv·D, E], [Hkv·D, E] → [E, Hkv, G+2, D]; biases have no axis E."""
         parts = [p.reshape(self.kv_heads, -1, self.head_dim, *p.shape[1:]) for p in parts]
-        if self.interleaved:
+        if self.interleaved or self.spread:
             parts = [p[:, :, self._order()] for p in parts[:2]] + parts[2:]
         joined = jnp.concatenate(parts, axis=1)
         return jnp.moveaxis(joined, -1, 0) if joined.ndim == 4 else joined
@@ -92,35 +95,68 @@ class GroupedQKV:
             parameter = jnp.moveaxis(parameter, 0, -1)
         g = self.group
         parts = [parameter[:, :g], parameter[:, g : g + 1], parameter[:, g + 1 :]]
-        if self.interleaved:
+        if self.interleaved or self.spread:
             parts = [p[:, :, np.argsort(self._order())] for p in parts[:2]] + parts[2:]
         return [p.reshape(-1, *p.shape[3:]) for p in parts]
 
     def _order(self) -> np.ndarray:
         """[D] for each dimension of a head here, its dimension in the checkpoint."""
-        end = self.interleaved
-        return np.r_[0:end:2, 1:end:2, end : self.head_dim]
+        paired, interleaved = self.interleaved or self.spread, self.interleaved > 0
+        return head_order(self.head_dim, paired, interleaved=interleaved, spread=self.spread > 0)
+
+
+def head_order(
+    head_dim: int, paired: int, *, interleaved: bool = False, spread: bool = False
+) -> np.ndarray:
+    """[D] for each dimension of a head here, its dimension in a checkpoint.
+
+    Args:
+      head_dim: D.
+      paired: number of dimensions that RoPE rotates, at the beginning of the checkpoint's head.
+      interleaved: pairs are (2i, 2i + 1) there, otherwise (i, i + paired/2).
+      spread: pairs are (i, i + D/2) here, otherwise (i, i + paired/2).
+    """
+    pairs = np.arange(paired).reshape((-1, 2) if interleaved else (2, -1))
+    first, second = pairs.T if interleaved else pairs
+    rest = np.arange(paired, head_dim)
+    middle = len(rest) // 2 if spread else 0
+    return np.r_[first, rest[:middle], second, rest[middle:]]
 
 
 @dataclasses.dataclass(frozen=True)
 class PerGroupQKV:
-    """Q, K and V in one tensor, which is grouped by KV head already."""
+    """Q, K and V in one tensor, which is grouped by KV head already.
+
+    Attributes: see `GroupedQKV`.
+    """
 
     kv_heads: int
     group: int
     head_dim: int
+    spread: int = 0
 
     def join(self, parts):
         """[Hkv·(G+2)·D, E] → [E, Hkv, G+2, D]; biases have no axis E."""
         (part,) = parts
         grouped = part.reshape(self.kv_heads, self.group + 2, self.head_dim, *part.shape[1:])
+        if self.spread:
+            grouped = self._with_q_and_k(grouped, self._order())
         return jnp.moveaxis(grouped, -1, 0) if grouped.ndim == 4 else grouped
 
     def split(self, parameter):
         """The inverse of `join`."""
         if parameter.ndim == 4:
             parameter = jnp.moveaxis(parameter, 0, -1)
+        if self.spread:
+            parameter = self._with_q_and_k(parameter, np.argsort(self._order()))
         return [parameter.reshape(-1, *parameter.shape[3:])]
+
+    def _order(self) -> np.ndarray:
+        return head_order(self.head_dim, self.spread, spread=True)
+
+    def _with_q_and_k(self, grouped, order):
+        end = self.group + 1
+        return jnp.concatenate([grouped[:, :end, order], grouped[:, end:]], axis=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -444,13 +480,14 @@ def _stored(
     if name not in ("qkv", "gate_up", "shared_gate_up"):
         return linear.outs, Transposed()
     heads = block.kv_heads, block.group, block.head_dim
+    rope = block.attention.rope
+    spread = rope.dim if rope is not None and rope.span is not None else 0
     if name == "qkv" and names.per_group:
-        return (math.prod(linear.outs),), PerGroupQKV(*heads)
+        return (math.prod(linear.outs),), PerGroupQKV(*heads, spread)
     if name == "qkv":
         q, kv = (n * block.head_dim for n in (block.heads, block.kv_heads))
-        rope = block.attention.rope
         pairs = rope.dim if names.interleaved and rope is not None else 0
-        outs, layout = (q, kv, kv), GroupedQKV(*heads, interleaved=pairs)
+        outs, layout = (q, kv, kv), GroupedQKV(*heads, interleaved=pairs, spread=spread)
     else:
         outs, layout = linear.outs[1:] * 2, GateUp()
     return (outs, layout) if modules > 1 else ((sum(outs),), StackedRows(outs, layout))

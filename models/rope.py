@@ -5,11 +5,14 @@ everything in `rope_parameters`, for some families once per kind of layer. A fil
 they agree.
 """
 
+import dataclasses
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
-from fdjax.models.config import CheckpointError, ConfigReader
+from fdjax.models.block import BlockSpec
+from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
+from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Scaling, Yarn
 
 
@@ -223,3 +226,19 @@ _SCALINGS: dict[str, Callable[[ConfigReader, ConfigReader], Scaling | None]] = {
     "longrope": _longrope,
     "yarn": _yarn,
 }
+
+
+def with_spans(config: DecoderConfig) -> DecoderConfig:
+    """The config, with RoPE of a part of each head as RoPE of whole heads.
+
+    Kernels rotate whole heads. The dimensions of Q and K are ordered for it when weights are read.
+    Norms of Q and K have a weight for each dimension, so their models stay as they are.
+    """
+
+    def spread(block: BlockSpec) -> AttentionSpec:
+        rope, d = block.attention.rope, block.head_dim
+        if rope is None or rope.dim == d or d % 2 or block.qk_norm or block.whole_qk_norm:
+            return block.attention
+        return dataclasses.replace(block.attention, rope=dataclasses.replace(rope, span=d))
+
+    return config.with_attention(map(spread, config.blocks))

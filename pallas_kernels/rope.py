@@ -187,18 +187,25 @@ class Rope:
     """Static description of a rotary embedding.
 
     Attributes:
-      dim: rotated dimensions of a head, counted from the first.
+      dim: number of rotated dimensions of a head.
       theta: base of the frequencies.
       scaling: changes the frequencies for long contexts, or None.
+      span: dimensions i and i + span/2 form pair i, for i below dim/2; others stay as they are.
+        Default dim, so that the first dimensions rotate. Kernels take the size of a head.
     """
 
     dim: int
     theta: float
     scaling: Scaling | None = None
+    span: int | None = None
 
     def __post_init__(self):
         if self.dim <= 0 or self.dim % 2:
             raise ValueError(f"Rope: dim must be positive and even, got {self.dim}")
+        if self.span is not None and (self.span < self.dim or self.span % 2):
+            raise ValueError(
+                f"Rope: span must be even and at least dim, got {self.span} and {self.dim}"
+            )
         if not self.theta > 1:
             raise ValueError(f"Rope: theta must exceed 1, got {self.theta}")
         if isinstance(self.scaling, Dynamic) and self.dim < 4:
@@ -249,7 +256,8 @@ def rotation(
       limit: [B] int32 largest number of tokens of each sequence; needed with `prompt`.
 
     Returns:
-      (cos, sin), each [B, T, rope.dim / 2] fp32, times the attention factor.
+      (cos, sin), each [B, T, N] fp32, times the attention factor; N is rope.dim / 2, or
+      rope.span / 2 with 1 and 0 for dimensions that stay as they are.
 
     Raises:
       ValueError: frequencies depend on lengths and `prompt` or `limit` is not [B].
@@ -270,6 +278,9 @@ def rotation(
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     if rope.attention_factor != 1:
         cos, sin = cos * rope.attention_factor, sin * rope.attention_factor
+    if rope.span is not None:
+        rest = (0, 0), (0, 0), (0, (rope.span - rope.dim) // 2)
+        cos, sin = (jnp.pad(a, rest, constant_values=fill) for a, fill in ((cos, 1), (sin, 0)))
     return cos, sin
 
 
@@ -316,8 +327,8 @@ def apply_rope(
             f"apply_rope: x must be [B,T,H,D] and positions [B,T], got {list(x.shape)} "
             f"and {list(positions.shape)}"
         )
-    if rope.dim > x.shape[-1]:
-        raise ValueError(f"apply_rope: rope.dim {rope.dim} exceeds the head dim {x.shape[-1]}")
+    if (size := rope.span or rope.dim) > x.shape[-1]:
+        raise ValueError(f"apply_rope: rope.dim {size} exceeds the head dim {x.shape[-1]}")
     return rotate(x, *rotation(positions, rope, prompt=prompt, limit=limit))
 
 

@@ -323,18 +323,22 @@ def test_decode_steps_with_quantised_weights():
     assert alias_bytes(compiled) == nbytes(state)
 
 
-def test_a_layer_without_rope_takes_five_kernels():
-    """BLOOM: LayerNorm, biases and GELU are in the products, the append is in the attention."""
-    data = json.loads((CONFIGS / "bloom-7b1.new.json").read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", ["bloom-7b1", "gpt-j-6b"])
+def test_a_layer_takes_five_kernels(name):
+    """LayerNorm, biases and GELU are in the products, the append is in the attention.
+
+    BLOOM has no RoPE, and GPT-J rotates a part of each head.
+    """
+    data = json.loads((CONFIGS / f"{name}.new.json").read_text(encoding="utf-8"))
     plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
-    bloom = describe(parse_config(data | {"n_layer": 3}), dtype="bfloat16", plan=plan)
-    state = jax.eval_shape(lambda: start_in_pages(init_pool(bloom, PAGES), 1, SLOTS))
+    m = describe(parse_config(data | {"n_layer": 3}), dtype="bfloat16", plan=plan)
+    state = jax.eval_shape(lambda: start_in_pages(init_pool(m, PAGES), 1, SLOTS))
 
     def run(params, state, sampling, n, table):
-        return decode_steps(bloom, params, state, sampling, n, table, max_steps=STEPS)
+        return decode_steps(m, params, state, sampling, n, table, max_steps=STEPS)
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
-    args = bloom.abstract_params, state, abstract_sampling(1), n, abstract_table(1, PAGES)
+    args = m.abstract_params, state, abstract_sampling(1), n, abstract_table(1, PAGES)
     options = compiler_options(decode_steps)
     compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
     names = collections.Counter(kernel_names(compiled))

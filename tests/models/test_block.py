@@ -163,7 +163,12 @@ def test_a_model_refuses_an_unknown_flag_of_attention():
     [
         ({}, ["attention.rope"]),
         ({"attention_bias": True}, ["attention.rope", "out_bias", "qkv_bias"]),
-        ({"partial_rotary_factor": 0.5}, ["attention.partial_rope", "attention.rope"]),
+        # The loader orders the dimensions so that kernels can rotate whole heads.
+        ({"partial_rotary_factor": 0.5}, ["attention.rope"]),
+        (
+            {"model_type": "qwen3", "partial_rotary_factor": 0.5},
+            ["attention.partial_rope", "attention.rope", "qk_norm"],
+        ),
         (
             {"model_type": "mistral", "sliding_window": 64},
             ["attention.rope", "attention.window"],

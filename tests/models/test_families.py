@@ -25,7 +25,7 @@ from fdjax.models import (
     weight_map,
 )
 from fdjax.models.block import DECODER_CAN, BlockSpec
-from fdjax.models.name_map import GroupedQKV
+from fdjax.models.name_map import GroupedQKV, PerGroupQKV
 from fdjax.models.refused import REFUSED
 from fdjax.pallas_kernels.attention import attention_reference, prefill_attention
 from fdjax.pallas_kernels.attention.spec import AttentionSpec, alibi_slopes
@@ -138,8 +138,8 @@ def exact_attention(q, k, v, scale, slopes=None):
 
 
 @pytest.mark.parametrize("run", ["xla", "reference"])
-@pytest.mark.parametrize("dim", [2, 8, 16])
-def test_rope_of_interleaved_pairs_is_a_matter_of_loading(dim, run):
+@pytest.mark.parametrize(("dim", "spread"), [(2, False), (8, False), (16, False), (8, True)])
+def test_rope_of_interleaved_pairs_is_a_matter_of_loading(dim, spread, run):
     """The checkpoint's rows of Q and K, loaded and turned by halves, give its own attention."""
     kv_heads, group, d, t, width = 2, 3, 16, 37, 24
     rng = np.random.default_rng(dim)
@@ -149,11 +149,13 @@ def test_rope_of_interleaved_pairs_is_a_matter_of_loading(dim, run):
     q, k, v = ((x @ part.T.astype(np.float64)).reshape(t, -1, d) for part in parts)
     want = exact_attention(rotated(q, dim, 100.0), rotated(k, dim, 100.0), v, d**-0.5)
 
-    weight = GroupedQKV(kv_heads, group, d, interleaved=dim).join([jnp.asarray(p) for p in parts])
+    layout = GroupedQKV(kv_heads, group, d, interleaved=dim, spread=dim if spread else 0)
+    weight = layout.join([jnp.asarray(p) for p in parts])
     qkv = np.einsum("te,ehgd->thgd", x, np.asarray(weight, np.float64)).astype(np.float32)
     q, k, v = (qkv[:, :, s] for s in (slice(None, -2), slice(-2, -1), slice(-1, None)))
     q, k, v = (jnp.asarray(a.reshape(1, t, -1, d)) for a in (q, k, v))
     rope, positions = Rope(dim, 100.0), jnp.arange(t, dtype=jnp.int32)[None]
+    rope = dataclasses.replace(rope, span=d) if spread else rope
     q, k = (apply_rope(a, positions, rope) for a in (q, k))
     lengths = jnp.array([t], jnp.int32)
     caches = (k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3))
@@ -190,6 +192,33 @@ def test_interleaved_rows_come_back():
         np.testing.assert_array_equal(part, back)
     halves = np.asarray(layout.join([p[:, 0] for p in parts])[0, 0])
     np.testing.assert_array_equal(halves, np.asarray(parts[0])[[0, 2, 4, 1, 3, 5, 6, 7], 0])
+
+
+@pytest.mark.parametrize("d", [8, 12])
+@pytest.mark.parametrize("interleaved", [0, 4])
+def test_pairs_of_a_part_of_a_head_are_spread(d, interleaved):
+    """Both layouts have the same order, and both give the checkpoint's tensors back."""
+    kv_heads, group = 2, 2
+    rng = np.random.default_rng(0)
+    heads = rng.normal(size=(kv_heads, group + 2, d, 5)).astype(np.float32)
+    q, k, v = np.split(heads, [group, group + 1], axis=1)
+    apart = [jnp.asarray(part.reshape(-1, 5)) for part in (q, k, v)]
+    layout = GroupedQKV(kv_heads, group, d, interleaved=interleaved, spread=4)
+    joined = layout.join(apart)
+    for part, back in zip(apart, layout.split(joined), strict=True):
+        np.testing.assert_array_equal(part, back)
+    one = np.asarray(joined)[0, 0]
+    middle = d // 2
+    firsts, seconds = ((0, 2), (1, 3)) if interleaved else ((0, 1), (2, 3))
+    for at, (first, second) in enumerate(zip(firsts, seconds, strict=True)):
+        np.testing.assert_array_equal(one[:-1, at], heads[0, :-1, first, 0])
+        np.testing.assert_array_equal(one[:-1, middle + at], heads[0, :-1, second, 0])
+    np.testing.assert_array_equal(one[-1], heads[0, -1, :, 0])
+    if not interleaved:
+        together = PerGroupQKV(kv_heads, group, d, spread=4)
+        whole = [jnp.asarray(heads.reshape(-1, 5))]
+        np.testing.assert_array_equal(together.join(whole), joined)
+        np.testing.assert_array_equal(together.split(together.join(whole))[0], whole[0])
 
 
 # Families
@@ -232,7 +261,10 @@ CHATGLM2 = {
 def test_chatglm2_has_its_published_size():
     model = describe(parse_config(CHATGLM2))
     assert model.parameter_count == 6_243_584_000
-    assert (model.config.kv_heads, model.config.attention[0].rope) == (2, Rope(64, 10000.0))
+    assert (model.config.kv_heads, model.config.attention[0].rope) == (
+        2,
+        Rope(64, 10000.0, span=128),
+    )
 
 
 @pytest.mark.parametrize(
