@@ -43,6 +43,11 @@ class Plan(Dispatch):
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
     prompt_tiles: int = 1
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.prompt_tiles < 1:
+            raise ValueError(f"plan: prompt_tiles must be positive, got {self.prompt_tiles}")
+
     @classmethod
     def for_device(
         cls,

@@ -95,7 +95,8 @@ def same_tokens(paths, *ranks, **options):
     seen, report = Ranks(), {}
     for path in paths:
         report[path] = {count: _tokens_or_error(path, count, **options) for count in (1, *ranks)}
-    return report | {"compared": seen.compared, "differing": seen.differing}
+    mixing = os.environ.get("NCCL_GRAPH_MIXING_SUPPORT")
+    return report | {"compared": seen.compared, "differing": seen.differing, "mixing": mixing}
 
 
 def _tokens_or_error(path, count, **options):

@@ -181,6 +181,11 @@ def test_another_weight_is_not_near(tmp_path, change):
     assert choice.source == "heuristic"
 
 
+def test_calls_have_at_least_one_tile():
+    with pytest.raises(ValueError, match="prompt_tiles must be positive, got 0"):
+        Plan(prompt_tiles=0)
+
+
 def test_a_named_implementation_overrides_the_table(tmp_path):
     table = read_table(_write(tmp_path / "table.json", [("matmul", GEMM, "mosaic_gpu")]))
     plan = _h100(named=(("matmul", "xla"),), table=table)
