@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from fdjax.pallas_kernels.dispatch import Shape, needs_half
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.persistent.exchange import ROUNDS, Exchange
 from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.packed_product import PackedProduct
@@ -58,10 +59,12 @@ def after_attention(
     # A device's part of an MLP is narrow: with wide tiles, a third of the blocks would have work.
     wide = 1 if ranks > 1 and hidden < CLUSTERS * 2 else 2
     deep = TILE_BRICKS // (2 * wide)
+    # Two blocks share K if each cluster then has one tile. In a second round, few would have work.
+    split = 2 if width <= CLUSTERS else 1
     return (
-        Product("out", "o", heads, width, 1, 4, 2, **out),
+        Product("out", "o", heads, width, 1, TILE_BRICKS, split, **out),
         Product("gate_up", "mlp_x", width, hidden, wide, deep, 1, gate, norm, y="hidden"),
-        Product("down", "hidden", hidden, width, 1, 4, 2, **down),
+        Product("down", "hidden", hidden, width, 1, TILE_BRICKS, split, **down),
     )
 
 
@@ -81,7 +84,8 @@ def _packed(
 
 def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: Any) -> Memory:
     """Shared memory of these stages for a residual stream [rows, width]."""
-    rounds = -(-(width // BRICK) // CLUSTERS)
+    adding = next(stage for stage in stages if stage.scaled)
+    rounds = -(-adding.tiles * adding.split // MULTIPROCESSORS)
     square_tiles = -(-width // BRICK**2)
     wide = max(stage.wide for stage in stages)
     most = max(stage.pieces for stage in stages)

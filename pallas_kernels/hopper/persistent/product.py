@@ -23,7 +23,7 @@ from fdjax.pallas_kernels.hopper.persistent.block import (
     bricks,
 )
 from fdjax.pallas_kernels.hopper.persistent.exchange import Exchange
-from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, put
 
@@ -172,9 +172,9 @@ class Product(Stage):
 
             @when(layer == 0)
             def _():
-                residual = smem["residual"]
+                residual, share = smem["residual"], block.share(self)
                 for i in range(residual.shape[0]):
-                    columns = bricks(block.cluster + i * CLUSTERS, 1)
+                    columns = bricks(share.first + i * share.stride, 1)
                     source = gmem[self.residual].at[block.rows, columns]
                     plgpu.copy_gmem_to_smem(source, residual.at[i], smem["residual_arrived"])
 

@@ -245,7 +245,12 @@ LAYERS_CANDIDATES = (
 def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
     # At least two tiles for each block that shares a head.
     most = min(CLUSTERS // (shape["m"] * shape["hkv"]), shape["s"] // (4 * BRICK))
-    shared = (DecodeLayersConfig(alone=3, clusters=n) for n in (2, 4, 8) if n <= most)
+    shared = (
+        DecodeLayersConfig(alone=alone, clusters=n)
+        for n in (2, 4, 8)
+        if n <= most
+        for alone in (2, 3)
+    )
     return *LAYERS_CANDIDATES, *shared
 
 
