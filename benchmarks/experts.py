@@ -1,9 +1,11 @@
-"""Mixtures of experts in a decode step: `python -m benchmarks.experts` compares kernels with XLA.
+"""Mixtures of experts: `python -m benchmarks.experts` compares kernels with XLA.
 
 Runs the op `moe` alone, from the router's logits to the sum, with random routing. The experts have
 the sizes of Qwen3-30B-A3B, Mixtral 8x7B, OLMoE, and gpt-oss-20b in MXFP4. The bound is the bytes of
 the distinct experts that the rows chose. Their number is in the name of a case. The table shows the
 times of both kernels for each tiling, and thus the best tiling of each kernel.
+
+More than 32 rows, as of prompts, run the grouped product beside JAX's `ragged_dot`.
 """
 
 import argparse
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from fdjax.bench.record import Measurement, emit
 from fdjax.bench.suite import Case, run_cases
@@ -28,6 +31,7 @@ from fdjax.pallas_kernels.experts.hopper.chosen import (
     MoeConfig,
     moe_chosen,
 )
+from fdjax.pallas_kernels.experts.hopper.grouped import moe_grouped
 from fdjax.pallas_kernels.quantised import (
     BRICKS,
     WeightFormat,
@@ -106,6 +110,25 @@ def _ours(x, logits, gate_up, down, *, sizes: Sizes, config: MoeConfig):
     return moe_chosen(x, *chosen, gate_up, down, gate=sizes.gate, config=config)
 
 
+def _grouped(x, logits, gate_up, down, *, sizes: Sizes):
+    return moe_grouped(x, *route(logits, sizes.routing), gate_up, down, gate=sizes.gate)
+
+
+def _ragged_dot(x, logits, gate_up, down, *, sizes: Sizes):
+    """The same sum with JAX's own grouped product."""
+    experts, weights = route(logits, sizes.routing)
+    order = jnp.argsort(experts.reshape(-1), stable=True)
+    counts = jnp.bincount(experts.reshape(-1), length=len(down)).astype(jnp.int32)
+    rows = x[order // sizes.routing.chosen]
+    both = lax.ragged_dot(rows, gate_up.reshape(*gate_up.shape[:2], -1), counts)
+    gate, up = jnp.split(both.astype(jnp.float32), 2, axis=1)
+    hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+    parts = jnp.zeros((len(order), x.shape[1]), x.dtype)
+    parts = parts.at[order].set(lax.ragged_dot(hidden, down, counts), unique_indices=True)
+    parts = parts.reshape(*experts.shape, -1).astype(jnp.float32)
+    return (parts * weights[:, :, None]).sum(axis=1).astype(x.dtype)
+
+
 def _reference(x, logits, *weights, sizes: Sizes):
     if sizes.form is not None:
         one = functools.partial(dequantise, dtype="float32")
@@ -138,18 +161,25 @@ def cases(name: str, rows: Sequence[int], configs: int, sizes: Sizes) -> list[Ca
             return *map(jnp.asarray, _rows(seed, m, width, own)), *_weights(sizes)
 
         count = distinct_experts(_rows(0, m, width, own)[1], routing.chosen)
+        reference, named = functools.partial(_reference, sizes=sizes), run | dict(ours)
+        if m > 32:
+            # The reference computes all experts of all rows.
+            reference = run["xla"]
+            kinds = {"grouped": _grouped, "ragged_dot": _ragged_dot}
+            named = run | {n: functools.partial(f, sizes=sizes) for n, f in kinds.items()}
         return Case(
             name=f"{name} M={m}, {count} experts",
             make_args=make_args,
-            implementations=run | dict(ours),
-            reference=functools.partial(_reference, sizes=sizes),
+            implementations=named,
+            reference=reference,
             bytes=weights * count // own + 4 * m * width,
             flops=6 * m * routing.chosen * width * hidden,
             tolerance=2e-2,
             prepare=prepare,
         )
 
-    return [case(m) for m in rows]
+    # The grouped product takes no quantised weights.
+    return [case(m) for m in rows if m <= 32 or form is None]
 
 
 def _with_bricks(sizes: Sizes) -> Callable[..., tuple]:
@@ -190,7 +220,7 @@ def summary(rows: Sequence[Measurement]) -> str:
             xla[row.case] = us
         parts = "".join(
             f"{sum(t for k, t in row.timing['kernels'].items() if name in k):8.1f}"
-            for name in ("moe_up", "moe_down")
+            for name in ("up_kernel", "down_kernel")
         )
         share = row.fraction_of_ceiling
         share = f"{share:9.1%}" if share is not None else " " * 9
@@ -235,7 +265,7 @@ def main(
         runs=args.runs,
         commit=args.commit,
         output=args.output,
-        **{"matmul_size": 0} | options,
+        **{"matmul_size": 8192 if max(args.rows) > 1024 else 0} | options,
     )
     print(summary(record.rows))
     emit(record, args.output)

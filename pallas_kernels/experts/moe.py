@@ -14,11 +14,12 @@ from jax import Array
 from fdjax.pallas_kernels.activations import ACTIVATIONS, PAIRED
 from fdjax.pallas_kernels.dispatch import Dispatch, Features, resolve
 from fdjax.pallas_kernels.experts.hopper.chosen import MOE_CHOSEN
+from fdjax.pallas_kernels.experts.hopper.grouped import MOE_GROUPED
 from fdjax.pallas_kernels.experts.routing import Routing
 from fdjax.pallas_kernels.experts.xla import MOE_XLA
 from fdjax.pallas_kernels.quantised import QTensor, WeightFormat, check
 
-MOE = (MOE_CHOSEN, MOE_XLA)
+MOE = (MOE_CHOSEN, MOE_GROUPED, MOE_XLA)
 
 
 def moe(
