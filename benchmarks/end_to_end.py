@@ -277,9 +277,11 @@ def parse_point(text: str) -> Point:
 
 def weight_format(text: str) -> tuple[str, int]:
     """Parse a kind of quantised weights with its group, such as int4:128."""
-    found = re.fullmatch(r"(int4|int8|fp8)(?::(\d+))?", text)
+    found = re.fullmatch(r"(int4|int8|fp8|mxfp4)(?::(\d+))?", text)
     if not found:
-        raise argparse.ArgumentTypeError(f"must be int4, int8 or fp8 with a group, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"must be int4, int8 or fp8 with a group, or mxfp4, got {text!r}"
+        )
     return found[1], int(found[2] or 0)
 
 
@@ -304,6 +306,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--head", type=weight_format, metavar="KIND:GROUP", help="of the head, if it is not tied"
+    )
+    parser.add_argument(
+        "--experts", type=weight_format, metavar="KIND:GROUP", help="of experts, such as mxfp4"
     )
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=5)
@@ -406,17 +411,24 @@ def read_model(args: argparse.Namespace):
 
     config = parse_config(json.loads(args.config.read_text()))
     config = config.with_attention(config.attention[: args.layers])
-    if args.weights or args.head:
-        config = with_weights(config, args.weights, args.head)
+    if args.weights or args.head or args.experts:
+        config = with_weights(config, args.weights, args.head, args.experts)
     return describe(config, dtype=args.dtype)
 
 
-def with_weights(config, weights: tuple[str, int] | None, head: tuple[str, int] | None):
+def with_weights(
+    config,
+    weights: tuple[str, int] | None,
+    head: tuple[str, int] | None,
+    experts: tuple[str, int] | None = None,
+):
     """The model with quantised weights: (kind, rows of a group, or 0 for one scale a column)."""
     from fdjax.pallas_kernels.quantised import WeightFormat
 
     def chosen(form: tuple[str, int], k: int) -> WeightFormat:
         kind, group = form
+        if kind == "mxfp4":
+            return WeightFormat("fp4", 32, scales="float8_e8m0fnu")
         return WeightFormat(kind, group or k, scales="bfloat16")
 
     formats = {
@@ -424,6 +436,12 @@ def with_weights(config, weights: tuple[str, int] | None, head: tuple[str, int] 
         for i, block in enumerate(config.blocks)
         for linear in block.linears.values()
         if weights
+    }
+    formats |= {
+        ("blocks", i, *block.weights[name][0]): chosen(experts, k)
+        for i, block in enumerate(config.blocks)
+        if experts and block.experts
+        for name, k in (("experts.gate_up", block.width), ("experts.down", block.mlp_width))
     }
     if head:
         formats["head", "weight"] = chosen(head, config.width)

@@ -58,7 +58,8 @@ _TOLERANCE = 2e-2
 def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
     """Tilings of a linear layer with M rows that are worth measuring."""
     kernel = PACKED_GEMM if shape.weight else FLAT_GEMM
-    return kernel.candidates(shape.key(m, itemsize=2))
+    key = shape.key(m, itemsize=2)
+    return () if kernel.fits(key) else kernel.candidates(key)
 
 
 @dataclasses.dataclass(frozen=True)

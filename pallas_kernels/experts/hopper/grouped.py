@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
@@ -305,11 +305,15 @@ def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, b
     return moe_grouped(x, experts, weights, gate_up, down, gate=gate)
 
 
+def _heuristic(shape: Shape, capability: Capability | None) -> bool:
+    """True on a GPU: an H100 ran the kernels at 12 to 20 times the speed of XLA's."""
+    return capability is not None
+
+
 MOE_GROUPED = Implementation(
     *("moe", "mosaic_gpu", _run),
     can=ROUTING_FEATURES,
     fits=_fits,
-    heuristic=never,
+    heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),
-    forced=False,
 )

@@ -96,8 +96,10 @@ def layers_mosaic(
         "counters": new_counters(layers),
     }
     operands = {name: operand for name, operand in operands.items() if operand is not None}
-    config = config or DecodeLayersConfig()
     slots = row_slots(k, pages)
+    if config is None:
+        most = _most_clusters(m, k.shape[2], slots)
+        config = DecodeLayersConfig(clusters=max(n for n in (1, 2, 4) if n <= most))
     packed = isinstance(weights.out, QTensor)
     sizes = {
         "heads": weights.out.shape[-2],
@@ -242,9 +244,13 @@ LAYERS_CANDIDATES = (
 )
 
 
+def _most_clusters(rows: int, kv_heads: int, slots: int) -> int:
+    """Most clusters that may share a KV head: each block has at least two tiles of the cache."""
+    return max(1, min(CLUSTERS // (rows * kv_heads), slots // (4 * BRICK)))
+
+
 def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
-    # At least two tiles for each block that shares a head.
-    most = min(CLUSTERS // (shape["m"] * shape["hkv"]), shape["s"] // (4 * BRICK))
+    most = _most_clusters(shape["m"], shape["hkv"], shape["s"])
     shared = (
         DecodeLayersConfig(alone=alone, clusters=n)
         for n in (2, 4, 8)
