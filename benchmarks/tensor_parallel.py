@@ -18,7 +18,8 @@ from typing import Any
 import jax
 
 from fdjax.bench.ceiling import measure_ceiling
-from fdjax.bench.model import model_rows, one_pass
+from fdjax.bench.model import model_rows
+from fdjax.bench.one_pass import one_pass
 from fdjax.bench.record import Record, emit, environment, write
 from fdjax.lm import LM
 from fdjax.models import DecoderConfig, describe, layers_shape, parse_config
