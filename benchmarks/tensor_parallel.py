@@ -18,6 +18,7 @@ from typing import Any
 import jax
 
 from fdjax.bench.ceiling import measure_ceiling
+from fdjax.bench.experts import chosen_experts
 from fdjax.bench.model import model_rows
 from fdjax.bench.one_pass import one_pass
 from fdjax.bench.record import Record, emit, environment, write
@@ -121,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 implementation=name,
                 check="tokens",
                 logits=lambda _, ids, n: one_pass(single, ids, n),
+                experts=lambda _, ids: chosen_experts(single, ids),
                 progress=lambda doing, name=name: print(f"{name}: {doing}", file=sys.stderr),
             )
             record.rows += rows

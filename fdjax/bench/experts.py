@@ -49,11 +49,20 @@ def distinct_experts(chosen: np.ndarray) -> np.ndarray:
 
 
 def surplus_bytes(model: Model, rows: int, distinct: np.ndarray) -> int:
-    """Bytes that `Stats.decode_bytes` has for a step of B rows beyond those of `distinct` [L]."""
-    layers = zip(model.config.blocks, model.expert_bytes, strict=True)
-    counted = [(b.experts.experts - b.idle_experts(rows), size) for b, size in layers if size]
-    pairs = zip(counted, distinct, strict=True)
-    return round(sum((most - mean) * size for (most, size), mean in pairs))
+    """Bytes of experts that `Stats.decode_bytes` counts in a step, but that no row chooses.
+
+    Args:
+      model: the model.
+      rows: B, the number of rows of the step.
+      distinct: [L], see `distinct_experts`.
+    """
+    local = model.local
+    every = zip(local.config.blocks, local.expert_bytes, strict=True)
+    layers = [(block, size) for block, size in every if size]
+    surplus = 0.0
+    for (block, size), mean in zip(layers, distinct, strict=True):
+        surplus += (block.experts.experts - block.idle_experts(rows) - mean) * size
+    return round(surplus)
 
 
 def _recording(plan: Plan, seen: list[np.ndarray]) -> Plan:
