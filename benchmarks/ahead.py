@@ -26,7 +26,7 @@ import jax
 import numpy as np
 from jax.experimental.serialize_executable import deserialize_and_load, serialize
 
-from fdjax.bench.model import one_pass, one_pass_program
+from fdjax.bench.one_pass import one_pass, one_pass_program
 from fdjax.engine.engine import Engine, Programs
 from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program

@@ -18,7 +18,9 @@ from typing import Any
 import jax
 
 from fdjax.bench.ceiling import measure_ceiling
-from fdjax.bench.model import model_rows, one_pass
+from fdjax.bench.experts import chosen_experts
+from fdjax.bench.model import model_rows
+from fdjax.bench.one_pass import one_pass
 from fdjax.bench.record import Record, emit, environment, write
 from fdjax.lm import LM
 from fdjax.models import DecoderConfig, describe, layers_shape, parse_config
@@ -120,6 +122,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 implementation=name,
                 check="tokens",
                 logits=lambda _, ids, n: one_pass(single, ids, n),
+                experts=lambda _, ids: chosen_experts(single, ids),
                 progress=lambda doing, name=name: print(f"{name}: {doing}", file=sys.stderr),
             )
             record.rows += rows

@@ -817,16 +817,23 @@ class Model:
         """Number of weights that one token uses, without the experts that it does not choose."""
         return self.parameter_count - self.config.idle_expert_weights(1)
 
+    @functools.cached_property
+    def expert_bytes(self) -> tuple[int, ...]:
+        """Bytes of one expert of each layer, 0 for a layer without experts."""
+
+        def of(i: int, block: BlockSpec) -> int:
+            if block.experts is None:
+                return 0
+            experts = self.abstract_params["blocks"][i]["mlp"]["experts"]
+            leaves = jax.tree.leaves({**experts, "bias": None})
+            return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves) // block.experts.experts
+
+        return tuple(itertools.starmap(of, enumerate(self.config.blocks)))
+
     def idle_expert_bytes(self, rows: int) -> int:
         """Bytes of all layers' experts that this many tokens certainly do not choose."""
-        idle = 0
-        for i, block in enumerate(self.config.blocks):
-            if count := block.idle_experts(rows):
-                experts = self.abstract_params["blocks"][i]["mlp"]["experts"]
-                leaves = jax.tree.leaves({**experts, "bias": None})
-                held = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
-                idle += count * held // block.experts.experts
-        return idle
+        layers = zip(self.config.blocks, self.expert_bytes, strict=True)
+        return sum(block.idle_experts(rows) * size for block, size in layers)
 
     @property
     def weight_bytes(self) -> int:

@@ -1,12 +1,16 @@
 """Compares two records."""
 
 import dataclasses
+import math
 
 from fdjax.bench.record import Measurement, Record
 
 # Relative changes that are tolerated. On a CPU that is shared with other programs, the same program
 # may take twice as long in another run.
 _TOLERANCE, _TOLERANCE_OF_CPU = 0.05, 1.0
+# Byte counts that differ by less count as the same. A mixture of experts reads other experts if
+# rounding changes a generated token.
+_SAME_BYTES = 0.01
 _FAILURES = ("regression", "broken", "incomparable", "missing")
 
 
@@ -59,9 +63,10 @@ def compare(
 
     Nothing is normalised. A time counts as changed if it moved by more than `tolerance` and by more
     than the larger of the two spreads. If it moved by more than the tolerance but not the spread,
-    it is `"within spread"`. Rows with another clock, byte count, FLOP count or L2 state are
-    `"incomparable"`. A row that was right and no longer is, is `"broken"`. A row that is gone is
-    `"missing"`, and counts as a failure because the new run may have been cut off.
+    it is `"within spread"`. Rows with another clock, FLOP count or L2 state, or a byte count that
+    differs by more than 1 %, are `"incomparable"`. A row that was right and no longer is, is
+    `"broken"`. A row that is gone is `"missing"`, and counts as a failure because the new run may
+    have been cut off.
 
     Args:
         old: the earlier record.
@@ -110,10 +115,11 @@ def _judge(old: Measurement | None, new: Measurement | None, tolerance: float) -
     if old is None or not old.timing:
         return ("new", None, new.timing["median_us"])
     a, b = old.timing, new.timing
-    before = (a["clock"], a["cold_l2"], old.bytes, old.flops)
-    now = (b["clock"], b["cold_l2"], new.bytes, new.flops)
-    if before != now:
-        detail = f"clock, cold L2, bytes, FLOPs were {before}, are {now}"
+    before = (a["clock"], a["cold_l2"], old.flops)
+    now = (b["clock"], b["cold_l2"], new.flops)
+    if before != now or not math.isclose(old.bytes, new.bytes, rel_tol=_SAME_BYTES):
+        before, now = (*before, old.bytes), (*now, new.bytes)
+        detail = f"clock, cold L2, FLOPs, bytes were {before}, are {now}"
         return ("incomparable", None, None, None, detail)
     ratio = b["median_us"] / a["median_us"]
     status = "same"

@@ -1,7 +1,6 @@
 """End-to-end benchmark of a model through `LM.generate`."""
 
 import dataclasses
-import functools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +12,10 @@ import numpy as np
 from jax import Array
 
 from fdjax.bench.ceiling import measure_ceiling
+from fdjax.bench.experts import chosen_experts, distinct_experts, surplus_bytes
+from fdjax.bench.one_pass import one_pass
 from fdjax.bench.record import Measurement, Record, environment
 from fdjax.bench.timing import Timing
-from fdjax.engine.generation import forward
-from fdjax.engine.state import SLOT_MULTIPLE
-from fdjax.models import Model, Params
 
 # An `fdjax.LM`, or an object with the attributes that are used here.
 LM = Any
@@ -97,6 +95,7 @@ def model_rows(
     check: Literal["logprobs", "tokens"] = "logprobs",
     seconds: float = math.inf,
     logits: Callable[[LM, Array, int], Array] | None = None,
+    experts: Callable[[LM, np.ndarray], np.ndarray | None] = chosen_experts,
     progress: Callable[[str], None] = lambda doing: None,
 ) -> tuple[list[Measurement], dict[str, float]]:
     """Measure the rows of `bench_model`, without the ceilings.
@@ -111,10 +110,13 @@ def model_rows(
         No further call begins after it, but at least two are timed.
       logits: function for the pass over the text, (lm, ids [1,T], n) → logits [1,n,V] of the last n
         tokens; default `one_pass`.
+      experts: function for the experts that texts choose, or None for the largest number that the
+        rows of a step can choose; see `chosen_experts`.
 
     Returns:
-      (rows, costs). The costs are seconds of the first call and of compiling in it, and
-      percentiles of the ms per step over all chunks of steps.
+      (rows, costs). The costs are seconds of the first call and of compiling in it, percentiles of
+      the ms per step over all chunks of steps, and for a mixture of experts, the number of distinct
+      experts of a step's rows, as the mean over its layers and over the steps of one call.
 
     Raises:
       ValueError: see `bench_model`.
@@ -146,11 +148,24 @@ def model_rows(
     # Each call has other prompts, because the cache may hold those of earlier calls.
     for _ in _calls(2, seconds - (first_seconds - compile_seconds)):
         generate(draw())
-    results = [generate(draw()) for _ in _calls(runs, seconds, least=2)]
+    results = []
+    for _ in _calls(runs, seconds, least=2):
+        prompts = draw()
+        results.append(generate(prompts))
     if reason is None and any(len(t) != new_tokens for r in results for t in r.tokens):
         reason = "rows ended early"
     stats = [r.stats for r in results]
-    step_bytes = stats[0].decode_bytes // stats[0].decode_steps
+    where = f"B{batch} P{prompt_tokens} {implementation}"
+    costs = {
+        f"seconds of the first call, {where}": first_seconds,
+        f"seconds of compiling, {where}": compile_seconds,
+    }
+    step_bytes = stats[-1].decode_bytes // stats[-1].decode_steps
+    if reason is None:
+        progress("counting the experts of a step")
+        surplus, distinct = _surplus(lm, prompts, results[-1], experts)
+        step_bytes -= surplus
+        costs |= {f"distinct experts per layer, {where}": distinct} if distinct else {}
     flops = 2 * lm.model.active_parameter_count * batch * prompt_tokens
     rows = []
     for case, samples, traffic, work in (
@@ -170,11 +185,6 @@ def model_rows(
                 flops=work,
             )
         )
-    where = f"B{batch} P{prompt_tokens} {implementation}"
-    costs = {
-        f"seconds of the first call, {where}": first_seconds,
-        f"seconds of compiling, {where}": compile_seconds,
-    }
     chunks = [ms for s in stats for ms in s.chunk_ms_per_token]
     if reason is None and chunks:
         p50, p99 = np.percentile(chunks, (50, 99)).tolist()
@@ -220,19 +230,24 @@ def _calls(most: int, seconds: float, least: int = 0) -> Iterator[int]:
         yield i
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="last")
-def one_pass_program(model: Model, params: Params, ids: Array, *, last: int) -> Array:
-    """Logits [1,last,V] of the last tokens of ids [1,T], which are padded for the kernels."""
-    t = ids.shape[1]
-    padding = -t % SLOT_MULTIPLE
-    padded = jnp.pad(ids, ((0, 0), (0, padding)))
-    lengths = jnp.full((1,), t, jnp.int32)
-    return forward(model, params, padded, lengths, last=last + padding)[:, :last]
+def _surplus(
+    lm: LM, prompts: list[list[int]], result, experts: Callable
+) -> tuple[int, float | None]:
+    """Bytes of a step's experts that are counted but that no row chose, and the number chosen.
 
-
-def one_pass(lm: LM, ids: Array, n: int) -> Array:
-    """Logits [1,n,V] of the last n tokens of ids [1,T], in one pass without a cache."""
-    return one_pass_program(lm.model, lm.params, ids, last=n)
+    Returns:
+      (bytes, mean number of distinct experts of a layer), or (0, None) if nothing is known.
+    """
+    tokens = result.tokens
+    # With more steps, not all prompts fitted into memory at once, so steps had fewer rows.
+    if result.stats.decode_steps != len(tokens[0]) - 1:
+        return 0, None
+    ids = np.array([p + t[:-1] for p, t in zip(prompts, tokens, strict=True)], np.int32)
+    if (chosen := experts(lm, ids)) is None:
+        return 0, None
+    # The first step reads the first new token, which comes from the pass over the prompt.
+    distinct = distinct_experts(chosen[:, :, len(prompts[0]) :])
+    return surplus_bytes(lm.model, len(prompts), distinct), float(distinct.mean())
 
 
 def _decoding_error(lm: LM, prompt: list[int], result, logits: Callable) -> float:

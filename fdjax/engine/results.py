@@ -361,9 +361,9 @@ def _bytes_of_device(array: jax.Array) -> int:
 
 
 def step_bytes(model: Model, params_bytes: int, embed_bytes: int, rows: int) -> int:
-    """Bytes of weights that a decode step of this many rows reads.
+    """Bytes of weights that a decode step of this many rows reads on each device.
 
     It leaves out an embedding table that is only looked up, and experts that no row chooses.
     """
-    idle = model.idle_expert_bytes(rows)
+    idle = model.local.idle_expert_bytes(rows)
     return params_bytes - idle - (0 if model.config.tie_embeddings else embed_bytes)

@@ -425,7 +425,9 @@ def test_compare_of_rows_that_do_not_match():
     assert not _statuses(_record(b=[1.0], d=[1.0]), new)[1]
     statuses, failed = _statuses(old, _record())  # left by an interrupted run
     assert set(statuses.values()) == {"missing"} and failed
-    new.rows[0].bytes = 2
+    old.rows[1].bytes, new.rows[0].bytes = 1000, 1009
+    assert _statuses(old, new, allow_missing=True)[0]["b"] == "same"
+    new.rows[0].bytes = 1011
     statuses, failed = _statuses(old, new, allow_missing=True)
     assert statuses["b"] == "incomparable" and failed
     new = _record(b=[1.0])

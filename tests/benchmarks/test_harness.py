@@ -220,7 +220,7 @@ def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
 
 def test_one_pass_is_padded_for_the_kernels():
     """A named plan never falls back, and its prefill kernel does not support odd lengths."""
-    from fdjax.bench.model import one_pass, one_pass_program
+    from fdjax.bench.one_pass import one_pass, one_pass_program
 
     model = fdjax.describe(fdjax.parse_config(CONFIG), dtype="float32")
     lm = fdjax.LM(model, fdjax.models.random_params(model))

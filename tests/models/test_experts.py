@@ -200,6 +200,8 @@ def test_a_step_reads_at_most_the_experts_that_its_rows_choose():
     expert = 2 * 3 * 4096 * 14336 * 32
     read = [step_bytes(model, total, table, rows) for rows in (1, 2, 3, 4, 5, 100)]
     assert read == [total - table - idle * expert for idle in (6, 4, 2, 0, 0, 0)]
+    # Each of two devices holds half of every expert.
+    assert step_bytes(describe(model.config, tensor_parallel=2), 10 * expert, 0, 1) == 7 * expert
     dense = published("llama-3-8b")
     assert step_bytes(dense, 100, 10, 1) == step_bytes(dense, 100, 10, 9) == 90
 
