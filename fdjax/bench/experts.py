@@ -10,7 +10,7 @@ from jax.experimental import io_callback
 
 from fdjax.bench.one_pass import one_pass_program
 from fdjax.models import Model
-from fdjax.pallas_kernels.experts import route
+from fdjax.pallas_kernels.experts import moe, route
 from fdjax.pallas_kernels.experts.xla import MOE_XLA
 from fdjax.pallas_kernels.plan import Plan
 
@@ -18,8 +18,8 @@ from fdjax.pallas_kernels.plan import Plan
 def chosen_experts(lm: Any, ids: np.ndarray) -> np.ndarray | None:
     """The experts that each token of texts chooses.
 
-    Each text takes one pass without a cache, whose experts run through XLA. Its rounding differs
-    from that of decoding, so a few tokens may choose other experts than they do there.
+    Each text takes one pass without a cache. Its rounding differs from that of decoding, so a few
+    tokens may choose other experts than they do there.
 
     Args:
       lm: the model.
@@ -68,11 +68,13 @@ def surplus_bytes(model: Model, rows: int, distinct: np.ndarray) -> int:
 def _recording(plan: Plan, seen: list[np.ndarray]) -> Plan:
     """A plan whose op `moe` also appends the chosen experts [M,k] of each layer to a list."""
 
-    def run(x, logits, gate_up, down, bias, *biases, routing, **options):
+    def run(x, logits, gate_up, down, bias, *biases, routing, gate, live, **_):
         experts, _ = route(logits, routing, bias)
         # Blocks share a jitted function, so their arrays cannot be outputs of the program.
         io_callback(lambda experts: seen.append(np.asarray(experts)), None, experts, ordered=True)
-        return MOE_XLA.run(x, logits, gate_up, down, bias, *biases, routing=routing, **options)
+        options = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
+        options |= {"routing": routing, "gate": gate, "live": live, "bias": bias}
+        return moe(x, logits, gate_up, down, plan=plan, **options)
 
     recorder = dataclasses.replace(MOE_XLA, name="recorder", run=run)
     others = (choice for choice in plan.named if choice[0] != "moe")
