@@ -16,11 +16,16 @@ from jax import Array
 
 from fdjax.engine import step
 from fdjax.models import decoder
-from fdjax.pallas_kernels.attention import append_decode_attention, decode_attention, split_qkv
+from fdjax.pallas_kernels.attention import (
+    append_decode_attention,
+    decode_attention,
+    split_qkv,
+    with_norms,
+)
 from fdjax.pallas_kernels.attention.append import append
 from fdjax.pallas_kernels.gemm import ACTIVATIONS, FlatGemmConfig, matmul
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import matmul_flat_gemm
-from fdjax.pallas_kernels.norm import RMSNorm, rms_norm
+from fdjax.pallas_kernels.norm import HeadNorms, RMSNorm, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotate
 
@@ -96,6 +101,7 @@ def unfused_append_decode_attention(
     v_cache: Array,
     lengths: Array,
     *,
+    norms: HeadNorms | None = None,
     rotation: tuple[Array, Array] | None = None,
     layer: Array | int | None = None,
     pages: Array | None = None,
@@ -103,6 +109,8 @@ def unfused_append_decode_attention(
 ) -> tuple[Array, Array, Array]:
     """`append_decode_attention` as three operations."""
     options |= {"layer": layer, "pages": pages}
+    if norms is not None:
+        qkv = with_norms(qkv, norms, options.get("plan"))
     if rotation is None:
         return append_decode_attention(qkv, k_cache, v_cache, lengths, **options)
     q, k, v = split_qkv(qkv)

@@ -40,7 +40,7 @@ from fdjax.pallas_kernels.quantised import (
 )
 from fdjax.pallas_kernels.ranks import AXIS, all_columns, all_sum, only_first
 from fdjax.pallas_kernels.rope import Rope
-from fdjax.pallas_kernels.row_tiles import in_row_tiles
+from fdjax.pallas_kernels.row_tiles import by_row
 
 Params = dict[str, Any]
 
@@ -84,7 +84,7 @@ class Norm(nnx.Module):
             run = functools.partial(rms_norm, scale=norm.scale, eps=norm.eps, ranks=self.ranks)
         else:
             run = functools.partial(normalised, norm=norm)
-        return _by_row(run, x, plan)
+        return by_row(run, x, plan)
 
 
 class Linear(nnx.Module):
@@ -157,16 +157,17 @@ class Attention(nnx.Module):
         """Results of `self.qkv` [B,T,...] → (input of `self.out` [B,T,H·D], updated cache)."""
         b, t, _ = qkv.shape
         qkv = qkv.reshape(b, t, *self.heads)
-        if self.q_norm is not None:
+        options = {} if self.sinks is None else {"sinks": self.sinks[...]}
+        if self.norms_heads:
+            options["norms"] = self.q_norm.operand(), self.k_norm.operand()
+        elif self.q_norm is not None:
             *qk, v = jnp.split(qkv, (-2, -1), axis=3)
-            shapes = [a.shape if self.norms_heads else (b, t, a[0, 0].size) for a in qk]
             qk = [
-                norm(a.reshape(shape), plan).reshape(a.shape)
-                for norm, a, shape in zip((self.q_norm, self.k_norm), qk, shapes, strict=True)
+                norm(a.reshape(b, t, -1), plan).reshape(a.shape)
+                for norm, a in zip((self.q_norm, self.k_norm), qk, strict=True)
             ]
             qkv = jnp.concatenate([*qk, v], axis=3)
-        sinks = () if self.sinks is None else (self.sinks[...],)
-        o, kv = attend(self.spec, kv, qkv, *sinks)
+        o, kv = attend(self.spec, kv, qkv, **options)
         return o.reshape(b, t, -1), kv
 
 
@@ -280,7 +281,7 @@ class Experts(nnx.Module):
             return y
         gate = self.shared_gate(hidden, preferred_element_type=jnp.float32, plan=plan)
         # A separate multiplication, like that by the residual multiplier of a block.
-        return _by_row(
+        return by_row(
             lambda y, g: (y.astype(jnp.float32) * jax.nn.sigmoid(g)).astype(y.dtype), y, plan, gate
         )
 
@@ -292,17 +293,6 @@ def _normed(
     if norm is not None:
         fused["norm"] = norm.operand()
     return linear(x, plan=plan, **fused)
-
-
-def _by_row(function: Callable[..., Array], x: Array, plan: Plan, *others: Array) -> Array:
-    """Apply a function of rows to x [B,T,...] and others; the result is like x.
-
-    Bits do not depend on the batch if the plan asks for that.
-    """
-    if plan.batch_invariant:
-        rows = (a.reshape(-1, *a.shape[2:]) for a in (x, *others))
-        return in_row_tiles(function, *rows).reshape(x.shape)
-    return function(x, *others)
 
 
 class DecoderBlock(nnx.Module):
@@ -386,7 +376,7 @@ class DecoderBlock(nnx.Module):
             y = linear(hidden, plan=plan)
             y = y if post_norm is None else post_norm(y, plan)
             # A separate multiplication: fused with the addition, it would round differently.
-            y = y if scale == 1 else _by_row(lambda y: y * jnp.asarray(scale, y.dtype), y, plan)
+            y = y if scale == 1 else by_row(lambda y: y * jnp.asarray(scale, y.dtype), y, plan)
             y = x + y
         # Without the barrier, for many tokens, XLA would keep the addends of all layers and sum
         # them again at every use.
@@ -600,7 +590,7 @@ class Decoder(nnx.Module):
         if (scale := self.config.embedding_scale) != 1:
             # For a single row, XLA would merge this factor with the factor of the first norm. It
             # would then round differently than in a batch.
-            x = _by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
+            x = by_row(lambda x: x * jnp.asarray(scale, x.dtype), x, plan)
         if self.embed_in is not None:
             x = self.embed_in(x, plan=plan)
         if self.positions is not None:

@@ -42,6 +42,10 @@ class LayerNorm:
     eps: float = dataclasses.field(metadata={"static": True})
 
 
+# Norms [D] of each query and of each key, before RoPE.
+HeadNorms = tuple[RMSNorm, RMSNorm]
+
+
 def normalised(x: Array, norm: RMSNorm | LayerNorm) -> Array:
     """`rms_norm` or `layer_norm` of x [..., K]."""
     if isinstance(norm, LayerNorm):

@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from fdjax.pallas_kernels.dispatch import Dispatch
+
 # Rows of a tile in prefill. In the decode phase a tile is one row.
 PREFILL_TILE = 128
 
@@ -52,3 +54,16 @@ def in_row_tiles(function: Callable[..., Any], *operands: Array, tile: int | Non
     y = jax.tree.map(lambda part: jnp.zeros((count, *part.shape), part.dtype), out)
     y = lax.fori_loop(0, unknown, one, y)
     return jax.tree.map(lambda a: a.reshape(count * tile, *a.shape[2:])[:m], y)
+
+
+def by_row(
+    function: Callable[..., Array], x: Array, plan: Dispatch | None, *others: Array
+) -> Array:
+    """Apply a function of rows to x [B,T,...] and others; the result is like x.
+
+    Bits do not depend on the batch if the plan asks for that.
+    """
+    if plan is not None and plan.batch_invariant:
+        rows = (a.reshape(-1, *a.shape[2:]) for a in (x, *others))
+        return in_row_tiles(function, *rows).reshape(x.shape)
+    return function(x, *others)

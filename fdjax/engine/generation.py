@@ -13,7 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import Attend, Model, Params
-from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.attention import prefill_attention, split_qkv, with_norms
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import apply_rope
@@ -72,10 +72,10 @@ def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
       plan: chooses the implementations.
     """
 
-    def attend(spec, kv, qkv, sinks=None):
+    def attend(spec, kv, qkv, sinks=None, norms=None):
         b, t = qkv.shape[:2]
         positions = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
-        q, k, v = split_qkv(qkv)
+        q, k, v = split_qkv(qkv if norms is None else with_norms(qkv, norms, plan))
         if spec.rope is not None:
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)

@@ -27,6 +27,7 @@ from fdjax.pallas_kernels.attention import (
     append_decode_attention,
     append_prefill_attention,
 )
+from fdjax.pallas_kernels.norm import HeadNorms
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import rotation
 from fdjax.sampling import beams as beam_search
@@ -468,6 +469,7 @@ def attend_decode(
     layer: tuple[LayerCache | StackedLayer, *tuple[Array, ...]],
     qkv: Array,
     sinks: Array | None = None,
+    norms: HeadNorms | None = None,
     *,
     lengths: Array,
     rotation_at: Callable,
@@ -476,8 +478,9 @@ def attend_decode(
     pages: Array | None = None,
     beams: BeamSlots | None = None,
 ) -> tuple[Array, tuple[LayerCache | StackedLayer, *tuple[Array, ...]]]:
-    """RoPE, append and attention of T new tokens per row. A layer has a cache, and maybe reruns.
+    """Norms, RoPE, append and attention of T new tokens per row.
 
+    A layer has a cache, and maybe reruns.
     `positions` [B] are the positions of the first tokens, default `lengths`.
     """
     kv, *reruns = layer
@@ -494,6 +497,7 @@ def attend_decode(
         pages=pages,
         beams=beams,
         sinks=sinks,
+        norms=norms,
         rotation=spec.rope and rotation_at(positions, spec.rope),
         spec=spec,
         return_reruns=bool(reruns),
@@ -507,6 +511,7 @@ def attend_prefill(
     kv: LayerCache | StackedLayer,
     qkv: Array,
     sinks: Array | None = None,
+    norms: HeadNorms | None = None,
     *,
     ends: Array,
     offsets: Array,
@@ -515,7 +520,7 @@ def attend_prefill(
     plan: Plan,
     pages: Array | None = None,
 ) -> tuple[Array, LayerCache | StackedLayer]:
-    """RoPE, append and attention of a chunk of some rows' prompts."""
+    """Norms, RoPE, append and attention of a chunk of some rows' prompts."""
     t = qkv.shape[1]
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     k, v, *index = kv
@@ -530,6 +535,7 @@ def attend_prefill(
         rows=rows,
         pages=pages,
         sinks=sinks,
+        norms=norms,
         spec=spec,
         plan=plan,
     )

@@ -44,7 +44,7 @@ from fdjax.engine.mesh import Place
 from fdjax.engine.schedule import chunks_for, covered_slots
 from fdjax.engine.state import LayerCache, init_cache, kv_specs
 from fdjax.models import AttentionSpec, Model, Params
-from fdjax.pallas_kernels.attention import prefill_attention, split_qkv
+from fdjax.pallas_kernels.attention import prefill_attention, split_qkv, with_norms
 from fdjax.pallas_kernels.attention.cache import dequantised, stored_in
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import apply_rope
@@ -271,8 +271,8 @@ def _observe_own_heads(
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     ends = jnp.where(lengths > 0, offsets + lengths, 0)
 
-    def attend(spec, cache, qkv, sinks=None):
-        q, k, v = split_qkv(qkv)
+    def attend(spec, cache, qkv, sinks=None, norms=None):
+        q, k, v = split_qkv(qkv if norms is None else with_norms(qkv, norms, model.plan))
         if spec.rope is not None:
             q, k = (
                 apply_rope(a, positions, spec.rope, prompt=totals, limit=totals) for a in (q, k)

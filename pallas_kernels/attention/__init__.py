@@ -4,6 +4,7 @@ from fdjax.pallas_kernels.attention.append import (
     append_decode_attention,
     append_prefill_attention,
     split_qkv,
+    with_norms,
 )
 from fdjax.pallas_kernels.attention.cache import QuantisedCache
 from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
@@ -27,4 +28,5 @@ __all__ = [
     "merge_attention",
     "prefill_attention",
     "split_qkv",
+    "with_norms",
 ]

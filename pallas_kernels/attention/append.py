@@ -1,8 +1,9 @@
-"""Attention fused with the steps before it: RoPE, and the append of new tokens to the cache.
+"""Attention fused with the steps before it: norms, RoPE, and the append of new tokens to the cache.
 
 With "mosaic_gpu", a decode step of one token per row takes one launch, and a prefill chunk two.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,7 +25,9 @@ from fdjax.pallas_kernels.attention.operands import (
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
+from fdjax.pallas_kernels.norm import HeadNorms, normalised
 from fdjax.pallas_kernels.rope import rotate
+from fdjax.pallas_kernels.row_tiles import by_row
 
 
 def append_decode_attention(
@@ -34,6 +37,7 @@ def append_decode_attention(
     lengths: Array,
     *,
     spec: AttentionSpec,
+    norms: HeadNorms | None = None,
     rotation: tuple[Array, Array] | None = None,
     layer: Array | int | None = None,
     pages: Array | None = None,
@@ -47,13 +51,14 @@ def append_decode_attention(
 
     Args:
       qkv: [B, T, Hkv, G+2, D], T in 1..16: the G queries of each KV head, its key and its value,
-        before RoPE.
+        before norms and RoPE.
       k_cache, v_cache: [B, Hkv, S, D], or as `layer` and `pages` say; updated in place if they are
         donated or carried by a loop. A `QuantisedCache` stores the rotated key and the value in
         int8, and attention reads the rounded values.
       lengths: [B] int32 slots filled before this call. Token t goes to slot lengths[b] + t, or is
         dropped if there is no such slot. Rows must not share the page that they write.
       spec: the attention.
+      norms: RMS norms of each query and of each key, or None.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
       layer, pages, sinks, return_reruns, implementation, plan: see `decode_attention`.
       beams: see `decode_attention`. The new tokens are written to each row's own pages, so `rows`
@@ -74,13 +79,14 @@ def append_decode_attention(
         sinks=sinks,
     )
     fused, config = _with_append(
-        DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation, beams
+        DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation, beams, norms
     )
     if fused is not None:
         static, phi = spec.for_kernels()
         cos, sin = rotation or no_rotation(len(q), 1, q.shape[-1])
         o, k_cache, v_cache, reruns = fused.run(
             *(qkv[:, 0], k_cache, v_cache, lengths),
+            norms=norms,
             cos=cos,
             sin=sin,
             spec=static,
@@ -91,6 +97,8 @@ def append_decode_attention(
             return_reruns=return_reruns,
         )
         return (o, k_cache, v_cache, reruns) if return_reruns else (o, k_cache, v_cache)
+    if norms is not None:
+        q, k, v = split_qkv(with_norms(qkv, norms, plan))
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
     k_cache, v_cache = (
@@ -122,6 +130,7 @@ def append_prefill_attention(
     offsets: Array,
     *,
     spec: AttentionSpec,
+    norms: HeadNorms | None = None,
     rotation: tuple[Array, Array] | None = None,
     layer: Array | int | None = None,
     rows: Array | None = None,
@@ -133,7 +142,8 @@ def append_prefill_attention(
     """Append a chunk of each row's prompt to its cache and compute its attention.
 
     Args:
-      qkv: [R, T, Hkv, G+2, D]: the G queries of each KV head, its key and its value, before RoPE.
+      qkv: [R, T, Hkv, G+2, D]: the G queries of each KV head, its key and its value, before norms
+        and RoPE.
       k_cache, v_cache: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in place
         if they are donated or carried by a loop; in int8 as in `append_decode_attention`. Slots
         from a row's length up to offsets[r] + T may be overwritten, unless the row has no live
@@ -141,6 +151,7 @@ def append_prefill_attention(
       lengths: [R] int32 live slots per row, the chunk included; tokens past them are padding.
       offsets: [R] int32 slot of the first token; offsets + T <= S.
       spec: the attention, causal.
+      norms: RMS norms of each query and of each key, or None.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, or None for no RoPE.
       layer: index into stacked caches.
       rows: [R] int32 distinct rows of the caches; default all of them in order (R = B).
@@ -156,6 +167,8 @@ def append_prefill_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
+    if norms is not None:
+        qkv = with_norms(qkv, norms, plan)
     q, k, v = _checked(
         "append_prefill_attention",
         qkv,
@@ -214,6 +227,7 @@ def _with_append(
     plan: Dispatch | None,
     implementation: str | None,
     beams: BeamSlots | None = None,
+    norms: HeadNorms | None = None,
 ) -> tuple[Implementation | None, Any]:
     """(function that appends for the chosen attention, or None; configuration of the attention)."""
     if not len(q):
@@ -221,7 +235,7 @@ def _with_append(
     shape = attention_shape(q, k_cache, spec, pages)
     features = spec.features | features_of(k_cache) | beam_features(beams)
     chosen, config = resolve(own, plan, implementation, features, **shape)
-    features |= rotation_features(rotation, shape["d"])
+    features |= rotation_features(rotation, shape["d"]) | ({"norms"} if norms else set())
     can = chosen.append is not None and chosen.append.supports(shape, features)
     return chosen.append if can else None, config
 
@@ -256,6 +270,14 @@ def split_qkv(qkv: Array) -> tuple[Array, Array, Array]:
     b, t, kv_heads, parts, d = qkv.shape
     q = qkv[..., :-2, :].reshape(b, t, kv_heads * (parts - 2), d)
     return q, qkv[..., -2, :], qkv[..., -1, :]
+
+
+def with_norms(qkv: Array, norms: HeadNorms, plan: Dispatch | None = None) -> Array:
+    """qkv [B,T,Hkv,G+2,D] with each query and key normalised."""
+    *qk, v = jnp.split(qkv, (-2, -1), axis=3)
+    pairs = zip(qk, norms, strict=True)
+    qk = [by_row(functools.partial(normalised, norm=norm), a, plan) for a, norm in pairs]
+    return jnp.concatenate([*qk, v], axis=3)
 
 
 def append(

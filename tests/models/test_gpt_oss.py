@@ -1,6 +1,5 @@
 """gpt-oss: experts in MXFP4, sinks under beams and in scores, sizes, damaged checkpoints."""
 
-import dataclasses
 import functools
 import json
 import shutil
@@ -23,8 +22,7 @@ from fdjax.models import (
     random_params,
     weight_map,
 )
-from fdjax.pallas_kernels.experts import Routing, moe_key
-from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import BRICKS, PLAIN, QTensor, WeightFormat, dequantise
 from fdjax.system.device_memory import gigabytes
 from fdjax.tools.info import model_info
@@ -261,16 +259,15 @@ def test_published_sizes(name, arrays_made):
     assert arrays_made() == 0
 
 
-def test_experts_lie_in_bricks_where_a_table_chooses_their_kernel(arrays_made):
+def test_experts_lie_in_bricks_where_their_kernel_runs(arrays_made):
     data = json.loads((FIXTURES / "hf/configs/gpt-oss-20b.old.json").read_text())
     parts = [(i, part) for i in range(2) for part in ("gate_up", "down")]
     paths = [("blocks", i, "mlp", "experts", part) for i, part in parts]
     data |= {"num_hidden_layers": 2, "layer_types": data["layer_types"][:2]}
     config = parse_config(data).with_formats(dict.fromkeys(paths, MX))
-    key = moe_key(1, 2880, 2880, Routing(32, 4), 2, (MX, MX))
-    entry = Entry("moe", tuple(sorted(key.items())), Choice("mosaic_gpu", source="table"))
-    plain = Plan(device_kind="some Hopper", compute_capability=(9, 0))
-    for plan, layout in ((plain, PLAIN), (dataclasses.replace(plain, table=(entry,)), BRICKS)):
+    hopper = Plan(device_kind="some Hopper", compute_capability=(9, 0))
+    plain = hopper.with_xla("moe")
+    for plan, layout in ((plain, PLAIN), (hopper, BRICKS)):
         model = describe(config, dtype="bfloat16", plan=plan)
         experts = model.abstract_params["blocks"][0]["mlp"]["experts"]
         assert {experts[name].layout for name in ("gate_up", "down")} == {layout}

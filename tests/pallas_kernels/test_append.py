@@ -13,6 +13,7 @@ from fdjax.pallas_kernels.attention import (
     append_decode_attention,
     attention_reference,
     split_qkv,
+    with_norms,
 )
 from fdjax.pallas_kernels.attention.append import append
 from fdjax.pallas_kernels.attention.hopper.decode import (
@@ -22,6 +23,7 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
 from fdjax.pallas_kernels.attention.operands import no_rotation
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import NAMES
+from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import Rope, rotate, rotation
 
@@ -75,18 +77,23 @@ def _expected(qkv, k_cache, v_cache, lengths, cos_sin, **masks):
     return np.asarray(o), caches
 
 
-def _check(operands, run, **masks):
+def _check(operands, run, norms=None, **masks):
     o, *caches = jax.jit(run)(*operands)
-    want, want_caches = _expected(*operands, **masks)
+    qkv, *others = operands
+    want, want_caches = _expected(with_norms(qkv, norms) if norms else qkv, *others, **masks)
     np.testing.assert_allclose(np.float32(o), want, atol=0.02, rtol=0.02)
     for got, expected in zip(caches, want_caches, strict=True):
         np.testing.assert_array_equal(np.float32(got), np.float32(expected))
 
 
-def _run(qkv, k, v, lengths, cos_sin, *, implementation, plan=None, **masks):
-    spec = AttentionSpec(qkv.shape[-1] ** -0.5, **masks)
+def _run(qkv, k, v, lengths, cos_sin, *, implementation, plan=None, norms=None, **masks):
     return append_decode_attention(
-        qkv, k, v, lengths, rotation=cos_sin, spec=spec, implementation=implementation, plan=plan
+        *(qkv, k, v, lengths),
+        norms=norms,
+        rotation=cos_sin,
+        spec=AttentionSpec(qkv.shape[-1] ** -0.5, **masks),
+        implementation=implementation,
+        plan=plan,
     )
 
 
@@ -147,10 +154,36 @@ def test_no_rows(implementation, t):
     assert [cache.shape for cache in caches] == [operands[1].shape] * 2
 
 
+def _norms(d):
+    """Norms of q and k with other scales and eps."""
+    rng = np.random.default_rng(0)
+    return tuple(
+        RMSNorm(jnp.asarray(1 + 0.3 * rng.normal(size=d), jnp.bfloat16), eps) for eps in (1e-6, 0.5)
+    )
+
+
+@pytest.mark.parametrize("implementation", ["xla", *GPU])
+@pytest.mark.parametrize("shape", [dict(d=64), dict(d=128, group=8), dict(d=128, t=3)], ids=str)
+def test_norms_come_first(implementation, shape):
+    qkv, *others = _operands([5, 130], **shape)
+    norms = _norms(qkv.shape[-1])
+    run = jax.jit(functools.partial(_run, implementation=implementation, norms=norms))
+    got = run(qkv, *others)
+    want = _expected(with_norms(qkv, norms), *others)
+    for g, w in zip(got, (want[0], *want[1]), strict=True):
+        np.testing.assert_allclose(np.float32(g), np.float32(w), atol=0.02, rtol=0.02)
+    without, *_ = jax.jit(functools.partial(_run, implementation="xla"))(qkv, *others)
+    assert np.abs(np.float32(without) - want[0]).max() > 0.1
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("splits", "rope"), [(1, True), (2, True), (2, False)])
-def test_interpreted_without_races(splits, rope):
+@pytest.mark.parametrize(
+    ("splits", "rope", "normed"),
+    [(1, True, False), (2, True, True), (2, False, False)],
+)
+def test_interpreted_without_races(splits, rope, normed):
     masks = {} if rope else {"alibi": alibi_slopes(4)}
+    norms = _norms(64) if normed else None
 
     def run(qkv, k, v, lengths, cos_sin):
         cos, sin = cos_sin or no_rotation(len(qkv), 1, qkv.shape[-1])
@@ -159,6 +192,7 @@ def test_interpreted_without_races(splits, rope):
             k,
             v,
             lengths,
+            norms=norms,
             cos=cos,
             sin=sin,
             spec=AttentionSpec(0.125, **masks),
@@ -168,7 +202,7 @@ def test_interpreted_without_races(splits, rope):
 
     # After two tokens, the new one has about a third of the weight.
     *operands, cos_sin = _operands([0, 2, 64, 130], kv_heads=1)
-    _check((*operands, cos_sin if rope else None), run, **masks)
+    _check((*operands, cos_sin if rope else None), run, norms=norms, **masks)
 
 
 @pytest.mark.parametrize(

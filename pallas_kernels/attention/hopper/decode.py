@@ -48,6 +48,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
+from fdjax.pallas_kernels.attention.hopper.decode_front import NORMS
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import (
     HALF_TILES,
@@ -127,8 +128,8 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
 
 def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     """Stages with the bytes that `wanted` take at D = 128, or as many as fit into shared memory."""
-    # q, k and v of the new token, as loaded and as rotated, and P or the rotation.
-    others = 6 * rows * d + max(2 * rows * block_kv, 8 * d)
+    # q, k and v of the new token, as loaded and as rotated, and P or rotation and norms in fp32.
+    others = 6 * rows * d + max(2 * rows * block_kv, 24 * d)
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
 
@@ -192,12 +193,12 @@ def decode_mosaic(
 
 @functools.partial(jax.jit, static_argnames=_STATIC)
 def append_decode_mosaic(
-    qkv, k, v, lengths, *, cos, sin, spec, phi=None, layer=None, pages=None, **options
+    qkv, k, v, lengths, *, cos, sin, spec, norms=None, phi=None, layer=None, pages=None, **options
 ):
     """`append_decode_attention` for T = 1, with qkv [B,Hkv,G+2,D] and cos, sin [B,1,D/2].
 
-    One launch does RoPE, append and attention and updates the caches in place. Returns o [B,1,H,D],
-    both caches, and reruns or None.
+    One launch does norms, RoPE, append and attention and updates the caches in place. Returns
+    o [B,1,H,D], both caches, and reruns or None.
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
@@ -210,13 +211,27 @@ def append_decode_mosaic(
     k, v = jax.new_ref(k), jax.new_ref(v)
     operands = {"qkv": qkv, "rotation": rotation, "k": k, "v": v, "lengths": lengths}
     operands |= {"pages": pages, "layer": layer, "phi": phi}
+    if norms is not None:
+        like = jnp.result_type(*(norm.scale for norm in norms))
+        scales = (norm.scale.astype(like) for norm in norms)
+        operands |= dict(zip(NORMS, scales, strict=True))
+        options["norm_eps"] = tuple(norm.eps for norm in norms)
     o, _, reruns = _launch(operands, t=1, group=group, spec=spec, return_lse=False, **options)
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
     return o, jax.freeze(k), jax.freeze(v), reruns
 
 
 def _launch(
-    operands, *, t, group, spec, return_lse, config=None, return_reruns=False, interpret=None
+    operands,
+    *,
+    t,
+    group,
+    spec,
+    return_lse,
+    config=None,
+    norm_eps=None,
+    return_reruns=False,
+    interpret=None,
 ):
     """Launch the kernel; returns o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R] and reruns [].
 
@@ -280,11 +295,12 @@ def _launch(
     if "qkv" in operands:
         front = plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES)
         token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
-        unions += [({"rotation": plgpu.SMEM((2, d), jnp.float32)}, p), ({"swapped": front}, token)]
-        scratch |= {
-            "qkv": front,
-            "q_arrived": plgpu.Barrier(num_arrivals=1 + 3 * staged // 8),
-        }
+        vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 3 * staged // 8
+        if norm_eps is not None:
+            vectors["norms"] = plgpu.SMEM((len(NORMS), 2, d), operands[NORMS[0]].dtype)
+            arrivals += 3 * len(NORMS)
+        unions += [(vectors, p), ({"swapped": front}, token)]
+        scratch |= {"qkv": front, "q_arrived": plgpu.Barrier(num_arrivals=arrivals)}
     else:
         scratch |= p
     if config.cluster:
@@ -320,6 +336,7 @@ def _launch(
             tiles=tiles,
             spec=spec,
             config=config,
+            norm_eps=norm_eps,
             interpreted=bool(interpret),
         )
 
@@ -393,7 +410,7 @@ _HOPPER = (9, 0), (9, 1)
 
 APPEND_DECODE_HOPPER = Implementation(
     *("append_decode_attention", "mosaic_gpu", _run_append),
-    can=_CAN - {"sinks"},  # the fused kernel returns no lse
+    can=_CAN - {"sinks"} | {"norms"},  # the fused kernel returns no lse
     fits=_append_fits,
     capabilities=_HOPPER,
 )

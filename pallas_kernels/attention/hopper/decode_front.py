@@ -1,7 +1,8 @@
-"""The work around attention in a decode step: RoPE of q and k, append of k and v to the cache.
+"""The work around attention in a decode step: norms and RoPE of q and k, append of k and v.
 
 q, k and v of a KV head are the rows of one tile. The tile is loaded twice, unchanged and with the
-halves of D exchanged, so that RoPE is the elementwise x cos + swapped(x) sin.
+halves of D exchanged, so that RoPE is the elementwise x cos + swapped(x) sin. The scales of norms
+are loaded twice as well.
 """
 
 import jax.numpy as jnp
@@ -9,8 +10,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, TILE
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, ROW, TILE
 from fdjax.pallas_kernels.hopper.conditional import when
+
+# Names of the scales [D] of the norms.
+NORMS = "q_norm", "k_norm"
 
 
 def load_front(inputs, smem, row, head):
@@ -29,11 +33,26 @@ def load_front(inputs, smem, row, head):
                 smem["q_arrived"],
             )
     plgpu.copy_gmem_to_smem(inputs["rotation"].at[row], smem["rotation"], smem["q_arrived"])
+    for at, name in enumerate(NORMS):
+        if name in inputs:
+            scale, to = inputs[name], smem["norms"].at[at]
+            plgpu.copy_gmem_to_smem(scale, to.at[0], smem["q_arrived"])
+            for i in range(2):
+                plgpu.copy_gmem_to_smem(
+                    scale.at[pl.ds((1 - i) * half, half)],
+                    to.at[1, pl.ds(i * half, half)],
+                    smem["q_arrived"],
+                )
 
 
-def rotate_rows(smem):
-    """Rotate all staged rows: x cos + swapped(x) sin. The first half of sin is negated."""
+def rotate_rows(smem, group, eps):
+    """Rotate all staged rows: x cos + swapped(x) sin. The first half of sin is negated.
+
+    With `eps`, of the norms of q and k, each query and the key are normalised first.
+    """
     x, swapped = (_load_rows(smem[name]) for name in ("qkv", "swapped"))
+    if eps is not None:
+        x, swapped = _normalised(smem, x, swapped, group, eps)
     cos, sin = (
         lax.broadcast_in_dim(plgpu.load(smem["rotation"].at[i], layout=COLUMN), x.shape, [0])
         for i in range(2)
@@ -41,6 +60,27 @@ def rotate_rows(smem):
     rotated = (x * cos + swapped * sin).astype(smem["q"].dtype)
     smem["q"].T[...] = plgpu.layout_cast(rotated, plgpu.Layout.WGMMA_TRANSPOSED)
     plgpu.commit_smem()
+
+
+def _normalised(smem, x, swapped, group, eps):
+    """RMS norm of columns x [D,R]: of the first `group`, which are queries, and of the key."""
+    d, rows = x.shape
+    mean = (x * x).sum(axis=0) / d
+    is_query = plgpu.broadcasted_iota(jnp.int32, (rows,), 0, layout=ROW) < group
+    factor = lax.rsqrt(mean + jnp.where(is_query, *eps))
+    factor = lax.broadcast_in_dim(factor, x.shape, [1])
+    is_query = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE) < group
+
+    def scaled(x, which):
+        q, k = (
+            plgpu.load(smem["norms"].at[at, which], layout=COLUMN).astype(jnp.float32)
+            for at in range(2)
+        )
+        q, k = (lax.broadcast_in_dim(scale, x.shape, [0]) for scale in (q, k))
+        y = x * factor * jnp.where(is_query, q, k)
+        return y.astype(smem["q"].dtype).astype(jnp.float32)  # rounded as in `rms_norm`
+
+    return scaled(x, 0), scaled(swapped, 1)
 
 
 def _load_rows(ref):

@@ -26,13 +26,16 @@ _LARGEST = 2.0**126
 HOLES = -(2**31)
 
 
-def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, interpreted=False):
+def decode_kernel(
+    inputs, outputs, smem, *, t, group, tiles, spec, config, norm_eps=None, interpreted=False
+):
     """One block of the grid (row, tile of query rows, split).
 
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
-        rotation [B,2,D] of a new token; k, v, in int8 with k_scales and v_scales; lengths [B]
-        without that token; layer, pages, phi, slopes, visible [B,S] if any.
+        rotation [B,2,D] of a new token, with norms also q_norm and k_norm [D]; k, v, in int8 with
+        k_scales and v_scales; lengths [B] without that token; layer, pages, phi, slopes, visible
+        [B,S] if any.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
@@ -41,6 +44,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
       group: G, query heads per KV head.
       tiles: number of tiles that the G·T query rows of a KV head are cut into.
       spec, config: see `decode_mosaic`.
+      norm_eps: eps of the norms of q and k, or None.
       interpreted: whether the interpreter runs the kernel. It cannot multiply operands in
         registers.
     """
@@ -161,7 +165,7 @@ def decode_kernel(inputs, outputs, smem, *, t, group, tiles, spec, config, inter
     def receive_queries():
         plgpu.barrier_wait(smem["q_arrived"])
         if "qkv" in inputs:
-            rotate_rows(smem)
+            rotate_rows(smem, group, norm_eps)
 
             @when(split == 0)
             def _():
