@@ -243,26 +243,26 @@ class Experts(nnx.Module):
         self.shared = MLP(spec, dtype, "shared_") if spec.shared_width else None
         self.shared_gate = Linear.of(linears["shared_gate"], dtype) if spec.shared_gate else None
 
-    def hidden(self, x: Array, norm: Norm | None, plan: Plan) -> Array:
-        """x [B,T,E] → input of router and experts [B,T,E]."""
-        return x if norm is None else norm(x, plan)
+    def hidden(self, x: Array, norm: Norm | None, plan: Plan) -> tuple[Array, Array]:
+        """x [B,T,E] → (input of the experts [B,T,E], logits of the router [B,T,X])."""
+        logits = _normed(norm, self.router, x, plan, preferred_element_type=jnp.float32)
+        return x if norm is None else norm(x, plan), logits
 
     def output(
         self,
-        hidden: Array,
+        hidden: tuple[Array, Array],
         *,
         plan: Plan,
         residual: Array | None = None,
         live: Array | None = None,
     ) -> Array:
-        """Result of `hidden` [B,T,E] → [B,T,E], plus a residual. For `live` see `Decoder`."""
+        """Result of `hidden` → [B,T,E], plus a residual. For `live` see `Decoder`."""
+        hidden, logits = hidden
         if live is not None:
             live = jnp.broadcast_to(live[:, None], hidden.shape[:2]).reshape(-1)
         y = moe(
             hidden.reshape(-1, hidden.shape[-1]),
-            self.router(hidden, preferred_element_type=jnp.float32, plan=plan).reshape(
-                -1, self.routing.experts
-            ),
+            logits.reshape(-1, self.routing.experts),
             **self.experts.operands(),
             routing=self.routing,
             gate=self.activation,

@@ -48,7 +48,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
-from fdjax.pallas_kernels.attention.hopper.decode_front import NORMS
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import (
     HALF_TILES,
@@ -212,9 +211,9 @@ def append_decode_mosaic(
     operands = {"qkv": qkv, "rotation": rotation, "k": k, "v": v, "lengths": lengths}
     operands |= {"pages": pages, "layer": layer, "phi": phi}
     if norms is not None:
-        like = jnp.result_type(*(norm.scale for norm in norms))
-        scales = (norm.scale.astype(like) for norm in norms)
-        operands |= dict(zip(NORMS, scales, strict=True))
+        # This depends on weights only, so it runs beside other kernels.
+        scales = jnp.stack([norm.scale.astype(jnp.float32) for norm in norms])
+        operands["norms"] = jnp.stack([scales, jnp.roll(scales, d // 2, axis=1)], axis=1)
         options["norm_eps"] = tuple(norm.eps for norm in norms)
     o, _, reruns = _launch(operands, t=1, group=group, spec=spec, return_lse=False, **options)
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
@@ -297,8 +296,8 @@ def _launch(
         token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
         vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 3 * staged // 8
         if norm_eps is not None:
-            vectors["norms"] = plgpu.SMEM((len(NORMS), 2, d), operands[NORMS[0]].dtype)
-            arrivals += 3 * len(NORMS)
+            vectors["norms"] = plgpu.SMEM((2, 2, d), jnp.float32)
+            arrivals += 1
         unions += [(vectors, p), ({"swapped": front}, token)]
         scratch |= {"qkv": front, "q_arrived": plgpu.Barrier(num_arrivals=arrivals)}
     else:

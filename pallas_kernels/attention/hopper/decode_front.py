@@ -1,8 +1,8 @@
 """The work around attention in a decode step: norms and RoPE of q and k, append of k and v.
 
 q, k and v of a KV head are the rows of one tile. The tile is loaded twice, unchanged and with the
-halves of D exchanged, so that RoPE is the elementwise x cos + swapped(x) sin. The scales of norms
-are loaded twice as well.
+halves of D exchanged, so that RoPE is the elementwise x cos + swapped(x) sin. So are the scales of
+norms.
 """
 
 import jax.numpy as jnp
@@ -12,9 +12,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, ROW, TILE
 from fdjax.pallas_kernels.hopper.conditional import when
-
-# Names of the scales [D] of the norms.
-NORMS = "q_norm", "k_norm"
 
 
 def load_front(inputs, smem, row, head):
@@ -33,16 +30,8 @@ def load_front(inputs, smem, row, head):
                 smem["q_arrived"],
             )
     plgpu.copy_gmem_to_smem(inputs["rotation"].at[row], smem["rotation"], smem["q_arrived"])
-    for at, name in enumerate(NORMS):
-        if name in inputs:
-            scale, to = inputs[name], smem["norms"].at[at]
-            plgpu.copy_gmem_to_smem(scale, to.at[0], smem["q_arrived"])
-            for i in range(2):
-                plgpu.copy_gmem_to_smem(
-                    scale.at[pl.ds((1 - i) * half, half)],
-                    to.at[1, pl.ds(i * half, half)],
-                    smem["q_arrived"],
-                )
+    if "norms" in inputs:
+        plgpu.copy_gmem_to_smem(inputs["norms"], smem["norms"], smem["q_arrived"])
 
 
 def rotate_rows(smem, group, eps):
@@ -72,10 +61,7 @@ def _normalised(smem, x, swapped, group, eps):
     is_query = plgpu.broadcasted_iota(jnp.int32, x.shape, 1, layout=TILE) < group
 
     def scaled(x, which):
-        q, k = (
-            plgpu.load(smem["norms"].at[at, which], layout=COLUMN).astype(jnp.float32)
-            for at in range(2)
-        )
+        q, k = (plgpu.load(smem["norms"].at[at, which], layout=COLUMN) for at in range(2))
         q, k = (lax.broadcast_in_dim(scale, x.shape, [0]) for scale in (q, k))
         y = x * factor * jnp.where(is_query, q, k)
         return y.astype(smem["q"].dtype).astype(jnp.float32)  # rounded as in `rms_norm`

@@ -33,9 +33,9 @@ def decode_kernel(
 
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
-        rotation [B,2,D] of a new token, with norms also q_norm and k_norm [D]; k, v, in int8 with
-        k_scales and v_scales; lengths [B] without that token; layer, pages, phi, slopes, visible
-        [B,S] if any.
+        rotation [B,2,D] of a new token; k, v, in int8 with k_scales and v_scales; lengths [B]
+        without that token; layer, pages, phi, slopes, visible [B,S] if any, and norms [2,2,D] fp32,
+        the scales of q and of k, unchanged and with the halves of D exchanged.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.

@@ -128,6 +128,8 @@ def moe_chosen(
     down_bias: Array | None = None,
     *,
     gate: str,
+    logits: Array | None = None,
+    live: Array | None = None,
     config: MoeConfig | None = None,
 ) -> Array:
     """`moe` for chosen experts, as two Mosaic GPU kernels.
@@ -137,6 +139,9 @@ def moe_chosen(
       experts: [M,k] int32. X means no expert: nothing is read or added.
       weights: [M,k] fp32.
       gate_up, down, gate_up_bias, down_bias, gate: as for `moe`.
+      logits: [1,X] fp32 for one row, or None. The kernels then find the experts themselves, so they
+        need not wait for `experts`. X must be a multiple of 64.
+      live: [1] bool, with `logits`: whether the row chooses any expert.
       config: default `MoeConfig.for_shape`.
 
     Returns:
@@ -154,18 +159,22 @@ def moe_chosen(
         config = MoeConfig.for_shape(m, width, chosen, *is_packed)
     rows = -(-m // 8) * 8
     slots, pairs = slot_tables(experts, count)
+    where = {"slots": slots}
+    if logits is not None:
+        live = jnp.ones((1,), jnp.int32) if live is None else live.astype(jnp.int32)
+        where = {"logits": logits[0], "live": live}
     if m > 8:  # TMA fills up to 8 rows to a tile
         x = jnp.pad(x, ((0, rows - m), (0, 0)))
     tiles = config.tiles("up", gate_up, 2, x.dtype)
-    operands = {"x": x[None], "slots": slots, **_arrays(gate_up, x.dtype)}
+    operands = {"x": x[None], **where, **_arrays(gate_up, x.dtype)}
     if gate_up_bias is not None:
         operands["bias"] = gate_up_bias
-    launch = functools.partial(_launch, rows=rows)
+    launch = functools.partial(_launch, rows=rows, slots=len(slots))
     hidden = launch(
         operands, gate=gate, out=len(slots), n=hidden_width, tiles=tiles, stages=config.up_stages
     )
     tiles = config.tiles("down", down, 1, x.dtype)
-    operands = {"x": hidden, "slots": slots, "pairs": pairs, **_arrays(down, x.dtype)}
+    operands = {"x": hidden, **where, "pairs": pairs, **_arrays(down, x.dtype)}
     parts = launch(
         operands, gate=None, out=m * chosen, n=width, tiles=tiles, stages=config.down_stages
     )
@@ -222,16 +231,20 @@ def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
     return jnp.where(is_live, one, -1), jnp.max(jnp.where(chooses, pair, -1), axis=2)
 
 
+_STATIC = "gate", "rows", "slots", "out", "n", "tiles", "stages"
+
+
 # Jitted separately, so that layers of the same shape share one lowering.
-@functools.partial(jax.jit, static_argnames=("gate", "rows", "out", "n", "tiles", "stages"))
-def _launch(operands, *, gate, rows, out, n, tiles, stages):
+@functools.partial(jax.jit, static_argnames=_STATIC)
+def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
     """Launch a kernel with a block for each slot and each tile of columns.
 
     Args:
-      operands: arrays by name: x [1 or S,<=rows,K], slots [S], the arrays of the weight; optional
-        bias [X,2,N]; pairs [S,32] for the second launch.
+      operands: arrays by name: x [1 or S,<=rows,K], the arrays of the weight; slots [S], or logits
+        [X] and live [1] of a single row; optional bias [X,2,N]; pairs [S,32] for the second launch.
       gate: activation of the first launch, None for the second.
       rows: number of rows with padding.
+      slots: S.
       out: the first dimension of the result.
       n: N.
       tiles: `DenseTiles` or `PackedTiles`.
@@ -275,7 +288,10 @@ def _launch(operands, *, gate, rows, out, n, tiles, stages):
     def kernel(*refs):
         gmem = dict(zip((*operands, "y"), refs, strict=True))
         slot = lax.axis_index("slot")
-        expert = gmem["slots"][slot]
+        if "slots" in gmem:
+            expert = gmem["slots"][slot]
+        else:
+            expert = jnp.where(gmem["live"][0] > 0, _expert_of_rank(gmem["logits"], slot), -1)
 
         @when(expert >= 0)
         def _():
@@ -343,11 +359,33 @@ def _launch(operands, *, gate, rows, out, n, tiles, stages):
         kernel,
         out_type=jax.ShapeDtypeStruct(shape, x.dtype),
         # Blocks with neighbouring columns run at the same time.
-        grid=(len(operands["slots"]), n // block_n),
+        grid=(slots, n // block_n),
         grid_names=("slot", "n"),
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
+
+
+def _expert_of_rank(logits, rank):
+    """Index of the expert that has `rank` larger logits [X]. Of equal ones, the first is larger."""
+    count = logits.shape[0]
+    own, other = (
+        lax.broadcast_in_dim(
+            plgpu.load(logits, layout=LAYOUT.reduce(1 - axis), optimized=False),
+            (count, count),
+            [axis],
+        )
+        for axis in range(2)
+    )
+    index, other_index = (
+        plgpu.broadcasted_iota(jnp.int32, own.shape, axis, layout=LAYOUT) for axis in range(2)
+    )
+    is_larger = (other > own) | ((other == own) & (other_index < index))
+    ranks = jnp.where(is_larger, 1.0, 0.0).sum(axis=1)
+    at = plgpu.broadcasted_iota(jnp.int32, ranks.shape, 0, layout=LAYOUT.reduce(1))
+    found = jnp.where(ranks == rank.astype(jnp.float32), at.astype(jnp.float32), 0.0).sum()
+    # With NaN, several experts have the same rank.
+    return jnp.minimum(found.astype(jnp.int32), count - 1)
 
 
 def _activated(gate: str | None, sums: list[Array]) -> Array:
@@ -400,7 +438,12 @@ def _fits(shape: Shape) -> str | None:
 def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
     experts, weights = route(logits, routing, bias)
     experts = only_live(experts, live, routing)
-    return moe_chosen(x, experts, weights, gate_up, down, *biases, gate=gate, config=config)
+    options = {}
+    by_logits = routing.features <= {"normalised", "scale"} and routing.experts % 64 == 0
+    if len(x) == 1 and by_logits:
+        options = {"logits": logits.astype(jnp.float32), "live": live}
+    operands = x, experts, weights, gate_up, down, *biases
+    return moe_chosen(*operands, gate=gate, config=config, **options)
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
