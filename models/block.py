@@ -354,6 +354,11 @@ class BlockSpec:
         return 3 * self.width + hidden * self.mlp_width
 
     @property
+    def pair_values(self) -> int:
+        """Values per token of its pairs with experts: E of input or result and F hidden ones each."""
+        return 0 if self.experts is None else self.experts.chosen * (self.width + self.mlp_width)
+
+    @property
     def attention_values(self) -> int:
         """Values per token that attention holds: residual; Q, K and V; rotated Q or the result."""
         return self.width + 2 * (self.heads + self.kv_heads) * self.head_dim

@@ -131,6 +131,11 @@ class DecoderConfig:
         return formats | ({("head", "weight"): self.head_format} if self.head_format else {})
 
     @property
+    def has_experts(self) -> bool:
+        """Whether any layer is a mixture of experts."""
+        return any(block.experts is not None for block in self.blocks)
+
+    @property
     def weight_formats(self) -> tuple[WeightFormat, ...]:
         """The different formats of quantised weights."""
         formats = [weight for block in self.blocks for _, weight in block.formats]

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from fdjax.engine.schedule import (
+    CALL_TOKENS,
     CHUNKS,
     call_tokens,
     covered_slots,
@@ -236,8 +237,14 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     c, plan = model.config, model.plan
     itemsize = jnp.dtype(model.dtype).itemsize
     tokens = call_tokens(max_len, batch)
+    if c.has_experts and plan.compute_capability is not None:
+        tokens = max(tokens, min(CALL_TOKENS, covered_slots(max_len)))
     rows = rows_of_call(widest_chunk(max_len), batch)
-    mlp = tokens * max(block.mlp_values for block in c.blocks) * itemsize
+    values = max(block.mlp_values for block in c.blocks)
+    if c.has_experts and plan.compute_capability is not None:
+        # Kernels hold the rows of all pairs of a token and an expert, sorted by expert.
+        values += max(block.pair_values for block in c.blocks)
+    mlp = tokens * values * itemsize
     attention = tokens * max(block.attention_values for block in c.blocks) * itemsize
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
     runs = _prefill_implementations(model, rows, tokens // rows, slots)

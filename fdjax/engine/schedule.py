@@ -83,12 +83,15 @@ def _widest_and_rest(length: int) -> tuple[int, tuple[int, ...]]:
 
 
 @functools.cache
-def cheapest(units: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """The cheapest sizes that cover `units` of 128 tokens each; at most twice the largest size."""
+def cheapest(units: int, sizes: tuple[int, ...], overhead: int = _CALL_OVERHEAD) -> tuple[int, ...]:
+    """The cheapest sizes that cover `units` of 128 tokens each; at most twice the largest size.
+
+    `overhead` is the cost of another size, in units.
+    """
     if units <= 0:
         return ()
-    options = [(size, *cheapest(units - size, sizes)) for size in reversed(sizes)]
-    return min(options, key=lambda o: sum(o) + _CALL_OVERHEAD * len(o))
+    options = [(size, *cheapest(units - size, sizes, overhead)) for size in reversed(sizes)]
+    return min(options, key=lambda o: sum(o) + overhead * len(o))
 
 
 def rows_of_call(width: int, batch: int) -> int:

@@ -20,10 +20,10 @@ from fdjax.sampling.options import GenerationConfig, per_row
 PAGE = SLOT_MULTIPLE
 
 
-def packed(lengths, batch, *, cached=0, generated=0, on_cpu=False):
+def packed(lengths, batch, *, cached=0, generated=0, **options):
     """The prompts of some rows, which are the numbers 1, 2, 3 and so on."""
     prompts = {i: range(1, n + 1) for i, n in enumerate(lengths)}
-    queue = PackedPrompts(batch, on_cpu=on_cpu)
+    queue = PackedPrompts(batch, **options)
     same = functools.partial(dict.fromkeys, prompts)
     queue.add(prompts, cached=same(cached), generated=same(generated))
     return queue
@@ -107,6 +107,20 @@ def test_sizes_are_few(batch):
     sizes = call_sizes(batch)
     assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and len(sizes) <= 4
     assert sizes[-1] == min(8 * batch, 64)
+
+
+def test_a_long_prompt_of_a_mixture_of_experts_takes_one_call():
+    """Each call reads all experts. Otherwise a row has at most 1024 tokens of a call."""
+
+    def sizes(tokens, **options):
+        return [len(call.tokens) for call in taken(packed([tokens], 1, **options))]
+
+    assert sizes(8192) == [8] * 8
+    assert sizes(8192, experts=True) == [64]
+    assert sizes(6000, experts=True) == [64]
+    assert sizes(2000, experts=True) == [8, 8]
+    assert sizes(1000, experts=True) == [8]
+    assert call_sizes(64, experts=True) == call_sizes(64)
 
 
 def test_three_prompts_are_not_four():
