@@ -355,7 +355,7 @@ class BlockSpec:
 
     @property
     def pair_values(self) -> int:
-        """Values per token of its pairs with experts: E of input or result and F hidden ones each."""
+        """Values per token of its pairs with experts: E of input or result, and F hidden ones."""
         return 0 if self.experts is None else self.experts.chosen * (self.width + self.mlp_width)
 
     @property

@@ -266,14 +266,18 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
 
 
 def _dequantised_bytes(model: Model) -> int:
-    """Bytes of the largest quantised weight, or of one expert, after XLA has dequantised it."""
+    """Bytes of the largest quantised weight after XLA has dequantised it.
+
+    On a GPU, calls of prompts dequantise all experts of a layer; else, one expert at a time.
+    """
     linears = [linear for block in model.config.blocks for linear in block.linears.values()]
     shapes = {linear.shape for linear in linears} | set(model.config.linear_shapes.values())
     sizes = [shape.k * shape.n for shape in shapes if shape.weight]
     for block in set(model.config.blocks):
         formats = dict(block.formats)
         parts = (n for name, n in (("gate_up", 2), ("down", 1)) if f"experts.{name}" in formats)
-        sizes.append(sum(parts) * block.width * block.mlp_width)
+        count = block.experts.experts if formats and model.plan.compute_capability else 1
+        sizes.append(count * sum(parts) * block.width * block.mlp_width)
     return max(sizes, default=0) * jnp.dtype(model.dtype).itemsize
 
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.activations import UNGATED
+from fdjax.pallas_kernels.activations import PAIRED, UNGATED
 
 LAYOUT = plgpu.Layout.WGMMA
 
@@ -45,6 +45,13 @@ def _gelu(x: Array) -> Array:
         polynomial = (polynomial + a) * t
     tail = 0.5 * polynomial * jnp.exp(-z * z)  # Φ(-|x|)
     return x * jnp.where(x < 0, tail, 1 - tail)
+
+
+def gated(gate: str, first: Array, second: Array) -> Array:
+    """The hidden values of a gated MLP from its two products, gate and up."""
+    if gate in PAIRED:
+        return PAIRED[gate](first, second)
+    return KERNEL_ACTIVATIONS[gate](first) * second
 
 
 KERNEL_ACTIVATIONS = {**UNGATED, "gelu": _gelu}

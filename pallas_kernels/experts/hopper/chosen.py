@@ -35,7 +35,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.activations import PAIRED
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
 from fdjax.pallas_kernels.experts.hopper.weights import (
     DenseTiles,
@@ -47,8 +46,8 @@ from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, ro
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.tiles import (
-    KERNEL_ACTIVATIONS,
     LAYOUT,
+    gated,
     load,
     matrix,
     put,
@@ -338,7 +337,7 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
             for part in range(2):
                 bias = load(smem["bias"].at[part], LAYOUT.reduce(1))
                 sums[part] += lax.broadcast_in_dim(bias, sums[part].shape, [0])
-        put(smem["y"].at[:, pl.ds(0, block_n)], _activated(gate, sums))
+        put(smem["y"].at[:, pl.ds(0, block_n)], gated(gate, *sums) if gate else sums[0])
         plgpu.commit_smem()
         if "pairs" not in gmem:
             plgpu.copy_smem_to_gmem(smem["y"], gmem["y"].at[slot, all_rows, columns])
@@ -386,14 +385,6 @@ def _expert_of_rank(logits, rank):
     found = jnp.where(ranks == rank.astype(jnp.float32), at.astype(jnp.float32), 0.0).sum()
     # With NaN, several experts have the same rank.
     return jnp.minimum(found.astype(jnp.int32), count - 1)
-
-
-def _activated(gate: str | None, sums: list[Array]) -> Array:
-    if gate is None:
-        return sums[0]
-    if gate in PAIRED:
-        return PAIRED[gate](*sums)
-    return KERNEL_ACTIVATIONS[gate](sums[0]) * sums[1]
 
 
 # (up_n, up_k, up_stages, down_n, down_k, down_stages). The launches are timed separately, so each

@@ -32,7 +32,8 @@ from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, nee
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, matrix
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT, gated, load, matrix
+from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES, QTensor, dequantise
 
 # Warpgroups that multiply, and the rows of each.
 _CONSUMERS = 2
@@ -49,6 +50,7 @@ _ALIGNED = 8
 _COUNTED = 128
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Groups:
     """Pairs sorted by expert.
@@ -78,7 +80,7 @@ def sorted_by_expert(experts: Array, count: int) -> Groups:
     used = min(count, pairs)
     capacity = -(-(pairs + (_ALIGNED - 1) * used) // _ALIGNED) * _ALIGNED
     every = jnp.arange(count, dtype=jnp.int32)
-    chooses = (experts[:, :, None] == every).any(axis=1)
+    chooses = (experts[:, :, None] == every[None, None]).any(axis=1)
     blocks = jnp.pad(chooses, ((0, -m % _COUNTED), (0, 0))).reshape(-1, _COUNTED, count)
     # Counts up to 128 are exact in bf16, their sums in fp32.
     earlier = jnp.tri(_COUNTED, k=-1, dtype=jnp.bfloat16)
@@ -92,15 +94,17 @@ def sorted_by_expert(experts: Array, count: int) -> Groups:
     numbers = totals.sum(axis=0)
     before = _sums_before(totals)
     starts = _sums_before(-(-numbers // _ALIGNED) * _ALIGNED)
-    places = (within + (before + starts)[:, None]).reshape(-1, count)[:m]
-    chosen_place = jnp.where(experts[:, :, None] == every, places[:, None], 0).sum(axis=2)
+    places = (within + (before + starts[None])[:, None]).reshape(-1, count)[:m]
+    chosen_place = jnp.where(experts[:, :, None] == every[None, None], places[:, None], 0).sum(
+        axis=2
+    )
     places = jnp.where(experts < count, chosen_place, capacity)
     row = jnp.broadcast_to(jnp.arange(m, dtype=jnp.int32)[:, None], (m, chosen))
     rows = jnp.zeros(capacity, jnp.int32).at[places].set(row, mode="drop", unique_indices=True)
     tiles_of = -(-numbers // _TILE)
     first_tiles = _sums_before(tiles_of)
     tile = jnp.arange(pairs // _TILE + used, dtype=jnp.int32)
-    expert = (first_tiles + tiles_of <= tile[:, None]).sum(axis=1, dtype=jnp.int32)
+    expert = ((first_tiles + tiles_of)[None] <= tile[:, None]).sum(axis=1, dtype=jnp.int32)
     expert = jnp.minimum(expert, count - 1)
     past = (tile - first_tiles[expert]) * _TILE
     tiles = jnp.stack((expert, starts[expert] + past, numbers[expert] - past), axis=1)
@@ -115,7 +119,15 @@ def _sums_before(values: Array) -> Array:
 
 
 def moe_grouped(
-    x: Array, experts: Array, weights: Array, gate_up: Array, down: Array, *, gate: str
+    x: Array,
+    experts: Array,
+    weights: Array,
+    gate_up: Array,
+    down: Array,
+    gate_up_bias: Array | None = None,
+    down_bias: Array | None = None,
+    *,
+    gate: str,
 ) -> Array:
     """`moe` for chosen experts, as two Mosaic GPU kernels.
 
@@ -123,30 +135,35 @@ def moe_grouped(
       x: [M,E] bfloat16 or float16.
       experts: [M,k] int32. X means no expert: nothing is read or added.
       weights: [M,k] fp32.
-      gate_up, down, gate: as for `moe`.
+      gate_up, down, gate_up_bias, down_bias, gate: as for `moe`, not quantised.
 
     Returns:
       [M,E].
     """
     groups = sorted_by_expert(experts, len(down))
     rows = x.at[groups.rows].get(mode="promise_in_bounds")
-    hidden = _product(rows, gate_up, groups.tiles, groups.count, gate=gate)
-    parts = _product(hidden, down, groups.tiles, groups.count, gate=None)
+    hidden = _product(rows, gate_up, gate_up_bias, groups.tiles, groups.count, gate=gate)
+    parts = _product(hidden, down, None, groups.tiles, groups.count, gate=None)
     has_expert = (experts < len(down))[:, :, None]
     # A pair without an expert has no part.
     own = parts.at[groups.places].get(mode="clip").astype(jnp.float32)
+    if down_bias is not None:
+        own = own + down_bias[experts].astype(jnp.float32)
     total = jnp.sum(jnp.where(has_expert, own * weights[:, :, None], 0.0), axis=1)
     return total.astype(x.dtype)
 
 
 # Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(jax.jit, static_argnames="gate")
-def _product(x: Array, w: Array, tiles: Array, count: Array, *, gate: str | None) -> Array:
+def _product(
+    x: Array, w: Array, bias: Array | None, tiles: Array, count: Array, *, gate: str | None
+) -> Array:
     """Product of each tile of rows with its expert's weight.
 
     Args:
       x: [R,K].
       w: [X,K,N], or [X,K,2,N] with a gate.
+      bias: [X,2,N] with a gate, or None.
       tiles, count: see `Groups`.
       gate: activation of a gated product, or None.
 
@@ -164,8 +181,19 @@ def _product(x: Array, w: Array, tiles: Array, count: Array, *, gate: str | None
         "used": plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=_STAGES),
     }
 
-    def kernel(x, w, tiles, count, y, *refs):
-        smem = dict(zip(scratch, refs, strict=True))
+    operands = {"x": x, "w": w, "tiles": tiles, "count": count}
+    if bias is not None:
+        operands["bias"] = bias
+        scratch |= {
+            "bias": plgpu.SMEM((_PIECES, _COLUMNS), bias.dtype),
+            "bias_arrived": plgpu.Barrier(num_arrivals=_PIECES),
+            "bias_used": plgpu.Barrier(num_arrivals=_CONSUMERS),
+        }
+
+    def kernel(*refs):
+        gmem = dict(zip((*operands, "y"), refs, strict=False))
+        smem = dict(zip(scratch, refs[len(gmem) :], strict=True))
+        x, w, tiles, count, y = (gmem[name] for name in ("x", "w", "tiles", "count", "y"))
         block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
         # Neighbouring blocks have neighbouring columns, so that memory is read in order.
         work = lax.div(count[0] * columns - block + MULTIPROCESSORS - 1, MULTIPROCESSORS)
@@ -198,6 +226,11 @@ def _product(x: Array, w: Array, tiles: Array, count: Array, *, gate: str | None
                     plgpu.copy_gmem_to_smem(source, smem["x"].at[slot, consumer], arrived)
                 return loaded + 1
 
+            if bias is not None:
+                when(i > 0)(lambda: plgpu.barrier_wait(smem["bias_used"]))
+                for piece, own in enumerate(pieces(column)):
+                    source = gmem["bias"].at[expert, piece, own]
+                    plgpu.copy_gmem_to_smem(source, smem["bias"].at[piece], smem["bias_arrived"])
             return lax.fori_loop(0, steps, step, loaded)
 
         def multiply(i, used):
@@ -217,6 +250,9 @@ def _product(x: Array, w: Array, tiles: Array, count: Array, *, gate: str | None
                 release(used + k)
 
             lax.fori_loop(0, steps, step, None)
+            if bias is not None:
+                plgpu.barrier_wait(smem["bias_arrived"])
+                plgpu.barrier_arrive(smem["bias_used"])
 
         def sums(used):
             """Sums [64,128] of this warpgroup's rows, for each piece."""
@@ -243,8 +279,16 @@ def _product(x: Array, w: Array, tiles: Array, count: Array, *, gate: str | None
         def finish(y, first, rows, pieces, sums):
             """Store this warpgroup's rows of a tile."""
             own = smem["y"].at[warpgroup]
+            if bias is not None:
+                plgpu.barrier_wait(smem["bias_arrived"])
+                own_bias = [load(smem["bias"].at[i], LAYOUT.reduce(0)) for i in range(_PIECES)]
+                sums = [
+                    s + lax.broadcast_in_dim(b, s.shape, [1])
+                    for s, b in zip(sums, own_bias, strict=True)
+                ]
+                plgpu.barrier_arrive(smem["bias_used"])
             if gate:
-                results = [(KERNEL_ACTIVATIONS[gate](sums[0]) * sums[1], pieces[0])]
+                results = [(gated(gate, *sums), pieces[0])]
             else:
                 results = list(zip(sums, pieces, strict=True))
             stored = -(-rows // _ALIGNED) * _ALIGNED
@@ -287,12 +331,14 @@ def _product(x: Array, w: Array, tiles: Array, count: Array, *, gate: str | None
         compiler_params=plgpu.CompilerParams(
             approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane
         ),
-    )(x, w, tiles, count)
+    )(*operands.values())
 
 
 def _fits(shape: Shape) -> str | None:
     if problem := needs_half(shape):
         return problem
+    if shape["m"] <= 32 and any(kind in shape for kind in BITS):
+        return f"takes more than 32 rows of quantised experts, got {shape['m']}"
     width, hidden = shape["width"], shape["hidden"]
     if width % 64 or hidden % 64:
         return f"needs E and F that are multiples of 64, got {width} and {hidden}"
@@ -302,7 +348,12 @@ def _fits(shape: Shape) -> str | None:
 def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
     experts, weights = route(logits, routing, bias)
     experts = only_live(experts, live, routing)
-    return moe_grouped(x, experts, weights, gate_up, down, gate=gate)
+    # All experts are read, so each is dequantised once, into memory.
+    gate_up, down = (
+        jax.vmap(functools.partial(dequantise, dtype=x.dtype))(w) if isinstance(w, QTensor) else w
+        for w in (gate_up, down)
+    )
+    return moe_grouped(x, experts, weights, gate_up, down, *biases, gate=gate)
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
@@ -312,7 +363,7 @@ def _heuristic(shape: Shape, capability: Capability | None) -> bool:
 
 MOE_GROUPED = Implementation(
     *("moe", "mosaic_gpu", _run),
-    can=ROUTING_FEATURES,
+    can=ROUTING_FEATURES | WEIGHT_FEATURES | {"biases", "gate.clamped_swiglu"},
     fits=_fits,
     heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),
