@@ -132,13 +132,13 @@ def test_slots_are_the_distinct_experts(m):
 HOPPER = Plan(device_kind="some Hopper", compute_capability=(9, 0))
 
 
-def test_only_a_table_or_its_name_chooses_it():
+def test_it_runs_on_hopper_in_the_configuration_of_a_table():
     routing = Routing(128, 8, normalised=True)
     key = moe_key(8, 2048, 768, routing, 2)
     features = moe_features(routing, "silu", biases=False)
-    assert HOPPER.choose("moe", features, **key).implementation == "xla"
-    forced = Plan.for_kind("some Hopper", (9, 0), implementation="mosaic_gpu")
-    assert forced.choose("moe", features, **key).implementation == "xla"
+    assert HOPPER.choose("moe", features, **key) == Choice("mosaic_gpu", source="heuristic")
+    for plan in (Plan(), Plan("some Ampere", (8, 0)), HOPPER.with_xla("moe")):
+        assert plan.choose("moe", features, **key).implementation == "xla"
     config = tuple(sorted(dataclasses.asdict(WIDE).items()))
     choice = Choice("mosaic_gpu", config, source="table")
     entry = Entry("moe", tuple(sorted(key.items())), choice)
@@ -154,7 +154,6 @@ def test_only_a_table_or_its_name_chooses_it():
 @pytest.mark.parametrize(
     ("sizes", "says"),
     [
-        (dict(m=33), "takes up to 32 rows, got 33"),
         (dict(m=2, hidden=96), "needs E and F that are multiples of 64, got 128 and 96"),
         (dict(m=2, dtype="float32"), "needs bfloat16 or float16, got float32"),
     ],
