@@ -44,7 +44,7 @@ _PIECES = 2
 _COLUMNS = 128
 _STEP = 64  # of K
 _STAGES = 4
-# Groups of rows begin at multiples of this, so that the end of a group is stored in whole pieces.
+# SortedPairs of rows begin at multiples of this, so that the end of a group is stored in whole pieces.
 _ALIGNED = 8
 # Rows that are counted by one matrix product.
 _COUNTED = 128
@@ -52,7 +52,7 @@ _COUNTED = 128
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Groups:
+class SortedPairs:
     """Pairs sorted by expert.
 
     Attributes:
@@ -68,7 +68,7 @@ class Groups:
     count: Array
 
 
-def sorted_by_expert(experts: Array, count: int) -> Groups:
+def sorted_by_expert(experts: Array, count: int) -> SortedPairs:
     """Sort pairs by expert, and those of an expert by row.
 
     Args:
@@ -108,7 +108,7 @@ def sorted_by_expert(experts: Array, count: int) -> Groups:
     expert = jnp.minimum(expert, count - 1)
     past = (tile - first_tiles[expert]) * _TILE
     tiles = jnp.stack((expert, starts[expert] + past, numbers[expert] - past), axis=1)
-    return Groups(places, rows, tiles, tiles_of.sum(keepdims=True))
+    return SortedPairs(places, rows, tiles, tiles_of.sum(keepdims=True))
 
 
 def _sums_before(values: Array) -> Array:
@@ -164,7 +164,7 @@ def _product(
       x: [R,K].
       w: [X,K,N], or [X,K,2,N] with a gate.
       bias: [X,2,N] with a gate, or None.
-      tiles, count: see `Groups`.
+      tiles, count: see `SortedPairs`.
       gate: activation of a gated product, or None.
 
     Returns:
