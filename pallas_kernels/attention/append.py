@@ -23,6 +23,7 @@ from fdjax.pallas_kernels.attention.operands import (
     row_slots,
 )
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
+from fdjax.pallas_kernels.attention.sinks import apply_sinks
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
 from fdjax.pallas_kernels.norm import HeadNorms, normalised
@@ -84,7 +85,7 @@ def append_decode_attention(
     if fused is not None:
         static, phi = spec.for_kernels()
         cos, sin = rotation or no_rotation(len(q), 1, q.shape[-1])
-        o, k_cache, v_cache, reruns = fused.run(
+        o, lse, k_cache, v_cache, reruns = fused.run(
             *(qkv[:, 0], k_cache, v_cache, lengths),
             norms=norms,
             cos=cos,
@@ -94,8 +95,11 @@ def append_decode_attention(
             layer=layer,
             pages=pages,
             config=config,
+            return_lse=sinks is not None,
             return_reruns=return_reruns,
         )
+        if sinks is not None:
+            o, _ = apply_sinks(o, lse, sinks)
         return (o, k_cache, v_cache, reruns) if return_reruns else (o, k_cache, v_cache)
     if norms is not None:
         q, k, v = split_qkv(with_norms(qkv, norms, plan))

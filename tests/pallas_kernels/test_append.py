@@ -21,6 +21,7 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
     append_decode_mosaic,
 )
 from fdjax.pallas_kernels.attention.operands import no_rotation
+from fdjax.pallas_kernels.attention.sinks import apply_sinks
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import NAMES
 from fdjax.pallas_kernels.norm import RMSNorm
@@ -60,7 +61,7 @@ def _operands(lengths, *, t=1, group=4, kv_heads=2, s=200, d=64, rope_dim=None, 
     return qkv, *caches, lengths, cos_sin_at(positions, Rope(rope_dim or d, 10000.0))
 
 
-def _expected(qkv, k_cache, v_cache, lengths, cos_sin, **masks):
+def _expected(qkv, k_cache, v_cache, lengths, cos_sin, sinks=None, **masks):
     """Expected o in fp32, and the caches, computed row by row."""
     t, d = qkv.shape[1], qkv.shape[-1]
     q, k, v = rotated(qkv, cos_sin)
@@ -73,7 +74,8 @@ def _expected(qkv, k_cache, v_cache, lengths, cos_sin, **masks):
         caches.append(cache)
     read = [np.where(np.isnan(np.float32(c)), 0, c).astype(c.dtype) for c in caches]
     spec = AttentionSpec(d**-0.5, **masks)
-    o, _ = reference(q, *read, lengths + t, lengths, spec=spec)
+    o, lse = reference(q, *read, lengths + t, lengths, spec=spec)
+    o = o if sinks is None else apply_sinks(o, lse, sinks)[0]
     return np.asarray(o), caches
 
 
@@ -178,16 +180,17 @@ def test_norms_come_first(implementation, shape):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("splits", "rope", "normed"),
+    ("splits", "rope", "more"),
     [(1, True, False), (2, True, True), (2, False, False)],
 )
-def test_interpreted_without_races(splits, rope, normed):
+def test_interpreted_without_races(splits, rope, more):
+    """With `more`, there are norms of q and k, and sinks."""
     masks = {} if rope else {"alibi": alibi_slopes(4)}
-    norms = _norms(64) if normed else None
+    norms, sinks = (_norms(64), jnp.array([-3.0, 0.0, 2.0, 5.0])) if more else (None, None)
 
     def run(qkv, k, v, lengths, cos_sin):
         cos, sin = cos_sin or no_rotation(len(qkv), 1, qkv.shape[-1])
-        return append_decode_mosaic(
+        o, lse, k, v, _ = append_decode_mosaic(
             qkv[:, 0],
             k,
             v,
@@ -197,12 +200,15 @@ def test_interpreted_without_races(splits, rope, normed):
             sin=sin,
             spec=AttentionSpec(0.125, **masks),
             config=DecodeAttentionConfig(splits),
+            return_lse=more,
             interpret=INTERPRET,
-        )[:3]
+        )
+        return o if sinks is None else apply_sinks(o, lse, sinks)[0], k, v
 
     # After two tokens, the new one has about a third of the weight.
     *operands, cos_sin = _operands([0, 2, 64, 130], kv_heads=1)
-    _check((*operands, cos_sin if rope else None), run, norms=norms, **masks)
+    operands = *operands, cos_sin if rope else None
+    _check(operands, run, norms=norms, sinks=sinks, **masks)
 
 
 @pytest.mark.parametrize(

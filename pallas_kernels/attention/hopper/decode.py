@@ -190,14 +190,27 @@ def decode_mosaic(
     return o, lse, reruns
 
 
-@functools.partial(jax.jit, static_argnames=_STATIC)
+@functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
 def append_decode_mosaic(
-    qkv, k, v, lengths, *, cos, sin, spec, norms=None, phi=None, layer=None, pages=None, **options
+    qkv,
+    k,
+    v,
+    lengths,
+    *,
+    cos,
+    sin,
+    spec,
+    norms=None,
+    phi=None,
+    layer=None,
+    pages=None,
+    return_lse=False,
+    **options,
 ):
     """`append_decode_attention` for T = 1, with qkv [B,Hkv,G+2,D] and cos, sin [B,1,D/2].
 
     One launch does norms, RoPE, append and attention and updates the caches in place. Returns
-    o [B,1,H,D], both caches, and reruns or None.
+    o [B,1,H,D], lse [B,1,H] or None, both caches, and reruns or None.
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
@@ -215,9 +228,11 @@ def append_decode_mosaic(
         scales = jnp.stack([norm.scale.astype(jnp.float32) for norm in norms])
         operands["norms"] = jnp.stack([scales, jnp.roll(scales, d // 2, axis=1)], axis=1)
         options["norm_eps"] = tuple(norm.eps for norm in norms)
-    o, _, reruns = _launch(operands, t=1, group=group, spec=spec, return_lse=False, **options)
+    options |= {"spec": spec, "return_lse": return_lse}
+    o, lse, reruns = _launch(operands, t=1, group=group, **options)
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
-    return o, jax.freeze(k), jax.freeze(v), reruns
+    lse = lse[:, :, :group].reshape(b, 1, -1) if return_lse else None
+    return o, lse, jax.freeze(k), jax.freeze(v), reruns
 
 
 def _launch(
@@ -409,7 +424,7 @@ _HOPPER = (9, 0), (9, 1)
 
 APPEND_DECODE_HOPPER = Implementation(
     *("append_decode_attention", "mosaic_gpu", _run_append),
-    can=_CAN - {"sinks"} | {"norms"},  # the fused kernel returns no lse
+    can=_CAN | {"norms"},
     fits=_append_fits,
     capabilities=_HOPPER,
 )

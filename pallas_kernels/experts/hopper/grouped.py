@@ -44,7 +44,7 @@ _PIECES = 2
 _COLUMNS = 128
 _STEP = 64  # of K
 _STAGES = 4
-# SortedPairs of rows begin at multiples of this, so that the end of a group is stored in whole pieces.
+# Groups of rows begin at multiples of this, so that the end of a group is stored in whole pieces.
 _ALIGNED = 8
 # Rows that are counted by one matrix product.
 _COUNTED = 128
