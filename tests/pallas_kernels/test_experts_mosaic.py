@@ -107,6 +107,22 @@ def test_interpreted_with_rows_that_choose_nothing():
     assert_moe(y, type(exact)(scale * exact.value, scale * exact.magnitude), "bfloat16")
 
 
+@pytest.mark.slow
+def test_one_row_finds_its_experts():
+    """With ties: the logits are whole numbers. A row that is not live gets 0."""
+    arrays, routing = case(1, experts=64), Routing(64, 4, normalised=True)
+    logits = arrays["logits"] = arrays["logits"].round()
+    chosen = route(logits, routing)
+    run = functools.partial(interpret, moe_chosen, arrays["x"], *chosen, *operands_of(arrays))
+    y = run(gate="silu", logits=logits, live=jnp.array([True]))
+    assert_moe(y, oracle.moe(**arrays, routing=routing, gate="silu"), "bfloat16")
+    np.testing.assert_array_equal(run(gate="silu"), y)
+    # As `route` and `only_live` make them for a row that is not live.
+    chosen = jnp.full_like(chosen[0], 64), chosen[1]
+    run = functools.partial(interpret, moe_chosen, arrays["x"], *chosen, *operands_of(arrays))
+    assert not run(gate="silu", logits=logits, live=jnp.array([False])).any()
+
+
 def operands_of(arrays):
     return arrays["gate_up"], arrays["down"]
 

@@ -138,7 +138,7 @@ def moe_chosen(
       experts: [M,k] int32. X means no expert: nothing is read or added.
       weights: [M,k] fp32.
       gate_up, down, gate_up_bias, down_bias, gate: as for `moe`.
-      logits: [1,X] fp32 for one row, or None. The kernels then find the experts themselves, so they
+      logits: [1,X] fp32 for one row, or None. The first kernel then finds the experts itself, so it
         need not wait for `experts`. X must be a multiple of 64.
       live: [1] bool, with `logits`: whether the row chooses any expert.
       config: default `MoeConfig.for_shape`.
@@ -169,12 +169,12 @@ def moe_chosen(
     if gate_up_bias is not None:
         operands["bias"] = gate_up_bias
     launch = functools.partial(_launch, rows=rows, slots=len(slots))
-    hidden = launch(
+    hidden, slots = launch(
         operands, gate=gate, out=len(slots), n=hidden_width, tiles=tiles, stages=config.up_stages
     )
     tiles = config.tiles("down", down, 1, x.dtype)
-    operands = {"x": hidden, **where, "pairs": pairs, **_arrays(down, x.dtype)}
-    parts = launch(
+    operands = {"x": hidden, "slots": slots, "pairs": pairs, **_arrays(down, x.dtype)}
+    parts, _ = launch(
         operands, gate=None, out=m * chosen, n=width, tiles=tiles, stages=config.down_stages
     )
     parts = parts.reshape(m, chosen, -1).astype(jnp.float32)
@@ -250,7 +250,7 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
 
     Returns:
-      [out,rows,N], or with pairs [out,N].
+      ([out,rows,N], or with pairs [out,N]; slots [S]).
     """
     x, block_n, block_k = operands["x"], tiles.block_n, tiles.block_k
     shared_x, parts, steps = len(x) == 1, tiles.parts, -(-x.shape[2] // block_k)
@@ -284,13 +284,22 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
     if late:
         scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
 
+    shape = (out, n) if "pairs" in operands else (out, rows, n)
+    outs = {"y": jax.ShapeDtypeStruct(shape, x.dtype)}
+    if "logits" in operands:
+        outs["slots"] = jax.ShapeDtypeStruct((slots,), jnp.int32)
+
     def kernel(*refs):
-        gmem = dict(zip((*operands, "y"), refs, strict=True))
+        gmem = dict(zip((*operands, *outs), refs, strict=True))
         slot = lax.axis_index("slot")
-        if "slots" in gmem:
-            expert = gmem["slots"][slot]
-        else:
+        if "logits" in gmem:
             expert = jnp.where(gmem["live"][0] > 0, _expert_of_rank(gmem["logits"], slot), -1)
+
+            @when(lax.axis_index("n") == 0)
+            def _():
+                gmem["slots"][slot] = expert
+        else:
+            expert = gmem["slots"][slot]
 
         @when(expert >= 0)
         def _():
@@ -353,16 +362,16 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel.__name__ = "moe_up_kernel" if gate else "moe_down_kernel"
-    shape = (out, n) if "pairs" in operands else (out, rows, n)
-    return plgpu.kernel(
+    results = plgpu.kernel(
         kernel,
-        out_type=jax.ShapeDtypeStruct(shape, x.dtype),
+        out_type=tuple(outs.values()),
         # Blocks with neighbouring columns run at the same time.
         grid=(slots, n // block_n),
         grid_names=("slot", "n"),
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
+    return results if "logits" in operands else (*results, operands["slots"])
 
 
 def _expert_of_rank(logits, rank):
