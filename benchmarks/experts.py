@@ -5,7 +5,8 @@ the sizes of Qwen3-30B-A3B, Mixtral 8x7B, OLMoE, and gpt-oss-20b in MXFP4. The b
 the distinct experts that the rows chose. Their number is in the name of a case. The table shows the
 times of both kernels for each tiling, and thus the best tiling of each kernel.
 
-More than 32 rows, as of prompts, run the grouped product beside JAX's `ragged_dot`.
+More than 32 rows, as of prompts, run the grouped product beside JAX's `ragged_dot`; with quantised
+experts, which XLA dequantises, or "own" a kernel.
 """
 
 import argparse
@@ -31,7 +32,7 @@ from fdjax.pallas_kernels.experts.hopper.chosen import (
     MoeConfig,
     moe_chosen,
 )
-from fdjax.pallas_kernels.experts.hopper.grouped import moe_grouped
+from fdjax.pallas_kernels.experts.hopper.grouped import MOE_GROUPED, GroupedConfig
 from fdjax.pallas_kernels.quantised import (
     BRICKS,
     WeightFormat,
@@ -110,8 +111,10 @@ def _ours(x, logits, gate_up, down, *, sizes: Sizes, config: MoeConfig):
     return moe_chosen(x, *chosen, gate_up, down, gate=sizes.gate, config=config)
 
 
-def _grouped(x, logits, gate_up, down, *, sizes: Sizes):
-    return moe_grouped(x, *route(logits, sizes.routing), gate_up, down, gate=sizes.gate)
+def _grouped(x, logits, gate_up, down, *, sizes: Sizes, config: GroupedConfig | None = None):
+    options = {"routing": sizes.routing, "gate": sizes.gate, "live": None, "config": config}
+    no_bias = None, None, None
+    return MOE_GROUPED.run(x, logits, gate_up, down, *no_bias, **options, batch_invariant=False)
 
 
 def _ragged_dot(x, logits, gate_up, down, *, sizes: Sizes):
@@ -152,7 +155,8 @@ def cases(name: str, rows: Sequence[int], configs: int, sizes: Sizes) -> list[Ca
         (label(config), functools.partial(_ours, sizes=sizes, config=config))
         for config in (CANDIDATES if form is None else PACKED_CANDIDATES)[:configs]
     ]
-    prepare = {} if form is None else dict.fromkeys((n for n, _ in ours), _with_bricks(sizes))
+    names = [*(name for name, _ in ours), "grouped", "grouped, own"]
+    prepare = {} if form is None else dict.fromkeys(names, _with_bricks(sizes))
     leaves = jax.tree.leaves(jax.eval_shape(lambda: _weights.__wrapped__(sizes)))
     weights = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
 
@@ -165,7 +169,11 @@ def cases(name: str, rows: Sequence[int], configs: int, sizes: Sizes) -> list[Ca
         if m > 32:
             # The reference computes all experts of all rows.
             reference = run["xla"]
-            kinds = {"grouped": _grouped, "ragged_dot": _ragged_dot}
+            kinds = {"grouped": _grouped}
+            if form is None:
+                kinds["ragged_dot"] = _ragged_dot
+            else:
+                kinds["grouped, own"] = functools.partial(_grouped, config=GroupedConfig(1))
             named = run | {n: functools.partial(f, sizes=sizes) for n, f in kinds.items()}
         return Case(
             name=f"{name} M={m}, {count} experts",
@@ -178,8 +186,7 @@ def cases(name: str, rows: Sequence[int], configs: int, sizes: Sizes) -> list[Ca
             prepare=prepare,
         )
 
-    # The grouped product takes no quantised weights.
-    return [case(m) for m in rows if m <= 32 or form is None]
+    return [case(m) for m in rows]
 
 
 def _with_bricks(sizes: Sizes) -> Callable[..., tuple]:

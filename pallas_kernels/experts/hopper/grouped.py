@@ -21,6 +21,7 @@ Bounds for Qwen3-30B-A3B (E 2048, F 768, 8 of 128 experts, bf16), one layer at 3
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +33,9 @@ from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, nee
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.dequantise import dequantise_bricks
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, gated, load, matrix
-from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES, QTensor, dequantise
+from fdjax.pallas_kernels.quantised import BITS, BRICKS, WEIGHT_FEATURES, QTensor, dequantise
 
 # Warpgroups that multiply, and the rows of each.
 _CONSUMERS = 2
@@ -48,6 +50,21 @@ _STAGES = 4
 _ALIGNED = 8
 # Rows that are counted by one matrix product.
 _COUNTED = 128
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedConfig:
+    """How quantised experts are dequantised.
+
+    Attributes:
+      by_kernel: 1 for `dequantise_bricks`, if they are in bricks; 0 for XLA.
+    """
+
+    by_kernel: int = 0
+
+    def __post_init__(self):
+        if self.by_kernel not in (0, 1):
+            raise ValueError(f"moe: by_kernel must be 0 or 1, got {self.by_kernel}")
 
 
 @jax.tree_util.register_dataclass
@@ -348,12 +365,22 @@ def _fits(shape: Shape) -> str | None:
 def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
     experts, weights = route(logits, routing, bias)
     experts = only_live(experts, live, routing)
-    # All experts are read, so each is dequantised once, into memory.
     gate_up, down = (
-        jax.vmap(functools.partial(dequantise, dtype=x.dtype))(w) if isinstance(w, QTensor) else w
+        _dequantised(w, x.dtype, config or GroupedConfig()) if isinstance(w, QTensor) else w
         for w in (gate_up, down)
     )
     return moe_grouped(x, experts, weights, gate_up, down, *biases, gate=gate)
+
+
+def _dequantised(w: QTensor, dtype: Any, config: GroupedConfig) -> Array:
+    """All experts: each is read, so it is dequantised once, into memory."""
+    if config.by_kernel and w.layout == BRICKS:
+        return dequantise_bricks(w, dtype)
+    return jax.vmap(functools.partial(dequantise, dtype=dtype))(w)
+
+
+def _candidates(shape: Shape) -> tuple[GroupedConfig, ...]:
+    return (GroupedConfig(0), GroupedConfig(1)) if any(kind in shape for kind in BITS) else ()
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
@@ -367,4 +394,6 @@ MOE_GROUPED = Implementation(
     fits=_fits,
     heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),
+    config=GroupedConfig,
+    candidates=_candidates,
 )
