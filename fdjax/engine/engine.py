@@ -270,6 +270,11 @@ class Engine:
         return min(self.max_batch or most, most)
 
     @property
+    def has_experts(self) -> bool:
+        """Whether a call of prompts reads the experts of a mixture."""
+        return self.model.config.has_experts
+
+    @property
     def short_calls(self) -> bool:
         """Whether short prompts have a program of their own."""
         return self.model.plan.compute_capability is None

@@ -503,9 +503,7 @@ class Runner:
             self._scheduler.open(shape, self._engine.pool if shape.pages else None)
             short = self._engine.short_calls
             self._prompts = (
-                PackedPrompts(
-                    shape.rows, on_cpu=short, experts=self._engine.model.config.has_experts
-                )
+                PackedPrompts(shape.rows, on_cpu=short, experts=self._engine.has_experts)
                 if shape.pages
                 else PromptsOfRows(shape.rows, shape.slots, short=short)
             )

@@ -185,6 +185,7 @@ class Engine:
     """Limits, and where a state is left."""
 
     short_calls = True
+    has_experts = False
     watch = None
     model = types.SimpleNamespace(ranks=1)
 
