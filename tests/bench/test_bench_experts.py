@@ -1,6 +1,5 @@
 """Experts that the rows of a decode step choose, as benchmarks count them."""
 
-import dataclasses
 import json
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from fdjax.engine.results import step_bytes
 from fdjax.models import describe, parse_config, random_params
 from fdjax.pallas_kernels.experts import moe_reference, route
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.quantised import BRICKS, WeightFormat, in_layout, is_quantised
+from fdjax.pallas_kernels.quantised import WeightFormat
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
@@ -85,31 +84,6 @@ def test_distinct_experts_by_hand():
     second = [[[5, 6], [5, 6]], [[5, 7], [6, 5]]]  # 3 and 2
     np.testing.assert_array_equal(experts.distinct_experts(np.array([first, second])), [3, 2.5])
     np.testing.assert_array_equal(experts.distinct_experts(np.full((1, 1, 4, 1), 3)), [1])
-
-
-@pytest.mark.slow
-def test_experts_in_the_layout_of_a_kernel_that_cannot_run_here():
-    changes = {"hidden_size": 64, "intermediate_size": 64, "layer_types": ["full_attention"] * 2}
-    config = config_of("gpt_oss", **changes)
-    formats = (("experts.gate_up", MX), ("experts.down", MX))
-    blocks = tuple(dataclasses.replace(block, formats=formats) for block in config.blocks)
-    plain = random_lm(dataclasses.replace(config, blocks=blocks))
-    named = dataclasses.replace(plain.model.plan, named=(("moe", "mosaic_gpu"),))
-    model = describe(plain.config, dtype="float32", plan=named)
-
-    @jax.jit
-    def laid_out(params):
-        def one(leaf):
-            return in_layout(leaf, BRICKS) if is_quantised(leaf) else leaf
-
-        return jax.tree.map(one, params, is_leaf=is_quantised)
-
-    bricks = fdjax.LM(model, laid_out(plain.params))
-    assert bricks.params["blocks"][1]["mlp"]["experts"]["down"].layout == BRICKS
-    ids = np.arange(40, dtype=np.int32).reshape(2, 20)
-    got, want = (experts.chosen_experts(lm, ids) for lm in (bricks, plain))
-    assert len(np.unique(want)) == 4
-    np.testing.assert_array_equal(got, want)
 
 
 def measured(monkeypatch, lm, tokens, **options):
