@@ -60,7 +60,7 @@ def test_one_expert_is_dequantised_at_a_time(m, layout):
             down_bias=down_bias,
             routing=Routing(x, 4, normalised=True),
             gate="clamped_swiglu",
-            plan=H100,
+            plan=H100.with_xla("moe"),
         )
 
     biases = Array((x, 2, e), BF16), Array((x, e), BF16)
