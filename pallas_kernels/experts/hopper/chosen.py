@@ -40,6 +40,7 @@ from fdjax.pallas_kernels.experts.hopper.weights import (
     DenseTiles,
     PackedTiles,
     kernel_scales,
+    misfit,
     takes_group,
 )
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
@@ -429,10 +430,7 @@ def _fits(shape: Shape) -> str | None:
         return f"takes groups of 32, 64, 128, multiples of 256 or all rows, got {group}"
     if shape["m"] > _MAX_ROWS:
         return f"takes up to {_MAX_ROWS} rows, got {shape['m']}"
-    width, hidden = shape["width"], shape["hidden"]
-    if width % 64 or hidden % 64:
-        return f"needs E and F that are multiples of 64, got {width} and {hidden}"
-    return None
+    return misfit(shape)
 
 
 def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):

@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
+from fdjax.pallas_kernels.experts.hopper.weights import misfit
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES, only_live, route
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
@@ -356,10 +357,7 @@ def _fits(shape: Shape) -> str | None:
         return problem
     if shape["m"] <= 32 and any(kind in shape for kind in BITS):
         return f"takes more than 32 rows of quantised experts, got {shape['m']}"
-    width, hidden = shape["width"], shape["hidden"]
-    if width % 64 or hidden % 64:
-        return f"needs E and F that are multiples of 64, got {width} and {hidden}"
-    return None
+    return misfit(shape)
 
 
 def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):

@@ -17,12 +17,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import BRICK, brick_words
+from fdjax.pallas_kernels.dispatch import Shape
 from fdjax.pallas_kernels.hopper.fragments import unpacked
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 from fdjax.pallas_kernels.quantised import BITS, BRICKS, QTensor
 
 _UNIT = 128  # rows that are unpacked at once
 _MX_GROUP = 32
+
+
+def misfit(shape: Shape) -> str | None:
+    """Why tiles do not fit E and F of a shape of `moe`; None if they do."""
+    width, hidden = shape["width"], shape["hidden"]
+    if width % BRICK or hidden % BRICK:
+        return f"needs E and F that are multiples of {BRICK}, got {width} and {hidden}"
+    return None
 
 
 def takes_group(group: int, k: int) -> bool:
