@@ -12,6 +12,7 @@ from typing import Any
 from fdjax.cli.chat_input import QUOTES, piped, read_message, typed
 from fdjax.cli.shared import say
 from fdjax.lm import LM
+from fdjax.system import interrupts
 from fdjax.system.files import check_writable, write_whole
 from fdjax.text.conversation import chat_ids
 
@@ -132,8 +133,9 @@ def talk(conversation: Conversation) -> None:
     while going_on:
         message = None
         try:
-            message = read_message(read)
-            going_on = message is not None and _answer_or_run(conversation, *message)
+            with interrupts.delivered():
+                message = read_message(read)
+                going_on = message is not None and _answer_or_run(conversation, *message)
         except KeyboardInterrupt:
             if not in_terminal:
                 raise

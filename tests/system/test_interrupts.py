@@ -1,5 +1,6 @@
 """A Ctrl-C works even where Python or JAX would lose it."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -55,6 +56,49 @@ def test_in_a_finaliser():
     with pytest.raises(KeyboardInterrupt), interrupts.delivered():
         Finalised()
         wait()
+
+
+def test_lost_without_a_trace():
+    """As where code in C clears it."""
+    with pytest.raises(KeyboardInterrupt), interrupts.delivered():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        wait()
+
+
+def test_lost_just_before_the_end():
+    with (
+        pytest.raises(KeyboardInterrupt),
+        interrupts.delivered(),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_cleaning_up_is_not_interrupted_again():
+    cleaned = False
+    with pytest.raises(KeyboardInterrupt), interrupts.delivered():
+        try:
+            signal.raise_signal(signal.SIGINT)
+        finally:
+            with contextlib.suppress(ValueError):
+                raise ValueError
+            time.sleep(0.2)
+            cleaned = True
+    assert cleaned
+
+
+def test_code_that_handles_one_goes_on():
+    handled = 0
+    with interrupts.delivered():
+        for _ in range(2):
+            try:
+                with interrupts.delivered():
+                    signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                handled += 1
+        time.sleep(0.2)
+    assert handled == 2
 
 
 def test_one_that_became_another_error():
@@ -133,8 +177,8 @@ def test_other_ignored_exceptions_are_told_as_before(monkeypatch):
 
 def test_nothing_stays_behind():
     before = sys.unraisablehook, signal.getsignal(signal.SIGALRM)
-    with interrupts.delivered():
-        signal.setitimer(signal.ITIMER_REAL, 60)
+    with pytest.raises(KeyboardInterrupt), interrupts.delivered():
+        signal.raise_signal(signal.SIGINT)
     assert (sys.unraisablehook, signal.getsignal(signal.SIGALRM)) == before
     assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
