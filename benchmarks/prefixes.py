@@ -1,6 +1,7 @@
 """Time that the prefix cache saves, and its cost when nothing is shared: `serving --prefix`."""
 
 import argparse
+import functools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -15,6 +16,8 @@ from fdjax.models import Params, describe, parse_config
 _OPTIONS = {"eos_token_id": None, "do_sample": False}
 # Numbers of tokens: a shared beginning, the rest of its prompt, a prompt with several samples.
 _BEGINNING, _REST, _SAMPLED, _SAMPLES = 4032, 64, 2000, 16
+# Rows that decode after one beginning, its tokens, and the decode steps that are timed.
+_ROWS, _SHARED, _STEPS = (8, 32), (1024, 4096), 32
 
 
 def measure(
@@ -26,8 +29,9 @@ def measure(
       `first_token_ms`: time of a prompt of 64 tokens after a beginning of 4 032 tokens, `cold` and
       `cached`. `samples_ms`: time of the first tokens of `all` 16 samples of a prompt of 2 000
       tokens, and of `one`. `without_hits`: seconds for all requests with prompts that have nothing
-      in common, with the cache `on` and `off`. Each is a list of `--runs` measurements. `ratios`:
-      ratios of their medians.
+      in common, with the cache `on` and `off`. `step_ms`: time of a decode step of rows that share
+      a beginning, by rows and tokens of it: read `together`, `apart`, or as the `plan` chooses.
+      Each is a list of `--runs` measurements. `ratios`: ratios of their medians.
     """
     longest = int(args.scale * (_BEGINNING + _REST)) + 256
     context = max(parse_config(config).max_position_embeddings, longest)
@@ -36,15 +40,28 @@ def measure(
     lm = LM(model, params, max_batch=rows, memory_bytes=memory_bytes)
     first = _first_token(lm, args)
     samples = _samples(lm, args)
+    steps = {
+        f"{rows}x{tokens}": _steps(lm, args, rows, tokens)
+        for rows in _ROWS
+        if rows <= lm.max_batch
+        for tokens in _SHARED
+    }
     lm.release()
     return {
         "first_token_ms": first,
         "samples_ms": samples,
+        "step_ms": steps,
         "without_hits": (hits := _without_hits(model, params, args, memory_bytes)),
         "ratios": {
             "first_token": median(first["cold"]) / median(first["cached"]),
             "samples": median(samples["all"]) / median(samples["one"]),
             "without_hits": median(hits["on"]) / median(hits["off"]),
+            "step": {
+                point: {
+                    kind: median(ms[kind]) / median(ms["apart"]) for kind in ("together", "plan")
+                }
+                for point, ms in steps.items()
+            },
         },
     }
 
@@ -83,6 +100,31 @@ def _samples(lm: LM, args: argparse.Namespace) -> dict[str, list[float]]:
             took = _ms(lambda: lm.generate(ids, max_new_tokens=1, **options))  # noqa: B023
             if run:
                 found[kind].append(took)
+    return found
+
+
+def _steps(lm: LM, args: argparse.Namespace, rows: int, tokens: int) -> dict[str, list[float]]:
+    find = lm.engine.shared_pages
+    ways = {
+        "apart": lambda pages: None,
+        "together": functools.partial(lm.engine.shared_pages, least_bytes=1),
+        "plan": find,
+    }
+    found: dict[str, list[float]] = {kind: [] for kind in ways}
+    beginning = _prompt(lm, args.scale * tokens, (4, tokens))
+    ids = [beginning + _prompt(lm, args.scale * _REST, (5, row)) for row in range(rows)]
+    lm.generate(beginning, max_new_tokens=1, **_OPTIONS)
+    try:
+        for run in range(args.runs + 1):
+            for kind, lm.engine.shared_pages in ways.items():
+                first, all_ = (
+                    _ms(lambda: lm.generate(ids, max_new_tokens=new, **_OPTIONS))  # noqa: B023
+                    for new in (1, 1 + _STEPS)
+                )
+                if run:
+                    found[kind].append((all_ - first) / _STEPS)
+    finally:
+        lm.engine.shared_pages = find
     return found
 
 

@@ -27,6 +27,7 @@ from fdjax.engine.scheduler import Scheduler, StateShape
 from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
 from fdjax.engine.watch import waiting
+from fdjax.pallas_kernels.attention import SharedPages
 from fdjax.sampling.beams import BeamState
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
@@ -170,6 +171,7 @@ class Session:
         self._wanted = Processors()
         self._sampling: Any = None
         self._pages: np.ndarray | None = None
+        self._shared: SharedPages | None = None
         self._steps_of: dict[int, HostArrays] = {}
 
     def set_options(self, rows: Sequence[RequestState | None]) -> None:
@@ -192,6 +194,9 @@ class Session:
         self._pages = np.full((self._shape.rows, width), NOBODYS_PAGE, np.int32)
         for table, owned in zip(self._pages, pages, strict=True):
             table[: len(owned)] = owned
+        # Beams share pages in a way of their own. Shared pages count no reruns.
+        alone = self._has_beams or self._static
+        self._shared = None if alone else self._engine.shared_pages(self._pages)
         self._steps_of = {}
 
     def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
@@ -237,10 +242,10 @@ class Session:
         """Dispatch up to `steps` decode steps with the program for `most` steps; see `prefill`."""
         if steps not in self._steps_of:
             # The device knows when a row has enough tokens, so the same arrays serve every chunk.
-            host = HostArrays.pack((self._sampling, np.int32(steps), self._pages))
+            host = HostArrays.pack((self._sampling, np.int32(steps), self._pages, self._shared))
             self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
-        one_launch = self.one_launch and not self._has_beams
+        one_launch = self.one_launch and not self._has_beams and self._shared is None
         layout = {"stacked": self.stacked, "one_launch": one_launch, "beams": self._has_beams}
         program = self._engine.program(step.decode_steps, **layout, **static)
         params = self._engine.stacked_params if one_launch else self._engine.params

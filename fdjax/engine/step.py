@@ -24,6 +24,7 @@ from fdjax.engine.state import (
 from fdjax.models import AttentionSpec, Decoder, Model, Params
 from fdjax.pallas_kernels.attention import (
     BeamSlots,
+    SharedPages,
     append_decode_attention,
     append_prefill_attention,
 )
@@ -220,6 +221,7 @@ def decode_steps(
     sampling: Sampling,
     n: Array,
     pages: Array | None = None,
+    shared: SharedPages | None = None,
     *,
     max_steps: int,
     processors: Processors = Processors(),
@@ -239,6 +241,7 @@ def decode_steps(
       n: traced number of steps, at most `max_steps`.
       pages: [B, N] int32, the pages of each row, if the cache is a pool of pages. Finished rows
         read and write `NOBODYS_PAGE`, and a row whose first page it is counts as finished.
+      shared: rows that share their first pages, read together; excludes `layers` and beams.
       max_steps: static width of the result.
       processors: the active processors.
       return_reruns: static, see `decode_attention`.
@@ -263,7 +266,11 @@ def decode_steps(
         state, tokens, logprobs, parents, *reruns = carry
         state = _with_own_slots(state)
         hidden, kv, *reruns = run_layers(
-            module, state, sampling, model.plan, pages=pages, layers=layers, reruns=reruns
+            *(module, state, sampling, model.plan),
+            pages=pages,
+            shared=shared,
+            layers=layers,
+            reruns=reruns,
         )
         logits = module.logits(hidden[:, 0], model.plan)
         index = jnp.arange(b, dtype=jnp.int32)
@@ -361,6 +368,7 @@ def run_layers(
     plan: Plan,
     *,
     pages: Array | None = None,
+    shared: SharedPages | None = None,
     layers: dict[str, Array] | None = None,
     reruns: Sequence[list[Array]] = (),
 ) -> tuple[Array, Any, *tuple[list[Array], ...]]:
@@ -368,7 +376,7 @@ def run_layers(
 
     Args:
       module: the decoder.
-      state, sampling, pages, layers: see `decode_steps`.
+      state, sampling, pages, shared, layers: see `decode_steps`.
       plan: chooses the implementations.
       reruns: empty, or one list of L sums, to which the reruns of this step are added.
 
@@ -395,6 +403,7 @@ def run_layers(
         positions=state.lengths,
         pages=pages,
         beams=_beam_slots(state, sampling),
+        shared=shared,
         rotation_at=rotation_at,
         plan=plan,
     )
@@ -477,6 +486,7 @@ def attend_decode(
     positions: Array | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
+    shared: SharedPages | None = None,
 ) -> tuple[Array, tuple[LayerCache | StackedLayer, *tuple[Array, ...]]]:
     """Norms, RoPE, append and attention of T new tokens per row.
 
@@ -496,6 +506,7 @@ def attend_decode(
         layer=index[0] if index else None,
         pages=pages,
         beams=beams,
+        shared=shared,
         sinks=sinks,
         norms=norms,
         rotation=spec.rope and rotation_at(positions, spec.rope),

@@ -12,6 +12,7 @@ from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.operands import BeamSlots
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
 from fdjax.pallas_kernels.attention.reference import attention_reference
+from fdjax.pallas_kernels.attention.shared import SharedPages, can_share, find_shared
 from fdjax.pallas_kernels.attention.spec import AttentionSpec, alibi_slopes
 
 __all__ = [
@@ -20,11 +21,14 @@ __all__ = [
     "AttentionSpec",
     "BeamSlots",
     "QuantisedCache",
+    "SharedPages",
     "alibi_slopes",
     "append_decode_attention",
     "append_prefill_attention",
     "attention_reference",
+    "can_share",
     "decode_attention",
+    "find_shared",
     "merge_attention",
     "prefill_attention",
     "split_qkv",

@@ -3,6 +3,7 @@
 With "mosaic_gpu", a decode step of one token per row takes one launch, and a prefill chunk two.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cache import Cache, features_of, stored_in
 from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
+from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.operands import (
     BeamSlots,
     attention_shape,
@@ -23,6 +25,7 @@ from fdjax.pallas_kernels.attention.operands import (
     row_slots,
 )
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
+from fdjax.pallas_kernels.attention.shared import SharedPages, can_share, spec_of_tiles
 from fdjax.pallas_kernels.attention.sinks import apply_sinks
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
@@ -43,6 +46,7 @@ def append_decode_attention(
     layer: Array | int | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
+    shared: SharedPages | None = None,
     sinks: Array | None = None,
     return_reruns: bool = False,
     implementation: str | None = None,
@@ -64,6 +68,8 @@ def append_decode_attention(
       layer, pages, sinks, return_reruns, implementation, plan: see `decode_attention`.
       beams: see `decode_attention`. The new tokens are written to each row's own pages, so `rows`
         must name the row itself at their positions.
+      shared: rows that share their first pages, for T = 1; the result is the same up to rounding.
+        Needs `pages`, excludes `beams` and `return_reruns`.
 
     Returns:
       (o [B, T, H, D], k_cache, v_cache), and with `return_reruns` reruns [] fp32.
@@ -72,20 +78,76 @@ def append_decode_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    q, k, v = _checked(
+    _checked(
         "append_decode_attention",
         *(qkv, k_cache, v_cache, lengths, spec, layer),
         pages=pages,
         beams=beams,
         sinks=sinks,
     )
+    if shared is not None and (pages is None or beams is not None or return_reruns):
+        raise ValueError(
+            "append_decode_attention: shared needs pages, and excludes beams and return_reruns"
+        )
+    attend = functools.partial(
+        _append_decode,
+        qkv,
+        spec=dataclasses.replace(spec, sinks=False),
+        norms=norms,
+        rotation=rotation,
+        layer=layer,
+        beams=beams,
+        implementation=implementation,
+        plan=plan,
+    )
+    if shared is None or not can_share(spec):
+        o, lse, *caches, reruns = attend(
+            *(k_cache, v_cache, lengths),
+            pages=pages,
+            return_lse=sinks is not None,
+            return_reruns=return_reruns,
+        )
+    else:
+        own, tokens = shared.own(pages, lengths, k_cache.shape[-2])
+        o, lse, *caches, reruns = attend(
+            k_cache, v_cache, tokens, pages=own, return_lse=True, return_reruns=False
+        )
+        o, lse = merge_attention(
+            *(o, lse),
+            *_of_shared_pages(qkv, *caches, shared, **attend.keywords),
+        )
+    if sinks is not None:
+        invariant = plan is not None and plan.batch_invariant
+        o, _ = apply_sinks(o, lse, sinks, batch_invariant=invariant)
+    return (o, *caches, reruns) if return_reruns else (o, *caches)
+
+
+def _append_decode(
+    qkv,
+    k_cache,
+    v_cache,
+    lengths,
+    *,
+    spec,
+    norms,
+    rotation,
+    layer,
+    pages,
+    beams,
+    return_lse,
+    return_reruns,
+    implementation,
+    plan,
+):
+    """`append_decode_attention` without sinks; returns (o, lse, k_cache, v_cache, reruns)."""
+    q, k, v = split_qkv(qkv)
     fused, config = _with_append(
         DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation, beams, norms
     )
     if fused is not None:
         static, phi = spec.for_kernels()
         cos, sin = rotation or no_rotation(len(q), 1, q.shape[-1])
-        o, lse, k_cache, v_cache, reruns = fused.run(
+        return fused.run(
             *(qkv[:, 0], k_cache, v_cache, lengths),
             norms=norms,
             cos=cos,
@@ -95,35 +157,64 @@ def append_decode_attention(
             layer=layer,
             pages=pages,
             config=config,
-            return_lse=sinks is not None,
+            return_lse=return_lse,
             return_reruns=return_reruns,
         )
-        if sinks is not None:
-            o, _ = apply_sinks(o, lse, sinks)
-        return (o, k_cache, v_cache, reruns) if return_reruns else (o, k_cache, v_cache)
-    if norms is not None:
-        q, k, v = split_qkv(with_norms(qkv, norms, plan))
-    if rotation is not None:
-        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    q, k, v = _rotated(qkv, norms, rotation, plan)
     k_cache, v_cache = (
         append(c, new, lengths, layer, pages, beams) for c, new in ((k_cache, k), (v_cache, v))
     )
-    o = decode_attention(
-        q,
-        k_cache,
-        v_cache,
-        lengths + qkv.shape[1],
+    found = decode_attention(
+        *(q, k_cache, v_cache, lengths + qkv.shape[1]),
         spec=spec,
         layer=layer,
         pages=pages,
         beams=beams,
-        sinks=sinks,
+        return_lse=return_lse,
         return_reruns=return_reruns,
         implementation=implementation,
         plan=plan,
     )
-    o, *reruns = o if return_reruns else (o,)
-    return o, k_cache, v_cache, *reruns
+    o, *more = found if return_lse or return_reruns else (found,)
+    lse = more.pop(0) if return_lse else None
+    return o, lse, k_cache, v_cache, *(more or [None])
+
+
+def _of_shared_pages(
+    qkv,
+    k_cache,
+    v_cache,
+    shared,
+    *,
+    spec,
+    norms,
+    rotation,
+    layer,
+    beams,
+    implementation,
+    plan,
+):
+    """Attention of each row to the first pages that it shares: (o [B,1,H,D], lse [B,1,H])."""
+    kv_heads = k_cache.shape[-3]
+    q = shared.tiles(_rotated(qkv, norms, rotation, plan)[0], kv_heads)
+    o, lse = decode_attention(
+        *(q, k_cache, v_cache, shared.counts * k_cache.shape[-2]),
+        spec=spec_of_tiles(spec, kv_heads, shared.width),
+        layer=layer,
+        pages=shared.pages,
+        return_lse=True,
+        implementation=implementation,
+        plan=plan,
+    )
+    return shared.by_row(o, kv_heads, 0.0), shared.by_row(lse, kv_heads, -jnp.inf)
+
+
+def _rotated(qkv, norms, rotation, plan):
+    """q, k and v of the new tokens, after norms and RoPE."""
+    q, k, v = split_qkv(qkv if norms is None else with_norms(qkv, norms, plan))
+    if rotation is not None:
+        q, k = rotate(q, *rotation), rotate(k, *rotation)
+    return q, k, v
 
 
 def append_prefill_attention(

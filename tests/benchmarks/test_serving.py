@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import arrivals, serving, serving_peer
+from benchmarks import arrivals, prefixes, serving, serving_peer
 from benchmarks.dispatch import CONFIG
 from benchmarks.serving_bound import bound
 from fdjax.engine.results import Stats
@@ -171,7 +171,8 @@ def test_a_peer_that_loses_or_cuts_an_answer_is_refused(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_small_run(tmp_path):
+def test_a_small_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(prefixes, "_ROWS", (2,))
     config, output = tmp_path / "config.json", tmp_path / "record.json"
     config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
     arguments = [str(config), "--requests", "6", "--scale", "0.03", "--max-batch", "1", "2"]
@@ -188,7 +189,8 @@ def test_a_small_run(tmp_path):
     (arrived,) = record["arrivals"]
     assert arrived["rate"] == 20 and arrived["compile_seconds"] == 0
     assert 0 < arrived["first_token_ms"]["p50"] <= arrived["first_token_ms"]["p99"]
-    assert set(record["prefix"]["ratios"]) == {"first_token", "samples", "without_hits"}
+    assert set(record["prefix"]["ratios"]) == {"first_token", "samples", "without_hits", "step"}
+    assert set(record["prefix"]["ratios"]["step"]) == {"2x1024", "2x4096"}
 
 
 def test_figures_over_concurrency_and_arrival_rate(tmp_path):

@@ -15,6 +15,7 @@ import pytest
 import fdjax
 from fdjax.engine import runner
 from fdjax.engine.sequence import Request, RequestState
+from fdjax.pallas_kernels.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -106,6 +107,24 @@ def test_a_beginning_is_computed_once(lm, uncached):
     assert got.stats.cached_tokens == 4 * 256
     close(got, uncached.generate(ids, max_new_tokens=6, **OPTIONS))
     assert not uncached.generate(ids, max_new_tokens=6, **OPTIONS).stats.cached_tokens
+
+
+@pytest.mark.slow
+def test_rows_read_a_shared_beginning_together(growing, uncached, monkeypatch):
+    """Rows end at different times, and one shares nothing."""
+    lm = growing(plan=Plan())
+    tiles = []
+    find = lm.engine.shared_pages
+    monkeypatch.setattr(
+        lm.engine, "shared_pages", lambda pages: tiles.append(find(pages)) or tiles[-1]
+    )
+    beginning = [i % 400 + 3 for i in range(300)]
+    ids, new = [[*beginning, 9, i] for i in range(6)] + [[5, 6]], [9, 2, 30, 5, 20, 7, 25]
+    lm.generate([*beginning, 7], max_new_tokens=1, **OPTIONS)
+    assert tiles == [None]
+    got = lm.generate(ids, max_new_tokens=new, **OPTIONS)
+    assert max(shared.counts.sum() for shared in tiles if shared) == 2
+    close(got, uncached.generate(ids, max_new_tokens=new, **OPTIONS))
 
 
 def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from deviceless import (
@@ -25,6 +26,7 @@ from fdjax.engine.engine import compiler_options
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.attention import find_shared
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.sampling.beams import BeamState
@@ -117,7 +119,7 @@ def check_in_place(compiled, tied, batch, *, masked_values, stacked=False, pages
     assert not copies, "\n".join(map(str, copies))
 
 
-def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0):
+def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0, shared=None):
     """A chunk of decode steps, as users get it: one CUDA graph, and all of the state in place."""
     m = model(tied, plan)
     stacked = m.one_launch(batch, SLOTS)
@@ -125,13 +127,13 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0):
     if stacked:
         params = params | {"blocks": stacked_shapes(params)}
 
-    def run(params, state, sampling, n, table):
+    def run(params, state, sampling, n, table, shared):
         layers = None
         if stacked:
             layers = params["blocks"]
             params = params | {"blocks": layer_slices(layers)}
         return decode_steps(
-            *(m, params, state, sampling, n, table),
+            *(m, params, state, sampling, n, table, shared),
             max_steps=STEPS,
             processors=processors,
             layers=layers,
@@ -139,7 +141,7 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0):
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
     state = abstract_state(tied, batch, stacked, pages)
-    args = params, state, abstract_sampling(batch), n, abstract_table(batch, pages)
+    args = params, state, abstract_sampling(batch), n, abstract_table(batch, pages), shared
     options = compiler_options(decode_steps) | {"xla_dump_to": str(folder)}
     compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
     check_in_place(compiled, tied, batch, masked_values=False, stacked=stacked, pages=pages)
@@ -274,6 +276,17 @@ def test_decode_steps_in_pages(plan, batch, tmp_path):
     plan = dataclasses.replace(plan, named=plan.named + IN_PAGES)
     compiled = compiled_chunk(plan, False, batch, tmp_path, pages=PAGES)
     assert temp_bytes(compiled) <= batch * 2**21
+
+
+def test_decode_steps_with_shared_pages(tmp_path):
+    """A layer takes another attention for the tiles, and nothing moves a page."""
+    plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
+    shared = find_shared(np.array([[1, i + 2] + [0] * 14 for i in range(8)], np.int32), group=4)
+    shared = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), shared)
+    compiled = compiled_chunk(plan, False, 8, tmp_path, pages=PAGES, shared=shared)
+    names = collections.Counter(kernel_names(compiled))
+    layers = model(False).config.layers
+    assert names["decode_attention"] == 2 * layers
 
 
 def test_decode_steps_of_beams():
