@@ -104,6 +104,10 @@ def pytest_configure(config: pytest.Config) -> None:
         folder = tempfile.TemporaryDirectory(prefix="fdjax-tests-", ignore_cleanup_errors=True)
         os.environ[_FOLDER] = folder.name
         config.add_cleanup(folder.cleanup)
+    # Processes that tests start share what they compile through JAX's own cache. This process has
+    # read these variables already, and does not use that cache.
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{os.environ[_FOLDER]}/processes")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 
 
 @pytest.fixture(autouse=True, scope="session")

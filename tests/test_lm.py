@@ -746,7 +746,7 @@ def test_after_an_exception_inside_a_call_the_lm_still_works(lm, truth):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [3, 5, 33])
+@pytest.mark.parametrize("count", [5, pytest.param(33, marks=pytest.mark.soak)])
 def test_a_batch_of_any_size_is_its_prompts_alone(lm, truth, count):
     if not lm.model.plan.batch_invariant:
         pytest.skip("rows of a batch are bitwise those alone only on CPU")
@@ -840,7 +840,7 @@ def test_prompts_of_any_length_share_a_few_programs(long_lm, full_compiles):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("order", ["drawn", "ascending"])
+@pytest.mark.parametrize("order", [pytest.param("drawn", marks=pytest.mark.soak), "ascending"])
 def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
     # Lengths around every size that a program may be compiled for.
     lengths = [n + i for n in (*CHUNKS, 256, 2045) for i in (0, 1)]

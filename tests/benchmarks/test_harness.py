@@ -442,7 +442,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("jobs", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_processes_compile_all_that_is_measured(
     config, quick_ceiling, monkeypatch, tmp_path, capsys, caplog, jobs
 ):

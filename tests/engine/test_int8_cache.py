@@ -126,7 +126,7 @@ def test_beams_have_the_answers_that_they_have_alone(lm):
     assert both.sequences_scores == one.sequences_scores + other.sequences_scores
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_row_that_gave_up_its_pages_goes_on(monkeypatch):
     prompts = [[5 + i] * (100 + 9 * i) for i in range(4)]
     want = load().generate(prompts, max_new_tokens=60, **OPTIONS)

@@ -70,7 +70,7 @@ def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(growing):
     every_answer_is_that_of_its_prompt_alone(growing(), 20)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.usefixtures("full_compiles")
 def test_every_answer_of_the_largest_batch_is_that_of_its_prompt_alone(two_layers):
     every_answer_is_that_of_its_prompt_alone(fdjax.load(two_layers, dtype="float32"), 40)

@@ -123,7 +123,10 @@ def test_several_devices_give_the_tokens_of_one(paths, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "paths",
-    [["hf/bloom", "hf/olmoe"], ["hf/olmo3", "hf/qwen2_moe", "hf/granitemoe"]],
+    [
+        ["hf/bloom", "hf/olmo3", "hf/qwen2_moe"],
+        pytest.param(["hf/olmoe", "hf/granitemoe"], marks=pytest.mark.soak),
+    ],
     ids=" ".join,
 )
 def test_logits_of_several_devices(paths):
@@ -135,6 +138,14 @@ def test_logits_of_several_devices(paths):
 
 
 @pytest.mark.slow
+def test_experts_in_mxfp4_stay_so(tmp_path):
+    written(tmp_path, in_mxfp4()[0])
+    found = report("same_tokens", [str(tmp_path)], 2)
+    assert_same(found[str(tmp_path)]["2"], found[str(tmp_path)]["1"])
+    assert found["compared"] > 2 and found["differing"] == 0
+
+
+@pytest.mark.soak
 def test_experts_stay_quantised(tmp_path):
     """A group of 8 inputs is a word, and a device has one or two of each expert."""
     int4, one, mxfp4 = (str(tmp_path / name) for name in ("int4", "one", "mxfp4"))
@@ -255,7 +266,7 @@ def test_eight_devices(config):
     assert found["again"] == found["8"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_random_weights_are_those_of_one_device():
     found = report("own_weights", 4, vocab_size=96)
     assert found["random"]["tokens"] == found["1"]["tokens"]

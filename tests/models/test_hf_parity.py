@@ -24,8 +24,8 @@ BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 # A case in which each row has its own rotary embedding.
 FAST_BATCH = {"phi3_longrope"}
-# Windows and norms of heads, a KV head for each head, norms of whole queries and keys.
-FULL_BATCH = {"gemma3", "llama2_mha", "olmo2"}
+# Windows and norms of heads.
+FULL_BATCH = {"gemma3"}
 # One case per family that kernels run. Others are tested in one ragged batch.
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
@@ -36,14 +36,13 @@ BY_XLA = [
 ]
 # ALiBi with a norm after the embedding, and experts in some layers.
 FAST_BY_XLA = {"bloom", "qwen2_moe"}
-# An interleaved rotary embedding, a parallel block, a norm of whole queries and keys with experts,
-# a learned table of positions.
-SOME_BY_XLA = {"chatglm", "gpt_neox", "olmoe", "opt"}
+# An interleaved rotary embedding, a learned table of positions.
+SOME_BY_XLA = {"chatglm", "opt"}
 # A Llama, and a rotary embedding that depends on the length.
 FAST_GREEDY = {"llama3_gqa_tied", "phi3_longrope"}
-# Other sizes and rotary embeddings of a Llama and of a Qwen3, whose logits are compared.
-SOAK_GREEDY = {"llama_d128_bf16", "llama_d64_bf16", "llama_linear", "llama_yarn"}
-SOAK_GREEDY |= {"llama_bias", "qwen3_d128_bf16"}
+# Other sizes and rotary embeddings of a family, whose logits are compared.
+SOAK_GREEDY = {"llama_d128_bf16", "llama_d64_bf16", "llama_linear", "llama_yarn", "llama_dynamic"}
+SOAK_GREEDY |= {"llama_bias", "llama2_mha", "qwen3_d128_bf16"}
 # Every family and kind of rotary embedding, but not every size.
 FAST_LOGITS = set(CASES) - {"llama_linear", "llama_d64_bf16", "qwen3_d128_bf16"}
 

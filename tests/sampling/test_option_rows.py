@@ -40,7 +40,9 @@ def check_rows(name: str, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama3_gqa_tied", "gemma2"])
+@pytest.mark.parametrize(
+    "name", ["llama3_gqa_tied", pytest.param("gemma2", marks=pytest.mark.soak)]
+)
 def test_a_tenth_of_the_rows(name):
     check_rows(name, 3)
 

@@ -193,8 +193,12 @@ def test_one_tensor_is_made_at_a_time(tmp_path):
     [
         *("llama_bias", "phi3_longrope"),
         *(
-            pytest.param(case, marks=pytest.mark.slow)
-            for case in ("gemma2", "qwen2_mixed", "qwen3")
+            pytest.param(case, marks=marks)
+            for case, marks in (
+                ("gemma2", pytest.mark.slow),
+                ("qwen2_mixed", pytest.mark.soak),
+                ("qwen3", pytest.mark.soak),
+            )
         ),
     ],
 )

@@ -843,11 +843,11 @@ def _whole(name):
         (32000, 8, 1),
         # All large tensors are repeated in every layer, so leftovers of a layer add up. XLA uses
         # aligned host memory in place and copies other memory.
-        (2048, 8, 1),
-        (2048, 0, 1),
+        pytest.param(2048, 8, 1, marks=pytest.mark.soak),
+        pytest.param(2048, 0, 1, marks=pytest.mark.soak),
         # A device reads only its part of each tensor, which the file may hold in pieces.
         (2048, 8, 4),
-        (2048, 0, 4),
+        pytest.param(2048, 0, 4, marks=pytest.mark.soak),
     ],
 )
 def test_loading_holds_little_more_than_the_parameters(tmp_path, vocab_size, offset, ranks):
