@@ -504,14 +504,16 @@ class Runner:
                 self._drop_too_large(candidates, error)
                 continue
             return_reruns = any(row.request.config.return_reruns for row in rows)
-            self._session = self._open_session(self._engine, shape, return_reruns)
-            self._scheduler.open(shape, self._engine.pool if shape.pages else None)
+            session = self._open_session(self._engine, shape, return_reruns)
             short = self._engine.short_calls
             self._prompts = (
                 PackedPrompts(shape.rows, on_cpu=short, experts=self._engine.has_experts)
                 if shape.pages
                 else PromptsOfRows(shape.rows, shape.slots, short=short)
             )
+            # Last, because `_abort` fails the waiting tasks only if nothing is open.
+            self._session = session
+            self._scheduler.open(shape, self._engine.pool if shape.pages else None)
             return True
         return False
 

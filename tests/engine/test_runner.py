@@ -357,6 +357,19 @@ def test_what_the_device_fails_at_is_everybodys_error_and_not_the_next_ones():
     check(after)
 
 
+@pytest.mark.timeout(20)
+def test_what_fails_while_a_state_opens_is_everybodys_error_and_not_the_next_ones(monkeypatch):
+    engine = Engine()
+    rows = [make_row([1, 2]) for _ in range(2)]
+    with monkeypatch.context() as patch:
+        patch.delattr(Engine, "short_calls")  # read after the session was opened
+        finish(engine, rows[:1])
+    assert isinstance(rows[0].error, AttributeError)
+    assert not engine.runner.busy
+    finish(engine, rows[1:])
+    check(rows[1])
+
+
 def test_an_interrupt_ends_its_own_caller_only(monkeypatch):
     engine = Engine()
     mine, other = make_row([3], new=50), make_row([4], new=50)
