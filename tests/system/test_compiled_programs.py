@@ -48,8 +48,11 @@ DAMAGE = {"cut": lambda data: data[:-100], "emptied": lambda _: b"", "flipped": 
 
 
 @pytest.fixture
-def process(tmp_path):
+def process(tmp_path, monkeypatch):
     """Run it → ({name: "hit" or "miss"}, what JAX warned of)."""
+
+    # Otherwise the package would keep to this folder, which all tests share.
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
 
     def process():
         done = subprocess.run(
