@@ -17,6 +17,7 @@ from jax import Array
 from fdjax.engine import step
 from fdjax.models import decoder
 from fdjax.pallas_kernels.attention import (
+    SharedPages,
     append_decode_attention,
     decode_attention,
     split_qkv,
@@ -105,9 +106,10 @@ def unfused_append_decode_attention(
     rotation: tuple[Array, Array] | None = None,
     layer: Array | int | None = None,
     pages: Array | None = None,
+    shared: SharedPages | None = None,
     **options,
 ) -> tuple[Array, Array, Array]:
-    """`append_decode_attention` as three operations."""
+    """`append_decode_attention` as three operations. Each row reads all of its pages."""
     options |= {"layer": layer, "pages": pages}
     if norms is not None:
         qkv = with_norms(qkv, norms, options.get("plan"))
