@@ -278,7 +278,7 @@ class Engine:
     def shared_pages(
         self, pages: np.ndarray, least_bytes: float | None = None
     ) -> SharedPages | None:
-        """The rows that decode steps attend together to the pages that they share, if it pays.
+        """Find the rows whose shared pages decode steps read together; None if that does not pay.
 
         Args:
           pages: [B, W] int32, the pages of each row, and `NOBODYS_PAGE` where it has none.

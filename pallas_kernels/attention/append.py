@@ -85,9 +85,11 @@ def append_decode_attention(
         beams=beams,
         sinks=sinks,
     )
-    if shared is not None and (pages is None or beams is not None or return_reruns):
+    alone = qkv.shape[1] > 1 or beams is not None or return_reruns
+    if shared is not None and (pages is None or alone):
         raise ValueError(
-            "append_decode_attention: shared needs pages, and excludes beams and return_reruns"
+            "append_decode_attention: shared needs pages and T = 1, and excludes beams and "
+            "return_reruns"
         )
     attend = functools.partial(
         _append_decode,
@@ -96,7 +98,6 @@ def append_decode_attention(
         norms=norms,
         rotation=rotation,
         layer=layer,
-        beams=beams,
         implementation=implementation,
         plan=plan,
     )
@@ -104,13 +105,18 @@ def append_decode_attention(
         o, lse, *caches, reruns = attend(
             *(k_cache, v_cache, lengths),
             pages=pages,
+            beams=beams,
             return_lse=sinks is not None,
             return_reruns=return_reruns,
         )
     else:
         own, tokens = shared.own(pages, lengths, k_cache.shape[-2])
         o, lse, *caches, reruns = attend(
-            k_cache, v_cache, tokens, pages=own, return_lse=True, return_reruns=False
+            *(k_cache, v_cache, tokens),
+            pages=own,
+            beams=None,
+            return_lse=True,
+            return_reruns=False,
         )
         o, lse = merge_attention(
             *(o, lse),
@@ -190,7 +196,6 @@ def _of_shared_pages(
     norms,
     rotation,
     layer,
-    beams,
     implementation,
     plan,
 ):

@@ -161,7 +161,7 @@ def test_on_a_gpu(implementation, group, plain):
 def test_what_cannot_be_shared_is_refused():
     given, options = operands(ROWS)
     shared = find_shared(options["pages"], 4)
-    with pytest.raises(ValueError, match="shared needs pages, and excludes beams"):
+    with pytest.raises(ValueError, match="shared needs pages and T = 1, and excludes beams"):
         append_decode_attention(
             *given, **options, spec=AttentionSpec(0.125), shared=shared, return_reruns=True
         )
