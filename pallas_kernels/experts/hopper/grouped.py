@@ -61,7 +61,7 @@ class GroupedConfig:
       by_kernel: 1 for `dequantise_bricks`, if they are in bricks; 0 for XLA.
     """
 
-    by_kernel: int = 0
+    by_kernel: int = 1
 
     def __post_init__(self):
         if self.by_kernel not in (0, 1):

@@ -7,7 +7,7 @@ written to memory once, in the dtype of x.
 import jax
 from jax import lax
 
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 from fdjax.pallas_kernels.gemm.xla import matmul_xla
 from fdjax.pallas_kernels.hopper.dequantise import dequantise_bricks
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES
@@ -36,13 +36,11 @@ def _run(x, w, *, layer, config, batch_invariant, **fused):
     return matmul_xla(x, dequantise_bricks(w, x.dtype), **fused)
 
 
-# Only a table chooses it, because it has not run on a GPU.
 DEQUANTISED_GEMM = Implementation(
     *("matmul", "mosaic_gpu", _run),
     can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
     fits=_fits,
-    heuristic=never,
+    heuristic=on_gpu,
     capabilities=((9, 0), (9, 1)),
-    forced=False,
 )
