@@ -1,0 +1,216 @@
+"""Beam search compared with one beam and with transformers: `python -m benchmarks.beams [CONFIG]`.
+
+A model with random weights searches. A case is written BxP+NxW: B prompts of P tokens, N new
+tokens, W beams; one beam decodes greedily. Each plan that attends to beams runs each case. The
+peer is `generate` of transformers with the same number of beams, in a process of its own.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from benchmarks.peers import random_transformer, versions
+from benchmarks.serving import CONFIG
+from fdjax.bench.ceiling import measure_ceiling
+from fdjax.bench.record import Measurement, Record, emit, environment, write
+from fdjax.bench.timing import Timing
+from fdjax.system.files import output_file
+
+# Plan → implementation that is named for `decode_attention` of beams.
+PLANS = {"fdjax": None, "xla": "xla", "segments": "mosaic_gpu"}
+# The cases of the issue's bars: a long prompt, and several prompts beside rows with the same bytes
+# and beside rows that share nothing.
+CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x496+32x1", "32x1264+32x1")
+
+
+class Search(NamedTuple):
+    """Prompts, tokens of a prompt, new tokens of an answer, and beams."""
+
+    prompts: int
+    tokens: int
+    new: int
+    beams: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Search":
+        """Read BxP+NxW."""
+        if not (match := re.fullmatch(r"(\d+)x(\d+)\+(\d+)x(\d+)", text)):
+            raise argparse.ArgumentTypeError(f"a case is BxP+NxW, got {text!r}")
+        return cls(*map(int, match.groups()))
+
+    def __str__(self):
+        return f"B{self.prompts} P{self.tokens} N{self.new} W{self.beams}"
+
+    def draw(self, vocabulary: int, seed: int) -> list[list[int]]:
+        """Random prompts."""
+        shape = (self.prompts, self.tokens)
+        return np.random.default_rng((seed, *self)).integers(3, vocabulary, shape).tolist()
+
+
+def measure(
+    config: dict[str, Any], args: argparse.Namespace
+) -> Iterator[tuple[Search, str, dict[str, list[float]], str | None]]:
+    """Measure each case with each plan.
+
+    Yields:
+      (case, plan, times in us of a `call`, and of its `first token` and `decode step`, problem).
+    """
+    import jax
+
+    from fdjax.lm import LM
+    from fdjax.models import describe, parse_config
+    from fdjax.pallas_kernels.plan import Plan
+    from fdjax.weights.stacked import random_stacked_params
+
+    longest = max(case.tokens + case.new for case in args.cases)
+    context = max(config["max_position_embeddings"], longest)
+    described = parse_config(config | {"max_position_embeddings": context})
+    device = Plan.for_device()
+    model = describe(described, dtype=args.dtype, plan=device)
+    params, _stacks = random_stacked_params(model)
+    for plan in args.plans:
+        named = () if PLANS[plan] is None else (("decode_attention", PLANS[plan]),)
+        model = describe(described, dtype=args.dtype, plan=dataclasses.replace(device, named=named))
+        for case in args.cases:
+            if case.beams == 1 and plan != args.plans[0]:
+                continue
+            lm = LM(model, params, max_batch=case.prompts * case.beams)
+            options = {"max_new_tokens": case.new, "eos_token_id": None, "do_sample": False}
+            times: dict[str, list[float]] = {"call": [], "first token": [], "decode step": []}
+            problem = None
+            try:
+                for run in range(args.runs + 2):  # the first call compiles, the second warms up
+                    prompts = case.draw(described.vocab_size, run)
+                    began = time.perf_counter()
+                    result = lm.generate(prompts, num_beams=case.beams, **options)
+                    seconds = time.perf_counter() - began
+                    if any(len(tokens) != case.new for tokens in result.tokens):
+                        raise RuntimeError("a search ended early")
+                    if run > 1:
+                        times["call"].append(1e6 * seconds)
+                        times["first token"].append(1e6 * result.stats.prefill_seconds)
+                        times["decode step"].append(1e3 * result.stats.ms_per_token)
+            except Exception as error:  # one broken plan must not lose the record of the run
+                problem = f"{type(error).__name__}: {error}".splitlines()[0]
+            yield case, plan, times, problem
+            lm.release()
+            del lm
+            jax.clear_caches()
+
+
+def search_by_transformers(config: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
+    """Time `generate` of transformers, one JSON line for each case."""
+    import torch
+
+    model = random_transformer(config, args.dtype, "cuda")
+    for case in args.cases:
+        seconds = []
+        for run in range(args.runs + 1):
+            ids = torch.tensor(case.draw(config["vocab_size"], run), device="cuda")
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            with torch.no_grad():
+                model.generate(
+                    ids,
+                    attention_mask=torch.ones_like(ids),
+                    num_beams=case.beams,
+                    min_new_tokens=case.new,
+                    max_new_tokens=case.new,
+                    do_sample=False,
+                    pad_token_id=0,
+                )
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began)
+        yield json.dumps([case, seconds[1:]])
+
+
+def peer(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[tuple[Search, list[float]]]:
+    """Run transformers in a process of its own, because it needs the GPU's memory."""
+    command = [sys.executable, "-m", "benchmarks.beams", *argv, "--as-peer"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            case, seconds = json.loads(line)
+            yield Search(*case), [1e6 * s for s in seconds]
+    if process.returncode:
+        raise RuntimeError(f"the process of the peer ended with {process.returncode}")
+
+
+def rows_of(
+    case: Search, name: str, times: dict[str, list[float]], problem: str | None
+) -> list[Measurement]:
+    """The rows of a record."""
+    if problem is not None:
+        return [Measurement(f"call {case}", name, ok=False, reason=problem)]
+    return [
+        Measurement(
+            f"{what} {case}",
+            name,
+            ok=True,
+            timing=dataclasses.asdict(Timing.from_samples([samples], "host")),
+        )
+        for what, samples in times.items()
+    ]
+
+
+def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("config", nargs="?", type=Path, help="a config.json; default: Llama 2 7B")
+    parser.add_argument(
+        "--cases",
+        nargs="+",
+        type=Search.parse,
+        metavar="BxP+NxW",
+        default=[Search.parse(text) for text in CASES],
+    )
+    parser.add_argument("--plans", nargs="*", choices=PLANS, default=("fdjax", "segments"))
+    parser.add_argument("--peer", action="store_true", help="run transformers as well")
+    parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--runs", type=int, default=3, help="timed calls")
+    parser.add_argument("--commit", help="commit to record if git cannot be asked")
+    parser.add_argument("--output", type=output_file, help="write the record to this file as well")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and print the record as the last line."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    args = parse_args(argv)
+    config = CONFIG if args.config is None else json.loads(args.config.read_text())
+    if args.as_peer:
+        for line in search_by_transformers(config, args):
+            print(line, flush=True)
+        return 0
+    rows = []
+    if args.peer:
+        for case, samples in peer(args, argv):
+            rows += rows_of(case, "transformers", {"call": samples}, None)
+    ceiling = {"before": measure_ceiling(matmul_size=0)} if args.plans else {}
+    described = {"config": config, "dtype": args.dtype, "peers": versions()}
+    record = Record(environment(args.commit), described, ceiling)
+    record.rows += rows
+    for found in measure(config, args):
+        record.rows += rows_of(*found)
+        case, plan, times, problem = found
+        step = problem or f"{np.median(times['decode step']) / 1e3:.3f} ms a step"
+        print(f"{case} {plan}: {step}", file=sys.stderr, flush=True)
+        if args.output:  # a run that is cut off keeps its finished rows
+            write(record.so_far(), args.output)
+    if ceiling:
+        record.finish(measure_ceiling(matmul_size=0, kernels=[ceiling["before"]["read_kernel"]]))
+    print(record.table())
+    emit(record, args.output)
+    return int(record.failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
