@@ -59,16 +59,21 @@ class SharedPages:
     def tiles(self, q: Array, kv_heads: int) -> Array:
         """Queries [B, 1, H, D] as [N, 1, R·H, D], by KV head."""
         b, _, h, d = q.shape
-        n, r = self.members.shape
-        q = q.reshape(b, kv_heads, h // kv_heads, d)[self.members]
-        return q.swapaxes(1, 2).reshape(n, 1, r * h, d)
+        # One gather in the order of the result: XLA would emit a slow transpose after it.
+        of_head = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+        rows = self.members[:, None] * kv_heads + of_head
+        q = q.reshape(b * kv_heads, h // kv_heads, d)[rows]
+        return q.reshape(len(self.members), 1, self.width * h, d)
 
     def by_row(self, tiles: Array, kv_heads: int, empty: float) -> Array:
         """Results [N, 1, R·H, ...] of tiles as [B, 1, H, ...]; `empty` for rows without a tile."""
         n, _, heads, *rest = tiles.shape
-        tiles = tiles.reshape(n, kv_heads, self.width, -1, *rest).swapaxes(1, 2)
-        tiles = tiles.reshape(n * self.width, 1, heads // self.width, *rest)
-        return tiles.at[self.places].get(mode="fill", fill_value=empty)
+        tiles = tiles.reshape(n * kv_heads * self.width, -1, *rest)
+        tile, member = self.places // self.width, self.places % self.width
+        of_head = jnp.arange(kv_heads, dtype=jnp.int32)[None]
+        rows = (tile[:, None] * kv_heads + of_head) * self.width + member[:, None]
+        rows = tiles.at[rows].get(mode="fill", fill_value=empty)
+        return rows.reshape(-1, 1, heads // self.width, *rest)
 
 
 def can_share(spec: AttentionSpec) -> bool:

@@ -22,7 +22,7 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
 )
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import HOLES
 from fdjax.pallas_kernels.attention.operands import BeamSlots, row_slots
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 
 
 class Groups(NamedTuple):
@@ -128,13 +128,12 @@ def _run(*operands, batch_invariant, phi, **keywords):
     return decode_segments(*operands, **keywords)
 
 
-# It runs only by name or by a table entry, because it has not run on a GPU yet.
 DECODE_SEGMENTS = Implementation(
     *("decode_attention", "mosaic_gpu", _run),
     can=frozenset({"beams", "rope", "soft_cap", "phi", "unified", "sinks"}),
     needs=frozenset({"beams"}),
     fits=_fits,
-    heuristic=never,
+    heuristic=on_gpu,
     capabilities=((9, 0), (9, 1)),
     config=DecodeAttentionConfig,
 )
