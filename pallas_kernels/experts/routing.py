@@ -91,7 +91,9 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
         ranked = ranked + bias.astype(jnp.float32)[None]
     if routing.groups > 1:
         ranked = _within_groups(ranked, routing)
-    _, experts = lax.top_k(ranked, routing.chosen)
+    best, experts = lax.top_k(ranked, routing.chosen)
+    if ranked is logits and routing.normalised:  # nothing is gathered
+        return experts, jax.nn.softmax(best, axis=-1) * routing.scale
     weights = jnp.take_along_axis(scores, experts, axis=1)
     if routing.normalised and not routing.sigmoid:
         weights = jax.nn.softmax(jnp.take_along_axis(logits, experts, axis=1), axis=-1)
