@@ -102,8 +102,11 @@ def decode_segments(
         config = default_config(
             max(1, b // w), kv_heads * tiles, row_slots(k, groups.pages), d, rows
         )
+    # One gather in the order of the kernel. `decode_mosaic` undoes the swap, so none is left.
+    heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
+    queries = q.reshape(b * kv_heads, h // kv_heads, d)[members[:, None] * kv_heads + heads]
     o, lse, reruns = decode_mosaic(
-        *(q[:, 0][members], k, v, groups.lengths),
+        *(queries.swapaxes(1, 2).reshape(b, w, h, d), k, v, groups.lengths),
         spec=spec,
         layer=layer,
         pages=groups.pages,
