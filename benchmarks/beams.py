@@ -27,9 +27,9 @@ from fdjax.system.files import output_file
 
 # Plan → implementation that is named for `decode_attention` of beams.
 PLANS = {"fdjax": None, "xla": "xla", "segments": "mosaic_gpu"}
-# The cases of the bars: a long prompt, and several prompts beside rows with the same bytes
-# and beside rows that share nothing.
-CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x496+32x1", "32x1264+32x1")
+# A long prompt with one beam and with several; and several prompts beside rows that read the same
+# bytes, and beside rows of the same length that share nothing.
+CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x384+256x1", "32x1152+256x1")
 
 
 class Search(NamedTuple):

@@ -26,6 +26,11 @@ MOST_BEAMS = 64
 # log-probabilities. A score below the second constant comes from such a beam.
 _NOTHING, _NEXT_TO_NOTHING = -1e9, -5e8
 
+# Up to this many values of a row are compared pair by pair.
+_MOST_COMPARED = 256
+# Iterations that are unrolled where there are more values.
+_UNROLLED = 16
+
 # Values of `early_stopping` on the device.
 _WHEN_FULL, _NEVER = 1, 2
 
@@ -294,9 +299,26 @@ def _largest(values: Array, count: int) -> tuple[Array, Array]:
 
     Equal values keep their order. If too few values are above -inf, the rest are -inf with index 0.
     """
+    # `lax.top_k` may call a library, which cannot be part of a CUDA graph.
+    return (_by_rank if values.shape[1] <= _MOST_COMPARED else _one_by_one)(values, count)
+
+
+def _by_rank(values, count):
+    """`_largest` in one or two kernels: it compares all pairs."""
+    place = jnp.arange(values.shape[1], dtype=jnp.int32)
+    one, other = values[:, :, None], values[:, None]
+    before = (other > one) | (other == one) & (place[None] < place[:, None])[None]
+    ranks = jnp.sum(before, axis=2, dtype=jnp.int32)
+    chosen = ranks[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
+    chosen &= values[:, None] > -jnp.inf
+    largest = jnp.max(jnp.where(chosen, values[:, None], -jnp.inf), axis=2)
+    return largest, jnp.max(jnp.where(chosen, place[None, None], 0), axis=2)
+
+
+def _one_by_one(values, count):
+    """`_largest` in a few kernels for each value: it looks for the next smaller one."""
     places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
 
-    # `lax.top_k` may call a library, which cannot be part of a CUDA graph.
     def following(last, _):
         value, place = (a[:, None] for a in last)
         after = (values < value) | (values == value) & (places > place)
@@ -305,5 +327,6 @@ def _largest(values: Array, count: int) -> tuple[Array, Array]:
 
     b = values.shape[0]
     before = jnp.full(b, jnp.inf, values.dtype), jnp.full(b, -1, jnp.int32)
-    _, (largest, at) = lax.scan(following, before, length=count)
+    # On a GPU, an iteration of a loop in a graph costs as much as its kernels.
+    _, (largest, at) = lax.scan(following, before, length=count, unroll=min(count, _UNROLLED))
     return largest.T, at.T

@@ -295,7 +295,10 @@ def test_decode_steps_of_beams():
     m = model(False, plan)
 
     def run(params, state, sampling, n, table):
-        return decode_steps(m, params, state, sampling, n, table, max_steps=STEPS)
+        processors = Processors(beams=(4, 2))
+        return decode_steps(
+            m, params, state, sampling, n, table, processors=processors, max_steps=STEPS
+        )
 
     beams = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, BeamState.empty(8, SLOTS, 4)))
     state = dataclasses.replace(abstract_state(False, 8, pages=PAGES), beams=beams)

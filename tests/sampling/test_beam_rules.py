@@ -272,3 +272,11 @@ def test_rows_without_beams_have_no_columns_for_them():
         *with_beams.names[0],
         *with_beams.names[1],
     }
+
+
+@pytest.mark.parametrize("find", [beams._by_rank, beams._one_by_one])
+def test_the_largest_values_keep_the_order_of_equal_ones(find):
+    values = np.float32([[3, 1, 3, -np.inf, 2], [-np.inf, 5, -np.inf, -np.inf, -np.inf]])
+    largest, at = find(values, 4)
+    np.testing.assert_array_equal(largest, [[3, 3, 2, 1], [5, *[-np.inf] * 3]])
+    np.testing.assert_array_equal(at, [[0, 2, 4, 1], [1, 0, 0, 0]])
