@@ -112,7 +112,7 @@ def search_by_transformers(config: dict[str, Any], args: argparse.Namespace) -> 
     import torch
 
     model = random_transformer(config, args.dtype, "cuda")
-    for case in args.cases:
+    for case in args.peer_cases:
         seconds = []
         for run in range(args.runs + 1):
             ids = torch.tensor(case.draw(config["vocab_size"], run), device="cuda")
@@ -172,7 +172,14 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=[Search.parse(text) for text in CASES],
     )
     parser.add_argument("--plans", nargs="*", choices=PLANS, default=("fdjax", "segments"))
-    parser.add_argument("--peer", action="store_true", help="run transformers as well")
+    parser.add_argument(
+        "--peer-cases",
+        nargs="+",
+        type=Search.parse,
+        metavar="BxP+NxW",
+        default=(),
+        help="cases that transformers runs",
+    )
     parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--runs", type=int, default=3, help="timed calls")
@@ -191,7 +198,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(line, flush=True)
         return 0
     rows = []
-    if args.peer:
+    if args.peer_cases:
         for case, samples in peer(args, argv):
             rows += rows_of(case, "transformers", {"call": samples}, None)
     ceiling = {"before": measure_ceiling(matmul_size=0)} if args.plans else {}
