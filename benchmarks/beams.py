@@ -98,13 +98,37 @@ def measure(
                     if run > 1:
                         times["call"].append(1e6 * seconds)
                         times["first token"].append(1e6 * result.stats.prefill_seconds)
-                        times["decode step"].append(1e3 * result.stats.ms_per_token)
+                        times["decode step"].append(1e3 * ms_with_all_rows(result.stats, case.new))
             except Exception as error:  # one broken plan must not lose the record of the run
                 problem = f"{type(error).__name__}: {error}".splitlines()[0]
             yield case, plan, times, problem
             lm.release()
             del lm
             jax.clear_caches()
+
+
+def ms_with_all_rows(stats: Any, new: int) -> float:
+    """Milliseconds of a decode step while all rows run.
+
+    Prompts are computed one after another, so the first rows begin some steps before the last one,
+    and end as many steps before it.
+
+    Args:
+      stats: the statistics of a call.
+      new: new tokens of each row.
+
+    Raises:
+      RuntimeError: there is no such step.
+    """
+    alone = stats.decode_steps - (new - 1)
+    begin, end = alone, stats.decode_steps - alone
+    if begin >= end:
+        raise RuntimeError(f"the rows never run together: they need more than {new} new tokens")
+    at, ms = 0, 0.0
+    for steps, each in zip(stats.chunk_steps, stats.chunk_ms_per_token, strict=True):
+        ms += each * max(0, min(at + steps, end) - max(at, begin))
+        at += steps
+    return ms / (end - begin)
 
 
 def search_by_transformers(config: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
