@@ -141,7 +141,7 @@ class LM:
         if self.model.ranks > 1:
             place = Place.of(jax.tree.leaves(params)[0])
             if len(place.devices) != self.model.ranks:
-                place = Place.local(self.model.ranks)
+                place = Place.for_ranks(self.model.ranks)
             params = divided(self.model, params, place.devices)
         _check_params(params, self.model.abstract_params)
         limits = self.max_len, self.max_batch, self._memory_bytes
@@ -325,9 +325,15 @@ class LM:
 
         Raises:
           ValueError: as in `generate`; raised by the call itself.
+          NotImplementedError: the model spans several processes.
         """
         if not as_several(prompt, "submit: prompt")[1]:
             raise ValueError("submit: takes one prompt, a text or token ids")
+        if self.engine.place.spans_processes:
+            raise NotImplementedError(
+                "submit: a model that spans processes runs nothing in the background; call "
+                "generate in each process"
+            )
         timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
@@ -447,7 +453,8 @@ class LM:
         """The requests of a call. If `refused` is given, errors of single prompts are put there."""
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
-        configs = per_prompt(defaults, config, options, len(prompts))
+        entropy = self.engine.agree("generate", len(prompts))
+        configs = per_prompt(defaults, config, options, len(prompts), entropy)
         requests = []
         for i, (prompt, (row_config, asked)) in enumerate(zip(prompts, configs, strict=True)):
             self._check(row_config, i)
@@ -468,6 +475,7 @@ class LM:
             for i, request in enumerate(requests):
                 config = dataclasses.replace(request.config, return_reruns=True)
                 requests[i] = dataclasses.replace(request, config=config)
+        self.engine.agree("generate", requests)
         return requests
 
     def _check(self, config: GenerationConfig, i: int) -> None:
@@ -648,7 +656,9 @@ def load(
     refuse_forked()
     platform.warn_of_idle_gpu()
     platform.log_memory_share()
-    if compilation_cache is not False:
+    if compilation_cache is None:
+        compilation_cache = not place.spans_processes
+    if compilation_cache:
         platform.enable_compilation_cache()
     folder = locate(model, revision=revision, token=token)
     data = read_json(folder / "config.json")
@@ -662,6 +672,9 @@ def load(
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan
+    if place.spans_processes:
+        # These kernels write to the memory of other devices.
+        plan = plan.with_xla("decode_layers").with_xla("all_reduce")
     description = describe(
         config, dtype=dtype, plan=plan, tensor_parallel=tensor_parallel, kv_dtype=kv_dtype
     )
@@ -672,6 +685,7 @@ def load(
         max_len=max_len,
         gpu_memory_utilization=gpu_memory_utilization,
         device=device,
+        least=place.least,
     )
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))
@@ -706,7 +720,7 @@ def _place(tensor_parallel: int, device: jax.Device | None) -> Place:
         raise ValueError(f"load: tensor_parallel must be positive, got {tensor_parallel}")
     if tensor_parallel > 1 and device is not None:
         raise ValueError("load: device must be None with tensor_parallel, which takes the first")
-    return Place.local(tensor_parallel, device)
+    return Place.for_ranks(tensor_parallel, device)
 
 
 def _in_use(model: Model) -> Model:
