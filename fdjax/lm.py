@@ -34,6 +34,7 @@ from fdjax.tools import score
 from fdjax.weights.calibration import calibrated
 from fdjax.weights.checkpoint import (
     CheckpointError,
+    fingerprint,
     is_quantised_already,
     load_params,
     locate,
@@ -218,6 +219,7 @@ class LM:
                     if update is not None:
                         _show(rows, update)
         except KeyboardInterrupt as error:
+            self.engine.runner.aborted = True
             complete = [row for row in _answers(rows) if row.finish_reason is not None]
             has_text = bool(self.tokenizer)
             raise Interrupted(
@@ -622,7 +624,8 @@ def load(
       plan: the plan that chooses implementations; default the device's.
       device: one of `jax.devices()`, which holds the weights and runs everything; default the first
         local one. Weights that are assigned later run on the device that holds them.
-      tensor_parallel: number of devices that share the model; the first local devices are used.
+      tensor_parallel: number of devices that share the model; the first local devices are used. If
+        there are fewer, all processes of `jax.distributed` share it, see docs/performance.md.
         Each holds a part of the weights and of the cache, and all run every step together. The
         number must divide the query heads and the width of the MLP. It must divide the KV heads or
         be a multiple of them; KV heads are then repeated. Memory options and plans are for one
@@ -633,13 +636,14 @@ def load(
       calibration: use the file that `fdjax calibrate` wrote beside the checkpoint, if there is one.
         It changes the speed, never a result.
       compilation_cache: keep compiled programs on disk between runs. Default: yes, unless JAX's
-        cache is configured already. False turns it off.
+        cache is configured already, or processes share the model. False turns it off.
       progress: show a progress bar; default only if standard error is a terminal.
 
     Raises:
       CheckpointError: the checkpoint or its calibration is damaged or not supported. The message,
         one line, names the file and the problem.
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or processes that share the model load different
+        models or options.
       TypeError: `plan` is not a `Plan`, or `device` is not a JAX device.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.
@@ -687,6 +691,9 @@ def load(
         device=device,
         least=place.least,
     )
+    if place.spans_processes:
+        options = max_batch, max_len, longest, memory_bytes, prefix_cache
+        place.agree("load", (config, dtype, plan, kv_dtype, options, fingerprint(folder)))
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))
     if wrong := defaults.id_outside(config.vocab_size):

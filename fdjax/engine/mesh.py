@@ -18,6 +18,7 @@ from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.system import platform
 from fdjax.system.device_memory import free_memory_bytes
 from fdjax.system.nccl import allow_in_graphs
+from fdjax.system.process import transfers_allowed
 
 _WHOLE = PartitionSpec()
 # What the `repr` of a function adds to its name. It differs from process to process.
@@ -58,9 +59,9 @@ class Place:
         platform.default_backend()  # starts JAX, because `local_devices` would lose a Ctrl-C
         if device is not None:
             return cls((device,))
-        found = [jax.local_devices(i) for i in range(jax.process_count())]
         if ranks <= jax.local_device_count():
             return cls(tuple(jax.local_devices()[:ranks]))
+        found = [jax.local_devices(i) for i in range(jax.process_count())]
         each, rest = divmod(ranks, len(found))
         counts = [len(devices) for devices in found]
         if len(found) == 1:
@@ -183,6 +184,7 @@ def stacked(arrays: Sequence[jax.Array]) -> jax.Array:
     return jax.jit(jnp.stack, out_shardings=NamedSharding(sharding.mesh, spec))(arrays)
 
 
+@transfers_allowed()
 def _of_all(data: bytes) -> list[bytes]:
     """The data of each process, which all have the same length."""
     found = multihost_utils.process_allgather(np.frombuffer(data, np.uint8))

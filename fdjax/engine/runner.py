@@ -295,7 +295,7 @@ class Runner:
     """Runs the sequences of all callers of one engine.
 
     Attributes:
-      aborted: whether a call has failed as a whole, or was interrupted while it advanced.
+      aborted: whether a call has failed as a whole, or was interrupted.
     """
 
     def __init__(self, engine: Any, open_session: Callable[..., Any] = Session):
