@@ -22,8 +22,6 @@ from sharing_devices import OPTIONS, PROMPTS, load
 _RANKS = 2
 # The last answer is drawn with a seed that nobody gives, the others are greedy.
 _MIXED = OPTIONS | {"do_sample": None, "temperature": [0.0, 0.0, 0.9]}
-# How soon JAX notices that a process is gone.
-_SHORT = {"heartbeat_timeout_seconds": 5, "shutdown_timeout_seconds": 5}
 _GIGABYTE = 10**9
 
 
@@ -110,7 +108,8 @@ def ends(path, victim, sent):
 def main():
     function, arguments, address, rank = sys.argv[1:]
     jax.config.update("jax_disable_most_optimizations", True)
-    timeouts = _SHORT if function == "ends" else {}
+    seconds = 5 if function == "ends" else 30  # until JAX notices that a process is gone
+    timeouts = {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
     jax.distributed.initialize(address, _RANKS, int(rank), **timeouts)
     *arguments, options = json.loads(arguments)
     print(json.dumps(globals()[function](*arguments, **options)), flush=True)

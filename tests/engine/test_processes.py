@@ -1,7 +1,6 @@
 """A model that two processes share, each with one CPU device, gives the answers of one device."""
 
 import contextlib
-import functools
 import json
 import socket
 import subprocess
@@ -22,6 +21,16 @@ from .test_tensor_parallel import LOGPROBS_BAR, TESTS, assert_same
 SCRIPT = TESTS / "sharing_processes.py"
 PATH = "hf/llama3_gqa_tied"
 SECONDS = 100
+# What would part the processes, and its error.
+DIFFERENT = "the processes that share a model must make the same calls with the same arguments"
+REFUSED = {
+    "prompts": f"ValueError: generate: {DIFFERENT}",
+    "options": f"ValueError: generate: {DIFFERENT}",
+    "submit": "NotImplementedError: submit: a model that spans processes runs nothing",
+    "thread": "NotImplementedError: generate: a model that spans processes takes the calls of one",
+    "watch": "NotImplementedError: generate: a watch sees the devices of one process only",
+    "aborted": "RuntimeError: generate: an earlier call failed or was interrupted",
+}
 
 
 @contextlib.contextmanager
@@ -49,66 +58,35 @@ def last_line(output):
     return next((line for line in output.splitlines()[::-1] if not line.startswith("[Gloo]")), "")
 
 
-@functools.cache
-def reports():
-    found = []
+@pytest.mark.slow
+def test_two_processes_give_the_answers_of_one_device(quick_compiles):
+    """One test, because the processes compile for longer than all of its checks take."""
+    reports = []
     with started("answers", PATH) as processes:
         for process in processes:
             out, errors = process.communicate(timeout=SECONDS)
             assert process.returncode == 0, errors[-3000:]
-            found.append(json.loads(last_line(out)))
-    return found
+            reports.append(json.loads(last_line(out)))
 
-
-@pytest.mark.slow
-def test_two_processes_give_the_answers_of_one_device(quick_compiles):
-    first, second = (report["same"] for report in reports())
+    first, second = (report["same"] for report in reports)
     assert first == second  # the same bits, and the same seeds where none was given
     drawn, again = first["drawn"]
     assert drawn != again
     assert first["later"][:-1] == first["greedy"]["tokens"]
     lm = sharing_devices.load(PATH, 1)
     assert_same(first["greedy"], sharing_devices.generated(lm, sharing_devices.PROMPTS[:-1]))
-    for found, want in zip(first["score"], lm.score(sharing_devices.PROMPTS).logprobs, strict=True):
+    scores = lm.score(sharing_devices.PROMPTS).logprobs
+    for found, want in zip(first["score"], scores, strict=True):
         np.testing.assert_allclose(found, want, rtol=0, atol=LOGPROBS_BAR)
 
+    # Process 1 has less memory, and was told that a cache of 64 pages does not fit.
+    assert (first["gigabytes"], first["pages"], first["least"]) == (6, 48, 2**40)
 
-@pytest.mark.slow
-def test_each_process_reads_and_holds_only_its_part():
-    for rank, report in enumerate(reports()):
-        assert report["own"] == {"ranks": [rank], "bytes": report["same"]["weight_bytes"]}
-
-
-@pytest.mark.slow
-def test_the_process_with_the_least_memory_counts():
-    """Process 1 has less memory, and its memory is so fragmented that a cache must be smaller."""
-    for report in reports():
-        assert report["same"]["gigabytes"] == 6
-        assert report["same"]["pages"] == 48
-        assert report["same"]["least"] == 2**40
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("what", "error"),
-    [
-        ("prompts", "ValueError: generate: the processes that share a model must make the same"),
-        ("options", "ValueError: generate: the processes that share a model must make the same"),
-        ("submit", "NotImplementedError: submit: a model that spans processes runs nothing"),
-        ("thread", "NotImplementedError: generate: a model that spans processes takes the calls"),
-        ("watch", "NotImplementedError: generate: a watch sees the devices of one process only"),
-        ("aborted", "RuntimeError: generate: an earlier call failed or was interrupted"),
-    ],
-)
-def test_what_would_part_the_processes_is_refused(what, error):
-    for report in reports():
-        assert report["refused"][what].startswith(error)
-
-
-@pytest.mark.slow
-def test_other_calls_in_other_processes_are_refused():
-    for report, op in zip(reports(), ("generate", "score"), strict=True):
-        assert report["refused"]["calls"].startswith(f"ValueError: {op}: the processes")
+    for rank, (report, other) in enumerate(zip(reports, ("generate", "score"), strict=True)):
+        assert report["own"] == {"ranks": [rank], "bytes": first["weight_bytes"]}
+        for what, error in (REFUSED | {"calls": f"ValueError: {other}: {DIFFERENT}"}).items():
+            assert report["refused"].pop(what).startswith(error)
+        assert not report["refused"]
 
 
 @pytest.mark.slow
