@@ -14,7 +14,7 @@ import threading
 import jax
 
 from fdjax.engine import engine as engine_module
-from fdjax.engine import memory
+from fdjax.engine import memory, mesh
 from fdjax.engine.watch import Watch
 from fdjax.weights import checkpoint
 from sharing_devices import OPTIONS, PROMPTS, load
@@ -39,7 +39,7 @@ def answers(path):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
     checkpoint.Division = Division
-    memory.free_memory_bytes = lambda device: (7 - rank) * _GIGABYTE
+    memory.free_memory_bytes = mesh.free_memory_bytes = lambda device: (7 - rank) * _GIGABYTE
     lm = load(path, _RANKS)
     first, second = (lm.generate(PROMPTS, **_MIXED) for _ in range(2))
     later = sorted(lm.generate_iter(PROMPTS, **_MIXED), key=lambda answer: answer.index)
@@ -48,8 +48,7 @@ def answers(path):
         "drawn": [first.tokens[-1], second.tokens[-1]],
         "later": [answer.tokens for answer in later],
         "score": lm.score(PROMPTS).logprobs,
-        "gigabytes": lm._memory_bytes / _GIGABYTE,
-        "least": lm.engine.place.least(2**40 + rank),
+        "bytes": [lm._memory_bytes, lm.engine.place.free_memory_bytes()],
         "weight_bytes": lm.model.local.weight_bytes,
     }
     if rank == 1:
@@ -99,7 +98,8 @@ def ends(path, victim, sent):
 
     lm = load(path, _RANKS)
     try:
-        lm.generate(PROMPTS, **_MIXED | {"max_new_tokens": 100}, stopping_criteria=[stop])
+        options = {"max_new_tokens": 100, "do_sample": False, "eos_token_id": None}
+        lm.generate([1, 2, 3], stopping_criteria=[stop], **options)
     except jax.errors.JaxRuntimeError as error:
         return type(error).__name__
     return None
