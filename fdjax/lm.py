@@ -34,6 +34,7 @@ from fdjax.tools import score
 from fdjax.weights.calibration import calibrated
 from fdjax.weights.checkpoint import (
     CheckpointError,
+    fingerprint,
     is_quantised_already,
     load_params,
     locate,
@@ -141,7 +142,7 @@ class LM:
         if self.model.ranks > 1:
             place = Place.of(jax.tree.leaves(params)[0])
             if len(place.devices) != self.model.ranks:
-                place = Place.local(self.model.ranks)
+                place = Place.for_ranks(self.model.ranks)
             params = divided(self.model, params, place.devices)
         _check_params(params, self.model.abstract_params)
         limits = self.max_len, self.max_batch, self._memory_bytes
@@ -218,6 +219,7 @@ class LM:
                     if update is not None:
                         _show(rows, update)
         except KeyboardInterrupt as error:
+            self.engine.runner.aborted = True
             complete = [row for row in _answers(rows) if row.finish_reason is not None]
             has_text = bool(self.tokenizer)
             raise Interrupted(
@@ -325,9 +327,15 @@ class LM:
 
         Raises:
           ValueError: as in `generate`; raised by the call itself.
+          NotImplementedError: the model spans several processes.
         """
         if not as_several(prompt, "submit: prompt")[1]:
             raise ValueError("submit: takes one prompt, a text or token ids")
+        if self.engine.place.spans_processes:
+            raise NotImplementedError(
+                "submit: a model that spans processes runs nothing in the background; call "
+                "generate in each process"
+            )
         timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
@@ -447,7 +455,8 @@ class LM:
         """The requests of a call. If `refused` is given, errors of single prompts are put there."""
         prompts, _ = as_several(prompts, "generate: prompts")
         vocab_size = self.config.vocab_size
-        configs = per_prompt(defaults, config, options, len(prompts))
+        entropy = self.engine.agree("generate", len(prompts))
+        configs = per_prompt(defaults, config, options, len(prompts), entropy)
         requests = []
         for i, (prompt, (row_config, asked)) in enumerate(zip(prompts, configs, strict=True)):
             self._check(row_config, i)
@@ -468,6 +477,7 @@ class LM:
             for i, request in enumerate(requests):
                 config = dataclasses.replace(request.config, return_reruns=True)
                 requests[i] = dataclasses.replace(request, config=config)
+        self.engine.agree("generate", requests)
         return requests
 
     def _check(self, config: GenerationConfig, i: int) -> None:
@@ -614,7 +624,8 @@ def load(
       plan: the plan that chooses implementations; default the device's.
       device: one of `jax.devices()`, which holds the weights and runs everything; default the first
         local one. Weights that are assigned later run on the device that holds them.
-      tensor_parallel: number of devices that share the model; the first local devices are used.
+      tensor_parallel: number of devices that share the model; the first local devices are used. If
+        there are fewer, all processes of `jax.distributed` share it, see docs/performance.md.
         Each holds a part of the weights and of the cache, and all run every step together. The
         number must divide the query heads and the width of the MLP. It must divide the KV heads or
         be a multiple of them; KV heads are then repeated. Memory options and plans are for one
@@ -625,13 +636,14 @@ def load(
       calibration: use the file that `fdjax calibrate` wrote beside the checkpoint, if there is one.
         It changes the speed, never a result.
       compilation_cache: keep compiled programs on disk between runs. Default: yes, unless JAX's
-        cache is configured already. False turns it off.
+        cache is configured already, or processes share the model. False turns it off.
       progress: show a progress bar; default only if standard error is a terminal.
 
     Raises:
       CheckpointError: the checkpoint or its calibration is damaged or not supported. The message,
         one line, names the file and the problem.
-      ValueError: an argument is out of range.
+      ValueError: an argument is out of range, or processes that share the model load different
+        models or options.
       TypeError: `plan` is not a `Plan`, or `device` is not a JAX device.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.
@@ -648,7 +660,9 @@ def load(
     refuse_forked()
     platform.warn_of_idle_gpu()
     platform.log_memory_share()
-    if compilation_cache is not False:
+    if compilation_cache is None:
+        compilation_cache = not place.spans_processes
+    if compilation_cache:
         platform.enable_compilation_cache()
     folder = locate(model, revision=revision, token=token)
     data = read_json(folder / "config.json")
@@ -662,6 +676,9 @@ def load(
     if calibration:
         config = calibrated(config, folder)
     plan = Plan.for_device(device) if plan is None else plan
+    if place.spans_processes:
+        # These kernels write to the memory of other devices.
+        plan = plan.with_xla("decode_layers").with_xla("all_reduce")
     description = describe(
         config, dtype=dtype, plan=plan, tensor_parallel=tensor_parallel, kv_dtype=kv_dtype
     )
@@ -672,7 +689,11 @@ def load(
         max_len=max_len,
         gpu_memory_utilization=gpu_memory_utilization,
         device=device,
+        least=place.least,
     )
+    if place.spans_processes:
+        options = max_batch, max_len, longest, memory_bytes, prefix_cache
+        place.agree("load", (config, dtype, plan, kv_dtype, options, fingerprint(folder)))
     generation = read_json(folder / "generation_config.json", required=False)
     defaults = GenerationConfig.from_files(generation, data, str(folder / "generation_config.json"))
     if wrong := defaults.id_outside(config.vocab_size):
@@ -706,7 +727,7 @@ def _place(tensor_parallel: int, device: jax.Device | None) -> Place:
         raise ValueError(f"load: tensor_parallel must be positive, got {tensor_parallel}")
     if tensor_parallel > 1 and device is not None:
         raise ValueError("load: device must be None with tensor_parallel, which takes the first")
-    return Place.local(tensor_parallel, device)
+    return Place.for_ranks(tensor_parallel, device)
 
 
 def _in_use(model: Model) -> Model:

@@ -30,8 +30,12 @@ def blocks(path: Path) -> list[Block]:
 
 
 def python_of(path: Path) -> str:
-    """All Python code of a document. Later blocks may use names of earlier ones."""
-    return "\n".join(block.text for block in blocks(path) if block.language == "python")
+    """All Python code of a document, except of several processes.
+
+    Later blocks may use names of earlier ones.
+    """
+    found = [block.text for block in blocks(path) if block.language == "python"]
+    return "\n".join(text for text in found if "jax.distributed" not in text)
 
 
 def prose(path: Path) -> str:

@@ -7,6 +7,7 @@ import gc
 import logging
 import math
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -163,6 +164,9 @@ class Engine:
         self.max_batch = max_batch
         self.memory_bytes = memory_bytes
         self._one_launch = functools.cache(model.one_launch)  # looks at every layer
+        self.place = Place.of(jax.tree.leaves(params)[0])
+        if self.place.spans_processes and model.one_launch_possible:
+            raise NotImplementedError("load: one launch of all layers cannot span processes")
         self.stacked_packing = self.stacked_params = None
         stacked = self.stack(params)
         if stacked is not None:
@@ -170,7 +174,6 @@ class Engine:
             self.stacked_packing = ParamPacking.of(whole)
             self.stacked_params = self.stacked_packing.pack(whole)
         self.tree = params
-        self.place = Place.of(jax.tree.leaves(params)[0])
         self.packing = ParamPacking.of(params)
         self.params = self.packing.pack(params)
         self.programs = _shared.setdefault((model, self.packing), Programs())
@@ -182,11 +185,35 @@ class Engine:
         self.reusable: ReusableState | None = None
         self.runner = Runner(self)
         self.watch: Watch | None = None
+        self._thread: int | None = None
 
     @property
     def context(self) -> int:
         """Largest number of tokens that a row may hold."""
         return self.max_len or self.model.config.max_position_embeddings
+
+    def agree(self, op: str, call: Any) -> int | None:
+        """Check that all processes that share the model make the same call, see `Place.agree`.
+
+        Raises:
+          ValueError: another process makes another call.
+          RuntimeError: a call failed or was interrupted, so the others may be inside of another.
+          NotImplementedError: another thread has made calls, or there is a `watch`.
+        """
+        if self.place.spans_processes:
+            if self.watch is not None:
+                raise NotImplementedError(f"{op}: a watch sees the devices of one process only")
+            self._thread = self._thread or threading.get_ident()
+            if self._thread != threading.get_ident():
+                raise NotImplementedError(
+                    f"{op}: a model that spans processes takes the calls of one thread only"
+                )
+            if self.runner.aborted:
+                raise RuntimeError(
+                    f"{op}: an earlier call failed or was interrupted, and other processes may "
+                    "still run it; end all processes that share the model"
+                )
+        return self.place.agree(op, call)
 
     def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows have taken it.
@@ -395,14 +422,18 @@ class Engine:
         """Allocate a pool of this many pages, or of fewer if the free memory is fragmented."""
         self.reusable = None
         while True:
+            fits = True
             try:
                 kv = init_pool(self.local, pages, self.place.zeros)
                 jax.block_until_ready(kv)
-                break
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error) or pages < _FIRST_PAGES:
                     raise
-                pages = pages * 3 // 4
+                fits = False
+            if self.place.least(int(fits)):
+                break
+            pages = pages * 3 // 4
+            kv = None
             gc.collect()  # the error may keep arrays alive that were allocated before it
         logger.info("cache of %d pages of %d tokens", pages, SLOT_MULTIPLE)
         self.pool = PagePool(pages, prefix_cache=self._prefix_cache)

@@ -8,6 +8,7 @@ prefill call or of a decode step. It is estimated by a model of XLA's buffers.
 
 import dataclasses
 import numbers
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -156,11 +157,13 @@ def check_load(
     max_len: int | None = None,
     gpu_memory_utilization: float | None = None,
     device: jax.Device | None = None,
+    least: Callable[[int], int] = int,
 ) -> tuple[int | None, int | None]:
     """Check the memory options of `fdjax.load` before it allocates anything.
 
     Args:
       model, max_batch, max_len, gpu_memory_utilization, device: see `fdjax.load`.
+      least: the free bytes of this process → the least of all processes that share the model.
 
     Returns:
       (max_len, bytes for weights, cache and workspace together); None means no limit.
@@ -182,6 +185,7 @@ def check_load(
             f"load: gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
         )
     memory_bytes = free_memory_bytes(device)
+    memory_bytes = None if memory_bytes is None else least(memory_bytes)
     if share is not None and memory_bytes is not None:
         memory_bytes = int(share * memory_bytes)
         if max_len is None:

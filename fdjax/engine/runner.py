@@ -292,7 +292,11 @@ def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[j
 
 
 class Runner:
-    """Runs the sequences of all callers of one engine."""
+    """Runs the sequences of all callers of one engine.
+
+    Attributes:
+      aborted: whether a call has failed as a whole, or was interrupted.
+    """
 
     def __init__(self, engine: Any, open_session: Callable[..., Any] = Session):
         """Prepare a runner without calls.
@@ -316,6 +320,7 @@ class Runner:
         self._advancing = False
         self._submitted: list[Call] = []
         self._background = False
+        self.aborted = False
 
     @property
     def busy(self) -> bool:
@@ -547,6 +552,7 @@ class Runner:
 
     def _abort(self, error: Exception | None) -> None:
         """Close after a failure. Running tasks fail with `error`; if it is None, they run again."""
+        self.aborted = True
         for _, task in self._scheduler.running:
             if error is not None and not task.ended:
                 task.row.error = error

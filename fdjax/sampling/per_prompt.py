@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import os
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -38,6 +37,7 @@ def per_prompt(
     config: GenerationConfig | None,
     options: dict[str, Any],
     count: int,
+    entropy: int | None = None,
 ) -> list[tuple[GenerationConfig, bool]]:
     """The configuration of each prompt of a call.
 
@@ -45,6 +45,7 @@ def per_prompt(
       defaults: the checkpoint's options, used if neither `config` nor `options` gives a value.
       config, options: as in `LM.generate`; `options` wins.
       count: number of prompts.
+      entropy: a random number, from which the seeds come that are not given; default a fresh one.
 
     Returns:
       For each prompt (configuration with a value in every field, whether the caller gave
@@ -69,7 +70,7 @@ def per_prompt(
     for name in options:
         if name not in OPTIONS:
             raise TypeError(f"generate: unknown option {name!r}; {_hint(name)}")
-    fresh = np.frombuffer(os.urandom(4 * count), np.uint32).tolist()
+    fresh = np.random.SeedSequence(entropy).generate_state(count).tolist()
     rows, named = [], set()
     seed = defaults.seed if config.seed is UNSET else config.seed
     for i in range(count):

@@ -109,7 +109,10 @@ def gather(
         or `context` is out of range.
       FloatingPointError: scores are not finite.
       MemoryError: the cache that a piece needs does not fit beside the weights.
+      NotImplementedError: the model spans several processes.
     """
+    if engine.place.spans_processes:
+        raise NotImplementedError("calibrate: the model must not span several processes")
     limit = engine.context
     context = min(limit, _CONTEXT) if context is None else context
     if not 1 < context <= limit:

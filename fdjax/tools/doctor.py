@@ -222,7 +222,7 @@ def _device(device: jax.Device) -> Finding:
 
 def _several_devices() -> Finding:
     """Sum over all local devices, to find broken communication."""
-    place = Place.local(jax.local_device_count())
+    place = Place.for_ranks(jax.local_device_count())
     text = f"{len(place.devices)} devices can share a model (tensor_parallel)"
     try:
         sum_of = place.over(lambda x: jax.lax.psum(x, AXIS), PartitionSpec(), PartitionSpec())

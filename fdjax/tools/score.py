@@ -91,6 +91,7 @@ def score(
     ids = [
         token_ids(text, tokenizer, vocab_size, f"score: text {i}") for i, text in enumerate(texts)
     ]
+    engine.agree("score", (ids, stride, batch_size))
     windows = [w for i, text in enumerate(ids) for w in _windows(i, text, limit, stride)]
     # The longest come first, so that a text that does not fit fails at once.
     windows.sort(key=lambda w: len(w.ids), reverse=True)

@@ -73,7 +73,7 @@ def measure_layers(
       Nothing, if the kernel does not support these layers or this device.
     """
     itemsize = jnp.dtype(model.dtype).itemsize
-    local, place = model.local, Place.local(model.ranks)
+    local, place = model.local, Place.for_ranks(model.ranks)
     shapes = [layers_shape(local.config, m, s, itemsize) for s, m in itertools.product(slots, rows)]
     features = layers_features(local.config)
     shapes = [s for s in shapes if model.plan.candidates("decode_layers", features, s)]
@@ -157,7 +157,7 @@ def _compile(
       The functions by configuration, without those that the kernel does not support. If none is
       left but None, nothing is compiled, and the result is empty.
     """
-    lowered, place, whole = {}, Place.local(model.ranks), PartitionSpec()
+    lowered, place, whole = {}, Place.for_ranks(model.ranks), PartitionSpec()
     for config, params in weights.items():
         planned, stacked = _planned(model, config, shape), config is not None
         cache = init_cache(model.local, shape["m"], shape["s"], stacked, place.whole)
@@ -203,7 +203,7 @@ def _layers(model: Model, stacked: bool, steps: int, cache: Any, weights: Params
 
 def _random_cache(model: Model, rows: int, slots: int, stacked: bool) -> Any:
     """A cache of random keys and values, with the same values stacked or not."""
-    c, place, heads = model.local.config, Place.local(model.ranks), PartitionSpec(None, AXIS)
+    c, place, heads = model.local.config, Place.for_ranks(model.ranks), PartitionSpec(None, AXIS)
     shape = rows, c.kv_heads * model.ranks, slots, c.head_dim
 
     @functools.partial(jax.jit, out_shardings=place.sharding(heads))

@@ -346,9 +346,9 @@ _in_layout = jax.jit(in_layout, static_argnames="layout")
 def _dense(
     tensors: list[np.ndarray], division: Division, path: tuple[str | int, ...], dtype: str
 ) -> tuple[list[Array], list[float]]:
-    """Fuse tensors to one parameter. Returns (each device's part of it, max |x| of each tensor)."""
+    """Fuse tensors to one parameter. Returns (parts of this process's devices, max |x| of each)."""
     shares, largest = [], []
-    for rank, device in enumerate(division.devices):
+    for rank, device in division.own:
         parts = []
         for i, tensor in enumerate(tensors):
             part = _staged(division.cut(tensor, path, i, rank))
@@ -364,9 +364,9 @@ def _dense(
 def _quantised(
     codes: list[Codes], form: WeightFormat, division: Division, path: tuple[str | int, ...]
 ) -> list[QTensor]:
-    """Fuse the codes of linear layers to one parameter. Returns each device's part of it."""
+    """Fuse the codes of linear layers to one parameter. Returns the parts of own devices."""
     (weight, _), shares = division.weight(path).outputs_first(), []
-    for rank, device in enumerate(division.devices):
+    for rank, device in division.own:
         own = [division.cut_codes(one, path, i, rank) for i, one in enumerate(codes)]
         shares.append(jax.block_until_ready(_fused(own, form, weight, device)))
     return shares

@@ -22,7 +22,12 @@ from fdjax.weights.formats.layer import Codes
 
 
 class Division:
-    """Divides a checkpoint's tensors among devices. A single device takes them whole."""
+    """Divides a checkpoint's tensors among devices. A single device takes them whole.
+
+    Attributes:
+      devices: the devices.
+      own: (rank, device) of the devices of this process.
+    """
 
     def __init__(self, model: Model, devices: Sequence[jax.Device | None]):
         """Prepare the division.
@@ -32,6 +37,11 @@ class Division:
           devices: `model.ranks` devices; [None] means JAX's default device.
         """
         self.devices = devices
+        self.own = [
+            (rank, device)
+            for rank, device in enumerate(devices)
+            if device is None or device.process_index == jax.process_index()
+        ]
         self._model = model
         self._weights = weight_map(model.config)
         local = model.local.config
@@ -78,8 +88,8 @@ class Division:
         )
 
     def assembled(self, parts: Sequence[Any], path: ParamPath) -> Any:
-        """Join the devices' parts into one array or `QTensor` on all of them."""
-        if len(parts) == 1:
+        """Join the parts of this process's devices into one array or `QTensor` on all devices."""
+        if len(self.devices) == 1:
             return parts[0]
         mesh = Mesh(np.array(self.devices), (AXIS,))
         wanted = _at(self._model.abstract_params, path)
@@ -141,7 +151,7 @@ def divided(model: Model, params: Params, devices: Sequence[jax.Device]) -> Para
     made = jax.tree.map(lambda leaf: leaf, model.abstract_params)
     for path, weight in weights.items():
         parts = []
-        for rank, device in enumerate(devices):
+        for rank, device in division.own:
             own = [
                 jax.device_put(division.cut(np.asarray(tensors[name]), path, i, rank), device)
                 for i, (name, _) in enumerate(weight.sources)

@@ -301,7 +301,7 @@ def test_scores_are_never_all_there():
     row, scalar = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((1,), ()))
     cache = jax.eval_shape(lambda: init_cache(model, 1, slots))
     lowered = calibrate._observe_chunk.lower(
-        model, Place.local(1), model.abstract_params, cache, ids, row, scalar, row
+        model, Place.for_ranks(1), model.abstract_params, cache, ids, row, scalar, row
     )
     shapes = {m for m in re.findall(r"tensor<((?:\d+x)+)(?:f32|i32)>", lowered.as_text())}
     largest = max(math.prod(map(int, shape.split("x")[:-1])) for shape in shapes)
