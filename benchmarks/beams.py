@@ -29,7 +29,7 @@ from fdjax.system.files import output_file
 PLANS = {"fdjax": None, "xla": "xla", "segments": "mosaic_gpu"}
 # A long prompt with one beam and with several; and several prompts beside rows that read the same
 # bytes, and beside rows of the same length that share nothing.
-CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x384+256x1", "32x1152+256x1")
+CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x384+256x1", "32x960+640x1")
 
 
 class Search(NamedTuple):

@@ -94,7 +94,10 @@ def test_two_processes_give_the_answers_of_one_device(quick_compiles):
 @pytest.mark.parametrize(
     ("victim", "sent", "report"),
     # A process that is stopped keeps its connections, as a host that vanishes does.
-    [(1, "SIGKILL", '"JaxRuntimeError"'), (0, "SIGSTOP", "")],
+    [
+        (1, "SIGKILL", '"JaxRuntimeError"'),
+        pytest.param(0, "SIGSTOP", "", marks=pytest.mark.soak),
+    ],
 )
 def test_a_process_notices_that_the_other_died(victim, sent, report):
     with started("ends", PATH, victim, sent) as processes:
