@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks import arrivals, prefixes, serving, serving_peer
+from benchmarks import arrivals, beams, prefixes, serving, serving_peer
 from benchmarks.dispatch import CONFIG
 from benchmarks.serving_bound import bound
 from fdjax.engine.results import Stats
@@ -225,3 +225,13 @@ def test_figures_over_concurrency_and_arrival_rate(tmp_path):
     del record["arrivals"]
     (tmp_path / "serving_7b.json").write_text(json.dumps({"serving": record}))
     assert plots.serving_latency(plots.Results(tmp_path, tmp_path)) is None
+
+
+def test_a_case_of_beams_is_read_and_steps_count_only_while_all_rows_run():
+    case = beams.Search.parse("8x1024+512x4")
+    assert case == (8, 1024, 512, 4) and str(case) == "B8 P1024 N512 W4"
+    # The last row begins two steps after the first.
+    stats = Stats(decode_steps=11, chunk_steps=(4, 4, 3), chunk_ms_per_token=(1.0, 2.0, 4.0))
+    assert beams.ms_with_all_rows(stats, new=10) == pytest.approx((2 * 1 + 4 * 2 + 1 * 4) / 7)
+    with pytest.raises(RuntimeError, match="they need more than 6 new tokens"):
+        beams.ms_with_all_rows(stats, new=6)
