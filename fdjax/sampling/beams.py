@@ -9,14 +9,15 @@ the other row, see `BeamState.sources`.
 """
 
 import dataclasses
+import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
-from fdjax.sampling.sampler import NOT_FINITE, BeamScores, Processors, first_best
+from fdjax.sampling.sampler import NOT_FINITE, BeamScores, Processors
 from fdjax.sampling.values import Sampling
 
 # The largest `num_beams`.
@@ -28,8 +29,6 @@ _NOTHING, _NEXT_TO_NOTHING = -1e9, -5e8
 
 # Up to this many values of a row are compared pair by pair.
 _MOST_COMPARED = 256
-# Iterations that are unrolled where there are more values.
-_UNROLLED = 16
 
 # Values of `early_stopping` on the device.
 _WHEN_FULL, _NEVER = 1, 2
@@ -299,34 +298,30 @@ def _largest(values: Array, count: int) -> tuple[Array, Array]:
 
     Equal values keep their order. If too few values are above -inf, the rest are -inf with index 0.
     """
-    # `lax.top_k` may call a library, which cannot be part of a CUDA graph.
-    return (_by_rank if values.shape[1] <= _MOST_COMPARED else _one_by_one)(values, count)
+    # `lax.top_k` may call a library, which cannot be part of a CUDA graph. In a graph, iterations
+    # of a loop cost as much as their kernels.
+    b, n = values.shape
+    if n <= _MOST_COMPARED:
+        return _by_rank(values, jnp.arange(n, dtype=jnp.int32)[None], count)
+    # The largest values lie in the pieces that have the largest maxima. With this size, there are
+    # about as many pieces as values in the chosen pieces.
+    size = 2 ** max(round(math.log2(n / count) / 2), 0)
+    pieces = jnp.pad(values, ((0, 0), (0, -n % size)), constant_values=-jnp.inf)
+    pieces = pieces.reshape(b, -1, size)
+    numbers = jnp.arange(pieces.shape[1], dtype=jnp.int32)[None]
+    best, chosen = _by_rank(jnp.max(pieces, axis=2), numbers, count)
+    near = jnp.take_along_axis(pieces, chosen[:, :, None], axis=1)
+    near = jnp.where(best[:, :, None] > -jnp.inf, near, -jnp.inf)
+    places = chosen[:, :, None] * size + jnp.arange(size, dtype=jnp.int32)[None, None]
+    return _by_rank(near.reshape(b, -1), places.reshape(b, -1), count)
 
 
-def _by_rank(values, count):
-    """`_largest` in one or two kernels: it compares all pairs."""
-    place = jnp.arange(values.shape[1], dtype=jnp.int32)
+def _by_rank(values: Array, places: Array, count: int) -> tuple[Array, Array]:
+    """`_largest` with the order of `places` [B or 1, N]. All pairs are compared, in one kernel."""
     one, other = values[:, :, None], values[:, None]
-    before = (other > one) | (other == one) & (place[None] < place[:, None])[None]
-    ranks = jnp.sum(before, axis=2, dtype=jnp.int32)
+    earlier = places[:, None] < places[:, :, None]
+    ranks = jnp.sum((other > one) | (other == one) & earlier, axis=2, dtype=jnp.int32)
     chosen = ranks[:, None] == jnp.arange(count, dtype=jnp.int32)[None, :, None]
     chosen &= values[:, None] > -jnp.inf
     largest = jnp.max(jnp.where(chosen, values[:, None], -jnp.inf), axis=2)
-    return largest, jnp.max(jnp.where(chosen, place[None, None], 0), axis=2)
-
-
-def _one_by_one(values, count):
-    """`_largest` in a few kernels for each value: it looks for the next smaller one."""
-    places = lax.broadcasted_iota(jnp.int32, values.shape, 1)
-
-    def following(last, _):
-        value, place = (a[:, None] for a in last)
-        after = (values < value) | (values == value) & (places > place)
-        found = first_best(jnp.where(after, values, -jnp.inf))
-        return found, found
-
-    b = values.shape[0]
-    before = jnp.full(b, jnp.inf, values.dtype), jnp.full(b, -1, jnp.int32)
-    # On a GPU, an iteration of a loop in a graph costs as much as its kernels.
-    _, (largest, at) = lax.scan(following, before, length=count, unroll=min(count, _UNROLLED))
-    return largest.T, at.T
+    return largest, jnp.max(jnp.where(chosen, places[:, None], 0), axis=2)

@@ -274,9 +274,16 @@ def test_rows_without_beams_have_no_columns_for_them():
     }
 
 
-@pytest.mark.parametrize("find", [beams._by_rank, beams._one_by_one])
-def test_the_largest_values_keep_the_order_of_equal_ones(find):
-    values = np.float32([[3, 1, 3, -np.inf, 2], [-np.inf, 5, -np.inf, -np.inf, -np.inf]])
-    largest, at = find(values, 4)
-    np.testing.assert_array_equal(largest, [[3, 3, 2, 1], [5, *[-np.inf] * 3]])
-    np.testing.assert_array_equal(at, [[0, 2, 4, 1], [1, 0, 0, 0]])
+@pytest.mark.parametrize(("n", "count"), [(5, 4), (3, 8), (700, 8), (700, 1), (701, 300)])
+def test_the_largest_values_keep_the_order_of_equal_ones(n, count):
+    values = np.random.default_rng(n).integers(0, 40, (6, n)).astype(np.float32)
+    values[1, 2:] = values[2] = -np.inf
+    values[3] = -np.inf
+    values[3, -1] = 7
+    largest, at = jax.jit(beams._largest, static_argnums=1)(values, count)
+    order = np.argsort(-values, axis=1, kind="stable")[:, :count]
+    want = np.take_along_axis(values, order, axis=1)
+    missing = ((0, 0), (0, count - order.shape[1]))
+    want = np.pad(want, missing, constant_values=-np.inf)
+    np.testing.assert_array_equal(largest, want)
+    np.testing.assert_array_equal(at, np.where(want > -np.inf, np.pad(order, missing), 0))
