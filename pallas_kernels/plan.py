@@ -38,10 +38,13 @@ class Plan(Dispatch):
     Attributes:
       prompt_tiles: number of tiles into which devices that share a model divide a call of prompts,
         so that the sums of one tile travel while another is computed.
+      divide_tokens: whether devices with the same KV head divide its tokens, if they can. Otherwise
+        each of them holds all tokens. Only a cache of pages can be divided.
     """
 
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
     prompt_tiles: int = 1
+    divide_tokens: bool = True
 
     def __post_init__(self):
         super().__post_init__()
