@@ -208,9 +208,14 @@ class LM:
         rows = self._run(requests, timer, _STEPS)
         return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
 
+    def _states(self, requests: list[Request], *, streamed: bool = False) -> list[RequestState]:
+        """The state of each request."""
+        options = {"streamed": streamed, "page_tokens": self.engine.page_tokens}
+        return [request_state(request, self.tokenizer, **options) for request in requests]
+
     def _run(self, requests: list[Request], timer: Timer, steps: int) -> list[RequestState]:
         """Run the requests to their end and return their rows, one per request."""
-        rows = [request_state(request, self.tokenizer) for request in requests]
+        rows = self._states(requests)
         run = contextlib.closing(self.engine.run(rows, steps))
         try:
             with run as chunks, progress_bars.answers(len(rows)) as update:
@@ -296,7 +301,7 @@ class LM:
         refused: dict[int, Exception] = {}
         given, _ = as_several(prompts, "generate: prompts")
         requests = self._requests(given, config, options, self.defaults, refused) if given else []
-        rows = [request_state(request, self.tokenizer) for request in requests]
+        rows = self._states(requests)
         for i, error in refused.items():
             rows.append(RequestState(Request([], self.defaults, i), self.tokenizer))
             rows[-1].error = error
@@ -339,7 +344,7 @@ class LM:
         timer = Timer(self.model, self._params)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
-        rows = [request_state(request, self.tokenizer, streamed=has_text) for request in requests]
+        rows = self._states(requests, streamed=has_text)
         return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
 
     def stream(
@@ -373,7 +378,7 @@ class LM:
         if len(requests) > 1:
             raise ValueError("stream: num_return_sequences must be 1")
         self.tokenizer.decode([])
-        row = RequestState(requests[0], self.tokenizer, streamed=True)
+        (row,) = self._states(requests, streamed=True)
         timer.pause()
         return TextStream(self._pieces(row, timer), row, timer)
 

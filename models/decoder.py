@@ -22,7 +22,7 @@ from fdjax.models.attend import Attend, Stack
 from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
-from fdjax.models.sharding import local_config, partitions, whole_config
+from fdjax.models.sharding import local_config, partitions, token_ranks, whole_config
 from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -726,6 +726,8 @@ class Model:
       dtype: dtype of activations and of parameters that are not quantised, a NumPy name.
       plan: chooses the implementations.
       kv_dtype: "int8", or None for a cache in the dtype of the activations.
+      token_ranks: number of devices that divide the tokens of each KV head in a cache of pages; 1
+        if each device has all tokens of its KV heads.
     """
 
     config: DecoderConfig
@@ -735,6 +737,7 @@ class Model:
     _abstract: nnx.State = dataclasses.field(repr=False)
     _local: "Model | None" = dataclasses.field(default=None, repr=False)
     kv_dtype: str | None = None
+    token_ranks: int = 1
 
     @property
     def local(self) -> "Model":
@@ -781,8 +784,11 @@ class Model:
     def one_launch(self, rows: int, slots: int) -> bool:
         """Whether one kernel runs all layers of a decode step with this many rows and slots.
 
-        The kernel reads weights and caches that are stacked over the layers.
+        The kernel reads weights and caches that are stacked over the layers. It cannot exchange
+        the results of devices that divide the tokens of a KV head.
         """
+        if self.local.token_ranks > 1:
+            return False
         itemsize = jnp.dtype(self.dtype).itemsize
         config = self.local.config
         shape = layers_shape(config, rows, slots, itemsize)
@@ -849,7 +855,7 @@ def describe(
       plan: chooses the implementations; default the plan of the first local device.
       tensor_parallel: number of devices that share the model. It must divide the query heads and F
         (the width of an MLP or of an expert, and of an MLP beside the experts). It must divide the
-        KV heads or be a multiple of them; KV heads are then repeated.
+        KV heads or be a multiple of them; KV heads are then repeated, see `Plan.divide_tokens`.
       kv_dtype: "int8", or the dtype of the activations, which is the default.
 
     Raises:
@@ -867,8 +873,10 @@ def describe(
     if tensor_parallel == 1:
         return _described(config, dtype, plan, kv_dtype)
     local = _described(local_config(config, tensor_parallel), dtype, plan, kv_dtype)
+    divide = token_ranks(config, tensor_parallel) if plan.divide_tokens else 1
+    local = dataclasses.replace(local, token_ranks=divide)
     whole = _described(whole_config(local.config), dtype, plan, lay_out=False)
-    return Model(config, dtype, plan, whole._graph, whole._abstract, local, kv_dtype)
+    return Model(config, dtype, plan, whole._graph, whole._abstract, local, kv_dtype, divide)
 
 
 def _described(
@@ -895,7 +903,8 @@ def random_params(
     """Random parameters for benchmarks and tests, made on the devices in the real shapes.
 
     Weights are normal with the standard deviation of transformers, 0.02. Norms scale by 1. Codes of
-    quantised weights are uniform, with the same standard deviation of the weights.
+    quantised weights are uniform, with the same standard deviation of the weights. Devices with the
+    same KV head get the same keys and values, unless the weights are quantised.
 
     Args:
       model: the model.
@@ -929,6 +938,10 @@ def _random(model: Model, seed: int | Array, take: Take = lambda path, weight: w
             made = random_quantised(jax.random.fold_in(key, i), leaf, 0.02)
         else:
             made = _normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
+            copies = model.ranks // model.config.kv_heads
+            if copies > 1 and "qkv" in names:
+                kv = made[..., ::copies, -2:, :].repeat(copies, axis=-3)
+                made = made.at[..., -2:, :].set(kv)
         leaves.append(take(names, made))
         del made
     return jax.tree.unflatten(tree, leaves)

@@ -6,7 +6,8 @@ inputs, and the devices sum the results. `local_config` is the model that one de
 own shapes. A comparison with the whole model (`whole_config`) gives the divided axis of each
 parameter.
 
-KV heads are repeated if there are fewer of them than devices, and the vocabulary is padded.
+KV heads are repeated if there are fewer of them than devices, and the vocabulary is padded. Devices
+with the same KV head can divide its tokens in the cache (`token_ranks`).
 """
 
 import dataclasses
@@ -18,6 +19,7 @@ from jax.sharding import PartitionSpec
 
 from fdjax.models.block import BlockSpec
 from fdjax.models.config import DecoderConfig
+from fdjax.pallas_kernels.attention.shared import needs_positions
 from fdjax.pallas_kernels.dispatch import refuse_unknown, used_features
 from fdjax.pallas_kernels.experts.routing import ROUTING_FEATURES
 from fdjax.pallas_kernels.quantised import BITS, WEIGHT_FEATURES
@@ -100,6 +102,28 @@ def _local_block(block: BlockSpec, ranks: int) -> BlockSpec:
         # Smaller groups repeat the scales of larger ones.
         formats.append((name, dataclasses.replace(form, group=math.gcd(form.group, k))))
     return dataclasses.replace(local, formats=tuple(formats))
+
+
+def token_ranks(config: DecoderConfig, ranks: int) -> int:
+    """Number of devices that divide the tokens of a KV head among themselves; 1 if none do.
+
+    Args:
+      config: the model, not divided.
+      ranks: number of devices that share it.
+    """
+    alone = ranks <= config.kv_heads or why_tokens_repeat(config)
+    return 1 if alone else ranks // config.kv_heads
+
+
+def why_tokens_repeat(config: DecoderConfig) -> str | None:
+    """Why devices with the same KV head all hold all of its tokens; None if they can divide them.
+
+    Attention to a part of the tokens must not depend on where the other tokens are.
+    """
+    for i, spec in enumerate(config.attention):
+        if names := sorted(needs_positions(spec)):
+            return f"layer {i} has {', '.join(names)}"
+    return None
 
 
 def whole_config(local: DecoderConfig) -> DecoderConfig:

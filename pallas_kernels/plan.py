@@ -38,10 +38,14 @@ class Plan(Dispatch):
     Attributes:
       prompt_tiles: number of tiles into which devices that share a model divide a call of prompts,
         so that the sums of one tile travel while another is computed.
+      divide_tokens: whether devices with the same KV head divide its tokens, if they can. Otherwise
+        each of them holds all tokens. Only a cache of pages can be divided. On GPUs, where this has
+        not been measured, only if the caller asks for it.
     """
 
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
     prompt_tiles: int = 1
+    divide_tokens: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -114,6 +118,7 @@ class Plan(Dispatch):
             device_kind=device_kind,
             compute_capability=compute_capability,
             batch_invariant=compute_capability is None,
+            divide_tokens=compute_capability is None,
             named=named,
             table=own + tables.shipped_table(device_kind, IMPLEMENTATIONS),
         )

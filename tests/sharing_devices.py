@@ -27,11 +27,19 @@ from jax.sharding import Mesh, PartitionSpec
 
 import fdjax
 from any_size import ANY_SIZE
-from fdjax.engine import runner
+from fdjax.engine import engine, runner
+from fdjax.engine.state import SLOT_MULTIPLE as PAGE
 from fdjax.engine.watch import Watch
 from fdjax.lm import LM
 from fdjax.models import decoder, describe, parse_config, random_params
 from fdjax.pallas_kernels.all_reduce import all_reduce
+from fdjax.pallas_kernels.attention import (
+    AttentionSpec,
+    QuantisedCache,
+    append_decode_divided,
+    append_prefill_divided,
+)
+from fdjax.pallas_kernels.attention.cache import dequantised
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.ranks import AXIS
@@ -128,6 +136,7 @@ def serving(path, ranks, vocab_size=90):
             "iter": [answer.tokens for answer in answers],
             "submit": lm.submit(prompts[0], **OPTIONS).result().tokens,
             "cached": lm.generate(prompts, **OPTIONS).stats.cached_tokens,
+            "page": lm.engine.page_tokens,
             "score": lm.score(prompts[:3]).logprobs,
             "samples": lm.generate(prompts[0], num_return_sequences=3, seed=1, **_SAMPLED).tokens,
             "reruns": lm.generate([1, 2], max_new_tokens=4, return_reruns=True).stats.reruns,
@@ -142,7 +151,7 @@ def beams(path, ranks):
     report = {}
     for count in (1, ranks):
         lm = load(path, count)
-        results = [lm.generate(PROMPTS, **options | more) for more in ({}, drawn)]
+        results = [lm.generate(PROMPTS, **options | more) for more in ({"do_sample": False}, drawn)]
         report[count] = [[result.tokens, result.sequences_scores] for result in results]
     return report
 
@@ -352,6 +361,170 @@ def all_reduce_sums(ranks):
         want = x.astype(np.float64).sum(0) + sum(added.values())
         error = float(np.abs(found - want).max())
         report[" ".join(added)] = error, bool((found != found[0]).any())
+    return report
+
+
+def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
+    """What an `LM` answers if devices divide the tokens of KV heads, beside one device.
+
+    A pool begins with NaN, except in int8. Then comes a pool of 5 pages, which are too few for 4
+    requests.
+    """
+    init_pool, preempt, preempted = engine.init_pool, runner.Runner._preempt, []
+
+    def full_of_nan(*args):
+        return jax.tree.map(lambda a: a + np.asarray(np.nan, a.dtype), init_pool(*args))
+
+    def counted(self, row):
+        preempted.append(row)
+        preempt(self, row)
+
+    runner.Runner._preempt = counted
+    engine.init_pool = init_pool if "kv_dtype" in options else full_of_nan
+    fields = {"num_key_value_heads": kv_heads, "max_position_embeddings": 2048}
+    config, plan = parse_config(CONFIG | fields), Plan.for_device()
+    page = ranks // kv_heads * PAGE
+    rng = np.random.default_rng(3)
+    beginning = rng.integers(3, 90, page + 9).tolist()
+    prompts = [rng.integers(3, 90, n).tolist() for n in (1, 127, 129)]
+    prompts += [beginning + rng.integers(3, 90, n).tolist() for n in (1, page)]
+    report, params = {}, None
+    for count in (1, ranks):
+        model = describe(config, dtype="float32", plan=plan, tensor_parallel=count, **options)
+        params = _spread(random_params(model, 5)) if params is None else params
+        lm = LM(model, params, max_batch=4)
+        seen = Ranks()
+        found = report[count] = {
+            "all": generated(lm, prompts, max_new_tokens=6),
+            "alone": generated(lm, prompts[-1:], max_new_tokens=6),
+            "cached": lm.generate(prompts[-1], max_new_tokens=1).stats.cached_tokens,
+        }
+        if beams:
+            search = lm.generate(prompts[2:], max_new_tokens=7, num_beams=beams, do_sample=False)
+            found["beams"] = search.tokens, search.sequences_scores
+        cache = jax.tree.leaves(lm.engine.reusable.state.kv)
+        found["bytes"] = sum(a.addressable_shards[0].data.nbytes for a in cache)
+        found["capacity"] = lm.engine.pool.count * lm.engine.pool.size
+        lm.engine.pool.check([])
+        lm.engine.release()
+        lm.engine._most_pages = lambda slots, most=1 + 5 * page // lm.engine.page_tokens: most
+        growing = [[5 + i] * (page - 10 - i) for i in range(4)]
+        found["few"] = generated(lm, growing, max_new_tokens=20)
+        found["few pages"] = lm.engine.pool.count
+        found["preempted"], found["ranks"] = len(preempted), model.token_ranks
+        found["compared"], found["differing"] = seen.compared, seen.differing
+    return report
+
+
+def _spread(params):
+    """Parameters whose attention is not almost uniform."""
+    return jax.tree.map(lambda a: 8 * a if a.ndim > 1 else a, params)
+
+
+def divided_attention(ranks, kv_heads, quantised=False, block=PAGE, **spec):
+    """Attention to a cache that devices divide by tokens, beside float64.
+
+    Prompts of some rows in blocks, then decode steps of all. Slots that nobody writes are NaN.
+
+    Returns:
+      The largest errors of o in prompts and steps, and what is wrong with the cache.
+    """
+    n, page, width, group, d, layers = ranks // kv_heads, PAGE, 3, 2, 16, 2
+    heads = kv_heads * n * group
+    # Less than a page for each device, ends of pages, and full rows.
+    lengths = np.array([0, 1, 127, 128, 129, 200, n * page - 1, n * page, 2 * n * page + 131])
+    steps, most = 3, width * n * page
+    rng = np.random.default_rng(0)
+    b = len(lengths)
+    k, v = rng.standard_normal((2, b, most, kv_heads, d)).astype(np.float32)
+    q = rng.standard_normal((b, most, heads, d)).astype(np.float32)
+    sinks = rng.standard_normal(heads).astype(np.float32) if spec.pop("sinks", False) else None
+    phi = tuple(rng.standard_normal(heads).tolist()) if spec.pop("phi", False) else None
+    spec = AttentionSpec(0.3, sinks=sinks is not None, phi=phi, ranks=ranks, **spec)
+    pages = 1 + rng.permutation(b * width).reshape(b, width).astype(np.int32)
+
+    def qkv(rows, slots):
+        """[ranks, len(rows), T, 1, group + 2, d] of tokens [len(rows), T]."""
+        rows = rows[:, None]
+        queries = q[rows, slots].reshape(*slots.shape, ranks, group, d)
+        parts = [np.repeat(a[rows, slots], n, axis=2)[..., None, :] for a in (k, v)]
+        return np.moveaxis(np.concatenate([queries, *parts], axis=-2), 2, 0)[:, :, :, None]
+
+    def wanted(row, slot):
+        """o [heads, d] of a token in float64."""
+        keys, values = (
+            np.repeat(a[row, : slot + 1].astype(np.float64), heads // kv_heads, axis=1)
+            for a in (k, v)
+        )
+        scores = np.einsum("hd,shd->hs", q[row, slot].astype(np.float64), keys) * spec.scale
+        if spec.soft_cap is not None:
+            scores = spec.soft_cap * np.tanh(scores / spec.soft_cap)
+        weights = np.exp(scores)
+        total = weights.sum(1) + (0 if sinks is None else np.exp(sinks.astype(np.float64)))
+        return np.einsum("hs,shd->hd", weights / total[:, None], values)
+
+    def over_devices(function):
+        def run(qkv, caches, sinks, *args):
+            sinks = None if sinks is None else sinks[0]
+            options = {"token_ranks": n, "spec": spec, "layer": 1, "sinks": sinks}
+            caches = jax.tree.map(lambda a: a[0], caches)
+            o, *caches = function(qkv[0], *caches, *args[:-1], pages=args[-1], **options)
+            return o[None], jax.tree.map(lambda a: a[None], tuple(caches))
+
+        return run
+
+    mesh = Mesh(np.array(jax.devices()[:ranks]), (AXIS,))
+
+    def jitted(function, count):
+        specs = *[PartitionSpec(AXIS)] * 3, *[PartitionSpec()] * count
+        run = over_devices(function)
+        out = PartitionSpec(AXIS)
+        return jax.jit(
+            jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(out, out), check_vma=False)
+        )
+
+    pool = np.full((ranks, layers, 1 + b * width, 1, page, d), np.nan, np.float32)
+    caches = pool, pool
+    if quantised:
+        empty = QuantisedCache(np.zeros(pool.shape, np.int8), pool[..., 0], np.dtype("float32"))
+        caches = empty, empty
+    own_sinks = None if sinks is None else sinks.reshape(ranks, group)
+    # Blocks in any order, and one without work.
+    blocks = [(r, s) for r in range(b) for s in range(0, lengths[r], block)]
+    blocks = [blocks[i] for i in rng.permutation(len(blocks))] + [(0, 0)]
+    rows, offsets = np.array(blocks, np.int32).T
+    slots = offsets[:, None] + np.arange(block)
+    ends = np.minimum(lengths[rows], offsets + block).astype(np.int32)
+    ends[-1] = 0
+    run = jitted(append_prefill_divided, 3)
+    o, caches = run(qkv(rows, slots), caches, own_sinks, ends, offsets, pages[rows])
+    o = np.moveaxis(np.asarray(o), 0, 2).reshape(len(rows), block, heads, d)
+    errors = [
+        np.abs(o[i, t] - (wanted(rows[i], s) if s < ends[i] else 0)).max()
+        for i, line in enumerate(slots)
+        for t, s in enumerate(line)
+        if s >= ends[i] or t in (0, 1, block // 2, block - 1) or s == ends[i] - 1
+    ]
+    report = {"prompts": float(np.max(errors)), "steps": 0.0}
+    run = jitted(append_decode_divided, 2)
+    for step in range(steps):
+        now = (lengths + step).astype(np.int32)
+        o, caches = run(qkv(np.arange(b), now[:, None]), caches, own_sinks, now, pages)
+        o = np.moveaxis(np.asarray(o), 0, 2).reshape(b, heads, d)
+        error = np.max([np.abs(o[i] - wanted(i, now[i])) for i in range(b)])
+        report["steps"] = float(np.max([report["steps"], error]))
+    expected = np.full((2, *pool.shape), np.nan, np.float32)
+    for i, s in ((row, slot) for row in range(b) for slot in range(lengths[row] + steps)):
+        for rank in range(s // page % n, ranks, n):
+            expected[:, rank, 1, pages[i, s // (n * page)], 0, s % page] = (
+                k[i, s, rank // n],
+                v[i, s, rank // n],
+            )
+    tolerance = 0.05 if quantised else 0
+    report["cache"] = all(
+        np.allclose(np.asarray(dequantised(cache)), want, rtol=0, atol=tolerance, equal_nan=True)
+        for cache, want in zip(caches, expected, strict=True)
+    )
     return report
 
 

@@ -22,13 +22,13 @@ class BeamSearch(RequestState):
     A preempted search starts over, because its beams have no common answer that it could continue.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer):
+    def __init__(self, request: Request, tokenizer: Tokenizer, *, page_tokens: int = SLOT_MULTIPLE):
         self._answers = [
             RequestState(dataclasses.replace(request, sample=i), tokenizer)
             for i in range(request.config.num_return_sequences)
         ]
         self._steps: list[_BeamStep] = []
-        super().__init__(request, tokenizer)
+        super().__init__(request, tokenizer, page_tokens=page_tokens)
 
     @property
     def width(self) -> int:
@@ -55,8 +55,8 @@ class BeamSearch(RequestState):
     def slots(self) -> int:
         """Cache slots that each row needs. The response begins on a new page."""
         new = self.most_tokens - len(self.request.ids)
-        pages = page_count(len(self.request.ids)) + page_count(new)
-        return max(super().slots, pages * SLOT_MULTIPLE)
+        pages = self._pages_of(len(self.request.ids)) + self._pages_of(new)
+        return max(super().slots, pages * self.page_tokens)
 
     @property
     def has_begun(self) -> bool:
@@ -72,12 +72,15 @@ class BeamSearch(RequestState):
     def pages_for(self, tokens: int) -> int:
         """Pages for a number of tokens. The beams share only the pages of the prompt."""
         prompt = len(self.request.ids)
-        return page_count(prompt) + self.width * page_count(max(0, tokens - prompt))
+        return self._pages_of(prompt) + self.width * self._pages_of(max(0, tokens - prompt))
 
     def table(self, pages: list[int], beam: int) -> list[int]:
         """The pages of one beam: the prompt's pages, then every W-th of the remaining pages."""
-        prompt = page_count(len(self.request.ids))
+        prompt = self._pages_of(len(self.request.ids))
         return pages[:prompt] + pages[prompt + beam :: self.width]
+
+    def _pages_of(self, tokens):
+        return page_count(tokens, self.page_tokens)
 
     def begin(self) -> None:
         """Forget all steps, because the search starts over."""
@@ -124,9 +127,13 @@ class BeamSearch(RequestState):
 
 
 def request_state(
-    request: Request, tokenizer: Tokenizer, *, streamed: bool = False
+    request: Request,
+    tokenizer: Tokenizer,
+    *,
+    streamed: bool = False,
+    page_tokens: int = SLOT_MULTIPLE,
 ) -> RequestState:
     """The state of a request on the host: a `BeamSearch` if it asks for beams."""
     if request.config.num_beams > 1:
-        return BeamSearch(request, tokenizer)
-    return RequestState(request, tokenizer, streamed=streamed)
+        return BeamSearch(request, tokenizer, page_tokens=page_tokens)
+    return RequestState(request, tokenizer, streamed=streamed, page_tokens=page_tokens)

@@ -42,6 +42,7 @@ from fdjax.engine.state import (
     init_cache,
     init_pool,
     page_bytes,
+    page_tokens,
     start,
     start_in_pages,
     state_specs,
@@ -215,6 +216,11 @@ class Engine:
                 )
         return self.place.agree(op, call)
 
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a page of the cache, on all devices that divide the tokens of a KV head."""
+        return page_tokens(self.local)
+
     def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows have taken it.
 
@@ -266,11 +272,11 @@ class Engine:
         limit = pages if known else self._most_pages(slots)
         # One page more, because page 0 is never handed out.
         if max(needs) >= limit:
-            longest = max(needs) * SLOT_MULTIPLE
+            longest = max(needs) * self.page_tokens
             plan_memory(self.local, max_len=longest).check("generate", self.memory_bytes)
             raise MemoryError(
                 f"generate: {longest} tokens of cache must fit into {limit - 1} pages of "
-                f"{SLOT_MULTIPLE}"
+                f"{self.page_tokens}"
             )
         # Rows without pages would only cost time. Half of a row's largest need is enough for most
         # rows, because many end early and some share pages.
@@ -312,7 +318,8 @@ class Engine:
           least_bytes: bytes of a layer that it must save; by default, what pays on the device.
         """
         config, plan = self.local.config, self.model.plan
-        if plan.batch_invariant or not any(map(can_share, config.attention)):
+        divided = self.local.token_ranks > 1
+        if divided or plan.batch_invariant or not any(map(can_share, config.attention)):
             return None
         if least_bytes is None:
             least_bytes = 0 if plan.compute_capability is None else _LEAST_SHARED_BYTES
@@ -435,8 +442,9 @@ class Engine:
             pages = pages * 3 // 4
             kv = None
             gc.collect()  # the error may keep arrays alive that were allocated before it
-        logger.info("cache of %d pages of %d tokens", pages, SLOT_MULTIPLE)
-        self.pool = PagePool(pages, prefix_cache=self._prefix_cache)
+        size = self.page_tokens
+        logger.info("cache of %d pages of %d tokens", pages, size)
+        self.pool = PagePool(pages, size=size, prefix_cache=self._prefix_cache)
         self.reusable = ReusableState(start_in_pages(kv, 1, SLOT_MULTIPLE), [])
 
     def program(

@@ -22,7 +22,7 @@ from fdjax.engine.schedule import (
     rows_of_call,
     widest_chunk,
 )
-from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_bytes
+from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_bytes, page_tokens
 from fdjax.models import Model
 from fdjax.pallas_kernels.dispatch import Features
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
@@ -100,7 +100,8 @@ def plan_memory(
       batch: number of rows.
       max_len: tokens of each row, prompt and answer.
       prompt_tokens: tokens of the longest prompt; default `max_len`.
-      slots: cache slots per row; default as many as prompts of `max_len` tokens need.
+      slots: cache slots per row on a device; default as many as prompts of `max_len` tokens need.
+        Devices that divide the tokens of a KV head then hold a part of them.
 
     Raises:
       ValueError: a number is not a positive integer.
@@ -111,17 +112,18 @@ def plan_memory(
     for name, value in numbers_of.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
             raise ValueError(f"memory: {name} must be a positive integer, got {value!r}")
+    held = held_slots(model, max_len) if slots is None else slots
     slots = covered_slots(max_len) if slots is None else slots
     return MemoryPlan(
         batch=batch,
         max_len=max_len,
         weight_bytes=model.weight_bytes,
-        cache_bytes=cache_bytes(model, batch, slots) + 4 * batch * slots,
+        cache_bytes=cache_bytes(model, batch, held) + 4 * batch * slots,
         workspace_bytes=workspace_bytes(model, batch, prompt_tokens, slots),
     )
 
 
-def beam_slots(prompt: int, new: int, *, beams: int) -> int:
+def beam_slots(prompt: int, new: int, *, beams: int, page: int = SLOT_MULTIPLE) -> int:
     """Cache slots of the beams of a prompt (segment KV cache, Wu et al. 2024, section 3.2).
 
     The prompt's slots are shared. Each beam has its own pages for its `new` tokens.
@@ -130,11 +132,12 @@ def beam_slots(prompt: int, new: int, *, beams: int) -> int:
       prompt: tokens of the prompt, P.
       new: tokens of the answer, R.
       beams: number of beams, W.
+      page: tokens of a page, S.
 
     Returns:
-      P + W · ⌈R / 128⌉ · 128, where 128 are the slots of a page.
+      P + W · ⌈R / S⌉ · S.
     """
-    return prompt + beams * -(-new // SLOT_MULTIPLE) * SLOT_MULTIPLE
+    return prompt + beams * -(-new // page) * page
 
 
 def plan_up_to(model: Model, *, batch: int, max_len: int) -> MemoryPlan:
@@ -201,7 +204,7 @@ def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
     def fits(batch: int) -> bool:
         return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
 
-    return _largest(fits, memory_bytes // cache_bytes(model, 1, covered_slots(max_len)))
+    return _largest(fits, memory_bytes // cache_bytes(model, 1, held_slots(model, max_len)))
 
 
 def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
@@ -214,7 +217,7 @@ def longest_context(model: Model, *, batch: int = 1, memory_bytes: int) -> int:
         max_len = multiples * SLOT_MULTIPLE
         return plan_up_to(model, batch=batch, max_len=max_len).total_bytes <= memory_bytes
 
-    most = memory_bytes // cache_bytes(model, batch, SLOT_MULTIPLE)
+    most = memory_bytes * divided_by(model) // cache_bytes(model, batch, SLOT_MULTIPLE)
     longest = SLOT_MULTIPLE * _largest(fits, most)
     learned = model.config.position_offset is not None
     return min(longest, model.config.max_position_embeddings) if learned else longest
@@ -250,13 +253,18 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         values += max(block.pair_values for block in c.blocks)
     mlp = tokens * values * itemsize
     attention = tokens * max(block.attention_values for block in c.blocks) * itemsize
+    # Devices that divide the tokens of a KV head attend with the queries of all.
+    heads = c.heads * divided_by(model)
+    if heads > c.heads:
+        # These queries, and in fp32 the results that are sent and received.
+        attention += tokens * heads * c.head_dim * (itemsize + 2 * 4)
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
     runs = _prefill_implementations(model, rows, tokens // rows, slots)
     # A copy of the cache of the call's rows, which is gathered, dequantised, or both.
     if model.kv_dtype or (rows < batch and runs != {"mosaic_gpu"}):
         attention += 2 * rows * row_bytes
     if "xla" in runs:
-        scores = 4 * rows * c.heads * (tokens // rows) * slots
+        scores = 4 * rows * heads * (tokens // rows) * slots
         # The size also counts a copy of the values with dead slots zeroed.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
     # A decode step dequantises the cache of all rows, a layer at a time.
@@ -296,7 +304,7 @@ def reads_pages(model: Model) -> bool:
         return True
     if plan.compute_capability < (9, 0):
         return False
-    shape = {"h": c.heads, "hkv": c.kv_heads, "d": c.head_dim}
+    shape = {"h": c.heads * model.token_ranks, "hkv": c.kv_heads, "d": c.head_dim}
     shape["itemsize"] = jnp.dtype(model.dtype).itemsize
     choices = (
         plan.choose(op, features, b=b, t=t, s=s, masks=masks, **shape)
@@ -305,6 +313,18 @@ def reads_pages(model: Model) -> bool:
         for b, s in ((1, 512), (1, 8192), (64, 2048))
     )
     return all(choice.implementation == "mosaic_gpu" for choice in choices)
+
+
+def divided_by(model: Model) -> int:
+    """Number of devices that divide the tokens of each KV head; 1 if rows are not in pages."""
+    return model.token_ranks if model.token_ranks > 1 and reads_pages(model) else 1
+
+
+def held_slots(model: Model, tokens: int) -> int:
+    """Slots of a row of `tokens` tokens that a device holds, padding included."""
+    if divided_by(model) == 1:
+        return covered_slots(tokens)
+    return SLOT_MULTIPLE * -(-tokens // page_tokens(model))
 
 
 def room_for_pages(
@@ -328,7 +348,7 @@ def room_for_pages(
 
 def pool_pages(model: Model, *, rows: int, context: int, pool_bytes: int) -> int:
     """Pages of a pool: as many as fit into memory, but no more than the rows could use."""
-    most = 1 + rows * -(-context // SLOT_MULTIPLE)
+    most = 1 + rows * -(-context // page_tokens(model))
     pages = max(0, min(int(pool_bytes / page_bytes(model)), most))
     # Free memory differs a little from process to process. Programs depend on the number.
     step = 2 ** max(0, pages.bit_length() - 5)
@@ -338,7 +358,8 @@ def pool_pages(model: Model, *, rows: int, context: int, pool_bytes: int) -> int
 def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -> set[str]:
     """The implementations that run prefill attention in any layer."""
     c = model.config
-    shape = {"b": rows, "t": tokens, "h": c.heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
+    heads = c.heads * divided_by(model)
+    shape = {"b": rows, "t": tokens, "h": heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
     shape["itemsize"] = jnp.dtype(model.dtype).itemsize
     choices = (
         model.plan.choose("prefill_attention", features, **shape, masks=masks)

@@ -1,8 +1,9 @@
 """Tracks which pages of the cache are in use, and which hold the beginning of a prompt.
 
-A page has `SLOT_MULTIPLE` slots. A full page never changes, so prompts with the same beginning
-share it. Its key is a hash of all tokens up to its end. An unused page keeps its content until it
-is needed. The page that was released first is overwritten first.
+A page has `SLOT_MULTIPLE` slots. If devices divide the tokens of a KV head, it has as many on each
+of them. A full page never changes, so prompts with the same beginning share it. Its key is a hash
+of all tokens up to its end. An unused page keeps its content until it is needed. The page that was
+released first is overwritten first.
 """
 
 import collections
@@ -14,9 +15,9 @@ import numpy as np
 from fdjax.engine.state import NOBODYS_PAGE, SLOT_MULTIPLE
 
 
-def page_count(tokens: int) -> int:
-    """Pages that hold a number of tokens."""
-    return -(-tokens // SLOT_MULTIPLE)
+def page_count(tokens: int, size: int = SLOT_MULTIPLE) -> int:
+    """Pages of `size` tokens that hold a number of tokens."""
+    return -(-tokens // size)
 
 
 class PagePool:
@@ -24,11 +25,13 @@ class PagePool:
 
     Attributes:
       count: number of pages, including page 0, which is never handed out.
+      size: tokens of a page.
       prefix_cache: whether pages are shared.
     """
 
-    def __init__(self, count: int, *, prefix_cache: bool = True):
+    def __init__(self, count: int, *, size: int = SLOT_MULTIPLE, prefix_cache: bool = True):
         self.count = count
+        self.size = size
         self.prefix_cache = prefix_cache
         self._users = [0] * count
         self._free = list(range(count - 1, NOBODYS_PAGE, -1))
@@ -65,14 +68,14 @@ class PagePool:
         found = self._find(ids)
         if not self._pending.isdisjoint(found):
             return None
-        needed = page_count(len(ids)) - len(found)
+        needed = page_count(len(ids), self.size) - len(found)
         idle = sum(page in self._idle for page in found)
         if needed + spare > self.available - idle:
             return None
         for page in found:
             self._users[page] += 1
             self._idle.pop(page, None)
-        return found + self.take(needed), len(found) * SLOT_MULTIPLE
+        return found + self.take(needed), len(found) * self.size
 
     def take(self, count: int) -> list[int]:
         """Take pages whose content does not matter.
@@ -103,7 +106,7 @@ class PagePool:
         """
         if not self.prefix_cache:
             return
-        for page, key in zip(pages, _keys(ids), strict=False):
+        for page, key in zip(pages, _keys(ids, self.size), strict=False):
             if key not in self._pages and page not in self._keys:
                 self._pages[key] = page
                 self._keys[page] = key
@@ -155,7 +158,7 @@ class PagePool:
     def _find(self, ids: Sequence[int]) -> list[int]:
         found: list[int] = []
         if self.prefix_cache and self._pages:
-            for key in _keys(ids[:-1]):
+            for key in _keys(ids[:-1], self.size):
                 if key not in self._pages:
                     break
                 found.append(self._pages[key])
@@ -168,11 +171,11 @@ class PagePool:
         self._pending.discard(page)
 
 
-def _keys(ids: Sequence[int]) -> Iterator[bytes]:
-    """The key of each full page."""
+def _keys(ids: Sequence[int], size: int) -> Iterator[bytes]:
+    """The key of each full page of `size` tokens."""
     key = b""
     tokens = np.asarray(ids, np.int32)
-    for end in range(SLOT_MULTIPLE, len(tokens) + 1, SLOT_MULTIPLE):
-        page = tokens[end - SLOT_MULTIPLE : end].tobytes()
+    for end in range(size, len(tokens) + 1, size):
+        page = tokens[end - size : end].tobytes()
         key = hashlib.blake2b(key + page, digest_size=16).digest()
         yield key

@@ -13,6 +13,7 @@ from typing import overload
 import jax
 import numpy as np
 
+from fdjax.engine.memory import divided_by
 from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import cache_bytes
 from fdjax.models import Model, Params
@@ -337,7 +338,6 @@ class Timer:
             _bytes_of_device(params["embed"]),
         )
         weights = sum(n * step_bytes(model, *sizes, m) for m, n in self._steps_of_rows.items())
-        per_token = cache_bytes(model.local, 1, 1)
         slots = sum(row.slots_read for row in rows)
         return Stats(
             prompt_tokens=sum(len(row.request.ids) for row in rows),
@@ -345,7 +345,8 @@ class Timer:
             decode_tokens=sum(len(answer.tokens) for row in rows for answer in row.answers),
             prefill_seconds=self._prefill,
             decode_seconds=self._decode,
-            decode_bytes=weights + slots * per_token,
+            decode_bytes=weights
+            + slots * cache_bytes(model.local, 1, 1) // divided_by(model.local),
             decode_steps=self._steps,
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),

@@ -190,7 +190,7 @@ class Session:
 
     def set_pages(self, pages: Sequence[Sequence[int]]) -> None:
         """Set the pages of each row, for the following calls."""
-        width = page_count(self._shape.slots)
+        width = page_count(self._shape.slots, self._engine.page_tokens)
         self._pages = np.full((self._shape.rows, width), NOBODYS_PAGE, np.int32)
         for table, owned in zip(self._pages, pages, strict=True):
             table[: len(owned)] = owned

@@ -8,6 +8,7 @@ import numpy as np
 
 from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import least_slots
+from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.sampling.beams import BeamResults
 from fdjax.sampling.callbacks import called
 from fdjax.sampling.options import GenerationConfig
@@ -66,6 +67,7 @@ class RequestState:
 
     Attributes:
       request: the prompt and the options.
+      page_tokens: tokens of a page of the cache, see `Engine.page_tokens`.
       tokens: generated ids, including the id that ended the request.
       logprobs: log-probability of each token; empty unless requested.
       top_logprobs: for each step, {id: log-probability} of the likeliest tokens, likeliest first.
@@ -75,9 +77,17 @@ class RequestState:
       score: score of an answer of beam search; None before it ends and for other requests.
     """
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, *, streamed: bool = False):
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        *,
+        streamed: bool = False,
+        page_tokens: int = SLOT_MULTIPLE,
+    ):
         config = request.config
         self.request = request
+        self.page_tokens = page_tokens
         self.tokens: list[int] = []
         self.cached_tokens = 0
         self.logprobs: list[float] = []
@@ -116,7 +126,7 @@ class RequestState:
 
     def pages_for(self, tokens: int) -> int:
         """Number of cache pages for a number of tokens."""
-        return page_count(tokens)
+        return page_count(tokens, self.page_tokens)
 
     def table(self, pages: list[int], beam: int) -> list[int]:
         """The pages of one of its rows, in order."""

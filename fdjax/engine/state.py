@@ -152,8 +152,13 @@ def init_pool(
 
 
 def page_bytes(model: Model) -> int:
-    """Bytes of a page, over all layers."""
+    """Bytes of a page on a device, over all layers."""
     return cache_bytes(model, 1, SLOT_MULTIPLE)
+
+
+def page_tokens(model: Model) -> int:
+    """Tokens of a page, on all devices that divide the tokens of a KV head."""
+    return SLOT_MULTIPLE * model.token_ranks
 
 
 def abstract_state(model: Model, stacked: bool = False, beams: bool = False) -> DecodeState:

@@ -26,7 +26,9 @@ from fdjax.pallas_kernels.attention import (
     BeamSlots,
     SharedPages,
     append_decode_attention,
+    append_decode_divided,
     append_prefill_attention,
+    append_prefill_divided,
 )
 from fdjax.pallas_kernels.norm import HeadNorms
 from fdjax.pallas_kernels.plan import Plan
@@ -123,6 +125,7 @@ def prefill(
             pages=pages,
             rotation_at=_rotation_at(*lengths),
             plan=model.plan,
+            token_ranks=1 if pages is None else model.token_ranks,
         )
 
     last_tokens = jnp.maximum(lengths - 1, 0)
@@ -268,6 +271,7 @@ def decode_steps(
         hidden, kv, *reruns = run_layers(
             *(module, state, sampling, model.plan),
             pages=pages,
+            token_ranks=1 if pages is None else model.token_ranks,
             shared=shared,
             layers=layers,
             reruns=reruns,
@@ -368,6 +372,7 @@ def run_layers(
     plan: Plan,
     *,
     pages: Array | None = None,
+    token_ranks: int = 1,
     shared: SharedPages | None = None,
     layers: dict[str, Array] | None = None,
     reruns: Sequence[list[Array]] = (),
@@ -378,6 +383,7 @@ def run_layers(
       module: the decoder.
       state, sampling, pages, shared, layers: see `decode_steps`.
       plan: chooses the implementations.
+      token_ranks: number of devices that divide the tokens of each KV head.
       reruns: empty, or one list of L sums, to which the reruns of this step are added.
 
     Returns:
@@ -406,6 +412,7 @@ def run_layers(
         shared=shared,
         rotation_at=rotation_at,
         plan=plan,
+        token_ranks=token_ranks,
     )
     if isinstance(state.kv, StackedCache):
         return _run_stacked(module, state, attend, plan, reruns)
@@ -487,18 +494,23 @@ def attend_decode(
     pages: Array | None = None,
     beams: BeamSlots | None = None,
     shared: SharedPages | None = None,
+    token_ranks: int = 1,
 ) -> tuple[Array, tuple[LayerCache | StackedLayer, *tuple[Array, ...]]]:
     """Norms, RoPE, append and attention of T new tokens per row.
 
     A layer has a cache, and maybe reruns.
     `positions` [B] are the positions of the first tokens, default `lengths`.
+    With `token_ranks` > 1, devices divide the tokens of each KV head, in pages.
     """
     kv, *reruns = layer
     k, v, *index = kv
     t = qkv.shape[1]
     positions = (lengths if positions is None else positions)[:, None]
     positions = positions + jnp.arange(t, dtype=jnp.int32)[None]
-    o, k, v, *share = append_decode_attention(
+    append = functools.partial(append_decode_attention, shared=shared)
+    if token_ranks > 1:
+        append = functools.partial(append_decode_divided, token_ranks=token_ranks)
+    o, k, v, *share = append(
         qkv,
         k,
         v,
@@ -506,7 +518,6 @@ def attend_decode(
         layer=index[0] if index else None,
         pages=pages,
         beams=beams,
-        shared=shared,
         sinks=sinks,
         norms=norms,
         rotation=spec.rope and rotation_at(positions, spec.rope),
@@ -530,12 +541,19 @@ def attend_prefill(
     rotation_at: Callable,
     plan: Plan,
     pages: Array | None = None,
+    token_ranks: int = 1,
 ) -> tuple[Array, LayerCache | StackedLayer]:
-    """Norms, RoPE, append and attention of a chunk of some rows' prompts."""
+    """Norms, RoPE, append and attention of a chunk of some rows' prompts.
+
+    With `token_ranks` > 1, devices divide the tokens of each KV head, in pages.
+    """
     t = qkv.shape[1]
     positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     k, v, *index = kv
-    o, k, v = append_prefill_attention(
+    append = functools.partial(append_prefill_attention, rows=rows)
+    if token_ranks > 1:
+        append = functools.partial(append_prefill_divided, token_ranks=token_ranks)
+    o, k, v = append(
         qkv,
         k,
         v,
@@ -543,7 +561,6 @@ def attend_prefill(
         offsets,
         rotation=spec.rope and rotation_at(positions, spec.rope),
         layer=index[0] if index else None,
-        rows=rows,
         pages=pages,
         sinks=sinks,
         norms=norms,

@@ -1,5 +1,6 @@
 """Finds out which of several devices is stalled while the others wait for it."""
 
+import collections
 import contextlib
 import logging
 import threading
@@ -7,13 +8,16 @@ from collections.abc import Iterator
 
 logger = logging.getLogger("fdjax")
 
+# Number of operations whose names are kept: more than devices can be ahead of each other.
+_NAMES = 64
+
 
 class Watch:
     """Counts the collective operations that each device has reached, and reports a stall.
 
     Every device announces an operation before it takes part. An operation ends only when all
-    devices take part. So the counts differ by at most one, and the stalled device has the smallest
-    count.
+    devices of its group take part. So the stalled device has the smallest count. Devices of other
+    groups may be some operations ahead.
 
     A report is an error in the log "fdjax". The wait continues, because the host cannot end a
     program that hangs on a device.
@@ -32,13 +36,15 @@ class Watch:
             raise ValueError(f"watch: seconds must be positive, got {seconds}")
         self.seconds = seconds
         self._lock = threading.Lock()
-        self._reached: dict[int, tuple[int, str]] = {}
+        self._reached: collections.Counter[int] = collections.Counter()
+        self._names: dict[int, str] = {}  # of the last operations, by their numbers
 
     def arrive(self, rank: int, name: str) -> None:
         """Note that a device has reached a collective operation."""
         with self._lock:
-            count, _ = self._reached.get(rank, (0, ""))
-            self._reached[rank] = count + 1, name
+            self._reached[rank] += 1
+            self._names[self._reached[rank]] = name
+            self._names.pop(self._reached[rank] - _NAMES, None)
 
     @contextlib.contextmanager
     def waiting(self, what: str, ranks: int) -> Iterator[None]:
@@ -58,16 +64,20 @@ class Watch:
 
     def _report(self, what: str, ranks: int) -> None:
         with self._lock:
-            reached = [self._reached.get(rank, (0, "")) for rank in range(ranks)]
-        last, name = max(reached)
-        behind = [str(rank) for rank, (count, _) in enumerate(reached) if count < last]
-        where = f"collective operation {last} ({name})"
+            reached = [self._reached[rank] for rank in range(ranks)]
+            names = dict(self._names)
+        least, last = min(reached), max(reached)
+
+        def where(count):
+            return f"collective operation {count} ({names.get(count)})"
+
         if not last:
             state = "no device has reached a collective operation"
-        elif behind:
-            state = f"device {', '.join(behind)} of {ranks} has not reached {where}"
+        elif least < last:
+            behind = ", ".join(str(rank) for rank, count in enumerate(reached) if count == least)
+            state = f"device {behind} of {ranks} has not reached {where(least + 1)}"
         else:
-            state = f"all {ranks} devices have reached {where}, and none the next"
+            state = f"all {ranks} devices have reached {where(last)}, and none the next"
         logger.error("no %s for %g s: %s", what, self.seconds, state)
 
 

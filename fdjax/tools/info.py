@@ -9,6 +9,7 @@ from fdjax.engine.memory import (
     MOST_ROWS,
     MemoryPlan,
     beam_slots,
+    divided_by,
     largest_batch,
     longest_context,
     plan_memory,
@@ -16,8 +17,9 @@ from fdjax.engine.memory import (
     reads_pages,
     room_for_pages,
 )
-from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes
+from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_tokens
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
+from fdjax.models.sharding import why_tokens_repeat
 from fdjax.pallas_kernels.experts import moe_features, moe_key
 from fdjax.pallas_kernels.plan import Choice
 from fdjax.system.device_memory import device_memory_bytes, gigabytes
@@ -37,7 +39,10 @@ class ModelInfo:
       quantised: formats of the quantised weights.
       weight_bytes: bytes of all parameters.
       kv_dtype: dtype of the cache. In "int8", its bytes include the scales.
-      kv_bytes_per_token: bytes of cache that one token takes in all layers.
+      kv_bytes_per_token: bytes of cache that one token takes in all layers. If devices divide the
+        tokens of a KV head, its share of one device.
+      repeated_heads: which devices have the same KV head, and what they hold of its tokens; None if
+        each KV head is on one device.
       device: kind of the device.
       device_bytes: bytes that JAX may use there, None if unknown.
       memory: memory plan for the given number of rows and their length.
@@ -64,6 +69,7 @@ class ModelInfo:
     weight_bytes: int
     kv_dtype: str
     kv_bytes_per_token: int
+    repeated_heads: str | None
     device: str
     device_bytes: int | None
     memory: MemoryPlan
@@ -92,6 +98,8 @@ class ModelInfo:
         ]
         if self.devices > 1:
             lines.append(f"shared by     {self.devices} devices; these are the numbers of each")
+        if self.repeated_heads is not None:
+            lines.append(f"KV heads      {self.repeated_heads}")
         if self.device_bytes is not None:
             lines.append(f"memory        {self.device_bytes / 1e9:.1f} GB")
         lines.append(f"needs         {self.memory}")
@@ -162,11 +170,13 @@ def model_info(
             "longest_context": longest_context(model, batch=batch, memory_bytes=memory_bytes),
             "pool_tokens": _pool_tokens(model, memory_bytes) if reads_pages(model) else None,
         }
-    per_token = cache_bytes(model, 1, 1)
+    per_token = cache_bytes(model, 1, 1) // divided_by(model)
     beam_cache = separate_cache = None
     if beams > 1:
         prompt = max(1, slots - new_tokens)
-        beam_cache = batch * beam_slots(prompt, new_tokens, beams=beams) * per_token
+        page = SLOT_MULTIPLE * divided_by(model)
+        slots_of_beams = beam_slots(prompt, new_tokens, beams=beams, page=page)
+        beam_cache = batch * slots_of_beams * per_token
         separate_cache = batch * beams * slots * per_token
     return ModelInfo(
         devices=whole.ranks,
@@ -179,6 +189,7 @@ def model_info(
         weight_bytes=model.weight_bytes,
         kv_dtype=model.kv_dtype or model.dtype,
         kv_bytes_per_token=per_token,
+        repeated_heads=_repeated_heads(whole),
         device=model.plan.device_kind,
         device_bytes=memory_bytes,
         memory=plan_memory(model, batch=batch, max_len=slots),
@@ -190,12 +201,24 @@ def model_info(
     )
 
 
+def _repeated_heads(model: Model) -> str | None:
+    count = model.ranks // model.config.kv_heads
+    if count < 2:
+        return None
+    if divided_by(model.local) > 1:
+        return f"{count} devices have the same one, and divide its tokens"
+    why = why_tokens_repeat(model.config) or "rows are in one piece"
+    if not model.plan.divide_tokens:
+        why = "the plan does not divide them"
+    return f"{count} devices have the same one, and each holds all of its tokens: {why}"
+
+
 def _pool_tokens(model: Model, memory_bytes: int) -> int:
     sizes = {"rows": MOST_ROWS, "context": model.config.max_position_embeddings}
     left = memory_bytes - model.weight_bytes
     room = room_for_pages(model, **sizes, memory_bytes=left)
     pages = pool_pages(model, **sizes, pool_bytes=room)
-    return max(0, pages - 1) * SLOT_MULTIPLE  # page 0 is never used
+    return max(0, pages - 1) * page_tokens(model)  # page 0 is never used
 
 
 def _choices(model: Model, batch: int, slots: int):
@@ -240,6 +263,7 @@ def _choices(model: Model, batch: int, slots: int):
         tied = Choice("xla", source="only")  # no kernel reads a transposed weight
         width = c.embedding_width or c.width
         yield row("matmul", f"head M={batch} [{width},{c.head_width}]", tied)
+    heads = c.heads * divided_by(model)
     for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
         if one_launch and op == "decode_attention":
             continue
@@ -250,12 +274,12 @@ def _choices(model: Model, batch: int, slots: int):
                 features | model.cache_features,
                 b=batch,
                 t=t,
-                h=c.heads,
+                h=heads,
                 hkv=c.kv_heads,
                 s=slots,
                 d=c.head_dim,
                 itemsize=itemsize,
                 masks=masks,
             )
-            label = f"B={batch} T={t} H={c.heads} Hkv={c.kv_heads} S={slots} D={c.head_dim}"
+            label = f"B={batch} T={t} H={heads} Hkv={c.kv_heads} S={slots} D={c.head_dim}"
             yield row(op, label, choice)

@@ -8,6 +8,10 @@ from fdjax.pallas_kernels.attention.append import (
 )
 from fdjax.pallas_kernels.attention.cache import QuantisedCache
 from fdjax.pallas_kernels.attention.decode import DECODE_ATTENTION, decode_attention
+from fdjax.pallas_kernels.attention.divided import (
+    append_decode_divided,
+    append_prefill_divided,
+)
 from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.operands import BeamSlots
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
@@ -24,7 +28,9 @@ __all__ = [
     "SharedPages",
     "alibi_slopes",
     "append_decode_attention",
+    "append_decode_divided",
     "append_prefill_attention",
+    "append_prefill_divided",
     "attention_reference",
     "can_share",
     "decode_attention",

@@ -78,7 +78,7 @@ def append_decode_attention(
       ValueError: shapes or dtypes disagree.
       NotImplementedError: the named implementation cannot do this.
     """
-    _checked(
+    checked(
         "append_decode_attention",
         *(qkv, k_cache, v_cache, lengths, spec, layer),
         pages=pages,
@@ -166,7 +166,7 @@ def _append_decode(
             return_lse=return_lse,
             return_reruns=return_reruns,
         )
-    q, k, v = _rotated(qkv, norms, rotation, plan)
+    q, k, v = rotated(qkv, norms, rotation, plan)
     k_cache, v_cache = (
         append(c, new, lengths, layer, pages, beams) for c, new in ((k_cache, k), (v_cache, v))
     )
@@ -201,7 +201,7 @@ def _of_shared_pages(
 ):
     """Attention of each row to the first pages that it shares: (o [B,1,H,D], lse [B,1,H])."""
     kv_heads = k_cache.shape[-3]
-    q = shared.tiles(_rotated(qkv, norms, rotation, plan)[0], kv_heads)
+    q = shared.tiles(rotated(qkv, norms, rotation, plan)[0], kv_heads)
     o, lse = decode_attention(
         *(q, k_cache, v_cache, shared.counts * k_cache.shape[-2]),
         spec=spec_of_tiles(spec, kv_heads, shared.width),
@@ -214,8 +214,13 @@ def _of_shared_pages(
     return shared.by_row(o, kv_heads, 0.0), shared.by_row(lse, kv_heads, -jnp.inf)
 
 
-def _rotated(qkv, norms, rotation, plan):
-    """q, k and v of the new tokens, after norms and RoPE."""
+def rotated(
+    qkv: Array,
+    norms: HeadNorms | None,
+    rotation: tuple[Array, Array] | None,
+    plan: Dispatch | None,
+) -> tuple[Array, Array, Array]:
+    """q [B,T,H,D], k and v [B,T,Hkv,D] of qkv [B,T,Hkv,G+2,D], after norms and RoPE."""
     q, k, v = split_qkv(qkv if norms is None else with_norms(qkv, norms, plan))
     if rotation is not None:
         q, k = rotate(q, *rotation), rotate(k, *rotation)
@@ -269,7 +274,7 @@ def append_prefill_attention(
     """
     if norms is not None:
         qkv = with_norms(qkv, norms, plan)
-    q, k, v = _checked(
+    q, k, v = checked(
         "append_prefill_attention",
         qkv,
         k_cache,
@@ -281,13 +286,13 @@ def append_prefill_attention(
         pages,
         sinks=sinks,
     )
-    write, _ = _with_append(
+    fused, _ = _with_append(
         PREFILL_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
     )
     index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
-    if write is not None:
+    if fused is not None:
         live, cos_sin = lengths - offsets, rotation or no_rotation(*qkv.shape[:2], q.shape[-1])
-        q, k_cache, v_cache = write.run(
+        q, k_cache, v_cache = fused.run(
             qkv, k_cache, v_cache, index, offsets, live, *cos_sin, layer=layer, pages=pages
         )
     else:
@@ -297,7 +302,7 @@ def append_prefill_attention(
         # Padding gets a slot that does not exist, so that the scatter drops it.
         slots = jnp.where(slots < lengths[:, None], slots, row_slots(k_cache, pages))
         k_cache, v_cache = (
-            _write(cache, new, index, slots, layer, pages)
+            write(cache, new, index, slots, layer, pages)
             for cache, new in ((k_cache, k), (v_cache, v))
         )
     o = prefill_attention(
@@ -340,20 +345,24 @@ def _with_append(
     return chosen.append if can else None, config
 
 
-def _checked(
-    op,
-    qkv,
-    k_cache,
-    v_cache,
-    lengths,
-    spec,
-    layer=None,
-    rows=None,
-    pages=None,
-    beams=None,
-    sinks=None,
-):
-    """Check the operands and return q, k and v."""
+def checked(
+    op: str,
+    qkv: Array,
+    k_cache: Cache,
+    v_cache: Cache,
+    lengths: Array,
+    spec: AttentionSpec,
+    layer: Array | int | None = None,
+    rows: Array | None = None,
+    pages: Array | None = None,
+    beams: BeamSlots | None = None,
+    sinks: Array | None = None,
+) -> tuple[Array, Array, Array]:
+    """q [B,T,H,D], k and v [B,T,Hkv,D] of qkv [B,T,Hkv,G+2,D].
+
+    Raises:
+      ValueError: the operands do not fit together.
+    """
     if qkv.ndim != 5 or qkv.shape[3] < 3:
         raise ValueError(f"{op}: qkv must be [B,T,Hkv,G+2,D], got {list(qkv.shape)}")
     q, k, v = split_qkv(qkv)
@@ -405,10 +414,10 @@ def append(
 
         return jax.tree.map(put, cache, stored_in(cache, new))
     slots = lengths[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
-    return _write(cache, new, jnp.arange(b, dtype=jnp.int32), slots, layer, pages, beams)
+    return write(cache, new, jnp.arange(b, dtype=jnp.int32), slots, layer, pages, beams)
 
 
-def _write(
+def write(
     cache: Cache,
     new: Array,
     rows: Array,

@@ -1,21 +1,18 @@
-"""Merge two attention results over disjoint keys by their logsumexp."""
+"""Merge attention results over disjoint keys by their logsumexp."""
+
+import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax import Array
 
 
 def merge_attention(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Array, Array]:
-    """Attention over the union of two disjoint sets of keys.
-
-    softmax over both sets = (o1 exp(lse1) + o2 exp(lse2)) / (exp(lse1) + exp(lse2)), as in the
-    combination of split-KV partials (Dao et al. 2023, Flash-Decoding).
+    """Attention over the union of two disjoint sets of keys, see `merge_parts`.
 
     Args:
       o1, o2: [..., D], one dtype.
       lse1, lse2: [...] fp32; -inf where a result saw no key.
-
-    Returns:
-      (o [..., D] in the dtype of o1, lse [...] fp32). Zeros and -inf where neither saw a key.
 
     Raises:
       ValueError: shapes disagree.
@@ -25,12 +22,31 @@ def merge_attention(o1: Array, lse1: Array, o2: Array, lse2: Array) -> tuple[Arr
             "merge_attention: o must be [...,D] and lse [...], got "
             f"{list(o1.shape)}, {list(lse1.shape)}, {list(o2.shape)}, {list(lse2.shape)}"
         )
-    top = jnp.maximum(lse1, lse2)
+    return merge_parts((o1, o2), (lse1, lse2))
+
+
+def merge_parts(o: Sequence[Array], lse: Sequence[Array]) -> tuple[Array, Array]:
+    """Attention over the union of disjoint sets of keys.
+
+    softmax over all sets = Σ o_i exp(lse_i) / Σ exp(lse_i), as in the combination of split-KV
+    partials (Dao et al. 2023, Flash-Decoding). The parts are added in their order.
+
+    Args:
+      o: for each set [..., D], one dtype.
+      lse: for each set [...] fp32; -inf where it has no key that is seen.
+
+    Returns:
+      (o [..., D] in the dtype of o, lse [...] fp32). Zeros and -inf where no key is seen.
+    """
+    top = functools.reduce(jnp.maximum, lse)
     safe = jnp.where(top > -jnp.inf, top, 0.0)
-    w1, w2 = jnp.exp(lse1 - safe), jnp.exp(lse2 - safe)
-    total = w1 + w2
+    weights = [jnp.exp(part - safe) for part in lse]
+    total = sum(weights[1:], weights[0])
     empty = total == 0
     total = jnp.where(empty, 1.0, total)
-    w1, w2 = (w1 / total)[..., None], (w2 / total)[..., None]
-    o = w1 * o1.astype(jnp.float32) + w2 * o2.astype(jnp.float32)
-    return o.astype(o1.dtype), jnp.where(empty, -jnp.inf, safe + jnp.log(total))
+    parts = [
+        (w / total)[..., None] * part.astype(jnp.float32)
+        for w, part in zip(weights, o, strict=True)
+    ]
+    merged = sum(parts[1:], parts[0])
+    return merged.astype(o[0].dtype), jnp.where(empty, -jnp.inf, safe + jnp.log(total))

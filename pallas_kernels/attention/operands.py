@@ -27,24 +27,31 @@ class BeamSlots:
       prompts: [B] int32, P; or S for a row that shares nothing.
       first: [B] int32, the row of the first beam of the same prompt.
       width: W, the largest number of beams of a prompt.
+      prompt_pages: [B] int32, entries of a row's table that belong to the prompt; default
+        ⌈P/page⌉. It may be more on one of several devices that divide a row.
     """
 
     rows: Array
     prompts: Array
     first: Array
     width: int = dataclasses.field(metadata={"static": True})
+    prompt_pages: Array | None = None
 
     @property
     def features(self) -> Features:
         """Features that an implementation needs, see `Implementation.can`."""
-        return frozenset({"beams"} if self.width <= 16 else {"beams", "many_beams"})
+        names = {"beams"} if self.width <= 16 else {"beams", "many_beams"}
+        return frozenset(names if self.prompt_pages is None else names | {"prompt_pages"})
 
     def page_and_slot(self, positions: Array, size: int) -> tuple[Array, Array]:
         """(index into a row's table of pages, slot in that page) of positions [B, N]."""
         prompts = self.prompts[:, None]
         response = positions - prompts
         page = jnp.where(response < 0, positions, response) // size
-        page = jnp.where(response < 0, page, page + (prompts + size - 1) // size)
+        of_prompt = (prompts + size - 1) // size
+        if self.prompt_pages is not None:
+            of_prompt = self.prompt_pages[:, None]
+        page = jnp.where(response < 0, page, page + of_prompt)
         return page, jnp.where(response < 0, positions, response) % size
 
 

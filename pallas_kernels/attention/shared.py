@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
+from fdjax.pallas_kernels.dispatch import Features
 
 # Features that do not depend on the distance between a query and a slot.
 _CAN = frozenset({"rope", "soft_cap", "phi", "unified", "sinks"})
@@ -78,7 +79,12 @@ class SharedPages:
 
 def can_share(spec: AttentionSpec) -> bool:
     """Whether attention can be computed in these parts. Otherwise rows read all of their pages."""
-    return spec.features <= _CAN
+    return not needs_positions(spec)
+
+
+def needs_positions(spec: AttentionSpec) -> Features:
+    """The features of an attention that depend on the distance between a query and a slot."""
+    return spec.features - _CAN
 
 
 def spec_of_tiles(spec: AttentionSpec, kv_heads: int, width: int) -> AttentionSpec:

@@ -162,6 +162,6 @@ def _run_prefill(q, k, v, *live, spec, layer, rows, pages, batch_invariant, **_)
 _CAN = ALL_FEATURES | cache_features("int8")
 
 DECODE_XLA = Implementation(
-    *("decode_attention", "xla", _run_decode), can=_CAN | {"beams", "many_beams"}
+    *("decode_attention", "xla", _run_decode), can=_CAN | {"beams", "many_beams", "prompt_pages"}
 )
 PREFILL_XLA = Implementation("prefill_attention", "xla", _run_prefill, can=_CAN)

@@ -28,7 +28,7 @@ from fdjax.engine.memory import (
 from fdjax.engine.schedule import call_tokens, covered_slots, prefill_calls
 from fdjax.engine.scheduler import StateShape
 from fdjax.engine.sequence import Request, RequestState
-from fdjax.engine.state import init_cache, page_bytes, start
+from fdjax.engine.state import init_cache, init_pool, page_bytes, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
@@ -63,6 +63,17 @@ def test_weights_and_cache_are_counted_to_the_byte(batch, max_len):
     state = jax.eval_shape(lambda: start(init_cache(m, batch, covered_slots(max_len))))
     assert plan.cache_bytes == nbytes([state.kv, state.ids])
     assert plan.total_bytes == plan.weight_bytes + plan.cache_bytes + plan.workspace_bytes
+
+
+def test_the_cache_of_devices_that_divide_tokens_is_counted_to_the_byte():
+    data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
+    config = parse_config(data | {"num_key_value_heads": 2})
+    divided = dataclasses.replace(KERNELS, divide_tokens=True)
+    m = describe(config, plan=divided, tensor_parallel=8).local
+    plan = plan_memory(m, batch=3, max_len=1300)
+    pool = jax.eval_shape(lambda: init_pool(m, 3 * 3))  # 4 devices: 512 tokens a page
+    assert plan.cache_bytes == nbytes(pool) + 4 * 3 * covered_slots(1300)
+    assert memory.pool_pages(m, rows=3, context=1300, pool_bytes=10**9) == 1 + 3 * 3
 
 
 @given(

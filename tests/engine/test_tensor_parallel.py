@@ -175,6 +175,39 @@ def test_an_int8_cache_is_divided_by_heads():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [
+        (4, {}),
+        (8, {"beams": 3}),
+        pytest.param(4, {"kv_heads": 1}, marks=pytest.mark.soak),
+        pytest.param(4, {"kv_dtype": "int8", "beams": 2}, marks=pytest.mark.soak),
+    ],
+)
+def test_devices_with_the_same_kv_head_divide_its_tokens(ranks, options):
+    found = report("divided_tokens", ranks, **options)
+    one, several = found["1"], found[str(ranks)]
+    kv_heads = options.get("kv_heads", 2)
+    count = ranks // kv_heads
+    assert (one["ranks"], several["ranks"]) == (1, count)
+    # An int8 key may round to another code.
+    for name in ("all", "alone", "few"):
+        assert_same(several[name], one[name], rtol=1e-3 if "kv_dtype" in options else 0)
+    # What else runs changes no bit.
+    assert several["alone"]["logprobs"][0] == several["all"]["logprobs"][-1]
+    assert several["cached"] == one["cached"] == 2 * count * 128
+    if "beams" in options:
+        assert several["beams"][0] == one["beams"][0]
+        np.testing.assert_allclose(several["beams"][1], one["beams"][1], atol=LOGPROBS_BAR)
+    # With one KV head on a device, it takes 1/count of the bytes of that head.
+    of_head = one["bytes"] / one["capacity"] / kv_heads
+    assert several["bytes"] / several["capacity"] == of_head / count
+    # A row has given up its pages, and went on.
+    assert several["few pages"] == 6 and several["preempted"]
+    assert several["compared"] > 10 and not several["differing"]
+
+
+@pytest.mark.slow
 def test_pure_functions():
     """`forward` outside of a trace, and `generate`, which draws tokens."""
     path = "hf/llama3_gqa_tied"
@@ -215,9 +248,10 @@ def test_everything_that_one_device_does(path):
     one, several = found["1"], found["4"]
     # Penalties and temperatures multiply logits, and with them their rounding.
     assert_same(several["mixed"], one["mixed"], rtol=1e-5)
-    for name in ("iter", "submit", "cached", "samples"):
+    for name in ("iter", "submit", "samples"):
         assert several[name] == one[name], name
-    assert one["cached"] > 0
+    # Devices that divide tokens share whole pages of all of them.
+    assert several["cached"] == one["cached"] > 0 or several["page"] > one["page"]
     for ours, expected in zip(several["score"], one["score"], strict=True):
         # Tokens as unlikely as exp(-20) are among these, whose rounding is coarser.
         np.testing.assert_allclose(ours, expected, rtol=1e-6, atol=LOGPROBS_BAR)
@@ -285,7 +319,7 @@ def test_a_device_that_stalls_is_named():
     (stalled,) = found["reports"]
     assert re.fullmatch(
         r"no tokens of decode steps for 1\.5 s: "
-        r"device 2 of 4 has not reached collective operation \d+ \(products\)",
+        r"device 2 of 4 has not reached collective operation \d+ \(queries\)",
         stalled,
     )
     assert found["same"]  # it went on after the stall

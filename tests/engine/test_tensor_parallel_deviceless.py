@@ -134,7 +134,7 @@ def collectives(program, computations=None):
     for name in module if computations is None else _reachable(module, computations):
         for instruction in module[name].instructions.values():
             kind = re.fullmatch(
-                r"(all-\w+|collective-\w+|reduce-scatter)(-start)?", instruction.opcode
+                r"(all-\w+|all-to-all|collective-\w+|reduce-scatter)(-start)?", instruction.opcode
             )
             if kind:
                 found[kind[1]] = found.get(kind[1], 0) + 1
@@ -176,6 +176,33 @@ def test_decode_steps(batch, tied, pages, all_reduce, tmp_path):
     by_xla = 2 * LAYERS * (all_reduce == "xla") + tied
     assert collectives(program).pop("all-reduce", 0) == by_xla
     assert collectives(program)["all-gather"] == 1
+
+
+def with_one_kv_head():
+    data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
+    data |= {"num_hidden_layers": LAYERS, "layer_types": None, "num_key_value_heads": 1}
+    plan = dataclasses.replace(H100, divide_tokens=True)
+    return describe(parse_config(data), plan=plan, tensor_parallel=RANKS)
+
+
+@pytest.mark.parametrize("batch", [8, pytest.param(1, marks=pytest.mark.soak)])
+def test_decode_steps_with_divided_tokens(batch, tmp_path):
+    """Queries and results travel inside the CUDA graph, and kernels attend."""
+    m = with_one_kv_head()
+    table = abstract(batch, SLOTS // (RANKS * SLOT_MULTIPLE))
+    program, state = compiled(
+        *(decode_steps, m, batch, 300, abstract_sampling(batch), abstract(), table),
+        max_steps=STEPS,
+        folder=tmp_path,
+    )
+    (file,) = tmp_path.glob("*.thunk_sequence_after_thunk_passes.txt")
+    (chunk,) = re.findall(r"^\d+:.*", file.read_text(encoding="utf-8"), re.MULTILINE)
+    assert "kCommandBuffer" in chunk
+    check_in_place(program, state, m)
+    assert kernel_names(program).count("decode_attention") == LAYERS
+    sums, gathers = 2 * LAYERS, LAYERS + 1
+    wanted = {"all-reduce": sums, "all-gather": gathers, "all-to-all": LAYERS}
+    assert collectives(program) == wanted
 
 
 @pytest.mark.soak
@@ -264,3 +291,19 @@ def test_prefill_in_pages(batch, blocks, tiles):
     # The sums of tiles are not joined.
     ran = tiles if blocks > 1 else 1
     assert collectives(program) == {"all-reduce": 2 * LAYERS * ran, "all-gather": 1}
+
+
+def test_prefill_with_divided_tokens():
+    m, block = with_one_kv_head(), abstract(1)
+    host = abstract_sampling(1), abstract(1, SLOT_MULTIPLE), block, block
+    host = *host, abstract(1, dtype=jnp.bool_), abstract(1, SLOTS // (RANKS * SLOT_MULTIPLE))
+
+    def paged(model, params, state, *host):
+        return prefill(model, params, state, *host[:-1], pages=host[-1])
+
+    program, state = compiled(paged, m, 1, 300, *host)
+    check_in_place(program, state, m)
+    # The pages before the block, and the block.
+    assert kernel_names(program).count("prefill_attention") == 2 * LAYERS
+    wanted = {"all-reduce": 2 * LAYERS, "all-gather": LAYERS + 1, "all-to-all": LAYERS}
+    assert collectives(program) == wanted

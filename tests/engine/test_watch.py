@@ -24,6 +24,8 @@ def reported(caplog, watch, ranks=3):
         ([], "no device has reached a collective operation"),
         ([0, 1, 2, 0, 2], "device 1 of 3 has not reached collective operation 2 (sum)"),
         ([0], "device 1, 2 of 3 has not reached collective operation 1 (sum)"),
+        # Two of them form a group, and are ahead.
+        ([0, 1, 2, 0, 1, 1, 0, 0], "device 2 of 3 has not reached collective operation 2 (sum)"),
         ([2, 1, 0], "all 3 devices have reached collective operation 1 (sum), and none the next"),
     ],
 )

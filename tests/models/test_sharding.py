@@ -5,13 +5,15 @@ import json
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from benchmarks.tensor_parallel import with_one_launch
 from fdjax.models import chain_features, describe, layers_features, parse_config
 from fdjax.models.block import DECODER_CAN
-from fdjax.models.sharding import _BLOCK_CAN, local_config
+from fdjax.models.decoder import _random
+from fdjax.models.sharding import _BLOCK_CAN, local_config, why_tokens_repeat
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import BRICKS, WeightFormat
 from fdjax.pallas_kernels.ranks import AXIS
@@ -75,6 +77,29 @@ def test_kv_heads_are_repeated_and_the_vocabulary_is_padded():
     assert params["head"]["weight"].shape == (256, 1008)
     assert params["embed"].shape == (1001, 256)
     assert model.local.config.vocab_size == 1001
+
+
+def test_who_divides_the_tokens_of_a_kv_head():
+    plan = dataclasses.replace(H100, divide_tokens=True)
+    for ranks, count in ((1, 1), (2, 1), (4, 2), (8, 4)):
+        model = describe(config(), plan=plan, tensor_parallel=ranks)
+        assert model.token_ranks == model.local.token_ranks == count
+    # On GPUs, only if the caller asks for it.
+    assert describe(config(), plan=H100, tensor_parallel=8).token_ranks == 1
+    window = config(model_type="mistral", sliding_window=100)
+    assert why_tokens_repeat(window) == "layer 0 has window"
+    assert describe(window, plan=plan, tensor_parallel=8).local.token_ranks == 1
+    assert why_tokens_repeat(config()) is None
+
+
+def test_random_weights_of_the_same_kv_head_are_equal():
+    c = config(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    model = describe(c, dtype="float32", plan=H100, tensor_parallel=8)
+    weight = _random(model, 0)["blocks"][0]["attention"]["qkv"]["weight"]
+    heads = np.asarray(weight).reshape(64, 2, 4, 3, 8)  # of two KV heads, each on four devices
+    assert (heads == heads[:, :, :1])[..., -2:, :].all()
+    assert not (heads == heads[:, :, :1])[:, :, 1:, 0].any()
+    assert not (heads == heads[:, :1])[:, 1:].any()
 
 
 @pytest.mark.parametrize("layout", ["plain", BRICKS])

@@ -1,5 +1,6 @@
 """Models that several GPUs share give the answers of one GPU."""
 
+import dataclasses
 import functools
 import warnings
 from pathlib import Path
@@ -118,6 +119,23 @@ def test_thousands_of_steps_end(sums, equal_ranks):
     for ranks in counts():
         answer = large(ranks, sums).generate([1, 2, 3], max_new_tokens=4000, **OPTIONS)
         assert len(answer.tokens) == 4000
+
+
+def test_tokens_of_a_kv_head_are_divided(equal_ranks):
+    """All GPUs have the only KV head. Scores do not divide its tokens."""
+    config = parse_config(CONFIG | {"num_key_value_heads": 1})
+    prompts = [*PROMPTS, np.random.default_rng(0).integers(0, 128000, 3000).tolist()]
+    for ranks in counts():
+        plan = dataclasses.replace(Plan.for_device(), divide_tokens=True)
+        model = describe(config, dtype="bfloat16", plan=plan, tensor_parallel=ranks)
+        lm = LM(model, random_params(model))
+        first, again = (lm.generate(prompts, max_new_tokens=200, **OPTIONS) for _ in range(2))
+        assert lm.engine.paged and lm.engine.pool.size == 128 * ranks
+        assert again.tokens == first.tokens
+        texts = [prompt + answer for prompt, answer in zip(prompts, first.tokens, strict=True)]
+        lm.engine.release()
+        for ours, theirs in zip(first.logprobs, lm.score(texts).logprobs, strict=True):
+            assert np.mean(np.abs(np.subtract(ours, theirs[-len(ours) :]))) < BF16_BAR
 
 
 def test_memory_is_that_of_the_plan():

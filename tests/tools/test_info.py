@@ -80,6 +80,37 @@ def test_the_pool_is_that_of_the_engine():
     assert model_info(llama, memory_bytes=10**10).pool_tokens == 0
 
 
+def test_devices_that_divide_tokens_hold_more_of_them():
+    data = json.loads((FIXTURES / "configs" / "llama-3-8b.new.json").read_text())
+    few = parse_config(data | {"num_key_value_heads": 2})
+    facts = {
+        divide: model_info(
+            describe(few, plan=dataclasses.replace(H100, divide_tokens=divide), tensor_parallel=8),
+            memory_bytes=8 * 10**9,
+            slots=8192,
+        )
+        for divide in (True, False)
+    }
+    divided, whole = facts[True], facts[False]
+    assert whole.kv_bytes_per_token == 4 * divided.kv_bytes_per_token == 16384
+    assert 3.9 < divided.longest_context / whole.longest_context <= 4
+    assert 3.9 < divided.pool_tokens / whole.pool_tokens <= 4
+    assert divided.pool_tokens % 512 == 0
+    assert "KV heads      4 devices have the same one, and divide its tokens" in str(divided)
+    assert "and each holds all of its tokens: the plan does not divide them" in str(whole)
+    windows = parse_config(data | {"model_type": "mistral", "sliding_window": 4096})
+    plan = dataclasses.replace(H100, divide_tokens=True)
+    facts = model_info(describe(windows, plan=plan, tensor_parallel=16), slots=8192)
+    assert "2 devices have the same one, and each holds" in facts.repeated_heads
+    assert facts.repeated_heads.endswith("layer 0 has window")
+    ampere = Plan.for_kind("NVIDIA A100-SXM4-80GB", (8, 0))
+    ampere = dataclasses.replace(ampere, divide_tokens=True)
+    facts = model_info(describe(few, plan=ampere, tensor_parallel=8), slots=8192)
+    assert facts.repeated_heads.endswith("rows are in one piece")
+    assert facts.kv_bytes_per_token == whole.kv_bytes_per_token
+    assert model_info(describe(few, plan=H100, tensor_parallel=2)).repeated_heads is None
+
+
 def test_too_little_memory_and_unknown_memory_are_told(monkeypatch):
     facts = model_info(model("llama-3-8b"), memory_bytes=10**10)
     assert (facts.largest_batch, facts.longest_context) == (0, 0)
