@@ -18,7 +18,7 @@ from fdjax.models import LinearShape
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.system.files import output_file
-from fdjax.tools.tune import ROWS, time_linear
+from fdjax.tools.tune import ROWS, VariantMeasurement, time_linear
 
 PLAIN = {
     "7B qkv": LinearShape(4096, 12288),
@@ -79,16 +79,24 @@ def measure_layer(
         for m, measured in timed:
             columns = shape.n // 2 if shape.gate else shape.n
             for implementation, measurement in measured.items():
-                yield Measurement(
-                    case=f"{name} M={m}",
-                    implementation=implementation,
-                    ok=measurement.problem is None,
-                    error=measurement.error,
-                    reason=measurement.problem,
-                    timing=measurement.timing and dataclasses.asdict(measurement.timing),
-                    bytes=2 * (shape.k * shape.n + m * (shape.k + columns * (1 + shape.residual))),
-                    flops=2 * m * shape.k * shape.n,
-                )
+                values = shape.k * shape.n + m * (shape.k + columns * (1 + shape.residual))
+                yield row_of(name, implementation, measurement, shape, m, 2 * values)
+
+
+def row_of(
+    name: str, implementation: str, one: VariantMeasurement, shape: LinearShape, m: int, nbytes: int
+) -> Measurement:
+    """The row of a record for a product of M rows that must move `nbytes`."""
+    return Measurement(
+        case=f"{name} M={m}",
+        implementation=implementation,
+        ok=one.problem is None,
+        error=one.error,
+        reason=one.problem,
+        timing=one.timing and dataclasses.asdict(one.timing),
+        bytes=nbytes,
+        flops=2 * m * shape.k * shape.n,
+    )
 
 
 def summary(rows: Sequence[Measurement]) -> str:

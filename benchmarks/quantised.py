@@ -10,7 +10,7 @@ import dataclasses
 import sys
 from collections.abc import Iterator, Sequence
 
-from benchmarks.matmul import PLAIN
+from benchmarks.matmul import PLAIN, row_of
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.record import Measurement, Record, emit, environment, write
 from fdjax.models import LinearShape
@@ -54,16 +54,8 @@ def measure_layer(
         )
         for m, measured in timed:
             for implementation, one in measured.items():
-                yield Measurement(
-                    case=f"{name} M={m}",
-                    implementation=implementation,
-                    ok=one.problem is None,
-                    error=one.error,
-                    reason=one.problem,
-                    timing=one.timing and dataclasses.asdict(one.timing),
-                    bytes=shape.k * shape.n * bits // 8 + 2 * m * (shape.k + shape.n),
-                    flops=2 * m * shape.k * shape.n,
-                )
+                nbytes = shape.k * shape.n * bits // 8 + 2 * m * (shape.k + shape.n)
+                yield row_of(name, implementation, one, shape, m, nbytes)
 
 
 def summary(rows: Sequence[Measurement]) -> str:
