@@ -260,6 +260,8 @@ class Experts(nnx.Module):
         hidden, logits = hidden
         if live is not None:
             live = jnp.broadcast_to(live[:, None], hidden.shape[:2]).reshape(-1)
+        # Nothing comes between the experts and the residual.
+        alone = residual is not None and self.shared is None and self.ranks == 1
         y = moe(
             hidden.reshape(-1, hidden.shape[-1]),
             logits.reshape(-1, self.routing.experts),
@@ -267,8 +269,11 @@ class Experts(nnx.Module):
             routing=self.routing,
             gate=self.activation,
             live=live,
+            residual=residual.reshape(-1, residual.shape[-1]) if alone else None,
             plan=plan,
         ).reshape(hidden.shape)
+        if alone:
+            return y
         if self.shared is not None:
             y = y + self._shared(hidden, plan)
         if self.ranks > 1:

@@ -106,7 +106,8 @@ def append_decode_attention(
             *(k_cache, v_cache, lengths),
             pages=pages,
             beams=beams,
-            return_lse=sinks is not None,
+            sinks=sinks,
+            return_lse=False,
             return_reruns=return_reruns,
         )
     else:
@@ -115,6 +116,7 @@ def append_decode_attention(
             *(k_cache, v_cache, tokens),
             pages=own,
             beams=None,
+            sinks=None,
             return_lse=True,
             return_reruns=False,
         )
@@ -122,9 +124,8 @@ def append_decode_attention(
             *(o, lse),
             *_of_shared_pages(qkv, *caches, shared, **attend.keywords),
         )
-    if sinks is not None:
-        invariant = plan is not None and plan.batch_invariant
-        o, _ = apply_sinks(o, lse, sinks, batch_invariant=invariant)
+        if sinks is not None:
+            o, _ = _with_sinks(o, lse, sinks, plan)
     return (o, *caches, reruns) if return_reruns else (o, *caches)
 
 
@@ -140,12 +141,13 @@ def _append_decode(
     layer,
     pages,
     beams,
+    sinks,
     return_lse,
     return_reruns,
     implementation,
     plan,
 ):
-    """`append_decode_attention` without sinks; returns (o, lse, k_cache, v_cache, reruns)."""
+    """`append_decode_attention` without shared pages; returns (o, lse, both caches, reruns)."""
     q, k, v = split_qkv(qkv)
     fused, config = _with_append(
         DECODE_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation, beams, norms
@@ -162,6 +164,7 @@ def _append_decode(
             phi=phi,
             layer=layer,
             pages=pages,
+            sinks=sinks,
             config=config,
             return_lse=return_lse,
             return_reruns=return_reruns,
@@ -176,14 +179,21 @@ def _append_decode(
         layer=layer,
         pages=pages,
         beams=beams,
-        return_lse=return_lse,
+        return_lse=return_lse or sinks is not None,
         return_reruns=return_reruns,
         implementation=implementation,
         plan=plan,
     )
-    o, *more = found if return_lse or return_reruns else (found,)
-    lse = more.pop(0) if return_lse else None
+    o, *more = found if isinstance(found, tuple) else (found,)
+    lse = more.pop(0) if return_lse or sinks is not None else None
+    if sinks is not None:
+        o, lse = _with_sinks(o, lse, sinks, plan)
     return o, lse, k_cache, v_cache, *(more or [None])
+
+
+def _with_sinks(o, lse, sinks, plan):
+    invariant = plan is not None and plan.batch_invariant
+    return apply_sinks(o, lse, sinks, batch_invariant=invariant)
 
 
 def _of_shared_pages(

@@ -34,6 +34,7 @@ def moe(
     gate_up_bias: Array | None = None,
     down_bias: Array | None = None,
     live: Array | None = None,
+    residual: Array | None = None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
 ) -> Array:
@@ -52,6 +53,7 @@ def moe(
       bias: [X], with `routing.biased`.
       gate_up_bias, down_bias: [X, 2, F] and [X, E], both or neither.
       live: [M] bool; other rows choose no expert, and their result is 0. Default all.
+      residual: [M, E] in the dtype of x, added to the rounded result.
       implementation: "xla" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
@@ -66,7 +68,7 @@ def moe(
     min(X, M·k) experts, and 6·M·k·E·F FLOPs.
     """
     biases = gate_up_bias, down_bias
-    _check(x, logits, gate_up, down, bias, biases, live, routing, gate)
+    _check(x, logits, gate_up, down, bias, biases, live, residual, routing, gate)
     formats = tuple(w.format for w in (gate_up, down) if isinstance(w, QTensor))
     key = moe_key(len(x), *x.shape[1:], down.shape[-2], routing, x.dtype.itemsize, formats)
     features = moe_features(routing, gate, biases=down_bias is not None, formats=formats)
@@ -76,6 +78,7 @@ def moe(
         routing=routing,
         gate=gate,
         live=live,
+        residual=residual,
         config=config,
         batch_invariant=plan is not None and plan.batch_invariant,
     )
@@ -106,7 +109,7 @@ def moe_features(
     return routing.features.union(own, *(weight.features for weight in formats))
 
 
-def _check(x, logits, gate_up, down, bias, biases, live, routing, gate) -> None:
+def _check(x, logits, gate_up, down, bias, biases, live, residual, routing, gate) -> None:
     gates = *ACTIVATIONS, *PAIRED
     if not isinstance(gate, str) or gate not in gates:
         raise ValueError(f"moe: gate must be one of {', '.join(gates)}, got {gate!r}")
@@ -119,6 +122,11 @@ def _check(x, logits, gate_up, down, bias, biases, live, routing, gate) -> None:
         raise ValueError(f"moe: bias must be given if routing.biased, which is {routing.biased}")
     if live is not None and live.shape != x.shape[:1]:
         raise ValueError(f"moe: live must be {list(x.shape[:1])}, got {list(live.shape)}")
+    if residual is not None and (residual.shape, residual.dtype) != (x.shape, x.dtype):
+        raise ValueError(
+            f"moe: residual must be {x.dtype} {list(x.shape)} like x, got {residual.dtype} "
+            f"{list(residual.shape)}"
+        )
     if (biases[0] is None) != (biases[1] is None):
         raise ValueError("moe: gate_up_bias and down_bias must be given together")
     (m, width), hidden, experts = x.shape, shapes[1][1], routing.experts

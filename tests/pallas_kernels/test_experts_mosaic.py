@@ -38,6 +38,8 @@ except ImportError:  # it has no public name, and its place differs between vers
 
 WIDE = MoeConfig(128, 64, 2, 128, 64, 2)
 DEEP = MoeConfig(64, 128, 3, 64, 128, 3)
+# The interpreter has no clusters.
+ALONE = MoeConfig(sums=0)
 SMALL = {"experts": 6, "width": 128, "hidden": 64}
 
 
@@ -67,7 +69,7 @@ def interpret(function, *args, **options) -> np.ndarray:
 @pytest.mark.parametrize(
     ("sizes", "chosen", "gate", "config"),
     [
-        (dict(m=1, width=320), 2, "silu", None),  # goes around the ring
+        (dict(m=1, width=320), 2, "silu", ALONE),  # goes around the ring
         (
             dict(m=3, biased=True, width=192, experts=2),
             1,
@@ -107,20 +109,20 @@ def test_interpreted_with_rows_that_choose_nothing():
     assert_moe(y, type(exact)(scale * exact.value, scale * exact.magnitude), "bfloat16")
 
 
-@pytest.mark.slow
-def test_one_row_finds_its_experts():
-    """With ties: the logits are whole numbers. A row that is not live gets 0."""
-    arrays, routing = case(1, experts=64), Routing(64, 4, normalised=True)
-    logits = arrays["logits"] = arrays["logits"].round()
+@pytest.mark.parametrize("count", [pytest.param(64, marks=pytest.mark.slow), 12])
+def test_one_row_finds_its_experts(count):
+    """With ties: the logits are whole numbers, all negative. A row that is not live gets 0."""
+    arrays, routing = case(1, experts=count), Routing(count, 4, normalised=True)
+    logits = arrays["logits"] = arrays["logits"].round() - 9
     chosen = route(logits, routing)
-    run = functools.partial(interpret, moe_chosen, arrays["x"], *chosen, *operands_of(arrays))
-    y = run(gate="silu", logits=logits, live=jnp.array([True]))
+    run = functools.partial(interpret, moe_chosen, gate="silu", config=ALONE)
+    run = functools.partial(run, arrays["x"])
+    y = run(*chosen, *operands_of(arrays), logits=logits, live=jnp.array([True]))
     assert_moe(y, oracle.moe(**arrays, routing=routing, gate="silu"), "bfloat16")
-    np.testing.assert_array_equal(run(gate="silu"), y)
+    np.testing.assert_array_equal(run(*chosen, *operands_of(arrays)), y)
     # As `route` and `only_live` make them for a row that is not live.
-    chosen = jnp.full_like(chosen[0], 64), chosen[1]
-    run = functools.partial(interpret, moe_chosen, arrays["x"], *chosen, *operands_of(arrays))
-    assert not run(gate="silu", logits=logits, live=jnp.array([False])).any()
+    chosen = jnp.full_like(chosen[0], count), chosen[1]
+    assert not run(*chosen, *operands_of(arrays), logits=logits, live=jnp.array([False])).any()
 
 
 def operands_of(arrays):
@@ -293,6 +295,31 @@ def test_biases_and_gates_on_a_gpu(gate, dtype):
     arrays, routing = case(17, biased=True, dtype=dtype, hidden=192), Routing(6, 3)
     y = jax.jit(functools.partial(kernels, routing=routing, gate=gate))(**arrays)
     assert_moe(y, oracle.moe(**arrays, routing=routing, gate=gate), dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [None, "MXFP4"])
+@pytest.mark.parametrize("live", [True, False])
+def test_a_single_row_on_a_gpu(form, live):
+    """One row: the kernels find the experts, and sum their results and the residual."""
+    width, hidden = 640, 384
+    arrays = case(1, biased=True, experts=12, width=width, hidden=hidden)
+    arrays["logits"] -= 9.0
+    dense = dict(arrays)
+    if form:
+        for name, shape in (("gate_up", (width, 2, hidden)), ("down", (hidden, width))):
+            arrays[name], dense[name] = packed(FORMATS[form], shape, 0, experts=12)
+    routing, residual = Routing(12, 4, normalised=True), 1 + arrays["x"]
+    options = {"routing": routing, "gate": "clamped_swiglu", "implementation": "mosaic_gpu"}
+    y = jax.jit(lambda arrays: moe(**arrays, **options, live=jnp.array([live])))(arrays)
+    both = jax.jit(
+        lambda arrays: moe(**arrays, **options, live=jnp.array([live]), residual=residual)
+    )(arrays)
+    assert_same_bits(both, residual + y)
+    if not live:
+        assert not y.any()
+        return
+    assert_moe(y, oracle.moe(**dense, routing=routing, gate="clamped_swiglu"), "bfloat16")
 
 
 FORMATS = {

@@ -226,6 +226,8 @@ TILES = [
     Case(16, k=256, n=192, dtype="float16", **ALL),
     Case(9, k=256, n=192, dtype="float16", result="float32", bias=True),
     Case(k=128, n=64, dtype="bfloat16", leading=(2, 3), **ALL),
+    Case(1, k=2880, n=32, dtype="bfloat16", result="float32", norm=True, bias=True),
+    Case(6, k=2048, n=8, dtype="bfloat16", result="float32", norm="layer"),
 ]
 
 

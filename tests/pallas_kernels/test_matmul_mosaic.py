@@ -110,6 +110,8 @@ UP = dict(norm="layer", bias=True, activation="gelu")
         (dict(m=1, k=320, n=128, **UP), SMALL),
         (dict(m=7, k=128, n=64, norm="layer without bias"), SMALL),  # no spare rows: one tile more
         (dict(m=12, k=128, n=64, **UP), SMALL),  # two groups of rows
+        (dict(m=1, k=320, n=32, norm=True, bias=True), SMALL),  # a block without all its columns
+        (dict(m=8, k=64, n=8, residual=True), SMALL),
     ],
     ids=str,
 )

@@ -204,13 +204,14 @@ def append_decode_mosaic(
     phi=None,
     layer=None,
     pages=None,
+    sinks=None,
     return_lse=False,
     **options,
 ):
     """`append_decode_attention` for T = 1, with qkv [B,Hkv,G+2,D] and cos, sin [B,1,D/2].
 
     One launch does norms, RoPE, append and attention and updates the caches in place. Returns
-    o [B,1,H,D], lse [B,1,H] or None, both caches, and reruns or None.
+    o [B,1,H,D], lse [B,1,H] or None, both caches, and reruns or None. lse includes sinks [H].
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
@@ -223,6 +224,9 @@ def append_decode_mosaic(
     k, v = jax.new_ref(k), jax.new_ref(v)
     operands = {"qkv": qkv, "rotation": rotation, "k": k, "v": v, "lengths": lengths}
     operands |= {"pages": pages, "layer": layer, "phi": phi}
+    if sinks is not None:
+        rows = query_tiles(group, d)[1]
+        operands["sinks"] = jnp.pad(sinks.reshape(kv_heads, group), ((0, 0), (0, rows - group)))
     if norms is not None:
         # This depends on weights only, so it runs beside other kernels.
         scales = jnp.stack([norm.scale.astype(jnp.float32) for norm in norms])

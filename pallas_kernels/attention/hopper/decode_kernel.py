@@ -34,8 +34,9 @@ def decode_kernel(
     Args:
       inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
         rotation [B,2,D] of a new token; k, v, in int8 with k_scales and v_scales; lengths [B]
-        without that token; layer, pages, phi, slopes, visible [B,S] if any, and norms [2,2,D] fp32,
-        the scales of q and of k, unchanged and with the halves of D exchanged.
+        without that token; layer, pages, phi, slopes, visible [B,S] if any, sinks [Hkv·tiles,R],
+        and norms [2,2,D] fp32, the scales of q and of k, unchanged and with the halves of D
+        exchanged.
       outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
@@ -369,7 +370,12 @@ def decode_kernel(
         outputs["reruns"][row, tile, split] = reruns.astype(jnp.int32)
 
     def with_token(*parts):
-        """Merge parts (o, l, m) with the new token, which is a part of one slot."""
+        """Merge parts (o, l, m) with the new token and the sinks, each a part of one slot."""
+        if "sinks" in inputs:
+            sink = plgpu.load(inputs["sinks"].at[tile], layout=ROW, optimized=False)
+            sink = sink.astype(jnp.float32) * LOG2E
+            nothing = plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE)
+            parts += ((nothing, jnp.ones_like(sink), sink),)
         if "qkv" in inputs:
             value = plgpu.load(smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
             value = lax.broadcast_in_dim(value, (d, padded), [0])

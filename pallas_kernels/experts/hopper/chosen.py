@@ -19,8 +19,9 @@ GEMMs with a ring of TMA tiles and swapped operands, see `gemm.hopper.flat_gemm`
    the rows that chose the expert. A pair is a row and one of its experts.
 
 Blocks of slots without an expert end at once. XLA sums the weighted parts of a row, in the order in
-which the row chose its experts. All sums of a row have a fixed order, so its bits depend neither on
-the other rows nor on the tiling.
+which the row chose its experts. For a single row, the blocks of a column form a cluster, and the
+first sums the others' parts in the same order. All sums of a row have a fixed order, so its bits
+depend neither on the other rows nor on the tiling.
 """
 
 import dataclasses
@@ -58,6 +59,10 @@ from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _SMEM_BYTES = 227 * 1024 - 256  # shared memory of a block, less its barriers
 _MAX_ROWS = 32
+_MAX_CLUSTER = 8
+# Numbers of experts among which a block finds its own. TMA copies multiples of 16 bytes, and more
+# experts would not fit into registers.
+_RANKED = range(4, 129, 4)
 _PADDING = 8
 
 
@@ -70,6 +75,7 @@ class MoeConfig:
       up_k, up_stages: rows of its weight tiles, and largest number of tiles in its ring.
       down_n: columns of a block of the second launch.
       down_k, down_stages: like `up_k` and `up_stages`, for the second launch.
+      sums: 1 if the second launch sums the parts of a single row, 0 if XLA does.
     """
 
     up_n: int = 64
@@ -78,8 +84,11 @@ class MoeConfig:
     down_n: int = 64
     down_k: int = 64
     down_stages: int = 6
+    sums: int = 1
 
     def __post_init__(self):
+        if self.sums not in (0, 1):
+            raise ValueError(f"moe: sums must be 0 or 1, got {self.sums}")
         for name in ("up", "down"):
             n, k, stages = (getattr(self, f"{name}_{part}") for part in ("n", "k", "stages"))
             if n not in (64, 128):
@@ -130,6 +139,7 @@ def moe_chosen(
     gate: str,
     logits: Array | None = None,
     live: Array | None = None,
+    residual: Array | None = None,
     config: MoeConfig | None = None,
 ) -> Array:
     """`moe` for chosen experts, as two Mosaic GPU kernels.
@@ -140,8 +150,9 @@ def moe_chosen(
       weights: [M,k] fp32.
       gate_up, down, gate_up_bias, down_bias, gate: as for `moe`.
       logits: [1,X] fp32 for one row, or None. The first kernel then finds the experts itself, so it
-        need not wait for `experts`. X must be a multiple of 64.
+        need not wait for `experts`. X must be in `_RANKED`.
       live: [1] bool, with `logits`: whether the row chooses any expert.
+      residual: as for `moe`.
       config: default `MoeConfig.for_shape`.
 
     Returns:
@@ -174,16 +185,20 @@ def moe_chosen(
         operands, gate=gate, out=len(slots), n=hidden_width, tiles=tiles, stages=config.up_stages
     )
     tiles = config.tiles("down", down, 1, x.dtype)
-    operands = {"x": hidden, "slots": slots, "pairs": pairs, **_arrays(down, x.dtype)}
-    parts, _ = launch(
-        operands, gate=None, out=m * chosen, n=width, tiles=tiles, stages=config.down_stages
-    )
+    operands = {"x": hidden, "slots": slots, **_arrays(down, x.dtype)}
+    launch = functools.partial(launch, gate=None, n=width, tiles=tiles, stages=config.down_stages)
+    if m == 1 and config.sums and 1 < len(slots) <= _MAX_CLUSTER:
+        late = {"weights": weights[0], "down_bias": down_bias, "residual": residual}
+        operands |= {name: operand for name, operand in late.items() if operand is not None}
+        return launch(operands, out=1)[0]
+    parts, _ = launch(operands | {"pairs": pairs}, out=m * chosen)
     parts = parts.reshape(m, chosen, -1).astype(jnp.float32)
     if down_bias is not None:
         parts = parts + down_bias[experts].astype(jnp.float32)
     is_expert = (experts < count)[:, :, None]  # a pair without an expert has no part
     total = jnp.sum(jnp.where(is_expert, parts * weights[:, :, None], 0.0), axis=1)
-    return total.astype(x.dtype)
+    total = total.astype(x.dtype)
+    return total if residual is None else residual + total
 
 
 def _count(w: Array | QTensor) -> int:
@@ -241,7 +256,9 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
 
     Args:
       operands: arrays by name: x [1 or S,<=rows,K], the arrays of the weight; slots [S], or logits
-        [X] and live [1] of a single row; optional bias [X,2,N]; pairs [S,32] for the second launch.
+        [X] and live [1] of a single row; optional bias [X,2,N]. For the second launch, pairs
+        [S,32], or to sum the parts of a single row, weights [S] and optional down_bias [X,N] and
+        residual [1,N].
       gate: activation of the first launch, None for the second.
       rows: number of rows with padding.
       slots: S.
@@ -251,14 +268,17 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
 
     Returns:
-      ([out,rows,N], or with pairs [out,N]; slots [S]).
+      ([out,rows,N], or for the second launch [out,N]; slots [S]).
     """
     x, block_n, block_k = operands["x"], tiles.block_n, tiles.block_k
+    sums, by_row = "weights" in operands, gate is None
     shared_x, parts, steps = len(x) == 1, tiles.parts, -(-x.shape[2] // block_k)
     stage = tiles.stage | {"x": ((rows, block_k), jnp.dtype(x.dtype))}
-    # If there are pairs, rows are stored one by one, so the buffer cannot be tiled. Padding keeps
-    # columns of the sums on different banks.
-    buffers = {"y": ((rows, block_n + ("pairs" in operands) * _PADDING), x.dtype)}
+    # The second launch stores rows one by one, so the buffer cannot be tiled. Padding keeps columns
+    # of the sums on different banks.
+    buffers = {"y": ((rows, block_n + by_row * _PADDING), x.dtype)}
+    if sums:
+        buffers["partial"] = ((slots - 1, block_n, rows), jnp.float32)
     if "bias" in operands:
         buffers["bias"] = ((2, block_n), operands["bias"].dtype)
     if "pairs" in operands:
@@ -277,15 +297,18 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
     shape, dtype = stage["x"]
     scratch["x"] = matrix((stages, *shape), dtype, most=tiles.unit * dtype.itemsize)
     scratch |= {name: plgpu.SMEM(*buffer) for name, buffer in buffers.items()}
-    if "pairs" not in operands:
+    if not by_row:
         scratch["y"] = matrix(*buffers["y"])
+    if sums:
+        scratch["partial"] = matrix(*buffers["partial"])
+        scratch["partial_arrived"] = plgpu.Barrier(num_arrivals=slots - 1)
     copies = parts * len(tiles.stage) + 1
     scratch["arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     late = 2 * ("bias" in operands) + ("pairs" in operands)
     if late:
         scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
 
-    shape = (out, n) if "pairs" in operands else (out, rows, n)
+    shape = (out, n) if by_row else (out, rows, n)
     outs = {"y": jax.ShapeDtypeStruct(shape, x.dtype)}
     if "logits" in operands:
         outs["slots"] = jax.ShapeDtypeStruct((slots,), jnp.int32)
@@ -302,12 +325,14 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
         else:
             expert = gmem["slots"][slot]
 
-        @when(expert >= 0)
-        def _():
-            run = functools.partial(body, gmem, slot, expert)
-            pl.run_scoped(lambda **smem: run(smem), **scratch)
+        def run():
+            pl.run_scoped(lambda **smem: body(gmem, slot, expert, smem), **scratch)
+
+        # All blocks of a cluster take part in its sum.
+        run() if sums else when(expert >= 0)(run)
 
     def body(gmem, slot, expert, smem):
+        is_expert, expert = expert >= 0, jnp.maximum(expert, 0)
         column = lax.axis_index("n")
         columns = pl.ds(column * block_n, block_n)
         zero = slot * 0  # slices may pass the end of an array unless their start is a constant
@@ -340,16 +365,23 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
                 plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
         if "pairs" in gmem:
             plgpu.copy_gmem_to_smem(gmem["pairs"].at[slot], smem["pairs"], smem["late_arrived"])
-        sums = tiles.sums(smem, rows, steps, arrive, free)
+        products = tiles.sums(smem, rows, steps, arrive, free)
         if late:
             plgpu.barrier_wait(smem["late_arrived"])
         if "bias" in gmem:
             for part in range(2):
                 bias = load(smem["bias"].at[part], LAYOUT.reduce(1))
-                sums[part] += lax.broadcast_in_dim(bias, sums[part].shape, [0])
-        put(smem["y"].at[:, pl.ds(0, block_n)], gated(gate, *sums) if gate else sums[0])
+                products[part] += lax.broadcast_in_dim(bias, products[part].shape, [0])
+        if "weights" in gmem:
+            part = with_weight(gmem, slot, expert, columns, products[0])
+            part = jnp.where(is_expert, part, jnp.zeros_like(part))
+            finish = functools.partial(store_sum, gmem, smem, columns, part)
+            when(slot == 0)(finish)
+            when(slot > 0)(functools.partial(send, smem, slot, part))
+            return
+        put(smem["y"].at[:, pl.ds(0, block_n)], gated(gate, *products) if gate else products[0])
         plgpu.commit_smem()
-        if "pairs" not in gmem:
+        if not by_row:
             plgpu.copy_smem_to_gmem(smem["y"], gmem["y"].at[slot, all_rows, columns])
         else:
             for row in range(rows):
@@ -362,33 +394,88 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
 
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
+    def vector(source):
+        """Values of all columns, repeated for each row: [block_n, rows] fp32."""
+        values = load(source, LAYOUT.reduce(1))
+        return lax.broadcast_in_dim(values, (block_n, rows), [0])
+
+    def with_weight(gmem, slot, expert, columns, part):
+        """An expert's result, rounded, times the weight of the row."""
+        part = part.astype(x.dtype).astype(jnp.float32)
+        if "down_bias" in gmem:
+            part += vector(gmem["down_bias"].at[expert, columns])
+        return part * gmem["weights"][slot]
+
+    def send(smem, slot, part):
+        plgpu.async_store_smem(
+            part,
+            smem["partial"].at[slot - 1],
+            barrier=smem["partial_arrived"],
+            cluster_idx=0,
+            cluster_dim="slot",
+            optimized=False,
+        )
+
+    def store_sum(gmem, smem, columns, total):
+        """Add the parts of all slots, and the residual, and store the row."""
+        plgpu.barrier_wait(smem["partial_arrived"])
+        for at in range(slots - 1):
+            total += load(smem["partial"].at[at])
+        if "residual" in gmem:
+            total = total.astype(x.dtype).astype(jnp.float32)
+            total += vector(gmem["residual"].at[0, columns])
+        put(smem["y"].at[:, pl.ds(0, block_n)], total)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(smem["y"].at[0, pl.ds(0, block_n)], gmem["y"].at[0, columns])
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
     kernel.__name__ = "moe_up_kernel" if gate else "moe_down_kernel"
     results = plgpu.kernel(
         kernel,
         out_type=tuple(outs.values()),
-        # Blocks with neighbouring columns run at the same time.
-        grid=(slots, n // block_n),
-        grid_names=("slot", "n"),
+        **_grid(slots, n // block_n, sums),
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
     return results if "logits" in operands else (*results, operands["slots"])
 
 
+def _grid(slots: int, columns: int, sums: bool) -> dict[str, Any]:
+    if sums:
+        return dict(grid=(columns,), grid_names=("n",), cluster=(slots,), cluster_names=("slot",))
+    # Blocks with neighbouring columns run at the same time.
+    return dict(grid=(slots, columns), grid_names=("slot", "n"))
+
+
 def _expert_of_rank(logits, rank):
     """Index of the expert that has `rank` larger logits [X]. Of equal ones, the first is larger."""
     count = logits.shape[0]
+    padded = -(-count // 64) * 64
+
+    def find(copy, copied):
+        # TMA fills up the copy. Its end is masked below.
+        plgpu.copy_gmem_to_smem(logits.at[pl.ds(rank * 0, padded)], copy, copied)
+        plgpu.barrier_wait(copied)
+        return _ranked(copy, count, rank)
+
+    return pl.run_scoped(find, plgpu.SMEM((padded,), jnp.float32), plgpu.Barrier())
+
+
+def _ranked(logits, count, rank):
+    """`_expert_of_rank` for logits in shared memory, of which the first `count` are experts."""
+    size = logits.shape[0]
+    index, other_index = (
+        plgpu.broadcasted_iota(jnp.int32, (size, size), axis, layout=LAYOUT) for axis in range(2)
+    )
     own, other = (
-        lax.broadcast_in_dim(
-            plgpu.load(logits, layout=LAYOUT.reduce(1 - axis), optimized=False),
-            (count, count),
-            [axis],
-        )
+        lax.broadcast_in_dim(load(logits, LAYOUT.reduce(1 - axis)), (size, size), [axis])
         for axis in range(2)
     )
-    index, other_index = (
-        plgpu.broadcasted_iota(jnp.int32, own.shape, axis, layout=LAYOUT) for axis in range(2)
-    )
+    if count < size:
+        own, other = (
+            jnp.where(at < count, values, -jnp.inf)
+            for values, at in ((own, index), (other, other_index))
+        )
     is_larger = (other > own) | ((other == own) & (other_index < index))
     ranks = jnp.where(is_larger, 1.0, 0.0).sum(axis=1)
     at = plgpu.broadcasted_iota(jnp.int32, ranks.shape, 0, layout=LAYOUT.reduce(1))
@@ -433,15 +520,28 @@ def _fits(shape: Shape) -> str | None:
     return misfit(shape)
 
 
-def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
+def _run(
+    x,
+    logits,
+    gate_up,
+    down,
+    bias,
+    *biases,
+    routing,
+    gate,
+    live,
+    residual,
+    config,
+    batch_invariant,
+):
     experts, weights = route(logits, routing, bias)
     experts = only_live(experts, live, routing)
     options = {}
-    by_logits = routing.features <= {"normalised", "scale"} and routing.experts % 64 == 0
-    if len(x) == 1 and by_logits:
+    by_logits = routing.features <= {"normalised", "scale"}
+    if len(x) == 1 and by_logits and routing.experts in _RANKED:
         options = {"logits": logits.astype(jnp.float32), "live": live}
     operands = x, experts, weights, gate_up, down, *biases
-    return moe_chosen(*operands, gate=gate, config=config, **options)
+    return moe_chosen(*operands, gate=gate, residual=residual, config=config, **options)
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
