@@ -50,7 +50,6 @@ from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import (
-    HALF_TILES,
     TILES,
     TILES_FP32,
     byte_tiles,
@@ -127,7 +126,8 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
 
 def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     """Stages with the bytes that `wanted` take at D = 128, or as many as fit into shared memory."""
-    # q, k and v of the new token, as loaded and as rotated, and P or rotation and norms in fp32.
+    # q, k and v of the new token as loaded, twice, and as rotated; and P or rotation and norms in
+    # fp32.
     others = 6 * rows * d + max(2 * rows * block_kv, 24 * d)
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
@@ -215,9 +215,6 @@ def append_decode_mosaic(
     """
     b, kv_heads, parts, d = qkv.shape
     group = parts - 2
-    # TMA zero-fills a single tile of rows, but not the last of several tiles.
-    if parts > 8:
-        qkv = jnp.pad(qkv, ((0, 0), (0, 0), (0, -parts % 8), (0, 0)))
     rotation = jnp.stack(
         [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)], axis=1
     ).reshape(b, 2, d)
@@ -311,14 +308,13 @@ def _launch(
         )
         scratch["wide"] = plgpu.SMEM((config.block_kv, d), dtype, transforms=TILES)
     if "qkv" in operands:
-        front = plgpu.SMEM((staged, d), dtype, transforms=HALF_TILES)
-        token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
-        vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 3 * staged // 8
+        vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 2 * (group + 2)
         if norm_eps is not None:
             vectors["norms"] = plgpu.SMEM((2, 2, d), jnp.float32)
             arrivals += 1
-        unions += [(vectors, p), ({"swapped": front}, token)]
-        scratch |= {"qkv": front, "q_arrived": plgpu.Barrier(num_arrivals=arrivals)}
+        token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
+        unions += [(vectors, p), ({"qkv": plgpu.SMEM((staged, 2 * d), dtype)}, token)]
+        scratch["q_arrived"] = plgpu.Barrier(num_arrivals=arrivals)
     else:
         scratch |= p
     if config.cluster:

@@ -1,8 +1,8 @@
 """The work around attention in a decode step: norms and RoPE of q and k, append of k and v.
 
-q, k and v of a KV head are the rows of one tile. The tile is loaded twice, unchanged and with the
-halves of D exchanged, so that RoPE is the elementwise x cos + swapped(x) sin. So are the scales of
-norms.
+q, k and v of a KV head are the rows of a buffer that has each of them twice, side by side. Its
+columns from D/2 on are then the row with its halves exchanged, so that RoPE is the elementwise
+x cos + swapped(x) sin. The scales of norms are loaded in both ways, too.
 """
 
 import jax.numpy as jnp
@@ -15,20 +15,12 @@ from fdjax.pallas_kernels.hopper.conditional import when
 
 
 def load_front(inputs, smem, row, head):
-    """Begin to load q, k and v of the new token, unchanged and with the halves of D exchanged."""
-    staged, d = smem["qkv"].shape
-    half = d // 2
-    for start in range(0, staged, 8):
-        # TMA zero-fills a tile that reaches past the end.
-        source = inputs["qkv"].at[row, head, pl.ds(row * 0 + start, 8)]
-        to = pl.ds(start, 8)
-        plgpu.copy_gmem_to_smem(source, smem["qkv"].at[to], smem["q_arrived"])
-        for i in range(2):
-            plgpu.copy_gmem_to_smem(
-                source.at[:, pl.ds((1 - i) * half, half)],
-                smem["swapped"].at[to, pl.ds(i * half, half)],
-                smem["q_arrived"],
-            )
+    """Begin to load q, k and v of the new token. Rows past them are undefined."""
+    _, _, parts, d = inputs["qkv"].shape
+    for part in range(parts):
+        source, target = inputs["qkv"].at[row, head, part], smem["qkv"].at[part]
+        for begin in (0, d):
+            plgpu.copy_gmem_to_smem(source, target.at[pl.ds(begin, d)], smem["q_arrived"])
     plgpu.copy_gmem_to_smem(inputs["rotation"].at[row], smem["rotation"], smem["q_arrived"])
     if "norms" in inputs:
         plgpu.copy_gmem_to_smem(inputs["norms"], smem["norms"], smem["q_arrived"])
@@ -39,7 +31,7 @@ def rotate_rows(smem, group, eps):
 
     With `eps`, of the norms of q and k, each query and the key are normalised first.
     """
-    x, swapped = (_load_rows(smem[name]) for name in ("qkv", "swapped"))
+    x, swapped = (_load_new(smem, begin) for begin in (0, smem["q"].shape[1] // 2))
     if eps is not None:
         x, swapped = _normalised(smem, x, swapped, group, eps)
     cos, sin = (
@@ -75,16 +67,24 @@ def _load_rows(ref):
     return plgpu.layout_cast(columns, TILE).astype(jnp.float32)
 
 
+def _load_new(smem, begin):
+    """D values of each row of the new token from column `begin` on, as fp32 columns [D, R]."""
+    rows = smem["qkv"].at[:, pl.ds(begin, smem["q"].shape[1])]
+    return plgpu.load(rows.T, layout=TILE, optimized=False).astype(jnp.float32)
+
+
 def receive_token(smem, group):
     """Store the rotated k, and v, of the new token in smem["new"]; returns q·k of all rows, [R]."""
     padded, d = smem["p"].shape[0], smem["q"].shape[1]
 
-    def column(ref, index):
-        columns = _load_rows(ref)
+    def column(columns, index):
         rows = plgpu.broadcasted_iota(jnp.int32, columns.shape, 1, layout=TILE)
         return jnp.where(rows == index, columns, 0.0).sum(axis=1)
 
-    key, value = column(smem["q"], group), column(smem["qkv"], group + 1)
+    key = column(_load_rows(smem["q"]), group)
+    value = column(_load_new(smem, 0), group + 1)
+    # "new" may lie where "qkv" does.
+    plgpu.commit_smem()
     for i, values in enumerate((key, value)):
         smem["new"].at[i][...] = values.astype(smem["new"].dtype)
     q = _load_rows(smem["q"].at[pl.ds(0, padded)])

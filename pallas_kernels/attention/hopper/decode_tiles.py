@@ -9,10 +9,8 @@ TILE = plgpu.Layout.WGMMA
 ROW = TILE.reduce(0)
 COLUMN = TILE.reduce(1)
 
-# Shared memory layouts. HALF_TILES are tiles whose halves are loaded separately, TILES_FP32 are
-# partial sums.
+# Shared memory layouts. TILES_FP32 are partial sums.
 TILES = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
-HALF_TILES = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(64))
 TILES_FP32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 

@@ -20,13 +20,15 @@ GEMMs with a ring of TMA tiles and swapped operands, see `gemm.hopper.flat_gemm`
 
 Blocks of slots without an expert end at once. XLA sums the weighted parts of a row, in the order in
 which the row chose its experts. For a single row, the blocks of a column form a cluster, and the
-first sums the others' parts in the same order. All sums of a row have a fixed order, so its bits
-depend neither on the other rows nor on the tiling.
+first does that. Blocks of a cluster may also share K: unpacking quantised weights takes one block
+longer than reading them. All sums of a row have a fixed order, so its bits depend neither on the
+other rows nor on the tiling, but for the number of blocks that share K.
 """
 
 import dataclasses
 import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -75,6 +77,7 @@ class MoeConfig:
       up_k, up_stages: rows of its weight tiles, and largest number of tiles in its ring.
       down_n: columns of a block of the second launch.
       down_k, down_stages: like `up_k` and `up_stages`, for the second launch.
+      up_split, down_split: number of blocks that share K.
       sums: 1 if the second launch sums the parts of a single row, 0 if XLA does.
     """
 
@@ -84,19 +87,24 @@ class MoeConfig:
     down_n: int = 64
     down_k: int = 64
     down_stages: int = 6
+    up_split: int = 1
+    down_split: int = 1
     sums: int = 1
 
     def __post_init__(self):
         if self.sums not in (0, 1):
             raise ValueError(f"moe: sums must be 0 or 1, got {self.sums}")
         for name in ("up", "down"):
-            n, k, stages = (getattr(self, f"{name}_{part}") for part in ("n", "k", "stages"))
+            fields = ("n", "k", "stages", "split")
+            n, k, stages, split = (getattr(self, f"{name}_{field}") for field in fields)
             if n not in (64, 128):
                 raise ValueError(f"moe: {name}_n must be 64 or 128, got {n}")
             if k not in (64, 128, 192, 256):
                 raise ValueError(f"moe: {name}_k must be 64, 128, 192 or 256, got {k}")
             if stages < 2:
                 raise ValueError(f"moe: {name}_stages must be at least 2, got {stages}")
+            if not 1 <= split <= _MAX_CLUSTER:
+                raise ValueError(f"moe: {name}_split must be in 1..{_MAX_CLUSTER}, got {split}")
 
     @classmethod
     def for_shape(
@@ -105,8 +113,14 @@ class MoeConfig:
         """A tiling for an unmeasured shape.
 
         Wide blocks copy the rows less often. They need enough columns for all multiprocessors.
-        Tiles of quantised weights have more rows.
+        Tiles of quantised weights have more rows. With a single row, one block for each slot and
+        column would leave the unpacking to too few warps.
         """
+        if m == 1:
+            up_k, down_k = (256 if packed else 128 for packed in (packed_up, packed_down))
+            stages = [2 if packed_up else 3, 3]
+            splits = [2 if packed else 1 for packed in (packed_up, packed_down)]
+            return cls(64, up_k, stages[0], 64, down_k, stages[1], *splits)
         wide = not packed_down and m * chosen * (width // 128) >= MULTIPROCESSORS
         return cls(
             up_k=256 if packed_up else 64,
@@ -182,12 +196,19 @@ def moe_chosen(
         operands["bias"] = gate_up_bias
     launch = functools.partial(_launch, rows=rows, slots=len(slots))
     hidden, slots = launch(
-        operands, gate=gate, out=len(slots), n=hidden_width, tiles=tiles, stages=config.up_stages
+        operands,
+        gate=gate,
+        out=len(slots),
+        n=hidden_width,
+        tiles=tiles,
+        stages=config.up_stages,
+        split=config.up_split,
     )
     tiles = config.tiles("down", down, 1, x.dtype)
     operands = {"x": hidden, "slots": slots, **_arrays(down, x.dtype)}
     launch = functools.partial(launch, gate=None, n=width, tiles=tiles, stages=config.down_stages)
-    if m == 1 and config.sums and 1 < len(slots) <= _MAX_CLUSTER:
+    launch = functools.partial(launch, split=config.down_split)
+    if m == 1 and config.sums and len(slots) * config.down_split <= _MAX_CLUSTER:
         late = {"weights": weights[0], "down_bias": down_bias, "residual": residual}
         operands |= {name: operand for name, operand in late.items() if operand is not None}
         return launch(operands, out=1)[0]
@@ -246,12 +267,12 @@ def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
     return jnp.where(is_live, one, -1), jnp.max(jnp.where(chooses, pair, -1), axis=2)
 
 
-_STATIC = "gate", "rows", "slots", "out", "n", "tiles", "stages"
+_STATIC = "gate", "rows", "slots", "out", "n", "tiles", "stages", "split"
 
 
 # Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(jax.jit, static_argnames=_STATIC)
-def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
+def _launch(operands, *, gate, rows, slots, out, n, tiles, stages, split):
     """Launch a kernel with a block for each slot and each tile of columns.
 
     Args:
@@ -266,19 +287,22 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
       n: N.
       tiles: `DenseTiles` or `PackedTiles`.
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
+      split: number of blocks that share K.
 
     Returns:
       ([out,rows,N], or for the second launch [out,N]; slots [S]).
     """
     x, block_n, block_k = operands["x"], tiles.block_n, tiles.block_k
     sums, by_row = "weights" in operands, gate is None
-    shared_x, parts, steps = len(x) == 1, tiles.parts, -(-x.shape[2] // block_k)
+    shared_x, parts, steps = len(x) == 1, tiles.parts, -(-x.shape[2] // (block_k * split))
+    # Blocks of a cluster. The first gets the products of the others.
+    cluster = split * (slots if sums else 1)
     stage = tiles.stage | {"x": ((rows, block_k), jnp.dtype(x.dtype))}
     # The second launch stores rows one by one, so the buffer cannot be tiled. Padding keeps columns
     # of the sums on different banks.
     buffers = {"y": ((rows, block_n + by_row * _PADDING), x.dtype)}
-    if sums:
-        buffers["partial"] = ((slots - 1, block_n, rows), jnp.float32)
+    if cluster > 1:
+        buffers["partial"] = ((cluster - 1, parts, block_n, rows), jnp.float32)
     if "bias" in operands:
         buffers["bias"] = ((2, block_n), operands["bias"].dtype)
     if "pairs" in operands:
@@ -299,9 +323,9 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
     scratch |= {name: plgpu.SMEM(*buffer) for name, buffer in buffers.items()}
     if not by_row:
         scratch["y"] = matrix(*buffers["y"])
-    if sums:
+    if cluster > 1:
         scratch["partial"] = matrix(*buffers["partial"])
-        scratch["partial_arrived"] = plgpu.Barrier(num_arrivals=slots - 1)
+        scratch["partial_arrived"] = plgpu.Barrier(num_arrivals=(cluster - 1) * parts)
     copies = parts * len(tiles.stage) + 1
     scratch["arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     late = 2 * ("bias" in operands) + ("pairs" in operands)
@@ -315,11 +339,11 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
 
     def kernel(*refs):
         gmem = dict(zip((*operands, *outs), refs, strict=True))
-        slot = lax.axis_index("slot")
+        slot, rank = place()
         if "logits" in gmem:
             expert = jnp.where(gmem["live"][0] > 0, _expert_of_rank(gmem["logits"], slot), -1)
 
-            @when(lax.axis_index("n") == 0)
+            @when((lax.axis_index("n") == 0) & (rank == 0))
             def _():
                 gmem["slots"][slot] = expert
         else:
@@ -331,8 +355,16 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
         # All blocks of a cluster take part in its sum.
         run() if sums else when(expert >= 0)(run)
 
+    def place():
+        """(slot, part of K) of this block."""
+        if sums and cluster > 1:
+            at = lax.axis_index("part")
+            return lax.div(at, split), lax.rem(at, split)
+        slot = lax.axis_index("slot")
+        return slot, lax.axis_index("part") if cluster > 1 else slot * 0
+
     def body(gmem, slot, expert, smem):
-        is_expert, expert = expert >= 0, jnp.maximum(expert, 0)
+        expert, rank = jnp.maximum(expert, 0), place()[1]
         column = lax.axis_index("n")
         columns = pl.ds(column * block_n, block_n)
         zero = slot * 0  # slices may pass the end of an array unless their start is a constant
@@ -340,7 +372,7 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
 
         def fetch(step, at):
             """Copy a tile of the weight and of x into the ring; past K or M it is zero."""
-            arrived = smem["arrived"].at[at]
+            arrived, step = smem["arrived"].at[at], rank * steps + step
             for name, part, source in tiles.sources(gmem, expert, column, step):
                 plgpu.copy_gmem_to_smem(source, smem[name].at[at, part], arrived)
             ks = pl.ds(step * block_k, block_k)
@@ -365,20 +397,56 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
                 plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
         if "pairs" in gmem:
             plgpu.copy_gmem_to_smem(gmem["pairs"].at[slot], smem["pairs"], smem["late_arrived"])
+        late_operands = of_row(gmem, columns) if sums else None
         products = tiles.sums(smem, rows, steps, arrive, free)
+        finish = functools.partial(store, gmem, smem, slot, columns, late_operands)
+        if cluster == 1:
+            finish([products])
+            return
+        part = lax.axis_index("part")
+        when(part > 0)(functools.partial(send, smem, part, products))
+
+        @when(part == 0)
+        def _():
+            plgpu.barrier_wait(smem["partial_arrived"])
+            others = (
+                [load(smem["partial"].at[i, j]) for j in range(parts)] for i in range(cluster - 1)
+            )
+            finish([products, *others])
+
+    def send(smem, part, products):
+        for at, values in enumerate(products):
+            plgpu.async_store_smem(
+                values,
+                smem["partial"].at[part - 1, at],
+                barrier=smem["partial_arrived"],
+                cluster_idx=0,
+                cluster_dim="part",
+                optimized=False,
+            )
+
+    def store(gmem, smem, slot, columns, late_operands, every):
+        """Turn the products of all blocks of a cluster into results, and store them."""
+        zero = slot * 0
+        all_rows = pl.ds(pl.multiple_of(zero, 8), rows)
+        # The products of each slot.
+        every = [
+            [
+                functools.reduce(operator.add, values)
+                for values in zip(*every[at : at + split], strict=True)
+            ]
+            for at in range(0, cluster, split)
+        ]
+        if sums:
+            store_sum(gmem, smem, columns, [products[0] for products in every], late_operands)
+            return
+        (products,) = every
         if late:
             plgpu.barrier_wait(smem["late_arrived"])
         if "bias" in gmem:
             for part in range(2):
                 bias = load(smem["bias"].at[part], LAYOUT.reduce(1))
                 products[part] += lax.broadcast_in_dim(bias, products[part].shape, [0])
-        if "weights" in gmem:
-            part = with_weight(gmem, slot, expert, columns, products[0])
-            part = jnp.where(is_expert, part, jnp.zeros_like(part))
-            finish = functools.partial(store_sum, gmem, smem, columns, part)
-            when(slot == 0)(finish)
-            when(slot > 0)(functools.partial(send, smem, slot, part))
-            return
         put(smem["y"].at[:, pl.ds(0, block_n)], gated(gate, *products) if gate else products[0])
         plgpu.commit_smem()
         if not by_row:
@@ -399,31 +467,24 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
         values = load(source, LAYOUT.reduce(1))
         return lax.broadcast_in_dim(values, (block_n, rows), [0])
 
-    def with_weight(gmem, slot, expert, columns, part):
-        """An expert's result, rounded, times the weight of the row."""
-        part = part.astype(x.dtype).astype(jnp.float32)
-        if "down_bias" in gmem:
-            part += vector(gmem["down_bias"].at[expert, columns])
-        return part * gmem["weights"][slot]
+    def of_row(gmem, columns):
+        """(whether each slot has an expert, its weight, its bias or 0; the residual or None)."""
+        own = []
+        for slot in range(slots):
+            expert = gmem["slots"][slot]
+            has_bias, source = "down_bias" in gmem, jnp.maximum(expert, 0)
+            bias = vector(gmem["down_bias"].at[source, columns]) if has_bias else 0.0
+            own.append((expert >= 0, gmem["weights"][slot], bias))
+        return own, vector(gmem["residual"].at[0, columns]) if "residual" in gmem else None
 
-    def send(smem, slot, part):
-        plgpu.async_store_smem(
-            part,
-            smem["partial"].at[slot - 1],
-            barrier=smem["partial_arrived"],
-            cluster_idx=0,
-            cluster_dim="slot",
-            optimized=False,
-        )
-
-    def store_sum(gmem, smem, columns, total):
-        """Add the parts of all slots, and the residual, and store the row."""
-        plgpu.barrier_wait(smem["partial_arrived"])
-        for at in range(slots - 1):
-            total += load(smem["partial"].at[at])
-        if "residual" in gmem:
-            total = total.astype(x.dtype).astype(jnp.float32)
-            total += vector(gmem["residual"].at[0, columns])
+    def store_sum(gmem, smem, columns, results, late_operands):
+        """Add the weighted results of all slots, and the residual, and store the row."""
+        (own, residual), total = late_operands, 0.0
+        for part, (is_expert, weight, bias) in zip(results, own, strict=True):
+            part = (part.astype(x.dtype).astype(jnp.float32) + bias) * weight
+            total += jnp.where(is_expert, part, jnp.zeros_like(part))
+        if residual is not None:
+            total = total.astype(x.dtype).astype(jnp.float32) + residual
         put(smem["y"].at[:, pl.ds(0, block_n)], total)
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(smem["y"].at[0, pl.ds(0, block_n)], gmem["y"].at[0, columns])
@@ -433,18 +494,21 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages):
     results = plgpu.kernel(
         kernel,
         out_type=tuple(outs.values()),
-        **_grid(slots, n // block_n, sums),
+        **_grid(slots, n // block_n, sums, cluster),
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     )(*operands.values())
     return results if "logits" in operands else (*results, operands["slots"])
 
 
-def _grid(slots: int, columns: int, sums: bool) -> dict[str, Any]:
-    if sums:
-        return dict(grid=(columns,), grid_names=("n",), cluster=(slots,), cluster_names=("slot",))
+def _grid(slots: int, columns: int, sums: bool, cluster: int) -> dict[str, Any]:
     # Blocks with neighbouring columns run at the same time.
-    return dict(grid=(slots, columns), grid_names=("slot", "n"))
+    grid = dict(grid=(slots, columns), grid_names=("slot", "n"))
+    if cluster == 1:
+        return grid
+    if sums:
+        grid = dict(grid=(columns,), grid_names=("n",))
+    return grid | dict(cluster=(cluster,), cluster_names=("part",))
 
 
 def _expert_of_rank(logits, rank):
@@ -499,8 +563,8 @@ CANDIDATES = tuple(
 PACKED_CANDIDATES = tuple(
     MoeConfig(*c)
     for c in (
-        *((64, 256, 3, 64, 256, 4), (64, 128, 5, 64, 128, 6), (64, 256, 5, 64, 256, 6)),
-        *((64, 128, 3, 64, 128, 4), (64, 256, 2, 64, 256, 3)),
+        *((64, 256, 3, 64, 256, 4, 2, 2), (64, 128, 5, 64, 128, 6, 2, 2)),
+        *((64, 256, 5, 64, 256, 6), (64, 128, 3, 64, 128, 4, 4, 2), (64, 256, 2, 64, 256, 3)),
     )
 )
 

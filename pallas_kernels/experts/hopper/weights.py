@@ -197,11 +197,18 @@ class PackedTiles:
         def accumulate(*accumulators):
             def step(i, _):
                 at = arrive(i)
+
+                def weights(start):
+                    return [self._unpacked(smem, at, p, start, unit) for p in range(self.parts)]
+
+                ready = weights(0)
                 for start in range(0, self.block_k, unit):
-                    weights = [self._unpacked(smem, at, p, start, unit) for p in range(self.parts)]
                     x = smem["x"].at[at, :, pl.ds(start, unit)]
-                    for accumulator, a in zip(accumulators, weights, strict=True):
+                    for accumulator, a in zip(accumulators, ready, strict=True):
                         plgpu.wgmma(accumulator, a, x.T)
+                    # The next weights are unpacked while the tensor cores multiply.
+                    if start + unit < self.block_k:
+                        ready = weights(start + unit)
                     plgpu.wgmma_wait(0)
                 free(i)
 
