@@ -28,7 +28,7 @@ from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
 from fdjax.engine.watch import waiting
 from fdjax.pallas_kernels.attention import SharedPages
-from fdjax.sampling.beams import BeamState
+from fdjax.sampling.beams import BeamState, are_aligned
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -172,6 +172,7 @@ class Session:
         self._sampling: Any = None
         self._pages: np.ndarray | None = None
         self._shared: SharedPages | None = None
+        self._aligned = False
         self._steps_of: dict[int, HostArrays] = {}
 
     def set_options(self, rows: Sequence[RequestState | None]) -> None:
@@ -197,6 +198,9 @@ class Session:
         # Beams share pages in a way of their own. Shared pages count no reruns.
         alone = self._has_beams or self._static
         self._shared = None if alone else self._engine.shared_pages(self._pages)
+        width = self._whole_state.beams.width if self._has_beams else 0
+        busy = self._pages[:, 0] != NOBODYS_PAGE
+        self._aligned = self._has_beams and are_aligned(self._sampling, busy, width)
         self._steps_of = {}
 
     def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
@@ -245,6 +249,8 @@ class Session:
             host = HostArrays.pack((self._sampling, np.int32(steps), self._pages, self._shared))
             self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
+        if self._aligned:
+            static["aligned"] = True
         one_launch = self.one_launch and not self._has_beams and self._shared is None
         layout = {"stacked": self.stacked, "one_launch": one_launch, "beams": self._has_beams}
         program = self._engine.program(step.decode_steps, **layout, **static)

@@ -147,6 +147,16 @@ def member_rows(sampling: Sampling, width: int) -> Array:
     return jnp.minimum(rows, rows.shape[0] - 1)
 
 
+def are_aligned(sampling: Sampling, busy: np.ndarray, width: int) -> bool:
+    """Whether each `busy` row [B] belongs to `width` beams that begin at a multiple of `width`.
+
+    The options are host arrays.
+    """
+    rows = np.arange(len(busy))
+    ours = (sampling.num_beams == width) & (sampling.sample_index == rows % width)
+    return bool(ours[busy].all())
+
+
 def candidates(found: BeamScores, running: Array, processors: Processors) -> Candidates:
     """The best continuations of each row alone; K is W times the candidates per beam.
 
