@@ -187,6 +187,11 @@ class Session:
             self._wanted = dataclasses.replace(self._wanted, beams=(0, 0))
         self._set_beams(*self._wanted.beams)
         self._sampling = per_row(configs, self._shape.rows, sample_indices=samples)
+        # Rows only end until the next options. So beams stay aligned, and others do not become
+        # aligned, which would compile another program for the last of them.
+        beams = self._whole_state.beams
+        widths = [0 if row is None else row.width for row in rows]
+        self._aligned = beams is not None and are_aligned(widths, samples, beams.width)
         self._steps_of = {}
 
     def set_pages(self, pages: Sequence[Sequence[int]]) -> None:
@@ -198,9 +203,6 @@ class Session:
         # Beams share pages in a way of their own. Shared pages count no reruns.
         alone = self._has_beams or self._static
         self._shared = None if alone else self._engine.shared_pages(self._pages)
-        width = self._whole_state.beams.width if self._has_beams else 0
-        busy = self._pages[:, 0] != NOBODYS_PAGE
-        self._aligned = self._has_beams and are_aligned(self._sampling, busy, width)
         self._steps_of = {}
 
     def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:

@@ -10,6 +10,7 @@ the other row, see `BeamState.sources`.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -147,14 +148,16 @@ def member_rows(sampling: Sampling, width: int) -> Array:
     return jnp.minimum(rows, rows.shape[0] - 1)
 
 
-def are_aligned(sampling: Sampling, busy: np.ndarray, width: int) -> bool:
-    """Whether each `busy` row [B] belongs to `width` beams that begin at a multiple of `width`.
+def are_aligned(widths: Sequence[int], beams: Sequence[int], most: int) -> bool:
+    """Whether each row with work belongs to `most` beams that begin at a multiple of `most`.
 
-    The options are host arrays.
+    Args:
+      widths: number of beams of each row's prompt, 0 for rows without work.
+      beams: index of each row among the beams of its prompt.
+      most: the largest number of beams of a prompt.
     """
-    rows = np.arange(len(busy))
-    ours = (sampling.num_beams == width) & (sampling.sample_index == rows % width)
-    return bool(ours[busy].all())
+    rows = enumerate(zip(widths, beams, strict=True))
+    return all(width == most and i % most == beam for i, (width, beam) in rows if width)
 
 
 def candidates(found: BeamScores, running: Array, processors: Processors) -> Candidates:
