@@ -107,11 +107,11 @@ def test_searches_and_others_have_the_answers_that_they_have_alone(lm, chunks):
 
 def test_searches_of_one_width_take_the_aligned_program(lm, chunks):
     prompts = [ids(i, 5 + 2 * i) for i in range(5)]
-    lm.generate(prompts, **BEAMS, max_new_tokens=[40, 3, 8, 40, 5])
+    lm.generate(prompts, **BEAMS, max_new_tokens=[9, 3, 8, 9, 5])
     assert set(chunks) == {(True, True)}
     chunks.clear()
     # The program changes only when rows begin, so it is still the same when one search is left.
-    lm.generate(prompts[:2], **OPTIONS, num_beams=[4, 2], max_new_tokens=[90, 4])
+    lm.generate(prompts[:2], **OPTIONS, num_beams=[4, 2], max_new_tokens=[70, 4])
     assert set(chunks) == {(False, False), (False, True)}
 
 

@@ -81,17 +81,18 @@ ALIGNED = [
 ]
 
 
-@pytest.mark.parametrize("block", [8, 16])
 @pytest.mark.parametrize(
-    ("searches", "aligned"),
+    ("searches", "aligned", "block"),
     [
-        (SEARCHES, False),
-        (SEARCHES[::-1], False),
-        (SEARCHES[2:3] * 3, False),
-        (ALIGNED, False),
-        (ALIGNED, True),
+        (SEARCHES, False, 8),
+        (SEARCHES[::-1], False, 8),
+        (SEARCHES[::-1], False, 16),
+        (SEARCHES[2:3] * 3, False, 8),
+        (ALIGNED, False, 8),
+        (ALIGNED, True, 8),
+        (ALIGNED, True, 16),
     ],
-    ids=["mixed", "reversed", "plain", "general", "aligned"],
+    ids=["mixed", "reversed", "whole pages", "plain", "general", "aligned", "aligned whole pages"],
 )
 def test_each_beam_sees_its_own_positions_once(searches, aligned, block):
     page = 16
