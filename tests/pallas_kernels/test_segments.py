@@ -204,6 +204,13 @@ def test_interpreted_at_each_end_of_a_page(group, kv_heads, config, aligned):
     check(EACH_END, group, config, kv_heads=kv_heads, aligned=aligned, interpret=INTERPRET)
 
 
+@pytest.mark.slow
+def test_interpreted_with_more_beams_than_rows_of_a_tile():
+    config = DecodeAttentionConfig(splits=1, stages=1)
+    searches = [Search(9, prompt=70, length=72)]
+    check(searches, 1, config, kv_heads=2, aligned=True, interpret=INTERPRET)
+
+
 def test_wrong_operands():
     given, options = operands(FEW[1:2], group=1, kv_heads=1, d=64, slots=128)
     config = DecodeAttentionConfig(splits=1, block_kv=192)
@@ -248,7 +255,9 @@ def test_aligned_on_a_gpu(group, config):
 @pytest.mark.deviceless
 @pytest.mark.parametrize("aligned", [False, True], ids=["general", "aligned"])
 @pytest.mark.parametrize(
-    "shape", [(4, 4, 32, 32), (34, 4, 32, 32), (32, 4, 32, 8), (16, 16, 32, 8)], ids=str
+    "shape",
+    [(4, 4, 32, 32), (32, 4, 32, 32), (27, 9, 32, 32), (34, 4, 32, 8), (16, 16, 32, 8)],
+    ids=str,
 )
 def test_compiles_for_an_h100_without_spills(shape, aligned, monkeypatch, capfd):
     from ..deviceless import compile_for
