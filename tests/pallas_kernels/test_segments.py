@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fdjax.pallas_kernels.attention import BeamSlots, decode_attention
-from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig
+from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, decode_mosaic
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import HOLES
 from fdjax.pallas_kernels.attention.hopper.segments import decode_segments, groups_of
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -216,6 +216,8 @@ def test_wrong_operands():
     config = DecodeAttentionConfig(splits=1, block_kv=192)
     with pytest.raises(ValueError, match="block_kv must divide the 128 slots of a page, got 192"):
         decode_segments(*given, **options, spec=SPEC, config=config)
+    with pytest.raises(ValueError, match="entry_slots must divide the 128 slots of a page and be"):
+        decode_mosaic(*given, pages=options["pages"], spec=SPEC, entry_slots=32)
     beams = dataclasses.replace(options["beams"], width=2, aligned=True)
     with pytest.raises(ValueError, match="aligned beams need at least 2 rows, got 1"):
         decode_attention(*given, pages=options["pages"], beams=beams, spec=SPEC)

@@ -116,12 +116,7 @@ def decode_segments(
     if beams.aligned:
         queries = q[: b // w * w].reshape(-1, w, h, d)
     else:
-        # One gather in the order of the kernel. `decode_mosaic` undoes the swap, so none is left.
-        heads = jnp.arange(kv_heads, dtype=jnp.int32)[None, :, None]
-        queries = q.reshape(b * kv_heads, h // kv_heads, d)[
-            groups.members[:, None] * kv_heads + heads
-        ]
-        queries = queries.swapaxes(1, 2).reshape(b, w, h, d)
+        queries = q[groups.members, 0]
     o, lse, reruns = decode_mosaic(
         *(queries, k, v, groups.lengths),
         spec=spec,
