@@ -1,6 +1,7 @@
 """Beams as query tokens of one row: the grouping, and the kernel that reads each page once."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -209,6 +210,21 @@ def test_interpreted_with_more_beams_than_rows_of_a_tile():
     config = DecodeAttentionConfig(splits=1, stages=1)
     searches = [Search(9, prompt=70, length=72)]
     check(searches, 1, config, kv_heads=2, aligned=True, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_no_logsumexp_unless_asked_for(splits, aligned):
+    given, options = operands(EACH_END, group=1, kv_heads=1, d=64, slots=256, aligned=aligned)
+    attend = functools.partial(
+        decode_segments,
+        **jax.tree.map(jnp.asarray, options),
+        spec=SPEC,
+        config=DecodeAttentionConfig(splits=splits),
+        return_lse=False,
+    )
+    o, lse, reruns = jax.eval_shape(attend, *given)
+    assert (o.shape, lse, reruns) == (given[0].shape, None, None)
 
 
 def test_wrong_operands():

@@ -384,8 +384,7 @@ def _launch(
     o, lse = results["o"], results.get("lse")
     if not one_launch:
         o, lse = combine(o, results["lm"], stored, dtype, interpret, by_token)
-    if lse is not None:
-        lse = lse[:, :, :stored]
+    lse = lse[:, :, :stored] if return_lse else None
     return o, lse, results["reruns"].mean() if return_reruns else None
 
 
