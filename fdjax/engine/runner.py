@@ -28,7 +28,7 @@ from fdjax.engine.sequence import Chunk, RequestState
 from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
 from fdjax.engine.watch import waiting
 from fdjax.pallas_kernels.attention import SharedPages
-from fdjax.sampling.beams import BeamState
+from fdjax.sampling.beams import BeamState, are_aligned
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -172,6 +172,7 @@ class Session:
         self._sampling: Any = None
         self._pages: np.ndarray | None = None
         self._shared: SharedPages | None = None
+        self._aligned = False
         self._steps_of: dict[int, HostArrays] = {}
 
     def set_options(self, rows: Sequence[RequestState | None]) -> None:
@@ -186,6 +187,11 @@ class Session:
             self._wanted = dataclasses.replace(self._wanted, beams=(0, 0))
         self._set_beams(*self._wanted.beams)
         self._sampling = per_row(configs, self._shape.rows, sample_indices=samples)
+        # Rows only end until the next options. So beams stay aligned, and others do not become
+        # aligned, which would compile another program for the last of them.
+        beams = self._whole_state.beams
+        widths = [0 if row is None else row.width for row in rows]
+        self._aligned = beams is not None and are_aligned(widths, samples, beams.width)
         self._steps_of = {}
 
     def set_pages(self, pages: Sequence[Sequence[int]]) -> None:
@@ -245,6 +251,8 @@ class Session:
             host = HostArrays.pack((self._sampling, np.int32(steps), self._pages, self._shared))
             self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
+        if self._aligned:
+            static["aligned"] = True
         one_launch = self.one_launch and not self._has_beams and self._shared is None
         layout = {"stacked": self.stacked, "one_launch": one_launch, "beams": self._has_beams}
         program = self._engine.program(step.decode_steps, **layout, **static)

@@ -229,6 +229,7 @@ def decode_steps(
     max_steps: int,
     processors: Processors = Processors(),
     return_reruns: bool = False,
+    aligned: bool = False,
     layers: dict[str, Array] | None = None,
 ) -> tuple[DecodeState, Array, Logprobs | None, *tuple[Array | BeamResults, ...]]:
     """Run at most `n` decode steps in one device loop, fewer if all rows finish.
@@ -248,6 +249,7 @@ def decode_steps(
       max_steps: static width of the result.
       processors: the active processors.
       return_reruns: static, see `decode_attention`.
+      aligned: static, whether the rows that are not finished are `aligned` beams, see `BeamSlots`.
       layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", to run
         them in one launch; the cache must be stacked too. Default: run layer by layer with
         `params`.
@@ -273,6 +275,7 @@ def decode_steps(
             pages=pages,
             token_ranks=1 if pages is None else model.token_ranks,
             shared=shared,
+            aligned=aligned,
             layers=layers,
             reruns=reruns,
         )
@@ -355,14 +358,14 @@ def _with_own_slots(state: DecodeState) -> DecodeState:
     return dataclasses.replace(state, beams=dataclasses.replace(state.beams, sources=sources))
 
 
-def _beam_slots(state: DecodeState, sampling: Sampling) -> BeamSlots | None:
+def _beam_slots(state: DecodeState, sampling: Sampling, aligned: bool) -> BeamSlots | None:
     """The cache slots of the beams' positions."""
     if state.beams is None:
         return None
     prompts = state.lengths - state.steps + 1
     prompts = jnp.where(beam_search.is_beam(sampling), prompts, state.slots)
     first = beam_search.first_rows(sampling)
-    return BeamSlots(state.beams.sources, prompts, first, state.beams.width)
+    return BeamSlots(state.beams.sources, prompts, first, state.beams.width, aligned=aligned)
 
 
 def run_layers(
@@ -374,6 +377,7 @@ def run_layers(
     pages: Array | None = None,
     token_ranks: int = 1,
     shared: SharedPages | None = None,
+    aligned: bool = False,
     layers: dict[str, Array] | None = None,
     reruns: Sequence[list[Array]] = (),
 ) -> tuple[Array, Any, *tuple[list[Array], ...]]:
@@ -381,7 +385,7 @@ def run_layers(
 
     Args:
       module: the decoder.
-      state, sampling, pages, shared, layers: see `decode_steps`.
+      state, sampling, pages, shared, aligned, layers: see `decode_steps`.
       plan: chooses the implementations.
       token_ranks: number of devices that divide the tokens of each KV head.
       reruns: empty, or one list of L sums, to which the reruns of this step are added.
@@ -408,7 +412,7 @@ def run_layers(
         lengths=lengths,
         positions=state.lengths,
         pages=pages,
-        beams=_beam_slots(state, sampling),
+        beams=_beam_slots(state, sampling, aligned),
         shared=shared,
         rotation_at=rotation_at,
         plan=plan,

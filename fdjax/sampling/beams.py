@@ -10,6 +10,7 @@ the other row, see `BeamState.sources`.
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -145,6 +146,18 @@ def member_rows(sampling: Sampling, width: int) -> Array:
     """[B, W] the rows of all beams of the same prompt, then arbitrary rows."""
     rows = first_rows(sampling)[:, None] + jnp.arange(width, dtype=jnp.int32)[None]
     return jnp.minimum(rows, rows.shape[0] - 1)
+
+
+def are_aligned(widths: Sequence[int], beams: Sequence[int], most: int) -> bool:
+    """Whether each row with work belongs to `most` beams that begin at a multiple of `most`.
+
+    Args:
+      widths: number of beams of each row's prompt, 0 for rows without work.
+      beams: index of each row among the beams of its prompt.
+      most: the largest number of beams of a prompt.
+    """
+    rows = enumerate(zip(widths, beams, strict=True))
+    return all(width == most and i % most == beam for i, (width, beam) in rows if width)
 
 
 def candidates(found: BeamScores, running: Array, processors: Processors) -> Candidates:

@@ -27,6 +27,8 @@ class BeamSlots:
       prompts: [B] int32, P; or S for a row that shares nothing.
       first: [B] int32, the row of the first beam of the same prompt.
       width: W, the largest number of beams of a prompt.
+      aligned: rows r·W to r·W + W - 1 are the beams of one prompt, or have no positions, for each
+        r < ⌊B/W⌋; other rows have no positions.
       prompt_pages: [B] int32, entries of a row's table that belong to the prompt; default
         ⌈P/page⌉. It may be more on one of several devices that divide a row.
     """
@@ -36,6 +38,7 @@ class BeamSlots:
     first: Array
     width: int = dataclasses.field(metadata={"static": True})
     prompt_pages: Array | None = None
+    aligned: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def features(self) -> Features:
@@ -114,6 +117,8 @@ def check_attention(
         shapes = list(beams.rows.shape), list(beams.prompts.shape)
         if shapes != ([b, s], [b]):
             raise ValueError(f"{op}: beams must be [{b},{s}] and [{b}], got {shapes}")
+        if beams.aligned and beams.width > b:
+            raise ValueError(f"{op}: aligned beams need at least {beams.width} rows, got {b}")
     for axis, size in (("T", t), ("H", h), ("S", s)):
         if size < 1:
             raise ValueError(f"{op}: {axis} must be at least 1, got {size}")

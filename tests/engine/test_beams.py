@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fdjax
-from fdjax.engine import engine, runner
+from fdjax.engine import engine, runner, step
 from fdjax.engine.memory import beam_slots
 from fdjax.engine.pages import page_count
 from fdjax.engine.state import SLOT_MULTIPLE as PAGE
@@ -48,9 +48,32 @@ def same(got, want):
     assert got.sequences_scores == want.sequences_scores
 
 
-def test_searches_and_others_have_the_answers_that_they_have_alone(lm):
+@pytest.fixture
+def chunks(lm, monkeypatch):
+    """For each chunk of decode steps (whether its program is aligned, whether its rows are)."""
+    found = []
+    program, decode = engine.Engine.program, runner.Session.decode
+
+    def with_program(self, function, **options):
+        if function is step.decode_steps:
+            found.append(options.get("aligned", False))
+        return program(self, function, **options)
+
+    def with_rows(self, *args):
+        running = [(row, task.width) for row, task in lm.engine.runner._scheduler.running]
+        widest = self._whole_state.beams.width if self._has_beams else 0
+        result = decode(self, *args)
+        found[-1] = found[-1], all(n == widest and row % widest == 0 for row, n in running)
+        return result
+
+    monkeypatch.setattr(engine.Engine, "program", with_program)
+    monkeypatch.setattr(runner.Session, "decode", with_rows)
+    return found
+
+
+def test_searches_and_others_have_the_answers_that_they_have_alone(lm, chunks):
     prompts = [ids(i, 5 + 2 * i) for i in range(5)]
-    beams, several, new = [4, 1, 4, 1, 4], [4, 1, 2, 1, 1], [9, 20, 12, 3, 9]
+    beams, several, new = [4, 1, 2, 1, 4], [4, 1, 2, 1, 1], [9, 20, 12, 3, 9]
     got = lm.generate(
         prompts, num_beams=beams, num_return_sequences=several, max_new_tokens=new, **OPTIONS
     )
@@ -79,6 +102,17 @@ def test_searches_and_others_have_the_answers_that_they_have_alone(lm):
     assert [a.tokens for a in order] == got.tokens
     assert [a.sequences_score for a in order] == got.sequences_scores
     assert got[0].sequences_score == got.sequences_scores[0]
+    assert (False, False) in chunks and (True, False) not in chunks
+
+
+def test_searches_of_one_width_take_the_aligned_program(lm, chunks):
+    prompts = [ids(i, 5 + 2 * i) for i in range(5)]
+    lm.generate(prompts, **BEAMS, max_new_tokens=[9, 3, 8, 9, 5])
+    assert set(chunks) == {(True, True)}
+    chunks.clear()
+    # The program changes only when rows begin, so it is still the same when one search is left.
+    lm.generate(prompts[:2], **OPTIONS, num_beams=[4, 2], max_new_tokens=[70, 4])
+    assert set(chunks) == {(False, False), (False, True)}
 
 
 @pytest.mark.slow

@@ -289,16 +289,15 @@ def test_decode_steps_with_shared_pages(tmp_path):
     assert names["decode_attention"] == 2 * layers
 
 
-def test_decode_steps_of_beams():
+@pytest.mark.parametrize("aligned", [False, True], ids=["general", "aligned"])
+def test_decode_steps_of_beams(aligned):
     """The kernel reads the pages of all beams of a prompt, and nothing gathers them."""
     plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
     m = model(False, plan)
 
     def run(params, state, sampling, n, table):
-        processors = Processors(beams=(4, 2))
-        return decode_steps(
-            m, params, state, sampling, n, table, processors=processors, max_steps=STEPS
-        )
+        static = {"processors": Processors(beams=(4, 2)), "aligned": aligned, "max_steps": STEPS}
+        return decode_steps(m, params, state, sampling, n, table, **static)
 
     beams = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, BeamState.empty(8, SLOTS, 4)))
     state = dataclasses.replace(abstract_state(False, 8, pages=PAGES), beams=beams)

@@ -1,6 +1,8 @@
 """Beams as query tokens of one row: the grouping, and the kernel that reads each page once."""
 
 import dataclasses
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from fdjax.pallas_kernels.attention import BeamSlots, decode_attention
-from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig
+from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, decode_mosaic
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import HOLES
 from fdjax.pallas_kernels.attention.hopper.segments import decode_segments, groups_of
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -32,7 +34,7 @@ class Search:
     length: int
 
 
-def rows_of(searches, *, page, slots, seed=0):
+def rows_of(searches, *, page, slots, aligned=False, seed=0):
     """(pages [B, N], lengths [B], beams, number of pages) of rows whose beams change places."""
     rng = np.random.default_rng(seed)
     b = sum(max(s.width, 1) for s in searches)
@@ -57,7 +59,8 @@ def rows_of(searches, *, page, slots, seed=0):
             sources[rows, position] = np.arange(row, rows.stop)
         row = rows.stop
     width = max(s.width for s in searches)
-    return pages, lengths, BeamSlots(sources, prompts, first, width), b * slots // page + 1
+    beams = BeamSlots(sources, prompts, first, width, aligned=aligned)
+    return pages, lengths, beams, b * slots // page + 1
 
 
 SEARCHES = [
@@ -69,35 +72,70 @@ SEARCHES = [
 ]
 
 
-@pytest.mark.parametrize("searches", [SEARCHES, SEARCHES[::-1], SEARCHES[2:3] * 3])
-def test_each_beam_sees_its_own_positions_once(searches):
+# Rows of 4 beams each, a row of which none has work, and rows that are left over.
+ALIGNED = [
+    Search(4, prompt=19, length=60),
+    *[Search(0, 0, 0)] * 4,
+    Search(4, prompt=5, length=85),
+    Search(4, prompt=32, length=33),
+    *[Search(0, 0, 0)] * 2,
+]
+
+
+@pytest.mark.parametrize(
+    ("searches", "aligned", "block"),
+    [
+        (SEARCHES, False, 8),
+        (SEARCHES[::-1], False, 8),
+        (SEARCHES[::-1], False, 16),
+        (SEARCHES[2:3] * 3, False, 8),
+        (ALIGNED, False, 8),
+        (ALIGNED, True, 8),
+        (ALIGNED, True, 16),
+    ],
+    ids=["mixed", "reversed", "whole pages", "plain", "general", "aligned", "aligned whole pages"],
+)
+def test_each_beam_sees_its_own_positions_once(searches, aligned, block):
     page = 16
-    pages, lengths, beams, _ = rows_of(searches, page=page, slots=96)
+    pages, lengths, beams, _ = rows_of(searches, page=page, slots=96, aligned=aligned)
     arrays = jax.tree.map(jnp.asarray, beams)
-    groups = jax.jit(lambda *rows: groups_of(arrays, *rows, page))(pages, lengths)
-    table, used, visible = map(np.asarray, groups)
+    groups = jax.jit(lambda *rows: groups_of(arrays, *rows, page, block))(pages, lengths)
+    members, table, used, visible = map(np.asarray, groups)
+    assert len(members) == (len(pages) // 4 if aligned else len(pages))
     at, slot = (
         np.asarray(a) for a in beams.page_and_slot(np.tile(np.arange(96), (len(pages), 1)), page)
     )
+    read = np.zeros(len(members), int)
     for row, first in enumerate(beams.first):
         want = set()
         for position in range(lengths[row]):
             source = row if position < beams.prompts[row] else beams.rows[row, position]
             want.add((pages[source, at[row, position]], slot[row, position]))
-        bit = 1 << (row - first)
-        seen = [(table[first, i // page], i % page) for i in np.flatnonzero(visible[first] & bit)]
-        assert len(seen) == len(set(seen)) and set(seen) == want, row
-        assert not (visible[first, used[first] :] & ~HOLES).any()
-    for row in np.flatnonzero(beams.first != np.arange(len(pages))):
-        assert used[row] == 0
-    holes = (visible.reshape(len(pages), -1, page) & ~HOLES == 0).any(axis=2, keepdims=True)
-    assert ((visible.reshape(len(pages), -1, page) & HOLES != 0) == holes).all()
+        i = first // beams.width if aligned else first
+        if i == len(members):
+            assert not want
+            continue
+        bit = 1 << (row - members[i, 0])
+        seen = np.flatnonzero(visible[i] & bit)
+        parts = table[i, seen // block]
+        parts = zip(parts * block // page, parts * block % page + seen % block, strict=True)
+        assert len(seen) == len(want) and set(parts) == want, row
+        assert not (visible[i, used[i] :] & ~HOLES).any()
+        new = max(0, lengths[row] - beams.prompts[row])
+        read[i] += -(-new // block) * block
+        if row == first:
+            read[i] += -(-min(lengths[row], beams.prompts[row]) // block) * block
+    # Only blocks that a beam needs are read.
+    np.testing.assert_array_equal(used, read)
+    blocks = visible.reshape(len(members), -1, block)
+    holes = (blocks & ~HOLES == 0).any(axis=2, keepdims=True)
+    assert ((blocks & HOLES != 0) == holes).all()
 
 
-def operands(searches, *, group, kv_heads, d, slots, dtype=jnp.bfloat16):
+def operands(searches, *, group, kv_heads, d, slots, aligned=False, dtype=jnp.bfloat16):
     """q [B, 1, H, D], pools of keys and values with NaN in every slot that no beam sees."""
     page = 128
-    pages, lengths, beams, count = rows_of(searches, page=page, slots=slots)
+    pages, lengths, beams, count = rows_of(searches, page=page, slots=slots, aligned=aligned)
     rng = np.random.default_rng(1)
     q = rng.normal(size=(len(pages), 1, group * kv_heads, d))
     pools = rng.normal(size=(2, count, kv_heads, page, d))
@@ -117,9 +155,10 @@ def operands(searches, *, group, kv_heads, d, slots, dtype=jnp.bfloat16):
 FEW = [Search(3, prompt=40, length=50), Search(0, 0, 0), Search(1, 0, length=70)]
 
 
-def check(searches, group, config, *, kv_heads=1, d=64, slots=256, interpret=None):
+def check(searches, group, config, *, kv_heads=1, d=64, slots=256, aligned=False, interpret=None):
     """Compare the kernel with XLA, which gathers the positions of each beam."""
-    given, options = operands(searches, group=group, kv_heads=kv_heads, d=d, slots=slots)
+    sizes = {"kv_heads": kv_heads, "d": d, "slots": slots}
+    given, options = operands(searches, group=group, aligned=aligned, **sizes)
     want, want_lse = decode_attention(*given, **options, spec=SPEC, return_lse=True)
     o, lse, reruns = decode_segments(
         *given, **options, spec=SPEC, config=config, return_reruns=True, interpret=interpret
@@ -137,6 +176,67 @@ def check(searches, group, config, *, kv_heads=1, d=64, slots=256, interpret=Non
 )
 def test_interpreted(group, config):
     check(FEW, group, config, interpret=INTERPRET)
+
+
+# Prompts that end in the first and in the second half of a page, and at their ends. Responses that
+# fill a part of a block, a block, a block and a slot, and two blocks.
+EACH_END = [
+    Search(3, prompt=40, length=41),
+    *[Search(0, 0, 0)] * 3,
+    Search(3, prompt=100, length=100 + 64),
+    Search(3, prompt=64, length=64 + 65),
+    Search(3, prompt=128, length=128 + 128),
+    *[Search(0, 0, 0)] * 2,
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize(
+    ("group", "kv_heads", "config"),
+    [
+        (1, 2, DecodeAttentionConfig(splits=1, stages=2)),
+        (4, 1, DecodeAttentionConfig(splits=3, stages=1)),
+        (1, 2, DecodeAttentionConfig(splits=2, block_kv=128, stages=1)),
+    ],
+    ids=["one launch", "splits", "whole pages"],
+)
+def test_interpreted_at_each_end_of_a_page(group, kv_heads, config, aligned):
+    check(EACH_END, group, config, kv_heads=kv_heads, aligned=aligned, interpret=INTERPRET)
+
+
+@pytest.mark.slow
+def test_interpreted_with_more_beams_than_rows_of_a_tile():
+    config = DecodeAttentionConfig(splits=1, stages=1)
+    searches = [Search(9, prompt=70, length=72)]
+    check(searches, 1, config, kv_heads=2, aligned=True, interpret=INTERPRET)
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_no_logsumexp_unless_asked_for(splits, aligned):
+    given, options = operands(EACH_END, group=1, kv_heads=1, d=64, slots=256, aligned=aligned)
+    attend = functools.partial(
+        decode_segments,
+        **jax.tree.map(jnp.asarray, options),
+        spec=SPEC,
+        config=DecodeAttentionConfig(splits=splits),
+        return_lse=False,
+    )
+    o, lse, reruns = jax.eval_shape(attend, *given)
+    assert (o.shape, lse, reruns) == (given[0].shape, None, None)
+
+
+def test_wrong_operands():
+    given, options = operands(FEW[1:2], group=1, kv_heads=1, d=64, slots=128)
+    config = DecodeAttentionConfig(splits=1, block_kv=192)
+    with pytest.raises(ValueError, match="block_kv must divide the 128 slots of a page, got 192"):
+        decode_segments(*given, **options, spec=SPEC, config=config)
+    with pytest.raises(ValueError, match="entry_slots must divide the 128 slots of a page and be"):
+        decode_mosaic(*given, pages=options["pages"], spec=SPEC, entry_slots=32)
+    beams = dataclasses.replace(options["beams"], width=2, aligned=True)
+    with pytest.raises(ValueError, match="aligned beams need at least 2 rows, got 1"):
+        decode_attention(*given, pages=options["pages"], beams=beams, spec=SPEC)
 
 
 @pytest.mark.gpu
@@ -160,9 +260,24 @@ def test_on_a_gpu(group, d, config):
     check(searches, group, config, kv_heads=3, d=d, slots=1280)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize(
+    "config",
+    [None, DecodeAttentionConfig(splits=1, stages=4), DecodeAttentionConfig(splits=3, stages=1)],
+)
+def test_aligned_on_a_gpu(group, config):
+    check(EACH_END, group, config, kv_heads=8, d=128, aligned=True)
+
+
 @pytest.mark.deviceless
-@pytest.mark.parametrize("shape", [(4, 4, 32, 32), (32, 4, 32, 32), (16, 16, 32, 8)], ids=str)
-def test_compiles_for_an_h100_without_spills(shape, monkeypatch, capfd):
+@pytest.mark.parametrize("aligned", [False, True], ids=["general", "aligned"])
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 4, 32, 32), (32, 4, 32, 32), (27, 9, 32, 32), (34, 4, 32, 8), (16, 16, 32, 8)],
+    ids=str,
+)
+def test_compiles_for_an_h100_without_spills(shape, aligned, monkeypatch, capfd):
     from ..deviceless import compile_for
 
     b, width, h, kv_heads = shape
@@ -171,7 +286,7 @@ def test_compiles_for_an_h100_without_spills(shape, monkeypatch, capfd):
     rows = spec((b,), jnp.int32)
 
     def attend(q, k, v, lengths, pages, sources, prompts, first):
-        beams = BeamSlots(sources, prompts, first, width)
+        beams = BeamSlots(sources, prompts, first, width, aligned=aligned)
         return decode_segments(q, k, v, lengths, pages=pages, beams=beams, spec=SPEC)
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
@@ -179,6 +294,9 @@ def test_compiles_for_an_h100_without_spills(shape, monkeypatch, capfd):
     sources = spec((b, 40 * 128), jnp.int32)
     text = compile_for("h100", attend, q, pool, pool, rows, pages, sources, rows, rows).as_text()
     assert "decode_attention" in text
+    # Only rows of general groups are gathered; others come and go as they are, if G = 1.
+    if aligned and h == kv_heads and b % width == 0:
+        assert not re.search(r"bf16\[[^=]* (gather|transpose|copy)\(", text)
     spills = [line for line in capfd.readouterr().out.splitlines() if "spill stores" in line]
     assert spills, "ptxas said nothing"
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)

@@ -274,6 +274,26 @@ def test_rows_without_beams_have_no_columns_for_them():
     }
 
 
+@pytest.mark.parametrize(
+    ("widths", "first", "aligned"),
+    [
+        ((3, 3), (0, 3), True),
+        ((3,), (3,), True),
+        ((3,), (2,), False),
+        ((3, 3), (0, 4), False),
+        ((3, 2), (0, 3), False),
+        ((3, 1), (0, 3), False),
+        ((2,), (0,), False),
+        ((), (), True),
+    ],
+)
+def test_aligned_beams_begin_at_multiples_of_their_number(widths, first, aligned):
+    of_row, index = np.zeros((2, 8), int)
+    for width, row in zip(widths, first, strict=True):
+        of_row[row : row + width], index[row : row + width] = width, np.arange(width)
+    assert beams.are_aligned(of_row, index, 3) == aligned
+
+
 @pytest.mark.parametrize(("n", "count"), [(5, 4), (3, 8), (700, 8), (700, 1), (701, 300)])
 def test_the_largest_values_keep_the_order_of_equal_ones(n, count):
     values = np.random.default_rng(n).integers(0, 40, (6, n)).astype(np.float32)

@@ -22,6 +22,7 @@ class CacheRow:
         head: Array,
         layer: Array | int | None = None,
         axis: int = -2,
+        entry_slots: int | None = None,
     ):
         """Prepare the row without reading memory.
 
@@ -32,6 +33,8 @@ class CacheRow:
           row, head: index of the row and of the KV head.
           layer: index of the layer in a stack; default `inputs["layer"]`, if given.
           axis: the axis of slots, the last one of scales [(L,)B,Hkv,S].
+          entry_slots: slots of an entry of "pages"; default a whole page. Otherwise, entry e is
+            part e % n of page e // n, for n parts of a page.
         """
         cache = inputs[name]
         if layer is None and "layer" in inputs:
@@ -39,41 +42,60 @@ class CacheRow:
         self._cache = cache if layer is None else cache.at[layer]
         self._row, self._head = row, head
         self._pages = inputs.get("pages")
-        self._size = cache.shape[axis]
+        self._size = cache.shape[axis] if entry_slots is None else entry_slots
+        self._parts = cache.shape[axis] // self._size
         self.slots = self._size * (1 if self._pages is None else self._pages.shape[1])
 
-    def block(self, start: Array, size: int, page: Array | None = None) -> Any:
+    def block(self, start: Array, size: int, entry: Array | None = None) -> Any:
         """`size` slots from `start` on [size,D]; with pages, `start` is a multiple of `size`.
 
         Slots past the row's end must not be used. Without pages, TMA fills them with zeros.
 
         Args:
           start, size: first slot and number of slots.
-          page: `page_at(start)`, if it was looked up before.
+          entry: `entry_at(start)`, if it was looked up before.
         """
         if self._pages is None:
             return self._cache.at[self._row, self._head, pl.ds(start, min(size, self.slots))]
-        place = pl.ds(lax.rem(start, jnp.int32(self._size)), size)
-        page = self.page_at(start) if page is None else page
-        return self._cache.at[page, self._head, place]
+        page, slot = self._place(start, entry)
+        return self._cache.at[page, self._head, pl.ds(slot, size)]
 
     def token(self, slot: Array) -> Any:
         """One existing slot, [D]."""
         if self._pages is None:
             return self._cache.at[self._row, self._head, slot]
-        return self._cache.at[self.page_at(slot), self._head, lax.rem(slot, jnp.int32(self._size))]
+        page, slot = self._place(slot)
+        return self._cache.at[page, self._head, slot]
 
-    def page_at(self, slot: Array) -> Array | None:
-        """The page that holds a slot, or None without pages."""
+    def entry_at(self, slot: Array) -> Array | None:
+        """The entry of "pages" that holds a slot, or None without pages."""
         if self._pages is None:
             return None
         entry = lax.div(slot, jnp.int32(self._size))
         return self._pages[self._row, jnp.minimum(entry, self._pages.shape[1] - 1)]
 
+    def _place(self, slot: Array, entry: Array | None = None) -> tuple[Array, Array]:
+        """(page, slot of the page) of a slot."""
+        page = self.entry_at(slot) if entry is None else entry
+        slot = lax.rem(slot, jnp.int32(self._size))
+        if self._parts > 1:
+            parts = jnp.int32(self._parts)
+            page, slot = lax.div(page, parts), slot + lax.rem(page, parts) * self._size
+        return page, slot
 
-def check_pages(op: str, k: Array, pages: Array | None, block_kv: int) -> None:
-    """Raise ValueError if blocks of `block_kv` slots do not divide the pages of a pool."""
-    if pages is not None and k.shape[-2] % block_kv:
+
+def check_pages(
+    op: str, k: Array, pages: Array | None, block_kv: int, entry_slots: int | None = None
+) -> None:
+    """Raise ValueError if blocks of `block_kv` slots do not divide the pages of a pool.
+
+    If an entry of `pages` is a part of a page, blocks must also divide its `entry_slots` slots.
+    """
+    size = k.shape[-2]
+    if pages is not None and size % block_kv:
+        raise ValueError(f"{op}: block_kv must divide the {size} slots of a page, got {block_kv}")
+    if entry_slots is not None and (size % entry_slots or entry_slots % block_kv):
         raise ValueError(
-            f"{op}: block_kv must divide the {k.shape[-2]} slots of a page, got {block_kv}"
+            f"{op}: entry_slots must divide the {size} slots of a page and be a multiple of the "
+            f"{block_kv} of block_kv, got {entry_slots}"
         )

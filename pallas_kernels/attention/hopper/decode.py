@@ -132,7 +132,7 @@ def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
     return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
 
 
-_STATIC = ("spec", "config", "return_reruns", "interpret")
+_STATIC = ("spec", "config", "return_reruns", "interpret", "entry_slots")
 
 
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "return_lse"))
@@ -156,8 +156,10 @@ def decode_mosaic(
 
     Args:
       visible: [B, S] int32, or None. Query token t then sees the slots whose bit t is set. All such
-        slots are below `lengths`. If no query sees some slot of a page, `HOLES` is set for all
-        slots of that page.
+        slots are below `lengths`. If no query sees some slot of a block of `block_kv`, `HOLES` is
+        set for all slots of that block.
+      entry_slots: slots of an entry of `pages`, a multiple of `block_kv`; default a whole page.
+        Otherwise, entry e is part e % n of page e // n, for n parts of a page.
 
     Raises:
       NotImplementedError: float16 with a quantised cache, where P times a scale may underflow.
@@ -168,22 +170,28 @@ def decode_mosaic(
     kv_heads = k.shape[-3]
     group = h // kv_heads
     rows = group * t
-    if t > 1:
-        q = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
-    q = q.reshape(b, kv_heads, rows, d)
     # TMA zero-fills and clips a single tile of 8 rows, but not the last of several tiles.
     tiles, tile_rows = query_tiles(rows, d)
-    if rows > 8:
-        q = jnp.pad(q, ((0, 0), (0, 0), (0, tiles * tile_rows - rows), (0, 0)))
-    q = q.reshape(b, kv_heads * tiles, -1, d)
+    missing = tiles * tile_rows - rows if rows > 8 else 0
+    if by_token := _by_token(t, group, tiles):
+        q = jnp.pad(q, ((0, 0), (0, missing), (0, 0), (0, 0)))
+    else:
+        if t > 1:
+            q = q.reshape(b, t, kv_heads, group, d).transpose(0, 2, 1, 3, 4)
+        q = q.reshape(b, kv_heads, rows, d)
+        q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, 0)))
+        q = q.reshape(b, kv_heads * tiles, -1, d)
     operands = {"q": q, "k": k, "v": v, "lengths": lengths, "pages": pages, "layer": layer}
     operands |= {"phi": phi, "visible": visible}
     if features_of(k):
         operands |= {"k": k.codes, "v": v.codes, "k_scales": k.scales, "v_scales": v.scales}
     static = {"t": t, "group": group, "spec": spec, "return_lse": return_lse}
     o, lse, reruns = _launch(operands, **static, **options)
-    o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
-    o = o.swapaxes(1, 2).reshape(b, t, h, d)
+    if by_token:
+        o = o[:, :t]
+    else:
+        o = o.reshape(b, kv_heads, -1, d)[:, :, :rows].reshape(b, kv_heads, t, group, d)
+        o = o.swapaxes(1, 2).reshape(b, t, h, d)
     if return_lse:
         lse = lse.reshape(b, kv_heads, -1)[:, :, :rows].reshape(b, kv_heads, t, group)
         lse = lse.swapaxes(1, 2).reshape(b, t, h)
@@ -244,17 +252,20 @@ def _launch(
     spec,
     return_lse,
     config=None,
+    entry_slots=None,
     norm_eps=None,
     return_reruns=False,
     interpret=None,
 ):
-    """Launch the kernel; returns o [B,Hkv·tiles,R,D], lse [B,Hkv·tiles,R] and reruns [].
+    """Launch the kernel; returns o in the shape of q, lse [B,Hkv·tiles,R] and reruns [].
 
     lse and reruns are None unless asked for. An operand that is None is left out.
     """
     k, pages = operands["k"], operands["pages"]
     (kv_heads, _, d), dtype = k.shape[-3:], operands["q" if "q" in operands else "qkv"].dtype
     b, s = len(operands["lengths"]), row_slots(k, pages)
+    if entry_slots is not None:
+        s = pages.shape[1] * entry_slots
     tiles, padded = query_tiles(group * t, d)
     stored = group * t if group * t < 8 else padded
     # Rows of q; with a fused front, k and v of the new token are two more rows.
@@ -265,7 +276,7 @@ def _launch(
     marked = operands.get("visible") is not None
     if dtype == jnp.float16 or not spec.unified or marked:
         config = dataclasses.replace(config, unified=False)
-    check_pages("decode_attention", k, pages, config.block_kv)
+    check_pages("decode_attention", k, pages, config.block_kv, entry_slots)
     operands |= {"slopes": spec.slopes()}
     types = {"lengths": jnp.int32, "pages": jnp.int32, "visible": jnp.int32, "phi": jnp.float32}
     for name, like in types.items():
@@ -321,9 +332,10 @@ def _launch(
         scratch["cluster"] = plgpu.ClusterBarrier(collective_axes=("split",))
 
     grid = b, kv_heads * tiles
+    by_token = _by_token(t, group, tiles)
     one_launch = config.splits == 1 or config.cluster
     if one_launch:
-        outs = {"o": ((*grid, stored, d), dtype)}
+        outs = {"o": ((b, stored, kv_heads, d) if by_token else (*grid, stored, d), dtype)}
         if return_lse:
             outs["lse"] = (*grid, padded), jnp.float32
     else:
@@ -348,8 +360,10 @@ def _launch(
             t=t,
             group=group,
             tiles=tiles,
+            by_token=by_token,
             spec=spec,
             config=config,
+            entry_slots=entry_slots,
             norm_eps=norm_eps,
             interpreted=bool(interpret),
         )
@@ -369,9 +383,8 @@ def _launch(
     results = dict(zip(outs, results, strict=True))
     o, lse = results["o"], results.get("lse")
     if not one_launch:
-        o, lse = combine(o, results["lm"], stored, dtype, interpret)
-    if lse is not None:
-        lse = lse[:, :, :stored]
+        o, lse = combine(o, results["lm"], stored, dtype, interpret, by_token)
+    lse = lse[:, :, :stored] if return_lse else None
     return o, lse, results["reruns"].mean() if return_reruns else None
 
 
@@ -382,6 +395,11 @@ def query_tiles(rows: int, d: int) -> tuple[int, int]:
     """
     tiles = -(-rows // (32 if d <= 128 else 16))
     return tiles, -(-rows // (8 * tiles)) * 8
+
+
+def _by_token(t: int, group: int, tiles: int) -> bool:
+    """Whether the kernel reads q and writes o [B,T,Hkv,D] as they are, because G is 1."""
+    return t > 1 and group == 1 and tiles == 1
 
 
 def _grid(grid: tuple[int, int], config: DecodeAttentionConfig) -> dict:

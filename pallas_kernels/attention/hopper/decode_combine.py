@@ -35,10 +35,16 @@ def write_result(o, l, m, out_s, lse_s):
         lse_s[...] = jnp.where(l > 0, m / LOG2E + jnp.log(l), -jnp.inf)
 
 
-def combine(o, lm, rows, dtype, interpret):
+def tile_rows(row, tile, size, by_token):
+    """The index of a tile's `size` query rows in q or o [B,tiles,R,D], by token [B,R,tiles,D]."""
+    rows = pl.ds(row * 0, size)
+    return (row, rows, tile) if by_token else (row, tile, rows)
+
+
+def combine(o, lm, rows, dtype, interpret, by_token=False):
     """Combine splits o [B,Hkv,splits,D,R] and lm [B,Hkv,splits,2,R] in a separate kernel.
 
-    Returns o [B,Hkv,rows,D] in `dtype`, and lse [B,Hkv,R] fp32.
+    Returns o [B,Hkv,rows,D] in `dtype`, by token [B,rows,Hkv,D], and lse [B,Hkv,R] fp32.
     """
     b, kv_heads, splits, d, padded = o.shape
 
@@ -68,14 +74,16 @@ def combine(o, lm, rows, dtype, interpret):
         )(o_g.at[row, head])
         write_result(total, l, m, out_s, lse_s)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(out_s, out_g.at[row, head, pl.ds(row * 0, padded)])
+        plgpu.copy_smem_to_gmem(out_s, out_g.at[tile_rows(row, head, padded, by_token)])
         plgpu.copy_smem_to_gmem(lse_s, lse_g.at[row, head])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return plgpu.kernel(
         body,
         out_type=(
-            jax.ShapeDtypeStruct((b, kv_heads, rows, d), dtype),
+            jax.ShapeDtypeStruct(
+                (b, rows, kv_heads, d) if by_token else (b, kv_heads, rows, d), dtype
+            ),
             jax.ShapeDtypeStruct((b, kv_heads, padded), jnp.float32),
         ),
         kernel_name="decode_attention_combine",

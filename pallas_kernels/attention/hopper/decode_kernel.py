@@ -1,12 +1,14 @@
 """The kernel of decode attention: one split of a row's cache for one KV head; see `decode`."""
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
-from fdjax.pallas_kernels.attention.hopper.decode_combine import merge, write_result
+from fdjax.pallas_kernels.attention.hopper.decode_combine import merge, tile_rows, write_result
 from fdjax.pallas_kernels.attention.hopper.decode_front import (
     load_front,
     receive_token,
@@ -22,29 +24,43 @@ _SAFE_LOG2 = 64
 # m moves to the maximum of the first block if that is further away from φ than this, in log2.
 _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
-# A bit of `visible`. It is set for all slots of a page if no query sees some slot of the page.
+# A bit of `visible`. It is set for all slots of a block of `block_kv` if no query sees some slot of
+# the block.
 HOLES = -(2**31)
 
 
 def decode_kernel(
-    inputs, outputs, smem, *, t, group, tiles, spec, config, norm_eps=None, interpreted=False
+    inputs,
+    outputs,
+    smem,
+    *,
+    t,
+    group,
+    tiles,
+    by_token,
+    spec,
+    config,
+    entry_slots=None,
+    norm_eps=None,
+    interpreted=False,
 ):
     """One block of the grid (row, tile of query rows, split).
 
     Args:
-      inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], or qkv [B,Hkv,G+2,D] and
-        rotation [B,2,D] of a new token; k, v, in int8 with k_scales and v_scales; lengths [B]
-        without that token; layer, pages, phi, slopes, visible [B,S] if any, sinks [Hkv·tiles,R],
-        and norms [2,2,D] fp32, the scales of q and of k, unchanged and with the halves of D
-        exchanged.
-      outputs: arrays by name: o [B,Hkv·tiles,R,D], or for `combine` partial o
+      inputs: arrays in device memory by name: q [B,Hkv·tiles,R,D], with `by_token` [B,R,Hkv,D], or
+        qkv [B,Hkv,G+2,D] and rotation [B,2,D] of a new token; k, v, in int8 with k_scales and
+        v_scales; lengths [B] without that token; layer, pages, phi, slopes, visible [B,S] if any,
+        sinks [Hkv·tiles,R], and norms [2,2,D] fp32, the scales of q and of k, unchanged and with
+        the halves of D exchanged.
+      outputs: arrays by name: o in the shape of q, or for `combine` partial o
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
       smem: buffers and barriers by name.
       t: query tokens per row.
       group: G, query heads per KV head.
       tiles: number of tiles that the G·T query rows of a KV head are cut into.
-      spec, config: see `decode_mosaic`.
+      by_token: the tile's rows are tokens, and q and o have the axis of tokens first.
+      spec, config, entry_slots: see `decode_mosaic`.
       norm_eps: eps of the norms of q and k, or None.
       interpreted: whether the interpreter runs the kernel. It cannot multiply operands in
         registers.
@@ -60,18 +76,19 @@ def decode_kernel(
         load_front(inputs, smem, row, head)
     else:
         # Rows past G·T are outside q: TMA loads zeros for them and does not store them.
-        source = inputs["q"].at[row, tile, pl.ds(zero, padded)]
+        source = inputs["q"].at[tile_rows(row, tile, padded, by_token)]
         plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
-    caches = {name: CacheRow(inputs, name, row, head) for name in "kv"}
+    cache_row = functools.partial(CacheRow, inputs, row=row, head=head, entry_slots=entry_slots)
+    caches = {name: cache_row(name=name) for name in "kv"}
     int8 = "k_scales" in inputs
     scales = {f"{name}_scales": None for name in "kv" if int8}
-    scales = {name: CacheRow(inputs, name, row, head, axis=-1) for name in scales}
+    scales = {name: cache_row(name=name, axis=-1) for name in scales}
     paged = "pages" in inputs
 
-    def load(start, stage, page=None):
+    def load(start, stage, entry=None):
         buffers = k_s, v_s, *(smem[name] for name in scales)
         for cache, loaded in zip((*caches.values(), *scales.values()), buffers, strict=True):
-            source = cache.block(start, bk, page)
+            source = cache.block(start, bk, entry)
             to = loaded.at[stage, pl.ds(0, source.shape[0])]
             plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
         if "visible" in inputs:
@@ -259,26 +276,26 @@ def decode_kernel(
         """
         stages = config.stages
 
-        def load_block(i, page=None):
-            load(block_start(i), lax.rem(i, jnp.int32(stages)), page)
+        def load_block(i, entry=None):
+            load(block_start(i), lax.rem(i, jnp.int32(stages)), entry)
 
-        def page_of(i):
-            return caches["k"].page_at(block_start(i)) if paged else zero
+        def entry_of(i):
+            return caches["k"].entry_at(block_start(i)) if paged else zero
 
         def body(i, carry):
-            carry, page = carry
+            carry, entry = carry
             stage = lax.rem(i, jnp.int32(stages))
             plgpu.barrier_wait(smem["loaded"].at[stage])
             carry = step(i, k_s.at[stage], v_s.at[stage], carry)
-            when(i + stages < count)(lambda: load_block(i + stages, page))
-            # The page is looked up a step ahead, because the load would wait for the lookup.
-            return carry, page_of(i + stages + 1)
+            when(i + stages < count)(lambda: load_block(i + stages, entry))
+            # The entry is looked up a step ahead, because the load would wait for the lookup.
+            return carry, entry_of(i + stages + 1)
 
         begun = 1 if first_pass and in_turn else 0
         lax.fori_loop(begun, jnp.minimum(count, stages), lambda i, _: load_block(i), None)
         if first_pass:
             receive_queries()
-        return lax.fori_loop(0, count, body, (carry, page_of(stages)))[0]
+        return lax.fori_loop(0, count, body, (carry, entry_of(stages)))[0]
 
     blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
 
@@ -400,7 +417,8 @@ def decode_kernel(
         if "qkv" in inputs:
             # The last block may contain the slot, so it must have been loaded.
             write_token(caches, smem, cached)
-        plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[row, tile, pl.ds(zero, padded)])
+        place = tile_rows(row, tile, padded, by_token)
+        plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[place])
         if "lse" in outputs:
             plgpu.copy_smem_to_gmem(smem["lse"], outputs["lse"].at[row, tile])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
