@@ -112,7 +112,7 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
         return DecodeAttentionConfig(splits=1, stages=stages(2, 64), unified=False)
     if heads * splits < 32 and s >= 8192:
         return DecodeAttentionConfig(splits=64 // heads, stages=stages(6, 64))
-    if d == 64 or (d == 128 and s // splits > 1024):
+    if (d == 64 and s > 256) or (d == 128 and s // splits > 1024):
         return DecodeAttentionConfig(
             splits, block_kv=128, stages=min(2, stages(2, 128)), cluster=splits > 1
         )
@@ -270,7 +270,9 @@ def _launch(
     stored = group * t if group * t < 8 else padded
     # Rows of q; with a fused front, k and v of the new token are two more rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
-    config = config or default_config(b, kv_heads * tiles, s, d, staged)
+    # A row reads the slots of its window, and some of the block in which the window begins.
+    reach = s if spec.window is None else min(s, spec.window + 64)
+    config = config or default_config(b, kv_heads * tiles, reach, d, staged)
     # With `visible`, the kernel cannot distinguish a query that sees no slot of a split from one
     # whose scores are out of range.
     marked = operands.get("visible") is not None
