@@ -69,6 +69,7 @@ def measure(
     from fdjax.lm import LM
     from fdjax.models import describe, parse_config
     from fdjax.pallas_kernels.plan import Plan
+    from fdjax.system.device_memory import free_memory_bytes
     from fdjax.weights.stacked import random_stacked_params
 
     longest = max(case.tokens + case.new for case in args.cases)
@@ -76,6 +77,8 @@ def measure(
     described = parse_config(config | {"max_position_embeddings": context})
     device = Plan.for_device()
     model = describe(described, dtype=args.dtype, plan=device)
+    # By default, a cache takes as much memory as the weights: too little for 32 long rows.
+    memory_bytes = free_memory_bytes()
     params, _stacks = random_stacked_params(model)
     for plan in args.plans:
         named = () if PLANS[plan] is None else (("decode_attention", PLANS[plan]),)
@@ -83,7 +86,8 @@ def measure(
         for case in args.cases:
             if case.beams == 1 and plan != args.plans[0]:
                 continue
-            lm = LM(model, params, max_batch=case.prompts * case.beams)
+            rows = case.prompts * case.beams
+            lm = LM(model, params, max_batch=rows, memory_bytes=memory_bytes)
             options = {"max_new_tokens": case.new, "eos_token_id": None, "do_sample": False}
             times: dict[str, list[float]] = {"call": [], "first token": [], "decode step": []}
             problem = None
@@ -110,8 +114,8 @@ def measure(
 def ms_with_all_rows(stats: Any, new: int) -> float:
     """Milliseconds of a decode step while all rows run.
 
-    Prompts are computed one after another, so the first rows begin some steps before the last one,
-    and end as many steps before it.
+    Where the last rows wait for memory or for their prompts, the first ones begin and end some
+    steps earlier.
 
     Args:
       stats: the statistics of a call.
@@ -123,7 +127,9 @@ def ms_with_all_rows(stats: Any, new: int) -> float:
     alone = stats.decode_steps - (new - 1)
     begin, end = alone, stats.decode_steps - alone
     if begin >= end:
-        raise RuntimeError(f"the rows never run together: they need more than {new} new tokens")
+        raise RuntimeError(
+            f"the rows never run together: they need more than {new} new tokens, or memory"
+        )
     at, ms = 0, 0.0
     for steps, each in zip(stats.chunk_steps, stats.chunk_ms_per_token, strict=True):
         ms += each * max(0, min(at + steps, end) - max(at, begin))
