@@ -29,7 +29,7 @@ from fdjax.system.files import output_file
 PLANS = {"fdjax": None, "xla": "xla", "segments": "mosaic_gpu"}
 # A long prompt with one beam and with several; and several prompts beside rows that read the same
 # bytes, and beside rows of the same length that share nothing.
-CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x384+256x1", "32x960+640x1")
+DEFAULT_CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x384+256x1", "32x960+640x1")
 _NO_MEMORY = "out of memory"
 
 
@@ -221,7 +221,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         type=Search.parse,
         metavar="BxP+NxW",
-        default=[Search.parse(text) for text in CASES],
+        default=[Search.parse(text) for text in DEFAULT_CASES],
     )
     parser.add_argument("--plans", nargs="*", choices=PLANS, default=("fdjax", "segments"))
     parser.add_argument(
