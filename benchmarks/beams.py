@@ -29,7 +29,8 @@ from fdjax.system.files import output_file
 PLANS = {"fdjax": None, "xla": "xla", "segments": "mosaic_gpu"}
 # A long prompt with one beam and with several; and several prompts beside rows that read the same
 # bytes, and beside rows of the same length that share nothing.
-CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x384+256x1", "32x960+640x1")
+DEFAULT_CASES = ("1x4096+256x1", "1x4096+256x4", "8x1024+512x4", "32x384+256x1", "32x960+640x1")
+_NO_MEMORY = "out of memory"
 
 
 class Search(NamedTuple):
@@ -69,6 +70,7 @@ def measure(
     from fdjax.lm import LM
     from fdjax.models import describe, parse_config
     from fdjax.pallas_kernels.plan import Plan
+    from fdjax.system.device_memory import free_memory_bytes
     from fdjax.weights.stacked import random_stacked_params
 
     longest = max(case.tokens + case.new for case in args.cases)
@@ -76,6 +78,8 @@ def measure(
     described = parse_config(config | {"max_position_embeddings": context})
     device = Plan.for_device()
     model = describe(described, dtype=args.dtype, plan=device)
+    # By default, a cache takes as much memory as the weights: too little for 32 long rows.
+    memory_bytes = free_memory_bytes()
     params, _stacks = random_stacked_params(model)
     for plan in args.plans:
         named = () if PLANS[plan] is None else (("decode_attention", PLANS[plan]),)
@@ -83,7 +87,8 @@ def measure(
         for case in args.cases:
             if case.beams == 1 and plan != args.plans[0]:
                 continue
-            lm = LM(model, params, max_batch=case.prompts * case.beams)
+            rows = case.prompts * case.beams
+            lm = LM(model, params, max_batch=rows, memory_bytes=memory_bytes)
             options = {"max_new_tokens": case.new, "eos_token_id": None, "do_sample": False}
             times: dict[str, list[float]] = {"call": [], "first token": [], "decode step": []}
             problem = None
@@ -110,8 +115,8 @@ def measure(
 def ms_with_all_rows(stats: Any, new: int) -> float:
     """Milliseconds of a decode step while all rows run.
 
-    Prompts are computed one after another, so the first rows begin some steps before the last one,
-    and end as many steps before it.
+    Where the last rows wait for memory or for their prompts, the first ones begin and end some
+    steps earlier.
 
     Args:
       stats: the statistics of a call.
@@ -123,7 +128,9 @@ def ms_with_all_rows(stats: Any, new: int) -> float:
     alone = stats.decode_steps - (new - 1)
     begin, end = alone, stats.decode_steps - alone
     if begin >= end:
-        raise RuntimeError(f"the rows never run together: they need more than {new} new tokens")
+        raise RuntimeError(
+            f"the rows never run together: they need more than {new} new tokens, or memory"
+        )
     at, ms = 0, 0.0
     for steps, each in zip(stats.chunk_steps, stats.chunk_ms_per_token, strict=True):
         ms += each * max(0, min(at + steps, end) - max(at, begin))
@@ -132,38 +139,58 @@ def ms_with_all_rows(stats: Any, new: int) -> float:
 
 
 def search_by_transformers(config: dict[str, Any], args: argparse.Namespace) -> Iterator[str]:
-    """Time `generate` of transformers, one JSON line for each case."""
+    """Time `generate` of transformers.
+
+    Yields:
+      For each case a JSON line (case, times as in `measure`, problem). A call for one token gives
+      the time of the first, and its difference to the whole call that of the others.
+    """
     import torch
 
     model = random_transformer(config, args.dtype, "cuda")
+
+    def seconds(case: Search, run: int, new: int) -> float:
+        ids = torch.tensor(case.draw(config["vocab_size"], run), device="cuda")
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        with torch.no_grad():
+            model.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                num_beams=case.beams,
+                min_new_tokens=new,
+                max_new_tokens=new,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        torch.cuda.synchronize()
+        return time.perf_counter() - began
+
     for case in args.peer_cases:
-        seconds = []
-        for run in range(args.runs + 1):
-            ids = torch.tensor(case.draw(config["vocab_size"], run), device="cuda")
-            torch.cuda.synchronize()
-            began = time.perf_counter()
-            with torch.no_grad():
-                model.generate(
-                    ids,
-                    attention_mask=torch.ones_like(ids),
-                    num_beams=case.beams,
-                    min_new_tokens=case.new,
-                    max_new_tokens=case.new,
-                    do_sample=False,
-                    pad_token_id=0,
-                )
-            torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - began)
-        yield json.dumps([case, seconds[1:]])
+        times: dict[str, list[float]] = {"call": [], "first token": [], "decode step": []}
+        problem = None
+        try:
+            for run in range(args.runs + 1):
+                call, first = seconds(case, run, case.new), seconds(case, run, 1)
+                if run:
+                    times["call"].append(1e6 * call)
+                    times["first token"].append(1e6 * first)
+                    times["decode step"].append(1e6 * (call - first) / (case.new - 1))
+        except torch.cuda.OutOfMemoryError:
+            problem = _NO_MEMORY
+            torch.cuda.empty_cache()
+        yield json.dumps([case, times, problem])
 
 
-def peer(args: argparse.Namespace, argv: Sequence[str]) -> Iterator[tuple[Search, list[float]]]:
+def peer(
+    args: argparse.Namespace, argv: Sequence[str]
+) -> Iterator[tuple[Search, dict[str, list[float]], str | None]]:
     """Run transformers in a process of its own, because it needs the GPU's memory."""
     command = [sys.executable, "-m", "benchmarks.beams", *argv, "--as-peer"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            case, seconds = json.loads(line)
-            yield Search(*case), [1e6 * s for s in seconds]
+            case, times, problem = json.loads(line)
+            yield Search(*case), times, problem
     if process.returncode:
         raise RuntimeError(f"the process of the peer ended with {process.returncode}")
 
@@ -173,7 +200,8 @@ def rows_of(
 ) -> list[Measurement]:
     """The rows of a record."""
     if problem is not None:
-        return [Measurement(f"call {case}", name, ok=False, reason=problem)]
+        ok = None if problem == _NO_MEMORY else False
+        return [Measurement(f"call {case}", name, ok=ok, reason=problem)]
     return [
         Measurement(
             f"{what} {case}",
@@ -193,7 +221,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         type=Search.parse,
         metavar="BxP+NxW",
-        default=[Search.parse(text) for text in CASES],
+        default=[Search.parse(text) for text in DEFAULT_CASES],
     )
     parser.add_argument("--plans", nargs="*", choices=PLANS, default=("fdjax", "segments"))
     parser.add_argument(
@@ -223,10 +251,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     rows = []
     if args.peer_cases:
-        for case, samples in peer(args, argv):
-            rows += rows_of(case, "transformers", {"call": samples}, None)
+        for case, times, problem in peer(args, argv):
+            rows += rows_of(case, "transformers", times, problem)
     ceiling = {"before": measure_ceiling(matmul_size=0)} if args.plans else {}
-    described = {"config": config, "dtype": args.dtype, "peers": versions()}
+    name = "llama-2-7b" if args.config is None else args.config.name
+    described = {"name": name, "config": config, "dtype": args.dtype, "peers": versions()}
     record = Record(environment(args.commit), described, ceiling)
     record.rows += rows
     for found in measure(config, args):

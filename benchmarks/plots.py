@@ -1,8 +1,8 @@
 """Draws the papers' figures from the records: `python -m benchmarks.plots`.
 
-FD++ is FlashDecoding++ (Hong et al. 2024), FD++Next FlashDecoding++Next (Dai et al.). Each figure
-is written as PNG and SVG. A figure without a record is skipped with a message. docs/papers.md
-lists all of them.
+FD++ is FlashDecoding++ (Hong et al. 2024), FD++Next FlashDecoding++Next (Dai et al.), Segment KV
+the paper of Wu et al. (2024). Each figure is written as PNG and SVG. A figure without a record is
+skipped with a message. docs/papers.md lists all of them.
 """
 
 import argparse
@@ -29,6 +29,8 @@ TABLES = ROOT / "pallas_kernels" / "tables"
 
 # (model, batch, prompt tokens)
 ModelPoint = tuple[str, int, int]
+# (prompts, tokens of a prompt, new tokens, beams)
+Search = tuple[int, int, int, int]
 
 OURS, PEER = "tab:blue", "0.6"
 # An implementation has the same colour in every figure.
@@ -51,6 +53,8 @@ COLOURS = {
     "other": "0.75",
     "without attention": "tab:red",
     "naive": "tab:red",
+    "segments": OURS,
+    "transformers": "tab:red",
 }
 
 
@@ -65,12 +69,17 @@ class Results:
         self.default_path: list[Record] = []
         self.runtime: list[dict[str, Any]] = []
         self.serving: dict[str, dict[str, Any]] = {}
+        self.segment_cache: list[dict[str, Any]] = []
         # A table is named after its device, and the folder too, in lower case.
         named = [p for p in tables.glob("*.json") if p.stem.lower() == folder.name]
         self.table = json.loads(named[0].read_text()) if named else None
-        # The embedded model may have been calibrated on any device.
-        calibrations = folder.parent.glob("*/calibration*.json")
-        for path in sorted({*folder.glob("*.json"), *calibrations}):
+        # The embedded model may have been calibrated on any device, and sizes need none.
+        others = [
+            path
+            for name in ("calibration", "segment_cache")
+            for path in folder.parent.glob(f"*/{name}*.json")
+        ]
+        for path in sorted({*folder.glob("*.json"), *others}):
             try:
                 record = records.read(path)
             except ValueError:
@@ -83,6 +92,8 @@ class Results:
                     self.runtime.append(data)
                 elif "serving" in data:
                     self.serving[path.stem] = data["serving"]
+                elif "segment_cache" in data:
+                    self.segment_cache.append(data["segment_cache"])
                 continue
             if Source(path, record).is_default:
                 # Records of the headline command come last and replace earlier ones.
@@ -112,6 +123,19 @@ class Results:
             for point, times in record.items():
                 found.setdefault(point, {}).update(times)
         return found
+
+    def beams(self) -> dict[str, dict[Search, dict[str, dict[str, float]]]]:
+        """Medians of beam searches in ms: model → search → implementation → what was timed."""
+        found: dict[str, dict[Search, dict[str, dict[str, float]]]] = {}
+        for stem, record in self.kernels.items():
+            searches = found.setdefault(model_of(record.config.get("name", stem)), {})
+            for row in record.rows:
+                match = re.fullmatch(r"(.+) B(\d+) P(\d+) N(\d+) W(\d+)", row.case)
+                if match and row.timing:
+                    of_search = searches.setdefault(tuple(map(int, match.groups()[1:])), {})
+                    ms = of_search.setdefault(row.implementation, {})
+                    ms[match[1]] = row.timing["median_us"] / 1e3
+        return {model: searches for model, searches in found.items() if searches}
 
 
 def model_of(config: str) -> str:
@@ -580,6 +604,152 @@ def serving_latency(results: Results) -> Figure | None:
     return figure
 
 
+def segment_cache(results: Results) -> Figure | None:
+    """Segment KV Fig. 4: bytes of the cache of beams over the number of prompts."""
+    if not results.segment_cache:
+        return None
+    data = results.segment_cache[-1]
+    models = list(dict.fromkeys(row["model"] for row in data["rows"]))
+    figure, panels = _panels(len(models), (3.4, 3))
+    for axes, model in zip(panels, models, strict=True):
+        rows = [row for row in data["rows"] if row["model"] == model]
+        for i, (key, colour, label) in enumerate(
+            (
+                ("standard", COLOURS["naive"], "a copy of the prompt for each beam"),
+                ("segment", "0.75", "segments of the paper"),
+                ("fdjax", OURS, "pages of fdjax"),
+            )
+        ):
+            places = [j + 0.27 * (i - 1) for j in range(len(rows))]
+            heights = [row[f"{key}_bytes"] / 1e9 for row in rows]
+            axes.bar(places, heights, 0.27, color=colour, label=label)
+        axes.set_xticks(range(len(rows)), [str(row["batch"]) for row in rows])
+        axes.set(title=model, xlabel="prompts", ylabel="GB")
+    panels[0].legend(fontsize=7)
+    beams, prompt, new = (data[key] for key in ("beams", "prompt", "new"))
+    figure.suptitle(f"{beams} beams, {prompt} + {new} tokens, 16 bits", fontsize=9)
+    return figure
+
+
+def segment_attention(results: Results) -> Figure | None:
+    """Segment KV Fig. 6: bandwidth of decode attention of beams over the number of prompts."""
+    rates: dict[str, dict[int, float]] = {}
+    ceilings: list[float] = []
+    for name, record in results.kernels.items():
+        for row in record.rows if name.startswith("segment_attention") else ():
+            if row.timing is None:
+                continue
+            batch = int(re.match(r"BS(\d+) ", row.case)[1])
+            kernels = [us for name, us in row.timing["kernels"].items() if "attention" in name]
+            for label, us in (
+                (row.implementation, row.timing["median_us"]),
+                ("kernel", sum(kernels)),
+            ):
+                if us and (label != "kernel" or row.implementation == "mosaic_gpu"):
+                    rates.setdefault(label, {})[batch] = row.bytes / us / 1e3
+            ceilings.append(record.ceiling["before"]["read_gb_per_s"])
+    if not rates:
+        return None
+    figure, (axes,) = _panels(1, (5, 3.2))
+    for label, by_batch in rates.items():
+        batches = sorted(by_batch)
+        style = (
+            {"linestyle": "--", "color": OURS} if label == "kernel" else {"color": COLOURS[label]}
+        )
+        shown = "its kernel alone" if label == "kernel" else label
+        axes.plot(batches, [by_batch[b] for b in batches], marker="o", label=shown, **style)
+    axes.axhline(max(ceilings), color="0.4", linestyle=":", label="ceiling")
+    _batches(axes, sorted({batch for by_batch in rates.values() for batch in by_batch}))
+    axes.set(title="4 beams, H = 40, D = 128", ylabel="GB/s")
+    return figure
+
+
+def beams_over_prompt(results: Results) -> Figure | None:
+    """Segment KV Fig. 7: first and next token of a search over the tokens of its prompt."""
+    measured = {
+        model: {search: ms for search, ms in searches.items() if search[::2] == (1, 32)}
+        for model, searches in results.beams().items()
+    }
+    measured = {model: s for model, s in measured.items() if len({n for _, n, _, _ in s}) > 1}
+    if not measured:
+        return None
+    figure, panels = _panels(2 * len(measured), (4.4, 3.2))
+    for i, (model, searches) in enumerate(measured.items()):
+        beams = max(width for *_, width in searches)
+        for axes, what in zip(panels[2 * i :], ("first token", "decode step"), strict=False):
+            for name in ("fdjax", "segments", "transformers"):
+                ms = {
+                    prompt: times[name][what]
+                    for (_, prompt, _, width), times in searches.items()
+                    if width == beams and what in times.get(name, {})
+                }
+                if ms:
+                    lengths = sorted(ms)
+                    values = [ms[n] for n in lengths]
+                    axes.plot(lengths, values, marker="o", color=COLOURS[name], label=name)
+            axes.set_xscale("log", base=2)
+            axes.set_yscale("log")
+            title = f"{model}, {beams} beams, {what}"
+            axes.set(title=title, xlabel="tokens of the prompt", ylabel="ms")
+            axes.legend(fontsize=7)
+    return figure
+
+
+def beams_by_model(results: Results) -> Figure | None:
+    """Segment KV Fig. 8: first and next token of one prompt of 1 024 tokens, with 1 and 4 beams."""
+    bars: dict[str, dict[str, dict[str, float]]] = {"first token": {}, "decode step": {}}
+    for model, searches in results.beams().items():
+        for (batch, prompt, new, beams), times in sorted(searches.items()):
+            if (batch, prompt, new) != (1, 1024, 128):
+                continue
+            for what, groups in bars.items():
+                groups[f"{model}\n{beams} beam{'s'[: beams > 1]}"] = {
+                    name: ms[what] for name, ms in times.items() if what in ms
+                }
+    if not bars["decode step"]:
+        return None
+    figure, panels = _panels(2, (5, 1.4 + 0.5 * len(bars["decode step"])))
+    for axes, (what, groups) in zip(panels, bars.items(), strict=True):
+        _bars(axes, groups, f"{what}, ms")
+    return figure
+
+
+def beams_throughput(results: Results) -> Figure | None:
+    """Segment KV Fig. 9: prompts · new tokens / latency, by the number of prompts.
+
+    The paper shows only the largest number that fits.
+    """
+    rates: dict[tuple[str, int], dict[str, dict[int, float]]] = {}
+    for model, searches in results.beams().items():
+        for (batch, prompt, new, beams), times in searches.items():
+            for name, ms in times.items():
+                if (prompt, new) == (1024, 128) and "call" in ms:
+                    of_case = rates.setdefault((model, beams), {})
+                    of_case.setdefault(name, {})[batch] = 1e3 * batch * new / ms["call"]
+    rates = {k: v for k, v in rates.items() if any(len(found) > 1 for found in v.values())}
+    if not rates:
+        return None
+    figure, panels = _panels(len(rates), (4.4, 3.2))
+    for axes, ((model, beams), of_case) in zip(panels, sorted(rates.items()), strict=True):
+        for name, by_batch in of_case.items():
+            batches = sorted(by_batch)
+            values = [by_batch[b] for b in batches]
+            axes.plot(batches, values, marker="o", color=COLOURS.get(name), label=name)
+        _batches(axes, sorted({batch for found in of_case.values() for batch in found}))
+        axes.set(title=f"{model}, {beams} beam{'s'[: beams > 1]}", ylabel="new tokens/s")
+    return figure
+
+
+def _batches(axes: Axes, batches: list[int]) -> None:
+    """An axis of numbers of prompts, and another that begins at 0."""
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(batches, [str(batch) for batch in batches])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("prompts")
+    axes.legend(fontsize=7)
+
+
 FIGURES: dict[str, Callable[[Results], Figure | None]] = {
     function.__name__: function
     for function in (
@@ -602,6 +772,11 @@ FIGURES: dict[str, Callable[[Results], Figure | None]] = {
         with_and_without_attention,
         serving_throughput,
         serving_latency,
+        segment_cache,
+        segment_attention,
+        beams_over_prompt,
+        beams_by_model,
+        beams_throughput,
     )
 }
 

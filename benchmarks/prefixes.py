@@ -107,7 +107,7 @@ def _steps(lm: LM, args: argparse.Namespace, rows: int, tokens: int) -> dict[str
     find = lm.engine.shared_pages
     ways = {
         "apart": lambda pages: None,
-        "together": functools.partial(lm.engine.shared_pages, least_bytes=1),
+        "together": functools.partial(lm.engine.shared_pages, together=True),
         "plan": find,
     }
     found: dict[str, list[float]] = {kind: [] for kind in ways}

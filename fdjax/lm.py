@@ -85,7 +85,8 @@ class LM:
 
         Args:
           model, params, tokenizer, defaults, max_len, max_batch, prefix_cache: see the attributes.
-          memory_bytes: limit for weights, cache and workspace together; default all free memory.
+          memory_bytes: limit for weights, cache and workspace together. By default, the cache takes
+            at most as much as the weights, or 1 GiB; `load` gives all free memory.
           make_engine: function of (model, params, max_len, max_batch, memory_bytes, prefix_cache)
             that returns the engine.
 

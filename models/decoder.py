@@ -703,7 +703,8 @@ class Decoder(nnx.Module):
         if self.head is not None:
             return self.head(hidden, **fused)
         # XLA reads the transposed embedding in place. A kernel would need a copy each time.
-        return matmul(hidden, self.embed[...].T, implementation="xla", **fused)
+        head = self.embed[...].T
+        return matmul(hidden, head, transposed=True, implementation="xla", **fused)
 
 
 def _layer(kv: list[Any] | Stack, i: int) -> Any:

@@ -14,4 +14,5 @@ IMPLEMENTATIONS = (
     *all_reduce.ALL_REDUCE,
     *attention.DECODE_ATTENTION,
     *attention.PREFILL_ATTENTION,
+    *attention.SHARED_PAGES,
 )

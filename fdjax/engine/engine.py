@@ -41,7 +41,6 @@ from fdjax.engine.state import (
     abstract_state,
     init_cache,
     init_pool,
-    page_bytes,
     page_tokens,
     start,
     start_in_pages,
@@ -49,7 +48,7 @@ from fdjax.engine.state import (
 )
 from fdjax.engine.watch import Watch
 from fdjax.models import Model, Params
-from fdjax.pallas_kernels.attention import SharedPages, can_share, find_shared
+from fdjax.pallas_kernels.attention import SharedPages, can_share, find_shared, reading_shape
 from fdjax.pallas_kernels.ranks import observed
 from fdjax.sampling.sampler import NOT_FINITE
 from fdjax.system.process import refuse_forked
@@ -95,10 +94,6 @@ _LEAST_CACHE_BYTES = 2**30
 # On a CPU, the system provides memory only when it is written, so a pool begins with this many
 # pages.
 _FIRST_PAGES = 64
-
-# Decode steps read shared pages together if that saves this many bytes of a layer. On an H100 these
-# take 20 µs, and reading together takes three more kernels.
-_LEAST_SHARED_BYTES = 64e6
 
 # Parameters up to this size are packed with others of the same shape.
 _PACKED_BYTES = 2**16
@@ -308,23 +303,24 @@ class Engine:
         most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else MOST_ROWS
         return min(self.max_batch or most, most)
 
-    def shared_pages(
-        self, pages: np.ndarray, least_bytes: float | None = None
-    ) -> SharedPages | None:
+    def shared_pages(self, pages: np.ndarray, together: bool | None = None) -> SharedPages | None:
         """Find the rows whose shared pages decode steps read together; None if that does not pay.
 
         Args:
           pages: [B, W] int32, the pages of each row, and `NOBODYS_PAGE` where it has none.
-          least_bytes: bytes of a layer that it must save; by default, what pays on the device.
+          together: whether that pays; by default, the plan decides.
         """
         config, plan = self.local.config, self.model.plan
         divided = self.local.token_ranks > 1
         if divided or plan.batch_invariant or not any(map(can_share, config.attention)):
             return None
-        if least_bytes is None:
-            least_bytes = 0 if plan.compute_capability is None else _LEAST_SHARED_BYTES
-        least = math.ceil(least_bytes * config.layers / page_bytes(self.local))
-        return find_shared(pages, config.heads // config.kv_heads, least)
+        shared = find_shared(pages, config.heads // config.kv_heads)
+        if shared is None or together:
+            return shared
+        itemsize = jnp.dtype(self.local.kv_dtype or self.local.dtype).itemsize
+        heads = config.kv_heads, config.head_dim, itemsize
+        shape = reading_shape(shared, *heads, SLOT_MULTIPLE)
+        return shared if plan.choose("shared_pages", **shape).implementation == "together" else None
 
     @property
     def has_experts(self) -> bool:

@@ -40,6 +40,9 @@ _STEPS_WHILE_OTHERS_WAIT = 8
 # Prompt tokens between two chunks of decode steps, normally and while a caller streams an answer.
 # The latter take 55 ms on an H100 for a model of 7B.
 _PROMPT_TOKENS_BETWEEN_CHUNKS, _PROMPT_TOKENS_OF_STREAMS = 8192, 2048
+# The same while more rows wait for their prompts than decode, and nobody streams. A step of few
+# rows takes almost as long as one of many.
+_PROMPT_TOKENS_BEFORE_FEW_ROWS = 32768
 
 _NOTHING = GenerationConfig(max_new_tokens=0).filled()
 
@@ -633,9 +636,16 @@ class Runner:
 
     def _most_prompt_tokens(self, starts: bool) -> float:
         """Prompt tokens that may be dispatched now."""
-        if any(task.streams for _, task in self._scheduler.running):
+        running = [task for _, task in self._scheduler.running]
+        if any(task.streams for task in running):
             return _PROMPT_TOKENS_OF_STREAMS
-        return math.inf if starts else _PROMPT_TOKENS_BETWEEN_CHUNKS
+        if starts:
+            return math.inf
+        decoding = sum(task.width for task in running if task.budget)
+        prompts = sum(task.width for task in running if task.budget is None)
+        if prompts > decoding and not any(task.streams for task in self._scheduler.waiting):
+            return _PROMPT_TOKENS_BEFORE_FEW_ROWS
+        return _PROMPT_TOKENS_BETWEEN_CHUNKS
 
     def _first_owners(self, call: PrefillCall) -> tuple[Task | None, ...]:
         """The task of each row whose first token comes from this call."""

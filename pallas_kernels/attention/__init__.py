@@ -16,12 +16,19 @@ from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.operands import BeamSlots
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
 from fdjax.pallas_kernels.attention.reference import attention_reference
-from fdjax.pallas_kernels.attention.shared import SharedPages, can_share, find_shared
+from fdjax.pallas_kernels.attention.shared import (
+    SHARED_PAGES,
+    SharedPages,
+    can_share,
+    find_shared,
+    reading_shape,
+)
 from fdjax.pallas_kernels.attention.spec import AttentionSpec, alibi_slopes
 
 __all__ = [
     "DECODE_ATTENTION",
     "PREFILL_ATTENTION",
+    "SHARED_PAGES",
     "AttentionSpec",
     "BeamSlots",
     "QuantisedCache",
@@ -37,6 +44,7 @@ __all__ = [
     "find_shared",
     "merge_attention",
     "prefill_attention",
+    "reading_shape",
     "split_qkv",
     "with_norms",
 ]

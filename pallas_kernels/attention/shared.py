@@ -9,6 +9,7 @@ It must read the shared pages once per tile, and each row's other pages once.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
-from fdjax.pallas_kernels.dispatch import Features
+from fdjax.pallas_kernels.dispatch import Capability, Features, Implementation, Shape
 
 # Features that do not depend on the distance between a query and a slot.
 _CAN = frozenset({"rope", "soft_cap", "phi", "unified", "sinks"})
@@ -95,17 +96,53 @@ def spec_of_tiles(spec: AttentionSpec, kv_heads: int, width: int) -> AttentionSp
     return dataclasses.replace(spec, phi=tuple(phi.repeat(width, axis=1).ravel().tolist()))
 
 
-def find_shared(pages: np.ndarray, group: int, least: int = 1) -> SharedPages | None:
+def reading_shape(shared: SharedPages, hkv: int, d: int, itemsize: int, size: int) -> Shape:
+    """The shape of the op `shared_pages`, as a plan chooses it.
+
+    Args:
+      shared: what `find_shared` returned.
+      hkv, d, itemsize: KV heads, values of a head and their bytes.
+      size: tokens of a page.
+
+    Returns:
+      hkv, d, itemsize; `rows` that share, and `saved`, the tokens that a layer then does not read.
+    """
+    places = shared.places[shared.places < shared.members.size]
+    rows = np.bincount(places // shared.width, minlength=len(shared.counts))
+    saved = int((shared.counts * np.maximum(rows - 1, 0)).sum()) * size
+    return {"hkv": hkv, "d": d, "itemsize": itemsize, "rows": len(places), "saved": saved}
+
+
+def _pays(shape: Shape, capability: Capability | None) -> bool:
+    """Whether reading together saves 64 MB of a layer.
+
+    On an H100 these take 20 µs, and reading together takes three more kernels. A CPU has no such
+    costs.
+    """
+    saved = 2 * shape["saved"] * shape["hkv"] * shape["d"] * shape["itemsize"]
+    return capability is None or saved >= 64e6
+
+
+def _chosen_by_the_host(*_args: Any, **_options: Any) -> None:
+    raise NotImplementedError("shared_pages: a plan chooses it, nobody calls it")
+
+
+# How decode steps read the pages that rows share. Decode attention runs both.
+SHARED_PAGES = (
+    Implementation("shared_pages", "together", _chosen_by_the_host, heuristic=_pays, forced=False),
+    Implementation("shared_pages", "apart", _chosen_by_the_host, forced=False),
+)
+
+
+def find_shared(pages: np.ndarray, group: int) -> SharedPages | None:
     """Find rows that share their first pages, on the host.
 
     Args:
       pages: [B, W] int32, the pages of each row, and 0 where it has none.
       group: query heads per KV head.
-      least: number of pages that must be saved.
 
     Returns:
-      NumPy arrays, whose shapes depend only on B, W and `group`; or None if fewer than `least`
-      pages would be saved.
+      NumPy arrays, whose shapes depend only on B, W and `group`; or None if no rows share pages.
     """
     rows = len(pages)
     width = max(min(_TILE_HEADS // group, rows), 2)
@@ -119,7 +156,7 @@ def find_shared(pages: np.ndarray, group: int, least: int = 1) -> SharedPages | 
             # Of sorted rows, the first and the last differ the most.
             first, last = pages[tile[0]], pages[tile[-1]]
             tiles.append((tile, int(((first == last) & (first != 0)).cumprod().sum())))
-    if sum(count * (len(tile) - 1) for tile, count in tiles) < max(least, 1):
+    if not any(count for _, count in tiles):
         return None
     n = rows // fewest
     members, tables = np.zeros((n, width), np.int32), np.zeros((n, pages.shape[1]), np.int32)

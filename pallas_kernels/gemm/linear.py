@@ -31,6 +31,7 @@ def matmul(
     gate: str | None = None,
     activation: str | None = None,
     residual: Array | None = None,
+    transposed: bool = False,
     preferred_element_type=None,
     implementation: str | None = None,
     plan: Dispatch | None = None,
@@ -52,6 +53,7 @@ def matmul(
       activation: name of an activation of the product and its bias, one of `UNGATED`; not with
         `gate`.
       residual: [..., N], added last.
+      transposed: whether w is the transpose of an array in memory.
       preferred_element_type: dtype of the result; default the dtype of x.
       implementation: "xla" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
@@ -76,12 +78,15 @@ def matmul(
     used = frozenset(name for name, operand in fused.items() if operand is not None)
     if isinstance(norm, LayerNorm):
         used = used - {"norm"} | {"layer_norm"}
+    features = used
+    if transposed:
+        fused["transposed"], features = True, used | {"transposed"}
     weight = w.format if isinstance(w, QTensor) else None
     chosen, config = resolve(
         MATMUL,
         plan,
         implementation,
-        used | (weight.features if weight else frozenset()),
+        features | (weight.features if weight else frozenset()),
         m=rows.shape[0],
         k=k,
         n=n * (2 if gate else 1),

@@ -433,9 +433,9 @@ def test_a_chunk_tells_the_compiling_since_the_chunk_before(monkeypatch):
     assert reported > 20
 
 
-@pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])
-def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens, most_steps):
-    """Between two parts of a stream there are at most 2 048 prompt tokens, and 4 steps."""
+@pytest.fixture
+def dispatched(monkeypatch):
+    """A list of the dispatched programs: ("prefill", its tokens) or ("decode", its steps)."""
     log = []
     for name in ("prefill", "decode"):
 
@@ -444,26 +444,60 @@ def test_prompts_do_not_hold_up_who_reads_along(monkeypatch, steps, most_tokens,
             return real(self, *args)
 
         monkeypatch.setattr(Device, name, logged)
+    return log
+
+
+def between_chunks(log):
+    """Prompt tokens before each chunk of decode steps, up to the last prompt."""
+    between, sums = 0, []
+    for name, size in log[: max(i for i, (name, _) in enumerate(log) if name == "prefill") + 1]:
+        if name == "decode":
+            sums.append(between)
+            between = 0
+        else:
+            between += size
+    return [*sums, between]
+
+
+@pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])
+def test_prompts_do_not_hold_up_who_reads_along(dispatched, steps, most_tokens, most_steps):
+    """Between two parts of a stream there are at most 2 048 prompt tokens, and 4 steps."""
     engine = Engine(most_rows=32, pages=400)
     engine.short_calls = False
     rows = [make_row([i + 1], new=1200, eos_token_ids=()) for i in range(17)]
     chunks = engine.runner.run(rows, steps)
     next(chunks), next(chunks)
-    del log[:]
-    others = [make_row([i + 1] * 1900, new=2, eos_token_ids=()) for i in range(16)]
+    del dispatched[:]
+    others = [make_row([i + 1] * 1900, new=2, eos_token_ids=()) for i in range(15)]
     finish(engine, others)
     for row in others:
         check(row)
-    between, sums = 0, []
-    for name, size in log[: max(i for i, (name, _) in enumerate(log) if name == "prefill")]:
-        if name == "decode":
-            assert size <= most_steps
-            sums.append(between)
-            between = 0
-        else:
-            between += size
-    assert most_tokens // 2 < max(sums) <= most_tokens
+    last = max(i for i, (name, _) in enumerate(dispatched) if name == "prefill")
+    assert max(size for name, size in dispatched[:last] if name == "decode") <= most_steps
+    assert most_tokens // 2 < max(between_chunks(dispatched)) <= most_tokens
     chunks.close()
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "most_tokens"), [(32, 32, 32768), (4, 32, 2048), (32, 4, 2048)]
+)
+def test_few_rows_wait_for_many_prompts_unless_somebody_streams(
+    dispatched, first, then, most_tokens
+):
+    """A step of two rows takes as long as one of all, so it comes after the prompts."""
+    engine = Engine(most_rows=32, pages=400)
+    engine.short_calls = False
+    shape_for = engine.shape_for
+    engine.shape_for = lambda rows: dataclasses.replace(shape_for(rows), rows=32, slots=2048)
+    few = engine.runner.run([make_row([i + 1, 2], 300, eos_token_ids=()) for i in range(2)], first)
+    next(few), next(few)
+    del dispatched[:]
+    many = [make_row([i + 1] * 1500, new=20, eos_token_ids=()) for i in range(24)]
+    finish(engine, many, then)
+    for row in many:
+        check(row)
+    assert most_tokens // 2 < max(between_chunks(dispatched)) <= most_tokens
+    few.close()
 
 
 def test_who_will_read_along_waits_for_few_steps(monkeypatch):

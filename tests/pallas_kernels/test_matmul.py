@@ -1,6 +1,7 @@
 """`matmul`: the reference and every implementation against the oracle, on the same cases."""
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -423,6 +424,35 @@ def test_a_named_implementation_never_falls_back(implementation, message, how):
         keys = dict(plan=Plan(named=(("matmul", implementation),)))
     with pytest.raises(NotImplementedError, match=f"^matmul: {message}"):
         jax.eval_shape(lambda x, w: matmul(x, w, **keys), X, W)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_sums_of_few_rows_on_a_cpu_are_not_in_one_chain(transposed):
+    """The error of a chain of 4096 additions is four times as large."""
+    rng = np.random.default_rng(0)
+    x, w = rng.normal(size=(1, 4096)), rng.normal(size=(4096, 512)) / 64
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    exact = x.astype(np.float64) @ w.astype(np.float64)
+    product = jax.jit(lambda x, w: matmul(x, w.T if transposed else w, transposed=transposed))
+    error = np.asarray(product(x, w.T.copy() if transposed else w)) - exact
+    assert np.sqrt(np.mean(error**2)) < (6e-7 if transposed else 2e-7)
+
+
+@pytest.mark.parametrize("keys", [{}, {"transposed": True}])
+def test_products_are_whole_on_a_gpu(keys):
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((1, 64), (64, 32))]
+    traced = jax.jit(functools.partial(matmul, **keys)).trace(*shapes)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.dot_general") == 1
+    assert "contracting_dims = [1] x [0]" in text and "stablehlo.reduce" not in text
+
+
+def test_a_kernel_reads_no_transposed_weight():
+    x, w = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
+    with pytest.raises(NotImplementedError, match="mosaic_gpu cannot do transposed"):
+        jax.eval_shape(
+            lambda x, w: matmul(x, w.T, transposed=True, implementation="mosaic_gpu"), x, w
+        )
 
 
 def test_an_unknown_implementation():

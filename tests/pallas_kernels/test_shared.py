@@ -15,9 +15,11 @@ from fdjax.pallas_kernels.attention import (
     append_decode_attention,
     can_share,
     find_shared,
+    reading_shape,
 )
 from fdjax.pallas_kernels.attention.cache import quantise
 from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.rope import Rope
 
 from .test_append import GPU, cos_sin_at
@@ -68,9 +70,10 @@ def test_every_row_of_a_tile_has_its_pages(rows, group):
         for row in members:
             np.testing.assert_array_equal(shared.pages[tile, :count], pages[row, :count])
             assert pages[row, count] != 0  # its own last page is never shared
-    saved = sum(int(c) * (len(rows_of.get(i, [])) - 1) for i, c in enumerate(shared.counts))
-    assert find_shared(pages, group, least=saved) is not None
-    assert find_shared(pages, group, least=saved + 1) is None
+    saved = sum(int(c) * (len(rows_of.get(i, [])) - 1) for i, c in enumerate(shared.counts) if c)
+    shape = reading_shape(shared, hkv=2, d=64, itemsize=2, size=PAGE)
+    assert shape["saved"] == saved * PAGE > 0
+    assert shape["rows"] == sum(map(len, rows_of.values()))
 
 
 def test_who_shares_is_found():
@@ -78,6 +81,26 @@ def test_who_shares_is_found():
     assert shared.counts.tolist() == [2, 0]
     assert sorted(shared.members[0, :2]) == [0, 2]
     assert shared.places[[1, 3]].tolist() == [8, 8]
+
+
+def together(plan, rows, tokens, hkv=8, d=128):
+    """Whether rows with 4 query heads for a KV head read their shared beginning together."""
+    tables = np.array([[*range(1, tokens // PAGE + 1), 1000 + row] for row in range(rows)])
+    shape = reading_shape(find_shared(tables, 4), hkv, d, 2, PAGE)
+    return plan.choose("shared_pages", **shape).implementation == "together"
+
+
+def test_the_plan_decides_which_rows_read_together():
+    """The table does where it has measured; otherwise 64 MB of a layer must be saved."""
+    h100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    unmeasured = dataclasses.replace(h100, table=())
+    assert [together(h100, 32, n) for n in (4096, 1024, 512)] == [True, True, False]
+    assert together(h100, 32, 640) != together(unmeasured, 32, 640)  # nearer to 512
+    assert [together(unmeasured, 8, n) for n in (1024, 4096)] == [False, True]
+    assert together(Plan(), 2, 128)  # a CPU
+    assert not together(h100.with_xla("shared_pages"), 32, 4096)
+    apart = dataclasses.replace(h100, named=(("shared_pages", "apart"),))
+    assert not together(apart, 32, 4096)
 
 
 def operands(rows, *, group=4, kv_heads=2, d=64, dtype=jnp.float32, layer=None, seed=1):
