@@ -239,20 +239,22 @@ def _produce(k, v, length, blocks, scratch, config):
     )
     bk, stages = config.block_kv, config.stages
 
+    def copy(cache, j, target, arrived):
+        # A cache may have fewer slots than a block.
+        source = cache.block(j * bk, bk)
+        plgpu.copy_gmem_to_smem(source, target.at[pl.ds(0, source.shape[0])], arrived)
+
     def load(j, loaded):
         slot = lax.rem(loaded, stages)
         live = length - j * bk
         when(loaded >= stages)(lambda: plgpu.barrier_wait(k_empty.at[slot]))
-        plgpu.copy_gmem_to_smem(k.block(j * bk, bk), k_s.at[slot], k_full.at[slot])
+        copy(k, j, k_s.at[slot], k_full.at[slot])
         when(loaded >= stages)(lambda: plgpu.barrier_wait(v_empty.at[slot]))
-
-        @when(live >= bk)
-        def _():
-            plgpu.copy_gmem_to_smem(v.block(j * bk, bk), v_s.at[slot], v_full.at[slot])
+        when(live >= bk)(lambda: copy(v, j, v_s.at[slot], v_full.at[slot]))
 
         @when(live < bk)
         def _():
-            plgpu.copy_gmem_to_smem(v.block(j * bk, bk), v_s.at[slot], tail_full)
+            copy(v, j, v_s.at[slot], tail_full)
             plgpu.barrier_wait(tail_full)
             _zero_dead(v_s.at[slot], live)
             plgpu.commit_smem()
