@@ -389,14 +389,20 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages, split):
             def _():
                 fetch(step + stages, lax.rem(step, stages))
 
+        def fetch_late():
+            if "bias" in gmem:
+                for part in range(2):
+                    source = gmem["bias"].at[expert, part, columns]
+                    plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
+            if "pairs" in gmem:
+                source = gmem["pairs"].at[slot]
+                plgpu.copy_gmem_to_smem(source, smem["pairs"], smem["late_arrived"])
+
         for at in range(stages):
             fetch(at + zero, at)
-        if "bias" in gmem:
-            for part in range(2):
-                source = gmem["bias"].at[expert, part, columns]
-                plgpu.copy_gmem_to_smem(source, smem["bias"].at[part], smem["late_arrived"])
-        if "pairs" in gmem:
-            plgpu.copy_gmem_to_smem(gmem["pairs"].at[slot], smem["pairs"], smem["late_arrived"])
+        # Only the first block of a cluster waits for them, and no copy may outlive its block.
+        if late:
+            fetch_late() if cluster == 1 else when(lax.axis_index("part") == 0)(fetch_late)
         late_operands = of_row(gmem, columns) if sums else None
         products = tiles.sums(smem, rows, steps, arrive, free)
         finish = functools.partial(store, gmem, smem, slot, columns, late_operands)
