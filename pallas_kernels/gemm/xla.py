@@ -10,8 +10,9 @@ from fdjax.pallas_kernels.norm import normalised
 from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, QTensor, dequantise
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
 
-# Terms that a CPU adds one after the other, and the largest number of rows for which that is fast.
-_CPU_BLOCK, _CPU_ROWS = 32, 32
+# Terms that a CPU adds one after the other, the largest number of rows for which that is fast, and
+# of sums of blocks, which exist at the same time: 64 MB.
+_CPU_BLOCK, _CPU_ROWS, _CPU_SUMS = 32, 32, 2**24
 
 
 def matmul_xla(x, w, *, norm, bias, gate, residual, dtype, activation=None, transposed=False):
@@ -63,7 +64,8 @@ def _product(x, w, dtype, transposed):
     if transposed:
         on_cpu = by_column if full and len(x) == 1 else dot
     else:
-        on_cpu = in_blocks if full and len(x) <= _CPU_ROWS and not len(w) % _CPU_BLOCK else dot
+        few = len(x) <= _CPU_ROWS and len(x) * w.size <= _CPU_SUMS * _CPU_BLOCK
+        on_cpu = in_blocks if full and few and not len(w) % _CPU_BLOCK else dot
     return dot(x, w) if on_cpu is dot else lax.platform_dependent(x, w, cpu=on_cpu, default=dot)
 
 

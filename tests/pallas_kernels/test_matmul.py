@@ -447,6 +447,13 @@ def test_products_are_whole_on_a_gpu(keys):
     assert "contracting_dims = [1] x [0]" in text and "stablehlo.reduce" not in text
 
 
+@pytest.mark.parametrize(("rows", "blocks"), [(1, True), (4, True), (5, False)])
+def test_sums_of_blocks_take_little_memory(rows, blocks):
+    shapes = [jax.ShapeDtypeStruct(shape, np.float32) for shape in ((rows, 4096), (4096, 32000))]
+    text = jax.jit(matmul).trace(*shapes).lower(lowering_platforms=("cpu",)).as_text()
+    assert ("stablehlo.reduce" in text) == blocks
+
+
 def test_a_kernel_reads_no_transposed_weight():
     x, w = jnp.ones((1, 128), jnp.bfloat16), jnp.ones((128, 128), jnp.bfloat16)
     with pytest.raises(NotImplementedError, match="mosaic_gpu cannot do transposed"):
