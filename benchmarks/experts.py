@@ -112,9 +112,10 @@ def _ours(x, logits, gate_up, down, *, sizes: Sizes, config: MoeConfig):
 
 
 def _grouped(x, logits, gate_up, down, *, sizes: Sizes, config: GroupedConfig | None = None):
-    options = {"routing": sizes.routing, "gate": sizes.gate, "live": None, "config": config}
+    options = {"routing": sizes.routing, "gate": sizes.gate, "live": None, "residual": None}
     no_bias = None, None, None
-    return MOE_GROUPED.run(x, logits, gate_up, down, *no_bias, **options, batch_invariant=False)
+    options |= {"config": config, "batch_invariant": False}
+    return MOE_GROUPED.run(x, logits, gate_up, down, *no_bias, **options)
 
 
 def _ragged_dot(x, logits, gate_up, down, *, sizes: Sizes):

@@ -130,6 +130,7 @@ def _run(operands: dict[str, Any], implementation: Any, block: BlockSpec, config
         routing=block.experts,
         gate=block.activation,
         live=None,
+        residual=None,
         config=config,
         batch_invariant=False,
     )
