@@ -112,10 +112,9 @@ def _ours(x, logits, gate_up, down, *, sizes: Sizes, config: MoeConfig):
 
 
 def _grouped(x, logits, gate_up, down, *, sizes: Sizes, config: GroupedConfig | None = None):
-    options = {"routing": sizes.routing, "gate": sizes.gate, "live": None, "residual": None}
+    options = {"routing": sizes.routing, "gate": sizes.gate, "live": None, "config": config}
     no_bias = None, None, None
-    options |= {"config": config, "batch_invariant": False}
-    return MOE_GROUPED.run(x, logits, gate_up, down, *no_bias, **options)
+    return MOE_GROUPED.run(x, logits, gate_up, down, *no_bias, **options, batch_invariant=False)
 
 
 def _ragged_dot(x, logits, gate_up, down, *, sizes: Sizes):

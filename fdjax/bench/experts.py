@@ -68,13 +68,12 @@ def surplus_bytes(model: Model, rows: int, distinct: np.ndarray) -> int:
 def _recording(plan: Plan, seen: list[np.ndarray]) -> Plan:
     """A plan whose op `moe` also appends the chosen experts [M,k] of each layer to a list."""
 
-    def run(x, logits, gate_up, down, bias, *biases, routing, gate, live, residual, **_):
+    def run(x, logits, gate_up, down, bias, *biases, routing, gate, live, **_):
         experts, _ = route(logits, routing, bias)
         # Blocks share a jitted function, so their arrays cannot be outputs of the program.
         io_callback(lambda experts: seen.append(np.asarray(experts)), None, experts, ordered=True)
         options = dict(zip(("gate_up_bias", "down_bias"), biases, strict=True))
         options |= {"routing": routing, "gate": gate, "live": live, "bias": bias}
-        options |= {"residual": residual}
         return moe(x, logits, gate_up, down, plan=plan, **options)
 
     recorder = dataclasses.replace(MOE_XLA, name="recorder", run=run)

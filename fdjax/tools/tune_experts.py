@@ -130,7 +130,6 @@ def _run(operands: dict[str, Any], implementation: Any, block: BlockSpec, config
         routing=block.experts,
         gate=block.activation,
         live=None,
-        residual=None,
         config=config,
         batch_invariant=False,
     )

@@ -73,15 +73,17 @@ def moe(
     key = moe_key(len(x), *x.shape[1:], down.shape[-2], routing, x.dtype.itemsize, formats)
     features = moe_features(routing, gate, biases=down_bias is not None, formats=formats)
     chosen, config = resolve(MOE, plan, implementation, features, **key)
-    return chosen.run(
+    fused = residual is not None and "residual" in chosen.can
+    y = chosen.run(
         *(x, logits, gate_up, down, bias, *biases),
         routing=routing,
         gate=gate,
         live=live,
-        residual=residual,
         config=config,
         batch_invariant=plan is not None and plan.batch_invariant,
+        **({"residual": residual} if fused else {}),
     )
+    return y if residual is None or fused else residual + y
 
 
 def moe_key(

@@ -78,26 +78,12 @@ def moe_xla(
     return total.astype(x.dtype)
 
 
-def _run(
-    x,
-    logits,
-    gate_up,
-    down,
-    bias,
-    *biases,
-    routing,
-    gate,
-    live,
-    residual,
-    config,
-    batch_invariant,
-):
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
     choose = functools.partial(route, routing=routing, bias=bias)
     experts, weights = in_row_tiles(choose, logits) if batch_invariant else choose(logits)
     experts = only_live(experts, live, routing)
     tile = tile_rows(len(x), routing, batch_invariant)
-    y = moe_xla(x, experts, weights, gate_up, down, *biases, gate=gate, tile=tile)
-    return y if residual is None else residual + y
+    return moe_xla(x, experts, weights, gate_up, down, *biases, gate=gate, tile=tile)
 
 
 _CAN = ROUTING_FEATURES | WEIGHT_FEATURES | {"biases", "gate.clamped_swiglu"}

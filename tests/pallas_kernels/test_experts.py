@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fdjax.pallas_kernels.experts import ROUTING_FEATURES, Routing, moe, moe_reference, route
-from fdjax.pallas_kernels.experts.xla import moe_xla, tile_rows
+from fdjax.pallas_kernels.experts.xla import MOE_XLA, moe_xla, tile_rows
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import (
     QTensor,
@@ -311,6 +311,22 @@ def test_all_rows_on_one_expert(m):
     assert_moe(run(x, logits, gate_up, down, routing=routing, gate="silu"), exact, "float32")
 
 
+def test_a_residual_is_added_to_the_rounded_result():
+    """Whether an implementation adds it, as one whose `can` names it does, or `moe` itself."""
+    x, logits, gate_up, down, _ = operands(4, dtype="bfloat16")
+    arrays, residual = (x, logits, gate_up, down), 3 + x
+    options = {"routing": Routing(6, 2), "gate": "silu"}
+    y = run(*arrays, **options)
+    assert_same_bits(run(*arrays, **options, residual=residual), residual + y)
+
+    def fused(*operands, residual, **keywords):
+        return 2 * residual
+
+    own = dataclasses.replace(MOE_XLA, name="own", run=fused, can=MOE_XLA.can | {"residual"})
+    plan = Plan(implementations=(own,), named=(("moe", "own"),))
+    assert_same_bits(moe(*arrays, **options, residual=residual, plan=plan), 2 * residual)
+
+
 def test_all_experts_of_every_row():
     *arrays, _ = operands(9)
     routing = Routing(6, 6, normalised=True)
@@ -378,6 +394,10 @@ def test_the_height_of_tiles():
         ({"down": (6, 12)}, r"x and down must be \[M,E\] and \[X,F,E\]"),
         ({"bias": (6,)}, "bias must be given if routing.biased, which is False"),
         ({"live": (6,)}, r"live must be \[5\], got \[6\]"),
+        (
+            {"residual": (5, 21)},
+            r"residual must be float32 \[5, 20\] like x, got float32 \[5, 21\]",
+        ),
     ],
     ids=str,
 )

@@ -600,9 +600,9 @@ def _run(
     routing,
     gate,
     live,
-    residual,
     config,
     batch_invariant,
+    residual=None,
 ):
     experts, weights = route(logits, routing, bias)
     experts = only_live(experts, live, routing)
@@ -622,7 +622,7 @@ def _heuristic(shape: Shape, capability: Capability | None) -> bool:
 MOE_CHOSEN = Implementation(
     *("moe", "mosaic_gpu", _run),
     can=ROUTING_FEATURES
-    | {"biases", "gate.clamped_swiglu"}
+    | {"biases", "gate.clamped_swiglu", "residual"}
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
     fits=_fits,
     heuristic=_heuristic,

@@ -360,28 +360,14 @@ def _fits(shape: Shape) -> str | None:
     return misfit(shape)
 
 
-def _run(
-    x,
-    logits,
-    gate_up,
-    down,
-    bias,
-    *biases,
-    routing,
-    gate,
-    live,
-    residual,
-    config,
-    batch_invariant,
-):
+def _run(x, logits, gate_up, down, bias, *biases, routing, gate, live, config, batch_invariant):
     experts, weights = route(logits, routing, bias)
     experts = only_live(experts, live, routing)
     gate_up, down = (
         _dequantised(w, x.dtype, config or GroupedConfig()) if isinstance(w, QTensor) else w
         for w in (gate_up, down)
     )
-    y = moe_grouped(x, experts, weights, gate_up, down, *biases, gate=gate)
-    return y if residual is None else residual + y
+    return moe_grouped(x, experts, weights, gate_up, down, *biases, gate=gate)
 
 
 def _dequantised(w: QTensor, dtype: Any, config: GroupedConfig) -> Array:
