@@ -16,11 +16,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.bricks import BRICK, brick_words, pack_bricks, unpack_bricks
+from fdjax.pallas_kernels.bricks import BITS, BRICK, brick_words, pack_bricks, unpack_bricks
 from fdjax.pallas_kernels.dispatch import Features
 
 # Bits of a code.
-BITS = {"int4": 4, "int8": 8, "fp8": 8, "fp4": 4}
 _FLOATS = ("fp8", "fp4")
 # Standard deviation of the 16 values of float4_e2m1fn.
 _E2M1_DEVIATION = math.sqrt(68.5 / 8)
@@ -151,7 +150,7 @@ def words_shape(kind: str, shape: tuple[int, ...], layout: str = PLAIN) -> tuple
     k, *outs = shape
     if layout == BRICKS:
         *parts, n = outs
-        return *parts, n // BRICK, k // BRICK, *brick_words(BITS[kind])
+        return *parts, n // BRICK, k // BRICK, *brick_words(kind)
     return word_rows(k, kind), *outs
 
 
@@ -169,7 +168,7 @@ def in_layout(q: QTensor, layout: str) -> QTensor:
     if layout == BRICKS:
         if problem := no_bricks(q.shape):
             raise ValueError(f"in_layout: {problem}")
-        words = pack_bricks(_codes(q), BITS[q.kind])
+        words = pack_bricks(_codes(q), q.kind)
     else:
         words = pack(_codes(q), q.kind)
     return dataclasses.replace(q, words=words, layout=layout)
@@ -185,7 +184,7 @@ def no_bricks(shape: tuple[int, ...]) -> str | None:
 def _codes(q: QTensor) -> Array:
     """Codes [K, ...] uint8."""
     if q.layout == BRICKS:
-        return unpack_bricks(q.words, BITS[q.kind])
+        return unpack_bricks(q.words, q.kind)
     return unpack(q.words, q.kind, q.shape[0])
 
 

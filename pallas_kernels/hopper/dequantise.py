@@ -15,7 +15,7 @@ from fdjax.pallas_kernels.bricks import BRICK, brick_words
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import unpacked
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, matrix, put
-from fdjax.pallas_kernels.quantised import BITS, BRICKS, QTensor, check
+from fdjax.pallas_kernels.quantised import BRICKS, QTensor, check
 
 _DEEP = 4  # bricks of a block
 
@@ -47,7 +47,7 @@ def dequantise_bricks(q: QTensor, dtype: jnp.dtype) -> Array:
         operands["zeros"] = q.zeros.astype(jnp.float32).reshape(count, -1, parts, n)
     unit = min(q.group, BRICK)
     scratch = {
-        "words": plgpu.SMEM((_DEEP, *brick_words(BITS[q.kind])), jnp.int32),
+        "words": plgpu.SMEM((_DEEP, *brick_words(q.kind)), jnp.int32),
         "y": matrix((_DEEP, BRICK, BRICK), jnp.dtype(dtype)),
         "arrived": plgpu.Barrier(),
     }

@@ -120,8 +120,7 @@ def _powers(exponents: mgpu.FragmentedArray) -> list[ir.Value]:
     powers = []
     for register in exponents.registers.flat:
         exponent = vector.extract(register, dynamic_position=[], static_position=[0])
-        single = arith.shli(exponent, _word(7))
-        powers.append(arith.ori(single, arith.shli(exponent, _word(23))))
+        powers.append(arith.muli(exponent, _word(1 << 7 | 1 << 23)))
     return powers
 
 
@@ -193,27 +192,30 @@ def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
 
 
 def _unpack_fp4(words: list[ir.Value], dtype: Any, powers: list[ir.Value] | None):
-    """The bits of e2m1 are those of a bf16 that is smaller by 2^126, of an fp16 by 2^14."""
+    """The bits of e2m1 are those of a bf16 that is smaller by 2^126, of an fp16 by 2^14.
+
+    `bricks` says where the bits are.
+    """
     (word,) = words
-    bits, power = (6, 0x7E807E80) if dtype == jnp.bfloat16 else (9, 0x74007400)
-    rest_mask = 0x7 << bits
+    power = _word(0x7E807E80 if dtype == jnp.bfloat16 else 0x74007400)
+    second = arith.andi(arith.shli(word, _word(2)), _word(0x80C080C0))
+    smalls = [
+        arith.andi(arith.shli(word, _word(6)), _word(0x81C081C0)),
+        _and_or(arith.shrui(word, _word(6)), 0x01000100, second),
+        arith.andi(word, _word(0x81C081C0)),
+        arith.andi(_ptx("shf.r.wrap.b32 $0, $1, $1, 4", word), _word(0x81C081C0)),
+    ]
     values = []
-    for i in range(4):
-        sign = _shifted(word, 12 - 4 * i)
-        rest = arith.andi(_shifted(word, bits - 4 * i), _word(rest_mask << 16 | rest_mask))
-        small = _and_or(sign, 0x80008000, rest)
+    for i, small in enumerate(smalls):
+        if dtype != jnp.bfloat16:
+            rest = arith.shli(arith.andi(small, _word(0x01C001C0)), _word(3))
+            small = _and_or(small, 0x80008000, rest)
         code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
-        value = _ptx(code, small, _word(power), _word(0x80008000))
+        value = _ptx(code, small, power, _word(0x80008000))
         if powers:
             value = _ptx(code, value, powers[i % 2], _word(0x80008000))
         values.append(value)
     return values
-
-
-def _shifted(word: ir.Value, left: int) -> ir.Value:
-    if left == 0:
-        return word
-    return arith.shli(word, _word(left)) if left > 0 else arith.shrui(word, _word(-left))
 
 
 _UNPACK: dict[str, Callable] = {

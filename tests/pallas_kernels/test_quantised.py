@@ -121,6 +121,26 @@ def test_a_thread_holds_its_rows_and_columns_of_a_brick():
         assert code == codes[row, column]
 
 
+def test_rotations_of_a_word_of_fp4_in_a_brick_are_small_bf16():
+    """Code r at register r is that of int4, and its value is smaller by 2^126."""
+    codes = np.random.default_rng(1).integers(0, 16, (64, 64))
+    in_int4, words = (
+        np.asarray(in_layout(QTensor(pack(codes, kind), *rest), "bricks").words).view(np.uint32)
+        for kind in ("int4", "fp4")
+        for rest in [(np.ones((1, 64), "f"), None, kind, 64, (64, 64))]
+    )
+    second = words << np.uint32(2) & 0x80C080C0 | words >> np.uint32(6) & 0x01000100
+    rotated = words >> np.uint32(4) | words << np.uint32(28)
+    registers = [words << np.uint32(6) & 0x81C081C0, second]
+    registers += [words & 0x81C081C0, rotated & 0x81C081C0]
+    for register, bits in enumerate(registers):
+        for pair in (0, 16):
+            small = (bits >> np.uint32(pair) & 0xFFFF).astype(np.uint16).view(ml_dtypes.bfloat16)
+            code = in_int4 >> np.uint32(4 * register + pair) & 15
+            want = quantised_oracle.E2M1_VALUES[code]
+            np.testing.assert_array_equal(small.astype(np.float64) * 2.0**126, want)
+
+
 def test_bricks_need_whole_bricks():
     with pytest.raises(ValueError, match=r"multiples of 64, got \[96, 64\]"):
         in_layout(quantised("int4", 32, 96, 64), "bricks")

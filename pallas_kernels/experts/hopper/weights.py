@@ -20,7 +20,7 @@ from fdjax.pallas_kernels.bricks import BRICK, brick_words
 from fdjax.pallas_kernels.dispatch import Shape
 from fdjax.pallas_kernels.hopper.fragments import unpacked
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
-from fdjax.pallas_kernels.quantised import BITS, BRICKS, QTensor
+from fdjax.pallas_kernels.quantised import BRICKS, QTensor
 
 _UNIT = 128  # rows that are unpacked at once
 _MX_GROUP = 32
@@ -166,7 +166,7 @@ class PackedTiles:
     def stage(self) -> dict[str, tuple[tuple[int, ...], Any]]:
         """See `DenseTiles`."""
         deep, parts = self.block_k // BRICK, self.parts
-        stage = {"words": ((parts, deep, *brick_words(BITS[self.kind])), jnp.int32)}
+        stage = {"words": ((parts, deep, *brick_words(self.kind)), jnp.int32)}
         factors = {"scales": self.scales, "zeros": self.zeros}
         for name, dtype in factors.items():
             if dtype is not None:

@@ -190,7 +190,7 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config):
     unit = math.gcd(group, _UNIT)
     # Rows of scales and zeros of a step. A long group gives all steps the same.
     scale_rows = max(block_k // group, 1)
-    stage = {"w": ((pieces, deep, *brick_words(BITS[kind])), jnp.int32)}
+    stage = {"w": ((pieces, deep, *brick_words(kind)), jnp.int32)}
     factors = [name for name in ("scales", "zeros") if name in operands]
     for name in factors:
         stage[name] = ((pieces, scale_rows, BRICK), operands[name].dtype)

@@ -85,7 +85,7 @@ def with_rings(
         return None
     rings = {"w": matrix((slots, TILE_BRICKS * BRICK, BRICK), dtype)}
     if packing:
-        words = plgpu.SMEM((slots, packing.bricks, *brick_words(BITS[packing.kind])), jnp.int32)
+        words = plgpu.SMEM((slots, packing.bricks, *brick_words(packing.kind)), jnp.int32)
         rings["w"] = plgpu.RefUnion(rings["w"], words)
     if scale_rows:
         rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
