@@ -2,7 +2,8 @@
 
 A model with random weights searches. A case is written BxP+NxW: B prompts of P tokens, N new
 tokens, W beams; one beam decodes greedily. Each plan that attends to beams runs each case. The
-peer is `generate` of transformers with the same number of beams, in a process of its own.
+peer is `generate` of transformers with the same number of beams, in a process of its own. With
+`--shared`, prompts begin with the same tokens, which then are in the prefix cache.
 """
 
 import argparse
@@ -51,10 +52,12 @@ class Search(NamedTuple):
     def __str__(self):
         return f"B{self.prompts} P{self.tokens} N{self.new} W{self.beams}"
 
-    def draw(self, vocabulary: int, seed: int) -> list[list[int]]:
-        """Random prompts."""
+    def draw(self, vocabulary: int, seed: int, shared: int = 0) -> list[list[int]]:
+        """Random prompts, of which the first `shared` tokens are equal."""
         shape = (self.prompts, self.tokens)
-        return np.random.default_rng((seed, *self)).integers(3, vocabulary, shape).tolist()
+        prompts = np.random.default_rng((seed, *self)).integers(3, vocabulary, shape)
+        prompts[:, :shared] = prompts[0, :shared]
+        return prompts.tolist()
 
 
 def measure(
@@ -94,7 +97,10 @@ def measure(
             problem = None
             try:
                 for run in range(args.runs + 2):  # the first call compiles, the second warms up
-                    prompts = case.draw(described.vocab_size, run)
+                    prompts = case.draw(described.vocab_size, run, args.shared)
+                    if args.shared:
+                        beginning = prompts[0][: args.shared]
+                        lm.generate(beginning, **options | {"max_new_tokens": 1})
                     began = time.perf_counter()
                     result = lm.generate(prompts, num_beams=case.beams, **options)
                     seconds = time.perf_counter() - began
@@ -150,7 +156,7 @@ def search_by_transformers(config: dict[str, Any], args: argparse.Namespace) -> 
     model = random_transformer(config, args.dtype, "cuda")
 
     def seconds(case: Search, run: int, new: int) -> float:
-        ids = torch.tensor(case.draw(config["vocab_size"], run), device="cuda")
+        ids = torch.tensor(case.draw(config["vocab_size"], run, args.shared), device="cuda")
         torch.cuda.synchronize()
         began = time.perf_counter()
         with torch.no_grad():
@@ -231,6 +237,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="BxP+NxW",
         default=(),
         help="cases that transformers runs",
+    )
+    parser.add_argument(
+        "--shared", type=int, default=0, metavar="TOKENS", help="that all prompts begin with"
     )
     parser.add_argument("--as-peer", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", default="bfloat16")

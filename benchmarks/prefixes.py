@@ -43,7 +43,7 @@ def measure(
     steps = {
         f"{rows}x{tokens}": _steps(lm, args, rows, tokens)
         for rows in _ROWS
-        if rows <= lm.max_batch
+        if lm.max_batch is None or rows <= lm.max_batch
         for tokens in _SHARED
     }
     lm.release()
