@@ -94,7 +94,7 @@ def throughput(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
         print(calls[-1], file=sys.stderr, flush=True)
     state = lm.engine.reusable.state
     return {
-        "state": {"rows": state.batch, "slots": state.slots},
+        "last_state": {"rows": state.batch, "slots": state.slots},
         "first_call": calls[0],
         "timed_calls": calls[1:],
     }

@@ -82,8 +82,12 @@ _TILED_OPTIONS = {
 }
 # In every program, XLA recomputes values if its estimate of memory exceeds this percentage of the
 # memory. The estimate is too large: it counts a cache once more for each kernel that updates it in
-# place.
-_OPTIONS = {"xla_gpu_memory_limit_slop_factor": 10_000}
+# place. XLA may also compile its own kernels with Triton to see which is faster. For a sum over a
+# vocabulary of 128 256 tokens, that takes six minutes (benchmarks/LOG.md).
+_OPTIONS = {
+    "xla_gpu_memory_limit_slop_factor": 10_000,
+    "xla_gpu_experimental_enable_fusion_autotuner": False,
+}
 
 logger = logging.getLogger("fdjax")
 

@@ -43,6 +43,9 @@ _PROMPT_TOKENS_BETWEEN_CHUNKS, _PROMPT_TOKENS_OF_STREAMS = 8192, 2048
 # The same while more rows wait for their prompts than decode, and nobody streams. A step of few
 # rows takes almost as long as one of many.
 _PROMPT_TOKENS_BEFORE_FEW_ROWS = 32768
+# Rows with which a state goes on when it has at least twice as many and only so many sequences are
+# left, for at least so many steps. Each number of rows needs a program.
+_FEWER_ROWS, _STEPS_OF_FEWER_ROWS = (32, 128), 64
 
 _NOTHING = GenerationConfig(max_new_tokens=0).filled()
 
@@ -163,12 +166,10 @@ class Session:
 
     def __init__(self, engine: Any, shape: StateShape, return_reruns: bool):
         self._engine = engine
-        self._shape = shape
         self._static = {"return_reruns": True} if return_reruns else {}
         state = engine.take_state(shape, may_stack=not return_reruns)
         self.stacked = isinstance(state.kv, StackedCache)
-        one_launch = self.stacked and not return_reruns
-        self.one_launch = one_launch and engine.stacks(shape.rows, shape.slots)
+        self._set_shape(shape)
         self._set_state(state)
         self._restarts = np.full(shape.rows, EMPTY, np.int32)
         self._wanted = Processors()
@@ -223,6 +224,21 @@ class Session:
         self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
 
+    def keep_rows(self, rows: Sequence[int], count: int) -> None:
+        """Go on with `count` rows. The first ones are these present rows, the others are empty.
+
+        Options and pages must then be set again.
+        """
+        sources = np.zeros(count, np.int32)
+        sources[: len(rows)] = rows
+        restarts = np.full(count, EMPTY, np.int32)
+        restarts[: len(rows)] = KEEP
+        state, host = self._whole_state, HostArrays.pack((sources, restarts))
+        ids, progress = _kept(state.ids, state.progress, host)
+        self._set_shape(dataclasses.replace(self._shape, rows=count))
+        self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
+        self._restarts = np.full(count, KEEP, np.int32)
+
     def end(self, rows: Sequence[int]) -> None:
         """Finish rows. The device finishes them at the next prefill call."""
         self._restarts[list(rows)] = EMPTY
@@ -273,6 +289,11 @@ class Session:
     def _whole_state(self) -> DecodeState:
         return jax.tree.unflatten(self._treedef, self._state)
 
+    def _set_shape(self, shape: StateShape) -> None:
+        self._shape = shape
+        one_launch = self.stacked and not self._static
+        self.one_launch = one_launch and self._engine.stacks(shape.rows, shape.slots)
+
     def _set_state(self, state: DecodeState) -> None:
         self._state, self._treedef = jax.tree.flatten(state)
         self._has_beams = state.beams is not None
@@ -300,6 +321,14 @@ def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[j
     # token after a row's last one.
     progress = state.progress.at[0].set(jnp.where(anew, lengths, state.lengths))
     return jnp.where(anew[:, None], beginnings, state.ids), progress
+
+
+@jax.jit
+def _kept(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
+    """Rows of a state, some of which restart. Returns ids and progress."""
+    sources, restarts = host.unpack()
+    state = restart(DecodeState(None, ids[sources], progress[:, sources]), restarts)
+    return state.ids, state.progress
 
 
 class Runner:
@@ -442,6 +471,7 @@ class Runner:
             self._close()
         if scheduler.shape is None and not self._open():
             return
+        self._shrink()
         self._admit()
         self._dispatch()
         if self._flight:
@@ -521,17 +551,38 @@ class Runner:
                 continue
             return_reruns = any(row.request.config.return_reruns for row in rows)
             session = self._open_session(self._engine, shape, return_reruns)
-            short = self._engine.short_calls
-            self._prompts = (
-                PackedPrompts(shape.rows, on_cpu=short, experts=self._engine.has_experts)
-                if shape.pages
-                else PromptsOfRows(shape.rows, shape.slots, short=short)
-            )
+            self._prompts = self._no_prompts(shape)
             # Last, because `_abort` fails the waiting tasks only if nothing is open.
             self._session = session
             self._scheduler.open(shape, self._engine.pool if shape.pages else None)
             return True
         return False
+
+    def _no_prompts(self, shape: StateShape) -> PackedPrompts | PromptsOfRows:
+        short = self._engine.short_calls
+        if not shape.pages:
+            return PromptsOfRows(shape.rows, shape.slots, short=short)
+        return PackedPrompts(shape.rows, on_cpu=short, experts=self._engine.has_experts)
+
+    def _shrink(self) -> None:
+        """Go on with fewer rows when most sequences have ended and nobody waits.
+
+        A step of few rows takes less time. Rows in one piece and beams stay where they are.
+        """
+        scheduler = self._scheduler
+        if scheduler.pool is None or scheduler.waiting or self._prompts:
+            return
+        running = [task for _, task in scheduler.running]
+        left, rows = len(running), scheduler.shape.rows
+        count = next((n for n in _FEWER_ROWS if left <= n and 2 * n <= rows), None)
+        if count is None or any(task.streams or task.width > 1 for task in running):
+            return
+        if max((task.budget for task in running), default=0) < _STEPS_OF_FEWER_ROWS:
+            return
+        self._session.keep_rows(scheduler.keep(count), count)
+        self._session.set_options([task and task.row for task in scheduler.rows])
+        self._prompts = self._no_prompts(scheduler.shape)
+        self._table_is_old = True
 
     def _drop_too_large(self, candidates: Sequence[Task], error: MemoryError) -> None:
         """Fail the tasks that do not fit alone; if all do, fail the one with the most tokens."""

@@ -124,6 +124,17 @@ class Scheduler[S: Schedulable]:
         self.waiting.extendleft(reversed([s for _, s in running if not s.ended]))
         self.rows, self.shape, self.pool = [], None, None
 
+    def keep(self, rows: int) -> list[int]:
+        """Go on with fewer rows, which hold all sequences; each takes one.
+
+        Returns:
+          The row that each sequence had. They now have the first rows, in this order.
+        """
+        kept = [i for i, _ in self.running]
+        self.rows = [self.rows[i] for i in kept] + [None] * (rows - len(kept))
+        self.shape = dataclasses.replace(self.shape, rows=rows, limited=False)
+        return kept
+
     def fits(self, sequence: S) -> bool:
         """Whether the open state can hold a sequence with its largest number of tokens."""
         if self.pool is not None and sequence.pages_for(sequence.tokens) >= self.pool.count:

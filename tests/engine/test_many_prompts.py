@@ -88,6 +88,21 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
         assert many.tokens[i] == alone.tokens[0]
 
 
+def test_few_that_are_left_go_on_in_fewer_rows(lm, monkeypatch):
+    """Penalties see the tokens of the moved rows, and samples their steps."""
+    monkeypatch.setattr(runner, "_FEWER_ROWS", (2,))
+    monkeypatch.setattr(runner, "_STEPS_OF_FEWER_ROWS", 8)
+    ids, new = prompts(8), [5 + 85 * (i in (2, 7)) for i in range(8)]
+    options = {"eos_token_id": None, "return_logprobs": True, "repetition_penalty": 1.5}
+    options |= {"max_new_tokens": new, "temperature": 1.0, "seed": 3}
+    fewer = lm.generate(ids, **options)
+    assert lm.engine.reusable.state.batch == 2
+    monkeypatch.setattr(runner, "_FEWER_ROWS", ())
+    many = lm.generate(ids, **options)
+    assert lm.engine.reusable.state.batch == 8
+    assert fewer.tokens == many.tokens and fewer.logprobs == many.logprobs
+
+
 @pytest.fixture(scope="module")
 def uncached(load):
     return load(prefix_cache=False)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fdjax.engine import runner
 from fdjax.engine.pages import PagePool, page_count
 from fdjax.engine.runner import Call, Runner
 from fdjax.engine.schedule import slots_for
@@ -83,6 +84,13 @@ class Device:
             assert len(ids) % PAGE == 0
             self.rows[i].cached = list(ids)
             self.check_content(i)
+
+    def keep_rows(self, rows, count):
+        empty = [DeviceRow() for _ in range(count - len(rows))]
+        self.rows = [self.rows[i] for i in rows] + empty
+        self.shape = dataclasses.replace(self.shape, rows=count)
+        self.options, self.pages, self.restarts = [None] * count, [()] * count, set()
+        self.engine.kept.append(len(rows))
 
     def restart(self):
         for i in self.restarts:
@@ -191,7 +199,7 @@ class Engine:
 
     def __init__(self, most_rows=8, most_slots=10_000, pages=0):
         self.most_rows, self.most_slots, self.pages = most_rows, most_slots, pages
-        self.sessions, self.left, self.fail_next = 0, [], False
+        self.sessions, self.left, self.kept, self.fail_next = 0, [], [], False
         self.pool = None
         self.leave_state(None, [])
         self.left = []
@@ -331,6 +339,43 @@ def test_newcomers_get_rows_while_others_run():
         pass
     for row in [first, *others]:
         check(row)
+
+
+def test_few_sequences_that_are_left_go_on_in_fewer_rows(monkeypatch):
+    monkeypatch.setattr(runner, "_FEWER_ROWS", (1, 4))
+    engine = Engine(pages=200)
+    new = [5, 900, 9, 300, 7, 11, 250, 3]
+    rows = [make_row([i + 1, 4], new=n, eos_token_ids=()) for i, n in enumerate(new)]
+    finish(engine, rows)
+    for row in rows:
+        check(row)
+    assert engine.sessions == 1 and engine.kept == [3, 1]
+    engine.check_pages()
+
+
+def test_newcomers_after_a_state_has_become_smaller(monkeypatch):
+    monkeypatch.setattr(runner, "_FEWER_ROWS", (2,))
+    engine = Engine(pages=200)
+    rows = [make_row([i + 1, 4], new=5 + 600 * (i == 3), eos_token_ids=()) for i in range(8)]
+    chunks = engine.runner.run(rows, 32)
+    while not engine.kept:
+        next(chunks)
+    others = [make_row([i + 20, 5], new=30) for i in range(7)]
+    finish(engine, others)
+    assert not rows[3].ended
+    for _ in chunks:
+        engine.check_pages()
+    for row in [*rows, *others]:
+        check(row)
+
+
+def test_rows_of_streams_stay_where_they_are(monkeypatch):
+    """The next requests would find no row."""
+    monkeypatch.setattr(runner, "_FEWER_ROWS", (1, 4))
+    engine = Engine(pages=200)
+    rows = [make_row([i + 1], new=5 + 600 * (i == 3)) for i in range(8)]
+    finish(engine, rows, steps=4)
+    assert not engine.kept
 
 
 def test_leaving_early_frees_the_rows():
@@ -693,7 +738,9 @@ def play(events, most_rows, pages):
         pytest.param(1500, marks=pytest.mark.soak),
     ],
 )
-def test_any_order_of_events(examples):
+def test_any_order_of_events(examples, monkeypatch):
+    monkeypatch.setattr(runner, "_FEWER_ROWS", (1, 2, 4))
+    monkeypatch.setattr(runner, "_STEPS_OF_FEWER_ROWS", 3)
     count = 0
 
     @settings(max_examples=examples, deadline=None)
