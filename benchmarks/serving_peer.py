@@ -14,7 +14,6 @@ from typing import Any
 
 from benchmarks.peers import random_transformer, versions
 
-
 # Enough to load all kernels. CUDA graphs are captured in each run, before its clock starts.
 _WARM_UP_REQUESTS = 16
 
