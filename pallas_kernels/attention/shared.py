@@ -114,13 +114,13 @@ def reading_shape(shared: SharedPages, hkv: int, d: int, itemsize: int, size: in
 
 
 def _pays(shape: Shape, capability: Capability | None) -> bool:
-    """Whether reading together saves 64 MB of a layer.
+    """Whether reading together saves 64 MB of a layer, for 16 rows or more.
 
-    On an H100 these take 20 µs, and reading together takes three more kernels. A CPU has no such
-    costs.
+    On an H100 these take 20 µs, and reading together takes three more kernels. With 8 rows, steps
+    were 7 % slower (benchmarks/LOG.md). A CPU has no such costs.
     """
     saved = 2 * shape["saved"] * shape["hkv"] * shape["d"] * shape["itemsize"]
-    return capability is None or saved >= 64e6
+    return capability is None or (shape["rows"] >= 16 and saved >= 64e6)
 
 
 def _chosen_by_the_host(*_args: Any, **_options: Any) -> None:

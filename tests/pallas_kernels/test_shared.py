@@ -91,12 +91,13 @@ def together(plan, rows, tokens, hkv=8, d=128):
 
 
 def test_the_plan_decides_which_rows_read_together():
-    """The table does where it has measured; otherwise 64 MB of a layer must be saved."""
+    """The table does where it has measured; otherwise 16 rows must save 64 MB of a layer."""
     h100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
     unmeasured = dataclasses.replace(h100, table=())
     assert [together(h100, 32, n) for n in (4096, 1024, 512)] == [True, True, False]
     assert together(h100, 32, 640) != together(unmeasured, 32, 640)  # nearer to 512
-    assert [together(unmeasured, 8, n) for n in (1024, 4096)] == [False, True]
+    assert [together(unmeasured, 16, n) for n in (1024, 4096)] == [False, True]
+    assert not together(h100, 8, 4096) and not together(unmeasured, 8, 4096)
     assert together(Plan(), 2, 128)  # a CPU
     assert not together(h100.with_xla("shared_pages"), 32, 4096)
     apart = dataclasses.replace(h100, named=(("shared_pages", "apart"),))
