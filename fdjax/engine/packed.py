@@ -4,6 +4,9 @@ A call is a list of blocks. A block is up to 128 tokens of one prompt, which fil
 may have several blocks in a call, because all of them are written to the cache before any attends.
 The padding is less than a block per prompt, and a few blocks per call, because there are few sizes
 of calls.
+
+Samples of one prompt share its blocks: one row, the leader, is computed. The others, which follow,
+share its full pages, copy its last page, and choose their first tokens from the same logits.
 """
 
 import collections
@@ -22,6 +25,9 @@ _BLOCKS_PER_ROW = CHUNKS[-1] // SLOT_MULTIPLE
 # On a CPU, time is proportional to the number of tokens, so larger calls save nothing.
 _BLOCKS_ON_CPU = 8
 _SHORT_BLOCKS = SLOT_MULTIPLE // SHORT_CHUNK
+# A call of few blocks has more rows than blocks, for samples of one prompt. Logits of few rows cost
+# the same, as all of them read the head.
+_SMALL, _ROWS_OF_SMALL = 4, 16
 # Cost of another call as a number of blocks, and for a mixture of experts: it reads all experts
 # again. An H100 computes 8 and 64 blocks of a layer of Qwen3-30B-A3B in 0.5 and 1.4 ms.
 _CALL_OVERHEAD, _CALL_OVERHEAD_OF_EXPERTS = 1, 10
@@ -46,6 +52,7 @@ class _Prompt:
     tokens: np.ndarray
     done: int
     generated: int
+    followers: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def left(self) -> int:
@@ -67,6 +74,7 @@ class PackedPrompts:
         self._sizes = call_sizes(batch, on_cpu=on_cpu, experts=experts)
         self._overhead = _CALL_OVERHEAD_OF_EXPERTS if experts else _CALL_OVERHEAD
         self._short = on_cpu and batch >= _SHORT_BLOCKS
+        self._on_cpu = on_cpu
         self._prompts: collections.deque[_Prompt] = collections.deque()
 
     def __bool__(self) -> bool:
@@ -78,15 +86,31 @@ class PackedPrompts:
         prompts: Mapping[int, Sequence[int]],
         cached: Mapping[int, int],
         generated: Mapping[int, int],
+        leaders: Mapping[int, int] | None = None,
     ) -> None:
-        """Queue prompts, see `prefill_calls`."""
+        """Queue prompts, see `prefill_calls`.
+
+        `leaders` names, for some rows, another row of the same prompt that waits.
+        """
+        leaders = leaders or {}
         for row, ids in prompts.items():
+            if row in leaders:
+                self._group(leaders[row]).followers.append(row)
+                continue
             tokens = np.asarray(ids, np.int32)
             self._prompts.append(_Prompt(row, tokens, cached[row], generated[row]))
 
+    def _group(self, row: int) -> _Prompt:
+        return next(p for p in self._prompts if row == p.row or row in p.followers)
+
     def leave_out(self, row: int) -> None:
-        """Stop computing the prompt of a row."""
-        self._prompts = collections.deque(p for p in self._prompts if p.row != row)
+        """Stop computing the prompt of a row. Of the rows that follow it, one takes its place."""
+        for prompt in self._prompts:
+            if row in prompt.followers:
+                prompt.followers.remove(row)
+            elif row == prompt.row:
+                prompt.row = prompt.followers.pop(0) if prompt.followers else -1
+        self._prompts = collections.deque(p for p in self._prompts if p.row >= 0)
 
     def take(self, most_tokens: float) -> PrefillCall:
         """The next call, of at most `most_tokens` tokens, unless the smallest call is larger."""
@@ -102,7 +126,13 @@ class PackedPrompts:
             if blocks >= sizes[-1]:
                 return self._call(self._prompts, sizes[-1], SLOT_MULTIPLE)
         size = cheapest(blocks, sizes, self._overhead)[0]
+        if size < _SMALL <= sizes[-1] and any(prompt.followers for prompt in self._prompts):
+            size = _SMALL
         return self._call(self._prompts, size, SLOT_MULTIPLE)
+
+    def _rows(self, count: int) -> int:
+        """Rows of a call of `count` blocks."""
+        return min(self._batch, _ROWS_OF_SMALL if count == _SMALL and not self._on_cpu else count)
 
     def _call(self, prompts: Sequence[_Prompt], count: int, width: int) -> PrefillCall:
         """Take up to `count` blocks of `width` tokens."""
@@ -115,19 +145,36 @@ class PackedPrompts:
         self._prompts = collections.deque(p for p in self._prompts if p.left)
         # Blocks that see the most slots come first, because kernels start them in this order.
         blocks.sort(key=lambda block: -block[1])
-        return _as_call(blocks, work, count, width, self._batch)
+        rows = self._rows(count)
+        copied: dict[int, int] = {}
+        for prompt in work:
+            if prompt.left:
+                continue
+            room = rows - len(work) - len(copied)
+            copied |= dict.fromkeys(prompt.followers[:room], prompt.row)
+            if rest := prompt.followers[room:]:
+                # One of those without room computes the last page again, for itself and the others.
+                done = (len(prompt.tokens) - 1) // SLOT_MULTIPLE * SLOT_MULTIPLE
+                group = _Prompt(rest[0], prompt.tokens, done, prompt.generated, rest[1:])
+                self._prompts.appendleft(group)
+        return _as_call(blocks, work, copied, (count, width), rows, self._batch)
 
 
 def _as_call(
     blocks: Sequence[tuple[_Prompt, int]],
     work: Sequence[_Prompt],
-    count: int,
-    width: int,
+    copied: Mapping[int, int],
+    shape: tuple[int, int],
+    size: int,
     batch: int,
 ) -> PrefillCall:
-    """The call with these blocks (prompt, its first token) of the prompts in `work`."""
-    rows = [prompt.row for prompt in work]
-    size = min(count, batch)
+    """The call with these blocks (prompt, its first token) of the prompts in `work`.
+
+    `copied` are the rows that follow them in this call, `shape` that of the blocks, and `size` the
+    number of rows of the call.
+    """
+    count, width = shape
+    rows = [prompt.row for prompt in work] + list(copied)
     # Rows without work fill up the call.
     busy = set(rows)
     rows += [row for row in range(batch) if row not in busy][: size - len(rows)]
@@ -151,6 +198,9 @@ def _as_call(
         final[r] = not prompt.left
         prompts[r] = len(prompt.tokens) - prompt.generated
         generated[r] = prompt.generated
+    for row, leader in copied.items():
+        for array in (last, final, prompts, generated):
+            array[place[row]] = array[place[leader]]
     return PrefillCall(
         rows=None if size == batch else np.asarray(rows, np.int32),
         tokens=tokens,
@@ -162,4 +212,5 @@ def _as_call(
         # With one block per row, the blocks need no owners.
         owners=None if count == 1 else owners,
         last=None if count == 1 else last,
+        copied=copied,
     )

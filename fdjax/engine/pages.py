@@ -52,7 +52,9 @@ class PagePool:
         """Number of pages in use."""
         return self.count - 1 - self.available
 
-    def admit(self, ids: Sequence[int], spare: int = 0) -> tuple[list[int], int] | None:
+    def admit(
+        self, ids: Sequence[int], spare: int = 0, *, pending: bool = False
+    ) -> tuple[list[int], int] | None:
         """Take the pages of a prompt.
 
         The last token of a prompt is always computed, so its page is never a shared one.
@@ -60,13 +62,14 @@ class PagePool:
         Args:
           ids: the prompt.
           spare: number of pages that must remain unused.
+          pending: whether it may share the pages of a prompt that has not been dispatched yet.
 
         Returns:
           (pages, number of tokens that they hold already). None if there are too few pages, or if
           another prompt with the same beginning has not been dispatched yet.
         """
         found = self._find(ids)
-        if not self._pending.isdisjoint(found):
+        if not pending and not self._pending.isdisjoint(found):
             return None
         needed = page_count(len(ids), self.size) - len(found)
         idle = sum(page in self._idle for page in found)

@@ -25,7 +25,15 @@ from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import PrefillCall, PromptsOfRows
 from fdjax.engine.scheduler import Scheduler, StateShape
 from fdjax.engine.sequence import Chunk, RequestState
-from fdjax.engine.state import EMPTY, KEEP, NOBODYS_PAGE, DecodeState, StackedCache, restart
+from fdjax.engine.state import (
+    EMPTY,
+    KEEP,
+    NOBODYS_PAGE,
+    DecodeState,
+    StackedCache,
+    copy_pages,
+    restart,
+)
 from fdjax.engine.watch import waiting
 from fdjax.pallas_kernels.attention import SharedPages
 from fdjax.sampling.beams import BeamState, are_aligned
@@ -127,6 +135,17 @@ class Task:
         return self.tokens - 1 - max(self.budget - steps, 0)
 
     @property
+    def prompt(self) -> tuple | None:
+        """A value that is equal for samples of one prompt; None after the first token."""
+        request, alone = self.row.request, self.row.tokens or self.row.width > 1
+        return None if alone else (id(request.ids), id(request.config))
+
+    @property
+    def begun(self) -> bool:
+        """Whether the call for its first token has been dispatched."""
+        return self.budget is not None
+
+    @property
     def streams(self) -> bool:
         """Whether a caller streams its answer."""
         return self.call.steps <= STREAM_STEPS
@@ -210,7 +229,7 @@ class Session:
         self._steps_of = {}
 
     def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
-        """Set the tokens of prompts, by row, that their pages hold already."""
+        """Set the tokens of prompts, by row, that their pages hold before they are computed."""
         ids = np.zeros((self._shape.rows, self._shape.slots), np.int32)
         lengths = np.zeros(self._shape.rows, np.int32)
         for row, tokens in beginnings.items():
@@ -261,7 +280,21 @@ class Session:
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
         self._state, tokens, logprobs, *beams = program(self._engine.params, self._state, host)
         logprobs = jax.tree.map(lambda a: a[:, None], logprobs) if self._wanted.logprobs else None
+        if call.copied:
+            self._copy_last_pages(call)
         return program.compile_seconds, (tokens[:, None], logprobs, None, *(beams or [None]))
+
+    def _copy_last_pages(self, call: PrefillCall) -> None:
+        """Copy the last pages of prompts for other samples of them."""
+        rows = np.arange(self._shape.rows) if call.rows is None else call.rows
+        tokens = dict(zip(rows.tolist(), call.prompts.tolist(), strict=True))
+        sources, targets = np.zeros((2, self._shape.rows), np.int32)
+        for i, (row, leader) in enumerate(call.copied.items()):
+            at = (tokens[row] - 1) // self._engine.page_tokens
+            sources[i], targets[i] = self._pages[leader, at], self._pages[row, at]
+        host = HostArrays.pack((sources, targets, np.int32(len(call.copied))))
+        state = self._whole_state
+        self._set_state(dataclasses.replace(state, kv=_with_copies(state.kv, host)))
 
     def decode(self, steps: int, most: int) -> tuple[float, tuple]:
         """Dispatch up to `steps` decode steps with the program for `most` steps; see `prefill`."""
@@ -309,6 +342,11 @@ class Session:
             beams = state.beams.widened(width)
         if beams is not state.beams:
             self._set_state(dataclasses.replace(state, beams=beams))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _with_copies(kv: StackedCache, host: HostArrays) -> StackedCache:
+    return copy_pages(kv, *host.unpack())
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -647,13 +685,17 @@ class Runner:
             task.row.begin()
             if not task.row.tokens:
                 task.row.cached_tokens = task.cached
-        beginnings = {i: task.ids[: task.cached] for i, task in tasks.items() if task.cached}
+        leaders = {i: leader for i, leader in admitted.items() if leader is not None}
+        # A row that follows another gets no tokens from its blocks.
+        known = {i: len(t.ids) if i in leaders else t.cached for i, t in tasks.items()}
+        beginnings = {i: tasks[i].ids[:count] for i, count in known.items() if count}
         if beginnings:
             self._session.begin_after(beginnings)
         self._prompts.add(
             {i: task.ids for i, task in tasks.items()},
             cached={i: task.cached for i, task in tasks.items()},
             generated={i: len(task.row.tokens) for i, task in tasks.items()},
+            **({"leaders": leaders} if leaders else {}),
         )
 
     def _set_pages(self) -> None:

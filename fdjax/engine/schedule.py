@@ -33,6 +33,8 @@ class PrefillCall:
       final, prompts, generated: [R].
       owners: [M], the entry of `rows` that a block belongs to, or None: each row has one block.
       last: [R], the block in which a row's tokens end, -1 if it has none; or None with `owners`.
+      copied: for some rows without blocks, the row of the same prompt whose last page each copies
+        after the call.
     """
 
     rows: np.ndarray | None
@@ -44,6 +46,7 @@ class PrefillCall:
     generated: np.ndarray
     owners: np.ndarray | None = None
     last: np.ndarray | None = None
+    copied: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @property
     def size(self) -> int:

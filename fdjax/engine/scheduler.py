@@ -24,6 +24,9 @@ class Schedulable(Protocol):
       group: a value that must be equal for all sequences of a state.
       ended: whether it has nothing left to do.
       width: number of adjacent rows that it takes.
+      prompt: a value that is equal for samples of one prompt, or None if no other sample may use
+        what is computed for this one.
+      begun: whether its prompt has been computed.
       pages_for: number of tokens → pages that they take.
       ids: its tokens so far.
       pages: its pages in order; empty if it has no row.
@@ -36,6 +39,8 @@ class Schedulable(Protocol):
     group: Any
     ended: Any
     width: Any
+    prompt: Any
+    begun: Any
     pages_for: Any
     ids: Any
     pages: list[int]
@@ -171,18 +176,30 @@ class Scheduler[S: Schedulable]:
         while self.waiting and self.waiting[0].ended:
             self.waiting.popleft()
 
-    def admit(self) -> list[int]:
-        """Give free rows to the next sequences; returns the first row of each."""
-        admitted = []
+    def admit(self) -> dict[int, int | None]:
+        """Give free rows to the next sequences.
+
+        Returns:
+          For the first row of each the row of a sample of the same prompt, which will be computed
+          for both; None if there is none.
+        """
+        admitted: dict[int, int | None] = {}
         self.skip_ended()
         while self.waiting and self.fits(self.waiting[0]):
-            row = self._place(self.waiting[0].width)
-            if row is None or not self._take_pages(self.waiting[0]):
+            row, leader = self._place(self.waiting[0].width), self._leader(self.waiting[0])
+            if row is None or not self._take_pages(self.waiting[0], leader is not None):
                 break
             self.rows[row] = self.waiting.popleft()
-            admitted.append(row)
+            admitted[row] = leader
             self.skip_ended()
         return admitted
+
+    def _leader(self, sequence: S) -> int | None:
+        """The row of a sample of the same prompt that has not been computed yet."""
+        if self.pool is None or not self.pool.prefix_cache or sequence.prompt is None:
+            return None
+        rows = (i for i, s in self.running if s.prompt == sequence.prompt and not s.begun)
+        return next(rows, None)
 
     def members(self) -> list[tuple[S, int] | None]:
         """For each row (sequence, index among the sequence's rows), or None if the row is free."""
@@ -201,13 +218,13 @@ class Scheduler[S: Schedulable]:
                 return row - width + 1
         return None
 
-    def _take_pages(self, sequence: S) -> bool:
+    def _take_pages(self, sequence: S, follows: bool) -> bool:
         if self.pool is None:
             return True
         # Each running row will soon need a page, and so will each beam.
         spare = sum(s.width for _, s in self.running)
         spare += sequence.width if sequence.width > 1 else 0
-        taken = self.pool.admit(sequence.ids, spare=spare)
+        taken = self.pool.admit(sequence.ids, spare=spare, pending=follows)
         if taken is None:
             return False
         sequence.pages, sequence.cached = taken

@@ -1,13 +1,14 @@
 """The state of a batch in flight: one pytree, allocated once and donated to every program."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from fdjax.models import Model
@@ -184,6 +185,17 @@ def cache_bytes(model: Model, batch: int, slots: int) -> int:
     """Bytes of the cache that `init_cache` makes."""
     leaves = jax.tree.leaves(abstract_cache(model, batch, slots, stacked=True))
     return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves)
+
+
+def copy_pages(kv: StackedCache, sources: Array, targets: Array, count: Array) -> StackedCache:
+    """A pool in which the first `count` of `targets` have the content of `sources`; both [N]."""
+
+    def copy(i, pool):
+        page = lax.dynamic_slice_in_dim(pool, sources[i], 1, axis=1)
+        return lax.dynamic_update_slice_in_dim(pool, page, targets[i], axis=1)
+
+    # One at a time, so that only one page exists twice.
+    return lax.fori_loop(0, count, lambda i, kv: jax.tree.map(functools.partial(copy, i), kv), kv)
 
 
 def start_in_pages(kv: StackedCache, batch: int, slots: int) -> DecodeState:

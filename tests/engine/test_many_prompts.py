@@ -88,6 +88,22 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
         assert many.tokens[i] == alone.tokens[0]
 
 
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+def test_samples_share_what_is_computed_for_one(load, kv_dtype):
+    """Their last page is copied. Penalties see the tokens of the whole prompt in each row."""
+    lm = load(kv_dtype=kv_dtype)
+    ids = [[i % 90 + 3 for i in range(200)], [7] * 256, [5, 6, 7]]
+    options = {"eos_token_id": None, "return_logprobs": True, "repetition_penalty": 1.3}
+    options |= {"max_new_tokens": 5, "temperature": 5.0, "seed": [1, 2, 3]}
+    several = lm.generate(ids, num_return_sequences=3, **options)
+    assert several.stats.cached_tokens == 2 * (128 + 128)
+    apart = load(kv_dtype=kv_dtype, prefix_cache=False)
+    want = apart.generate(ids, num_return_sequences=3, **options)
+    assert several.tokens == want.tokens and len(set(map(tuple, several.tokens))) == 9
+    for got, expected in zip(several.logprobs, want.logprobs, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
 def test_few_that_are_left_go_on_in_fewer_rows(lm, monkeypatch):
     """Penalties see the tokens of the moved rows, and samples their steps."""
     monkeypatch.setattr(runner, "_FEWER_ROWS", (2,))

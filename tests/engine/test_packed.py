@@ -20,12 +20,12 @@ from fdjax.sampling.options import GenerationConfig, per_row
 PAGE = SLOT_MULTIPLE
 
 
-def packed(lengths, batch, *, cached=0, generated=0, **options):
+def packed(lengths, batch, *, cached=0, generated=0, leaders=None, **options):
     """The prompts of some rows, which are the numbers 1, 2, 3 and so on."""
     prompts = {i: range(1, n + 1) for i, n in enumerate(lengths)}
     queue = PackedPrompts(batch, **options)
     same = functools.partial(dict.fromkeys, prompts)
-    queue.add(prompts, cached=same(cached), generated=same(generated))
+    queue.add(prompts, cached=same(cached), generated=same(generated), leaders=leaders)
     return queue
 
 
@@ -53,12 +53,19 @@ def parts(calls, batch):
     found = []
     for call in calls:
         rows = range(batch) if call.rows is None else call.rows.tolist()
-        assert len(set(rows)) == len(rows) == min(batch, len(call.tokens))
+        small = len(call.tokens) == 4 and len(rows) == min(batch, 16)
+        assert len(set(rows)) == len(rows) and (small or len(rows) == min(batch, len(call.tokens)))
         owners = range(len(rows)) if call.owners is None else call.owners.tolist()
         for r, row in enumerate(rows):
             blocks = [b for b, n in enumerate(call.lengths) if n and owners[b] == r]
-            if not blocks:
+            if row in call.copied:
+                leader = list(rows).index(call.copied[row])
+                assert not blocks and call.final[r] and call.last[r] == call.last[leader] >= 0
+                assert call.prompts[r] == call.prompts[leader]
+                found.append((row, 0, int(call.prompts[r]), True))
+            elif not blocks:
                 assert not call.final[r] and (call.last is None or call.last[r] == -1)
+            if not blocks:
                 continue
             blocks.sort(key=lambda b: call.offsets[b])
             assert call.last is None or call.last[r] == blocks[-1]
@@ -100,6 +107,52 @@ def test_every_token_is_computed_once_and_in_order(lengths, spare, budgets, on_c
     # What `room_for_pages` counts.
     foreseen = call_tokens(1024, 2 ** (batch - 1).bit_length())
     assert max(call.tokens.size for call in calls) <= foreseen
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(1, 1500), st.integers(1, 20)), min_size=1, max_size=4),
+    st.integers(0, 40),
+    BUDGETS,
+    st.booleans(),
+    st.data(),
+)
+def test_samples_of_a_prompt_are_computed_once(prompts, spare, budgets, on_cpu, data):
+    lengths, leaders = [], {}
+    for length, samples in prompts:
+        first = len(lengths)
+        lengths += [length] * samples
+        leaders |= dict.fromkeys(range(first + 1, first + samples), first)
+    batch = len(lengths) + spare
+    queue = packed(lengths, batch, leaders=leaders, on_cpu=on_cpu)
+    left_out = data.draw(st.sets(st.sampled_from(range(len(lengths)))))
+    calls = [queue.take(budgets[0])]
+    for row in left_out:
+        queue.leave_out(row)
+    calls += taken(queue, budgets)
+    last = {}
+    for row, begin, end, final in parts(calls, batch):
+        group = leaders.get(row, row)
+        if not any(row in call.copied for call in calls):
+            # The rest of its prompt, or its last page once more.
+            assert begin in (last.get(group, 0), (lengths[row] - 1) // PAGE * PAGE)
+            last[group] = end
+        assert final == (end == lengths[row])
+        if final:
+            last[row, "ends"] = last.get((row, "ends"), 0) + 1
+    for row in range(len(lengths)):
+        assert last.get((row, "ends"), 0) == 1 or row in left_out
+    if budgets[0] == math.inf and not left_out and not on_cpu:
+        computed = sum(int(call.lengths.sum()) for call in calls)
+        groups = sum(length + samples // 4 * PAGE for length, samples in prompts)
+        assert computed <= groups
+
+
+def test_few_samples_take_one_small_call():
+    (call,) = taken(packed([100] * 16, 64, leaders=dict.fromkeys(range(1, 16), 0)))
+    assert call.tokens.shape == (4, PAGE) and call.final.sum() == 16 and len(call.copied) == 15
+    (call,) = taken(packed([2000] * 16, 64, leaders=dict.fromkeys(range(1, 16), 0)))
+    assert call.tokens.shape == (16, PAGE) and call.lengths.sum() == 2000
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 12, 64, 256])

@@ -81,9 +81,10 @@ class Device:
     def begin_after(self, beginnings):
         self.restart()
         for i, ids in beginnings.items():
-            assert len(ids) % PAGE == 0
             self.rows[i].cached = list(ids)
-            self.check_content(i)
+            if list(ids) != self.options[i].ids:  # it does not follow another sample
+                assert len(ids) % PAGE == 0
+                self.check_content(i)
 
     def keep_rows(self, rows, count):
         empty = [DeviceRow() for _ in range(count - len(rows))]
@@ -98,12 +99,18 @@ class Device:
         self.restarts = set()
 
     def write(self, i, tokens):
-        """Append tokens to a row, and put them into its pages, which must be its alone."""
+        """Append tokens to a row, and put them into its pages.
+
+        They must be its alone, or hold the same tokens for others.
+        """
         row = self.rows[i]
         for token in tokens:
             if self.engine.pool is not None:
-                page = self.pages[i][len(row.cached) // PAGE]
-                assert page != NOBODYS_PAGE and sum(page in owned for owned in self.pages) == 1
+                at = len(row.cached)
+                page = self.pages[i][at // PAGE]
+                assert page != NOBODYS_PAGE
+                for j, owned in enumerate(self.pages):
+                    assert j == i or page not in owned or self.options[j].ids[at] == token
                 self.engine.content[page][len(row.cached) % PAGE] = token
             row.cached.append(token)
 
@@ -121,7 +128,7 @@ class Device:
             self.engine.fail_next = False
             raise RuntimeError("the device failed")
         self.restart()
-        rows = range(len(call.final)) if call.rows is None else call.rows.tolist()
+        rows = list(range(len(call.final))) if call.rows is None else call.rows.tolist()
         assert len(set(rows)) == len(rows) and set(rows) <= set(range(self.shape.rows))
         owners = range(len(rows)) if call.owners is None else call.owners.tolist()
         out = np.full((len(rows), 1), -1, np.int32)
@@ -132,6 +139,8 @@ class Device:
             if not n:
                 continue
             row = self.rows[rows[r]]
+            if row.cached == self.options[rows[r]].ids:  # it followed one that has ended
+                del row.cached[offset:]
             assert row.finished and offset == len(row.cached)
             if self.engine.pool is None:
                 assert call.owners is None
@@ -143,6 +152,13 @@ class Device:
             if call.last is not None:
                 last = call.last[r]
                 assert ends[r] <= call.offsets[last] + call.lengths[last] and owners[last] == r
+        for i, leader in call.copied.items():
+            r, at = rows.index(i), (len(self.rows[i].cached) - 1) // PAGE
+            ends[r] = ends[rows.index(leader)]
+            source, target = self.pages[leader][at], self.pages[i][at]
+            assert sum(target in owned for owned in self.pages) == 1
+            self.engine.content[target] = list(self.engine.content[source])
+            self.check_content(i)
         for r, i in enumerate(rows):
             row = self.rows[i]
             if not ends[r]:
@@ -233,6 +249,12 @@ def make_row(prompt, new=10, **options) -> RequestState:
     options = {"eos_token_ids": (EOS,)} | options
     config = GenerationConfig(max_new_tokens=new, **options).filled()
     return RequestState(Request(list(prompt), config), Tokenizer())
+
+
+def make_samples(prompt, count, new=10, **options) -> list[RequestState]:
+    row = make_row(prompt, new, **options)
+    requests = [dataclasses.replace(row.request, sample=i) for i in range(count)]
+    return [RequestState(request, Tokenizer()) for request in requests]
 
 
 def finish(engine, rows, steps=32):
@@ -338,6 +360,53 @@ def test_newcomers_get_rows_while_others_run():
     for _ in chunks:
         pass
     for row in [first, *others]:
+        check(row)
+
+
+def test_samples_are_computed_once():
+    engine = Engine(pages=200, most_rows=8)
+    rows = [
+        *make_samples([3] * 300, 3),
+        *make_samples([4] * 20, 6),
+        make_row([5] * 20),
+        *make_samples([6] * 256, 2, new=300),
+    ]
+    tokens = []
+    real = Device.prefill
+
+    def counting(self, call):
+        tokens.append(int(call.lengths.sum()))
+        return real(self, call)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Device, "prefill", counting)
+        finish(engine, rows)
+    for row in rows:
+        check(row)
+    # Calls and the state have few rows, so the six samples of 20 tokens are computed three times.
+    assert sum(tokens) == 300 + 3 * 20 + 20 + 256
+    assert [row.cached_tokens for row in rows[:3]] == [0, 256, 256]
+    engine.check_pages()
+
+
+def test_a_sample_that_is_computed_for_others_is_cancelled():
+    """Between two calls for its long prompt."""
+    engine = Engine(pages=200)
+    first = make_row([9], new=300, eos_token_ids=())
+    chunks = engine.runner.run([first], 4)
+    next(chunks)
+    samples = make_samples([3] * 3000, 3)
+    calls = [Call([row], 4, lambda chunk: None) for row in samples]
+    engine.runner._arrivals.extend(calls)
+    next(chunks)
+    (prompt,) = engine.runner._prompts._prompts
+    assert 0 < prompt.done < 3000 and len(prompt.followers) == 2
+    engine.runner.cancel(calls[0])
+    assert len(prompt.followers) == 1
+    for _ in chunks:
+        engine.check_pages()
+    finish(engine, [make_row([5])])
+    for row in [first, *samples[1:]]:
         check(row)
 
 
@@ -677,7 +746,10 @@ PROMPTS = st.one_of(
 )
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("submit"), PROMPTS, st.integers(0, 60), st.sampled_from([4, 32])),
+        st.tuples(
+            *(st.just("submit"), PROMPTS, st.integers(0, 60), st.sampled_from([4, 32])),
+            st.sampled_from([1, 1, 3]),
+        ),
         st.tuples(st.just("advance"), st.integers(0, 30)),
         st.tuples(st.just("advance"), st.integers(0, 30)),
         st.tuples(st.just("cancel"), st.integers(0, 30)),
@@ -694,10 +766,10 @@ def play(events, most_rows, pages):
     open_calls, rows, failed = [], [], 0
     for event, *rest in events:
         if event == "submit":
-            prompt, new, steps = rest
-            row = make_row(prompt, new=new)
-            rows.append(row)
-            open_calls.append((engine.runner.run([row], steps), row))
+            prompt, new, steps, samples = rest
+            for row in make_samples(prompt, samples, new=new):
+                rows.append(row)
+                open_calls.append((engine.runner.run([row], steps), row))
         elif open_calls and event == "advance":
             next(open_calls[rest[0] % len(open_calls)][0], None)
         elif open_calls and event == "cancel":
