@@ -16,7 +16,14 @@ from fdjax.engine.beams import request_state
 from fdjax.engine.engine import Engine
 from fdjax.engine.memory import check_load
 from fdjax.engine.mesh import Place
-from fdjax.engine.results import GenerateResult, IndexedGeneration, Interrupted, TextStream, Timer
+from fdjax.engine.results import (
+    GenerateResult,
+    IndexedGeneration,
+    Interrupted,
+    TextStream,
+    Timer,
+    bytes_of_params,
+)
 from fdjax.engine.runner import STREAM_STEPS
 from fdjax.engine.running import RunningRequest
 from fdjax.engine.sequence import Request, RequestState
@@ -149,6 +156,7 @@ class LM:
         limits = self.max_len, self.max_batch, self._memory_bytes
         engine = self._make_engine(self.model, params, *limits, self.prefix_cache)
         self._params, self.engine = params, engine
+        self._params_bytes = bytes_of_params(params)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles have neither programs nor caches.
@@ -204,7 +212,7 @@ class LM:
         Warns:
           UserWarning: an option has no effect because nothing is sampled.
         """
-        timer = Timer(self.model, self._params)
+        timer = Timer(self.model, self._params_bytes)
         requests = self._requests(prompts, config, options, self.defaults)
         rows = self._run(requests, timer, _STEPS)
         return GenerateResult.of(rows, timer, with_text=bool(self.tokenizer))
@@ -263,7 +271,7 @@ class LM:
         for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
             if not isinstance(size, int) or size < 1:
                 raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
-        timer = Timer(self.model, self._params)
+        timer = Timer(self.model, self._params_bytes)
         # The prompts differ, so that none begins with tokens that another has in the cache.
         prompts = [[i % self.config.vocab_size] * prompt_tokens for i in range(batch)]
         requests = [
@@ -342,7 +350,7 @@ class LM:
                 "submit: a model that spans processes runs nothing in the background; call "
                 "generate in each process"
             )
-        timer = Timer(self.model, self._params)
+        timer = Timer(self.model, self._params_bytes)
         requests = self._requests(prompt, config, options, self.defaults)
         has_text = bool(self.tokenizer)
         rows = self._states(requests, streamed=has_text)
@@ -369,7 +377,7 @@ class LM:
         """
         if not as_several(prompt, "stream: prompt")[1]:
             raise ValueError("stream: takes one prompt, a text or token ids")
-        timer = Timer(self.model, self._params)
+        timer = Timer(self.model, self._params_bytes)
         one = dataclasses.replace(self.defaults, num_return_sequences=1, num_beams=1)
         requests = self._requests(prompt, config, options, one)
         if requests[0].config.num_beams > 1:

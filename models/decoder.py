@@ -837,7 +837,7 @@ class Model:
         layers = zip(self.config.blocks, self.expert_bytes, strict=True)
         return sum(block.idle_experts(rows) * size for block, size in layers)
 
-    @property
+    @functools.cached_property
     def weight_bytes(self) -> int:
         """Bytes of the parameters."""
         leaves = jax.tree.leaves(self.abstract_params)

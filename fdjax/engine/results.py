@@ -290,9 +290,10 @@ def _close_streams() -> None:
 class Timer:
     """Measures a call on the host's clock, and counts the bytes read by its decode steps."""
 
-    def __init__(self, model: Model, params: Params):
+    def __init__(self, model: Model, params_bytes: tuple[int, int]):
+        """Start the clock. `params_bytes` is the result of `bytes_of_params`."""
         self._model = model
-        self._params = params
+        self._params_bytes = params_bytes
         self._last = self._paused = time.perf_counter()
         self._prefill = self._decode = self._compile = 0.0
         self._steps = 0
@@ -332,11 +333,7 @@ class Timer:
 
     def stats(self, rows: Sequence[RequestState]) -> Stats:
         """The cost of the call up to the last chunk."""
-        model, params = self._model, self._params
-        sizes = (
-            sum(map(_bytes_of_device, jax.tree.leaves(params))),
-            _bytes_of_device(params["embed"]),
-        )
+        model, sizes = self._model, self._params_bytes
         weights = sum(n * step_bytes(model, *sizes, m) for m, n in self._steps_of_rows.items())
         slots = sum(row.slots_read for row in rows)
         return Stats(
@@ -354,6 +351,12 @@ class Timer:
             compile_seconds=self._compile,
             reruns=tuple((sum(self._reruns) / self._steps).tolist()) if self._reruns else None,
         )
+
+
+def bytes_of_params(params: Params) -> tuple[int, int]:
+    """Bytes of all parameters, and of the embedding table, on each device."""
+    leaves = jax.tree.leaves(params)
+    return sum(map(_bytes_of_device, leaves)), _bytes_of_device(params["embed"])
 
 
 def _bytes_of_device(array: jax.Array) -> int:

@@ -279,10 +279,10 @@ class Session:
         host = HostArrays.pack((self._sampling, *fields))
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
         self._state, tokens, logprobs, *beams = program(self._engine.params, self._state, host)
-        logprobs = jax.tree.map(lambda a: a[:, None], logprobs) if self._wanted.logprobs else None
+        logprobs = logprobs if self._wanted.logprobs else None
         if call.copied:
             self._copy_last_pages(call)
-        return program.compile_seconds, (tokens[:, None], logprobs, None, *(beams or [None]))
+        return program.compile_seconds, (tokens, logprobs, None, *(beams or [None]))
 
     def _copy_last_pages(self, call: PrefillCall) -> None:
         """Copy the last pages of prompts for other samples of them."""
@@ -833,6 +833,8 @@ def _table(task: Task, beam: int) -> list[int]:
 
 def _chunk(flying: InFlight, compile_seconds: float) -> Chunk:
     tokens, logprobs, reruns, beams = (*_numpy(flying.results), None, None, None)[:4]
+    if flying.is_first:  # a call with prompts gives one step
+        tokens, logprobs = jax.tree.map(lambda a: a[:, None], (tokens, logprobs))
     chosen, top = None, None
     if isinstance(logprobs, Logprobs):
         chosen, top = logprobs.chosen, (logprobs.top, logprobs.top_ids)

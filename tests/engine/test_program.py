@@ -19,7 +19,7 @@ import fdjax
 from fdjax.engine import step
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.program import Program
-from fdjax.engine.results import Timer
+from fdjax.engine.results import Timer, bytes_of_params
 from fdjax.engine.sequence import Chunk
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -188,7 +188,7 @@ def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):
     lm = load()
     clock = types.SimpleNamespace(perf_counter=iter([0.0, 10.0, 15.0, 16.0]).__next__)
     monkeypatch.setattr("fdjax.engine.results.time", clock)
-    timer = Timer(lm.model, lm.params)
+    timer = Timer(lm.model, bytes_of_params(lm.params))
     for seconds in (8.0, 4.0, 0.0):
         tokens = np.zeros((1, 2), np.int32)
         timer.chunk(Chunk(tokens, compile_seconds=seconds, is_first=seconds == 8.0))

@@ -131,7 +131,7 @@ class Device:
         rows = list(range(len(call.final))) if call.rows is None else call.rows.tolist()
         assert len(set(rows)) == len(rows) and set(rows) <= set(range(self.shape.rows))
         owners = range(len(rows)) if call.owners is None else call.owners.tolist()
-        out = np.full((len(rows), 1), -1, np.int32)
+        out = np.full(len(rows), -1, np.int32)
         ends = [0] * len(rows)
         # All blocks are written before any attends, so their order means nothing.
         for offset, b in sorted(zip(call.offsets.tolist(), range(len(call.tokens)), strict=True)):
