@@ -243,20 +243,20 @@ class Session:
         self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
 
-    def keep_rows(self, rows: Sequence[int], count: int) -> None:
-        """Go on with `count` rows. The first ones are these present rows, the others are empty.
+    def reshape(self, rows: Sequence[int], shape: StateShape) -> None:
+        """Go on with another shape. The first rows are these present ones, the others are empty.
 
         Options and pages must then be set again.
         """
-        sources = np.zeros(count, np.int32)
+        sources = np.zeros(shape.rows, np.int32)
         sources[: len(rows)] = rows
-        restarts = np.full(count, EMPTY, np.int32)
+        restarts = np.full(shape.rows, EMPTY, np.int32)
         restarts[: len(rows)] = KEEP
         state, host = self._whole_state, HostArrays.pack((sources, restarts))
-        ids, progress = _kept(state.ids, state.progress, host)
-        self._set_shape(dataclasses.replace(self._shape, rows=count))
+        ids, progress = _reshaped(state.ids, state.progress, host, slots=shape.slots)
+        self._set_shape(shape)
         self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
-        self._restarts = np.full(count, KEEP, np.int32)
+        self._restarts = np.full(shape.rows, KEEP, np.int32)
 
     def end(self, rows: Sequence[int]) -> None:
         """Finish rows. The device finishes them at the next prefill call."""
@@ -361,12 +361,14 @@ def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[j
     return jnp.where(anew[:, None], beginnings, state.ids), progress
 
 
-@jax.jit
-def _kept(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
-    """Rows of a state, some of which restart. Returns ids and progress."""
+@functools.partial(jax.jit, static_argnames="slots")
+def _reshaped(
+    ids: jax.Array, progress: jax.Array, host: HostArrays, *, slots: int
+) -> tuple[jax.Array, ...]:
+    """Rows of a state, some of which restart, with more slots. Returns ids and progress."""
     sources, restarts = host.unpack()
     state = restart(DecodeState(None, ids[sources], progress[:, sources]), restarts)
-    return state.ids, state.progress
+    return jnp.pad(state.ids, ((0, 0), (0, slots - ids.shape[1]))), state.progress
 
 
 class Runner:
@@ -503,10 +505,14 @@ class Runner:
         self._take_arrivals()
         self._settle()
         if scheduler.shape is not None and scheduler.should_reopen():
-            if self._flight:
-                self._read()
-                return
-            self._close()
+            larger = self._larger_shape()
+            if larger is None:
+                if self._flight:
+                    self._read()
+                    return
+                self._close()
+            elif not self._prompts:
+                self._reshape(larger)
         if scheduler.shape is None and not self._open():
             return
         self._shrink()
@@ -602,24 +608,50 @@ class Runner:
             return PromptsOfRows(shape.rows, shape.slots, short=short)
         return PackedPrompts(shape.rows, on_cpu=short, experts=self._engine.has_experts)
 
+    @property
+    def _can_reshape(self) -> bool:
+        """Whether sequences can move to other rows: rows in one piece and beams cannot."""
+        scheduler = self._scheduler
+        return scheduler.pool is not None and all(s.width == 1 for _, s in scheduler.running)
+
+    def _larger_shape(self) -> StateShape | None:
+        """The shape of a state for those that run and wait, if the running ones can move to it."""
+        scheduler = self._scheduler
+        if not self._can_reshape or scheduler.idle:
+            return None
+        tasks = [task for _, task in scheduler.running]
+        tasks += [task for task in scheduler.candidates() if task.group == tasks[0].group]
+        try:
+            shape = self._engine.shape_for([task.row for task in tasks])
+        except MemoryError:
+            return None
+        old = scheduler.shape
+        if shape.pages != old.pages or shape.rows < old.rows:
+            return None
+        return dataclasses.replace(shape, slots=max(shape.slots, old.slots))
+
     def _shrink(self) -> None:
         """Go on with fewer rows when most sequences have ended and nobody waits.
 
-        A step of few rows takes less time. Rows in one piece and beams stay where they are.
+        A step of few rows takes less time.
         """
         scheduler = self._scheduler
-        if scheduler.pool is None or scheduler.waiting or self._prompts:
+        if not self._can_reshape or scheduler.waiting or self._prompts:
             return
         running = [task for _, task in scheduler.running]
         left, rows = len(running), scheduler.shape.rows
         count = next((n for n in _FEWER_ROWS if left <= n and 2 * n <= rows), None)
-        if count is None or any(task.streams or task.width > 1 for task in running):
+        if count is None or any(task.streams for task in running):
             return
         if max((task.budget for task in running), default=0) < _STEPS_OF_FEWER_ROWS:
             return
-        self._session.keep_rows(scheduler.keep(count), count)
-        self._session.set_options([task and task.row for task in scheduler.rows])
-        self._prompts = self._no_prompts(scheduler.shape)
+        self._reshape(dataclasses.replace(scheduler.shape, rows=count, limited=False))
+
+    def _reshape(self, shape: StateShape) -> None:
+        """Go on with another number of rows or slots. Pages stay where they are."""
+        self._session.reshape(self._scheduler.reshape(shape), shape)
+        self._session.set_options([task and task.row for task in self._scheduler.rows])
+        self._prompts = self._no_prompts(shape)
         self._table_is_old = True
 
     def _drop_too_large(self, candidates: Sequence[Task], error: MemoryError) -> None:

@@ -129,15 +129,15 @@ class Scheduler[S: Schedulable]:
         self.waiting.extendleft(reversed([s for _, s in running if not s.ended]))
         self.rows, self.shape, self.pool = [], None, None
 
-    def keep(self, rows: int) -> list[int]:
-        """Go on with fewer rows, which hold all sequences; each takes one.
+    def reshape(self, shape: StateShape) -> list[int]:
+        """Go on with another number of rows or slots. Each sequence takes one row.
 
         Returns:
           The row that each sequence had. They now have the first rows, in this order.
         """
         kept = [i for i, _ in self.running]
-        self.rows = [self.rows[i] for i in kept] + [None] * (rows - len(kept))
-        self.shape = dataclasses.replace(self.shape, rows=rows, limited=False)
+        self.rows = [self.rows[i] for i in kept] + [None] * (shape.rows - len(kept))
+        self.shape = shape
         return kept
 
     def fits(self, sequence: S) -> bool:
@@ -148,7 +148,7 @@ class Scheduler[S: Schedulable]:
         return sequence.group == self._group and holds
 
     def should_reopen(self) -> bool:
-        """Whether to open a new state. Running sequences are then computed again.
+        """Whether a larger state is needed.
 
         There are three such cases: nothing runs and the next sequence does not fit; the rows of a
         pool are too short for it; or twice as many sequences as the state has rows could run.

@@ -119,6 +119,36 @@ def test_few_that_are_left_go_on_in_fewer_rows(lm, monkeypatch):
     assert fewer.tokens == many.tokens and fewer.logprobs == many.logprobs
 
 
+@pytest.mark.slow
+def test_what_runs_goes_on_in_a_larger_state(growing, monkeypatch):
+    """Nothing of it is computed again, and its penalties know all its tokens."""
+    lm, reshaped = growing(), []
+    real = runner.Session.reshape
+
+    def counted(self, rows, shape):
+        reshaped.append((list(rows), shape.rows, shape.slots))
+        real(self, rows, shape)
+
+    monkeypatch.setattr(runner.Session, "reshape", counted)
+    config = fdjax.GenerationConfig(
+        max_new_tokens=40, eos_token_ids=(), return_logprobs=0, repetition_penalty=1.5
+    ).filled()
+    first = RequestState(Request([5, 6, 7], config), lm.tokenizer)
+    chunks = lm.engine.runner.run([first], 4)
+    next(chunks), next(chunks)
+    others = lm.generate([[9] * 400, [8] * 3, [7] * 5], max_new_tokens=4, **OPTIONS)
+    assert reshaped == [([0], 4, reshaped[0][2])] and reshaped[0][2] > 400
+    assert not first.ended
+    for _ in chunks:
+        pass
+    assert first.cached_tokens == 0
+    options = OPTIONS | {"repetition_penalty": 1.5}
+    alone = growing().generate([5, 6, 7], max_new_tokens=40, **options)
+    assert first.tokens == alone.tokens[0]
+    np.testing.assert_allclose(first.logprobs, alone.logprobs[0], rtol=1e-5, atol=1e-5)
+    assert others.tokens[2] == growing().generate([7] * 5, max_new_tokens=4, **OPTIONS).tokens[0]
+
+
 @pytest.fixture(scope="module")
 def uncached(load):
     return load(prefix_cache=False)

@@ -86,12 +86,14 @@ class Device:
                 assert len(ids) % PAGE == 0
                 self.check_content(i)
 
-    def keep_rows(self, rows, count):
-        empty = [DeviceRow() for _ in range(count - len(rows))]
-        self.rows = [self.rows[i] for i in rows] + empty
-        self.shape = dataclasses.replace(self.shape, rows=count)
-        self.options, self.pages, self.restarts = [None] * count, [()] * count, set()
-        self.engine.kept.append(len(rows))
+    def reshape(self, rows, shape):
+        assert shape.slots >= self.shape.slots and shape.pages == self.shape.pages
+        self.rows = [self.rows[i] for i in rows]
+        self.rows += [DeviceRow() for _ in range(shape.rows - len(rows))]
+        self.options, self.pages = [None] * shape.rows, [()] * shape.rows
+        self.restarts = set()
+        self.engine.reshaped.append((self.shape.rows, shape.rows))
+        self.shape = shape
 
     def restart(self):
         for i in self.restarts:
@@ -215,7 +217,7 @@ class Engine:
 
     def __init__(self, most_rows=8, most_slots=10_000, pages=0):
         self.most_rows, self.most_slots, self.pages = most_rows, most_slots, pages
-        self.sessions, self.left, self.kept, self.fail_next = 0, [], [], False
+        self.sessions, self.left, self.reshaped, self.fail_next = 0, [], [], False
         self.pool = None
         self.leave_state(None, [])
         self.left = []
@@ -341,7 +343,7 @@ def test_a_longer_prompt_does_not_wait_for_those_that_run_in_pages():
     next(chunks), next(chunks)
     longer = make_row([5] * 1500, new=3)
     finish(engine, [longer])
-    assert not any(row.ended for row in first) and engine.sessions == 2
+    assert not any(row.ended for row in first) and engine.sessions == 1
     for _ in chunks:
         engine.check_pages()
     for row in [*first, longer]:
@@ -418,7 +420,7 @@ def test_few_sequences_that_are_left_go_on_in_fewer_rows(monkeypatch):
     finish(engine, rows)
     for row in rows:
         check(row)
-    assert engine.sessions == 1 and engine.kept == [3, 1]
+    assert engine.sessions == 1 and engine.reshaped == [(8, 4), (4, 1)]
     engine.check_pages()
 
 
@@ -427,7 +429,7 @@ def test_newcomers_after_a_state_has_become_smaller(monkeypatch):
     engine = Engine(pages=200)
     rows = [make_row([i + 1, 4], new=5 + 600 * (i == 3), eos_token_ids=()) for i in range(8)]
     chunks = engine.runner.run(rows, 32)
-    while not engine.kept:
+    while not engine.reshaped:
         next(chunks)
     others = [make_row([i + 20, 5], new=30) for i in range(7)]
     finish(engine, others)
@@ -444,7 +446,7 @@ def test_rows_of_streams_stay_where_they_are(monkeypatch):
     engine = Engine(pages=200)
     rows = [make_row([i + 1], new=5 + 600 * (i == 3)) for i in range(8)]
     finish(engine, rows, steps=4)
-    assert not engine.kept
+    assert not engine.reshaped
 
 
 def test_leaving_early_frees_the_rows():
