@@ -388,6 +388,7 @@ def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
     beginning = rng.integers(3, 90, page + 9).tolist()
     prompts = [rng.integers(3, 90, n).tolist() for n in (1, 127, 129)]
     prompts += [beginning + rng.integers(3, 90, n).tolist() for n in (1, page)]
+    sampled = rng.integers(3, 90, page + 150).tolist()
     report, params = {}, None
     for count in (1, ranks):
         model = describe(config, dtype="float32", plan=plan, tensor_parallel=count, **options)
@@ -398,6 +399,7 @@ def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
             "all": generated(lm, prompts, max_new_tokens=6),
             "alone": generated(lm, prompts[-1:], max_new_tokens=6),
             "cached": lm.generate(prompts[-1], max_new_tokens=1).stats.cached_tokens,
+            "samples": lm.generate(sampled, num_return_sequences=4, seed=1, **_SAMPLED).tokens,
         }
         if beams:
             search = lm.generate(prompts[2:], max_new_tokens=7, num_beams=beams, do_sample=False)

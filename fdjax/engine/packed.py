@@ -62,14 +62,23 @@ class _Prompt:
 class PackedPrompts:
     """Prompts that wait to be computed, in the order of arrival."""
 
-    def __init__(self, batch: int, *, on_cpu: bool = False, experts: bool = False):
+    def __init__(
+        self,
+        batch: int,
+        *,
+        on_cpu: bool = False,
+        experts: bool = False,
+        page_tokens: int = SLOT_MULTIPLE,
+    ):
         """Begin with no prompts.
 
         Args:
           batch: B, rows of the state.
           on_cpu: whether the model runs on a CPU, where larger calls save nothing.
           experts: whether the model is a mixture of experts, of which a call reads all.
+          page_tokens: tokens of a page, see `Engine.page_tokens`.
         """
+        self._page_tokens = page_tokens
         self._batch = batch
         self._sizes = call_sizes(batch, on_cpu=on_cpu, experts=experts)
         self._overhead = _CALL_OVERHEAD_OF_EXPERTS if experts else _CALL_OVERHEAD
@@ -154,7 +163,7 @@ class PackedPrompts:
             copied |= dict.fromkeys(prompt.followers[:room], prompt.row)
             if rest := prompt.followers[room:]:
                 # One of those without room computes the last page again, for itself and the others.
-                done = (len(prompt.tokens) - 1) // SLOT_MULTIPLE * SLOT_MULTIPLE
+                done = (len(prompt.tokens) - 1) // self._page_tokens * self._page_tokens
                 group = _Prompt(rest[0], prompt.tokens, done, prompt.generated, rest[1:])
                 self._prompts.appendleft(group)
         return _as_call(blocks, work, copied, (count, width), rows, self._batch)

@@ -606,7 +606,12 @@ class Runner:
         short = self._engine.short_calls
         if not shape.pages:
             return PromptsOfRows(shape.rows, shape.slots, short=short)
-        return PackedPrompts(shape.rows, on_cpu=short, experts=self._engine.has_experts)
+        return PackedPrompts(
+            shape.rows,
+            on_cpu=short,
+            experts=self._engine.has_experts,
+            page_tokens=self._engine.page_tokens,
+        )
 
     @property
     def _can_reshape(self) -> bool:

@@ -155,6 +155,15 @@ def test_few_samples_take_one_small_call():
     assert call.tokens.shape == (16, PAGE) and call.lengths.sum() == 2000
 
 
+def test_samples_without_room_compute_their_whole_last_page():
+    """A page of devices that divide the tokens of a KV head has several blocks."""
+    leaders = dict.fromkeys(range(1, 20), 0)
+    calls = taken(packed([1000] * 20, 64, leaders=leaders, page_tokens=2 * PAGE))
+    starts = [int(call.offsets[call.lengths > 0].min()) for call in calls]
+    assert starts == [0, 4 * PAGE, 6 * PAGE]
+    assert [call.final.sum() for call in calls] == [0, 16, 4]
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 12, 64, 256])
 def test_sizes_are_few(batch):
     sizes = call_sizes(batch)

@@ -212,6 +212,7 @@ class Engine:
 
     short_calls = True
     has_experts = False
+    page_tokens = PAGE
     watch = None
     model = types.SimpleNamespace(ranks=1)
 

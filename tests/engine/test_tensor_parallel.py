@@ -196,6 +196,7 @@ def test_devices_with_the_same_kv_head_divide_its_tokens(ranks, options):
     # What else runs changes no bit.
     assert several["alone"]["logprobs"][0] == several["all"]["logprobs"][-1]
     assert several["cached"] == one["cached"] == 2 * count * 128
+    assert several["samples"] == one["samples"]
     if "beams" in options:
         assert several["beams"][0] == one["beams"][0]
         np.testing.assert_allclose(several["beams"][1], one["beams"][1], atol=LOGPROBS_BAR)
