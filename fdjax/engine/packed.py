@@ -95,22 +95,16 @@ class PackedPrompts:
         prompts: Mapping[int, Sequence[int]],
         cached: Mapping[int, int],
         generated: Mapping[int, int],
-        leaders: Mapping[int, int] | None = None,
     ) -> None:
-        """Queue prompts, see `prefill_calls`.
-
-        `leaders` names, for some rows, another row of the same prompt that waits.
-        """
-        leaders = leaders or {}
+        """Queue prompts, see `prefill_calls`."""
         for row, ids in prompts.items():
-            if row in leaders:
-                self._group(leaders[row]).followers.append(row)
-                continue
             tokens = np.asarray(ids, np.int32)
             self._prompts.append(_Prompt(row, tokens, cached[row], generated[row]))
 
-    def _group(self, row: int) -> _Prompt:
-        return next(p for p in self._prompts if row == p.row or row in p.followers)
+    def follow(self, row: int, leader: int) -> None:
+        """Let a row have what is computed for another row, whose equal prompt waits."""
+        groups = (p for p in self._prompts if leader == p.row or leader in p.followers)
+        next(groups).followers.append(row)
 
     def leave_out(self, row: int) -> None:
         """Stop computing the prompt of a row. Of the rows that follow it, one takes its place."""

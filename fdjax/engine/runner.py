@@ -723,17 +723,19 @@ class Runner:
             if not task.row.tokens:
                 task.row.cached_tokens = task.cached
         leaders = {i: leader for i, leader in admitted.items() if leader is not None}
-        # A row that follows another gets no tokens from its blocks.
-        known = {i: len(t.ids) if i in leaders else t.cached for i, t in tasks.items()}
-        beginnings = {i: tasks[i].ids[:count] for i, count in known.items() if count}
+        own = {i: task for i, task in tasks.items() if i not in leaders}
+        beginnings = {i: task.ids[: task.cached] for i, task in own.items() if task.cached}
+        # A row that follows another gets no tokens from blocks.
+        beginnings |= {i: tasks[i].ids for i in leaders}
         if beginnings:
             self._session.begin_after(beginnings)
         self._prompts.add(
-            {i: task.ids for i, task in tasks.items()},
-            cached={i: task.cached for i, task in tasks.items()},
-            generated={i: len(task.row.tokens) for i, task in tasks.items()},
-            **({"leaders": leaders} if leaders else {}),
+            {i: task.ids for i, task in own.items()},
+            cached={i: task.cached for i, task in own.items()},
+            generated={i: len(task.row.tokens) for i, task in own.items()},
         )
+        for row, leader in leaders.items():
+            self._prompts.follow(row, leader)
 
     def _set_pages(self) -> None:
         """Give the session the current table of pages, before the next call."""

@@ -22,10 +22,13 @@ PAGE = SLOT_MULTIPLE
 
 def packed(lengths, batch, *, cached=0, generated=0, leaders=None, **options):
     """The prompts of some rows, which are the numbers 1, 2, 3 and so on."""
-    prompts = {i: range(1, n + 1) for i, n in enumerate(lengths)}
+    leaders = leaders or {}
+    prompts = {i: range(1, n + 1) for i, n in enumerate(lengths) if i not in leaders}
     queue = PackedPrompts(batch, **options)
     same = functools.partial(dict.fromkeys, prompts)
-    queue.add(prompts, cached=same(cached), generated=same(generated), leaders=leaders)
+    queue.add(prompts, cached=same(cached), generated=same(generated))
+    for row, leader in leaders.items():
+        queue.follow(row, leader)
     return queue
 
 
