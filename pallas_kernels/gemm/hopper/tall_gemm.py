@@ -10,7 +10,8 @@ Scales multiply the weights, not the sums. So the tensor cores need not stop at 
 and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with the
 exception that `fragments.dequantised` describes.
 
-If N gives too few blocks, `split` blocks of a cluster share K. Each sends the others their rows of
+With `share`, two blocks of a cluster form a pair: each copies half of a tile of x to both. If N
+gives too few blocks, `split` blocks of a cluster share K. Each sends the others their rows of
 its sums, adds what it receives in a fixed order, and stores its own rows.
 
 XLA runs the norm.
@@ -64,7 +65,8 @@ class TallGemmConfig:
       block_m: largest number of rows of a block, 64, 128 or 256.
       deep: height of a tile of the ring in bricks of 64 rows: 1, 2 or 4.
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
-      split: number of blocks that share K, at most 8.
+      split: number of blocks that share K.
+      share: number of blocks that share copies of x, 1 or 2. split * share is at most 8.
     """
 
     wide: int = 4
@@ -72,6 +74,7 @@ class TallGemmConfig:
     deep: int = 2
     stages: int = 4
     split: int = 1
+    share: int = 1
 
     def __post_init__(self):
         if not 1 <= self.wide <= 4:
@@ -87,8 +90,10 @@ class TallGemmConfig:
             raise ValueError(f"tall_gemm: deep must be 1, 2 or 4, got {self.deep}")
         if self.stages < 2:
             raise ValueError(f"tall_gemm: stages must be at least 2, got {self.stages}")
-        if not 1 <= self.split <= 8:
-            raise ValueError(f"tall_gemm: split must be in 1..8, got {self.split}")
+        if self.share not in (1, 2):
+            raise ValueError(f"tall_gemm: share must be 1 or 2, got {self.share}")
+        if not 1 <= self.split <= 8 // self.share:
+            raise ValueError(f"tall_gemm: split * share must be in 1..8, got {self.split}")
 
     def takes_gate(self) -> bool:
         """Whether the sums of gate and up fit into registers."""
@@ -135,7 +140,7 @@ def matmul_tall(
       layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
       dtype: dtype of the result.
       config: default `TallGemmConfig.for_shape`.
-      interpret: parameters of the interpreter, or None. It takes a `split` of 1 only.
+      interpret: parameters of the interpreter, or None. It knows no clusters.
 
     Returns:
       [M,N].
@@ -222,10 +227,10 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret
         out_type=jax.ShapeDtypeStruct((tile.m, tile.n), dtype),
         scratch_types=tuple(scratch.values()),
         # Blocks of the same columns are neighbours, so that they share codes in the L2 cache.
-        grid=(tile.tiles_m, -(-tile.n // (config.wide * BRICK))),
+        grid=(tile.tiles_m, -(-tile.n // (config.share * config.wide * BRICK))),
         grid_names=("m", "n"),
-        cluster=(config.split,) if config.split > 1 else (),
-        cluster_names=("k",) if config.split > 1 else (),
+        cluster=tuple(tile.cluster.values()),
+        cluster_names=tuple(tile.cluster),
         num_threads=config.wide + 1,
         thread_name="warpgroup",
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
@@ -238,6 +243,7 @@ class _Tile:
     """A block's tile of the result: `tile_m` rows and `wide` columns of bricks.
 
     Attributes:
+      cluster: sizes of the axes of the cluster, by name.
       parts: 2 for gate and up, 1 without a gate.
       m, k, n: rows of x with padding, rows and columns of the weight.
       tiles_m, tile_m: tiles along M, and rows of each.
@@ -245,6 +251,7 @@ class _Tile:
       unit: rows of the weight that are unpacked at once.
       shares: rows (first, end) of the tile that each block of the cluster stores.
       gmem, smem: references by name, once the kernel runs.
+      column, row: the block's first column of bricks and first row, once the kernel runs.
     """
 
     def __init__(
@@ -253,11 +260,14 @@ class _Tile:
         self.operands, self.kind, self.group, self.dtype = operands, kind, group, dtype
         self.gate, self.activation, self.interpreted = gate, activation, interpreted
         self.wide, self.deep, self.split = config.wide, config.deep, config.split
+        sizes = {"k": config.split, "pair": config.share}
+        self.cluster = {axis: size for axis, size in sizes.items() if size > 1}
         self.config, self.parts = config, 2 if gate else 1
         self.in_dtype = operands["x"].dtype
         (self.m, self.k), self.n = operands["x"].shape, operands["scales"].shape[-1]
         self.tiles_m = -(-self.m // config.block_m)
-        self.tile_m = -(-self.m // (8 * self.tiles_m)) * 8
+        rows = 8 * config.share
+        self.tile_m = -(-self.m // (rows * self.tiles_m)) * rows
         self.block_k = self.deep * BRICK
         self.steps = -(-self.k // (self.block_k * self.split))
         share = -(-self.tile_m // (8 * self.split)) * 8
@@ -318,7 +328,10 @@ class _Tile:
             )
         copies = 1 + self.parts * (1 + len(self.factors))
         scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
-        scratch["empty"] = plgpu.Barrier(num_arrivals=self.wide, num_barriers=self.stages)
+        empty = plgpu.Barrier
+        if "pair" in self.cluster:  # a tile of x is free if both blocks have read it
+            empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+        scratch["empty"] = empty(num_arrivals=self.wide, num_barriers=self.stages)
         if self.late:
             scratch["late_full"] = plgpu.Barrier(num_barriers=self.late)
         return scratch
@@ -329,6 +342,10 @@ class _Tile:
         """The work of all warpgroups."""
         self.gmem, self.smem = gmem, smem
         self.rank = lax.axis_index("k") if self.split > 1 else 0
+        block = lax.axis_index("n")
+        if "pair" in self.cluster:
+            block = 2 * block + lax.axis_index("pair")
+        self.column = block * self.wide
         self.layer = gmem["layer"][0] if "layer" in gmem else 0
         self.row = pl.multiple_of(lax.axis_index("m") * self.tile_m, 8)
         warpgroup = lax.axis_index("warpgroup")
@@ -373,7 +390,7 @@ class _Tile:
     def _fetch(self, at, slot) -> None:
         """Copy x, codes, scales and zeros of a step; past M, K and N they are zero."""
         gmem, smem, full = self.gmem, self.smem, self.smem["full"].at[slot]
-        column = lax.axis_index("n") * self.wide
+        column = self.column
         groups = pl.ds(lax.div(at * self.block_k, self.group), self.groups)
         for part in range(self.parts):
             place = (self.layer * self.parts + part, pl.ds(column, self.wide))
@@ -384,12 +401,14 @@ class _Tile:
                 source = gmem[name].at[self.layer, groups, part, columns]
                 plgpu.copy_gmem_to_smem(source, smem[name].at[slot, part], full)
         rows, ks = pl.ds(self.row, self.tile_m), pl.ds(at * self.block_k, self.block_k)
-        plgpu.copy_gmem_to_smem(gmem["x"].at[rows, ks], smem["x"].at[slot], full)
+        plgpu.copy_gmem_to_smem(
+            *(gmem["x"].at[rows, ks], smem["x"].at[slot], full),
+            collective_axes="pair" if "pair" in self.cluster else None,
+        )
 
     def _fetch_residual(self, late, slot) -> None:
         """Copy `deep` columns of bricks of the residual to the place of a tile of x."""
-        column = (lax.axis_index("n") * self.wide + late * self.deep) * BRICK
-        columns = pl.ds(column, self.block_k)
+        columns = pl.ds((self.column + late * self.deep) * BRICK, self.block_k)
         for rank, (first, end) in enumerate(self.shares):
 
             @when(jnp.int32(self.rank) == rank)
@@ -403,7 +422,7 @@ class _Tile:
 
     def _consume(self, warpgroup) -> None:
         """Multiply a warpgroup's columns, and store their results."""
-        column = lax.axis_index("n") * self.wide + warpgroup
+        column = self.column + warpgroup
         biases = []
         if "bias" in self.gmem:  # read early, because it takes long
             columns = pl.ds(jnp.minimum(column, self.n // BRICK - 1) * BRICK, BRICK)
@@ -429,7 +448,7 @@ class _Tile:
         def release(i):
             plgpu.barrier_arrive(smem["empty"].at[lax.rem(i, stages)])
 
-        def step(i, _):
+        def step(i, _, *, first=False):
             slot = lax.rem(i, stages)
             plgpu.barrier_wait(smem["full"].at[slot])
             for start in range(0, self.block_k, self.unit):
@@ -440,10 +459,12 @@ class _Tile:
                     # The product before has ended. This one runs while the next weights are
                     # unpacked.
                     plgpu.wgmma_wait(0 if self.interpreted else 1)
-                    if start == part == 0:
-                        when(i > 0)(lambda: release(i - 1))
+                    if start == part == 0 and not first:
+                        release(i - 1)
 
-        lax.fori_loop(0, self.steps, step, None)
+        # A condition in the loop would keep the compiler from overlapping products.
+        step(jnp.int32(0), None, first=True)
+        lax.fori_loop(1, self.steps, step, None)
         sums = [accumulator[...] for accumulator in accumulators]
         release(self.steps - 1)
         return sums
@@ -559,7 +580,7 @@ class _Tile:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-# (wide, block_m, deep, stages, split)
+# (wide, block_m, deep, stages, split, share)
 CANDIDATES = tuple(
     TallGemmConfig(*c)
     for c in (
@@ -570,6 +591,8 @@ CANDIDATES = tuple(
         *((4, 128, 2, 3, 2), (3, 128, 2, 3, 2), (2, 128, 2, 3, 2), (2, 128, 2, 3, 3)),
         *((4, 128, 1, 4, 4), (2, 128, 2, 3, 4), (1, 128, 2, 3, 1), (1, 128, 2, 3, 3)),
         *((2, 256, 1, 5, 1), (2, 256, 2, 3, 1), (2, 256, 1, 4, 2), (1, 256, 1, 4, 1)),
+        *((4, 64, 2, 6, 1, 2), (3, 64, 2, 6, 1, 2), (4, 128, 2, 4, 1, 2), (3, 128, 2, 4, 1, 2)),
+        *((2, 128, 2, 4, 1, 2), (3, 128, 2, 3, 2, 2), (2, 256, 1, 5, 1, 2), (2, 256, 2, 3, 1, 2)),
     )
 )
 
