@@ -170,9 +170,7 @@ def _scaled(codes: ir.Value, factor: list[ir.Value] | ir.Value) -> ir.Value:
     codes = mgpu_utils.bitcast(codes, pair)
     low, high = (
         arith.mulf(
-            arith.extf(
-                single, vector.extract(codes, dynamic_position=[], static_position=[i])
-            ),
+            arith.extf(single, vector.extract(codes, dynamic_position=[], static_position=[i])),
             factor,
         )
         for i in (0, 1)
@@ -270,7 +268,7 @@ def _unpack_int8(
 ):
     """2^23 + code has the code in the last byte of fp32's mantissa.
 
-    `scales` are of the thread's two columns, in fp32. They multiply values before these are rounded.
+    `scales` are of the two columns, in fp32. Values are multiplied before they are rounded.
     """
     single, power = ir.F32Type.get(), _word(0x4B000000)
     offsets = offsets or [mgpu_utils.c(-(2.0**23) - 128, single)] * 2

@@ -19,6 +19,7 @@ XLA runs the norm.
 
 import dataclasses
 import functools
+import itertools
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ _STORED_BYTES = 8 * 1024
 # warpgroup.
 _MOST_SUMS, _MOST_OWN_SUMS = 512, 256
 # Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
-_REGISTERS = {1: (255, None), 2: (232, 40), 3: (160, 32), 4: (112, 32)}
+_REGISTERS = {1: (255, None), 2: (224, 56), 3: (152, 56), 4: (112, 32)}
 # Registers of a thread that hold neither sums nor weights.
 _OTHER_REGISTERS = 28
 
@@ -272,7 +273,7 @@ class _Tile:
         self.steps = -(-self.k // (self.block_k * self.split))
         share = -(-self.tile_m // (8 * self.split)) * 8
         ends = [min(at * share, self.tile_m) for at in range(self.split + 1)]
-        self.shares = list(zip(ends[:-1], ends[1:], strict=True))
+        self.shares = list(itertools.pairwise(ends))
         # Two units of weights are in registers at a time. If there are too few, the compiler lets
         # every instruction of the tensor cores wait for the one before.
         registers = self.parts * self.tile_m // 2 + _OTHER_REGISTERS
