@@ -10,9 +10,10 @@ Scales multiply the weights, not the sums. So the tensor cores need not stop at 
 and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with the
 exception that `fragments.dequantised` describes.
 
-With `share`, two blocks of a cluster form a pair: each copies half of a tile of x to both. If N
-gives too few blocks, `split` blocks of a cluster share K. Each sends the others their rows of
-its sums, adds what it receives in a fixed order, and stores its own rows.
+Else copies from the L2 cache would limit the speed: `share` blocks of a cluster copy a part of each
+tile of x, to all of them. If N gives too few blocks, `split` blocks of a cluster share K. Each
+sends the others their rows of its sums, adds what it receives in a fixed order, and stores its own
+rows.
 
 XLA runs the norm.
 """
@@ -51,6 +52,12 @@ _STORED_BYTES = 8 * 1024
 # Sums [64, rows] of a block fill the registers if they have this many rows in all; and those of a
 # warpgroup.
 _MOST_SUMS, _MOST_OWN_SUMS = 512, 256
+# For estimates. Multiprocessors that clusters of this size can use: a cluster lies within 16 or 18.
+_MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 128}
+# For 4096 rows of the weight: time to multiply 64 columns with a row of x, and to copy a byte of a
+# row of both from the L2 cache. Rows of x for which products take as long as to unpack the weight,
+# as far as that does not happen meanwhile. Time of the begin and end of a block, and of the exchange of sums.
+_PRODUCT_US, _COPY_US, _UNPACKED_ROWS, _WAVE_US, _SPLIT_US = 0.075, 0.1, 10, 3.0, 1.5
 # Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
 _REGISTERS = {1: (255, None), 2: (224, 56), 3: (152, 56), 4: (112, 32)}
 # Registers of a thread that hold neither sums nor weights.
@@ -67,7 +74,7 @@ class TallGemmConfig:
       deep: height of a tile of the ring in bricks of 64 rows: 1, 2 or 4.
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K.
-      share: number of blocks that share copies of x, 1 or 2. split * share is at most 8.
+      share: number of blocks that share copies of x: 1, 2 or 4. split * share is at most 8.
     """
 
     wide: int = 4
@@ -91,10 +98,12 @@ class TallGemmConfig:
             raise ValueError(f"tall_gemm: deep must be 1, 2 or 4, got {self.deep}")
         if self.stages < 2:
             raise ValueError(f"tall_gemm: stages must be at least 2, got {self.stages}")
-        if self.share not in (1, 2):
-            raise ValueError(f"tall_gemm: share must be 1 or 2, got {self.share}")
+        if self.share not in (1, 2, 4):
+            raise ValueError(f"tall_gemm: share must be 1, 2 or 4, got {self.share}")
         if not 1 <= self.split <= 8 // self.share:
-            raise ValueError(f"tall_gemm: split * share must be in 1..8, got {self.split}")
+            raise ValueError(
+                f"tall_gemm: split * share must be in 1..8, got {self.split * self.share}"
+            )
 
     def takes_gate(self) -> bool:
         """Whether the sums of gate and up fit into registers."""
@@ -103,20 +112,24 @@ class TallGemmConfig:
 
     @classmethod
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "TallGemmConfig":
-        """A good tiling for an unmeasured shape: the one that leaves the fewest sums idle."""
-        block_m = 64 if m <= 64 else 128
-        found = []
-        for wide in (2, 1) if gate and block_m > 64 else (4, 3, 2):
-            blocks = -(-n // (wide * BRICK)) * -(-m // block_m)
-            for split in (1, 2, 3, 4):
-                if split > 1 and k < 1024 * split:
-                    continue
-                waves = -(-blocks * split // MULTIPROCESSORS)
-                # Blocks that share K wait for each other.
-                time = waves * wide / split * (1 + 0.05 * (split > 1))
-                found.append((time, split, -wide))
-        _, split, wide = min(found)
-        return cls(wide=-wide, block_m=block_m, split=split)
+        """The tiling of the least estimated time on an H100. The estimate is not measured."""
+        parts, found = 2 if gate else 1, []
+        tilings = itertools.product((4, 3, 2), (64, 128), (1, 2, 3, 4), (1, 2))
+        for wide, block_m, split, share in tilings:
+            misfit = gate and not cls(wide, block_m).takes_gate()
+            if misfit or split * share > 4 or (split > 1 and k < 1024 * split):
+                continue
+            columns = -(-n // (wide * BRICK * share)) * share
+            blocks = columns * -(-m // block_m) * split
+            waves = -(-blocks // _MULTIPROCESSORS[split * share])
+            bricks, rows = wide * parts, k / 4096 / split
+            products = _PRODUCT_US * bricks * (block_m + _UNPACKED_ROWS) * rows
+            copies = _COPY_US * (bricks * BRICK / 2 + 2 * block_m / share) * rows
+            us = waves * (max(products, copies) + _WAVE_US + _SPLIT_US * (split > 1))
+            found.append((us, split, share, -wide, block_m))
+        _, split, share, wide, block_m = min(found)
+        deep, stages = (1, 8) if split > 1 and block_m > 64 else (2, 6)
+        return cls(-wide, block_m, deep, stages, split, share)
 
 
 def matmul_tall(
@@ -261,7 +274,7 @@ class _Tile:
         self.operands, self.kind, self.group, self.dtype = operands, kind, group, dtype
         self.gate, self.activation, self.interpreted = gate, activation, interpreted
         self.wide, self.deep, self.split = config.wide, config.deep, config.split
-        sizes = {"k": config.split, "pair": config.share}
+        sizes = {"k": config.split, "share": config.share}
         self.cluster = {axis: size for axis, size in sizes.items() if size > 1}
         self.config, self.parts = config, 2 if gate else 1
         self.in_dtype = operands["x"].dtype
@@ -330,8 +343,8 @@ class _Tile:
         copies = 1 + self.parts * (1 + len(self.factors))
         scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
         empty = plgpu.Barrier
-        if "pair" in self.cluster:  # a tile of x is free if both blocks have read it
-            empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("pair",))
+        if "share" in self.cluster:  # a tile of x is free if all blocks have read it
+            empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("share",))
         scratch["empty"] = empty(num_arrivals=self.wide, num_barriers=self.stages)
         if self.late:
             scratch["late_full"] = plgpu.Barrier(num_barriers=self.late)
@@ -344,8 +357,8 @@ class _Tile:
         self.gmem, self.smem = gmem, smem
         self.rank = lax.axis_index("k") if self.split > 1 else 0
         block = lax.axis_index("n")
-        if "pair" in self.cluster:
-            block = 2 * block + lax.axis_index("pair")
+        if "share" in self.cluster:
+            block = self.cluster["share"] * block + lax.axis_index("share")
         self.column = block * self.wide
         self.layer = gmem["layer"][0] if "layer" in gmem else 0
         self.row = pl.multiple_of(lax.axis_index("m") * self.tile_m, 8)
@@ -404,7 +417,7 @@ class _Tile:
         rows, ks = pl.ds(self.row, self.tile_m), pl.ds(at * self.block_k, self.block_k)
         plgpu.copy_gmem_to_smem(
             *(gmem["x"].at[rows, ks], smem["x"].at[slot], full),
-            collective_axes="pair" if "pair" in self.cluster else None,
+            collective_axes="share" if "share" in self.cluster else None,
         )
 
     def _fetch_residual(self, late, slot) -> None:
@@ -593,7 +606,9 @@ CANDIDATES = tuple(
         *((4, 128, 1, 4, 4), (2, 128, 2, 3, 4), (1, 128, 2, 3, 1), (1, 128, 2, 3, 3)),
         *((2, 256, 1, 5, 1), (2, 256, 2, 3, 1), (2, 256, 1, 4, 2), (1, 256, 1, 4, 1)),
         *((4, 64, 2, 6, 1, 2), (3, 64, 2, 6, 1, 2), (4, 128, 2, 4, 1, 2), (3, 128, 2, 4, 1, 2)),
-        *((2, 128, 2, 4, 1, 2), (3, 128, 2, 3, 2, 2), (2, 256, 1, 5, 1, 2), (2, 256, 2, 3, 1, 2)),
+        *((3, 64, 2, 6, 1, 4), (3, 128, 2, 4, 1, 4), (4, 128, 1, 8, 2, 2), (3, 128, 1, 8, 2, 2)),
+        *((2, 64, 2, 6, 2, 2), (3, 64, 2, 6, 2, 2), (2, 128, 1, 8, 2, 2), (2, 128, 1, 8, 3)),
+        *((2, 128, 2, 4, 1, 2), (3, 128, 1, 8, 2), (2, 256, 1, 5, 1, 2), (2, 256, 2, 3, 1, 2)),
     )
 )
 
@@ -606,9 +621,9 @@ def candidates(shape: Shape) -> list[TallGemmConfig]:
     def is_useful(config):
         blocks = -(-columns // config.wide) * -(-m // config.block_m) * config.split
         return (
-            (config.takes_gate() or not gate)
+            (not gate or (config.takes_gate() and config.wide * config.deep <= 8))
             and (config.block_m == 64 or m > config.block_m // 2)
-            and (config.block_m > 64 or m <= 128)
+            and (config.block_m > 64 or m <= 128 or gate)
             and (config.split == 1 or (blocks <= 3 * MULTIPROCESSORS and k >= 512 * config.split))
         )
 
