@@ -55,8 +55,8 @@ _MOST_SUMS, _MOST_OWN_SUMS = 512, 256
 # For estimates. Multiprocessors that clusters of this size can use: a cluster lies within 16 or 18.
 _MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 128}
 # For 4096 rows of the weight: time to multiply 64 columns with a row of x, and to copy a byte of a
-# row of both from the L2 cache. Rows of x for which products take as long as to unpack the weight,
-# as far as that does not happen meanwhile. Time of the begin and end of a block, and of the exchange of sums.
+# row of both from the L2 cache. Unpacking a weight takes as long as multiplying it with so many
+# rows, beside what happens meanwhile. Time of both ends of a block, and of the exchange of sums.
 _PRODUCT_US, _COPY_US, _UNPACKED_ROWS, _WAVE_US, _SPLIT_US = 0.075, 0.1, 10, 3.0, 1.5
 # Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
 _REGISTERS = {1: (255, None), 2: (224, 56), 3: (152, 56), 4: (112, 32)}
