@@ -164,8 +164,8 @@ def test_refuses_what_it_cannot_do(m, group, itemsize, message):
     assert re.fullmatch(message, TALL_GEMM.refusal(shape, weight.features))
 
 
-# The interpreter runs each warpgroup in a thread of XLA's pool, which has one for each core. If all of
-# these wait for another warpgroup, it never runs.
+# The interpreter runs each warpgroup in a thread of XLA's pool, which has one for each core. If all
+# of these wait for another warpgroup, it never runs.
 _CORES = int(os.environ.get("NPROC", os.cpu_count() or 1))
 INTERPRETED = [
     # Two tiles of rows and ragged columns; units of 64 rows of the weight hold two groups.
