@@ -240,9 +240,9 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret
         tall_gemm_kernel,
         out_type=jax.ShapeDtypeStruct((tile.m, tile.n), dtype),
         scratch_types=tuple(scratch.values()),
-        # Blocks of the same columns are neighbours, so that they share codes in the L2 cache.
-        grid=(tile.tiles_m, -(-tile.n // (config.share * config.wide * BRICK))),
-        grid_names=("m", "n"),
+        # The last axis is the fastest: blocks of the same columns share codes in the L2 cache.
+        grid=(-(-tile.n // (config.share * config.wide * BRICK)), tile.tiles_m),
+        grid_names=("n", "m"),
         cluster=tuple(tile.cluster.values()),
         cluster_names=tuple(tile.cluster),
         num_threads=config.wide + 1,
