@@ -10,8 +10,8 @@ Scales multiply the weights, not the sums. So the tensor cores need not stop at 
 and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with the
 exception that `fragments.dequantised` describes.
 
-Else copies from the L2 cache would limit the speed: `share` blocks of a cluster copy a part of each
-tile of x, to all of them. If N gives too few blocks, `split` blocks of a cluster share K. Each
+Copies of x from the L2 cache can limit the speed. So `share` blocks of a cluster copy a part of
+each tile each, to all of them. If N gives too few blocks, `split` blocks of a cluster share K. Each
 sends the others their rows of its sums, adds what it receives in a fixed order, and stores its own
 rows.
 
@@ -58,6 +58,8 @@ _MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 128}
 # row of both from the L2 cache. Unpacking a weight takes as long as multiplying it with so many
 # rows, beside what happens meanwhile. Time of both ends of a block, and of the exchange of sums.
 _PRODUCT_US, _COPY_US, _UNPACKED_ROWS, _WAVE_US, _SPLIT_US = 0.075, 0.1, 10, 3.0, 1.5
+# Bytes of other blocks' sums that leave room for the ring.
+_MOST_RECEIVED_BYTES = 80 * 1024
 # Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
 _REGISTERS = {1: (255, None), 2: (224, 56), 3: (152, 56), 4: (112, 32)}
 # Registers of a thread that hold neither sums nor weights.
@@ -116,13 +118,18 @@ class TallGemmConfig:
         parts, found = 2 if gate else 1, []
         tilings = itertools.product((4, 3, 2), (64, 128), (1, 2, 3, 4), (1, 2))
         for wide, block_m, split, share in tilings:
-            misfit = gate and not cls(wide, block_m).takes_gate()
-            if misfit or split * share > 4 or (split > 1 and k < 1024 * split):
+            bricks, rows = wide * parts, k / 4096 / split
+            received = 4 * BRICK * bricks * block_m * (split - 1) / split
+            if (
+                (gate and not cls(wide, block_m).takes_gate())
+                or (split > 1 and k < 1024 * split)
+                or split * share > 4
+                or received > _MOST_RECEIVED_BYTES
+            ):
                 continue
             columns = -(-n // (wide * BRICK * share)) * share
             blocks = columns * -(-m // block_m) * split
             waves = -(-blocks // _MULTIPROCESSORS[split * share])
-            bricks, rows = wide * parts, k / 4096 / split
             products = _PRODUCT_US * bricks * (block_m + _UNPACKED_ROWS) * rows
             copies = _COPY_US * (bricks * BRICK / 2 + 2 * block_m / share) * rows
             us = waves * (max(products, copies) + _WAVE_US + _SPLIT_US * (split > 1))
