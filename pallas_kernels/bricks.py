@@ -95,6 +95,7 @@ def _rotated(words: Array, left: int) -> Array:
 
 def _shifts(steps: tuple[int, int, int], ndim: int) -> Array:
     """Shifts of the codes of a word along the last axes: halves of rows and columns, pairs."""
-    rows, columns, pairs = steps
-    shifts = [r * rows + c * columns + p * pairs for r in (0, 1) for c in (0, 1) for p in (0, 1)]
-    return jnp.array(shifts, jnp.uint32).reshape(*[1] * (ndim - 3), 2, 2, 2)
+    index = lax.iota(jnp.uint32, 8)  # not a constant, which an interpreted kernel could not hold
+    bits = index >> 2, index >> 1 & 1, index & 1
+    shifts = sum(bit * jnp.uint32(step) for bit, step in zip(bits, steps, strict=True))
+    return shifts.reshape(*[1] * (ndim - 3), 2, 2, 2)

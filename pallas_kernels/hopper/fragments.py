@@ -77,6 +77,107 @@ def unpacked(
     return run(bricks, *arrays)
 
 
+def dequantised(
+    bricks: Any,
+    kind: str,
+    dtype: Any,
+    start: int,
+    width: int,
+    scales: tuple[Array, ...],
+    zeros: tuple[Array, ...] = (),
+    *,
+    short: bool = False,
+):
+    """Load some rows of a column of bricks from shared memory, times their scales.
+
+    The product of a code and its scale is rounded once, as by `dequantise`. There is an exception:
+    int4 and fp8 in bfloat16 multiply by the scale as a sum of two bfloat16. If its mantissa has
+    more bits than that of float16, the error is up to 0.51 units in the last place, not 0.5.
+
+    Args:
+      bricks, kind, dtype, start, width: as for `unpacked`; kind is not "fp4".
+      scales: [64] fp32 in `LAYOUT.reduce(1)` for each group of rows; groups have the same size, a
+        multiple of 16.
+      zeros: whole numbers of the same form, see `unpacked`; empty for the default.
+      short: whether bfloat16 holds the scales without rounding.
+
+    Returns:
+      [64, width] in `LAYOUT`.
+    """
+    dtype = jnp.dtype(dtype)
+    layouts = (LAYOUT.reduce(1),) * (len(scales) + len(zeros))
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *layouts),
+        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=LAYOUT),
+    )
+    def run(_, ref, *arrays):
+        half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
+        pair = ir.VectorType.get((2,), half)
+        factors = [_columns(array) for array in arrays[: len(scales)]]
+        offsets = [_offsets(array, kind, half) for array in arrays[len(scales) :]]
+        if kind != "int8" and dtype == jnp.bfloat16:
+            factors = [[_two_terms(scale, short) for scale in columns] for columns in factors]
+        registers = []
+        for i, words in enumerate(_load_words(ref, kind, start // _ROWS, width // _ROWS)):
+            group = i * _ROWS * len(scales) // width
+            offset = offsets[group] if offsets else None
+            if kind == "int8":
+                values = _unpack_int8(words, dtype, offset, factors[group])
+            else:
+                codes = _UNPACK[kind](words, dtype, offset)
+                # The registers of the two columns alternate.
+                values = [_scaled(code, factors[group][r % 2]) for r, code in enumerate(codes)]
+            registers += [mgpu_utils.bitcast(value, pair) for value in values]
+        shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
+        return mgpu.FragmentedArray(
+            _registers=np.array(registers, dtype=object).reshape(shape),
+            _layout=mgpu.WGMMA_LAYOUT,
+            _is_signed=None,
+        )
+
+    return run(bricks, *scales, *zeros)
+
+
+def _columns(array: mgpu.FragmentedArray) -> list[ir.Value]:
+    """A thread's values of its two columns."""
+    return [
+        vector.extract(register, dynamic_position=[], static_position=[0])
+        for register in array.registers.flat
+    ]
+
+
+def _two_terms(scale: ir.Value, short: bool) -> list[ir.Value]:
+    """bfloat16 numbers whose sum is the scale in fp32, each twice in a word, the largest last."""
+    half = ir.BF16Type.get()
+    high = arith.truncf(half, scale)
+    terms = [high]
+    if not short:
+        rest = arith.subf(scale, arith.extf(ir.F32Type.get(), high))
+        terms.insert(0, arith.truncf(half, rest))
+    pair, word = ir.VectorType.get((2,), half), ir.IntegerType.get_signless(32)
+    return [mgpu_utils.bitcast(vector.from_elements(pair, [t, t]), word) for t in terms]
+
+
+def _scaled(codes: ir.Value, factor: list[ir.Value] | ir.Value) -> ir.Value:
+    """A pair of codes times a scale: the terms of `_two_terms` for bfloat16, fp32 for float16."""
+    if isinstance(factor, list):
+        product = _word(0x80008000)
+        for term in factor:
+            product = _ptx("fma.rn.bf16x2 $0, $1, $2, $3", codes, term, product)
+        return product
+    pair, single = ir.VectorType.get((2,), ir.F16Type.get()), ir.F32Type.get()
+    codes = mgpu_utils.bitcast(codes, pair)
+    low, high = (
+        arith.mulf(
+            arith.extf(single, vector.extract(codes, dynamic_position=[], static_position=[i])),
+            factor,
+        )
+        for i in (0, 1)
+    )
+    return _ptx("cvt.rn.f16x2.f32 $0, $1, $2", high, low, kinds="f")
+
+
 def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[ir.Value]]:
     """A thread's words of some instructions: one for int4, two for 8 bits."""
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
@@ -159,8 +260,16 @@ def _unpack_int4(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | No
     return values
 
 
-def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | None):
-    """2^23 + code has the code in the last byte of fp32's mantissa."""
+def _unpack_int8(
+    words: list[ir.Value],
+    dtype: Any,
+    offsets: list[ir.Value] | None,
+    scales: list[ir.Value] | None = None,
+):
+    """2^23 + code has the code in the last byte of fp32's mantissa.
+
+    `scales` are of the two columns, in fp32. Values are multiplied before they are rounded.
+    """
     single, power = ir.F32Type.get(), _word(0x4B000000)
     offsets = offsets or [mgpu_utils.c(-(2.0**23) - 128, single)] * 2
     values = []
@@ -173,6 +282,8 @@ def _unpack_int8(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | No
                 )
                 for b in (byte, byte + 2)
             )
+            if scales:
+                low, high = (arith.mulf(value, scales[byte]) for value in (low, high))
             code = f"cvt.rn.{_pair_type(dtype)}.f32 $0, $1, $2"
             values.append(_ptx(code, high, low, kinds="f"))
     return values

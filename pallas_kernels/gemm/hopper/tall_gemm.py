@@ -1,0 +1,667 @@
+"""GEMM with quantised weights for 33 to 512 rows on Hopper, in one launch.
+
+At 64 rows, int4 takes as long to read as to multiply. So a kernel must read each code once, unpack
+it few times, and keep the tensor cores busy meanwhile. Here, warpgroups of a block have different
+work. One copies tiles of x and of the weight into a ring. Each of the others owns 64 columns, whose
+weights it unpacks into registers while the tensor cores multiply its previous ones. All of them
+read the same tile of x. In `packed_gemm`, each block of 64 columns copies all of x.
+
+Scales multiply the weights, not the sums. So the tensor cores need not stop at the end of a group,
+and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with the
+exception that `fragments.dequantised` describes.
+
+Copies of x from the L2 cache can limit the speed. So `share` blocks of a cluster copy a part of
+each tile each, to all of them. If N gives too few blocks, `split` blocks of a cluster share K. Each
+sends the others their rows of its sums, adds what it receives in a fixed order, and stores its own
+rows.
+
+XLA runs the norm.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.bricks import BRICK, brick_words, unpack_bricks
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.fragments import dequantised
+from fdjax.pallas_kernels.hopper.tiles import (
+    KERNEL_ACTIVATIONS,
+    LAYOUT,
+    gated,
+    load,
+    matrix,
+    shared_bytes,
+)
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
+from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
+
+_LEAST_ROWS, _MOST_ROWS = 33, 512
+_SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a block, less its barriers
+# Bytes of a result that a warpgroup stores at once.
+_STORED_BYTES = 8 * 1024
+# Sums [64, rows] of a block fill the registers if they have this many rows in all; and those of a
+# warpgroup.
+_MOST_SUMS, _MOST_OWN_SUMS = 512, 256
+# For estimates. Multiprocessors that clusters of this size can use: a cluster lies within 16 or 18.
+_MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 128}
+# For 4096 rows of the weight: time to multiply 64 columns with a row of x, and to copy a byte of a
+# row of both from the L2 cache. Unpacking a weight takes as long as multiplying it with so many
+# rows, beside what happens meanwhile. Time of both ends of a block, and of the exchange of sums.
+_PRODUCT_US, _COPY_US, _UNPACKED_ROWS, _WAVE_US, _SPLIT_US = 0.075, 0.1, 10, 3.0, 1.5
+# Bytes of other blocks' sums that leave room for the ring.
+_MOST_RECEIVED_BYTES = 80 * 1024
+# Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
+_REGISTERS = {1: (255, None), 2: (224, 56), 3: (152, 56), 4: (112, 32)}
+# Registers of a thread that hold neither sums nor weights.
+_OTHER_REGISTERS = 28
+
+
+@dataclasses.dataclass(frozen=True)
+class TallGemmConfig:
+    """Tiling of `matmul_tall`.
+
+    Attributes:
+      wide: warpgroups that multiply. Each owns 64 columns; with a gate, 64 of each half.
+      block_m: largest number of rows of a block, 64, 128 or 256.
+      deep: height of a tile of the ring in bricks of 64 rows: 1, 2 or 4.
+      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
+      split: number of blocks that share K.
+      share: number of blocks that share copies of x: 1, 2 or 4. split * share is at most 8.
+    """
+
+    wide: int = 4
+    block_m: int = 128
+    deep: int = 2
+    stages: int = 4
+    split: int = 1
+    share: int = 1
+
+    def __post_init__(self):
+        if not 1 <= self.wide <= 4:
+            raise ValueError(f"tall_gemm: wide must be in 1..4, got {self.wide}")
+        if self.block_m not in (64, 128, 256):
+            raise ValueError(f"tall_gemm: block_m must be 64, 128 or 256, got {self.block_m}")
+        if self.wide * self.block_m > _MOST_SUMS:
+            raise ValueError(
+                f"tall_gemm: wide * block_m must be at most {_MOST_SUMS}, got {self.wide} and "
+                f"{self.block_m}"
+            )
+        if self.deep not in (1, 2, 4):
+            raise ValueError(f"tall_gemm: deep must be 1, 2 or 4, got {self.deep}")
+        if self.stages < 2:
+            raise ValueError(f"tall_gemm: stages must be at least 2, got {self.stages}")
+        if self.share not in (1, 2, 4):
+            raise ValueError(f"tall_gemm: share must be 1, 2 or 4, got {self.share}")
+        if not 1 <= self.split <= 8 // self.share:
+            raise ValueError(
+                f"tall_gemm: split * share must be in 1..8, got {self.split * self.share}"
+            )
+
+    def takes_gate(self) -> bool:
+        """Whether the sums of gate and up fit into registers."""
+        rows = 2 * self.block_m
+        return rows <= _MOST_OWN_SUMS and rows * self.wide <= _MOST_SUMS
+
+    @classmethod
+    def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "TallGemmConfig":
+        """The tiling of the least estimated time on an H100. The estimate is not measured."""
+        parts, found = 2 if gate else 1, []
+        tilings = itertools.product((4, 3, 2), (64, 128), (1, 2, 3, 4), (1, 2))
+        for wide, block_m, split, share in tilings:
+            bricks, rows = wide * parts, k / 4096 / split
+            received = 4 * BRICK * bricks * block_m * (split - 1) / split
+            if (
+                (gate and not cls(wide, block_m).takes_gate())
+                or (split > 1 and k < 1024 * split)
+                or split * share > 4
+                or received > _MOST_RECEIVED_BYTES
+            ):
+                continue
+            columns = -(-n // (wide * BRICK * share)) * share
+            blocks = columns * -(-m // block_m) * split
+            waves = -(-blocks // _MULTIPROCESSORS[split * share])
+            products = _PRODUCT_US * bricks * (block_m + _UNPACKED_ROWS) * rows
+            copies = _COPY_US * (bricks * BRICK / 2 + 2 * block_m / share) * rows
+            us = waves * (max(products, copies) + _WAVE_US + _SPLIT_US * (split > 1))
+            found.append((us, split, share, -wide, block_m))
+        _, split, share, wide, block_m = min(found)
+        deep, stages = (1, 8) if split > 1 and block_m > 64 else (2, 6)
+        return cls(-wide, block_m, deep, stages, split, share)
+
+
+def matmul_tall(
+    x: Array,
+    w: QTensor,
+    *,
+    layer: Array | int | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
+    bias: Array | None = None,
+    gate: str | None = None,
+    activation: str | None = None,
+    residual: Array | None = None,
+    dtype: Any,
+    config: TallGemmConfig | None = None,
+    interpret: Any = None,
+) -> Array:
+    """`matmul` of x [M,K] and a quantised weight as one Mosaic GPU kernel, after a norm by XLA.
+
+    Args:
+      x: [M,K] bfloat16 or float16.
+      w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these.
+      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
+      dtype: dtype of the result.
+      config: default `TallGemmConfig.for_shape`.
+      interpret: parameters of the interpreter, or None. It knows no clusters.
+
+    Returns:
+      [M,N].
+
+    Raises:
+      NotImplementedError: registers or shared memory have no room for the configuration.
+    """
+    (m, k), n = x.shape, w.shape[-1]
+    if m == 0:
+        return jnp.zeros((m, n), dtype)
+    config = config or TallGemmConfig.for_shape(m, k, n, gate=gate is not None)
+    if gate is not None and not config.takes_gate():
+        raise NotImplementedError(f"matmul: {config} has no registers for a gate")
+    if norm is not None:
+        x = normalised(x, norm)
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.astype(jnp.float32)
+        y = matmul_tall(
+            *(x, w),
+            layer=layer,
+            bias=bias,
+            gate=gate,
+            activation=activation,
+            dtype=jnp.float32,
+            config=config,
+            interpret=interpret,
+        )
+        return (y + residual).astype(dtype)
+    if m % 8:  # TMA copies tiles of 8 rows
+        padding = ((0, -m % 8), (0, 0))
+        x = jnp.pad(x, padding)
+        residual = None if residual is None else jnp.pad(residual, padding)
+    # Axes of a weight's parts and of a stack, if there are none. Words [L * parts, ...] have five
+    # axes, the most that TMA takes.
+    parts, (count, *_) = 2 if gate else 1, (*w.stack, 1)
+    factors = (count, k // w.group, parts, n)
+    operands = {
+        "x": x,
+        "w": w.words.reshape(count * parts, *w.words.shape[-4:]),
+        "scales": w.scales.reshape(factors),
+        "zeros": None if w.zeros is None else w.zeros.reshape(factors),
+        "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        "bias": None if bias is None else bias.reshape(parts, n),
+        "residual": residual,
+    }
+    y = _launch(
+        {name: operand for name, operand in operands.items() if operand is not None},
+        kind=w.kind,
+        group=w.group,
+        gate=gate,
+        activation=activation,
+        dtype=jnp.dtype(dtype),
+        config=config,
+        interpret=interpret,
+    )
+    return y[:m]
+
+
+# Jitted separately, so that layers of the same shape share one lowering.
+@functools.partial(
+    jax.jit,
+    static_argnames=("kind", "group", "gate", "activation", "dtype", "config", "interpret"),
+)
+def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret):
+    """Launch the kernel; `operands` are arrays by name, without those that are None."""
+    tile = _Tile(
+        operands,
+        kind=kind,
+        group=group,
+        gate=gate,
+        activation=activation,
+        dtype=dtype,
+        config=config,
+        interpreted=interpret is not None,
+    )
+    scratch = tile.scratch()
+
+    def tall_gemm_kernel(*refs):
+        gmem = dict(zip((*operands, "y"), refs, strict=False))
+        tile.run(gmem, dict(zip(scratch, refs[len(gmem) :], strict=True)))
+
+    return plgpu.kernel(
+        tall_gemm_kernel,
+        out_type=jax.ShapeDtypeStruct((tile.m, tile.n), dtype),
+        scratch_types=tuple(scratch.values()),
+        # The last axis is the fastest: blocks of the same columns share codes in the L2 cache.
+        grid=(-(-tile.n // (config.share * config.wide * BRICK)), tile.tiles_m),
+        grid_names=("n", "m"),
+        cluster=tuple(tile.cluster.values()),
+        cluster_names=tuple(tile.cluster),
+        num_threads=config.wide + 1,
+        thread_name="warpgroup",
+        # All layouts are given. Inferring them would take longer than the rest of the lowering.
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        interpret=interpret,
+    )(*operands.values())
+
+
+class _Tile:
+    """A block's tile of the result: `tile_m` rows and `wide` columns of bricks.
+
+    Attributes:
+      cluster: sizes of the axes of the cluster, by name.
+      parts: 2 for gate and up, 1 without a gate.
+      m, k, n: rows of x with padding, rows and columns of the weight.
+      tiles_m, tile_m: tiles along M, and rows of each.
+      block_k, steps: rows of the weight in one step, and steps of this block along K.
+      unit: rows of the weight that are unpacked at once.
+      shares: rows (first, end) of the tile that each block of the cluster stores.
+      gmem, smem: references by name, once the kernel runs.
+      column, row: the block's first column of bricks and first row, once the kernel runs.
+    """
+
+    def __init__(
+        self, operands, *, kind, group, gate, activation, dtype, config, interpreted
+    ) -> None:
+        self.operands, self.kind, self.group, self.dtype = operands, kind, group, dtype
+        self.gate, self.activation, self.interpreted = gate, activation, interpreted
+        self.wide, self.deep, self.split = config.wide, config.deep, config.split
+        sizes = {"k": config.split, "share": config.share}
+        self.cluster = {axis: size for axis, size in sizes.items() if size > 1}
+        self.config, self.parts = config, 2 if gate else 1
+        self.in_dtype = operands["x"].dtype
+        (self.m, self.k), self.n = operands["x"].shape, operands["scales"].shape[-1]
+        self.tiles_m = -(-self.m // config.block_m)
+        rows = 8 * config.share
+        self.tile_m = -(-self.m // (rows * self.tiles_m)) * rows
+        self.block_k = self.deep * BRICK
+        self.steps = -(-self.k // (self.block_k * self.split))
+        share = -(-self.tile_m // (8 * self.split)) * 8
+        ends = [min(at * share, self.tile_m) for at in range(self.split + 1)]
+        self.shares = list(itertools.pairwise(ends))
+        # Two units of weights are in registers at a time. If there are too few, the compiler lets
+        # every instruction of the tensor cores wait for the one before.
+        registers = self.parts * self.tile_m // 2 + _OTHER_REGISTERS
+        fits = registers + 2 * BRICK // 4 <= _REGISTERS[self.wide][0]
+        self.unit = BRICK if fits else BRICK // 2
+        # Groups that rows of a step may belong to.
+        self.groups = -(-self.block_k // group) + (
+            self.block_k % group > 0 and group % self.block_k > 0
+        )
+        self.factors = [name for name in ("scales", "zeros") if name in operands]
+        self.gmem, self.smem = {}, {}
+
+    def scratch(self) -> dict[str, Any]:
+        """Shared memory and barriers. Sets `stages`, the number of tiles in the ring.
+
+        Raises:
+          NotImplementedError: shared memory has no room for two tiles.
+        """
+        stored = min(_STORED_BYTES // (BRICK * self.dtype.itemsize), self.shares[0][1])
+        buffers = {"y": ((self.wide, stored, BRICK), self.dtype)}
+        others = self.split - 1
+        if others:
+            sums = (others, self.wide, self.parts, BRICK, self.shares[0][1])
+            buffers["partial"] = (sums, jnp.float32)
+        if self.interpreted:
+            buffers["a"] = ((self.wide, BRICK, self.unit), self.in_dtype)
+        words = (self.parts, self.wide, self.deep, *brick_words(self.kind))
+        stage = {"x": ((self.tile_m, self.block_k), self.in_dtype), "w": (words, jnp.int32)}
+        for name in self.factors:
+            shape = (self.parts, self.groups, self.wide * BRICK)
+            stage[name] = (shape, self.operands[name].dtype)
+        room = _SMEM_BYTES - shared_bytes(buffers)
+        self.late = -(-self.wide // self.deep) if "residual" in self.operands else 0
+        self.stages = min(
+            self.config.stages, max(self.steps, self.late), room // shared_bytes(stage)
+        )
+        if self.stages < max(min(2, self.steps), self.late):
+            raise NotImplementedError(
+                f"matmul: {self.config} does not fit into shared memory at M = {self.m}"
+            )
+        buffers |= {name: ((self.stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
+        vectors = ("w", *self.factors)
+        scratch = {
+            name: (plgpu.SMEM if name in vectors else matrix)(*buffer)
+            for name, buffer in buffers.items()
+        }
+        scratch["x"] = matrix(*buffers["x"], most=self.unit * self.in_dtype.itemsize)
+        if others:
+            # Shares of rows are multiples of 8.
+            scratch["partial"] = matrix(*buffers["partial"], most=32)
+            scratch["partial_full"] = plgpu.Barrier(
+                num_arrivals=others * self.parts, num_barriers=self.wide
+            )
+        copies = 1 + self.parts * (1 + len(self.factors))
+        scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
+        empty = plgpu.Barrier
+        if "share" in self.cluster:  # a tile of x is free if all blocks have read it
+            empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("share",))
+        scratch["empty"] = empty(num_arrivals=self.wide, num_barriers=self.stages)
+        if self.late:
+            scratch["late_full"] = plgpu.Barrier(num_barriers=self.late)
+        return scratch
+
+    # Within the kernel.
+
+    def run(self, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
+        """The work of all warpgroups."""
+        self.gmem, self.smem = gmem, smem
+        self.rank = lax.axis_index("k") if self.split > 1 else 0
+        block = lax.axis_index("n")
+        if "share" in self.cluster:
+            block = self.cluster["share"] * block + lax.axis_index("share")
+        self.column = block * self.wide
+        self.layer = gmem["layer"][0] if "layer" in gmem else 0
+        self.row = pl.multiple_of(lax.axis_index("m") * self.tile_m, 8)
+        warpgroup = lax.axis_index("warpgroup")
+        most, least = _REGISTERS[self.wide]
+
+        @when(warpgroup == self.wide)
+        def _():
+            if least:
+                plgpu.set_max_registers(least, action="decrease")
+            self._produce()
+
+        @when(warpgroup < self.wide)
+        def _():
+            if least:
+                plgpu.set_max_registers(most, action="increase")
+            self._consume(warpgroup)
+
+    def _at(self, step: Any) -> Any:
+        """The place of a step among those of all blocks that share K."""
+        return self.rank * self.steps + step
+
+    def _produce(self) -> None:
+        """Copy the tiles of all steps, then those of the residual, into the ring."""
+        smem, steps, stages = self.smem, self.steps, self.stages
+
+        def acquire(i):
+            """Wait until a tile of the ring is free; returns its index."""
+            slot = lax.rem(i, stages)
+            when(i >= stages)(lambda: plgpu.barrier_wait(smem["empty"].at[slot]))
+            return slot
+
+        def fetch(i, _):
+            self._fetch(self._at(i), acquire(i))
+
+        lax.fori_loop(0, steps, fetch, None)
+        for late in range(self.late):
+            self._fetch_residual(late, acquire(jnp.int32(steps + late)))
+        # Every arrival is waited for.
+        for i in range(max(steps + self.late - stages, 0), steps):
+            plgpu.barrier_wait(smem["empty"].at[i % stages])
+
+    def _fetch(self, at, slot) -> None:
+        """Copy x, codes, scales and zeros of a step; past M, K and N they are zero."""
+        gmem, smem, full = self.gmem, self.smem, self.smem["full"].at[slot]
+        column = self.column
+        groups = pl.ds(lax.div(at * self.block_k, self.group), self.groups)
+        for part in range(self.parts):
+            place = (self.layer * self.parts + part, pl.ds(column, self.wide))
+            words = gmem["w"].at[(*place, pl.ds(at * self.deep, self.deep))]
+            plgpu.copy_gmem_to_smem(words, smem["w"].at[slot, part], full)
+            for name in self.factors:
+                columns = pl.ds(column * BRICK, self.wide * BRICK)
+                source = gmem[name].at[self.layer, groups, part, columns]
+                plgpu.copy_gmem_to_smem(source, smem[name].at[slot, part], full)
+        rows, ks = pl.ds(self.row, self.tile_m), pl.ds(at * self.block_k, self.block_k)
+        plgpu.copy_gmem_to_smem(
+            *(gmem["x"].at[rows, ks], smem["x"].at[slot], full),
+            collective_axes="share" if "share" in self.cluster else None,
+        )
+
+    def _fetch_residual(self, late, slot) -> None:
+        """Copy `deep` columns of bricks of the residual to the place of a tile of x."""
+        columns = pl.ds((self.column + late * self.deep) * BRICK, self.block_k)
+        for rank, (first, end) in enumerate(self.shares):
+
+            @when(jnp.int32(self.rank) == rank)
+            def _(first=first, size=end - first):
+                if size == 0:
+                    plgpu.barrier_arrive(self.smem["late_full"].at[late])
+                    return
+                source = self.gmem["residual"].at[pl.ds(self.row + first, size), columns]
+                target = self.smem["x"].at[slot, pl.ds(first, size)]
+                plgpu.copy_gmem_to_smem(source, target, self.smem["late_full"].at[late])
+
+    def _consume(self, warpgroup) -> None:
+        """Multiply a warpgroup's columns, and store their results."""
+        column = self.column + warpgroup
+        biases = []
+        if "bias" in self.gmem:  # read early, because it takes long
+            columns = pl.ds(jnp.minimum(column, self.n // BRICK - 1) * BRICK, BRICK)
+            for part in range(self.parts):
+                biases.append(load(self.gmem["bias"].at[part, columns], LAYOUT.reduce(1)))
+        accumulator = plgpu.ACC((BRICK, self.tile_m), jnp.float32)
+        multiply = functools.partial(self._multiply, warpgroup)
+        sums = pl.run_scoped(multiply, *[accumulator] * self.parts)
+        if self.split == 1:
+            self._store(warpgroup, column, sums, biases, 0)
+            return
+        for rank in range(self.split):
+            send = functools.partial(self._send, warpgroup, sums, rank)
+            when(self.rank != rank)(send)
+        for rank in range(self.split):
+            store = functools.partial(self._store, warpgroup, column, sums, biases, rank)
+            when(self.rank == rank)(store)
+
+    def _multiply(self, warpgroup, *accumulators) -> list[Array]:
+        """Sums [64, tile_m] of all steps, for each part."""
+        smem, stages = self.smem, self.stages
+
+        def release(i):
+            plgpu.barrier_arrive(smem["empty"].at[lax.rem(i, stages)])
+
+        def step(i, _, *, first=False):
+            slot = lax.rem(i, stages)
+            plgpu.barrier_wait(smem["full"].at[slot])
+            for start in range(0, self.block_k, self.unit):
+                x = smem["x"].at[slot, :, pl.ds(start, self.unit)]
+                for part, accumulator in enumerate(accumulators):
+                    a = self._weights(warpgroup, self._at(i), slot, part, start)
+                    plgpu.wgmma(accumulator, a, x.T)
+                    # The product before has ended. This one runs while the next weights are
+                    # unpacked.
+                    plgpu.wgmma_wait(0 if self.interpreted else 1)
+                    if start == part == 0 and not first:
+                        release(i - 1)
+
+        # A condition in the loop would keep the compiler from overlapping products.
+        step(jnp.int32(0), None, first=True)
+        lax.fori_loop(1, self.steps, step, None)
+        sums = [accumulator[...] for accumulator in accumulators]
+        release(self.steps - 1)
+        return sums
+
+    def _weights(self, warpgroup, at, slot, part, start) -> Any:
+        """Some rows of the weight in a step, as the left operand [64,unit]."""
+        words = self.smem["w"].at[slot, part, warpgroup]
+        if self.interpreted:
+            return self._interpreted_weights(words, warpgroup, at, slot, part, start)
+        scales, zeros = (
+            tuple(
+                load(self._factor(name, warpgroup, at, slot, part, start + row), LAYOUT.reduce(1))
+                for row in range(0, self.unit, min(self.group, self.unit))
+                if name in self.factors
+            )
+            for name in ("scales", "zeros")
+        )
+        short = self.operands["scales"].dtype == jnp.bfloat16
+        return dequantised(
+            *(words, self.kind, self.in_dtype, start, self.unit, scales, zeros), short=short
+        )
+
+    def _factor(self, name, warpgroup, at, slot, part, start) -> Any:
+        """Reference to the scales or zeros [64] of a row of a step."""
+        if self.block_k % self.group == 0:
+            row = start // self.group
+        elif self.groups == 1:
+            row = 0
+        else:
+            first = at * self.block_k
+            row = lax.div(first + start, self.group) - lax.div(first, self.group)
+        return self.smem[name].at[slot, part, row, pl.ds(warpgroup * BRICK, BRICK)]
+
+    def _interpreted_weights(self, words, warpgroup, at, slot, part, start) -> Any:
+        """The interpreter knows no operand in registers, nor the code that unpacks."""
+        words = words[...][None, :, :, :]  # one column of bricks
+        codes = unpack_bricks(words, self.kind)[start : start + self.unit]  # [K,N]
+        if self.kind == "fp8":
+            codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        values = codes.astype(jnp.float32)
+        rows = range(start, start + self.unit, min(self.group, self.unit))
+
+        def factor(name):
+            found = [self._factor(name, warpgroup, at, slot, part, row)[...] for row in rows]
+            return jnp.repeat(jnp.stack(found), self.unit // len(rows), axis=0).astype(jnp.float32)
+
+        if "zeros" in self.factors:
+            values -= factor("zeros")
+        elif self.kind != "fp8":
+            values -= 2.0 ** (BITS[self.kind] - 1)
+        a = self.smem["a"].at[warpgroup]
+        a[...] = (values * factor("scales")).T.astype(self.in_dtype)
+        plgpu.commit_smem()
+        return a
+
+    def _send(self, warpgroup, sums, rank) -> None:
+        """Send another block of the cluster its rows of the sums."""
+        first, end = self.shares[rank]
+        if first == end:
+            return
+        peer = jnp.where(self.rank < rank, self.rank, self.rank - 1)
+        for part, values in enumerate(sums):
+            plgpu.async_store_smem(
+                values[:, first:end],
+                self.smem["partial"].at[peer, warpgroup, part, :, pl.ds(0, end - first)],
+                barrier=self.smem["partial_full"].at[warpgroup],
+                cluster_idx=rank,
+                cluster_dim="k",
+                optimized=False,
+            )
+
+    def _store(self, warpgroup, column, sums, biases, rank) -> None:
+        """Store a block's rows of the result, of one warpgroup's columns."""
+        smem, (first, end) = self.smem, self.shares[rank]
+        if first == end:
+            return
+        if self.split > 1:
+            plgpu.barrier_wait(smem["partial_full"].at[warpgroup])
+        if self.late:
+            late = lax.div(warpgroup, self.deep)
+            plgpu.barrier_wait(smem["late_full"].at[late])
+        y_tile = smem["y"].at[warpgroup]
+        for start in range(first, end, y_tile.shape[0]):
+            rows = min(y_tile.shape[0], end - start)
+            total = [values[:, start : start + rows] for values in sums]
+            for part in range(self.parts):
+                for peer in range(self.split - 1):
+                    held = pl.ds(start - first, rows)
+                    total[part] += load(smem["partial"].at[peer, warpgroup, part, :, held])
+                if biases:
+                    total[part] += lax.broadcast_in_dim(biases[part], total[part].shape, [0])
+            y = total[0]
+            if self.gate:
+                y = gated(self.gate, *total)
+            elif self.activation:
+                y = KERNEL_ACTIVATIONS[self.activation](y)
+            if self.late:
+                slot = lax.rem(self.steps + late, self.stages)
+                place = pl.ds(lax.rem(warpgroup, self.deep) * BRICK, BRICK)
+                y += load(smem["x"].at[slot, pl.ds(start, rows), place].T)
+            y = y.astype(self.dtype)
+            if self.dtype.itemsize == 4:
+                y = plgpu.layout_cast(y, plgpu.Layout.WGMMA_TRANSPOSED)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            y_tile.at[pl.ds(0, rows)].T[...] = y
+            plgpu.commit_smem()
+
+            @when((column < self.n // BRICK) & (self.row + start < self.m))
+            def _(start=start, rows=rows):
+                place = (pl.ds(self.row + start, rows), pl.ds(column * BRICK, BRICK))
+                plgpu.copy_smem_to_gmem(y_tile.at[pl.ds(0, rows)], self.gmem["y"].at[place])
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+# (wide, block_m, deep, stages, split, share)
+CANDIDATES = tuple(
+    TallGemmConfig(*c)
+    for c in (
+        *((4, 64, 2, 6, 1), (4, 64, 4, 3, 1), (3, 64, 2, 6, 1), (3, 64, 4, 3, 1)),
+        *((2, 64, 4, 4, 1), (4, 64, 2, 5, 2), (3, 64, 2, 5, 2), (2, 64, 4, 3, 2)),
+        *((4, 64, 2, 4, 4), (2, 64, 2, 6, 4), (2, 64, 2, 6, 3), (4, 64, 2, 4, 8)),
+        *((4, 128, 2, 4, 1), (4, 128, 1, 6, 1), (3, 128, 2, 4, 1), (2, 128, 2, 4, 1)),
+        *((4, 128, 2, 3, 2), (3, 128, 2, 3, 2), (2, 128, 2, 3, 2), (2, 128, 2, 3, 3)),
+        *((4, 128, 1, 4, 4), (2, 128, 2, 3, 4), (1, 128, 2, 3, 1), (1, 128, 2, 3, 3)),
+        *((2, 256, 1, 5, 1), (2, 256, 2, 3, 1), (2, 256, 1, 4, 2), (1, 256, 1, 4, 1)),
+        *((4, 64, 2, 6, 1, 2), (3, 64, 2, 6, 1, 2), (4, 128, 2, 4, 1, 2), (3, 128, 2, 4, 1, 2)),
+        *((3, 64, 2, 6, 1, 4), (3, 128, 2, 4, 1, 4), (4, 128, 1, 8, 2, 2), (3, 128, 1, 8, 2, 2)),
+        *((2, 64, 2, 6, 2, 2), (3, 64, 2, 6, 2, 2), (2, 128, 1, 8, 2, 2), (2, 128, 1, 8, 3)),
+        *((2, 128, 2, 4, 1, 2), (3, 128, 1, 8, 2), (2, 256, 1, 5, 1, 2), (2, 256, 2, 3, 1, 2)),
+    )
+)
+
+
+def candidates(shape: Shape) -> list[TallGemmConfig]:
+    """Tilings to try at a shape of `matmul`."""
+    m, k, gate = shape["m"], shape["k"], shape["gate"]
+    columns = shape["n"] // (BRICK * (1 + gate))
+
+    def is_useful(config):
+        blocks = -(-columns // config.wide) * -(-m // config.block_m) * config.split
+        return (
+            (not gate or (config.takes_gate() and config.wide * config.deep <= 8))
+            and (config.block_m == 64 or m > config.block_m // 2)
+            and (config.block_m > 64 or m <= 128 or gate)
+            and (config.split == 1 or (blocks <= 3 * MULTIPROCESSORS and k >= 512 * config.split))
+        )
+
+    return [config for config in CANDIDATES if is_useful(config)]
+
+
+def _fits(shape: Shape) -> str | None:
+    if problem := needs_half(shape):
+        return problem
+    if not _LEAST_ROWS <= shape["m"] <= _MOST_ROWS:
+        return f"takes {_LEAST_ROWS}..{_MOST_ROWS} rows, got {shape['m']}"
+    group = next((shape[kind] for kind in BITS if kind in shape), None)
+    if group is None:
+        return "needs a quantised weight"
+    if group != 32 and group % 64:
+        return f"takes groups of 32 or of multiples of 64, got {group}"
+    return None
+
+
+def _run(x, w, *, batch_invariant, **keywords):
+    return matmul_tall(x, w, **keywords)
+
+
+TALL_GEMM = Implementation(
+    *("matmul", "mosaic_gpu_tall", _run),
+    can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
+    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.fp4"}),
+    fits=_fits,
+    heuristic=never,  # not measured
+    capabilities=((9, 0), (9, 1)),
+    config=TallGemmConfig,
+    candidates=candidates,
+    forced=False,
+)

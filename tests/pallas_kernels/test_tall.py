@@ -1,0 +1,345 @@
+"""The kernel for 33 to 512 rows of x and quantised weights: interpreted, compiled, and on a GPU.
+
+It has not run on a GPU. The interpreter multiplies no operand in registers and knows no inline
+code, so there the weights of a product are unpacked by XLA's operations and lie in shared memory.
+It knows no clusters either.
+"""
+
+import dataclasses
+import functools
+import os
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.gemm.hopper import tall_gemm
+from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TALL_GEMM, TallGemmConfig, matmul_tall
+from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, in_layout, random_quantised
+
+from . import oracle
+from .test_decode_mosaic import INTERPRET
+from .test_quantised import EPS, LAYER, Case, exact_weight, relaid
+from .test_quantised import _operands as operands_of
+from .tolerance import assert_matmul
+
+Case = functools.partial(Case, layout="bricks")
+
+
+def check(case, config, **options):
+    """Run a case and compare with the oracle."""
+    operands = operands_of(case)
+    w = operands["w"]
+    one = jax.tree.map(lambda a: a[LAYER], w) if case.layer else w
+    named = {name: operands[name] for name in ("bias", "residual") if name in operands}
+    scale = operands.get("scale")
+    y = matmul_tall(
+        operands["x"],
+        relaid(w, case.layout),
+        layer=LAYER if case.layer else None,
+        norm=None if scale is None else RMSNorm(scale, EPS),
+        gate=case.gate,
+        **named,
+        dtype=jnp.dtype(case.dtype),
+        config=config,
+        **options,
+    )
+    exact = {"gate": case.gate, "norm": None if scale is None else (scale, EPS)} | named
+    assert_matmul(
+        np.asarray(y),
+        oracle.matmul(operands["x"], exact_weight(one), **exact),
+        dtype=case.dtype,
+        result=case.dtype,
+        k=case.k,
+        normed=case.norm,
+        fused=bool(named) or case.gate is not None,
+        quantised=True,
+    )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (dict(wide=5), "wide must be in 1..4, got 5"),
+        (dict(block_m=96), "block_m must be 64, 128 or 256, got 96"),
+        (dict(wide=3, block_m=256), r"wide \* block_m must be at most 512, got 3 and 256"),
+        (dict(deep=3), "deep must be 1, 2 or 4, got 3"),
+        (dict(stages=1), "stages must be at least 2, got 1"),
+        (dict(share=3), "share must be 1, 2 or 4, got 3"),
+        (dict(split=5, share=2), r"split \* share must be in 1..8, got 10"),
+    ],
+    ids=str,
+)
+def test_wrong_tilings_are_refused(wrong, message):
+    with pytest.raises(ValueError, match=f"^tall_gemm: {message}$"):
+        TallGemmConfig(**wrong)
+
+
+@pytest.mark.parametrize("config", [TallGemmConfig(wide=4), TallGemmConfig(2, 256)], ids=str)
+def test_a_gate_must_fit_into_registers(config):
+    case = Case(m=64, k=128, n=64, gate="silu")
+    with pytest.raises(NotImplementedError, match="has no registers for a gate"):
+        check(case, config)
+
+
+def _scratch(m, k, n, *, gate, config, kind="int8", residual=True, zeros=True):
+    shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
+    factors = jax.ShapeDtypeStruct((1, k // 128, 1 + gate, n), jnp.float32)
+    operands = {"x": shape((-(-m // 8) * 8, k)), "scales": factors}
+    operands |= {"zeros": factors} if zeros else {}
+    operands |= {"residual": shape((m, n))} if residual else {}
+    tile = tall_gemm._Tile(
+        operands,
+        kind=kind,
+        group=128,
+        gate="silu" if gate else None,
+        activation=None,
+        dtype=jnp.dtype(jnp.bfloat16),
+        config=config,
+        interpreted=False,
+    )
+    tile.scratch()
+    return tile
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("k", "n"), [(4096, 12288), (11008, 4096), (4096, 14336), (512, 128)])
+def test_the_default_tiling_fits_at_every_shape(k, n, gate):
+    for m in (33, 64, 65, 128, 129, 250, 512):
+        config = TallGemmConfig.for_shape(m, k, n, gate=gate)
+        tile = _scratch(m, k, n, gate=gate, config=config)
+        assert tile.stages >= 2
+        assert tile.tile_m <= config.block_m
+        assert tile.tile_m * tile.tiles_m >= m
+
+
+@pytest.mark.parametrize("m", [33, 64, 128, 136, 512])
+@pytest.mark.parametrize("gate", [0, 1])
+def test_candidates_fit(m, gate):
+    shape = dict(m=m, k=4096, n=4096 * (1 + gate), gate=gate)
+    tried = tall_gemm.candidates(shape)
+    assert len(tried) >= 5
+    for config in tried:
+        tile = _scratch(
+            m, 4096, 4096, gate=gate, config=config, kind="int4", residual=False, zeros=False
+        )
+        rows = [end - first for first, end in tile.shares]
+        assert sum(rows) == tile.tile_m
+        assert all(size % 8 == 0 for size in rows)
+
+
+def test_only_a_name_or_a_table_chooses_it():
+    weight = WeightFormat("int4", 128, layout="bricks")
+    shape = dict(m=128, k=4096, n=4096, itemsize=2, gate=0, fused=0) | weight.key
+    plan = Plan.for_kind("a GPU", (9, 0))
+    assert plan.choose("matmul", weight.features, **shape).implementation == "mosaic_gpu"
+    config = tuple(sorted(dataclasses.asdict(TallGemmConfig(3)).items()))
+    entry = Entry(
+        *("matmul", tuple(sorted(shape.items()))),
+        Choice("mosaic_gpu_tall", config, source="table"),
+    )
+    plan = dataclasses.replace(plan, table=(entry,))
+    choice = plan.choose("matmul", weight.features, **shape)
+    assert (choice.implementation, choice.source) == ("mosaic_gpu_tall", "table")
+    assert TallGemmConfig(**dict(choice.config)) == TallGemmConfig(3)
+
+
+@pytest.mark.parametrize(
+    ("m", "group", "itemsize", "message"),
+    [
+        (32, 128, 2, r"takes 33\.\.512 rows, got 32"),
+        (513, 128, 2, r"takes 33\.\.512 rows, got 513"),
+        (64, 48, 2, "takes groups of 32 or of multiples of 64, got 48"),
+        (64, 64, 4, "needs bfloat16 or float16, got float32"),
+    ],
+)
+def test_refuses_what_it_cannot_do(m, group, itemsize, message):
+    weight = WeightFormat("int4", group, layout="bricks")
+    shape = dict(m=m, k=4096, n=4096, itemsize=itemsize, gate=0) | weight.key
+    assert re.fullmatch(message, TALL_GEMM.refusal(shape, weight.features))
+
+
+# The interpreter runs each warpgroup in a thread of XLA's pool, which has one for each core. If all
+# of these wait for another warpgroup, it never runs.
+_CORES = int(os.environ.get("NPROC", os.cpu_count() or 1))
+INTERPRETED = [
+    # Two tiles of rows and ragged columns; units of 64 rows of the weight hold two groups.
+    (Case(m=72, k=320, n=192, zeros=True, residual=True, bias=True), TallGemmConfig(2, 64, 2, 3)),
+    # Groups that begin within a step, M that is no multiple of 8, one layer of several.
+    (
+        Case("int8", 192, 33, k=384, n=64, zeros=True, gate="silu", norm=True, layer=True),
+        TallGemmConfig(1, 64, 2, 2),
+    ),
+]
+MORE_INTERPRETED = [
+    (Case("fp8", 64, 40, k=256, n=128, scales="bfloat16"), TallGemmConfig(4, 64, 4, 2)),
+    (Case("int4", 256, 200, k=256, n=128, residual=True, layer=True), TallGemmConfig(2, 256, 1, 3)),
+    # Units of 32 rows.
+    (Case(m=128, k=256, n=320, zeros=True, scales="float16"), TallGemmConfig(4, 128, 1, 3)),
+    (Case(m=60, k=192, n=192, gate="gelu", residual=True, bias=True), TallGemmConfig(3, 64, 1, 4)),
+    (Case("int8", 64, 49, k=64, n=64, dtype="float16"), TallGemmConfig(2, 64, 2, 2)),
+]
+
+
+def _interpreted(case, config):
+    too_few = pytest.mark.skipif(
+        config.wide > 2 and config.wide >= _CORES, reason=f"needs {config.wide + 1} cores"
+    )
+    marks = () if (case, config) in INTERPRETED else (pytest.mark.slow, too_few)
+    return pytest.param(case, config, marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [_interpreted(*both) for both in INTERPRETED + MORE_INTERPRETED],
+    ids=str,
+)
+def test_interpreted_without_races(case, config):
+    check(case, config, interpret=INTERPRET)
+
+
+def test_interpreted_in_fp32_with_scales_of_nan_elsewhere():
+    """NaN in another layer, and in other columns, reaches no result."""
+    case = Case(m=40, k=128, n=128, layer=True)
+    operands = operands_of(case)
+    scales = np.array(operands["w"].scales)
+    scales[LAYER, :, 64] = np.nan
+    scales[LAYER - 1] = scales[LAYER + 1] = np.nan
+    w = dataclasses.replace(operands["w"], scales=scales)
+    y = np.asarray(
+        matmul_tall(
+            operands["x"],
+            relaid(w, "bricks"),
+            layer=LAYER,
+            dtype=jnp.float32,
+            config=TallGemmConfig(2, 64, 1, 2),
+            interpret=INTERPRET,
+        )
+    )
+    assert np.isnan(y[:, 64]).all()
+    one = jax.tree.map(lambda a: a[LAYER], operands["w"])
+    want = operands["x"].astype(np.float32) @ np.asarray(dequantise(one, jnp.bfloat16), np.float32)
+    np.testing.assert_allclose(np.delete(y, 64, 1), np.delete(want, 64, 1), rtol=1e-4, atol=1e-4)
+
+
+def _spec(*shape, dtype="bfloat16"):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(
+    ("case", "config"),
+    [
+        (Case(group=128, m=64, k=4096, n=22016, scales="float16"), None),
+        (Case(group=128, m=128, k=4096, n=12288, scales="bfloat16"), None),
+        (Case(group=128, m=256, k=11008, n=4096, residual=True), None),
+        (Case(group=128, m=512, k=4096, n=11008, gate="silu", norm=True), None),
+        (Case(group=128, m=64, k=4096, n=11008, gate="silu", layer=True), None),
+        (Case(m=128, k=4096, n=4096, zeros=True), TallGemmConfig(4, 128)),
+        (Case(m=200, k=4096, n=4096, zeros=True, bias=True), TallGemmConfig(2, 256, 1, 4, 2, 2)),
+        (Case("int8", 192, 100, k=4608, n=4096, zeros=True), TallGemmConfig(3, 128, 2, 3, 3)),
+        (Case("fp8", 64, 33, k=4096, n=4096, dtype="float16"), TallGemmConfig(4, 64, 2, 4, 8)),
+    ],
+    ids=str,
+)
+def test_compiles_without_spills_or_waits(case, config, monkeypatch, capfd):
+    """The compiler reports registers in memory, and products that it does not overlap."""
+    from deviceless import compile_for
+
+    columns = (2, case.n) if case.gate else (case.n,)
+    stack = (3,) if case.layer else ()
+    operands = {
+        "w": jax.eval_shape(lambda: case.format.empty((case.k, *columns), stack)),
+        "layer": _spec(dtype="int32") if case.layer else None,
+        "norm": RMSNorm(_spec(case.k, dtype=case.dtype), 1e-5) if case.norm else None,
+        "bias": _spec(*columns) if case.bias else None,
+        "residual": _spec(case.m, case.n) if case.residual else None,
+    }
+    run = functools.partial(matmul_tall, gate=case.gate, dtype=jnp.dtype(case.dtype), config=config)
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    compile_for("h100", run, _spec(case.m, case.k, dtype=case.dtype), kwargs=operands)
+    report = capfd.readouterr().out
+    assert "0 bytes spill stores, 0 bytes spill loads" in report
+    assert "wgmma.mma_async instructions are serialized" not in report
+
+
+# On a GPU.
+
+ON_A_GPU = [
+    *((Case(kind, 128, 64, k=256, n=128), None) for kind in ("int4", "int8", "fp8")),
+    *(both for both in (*INTERPRETED, *MORE_INTERPRETED)),
+    *(
+        (Case(group=128, m=m, k=1024, n=448, residual=True, bias=True, layer=True), config)
+        for m, config in (
+            (40, TallGemmConfig(2, 64, 2, 4, 3)),
+            (64, TallGemmConfig(4, 64, 2, 4, 8)),
+            (72, TallGemmConfig(3, 128, 2, 3, 2)),
+            (128, TallGemmConfig(3, 128, 2, 3, 2, 2)),
+            (250, TallGemmConfig(2, 256, 1, 4, 2, 2)),
+            (300, TallGemmConfig(4, 128, 2, 4, 1, 2)),
+            (512, TallGemmConfig(2, 128, 1, 6, 1)),
+        )
+    ),
+    *(
+        (Case(m=m, k=1024, n=192, zeros=True, gate="silu", norm=True), config)
+        for m, config in ((64, TallGemmConfig(4, 64, 2, 4, 2)), (128, TallGemmConfig(2, 128)))
+    ),
+    (Case("fp8", 64, 100, k=512, n=320, dtype="float16"), None),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("case", "config"), ON_A_GPU, ids=str)
+def test_products_on_a_gpu_are_those_of_the_oracle(case, config):
+    check(case, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gate", [0, 1])
+@pytest.mark.parametrize("m", [64, 128, 256, 512])
+def test_all_candidates_agree_on_a_gpu(m, gate):
+    case = Case(group=128, m=m, k=4096, n=1024, gate="silu" if gate else None)
+    for config in tall_gemm.candidates(dict(m=m, k=case.k, n=case.n * (1 + gate), gate=gate)):
+        check(case, config)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        WeightFormat("int4", 32, scales="bfloat16"),
+        WeightFormat("int4", 64, zeros=True, scales="float16"),
+        WeightFormat("int8", 256, zeros=True),
+        WeightFormat("fp8", 128, scales="float16"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("split", [1, 2])
+def test_weights_on_a_gpu_have_the_bits_of_dequantised_ones(form, dtype, split):
+    plain = random_quantised(jax.random.key(0), form.empty((256, 192)), 0.02)
+    factors = jax.random.uniform(jax.random.key(1), plain.scales.shape, minval=0.5, maxval=1.5)
+    plain = dataclasses.replace(
+        plain, scales=(factors * plain.scales.astype(jnp.float32)).astype(plain.scales.dtype)
+    )
+    x = jnp.eye(256, dtype=dtype)
+    config = TallGemmConfig(3, 128, 1, 3, split)
+    y = matmul_tall(x, in_layout(plain, "bricks"), dtype=jnp.dtype(dtype), config=config)
+    np.testing.assert_array_equal(np.asarray(y), np.asarray(dequantise(plain, dtype)))
+
+
+@pytest.mark.gpu
+def test_it_runs_by_name_on_a_gpu():
+    case = Case(group=128, m=64, k=256, n=128)
+    operands = operands_of(case)
+    q = relaid(operands["w"], "bricks")
+    y, want = (
+        np.asarray(jax.jit(functools.partial(matmul, implementation=name))(operands["x"], q))
+        for name in ("mosaic_gpu_tall", "xla")
+    )
+    np.testing.assert_allclose(y.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.02)
