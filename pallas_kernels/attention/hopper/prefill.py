@@ -157,7 +157,7 @@ def prefill_mosaic(
             config=config,
         )
 
-    # The last axis of the grid is the fastest, so neighbours are tiles of one head. With the axes of
+    # The last axis of a grid is the fastest, so neighbours are tiles of one head. With the axes of
     # heads and tiles exchanged, it ran at 0.54 of the speed.
     out = plgpu.kernel(
         body,
