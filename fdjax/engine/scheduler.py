@@ -2,7 +2,7 @@
 
 First come, first served. While sequences run, a state with B rows of S slots is open. A sequence
 waits for a free row, or for several next to each other. If the state cannot hold it, nothing is
-admitted until the state is reopened. If rows consist of pages, a sequence also waits for the pages
+admitted until there is a larger one. If rows consist of pages, a sequence also waits for the pages
 of its tokens, and takes more while it grows. If no page is left, the sequence that came last gives
 up its pages and waits again.
 """

@@ -67,12 +67,7 @@ def unpacked(
             factors = powers[i * _ROWS // 32] if powers else offsets
             made = _UNPACK[kind](words, dtype, factors)
             registers += [mgpu_utils.bitcast(value, pair) for value in made]
-        shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(shape),
-            _layout=mgpu.WGMMA_LAYOUT,
-            _is_signed=None,
-        )
+        return _fragment(registers, width)
 
     return run(bricks, *arrays)
 
@@ -129,14 +124,19 @@ def dequantised(
                 # The registers of the two columns alternate.
                 values = [_scaled(code, factors[group][r % 2]) for r, code in enumerate(codes)]
             registers += [mgpu_utils.bitcast(value, pair) for value in values]
-        shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(shape),
-            _layout=mgpu.WGMMA_LAYOUT,
-            _is_signed=None,
-        )
+        return _fragment(registers, width)
 
     return run(bricks, *scales, *zeros)
+
+
+def _fragment(registers: list[ir.Value], width: int) -> mgpu.FragmentedArray:
+    """The left operand [64, width] of a thread's registers."""
+    shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
+    return mgpu.FragmentedArray(
+        _registers=np.array(registers, dtype=object).reshape(shape),
+        _layout=mgpu.WGMMA_LAYOUT,
+        _is_signed=None,
+    )
 
 
 def _columns(array: mgpu.FragmentedArray) -> list[ir.Value]:

@@ -20,6 +20,11 @@ def _fits(shape: Shape) -> str | None:
         return problem
     if shape["m"] < _LEAST_ROWS:
         return f"takes at least {_LEAST_ROWS} rows of quantised weights, got {shape['m']}"
+    return group_misfit(shape)
+
+
+def group_misfit(shape: Shape) -> str | None:
+    """Why bricks cannot be dequantised with the groups of a shape of `matmul`; None if they can."""
     group = next((shape[kind] for kind in BITS if kind in shape), None)
     if group is None:
         return "needs a quantised weight"

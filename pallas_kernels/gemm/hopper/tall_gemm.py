@@ -31,6 +31,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import BRICK, brick_words, unpack_bricks
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.gemm.hopper.dequantised import group_misfit
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import dequantised
@@ -642,12 +643,7 @@ def _fits(shape: Shape) -> str | None:
         return problem
     if not _LEAST_ROWS <= shape["m"] <= _MOST_ROWS:
         return f"takes {_LEAST_ROWS}..{_MOST_ROWS} rows, got {shape['m']}"
-    group = next((shape[kind] for kind in BITS if kind in shape), None)
-    if group is None:
-        return "needs a quantised weight"
-    if group != 32 and group % 64:
-        return f"takes groups of 32 or of multiples of 64, got {group}"
-    return None
+    return group_misfit(shape)
 
 
 def _run(x, w, *, batch_invariant, **keywords):
