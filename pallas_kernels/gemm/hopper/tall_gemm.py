@@ -345,9 +345,8 @@ class _Tile:
         if others:
             # Shares of rows are multiples of 8.
             scratch["partial"] = matrix(*buffers["partial"], most=32)
-            scratch["partial_full"] = plgpu.Barrier(
-                num_arrivals=others * self.parts, num_barriers=self.wide
-            )
+            # One for all warpgroups: JAX 0.11 reaches only the first of another block's barriers.
+            scratch["partial_full"] = plgpu.Barrier(num_arrivals=others * self.parts * self.wide)
         copies = 1 + self.parts * (1 + len(self.factors))
         scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
         empty = plgpu.Barrier
@@ -552,7 +551,7 @@ class _Tile:
             plgpu.async_store_smem(
                 values[:, first:end],
                 self.smem["partial"].at[peer, warpgroup, part, :, pl.ds(0, end - first)],
-                barrier=self.smem["partial_full"].at[warpgroup],
+                barrier=self.smem["partial_full"],
                 cluster_idx=rank,
                 cluster_dim="k",
                 optimized=False,
@@ -564,7 +563,7 @@ class _Tile:
         if first == end:
             return
         if self.split > 1:
-            plgpu.barrier_wait(smem["partial_full"].at[warpgroup])
+            plgpu.barrier_wait(smem["partial_full"])
         if self.late:
             late = lax.div(warpgroup, self.deep)
             plgpu.barrier_wait(smem["late_full"].at[late])
