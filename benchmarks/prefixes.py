@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -17,13 +18,15 @@ _OPTIONS = {"eos_token_id": None, "do_sample": False}
 # Numbers of tokens: a shared beginning, the rest of its prompt, a prompt with several samples.
 _BEGINNING, _REST, _SAMPLED, _SAMPLES = 4032, 64, 2000, 16
 # Rows that decode after one beginning, its tokens, and the decode steps that are timed.
-_ROWS, _SHARED, _STEPS = (8, 32), (1024, 4096), 32
+_ROWS, _SHARED, _STEPS = (8, 16, 32), (1024, 2048, 4096), 32
+
+PARTS = ("first_token", "samples", "step", "without_hits")
 
 
 def measure(
     config: dict[str, Any], params: Params, args: argparse.Namespace, memory_bytes: int | None
 ) -> dict[str, Any]:
-    """Measure the effects of the prefix cache.
+    """Measure the effects of the prefix cache, those of `PARTS` that `--prefix` names.
 
     Returns:
       `first_token_ms`: time of a prompt of 64 tokens after a beginning of 4 032 tokens, `cold` and
@@ -38,32 +41,29 @@ def measure(
     model = describe(parse_config(config | {"max_position_embeddings": context}), dtype=args.dtype)
     rows = args.max_batch[-1]
     lm = LM(model, params, max_batch=rows, memory_bytes=memory_bytes)
-    first = _first_token(lm, args)
-    samples = _samples(lm, args)
-    steps = {
-        f"{rows}x{tokens}": _steps(lm, args, rows, tokens)
-        for rows in _ROWS
-        if lm.max_batch is None or rows <= lm.max_batch
-        for tokens in _SHARED
-    }
-    lm.release()
-    return {
-        "first_token_ms": first,
-        "samples_ms": samples,
-        "step_ms": steps,
-        "without_hits": (hits := _without_hits(model, params, args, memory_bytes)),
-        "ratios": {
-            "first_token": median(first["cold"]) / median(first["cached"]),
-            "samples": median(samples["all"]) / median(samples["one"]),
-            "without_hits": median(hits["on"]) / median(hits["off"]),
-            "step": {
-                point: {
-                    kind: median(ms[kind]) / median(ms["apart"]) for kind in ("together", "plan")
+    found: dict[str, Any] = {"ratios": {}}
+    ratios = found["ratios"]
+    if "first_token" in args.prefix:
+        found["first_token_ms"] = first = _first_token(lm, args)
+        ratios["first_token"] = median(first["cold"]) / median(first["cached"])
+    if "samples" in args.prefix:
+        found["samples_ms"] = samples = _samples(lm, args)
+        ratios["samples"] = median(samples["all"]) / median(samples["one"])
+    if "step" in args.prefix:
+        found["step_ms"], ratios["step"] = {}, {}
+        for rows, tokens in itertools.product(_ROWS, _SHARED):
+            if lm.max_batch is None or rows <= lm.max_batch:
+                point, ms = f"{rows}x{tokens}", _steps(lm, args, rows, tokens)
+                apart = median(ms["apart"])
+                found["step_ms"][point] = ms
+                ratios["step"][point] = {
+                    kind: median(ms[kind]) / apart for kind in ("together", "plan")
                 }
-                for point, ms in steps.items()
-            },
-        },
-    }
+    lm.release()
+    if "without_hits" in args.prefix:
+        found["without_hits"] = hits = _without_hits(model, params, args, memory_bytes)
+        ratios["without_hits"] = median(hits["on"]) / median(hits["off"])
+    return found
 
 
 def _ms(call: Callable[[], Any]) -> float:

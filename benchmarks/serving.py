@@ -46,7 +46,7 @@ _BOUND_SHARE = 0.9
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("config", nargs="?", type=Path, help="a config.json; default: Llama 2 7B")
-    parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--requests", type=int, default=256, help="0: no throughput")
     parser.add_argument("--scale", type=float, default=1.0, help="of all lengths")
     parser.add_argument(
         "--max-batch",
@@ -60,7 +60,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--arrivals", type=float, nargs="+", default=[], metavar="RATE", help="requests per second"
     )
-    parser.add_argument("--prefix", action="store_true", help="measure the prefix cache")
+    parser.add_argument(
+        "--prefix",
+        nargs="*",
+        choices=prefixes.PARTS,
+        metavar="PART",
+        help=f"measure the prefix cache: {', '.join(prefixes.PARTS)}; default: all",
+    )
     parser.add_argument("--peer", action="store_true", help="run transformers as well")
     parser.add_argument(
         "--matmul-rate", type=float, metavar="TFLOPS", help="for the bound; default: measured"
@@ -71,7 +77,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.arrivals and not args.requests:
+        parser.error("--arrivals needs --requests")
+    return args
 
 
 def throughput(lm: LM, args: argparse.Namespace) -> dict[str, Any]:
@@ -167,11 +176,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             "new_tokens": sum(new),
         },
         "memory_bytes": free_memory_bytes(),
-        "bound": least_time(model, args, whole_memory_bytes()),
         "throughput": [],
     }
+    if args.requests:
+        record["bound"] = least_time(model, args, whole_memory_bytes())
     params, _stacks = random_stacked_params(model)
-    for rows in args.max_batch:
+    for rows in args.max_batch if args.requests else ():
         lm = LM(model, params, max_batch=rows, memory_bytes=record["memory_bytes"])
         found = throughput(lm, args)
         best = min((call["seconds"] for call in found["timed_calls"]), default=None)
@@ -189,8 +199,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             record["arrivals"].append(arrivals.measure(lm, *of_rate, rate=rate))
             print(record["arrivals"][-1], file=sys.stderr, flush=True)
             _write(record, args.output)
-    lm.release()
-    if args.prefix:
+    if args.requests:
+        lm.release()
+    if args.prefix is not None:
+        args.prefix = args.prefix or prefixes.PARTS
         record["prefix"] = prefixes.measure(config, params, args, record["memory_bytes"])
         _write(record, args.output)
     print(json.dumps({"serving": record}))

@@ -245,12 +245,21 @@ class Dispatch:
         if op in self.only_xla or not all(map(self._has_parts, able)):
             return Choice("xla", source="only")
         key = tuple(sorted(shape.items()))
-        names = {i.name for i in able}
-        entries = [e for e in self.table if e.op == op and e.choice.implementation in names]
+        by_name = _by_name(able)
+        entries = [e for e in self.table if e.op == op and e.choice.implementation in by_name]
         for entry in entries:
             if entry.shape == key:
                 return dataclasses.replace(entry.choice, source="table")
-        near = [e for e in entries if _distance(e.shape, key) <= math.log(2)]
+
+        def applies(entry: Entry) -> bool:
+            if _distance(entry.shape, key) > math.log(2):
+                return False
+            # Kernels that share a name divide the shapes. A measurement tells nothing of another.
+            measured = _by_name(self.able(op, features, dict(entry.shape)))
+            name = entry.choice.implementation
+            return measured.get(name) is by_name[name]
+
+        near = list(filter(applies, entries))
         if near:
             entry = min(near, key=lambda e: _distance(e.shape, key))
             logger.debug("%s %s: nearest measured shape %s", op, dict(key), dict(entry.shape))
@@ -319,6 +328,11 @@ def resolve(
     if reason := chosen.refusal(shape, features, capability):
         raise NotImplementedError(f"{op}: {chosen.name} {reason}")
     return chosen, chosen.config(**dict(choice.config)) if choice.config else None
+
+
+def _by_name(implementations: Sequence[Implementation]) -> dict[str, Implementation]:
+    """The first implementation of each name, which is the one that runs."""
+    return {i.name: i for i in reversed(implementations)}
 
 
 def check_name(op: str, name: str, implementations: Sequence[Implementation] = ()) -> None:

@@ -19,7 +19,7 @@ from fdjax.pallas_kernels.gemm.xla import MATMUL_XLA
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import QTensor, check
 
-MATMUL = (FLAT_GEMM, PACKED_GEMM, DEQUANTISED_GEMM, TALL_GEMM, MATMUL_XLA)
+MATMUL = (FLAT_GEMM, PACKED_GEMM, TALL_GEMM, DEQUANTISED_GEMM, MATMUL_XLA)
 
 
 def matmul(
@@ -56,8 +56,7 @@ def matmul(
       residual: [..., N], added last.
       transposed: whether w is the transpose of an array in memory.
       preferred_element_type: dtype of the result; default the dtype of x.
-      implementation: "xla" | "mosaic_gpu" | "mosaic_gpu_tall"; it never falls back. The last is for
-        33 to 512 rows of x and quantised weights.
+      implementation: "xla" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:

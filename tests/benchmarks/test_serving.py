@@ -173,6 +173,7 @@ def test_a_peer_that_loses_or_cuts_an_answer_is_refused(monkeypatch):
 @pytest.mark.slow
 def test_a_small_run(tmp_path, monkeypatch):
     monkeypatch.setattr(prefixes, "_ROWS", (2,))
+    monkeypatch.setattr(prefixes, "_SHARED", (1024,))
     config, output = tmp_path / "config.json", tmp_path / "record.json"
     config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
     arguments = [str(config), "--requests", "6", "--scale", "0.03", "--max-batch", "1", "2"]
@@ -190,7 +191,12 @@ def test_a_small_run(tmp_path, monkeypatch):
     assert arrived["rate"] == 20 and arrived["compile_seconds"] == 0
     assert 0 < arrived["first_token_ms"]["p50"] <= arrived["first_token_ms"]["p99"]
     assert set(record["prefix"]["ratios"]) == {"first_token", "samples", "without_hits", "step"}
-    assert set(record["prefix"]["ratios"]["step"]) == {"2x1024", "2x4096"}
+    assert set(record["prefix"]["ratios"]["step"]) == {"2x1024"}
+
+    arguments = [str(config), "--requests", "0", "--scale", "0.03", "--prefix", "samples"]
+    assert serving.main([*arguments, "--runs", "1", "--output", str(output)]) == 0
+    record = json.loads(output.read_text())["serving"]
+    assert record["throughput"] == [] and set(record["prefix"]["ratios"]) == {"samples"}
 
 
 def test_figures_over_concurrency_and_arrival_rate(tmp_path):

@@ -1,6 +1,6 @@
-"""The kernel for 33 to 512 rows of x and quantised weights: interpreted, compiled, and on a GPU.
+"""The kernel for more than 32 rows of x and quantised weights: interpreted, compiled, and on a GPU.
 
-It has not run on a GPU. The interpreter multiplies no operand in registers and knows no inline
+The interpreter multiplies no operand in registers and knows no inline
 code, so there the weights of a product are unpacked by XLA's operations and lie in shared memory.
 It knows no clusters either.
 """
@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdjax.pallas_kernels.gemm import matmul
+from fdjax.pallas_kernels.dispatch import resolve
+from fdjax.pallas_kernels.gemm import MATMUL, matmul
 from fdjax.pallas_kernels.gemm.hopper import tall_gemm
+from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PackedGemmConfig
 from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TALL_GEMM, TallGemmConfig, matmul_tall
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
@@ -66,12 +68,10 @@ def check(case, config, **options):
     ("wrong", "message"),
     [
         (dict(wide=5), "wide must be in 1..4, got 5"),
-        (dict(block_m=96), "block_m must be 64, 128 or 256, got 96"),
-        (dict(wide=3, block_m=256), r"wide \* block_m must be at most 512, got 3 and 256"),
-        (dict(deep=3), "deep must be 1, 2 or 4, got 3"),
+        (dict(block_m=96), "block_m must be 64 or 128, got 96"),
+        (dict(deep=1), "deep must be 2 or 4, got 1"),
         (dict(stages=1), "stages must be at least 2, got 1"),
-        (dict(share=3), "share must be 1, 2 or 4, got 3"),
-        (dict(split=5, share=2), r"split \* share must be in 1..8, got 10"),
+        (dict(split=9), "split must be in 1..8, got 9"),
     ],
     ids=str,
 )
@@ -80,7 +80,7 @@ def test_wrong_tilings_are_refused(wrong, message):
         TallGemmConfig(**wrong)
 
 
-@pytest.mark.parametrize("config", [TallGemmConfig(wide=4), TallGemmConfig(2, 256)], ids=str)
+@pytest.mark.parametrize("config", [TallGemmConfig(wide=4), TallGemmConfig(3, 128)], ids=str)
 def test_a_gate_must_fit_into_registers(config):
     case = Case(m=64, k=128, n=64, gate="silu")
     with pytest.raises(NotImplementedError, match="has no registers for a gate"):
@@ -133,27 +133,41 @@ def test_candidates_fit(m, gate):
         assert all(size % 8 == 0 for size in rows)
 
 
-def test_only_a_name_or_a_table_chooses_it():
+def test_each_number_of_rows_has_one_kernel():
+    """Kernels for quantised weights share a name. No measurement of one is used for another."""
     weight = WeightFormat("int4", 128, layout="bricks")
-    shape = dict(m=128, k=4096, n=4096, itemsize=2, gate=0, fused=0) | weight.key
-    plan = Plan.for_kind("a GPU", (9, 0))
-    assert plan.choose("matmul", weight.features, **shape).implementation == "mosaic_gpu"
-    config = tuple(sorted(dataclasses.asdict(TallGemmConfig(3)).items()))
-    entry = Entry(
-        *("matmul", tuple(sorted(shape.items()))),
-        Choice("mosaic_gpu_tall", config, source="table"),
+    sizes = dict(k=4096, n=4096, itemsize=2, gate=0, fused=0) | weight.key
+
+    def entry(m, config):
+        config = tuple(sorted(dataclasses.asdict(config).items()))
+        choice = Choice("mosaic_gpu", config, source="table")
+        return Entry("matmul", tuple(sorted((sizes | {"m": m}).items())), choice)
+
+    plan = dataclasses.replace(
+        Plan.for_kind("a GPU", (9, 0)),
+        table=(entry(32, PackedGemmConfig()), entry(512, TallGemmConfig())),
     )
-    plan = dataclasses.replace(plan, table=(entry,))
-    choice = plan.choose("matmul", weight.features, **shape)
-    assert (choice.implementation, choice.source) == ("mosaic_gpu_tall", "table")
-    assert TallGemmConfig(**dict(choice.config)) == TallGemmConfig(3)
+    want = {
+        16: (PackedGemmConfig, "nearest"),
+        32: (PackedGemmConfig, "table"),
+        33: (TallGemmConfig, "heuristic"),
+        300: (TallGemmConfig, "nearest"),
+        1025: (TallGemmConfig, "heuristic"),
+        2049: (type(None), "heuristic"),
+    }
+    for m, (config, source) in want.items():
+        found = plan.choose("matmul", weight.features, m=m, **sizes)
+        assert (found.implementation, found.source) == ("mosaic_gpu", source)
+        given = resolve(MATMUL, plan, None, weight.features, m=m, **sizes)
+        assert given[0].config is (config if given[0].config else None)
+        assert source == "heuristic" or type(given[1]) is config
 
 
 @pytest.mark.parametrize(
     ("m", "group", "itemsize", "message"),
     [
-        (32, 128, 2, r"takes 33\.\.512 rows, got 32"),
-        (513, 128, 2, r"takes 33\.\.512 rows, got 513"),
+        (32, 128, 2, r"takes 33\.\.2048 rows, got 32"),
+        (2049, 128, 2, r"takes 33\.\.2048 rows, got 2049"),
         (64, 48, 2, "takes groups of 32 or of multiples of 64, got 48"),
         (64, 64, 4, "needs bfloat16 or float16, got float32"),
     ],
@@ -178,10 +192,10 @@ INTERPRETED = [
 ]
 MORE_INTERPRETED = [
     (Case("fp8", 64, 40, k=256, n=128, scales="bfloat16"), TallGemmConfig(4, 64, 4, 2)),
-    (Case("int4", 256, 200, k=256, n=128, residual=True, layer=True), TallGemmConfig(2, 256, 1, 3)),
+    (Case("int4", 256, 200, k=256, n=128, residual=True, layer=True), TallGemmConfig(2, 128, 2, 3)),
     # Units of 32 rows.
-    (Case(m=128, k=256, n=320, zeros=True, scales="float16"), TallGemmConfig(4, 128, 1, 3)),
-    (Case(m=60, k=192, n=192, gate="gelu", residual=True, bias=True), TallGemmConfig(3, 64, 1, 4)),
+    (Case(m=128, k=256, n=320, zeros=True, scales="float16"), TallGemmConfig(4, 128, 2, 3)),
+    (Case(m=60, k=192, n=192, gate="gelu", residual=True, bias=True), TallGemmConfig(3, 64, 2, 4)),
     (Case("int8", 64, 49, k=64, n=64, dtype="float16"), TallGemmConfig(2, 64, 2, 2)),
 ]
 
@@ -217,7 +231,7 @@ def test_interpreted_in_fp32_with_scales_of_nan_elsewhere():
             relaid(w, "bricks"),
             layer=LAYER,
             dtype=jnp.float32,
-            config=TallGemmConfig(2, 64, 1, 2),
+            config=TallGemmConfig(2, 64, 2, 2),
             interpret=INTERPRET,
         )
     )
@@ -241,7 +255,7 @@ def _spec(*shape, dtype="bfloat16"):
         (Case(group=128, m=512, k=4096, n=11008, gate="silu", norm=True), None),
         (Case(group=128, m=64, k=4096, n=11008, gate="silu", layer=True), None),
         (Case(m=128, k=4096, n=4096, zeros=True), TallGemmConfig(4, 128)),
-        (Case(m=200, k=4096, n=4096, zeros=True, bias=True), TallGemmConfig(2, 256, 1, 4, 2, 2)),
+        (Case(m=200, k=4096, n=4096, zeros=True, bias=True), TallGemmConfig(2, 128, 2, 4, 2)),
         (Case("int8", 192, 100, k=4608, n=4096, zeros=True), TallGemmConfig(3, 128, 2, 3, 3)),
         (Case("fp8", 64, 33, k=4096, n=4096, dtype="float16"), TallGemmConfig(4, 64, 2, 4, 8)),
     ],
@@ -279,10 +293,10 @@ ON_A_GPU = [
             (40, TallGemmConfig(2, 64, 2, 4, 3)),
             (64, TallGemmConfig(4, 64, 2, 4, 8)),
             (72, TallGemmConfig(3, 128, 2, 3, 2)),
-            (128, TallGemmConfig(3, 128, 2, 3, 2, 2)),
-            (250, TallGemmConfig(2, 256, 1, 4, 2, 2)),
-            (300, TallGemmConfig(4, 128, 2, 4, 1, 2)),
-            (512, TallGemmConfig(2, 128, 1, 6, 1)),
+            (128, TallGemmConfig(3, 128, 2, 3, 2)),
+            (250, TallGemmConfig(2, 128, 2, 4, 4)),
+            (300, TallGemmConfig(4, 128, 2, 4)),
+            (512, TallGemmConfig(2, 128, 2, 6)),
         )
     ),
     *(
@@ -328,7 +342,7 @@ def test_weights_on_a_gpu_have_the_bits_of_dequantised_ones(form, dtype, split):
         plain, scales=(factors * plain.scales.astype(jnp.float32)).astype(plain.scales.dtype)
     )
     x = jnp.eye(256, dtype=dtype)
-    config = TallGemmConfig(3, 128, 1, 3, split)
+    config = TallGemmConfig(3, 128, 2, 3, split)
     y = matmul_tall(x, in_layout(plain, "bricks"), dtype=jnp.dtype(dtype), config=config)
     np.testing.assert_array_equal(np.asarray(y), np.asarray(dequantise(plain, dtype)))
 
@@ -340,6 +354,6 @@ def test_it_runs_by_name_on_a_gpu():
     q = relaid(operands["w"], "bricks")
     y, want = (
         np.asarray(jax.jit(functools.partial(matmul, implementation=name))(operands["x"], q))
-        for name in ("mosaic_gpu_tall", "xla")
+        for name in ("mosaic_gpu", "xla")
     )
     np.testing.assert_allclose(y.astype(np.float32), want.astype(np.float32), rtol=0.02, atol=0.02)

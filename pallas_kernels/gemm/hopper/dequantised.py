@@ -1,6 +1,6 @@
 """Products of many rows with quantised weights on Hopper: dequantise in a kernel, multiply by XLA.
 
-With more than 128 rows, as of prompts, each weight is read by many tiles of the product. So it is
+With many rows, as of prompts, each weight is read by many tiles of the product. So it is
 written to memory once, in the dtype of x.
 """
 

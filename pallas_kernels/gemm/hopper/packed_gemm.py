@@ -35,7 +35,7 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
-_MAX_ROWS = 128
+_MAX_ROWS = 32
 # More rows of gate and up would not fit into registers.
 _MAX_GATED_ROWS = 32
 # Rows of the weight that are unpacked at once. It does not depend on the tiling, nor do the bits.

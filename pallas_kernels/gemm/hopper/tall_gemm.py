@@ -1,4 +1,4 @@
-"""GEMM with quantised weights for 33 to 512 rows on Hopper, in one launch.
+"""GEMM with quantised weights for more than 32 rows on Hopper, in one launch.
 
 At 64 rows, int4 takes as long to read as to multiply. So a kernel must read each code once, unpack
 it few times, and keep the tensor cores busy meanwhile. Here, warpgroups of a block have different
@@ -10,10 +10,8 @@ Scales multiply the weights, not the sums. So the tensor cores need not stop at 
 and only one sum [64, rows] takes registers. A weight has the bits of `dequantise`, with the
 exception that `fragments.dequantised` describes.
 
-Copies of x from the L2 cache can limit the speed. So `share` blocks of a cluster copy a part of
-each tile each, to all of them. If N gives too few blocks, `split` blocks of a cluster share K. Each
-sends the others their rows of its sums, adds what it receives in a fixed order, and stores its own
-rows.
+If N gives too few blocks, `split` blocks of a cluster share K. Each sends the others their rows of
+its sums, adds what it receives in a fixed order, and stores its own rows.
 
 XLA runs the norm.
 """
@@ -30,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import BRICK, brick_words, unpack_bricks
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 from fdjax.pallas_kernels.gemm.hopper.dequantised import group_misfit
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
@@ -46,19 +44,22 @@ from fdjax.pallas_kernels.hopper.tiles import (
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
-_LEAST_ROWS, _MOST_ROWS = 33, 512
+_LEAST_ROWS = 33
+# With more rows, dequantising the weight first is as fast, or was not compared.
+_MOST_ROWS = {"int4": 2048, "int8": 512, "fp8": 512}
 _SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a block, less its barriers
 # Bytes of a result that a warpgroup stores at once.
 _STORED_BYTES = 8 * 1024
-# Sums [64, rows] of a block fill the registers if they have this many rows in all; and those of a
-# warpgroup.
-_MOST_SUMS, _MOST_OWN_SUMS = 512, 256
-# For estimates. Multiprocessors that clusters of this size can use: a cluster lies within 16 or 18.
-_MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 128}
+# Sums [64, rows] of a block fill the registers if they have this many rows in all.
+_MOST_SUMS = 512
+# For estimates, which were fitted to times of 33 to 512 rows with int4 on an H100 and differ from
+# them by 15 % (root mean square). Multiprocessors that clusters of this size can use: a cluster
+# lies within 16 or 18.
+_MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 120}
 # For 4096 rows of the weight: time to multiply 64 columns with a row of x, and to copy a byte of a
-# row of both from the L2 cache. Unpacking a weight takes as long as multiplying it with so many
-# rows, beside what happens meanwhile. Time of both ends of a block, and of the exchange of sums.
-_PRODUCT_US, _COPY_US, _UNPACKED_ROWS, _WAVE_US, _SPLIT_US = 0.075, 0.1, 10, 3.0, 1.5
+# row of both. Unpacking a weight takes as long as multiplying it with so many rows. Time of both
+# ends of a block, and of the exchange of sums.
+_PRODUCT_US, _COPY_US, _UNPACKED_ROWS, _WAVE_US, _SPLIT_US = 0.0443, 0.0461, 94, 5.2, 0.9
 # Bytes of other blocks' sums that leave room for the ring.
 _MOST_RECEIVED_BYTES = 80 * 1024
 # Registers of a thread that multiplies, and of one that copies, by warpgroups that multiply.
@@ -73,11 +74,10 @@ class TallGemmConfig:
 
     Attributes:
       wide: warpgroups that multiply. Each owns 64 columns; with a gate, 64 of each half.
-      block_m: largest number of rows of a block, 64, 128 or 256.
-      deep: height of a tile of the ring in bricks of 64 rows: 1, 2 or 4.
+      block_m: largest number of rows of a block, 64 or 128.
+      deep: height of a tile of the ring in bricks of 64 rows, 2 or 4.
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
-      split: number of blocks that share K.
-      share: number of blocks that share copies of x: 1, 2 or 4. split * share is at most 8.
+      split: number of blocks that share K, at most 8.
     """
 
     wide: int = 4
@@ -85,59 +85,55 @@ class TallGemmConfig:
     deep: int = 2
     stages: int = 4
     split: int = 1
-    share: int = 1
 
     def __post_init__(self):
         if not 1 <= self.wide <= 4:
             raise ValueError(f"tall_gemm: wide must be in 1..4, got {self.wide}")
-        if self.block_m not in (64, 128, 256):
-            raise ValueError(f"tall_gemm: block_m must be 64, 128 or 256, got {self.block_m}")
-        if self.wide * self.block_m > _MOST_SUMS:
-            raise ValueError(
-                f"tall_gemm: wide * block_m must be at most {_MOST_SUMS}, got {self.wide} and "
-                f"{self.block_m}"
-            )
-        if self.deep not in (1, 2, 4):
-            raise ValueError(f"tall_gemm: deep must be 1, 2 or 4, got {self.deep}")
+        if self.block_m not in (64, 128):
+            raise ValueError(f"tall_gemm: block_m must be 64 or 128, got {self.block_m}")
+        # With one brick, a warpgroup would unpack into the registers that it still multiplies.
+        if self.deep not in (2, 4):
+            raise ValueError(f"tall_gemm: deep must be 2 or 4, got {self.deep}")
         if self.stages < 2:
             raise ValueError(f"tall_gemm: stages must be at least 2, got {self.stages}")
-        if self.share not in (1, 2, 4):
-            raise ValueError(f"tall_gemm: share must be 1, 2 or 4, got {self.share}")
-        if not 1 <= self.split <= 8 // self.share:
-            raise ValueError(
-                f"tall_gemm: split * share must be in 1..8, got {self.split * self.share}"
-            )
+        if not 1 <= self.split <= 8:
+            raise ValueError(f"tall_gemm: split must be in 1..8, got {self.split}")
 
     def takes_gate(self) -> bool:
         """Whether the sums of gate and up fit into registers."""
-        rows = 2 * self.block_m
-        return rows <= _MOST_OWN_SUMS and rows * self.wide <= _MOST_SUMS
+        return 2 * self.block_m * self.wide <= _MOST_SUMS
 
     @classmethod
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "TallGemmConfig":
-        """The tiling of the least estimated time on an H100. The estimate is not measured."""
+        """The tiling of the least estimated time on an H100.
+
+        Four warpgroups have few registers, and were never faster.
+        """
         parts, found = 2 if gate else 1, []
-        tilings = itertools.product((4, 3, 2), (64, 128), (1, 2, 3, 4), (1, 2))
-        for wide, block_m, split, share in tilings:
+        for wide, block_m, split in itertools.product((3, 2), (64, 128), (1, 2, 3, 4)):
             bricks, rows = wide * parts, k / 4096 / split
             received = 4 * BRICK * bricks * block_m * (split - 1) / split
             if (
                 (gate and not cls(wide, block_m).takes_gate())
                 or (split > 1 and k < 1024 * split)
-                or split * share > 4
                 or received > _MOST_RECEIVED_BYTES
             ):
                 continue
-            columns = -(-n // (wide * BRICK * share)) * share
-            blocks = columns * -(-m // block_m) * split
-            waves = -(-blocks // _MULTIPROCESSORS[split * share])
-            products = _PRODUCT_US * bricks * (block_m + _UNPACKED_ROWS) * rows
-            copies = _COPY_US * (bricks * BRICK / 2 + 2 * block_m / share) * rows
+            tiles_m, tile_m = _tiles(m, block_m)
+            blocks = -(-n // (wide * BRICK)) * tiles_m * split
+            waves = -(-blocks // _MULTIPROCESSORS[split])
+            products = _PRODUCT_US * bricks * (tile_m + _UNPACKED_ROWS) * rows
+            copies = _COPY_US * (bricks * BRICK / 2 + 2 * tile_m) * rows
             us = waves * (max(products, copies) + _WAVE_US + _SPLIT_US * (split > 1))
-            found.append((us, split, share, -wide, block_m))
-        _, split, share, wide, block_m = min(found)
-        deep, stages = (1, 8) if split > 1 and block_m > 64 else (2, 6)
-        return cls(-wide, block_m, deep, stages, split, share)
+            found.append((us, split, -wide, block_m))
+        _, split, wide, block_m = min(found)
+        return cls(-wide, block_m, 2, 6, split)
+
+
+def _tiles(m: int, block_m: int) -> tuple[int, int]:
+    """Number of tiles along M, and rows of each, a multiple of 8."""
+    tiles = -(-m // block_m)
+    return tiles, -(-m // (8 * tiles)) * 8
 
 
 def matmul_tall(
@@ -249,10 +245,10 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret
         out_type=jax.ShapeDtypeStruct((tile.m, tile.n), dtype),
         scratch_types=tuple(scratch.values()),
         # The last axis is the fastest: blocks of the same columns share codes in the L2 cache.
-        grid=(-(-tile.n // (config.share * config.wide * BRICK)), tile.tiles_m),
+        grid=(-(-tile.n // (config.wide * BRICK)), tile.tiles_m),
         grid_names=("n", "m"),
-        cluster=tuple(tile.cluster.values()),
-        cluster_names=tuple(tile.cluster),
+        cluster=(config.split,),
+        cluster_names=("k",),
         num_threads=config.wide + 1,
         thread_name="warpgroup",
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
@@ -265,7 +261,6 @@ class _Tile:
     """A block's tile of the result: `tile_m` rows and `wide` columns of bricks.
 
     Attributes:
-      cluster: sizes of the axes of the cluster, by name.
       parts: 2 for gate and up, 1 without a gate.
       m, k, n: rows of x with padding, rows and columns of the weight.
       tiles_m, tile_m: tiles along M, and rows of each.
@@ -282,14 +277,10 @@ class _Tile:
         self.operands, self.kind, self.group, self.dtype = operands, kind, group, dtype
         self.gate, self.activation, self.interpreted = gate, activation, interpreted
         self.wide, self.deep, self.split = config.wide, config.deep, config.split
-        sizes = {"k": config.split, "share": config.share}
-        self.cluster = {axis: size for axis, size in sizes.items() if size > 1}
         self.config, self.parts = config, 2 if gate else 1
         self.in_dtype = operands["x"].dtype
         (self.m, self.k), self.n = operands["x"].shape, operands["scales"].shape[-1]
-        self.tiles_m = -(-self.m // config.block_m)
-        rows = 8 * config.share
-        self.tile_m = -(-self.m // (rows * self.tiles_m)) * rows
+        self.tiles_m, self.tile_m = _tiles(self.m, config.block_m)
         self.block_k = self.deep * BRICK
         self.steps = -(-self.k // (self.block_k * self.split))
         share = -(-self.tile_m // (8 * self.split)) * 8
@@ -349,10 +340,7 @@ class _Tile:
             scratch["partial_full"] = plgpu.Barrier(num_arrivals=others * self.parts * self.wide)
         copies = 1 + self.parts * (1 + len(self.factors))
         scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
-        empty = plgpu.Barrier
-        if "share" in self.cluster:  # a tile of x is free if all blocks have read it
-            empty = functools.partial(plgpu.ClusterBarrier, collective_axes=("share",))
-        scratch["empty"] = empty(num_arrivals=self.wide, num_barriers=self.stages)
+        scratch["empty"] = plgpu.Barrier(num_arrivals=self.wide, num_barriers=self.stages)
         if self.late:
             scratch["late_full"] = plgpu.Barrier(num_barriers=self.late)
         return scratch
@@ -362,11 +350,8 @@ class _Tile:
     def run(self, gmem: dict[str, Any], smem: dict[str, Any]) -> None:
         """The work of all warpgroups."""
         self.gmem, self.smem = gmem, smem
-        self.rank = lax.axis_index("k") if self.split > 1 else 0
-        block = lax.axis_index("n")
-        if "share" in self.cluster:
-            block = self.cluster["share"] * block + lax.axis_index("share")
-        self.column = block * self.wide
+        self.rank = lax.axis_index("k")
+        self.column = lax.axis_index("n") * self.wide
         self.layer = gmem["layer"][0] if "layer" in gmem else 0
         self.row = pl.multiple_of(lax.axis_index("m") * self.tile_m, 8)
         warpgroup = lax.axis_index("warpgroup")
@@ -422,10 +407,7 @@ class _Tile:
                 source = gmem[name].at[self.layer, groups, part, columns]
                 plgpu.copy_gmem_to_smem(source, smem[name].at[slot, part], full)
         rows, ks = pl.ds(self.row, self.tile_m), pl.ds(at * self.block_k, self.block_k)
-        plgpu.copy_gmem_to_smem(
-            *(gmem["x"].at[rows, ks], smem["x"].at[slot], full),
-            collective_axes="share" if "share" in self.cluster else None,
-        )
+        plgpu.copy_gmem_to_smem(gmem["x"].at[rows, ks], smem["x"].at[slot], full)
 
     def _fetch_residual(self, late, slot) -> None:
         """Copy `deep` columns of bricks of the residual to the place of a tile of x."""
@@ -601,21 +583,14 @@ class _Tile:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-# (wide, block_m, deep, stages, split, share)
+# (wide, block_m, deep, stages, split)
 CANDIDATES = tuple(
     TallGemmConfig(*c)
     for c in (
-        *((4, 64, 2, 6, 1), (4, 64, 4, 3, 1), (3, 64, 2, 6, 1), (3, 64, 4, 3, 1)),
-        *((2, 64, 4, 4, 1), (4, 64, 2, 5, 2), (3, 64, 2, 5, 2), (2, 64, 4, 3, 2)),
-        *((4, 64, 2, 4, 4), (2, 64, 2, 6, 4), (2, 64, 2, 6, 3), (4, 64, 2, 4, 8)),
-        *((4, 128, 2, 4, 1), (4, 128, 1, 6, 1), (3, 128, 2, 4, 1), (2, 128, 2, 4, 1)),
-        *((4, 128, 2, 3, 2), (3, 128, 2, 3, 2), (2, 128, 2, 3, 2), (2, 128, 2, 3, 3)),
-        *((4, 128, 1, 4, 4), (2, 128, 2, 3, 4), (1, 128, 2, 3, 1), (1, 128, 2, 3, 3)),
-        *((2, 256, 1, 5, 1), (2, 256, 2, 3, 1), (2, 256, 1, 4, 2), (1, 256, 1, 4, 1)),
-        *((4, 64, 2, 6, 1, 2), (3, 64, 2, 6, 1, 2), (4, 128, 2, 4, 1, 2), (3, 128, 2, 4, 1, 2)),
-        *((3, 64, 2, 6, 1, 4), (3, 128, 2, 4, 1, 4), (4, 128, 1, 8, 2, 2), (3, 128, 1, 8, 2, 2)),
-        *((2, 64, 2, 6, 2, 2), (3, 64, 2, 6, 2, 2), (2, 128, 1, 8, 2, 2), (2, 128, 1, 8, 3)),
-        *((2, 128, 2, 4, 1, 2), (3, 128, 1, 8, 2), (2, 256, 1, 5, 1, 2), (2, 256, 2, 3, 1, 2)),
+        *((3, 64, 2, 6, 1), (2, 64, 4, 4, 1), (3, 64, 2, 6, 2), (4, 64, 2, 5, 2), (2, 64, 4, 3, 2)),
+        *((2, 64, 2, 6, 3), (3, 64, 2, 6, 3), (4, 64, 2, 4, 4)),
+        *((4, 128, 2, 4, 1), (3, 128, 2, 4, 1), (2, 128, 2, 6, 1), (1, 128, 2, 3, 1)),
+        *((4, 128, 2, 3, 2), (3, 128, 2, 3, 2), (2, 128, 2, 6, 2), (2, 128, 2, 3, 3)),
     )
 )
 
@@ -640,8 +615,9 @@ def candidates(shape: Shape) -> list[TallGemmConfig]:
 def _fits(shape: Shape) -> str | None:
     if problem := needs_half(shape):
         return problem
-    if not _LEAST_ROWS <= shape["m"] <= _MOST_ROWS:
-        return f"takes {_LEAST_ROWS}..{_MOST_ROWS} rows, got {shape['m']}"
+    most = next((most for kind, most in _MOST_ROWS.items() if kind in shape), 0)
+    if most and not _LEAST_ROWS <= shape["m"] <= most:
+        return f"takes {_LEAST_ROWS}..{most} rows, got {shape['m']}"
     return group_misfit(shape)
 
 
@@ -650,13 +626,12 @@ def _run(x, w, *, batch_invariant, **keywords):
 
 
 TALL_GEMM = Implementation(
-    *("matmul", "mosaic_gpu_tall", _run),
+    *("matmul", "mosaic_gpu", _run),
     can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.fp4"}),
     fits=_fits,
-    heuristic=never,  # not measured
+    heuristic=on_gpu,
     capabilities=((9, 0), (9, 1)),
     config=TallGemmConfig,
     candidates=candidates,
-    forced=False,
 )
