@@ -286,9 +286,11 @@ def _dequantised_bytes(model: Model) -> int:
     shapes = {linear.shape for linear in linears} | set(model.config.linear_shapes.values())
     sizes = [shape.k * shape.n for shape in shapes if shape.weight]
     for block in set(model.config.blocks):
+        if block.experts is None:
+            continue
         formats = dict(block.formats)
         parts = (n for name, n in (("gate_up", 2), ("down", 1)) if f"experts.{name}" in formats)
-        count = block.experts.experts if formats and model.plan.compute_capability else 1
+        count = block.experts.experts if model.plan.compute_capability else 1
         sizes.append(count * sum(parts) * block.width * block.mlp_width)
     return max(sizes, default=0) * jnp.dtype(model.dtype).itemsize
 

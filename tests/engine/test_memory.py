@@ -33,6 +33,7 @@ from fdjax.engine.step import decode_steps, prefill
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
 from fdjax.system import device_memory
@@ -374,6 +375,20 @@ def test_workspace_is_that_of_the_compiler(name, plan, batch, length, rows, widt
     whole = plan_memory(model(name), batch=batch, max_len=length)
     assert abs(planned - temp) <= 0.01 * whole.total_bytes
     assert temp <= 1.02 * planned
+
+
+@pytest.mark.parametrize("plan", [H100, KERNELS, Plan()], ids=["xla", "kernels", "cpu"])
+def test_quantised_weights_take_room_for_the_largest_when_it_is_dequantised(plan):
+    m = model("llama-2-7b", 1, plan)
+    form = WeightFormat("int4", 128)
+    weights = {
+        ("blocks", 0, *linear.path, "weight"): form
+        for linear in m.config.blocks[0].linears.values()
+    }
+    quantised = describe(m.config.with_formats(weights), dtype="bfloat16", plan=plan)
+    more = workspace_bytes(quantised, 1, 128, 512) - workspace_bytes(m, 1, 128, 512)
+    assert more == 2 * 4096 * 2 * 11008
+    assert plan_memory(quantised, batch=1, max_len=512).weight_bytes < m.weight_bytes
 
 
 @pytest.mark.deviceless
