@@ -33,7 +33,12 @@ from fdjax.pallas_kernels.gemm import (
 )
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM, matmul_flat_gemm
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import chain_mosaic
-from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PACKED_GEMM, matmul_packed
+from fdjax.pallas_kernels.gemm.hopper.packed_gemm import (
+    PACKED_GEMM,
+    PackedGemmConfig,
+    matmul_packed,
+)
+from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TALL_GEMM, TallGemmConfig, matmul_tall
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
@@ -57,9 +62,15 @@ _TOLERANCE = 2e-2
 
 def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
     """Tilings of a linear layer with M rows that are worth measuring."""
-    kernel = PACKED_GEMM if shape.weight else FLAT_GEMM
     key = shape.key(m, itemsize=2)
-    return () if kernel.fits(key) else kernel.candidates(key)
+    kernels = (PACKED_GEMM, TALL_GEMM) if shape.weight else (FLAT_GEMM,)
+    return next((kernel.candidates(key) for kernel in kernels if not kernel.fits(key)), ())
+
+
+def _run(config: Any, **operands: Any) -> jax.Array:
+    """The product by the kernel that a configuration is for."""
+    kernels = {PackedGemmConfig: matmul_packed, TallGemmConfig: matmul_tall}
+    return kernels.get(type(config), matmul_flat_gemm)(**operands, config=config)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,9 +215,8 @@ def measure_matmul(
         def xla(operands, keys=keys, result=result):
             return matmul(**operands, **keys, preferred_element_type=result, implementation="xla")
 
-        def kernel(operands, config, keys=keys, result=result, quantised=bool(shape.weight)):
-            run = matmul_packed if quantised else matmul_flat_gemm
-            return run(**operands, **keys, dtype=result, config=config)
+        def kernel(operands, config, keys=keys, result=result):
+            return _run(config, **operands, **keys, dtype=result)
 
         def tilings(m, shape=shape):
             return tuple(configs(shape, m))

@@ -27,8 +27,6 @@ def _spec(*shape, dtype="bfloat16"):
         dict(m=8, k=11008, group=128, residual=True),
         dict(m=16, n=11008, gate="silu", norm=True),
         dict(m=32, n=22016),
-        dict(m=64, n=11008, gate="silu"),
-        dict(m=128, n=12288),
         dict(m=1, kind="int8", n=32000, group=4096, result="float32"),
         dict(m=8, kind="fp8", group=64, bias=True, x="float16"),
         dict(m=5, kind="int8", group=128, zeros=True, residual=True),

@@ -16,6 +16,7 @@ from fdjax.models import LinearShape, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.gemm import FlatGemmConfig, linear_chain, matmul
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import CHAIN_CANDIDATES
 from fdjax.pallas_kernels.gemm.hopper.packed_gemm import PackedGemmConfig
+from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TallGemmConfig
 from fdjax.pallas_kernels.layers import DecodeLayersConfig
 from fdjax.pallas_kernels.plan import (
     KERNEL_REVISIONS,
@@ -324,6 +325,17 @@ def test_candidates_fill_the_device_once(shape, m):
     for config in configs:
         columns = shape.n // 2 if shape.gate else shape.n
         assert columns / config.block_n * config.split * -(-m // config.block_m) >= 48
+
+
+def test_quantised_weights_have_the_candidates_of_the_kernel_that_runs():
+    shape = LinearShape(4096, 4096, residual=True, weight=WeightFormat("int4", 128))
+    kernels = {m: {type(config) for config in tune.candidates(shape, m)} for m in (1, 32, 33, 128)}
+    assert kernels == {
+        1: {PackedGemmConfig},
+        32: {PackedGemmConfig},
+        33: {TallGemmConfig},
+        128: {TallGemmConfig},
+    }
 
 
 def test_weights_beyond_the_device_have_no_candidate():

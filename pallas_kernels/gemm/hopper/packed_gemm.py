@@ -9,8 +9,8 @@ one unpacks while the tensor cores work for another.
 Scales multiply the fp32 sums of their group of rows. This costs less than scaling weights, and
 rounds nothing. Zeros are subtracted while unpacking, exactly.
 
-XLA runs the norm, and for more than 32 rows the gate. On an H100, scaling x in every block took 7
-us for a product of 20 us. A separate launch takes 2 us (benchmarks/LOG.md).
+It takes up to 32 rows; `tall_gemm` takes more. XLA runs the norm. On an H100, scaling x in every
+block took 7 us for a product of 20 us. A separate launch takes 2 us (benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -24,7 +24,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.bricks import BRICK, brick_words
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
 from fdjax.pallas_kernels.gemm.hopper.flat_tile import FlatTile, in_groups
@@ -36,8 +35,6 @@ from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _MAX_ROWS = 32
-# More rows of gate and up would not fit into registers.
-_MAX_GATED_ROWS = 32
 # Rows of the weight that are unpacked at once. It does not depend on the tiling, nor do the bits.
 _UNIT = 128
 
@@ -51,14 +48,12 @@ class PackedGemmConfig:
       deep: height of a tile of the ring in bricks, a multiple of 2.
       stages: largest number of tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
-      block_m: largest number of rows of a block, 64 or 128.
     """
 
     wide: int = 1
     deep: int = 4
     stages: int = 3
     split: int = 1
-    block_m: int = 64
 
     def __post_init__(self):
         if self.wide < 1 or self.wide > 4:
@@ -69,25 +64,19 @@ class PackedGemmConfig:
             raise ValueError(f"packed_gemm: stages must be at least 2, got {self.stages}")
         if not 1 <= self.split <= 8:
             raise ValueError(f"packed_gemm: split must be in 1..8, got {self.split}")
-        if self.block_m not in (64, 128):
-            raise ValueError(f"packed_gemm: block_m must be 64 or 128, got {self.block_m}")
 
     @classmethod
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "PackedGemmConfig":
         """A good tiling for an unmeasured shape: two blocks for each multiprocessor, or more."""
         columns = n // BRICK
         # With half as many blocks, x is copied half as often.
-        wide = 2 if not gate and 16 < m <= 32 and columns >= 2 * MULTIPROCESSORS else 1
+        wide = 2 if not gate and m > 16 and columns >= 2 * MULTIPROCESSORS else 1
         # Every block should have 2048 rows. The sums of others must leave room for the ring.
-        sums = (2 if gate else 1) * min(m, _block_m(m)) * BRICK * 4
+        sums = (2 if gate else 1) * m * BRICK * 4
         splits = [s for s in (2, 4, 8) if k >= 2048 * s and (s - 1) * sums <= 2**16]
         enough = (s for s in (1, *splits) if s * columns >= 2 * MULTIPROCESSORS)
         split = next(enough, splits[-1] if splits else 1)
-        return cls(wide=wide, stages=3 if split == 1 else 4, split=split, block_m=_block_m(m))
-
-
-def _block_m(m: int) -> int:
-    return 64 if m <= 64 else 128
+        return cls(wide=wide, stages=3 if split == 1 else 4, split=split)
 
 
 def matmul_packed(
@@ -106,7 +95,7 @@ def matmul_packed(
     """`matmul` of x [M,K] and a quantised weight as one Mosaic GPU kernel, after a norm by XLA.
 
     Args:
-      x: [M,K] bfloat16 or float16.
+      x: [M,K] bfloat16 or float16; M is at most 32.
       w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these.
       layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
       dtype: dtype of the result.
@@ -123,8 +112,6 @@ def matmul_packed(
         return jnp.zeros((m, n), dtype)
     if norm is not None:
         x = normalised(x, norm)
-    if gate is not None and m > _MAX_GATED_ROWS:
-        return _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config)
     x, residual = in_groups(x, residual)
     operands = {
         "x": x,
@@ -147,24 +134,6 @@ def matmul_packed(
     return y.reshape(-1, n)[:m]
 
 
-def _gated_by_xla(x, w, layer, bias, gate, residual, dtype, config):
-    """Gate and up as one product without a gate. XLA applies activation and residual."""
-    k, _, n = w.shape
-    lead = w.stack
-    factors = (*lead, k // w.group, 2 * n)
-    flat = dataclasses.replace(
-        w,
-        words=w.words.reshape(*lead, -1, *w.words.shape[-3:]),
-        scales=w.scales.reshape(factors),
-        zeros=None if w.zeros is None else w.zeros.reshape(factors),
-        shape=(k, 2 * n),
-    )
-    bias = None if bias is None else bias.reshape(-1)
-    both = matmul_packed(x, flat, layer=layer, bias=bias, dtype=jnp.float32, config=config)
-    y = ACTIVATIONS[gate](both[:, :n]) * both[:, n:]
-    return (y if residual is None else y + residual.astype(jnp.float32)).astype(dtype)
-
-
 # Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(
     jax.jit, static_argnames=("kind", "group", "gate", "activation", "dtype", "config")
@@ -178,7 +147,7 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config):
         wide=wide,
         width=BRICK,
         block_k=deep * BRICK,
-        block_m=config.block_m,
+        block_m=_MAX_ROWS,
         split=config.split,
         gate=gate,
         activation=activation,
@@ -270,8 +239,7 @@ CANDIDATES = (
 
 
 def _candidates(shape: Shape) -> list[PackedGemmConfig]:
-    block_m = _block_m(shape["m"])
-    return [PackedGemmConfig(*c, block_m) for c in CANDIDATES]
+    return [PackedGemmConfig(*c) for c in CANDIDATES]
 
 
 def _fits(shape: Shape) -> str | None:
