@@ -8,7 +8,7 @@ released first is overwritten first.
 
 import collections
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -41,6 +41,8 @@ class PagePool:
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
         # Pages that have a key, but whose prompts have not been dispatched yet.
         self._pending: set[int] = set()
+        # The full pages of the latest prompt, as a list of tokens, and their keys.
+        self._latest: tuple[list[int], list[bytes]] = ([], [])
 
     @property
     def available(self) -> int:
@@ -109,7 +111,7 @@ class PagePool:
         """
         if not self.prefix_cache:
             return
-        for page, key in zip(pages, _keys(ids, self.size), strict=False):
+        for page, key in zip(pages, self._keys_of(ids), strict=False):
             if key not in self._pages and page not in self._keys:
                 self._pages[key] = page
                 self._keys[page] = key
@@ -161,24 +163,32 @@ class PagePool:
     def _find(self, ids: Sequence[int]) -> list[int]:
         found: list[int] = []
         if self.prefix_cache and self._pages:
-            for key in _keys(ids[:-1], self.size):
+            for key in self._keys_of(ids)[: (len(ids) - 1) // self.size]:
                 if key not in self._pages:
                     break
                 found.append(self._pages[key])
         return found
+
+    def _keys_of(self, ids: Sequence[int]) -> list[bytes]:
+        """The key of each full page.
+
+        Samples of a prompt come one after another, so pages of the latest prompt are not hashed
+        again.
+        """
+        known, keys = self._latest
+        if ids[: len(known)] != known:
+            known, keys = [], []
+        end = len(ids) // self.size * self.size
+        tokens = np.asarray(ids[len(known) : end], np.int32)
+        keys = list(keys)
+        for page in tokens.reshape(-1, self.size):
+            before = keys[-1] if keys else b""
+            keys.append(hashlib.blake2b(before + page.tobytes(), digest_size=16).digest())
+        self._latest = list(ids[:end]), keys
+        return keys
 
     def _drop_key(self, page: int) -> None:
         key = self._keys.pop(page, None)
         if key is not None:
             del self._pages[key]
         self._pending.discard(page)
-
-
-def _keys(ids: Sequence[int], size: int) -> Iterator[bytes]:
-    """The key of each full page of `size` tokens."""
-    key = b""
-    tokens = np.asarray(ids, np.int32)
-    for end in range(size, len(tokens) + 1, size):
-        page = tokens[end - size : end].tobytes()
-        key = hashlib.blake2b(key + page, digest_size=16).digest()
-        yield key

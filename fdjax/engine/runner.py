@@ -726,7 +726,8 @@ class Runner:
         own = {i: task for i, task in tasks.items() if i not in leaders}
         beginnings = {i: task.ids[: task.cached] for i, task in own.items() if task.cached}
         # A row that follows another gets no tokens from blocks.
-        beginnings |= {i: tasks[i].ids for i in leaders}
+        prompts = {leader: np.asarray(scheduler.rows[leader].ids) for leader in leaders.values()}
+        beginnings |= {i: prompts[leader] for i, leader in leaders.items()}
         if beginnings:
             self._session.begin_after(beginnings)
         self._prompts.add(
