@@ -193,10 +193,19 @@ def test_a_small_run(tmp_path, monkeypatch):
     assert set(record["prefix"]["ratios"]) == {"first_token", "samples", "without_hits", "step"}
     assert set(record["prefix"]["ratios"]["step"]) == {"2x1024"}
 
-    arguments = [str(config), "--requests", "0", "--scale", "0.03", "--prefix", "samples"]
-    assert serving.main([*arguments, "--runs", "1", "--output", str(output)]) == 0
+
+def test_one_part_of_the_prefix_cache_alone(tmp_path, monkeypatch):
+    config, output = tmp_path / "config.json", tmp_path / "record.json"
+    config.write_text(json.dumps(CONFIG | {"num_hidden_layers": 1}))
+    times = {"one": [2.0, 4.0, 3.0], "all": [6.0, 3.0, 5.0]}
+    monkeypatch.setattr(prefixes, "_samples", lambda lm, args: times)
+    arguments = [str(config), "--requests", "0", "--prefix", "samples", "--output", str(output)]
+    assert serving.main(arguments) == 0
     record = json.loads(output.read_text())["serving"]
-    assert record["throughput"] == [] and set(record["prefix"]["ratios"]) == {"samples"}
+    assert record["throughput"] == [] and "bound" not in record
+    assert record["prefix"] == {"samples_ms": times, "ratios": {"samples": 5 / 3}}
+    with pytest.raises(SystemExit):
+        serving.main([*arguments, "--arrivals", "1"])
 
 
 def test_figures_over_concurrency_and_arrival_rate(tmp_path):
