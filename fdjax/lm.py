@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from fdjax.engine.beams import request_state
 from fdjax.engine.engine import Engine
-from fdjax.engine.memory import check_load
+from fdjax.engine.memory import check_limits, check_load
 from fdjax.engine.mesh import Place
 from fdjax.engine.results import (
     GenerateResult,
@@ -98,15 +98,14 @@ class LM:
             that returns the engine.
 
         Raises:
-          ValueError: `max_len` is not positive, or exceeds a learned table of positions; or the
-            parameters do not belong to the model.
+          ValueError: `max_len` or `max_batch` is not a positive integer, or `max_len` exceeds a
+            learned table of positions; or the parameters do not belong to the model.
 
         Warns:
           UserWarning: `max_len` exceeds the model's max_position_embeddings.
         """
         limit = model.config.max_position_embeddings
-        if max_len is not None and max_len < 1:
-            raise ValueError(f"load: max_len must be positive, got {max_len}")
+        check_limits(max_batch=max_batch, max_len=max_len)
         if max_len is not None and max_len > limit:
             if model.config.position_offset is not None:
                 raise ValueError(
@@ -269,7 +268,7 @@ class LM:
           ValueError: a size is not a positive integer; or as in `generate`.
         """
         for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
-            if not isinstance(size, int) or size < 1:
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
         timer = Timer(self.model, self._params_bytes)
         # The prompts differ, so that none begins with tokens that another has in the cache.
@@ -658,12 +657,14 @@ def load(
         one line, names the file and the problem.
       ValueError: an argument is out of range, or processes that share the model load different
         models or options.
-      TypeError: `plan` is not a `Plan`, or `device` is not a JAX device.
+      TypeError: `model` is not a path, `plan` is not a `Plan`, or `device` is not a JAX device.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
+    if not isinstance(model, str | os.PathLike):
+        raise TypeError(f"load: model must be a folder or a hub id, got {model!r}")
     if quantize not in (None, "int4", "int8"):
         raise ValueError(f"load: quantize must be int4 or int8, got {quantize!r}")
     if plan is not None and not isinstance(plan, Plan):

@@ -140,6 +140,7 @@ def test_no_prompts(lm):
         ([[1.0]], "id 1.0"),
         ([[True]], "id True"),
         ([np.array([2.0])], "id .*2.0"),
+        ([TEXT, "a\ud800"], "prompt 1 is not valid text: surrogates not allowed at character 1"),
         ([[5] * 513], "prompt 0 has 513 tokens, the model's context is 512"),
         ([[5] * 512], "prompt 0 has 512 tokens, the model's context is 512"),
     ],
@@ -190,6 +191,10 @@ def test_max_len(lm):
         load(max_len=1024)
     with pytest.raises(ValueError, match="max_len must be positive, got 0"):
         load(max_len=0)
+    for name in ("max_len", "max_batch"):
+        for wrong, says in ((-1, "positive"), (1.5, "an integer"), ("8", "an integer")):
+            with pytest.raises(ValueError, match=f"{name} must be {says}, got {wrong!r}"):
+                fresh(lm, **{name: wrong})
     small = fresh(lm, max_len=100)
     with pytest.raises(ValueError, match="prompt 1 has 90 tokens and may grow by 11"):
         small.generate([[1], [5] * 90], max_new_tokens=11)
@@ -539,6 +544,8 @@ def test_a_stream_refuses_at_the_call(lm, prompt, options):
 def test_what_is_no_configuration_or_plan_is_refused(lm):
     with pytest.raises(TypeError, match="config must be a GenerationConfig"):
         lm.generate(TEXT, {"top_k": 3})
+    with pytest.raises(TypeError, match="model must be a folder or a hub id, got 7"):
+        fdjax.load(7)
     with pytest.raises(TypeError, match="plan must be a Plan"):
         load(plan="xla")
 

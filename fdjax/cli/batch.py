@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 import fdjax
 from fdjax.cli.arguments import UsageError
-from fdjax.cli.shared import load_model, sampling_of
+from fdjax.cli.shared import load_model, sampling_of, with_room
 from fdjax.engine.results import IndexedGeneration
 from fdjax.models import CheckpointError
 from fdjax.system import progress
@@ -55,6 +55,7 @@ def run_batch(args: argparse.Namespace) -> int:
         if args.system is not None or any(line.is_chat for line in lines):
             # The answer of a chat also ends at the tokenizer's end token.
             _, options = split_options(lm.tokenizer, lm.defaults, None, options)
+        options = with_room(options, lm.defaults.max_new_tokens)
         options |= {"return_logprobs": args.logprobs}
         try:
             _answer_all(lm, {i: lines[i] for i in left}, answers, args.system, options)

@@ -72,15 +72,19 @@ def run(args: argparse.Namespace) -> int:
     if memory_bytes is None and args.device is not None:
         share = args.gpu_memory_utilization or DEFAULT_SHARE
         memory_bytes = int(share * DEVICES[args.device].memory_bytes)
-    if args.beams > 1 and args.context is not None and (args.new_tokens or 128) >= args.context:
-        raise UsageError("info: --new-tokens must be less than --context")
+    context = args.context or model.config.max_position_embeddings
+    new_tokens = args.new_tokens or 128
+    if args.beams > 1 and new_tokens >= context:
+        raise UsageError(
+            f"info: --new-tokens must be less than the {context} tokens of a row, got {new_tokens}"
+        )
     info = model_info(
         model,
         batch=args.batch,
         slots=args.context,
         memory_bytes=memory_bytes,
         beams=args.beams,
-        new_tokens=args.new_tokens or 128,
+        new_tokens=new_tokens,
     )
     print(json.dumps(info.asdict()) if args.json else info)
     return 0

@@ -276,8 +276,9 @@ class Engine:
             longest = max(needs) * self.page_tokens
             plan_memory(self.local, max_len=longest).check("generate", self.memory_bytes)
             raise MemoryError(
-                f"generate: {longest} tokens of cache must fit into {limit - 1} pages of "
-                f"{self.page_tokens}"
+                f"generate: {longest} tokens of cache must fit into {max(0, limit - 1)} pages of "
+                f"{self.page_tokens}, which the workspace of {self._planned_rows} rows leaves; "
+                "give a smaller max_batch or max_len"
             )
         # Rows without pages would only cost time. Half of a row's largest need is enough for most
         # rows, because many end early and some share pages.
@@ -292,7 +293,7 @@ class Engine:
     def _most_pages(self, slots: int) -> int:
         """Largest number of pages that fits into memory and that a batch could use."""
         context = max(slots, self.max_len or self.model.config.max_position_embeddings)
-        sizes = {"rows": self.max_batch or MOST_ROWS, "context": context}
+        sizes = {"rows": self._planned_rows, "context": context}
         if self.memory_bytes is None:
             room = max(self.local.weight_bytes, _LEAST_CACHE_BYTES)
         else:
@@ -302,6 +303,11 @@ class Engine:
                 room = min(room, self.place.free_memory_bytes())
             room = room_for_pages(self.local, **sizes, memory_bytes=room, slots=slots)
         return pool_pages(self.local, **sizes, pool_bytes=room)
+
+    @property
+    def _planned_rows(self) -> int:
+        """The number of rows for which a pool of pages is planned."""
+        return min(self.max_batch or MOST_ROWS, MOST_ROWS)
 
     @property
     def most_rows(self) -> int:

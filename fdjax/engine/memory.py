@@ -9,6 +9,7 @@ prefill call or of a decode step. It is estimated by a model of XLA's buffers.
 import dataclasses
 import numbers
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -175,15 +176,10 @@ def check_load(
       ValueError: an argument is out of range.
       MemoryError: the weights do not fit, or not together with the given batch and length.
     """
-    for name, value in (("max_batch", max_batch), ("max_len", max_len)):
-        if value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise ValueError(f"load: {name} must be an integer, got {value!r}")
-        if value < 1:
-            raise ValueError(f"load: {name} must be positive, got {value}")
+    check_limits(max_batch=max_batch, max_len=max_len)
     share = gpu_memory_utilization
-    if share is not None and not (isinstance(share, numbers.Real) and 0 < share <= 1):
+    is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
+    if share is not None and not (is_number and 0 < share <= 1):
         raise ValueError(
             f"load: gpu_memory_utilization must be above 0 and at most 1, got {share!r}"
         )
@@ -196,6 +192,17 @@ def check_load(
             max_len = min(max(longest, 1), model.config.max_position_embeddings)
     plan_up_to(model, batch=max_batch or 1, max_len=max_len or 1).check("load", memory_bytes)
     return max_len, memory_bytes
+
+
+def check_limits(**limits: Any) -> None:
+    """Raise ValueError if a limit is neither a positive integer nor None."""
+    for name, value in limits.items():
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise ValueError(f"load: {name} must be an integer, got {value!r}")
+        if value < 1:
+            raise ValueError(f"load: {name} must be positive, got {value}")
 
 
 def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:

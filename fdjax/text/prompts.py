@@ -44,10 +44,10 @@ def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> 
       what: name of the prompt in errors, such as "generate: prompt 0".
 
     Raises:
-      ValueError: the prompt is empty, or an id is not in the vocabulary.
+      ValueError: the prompt is empty or no valid text, or an id is not in the vocabulary.
       MissingTokenizerError: the prompt is a text, but there is no tokenizer.
     """
-    ids = tokenizer.encode(prompt) if isinstance(prompt, str) else _listed(prompt, what)
+    ids = _encoded(prompt, tokenizer, what) if isinstance(prompt, str) else _listed(prompt, what)
     if not ids:
         raise ValueError(f"{what} is empty; give at least one token")
     # Only the set of types is checked. A check of 1024 single ids takes half a millisecond, which
@@ -59,6 +59,15 @@ def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> 
         hint = "; tokenizer.json has more tokens than the model" * isinstance(prompt, str)
         raise ValueError(f"{what} has id {wrong!r}, the vocabulary is 0..{vocab_size - 1}{hint}")
     return ids if kinds == {int} else list(map(int, ids))
+
+
+def _encoded(text: str, tokenizer: Tokenizer, what: str) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"{error.reason} at character {error.start}"
+        raise ValueError(f"{what} is not valid text: {reason}") from None
+    return tokenizer.encode(text)
 
 
 def _listed(given: Any, what: str) -> list[Any]:

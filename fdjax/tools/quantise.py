@@ -120,9 +120,9 @@ def _with_formats(
 
 
 def default_group(config: DecoderConfig) -> int:
-    """The largest of the usual groups that divides the inputs of all layers; else the first."""
+    """The largest of the usual groups that divides the inputs of all layers; else the last."""
     inputs = [k for _, _, k in to_quantise(config)]
-    return next((g for g in GROUPS if not any(k % g for k in inputs)), GROUPS[0])
+    return next((g for g in GROUPS if not any(k % g for k in inputs)), GROUPS[-1])
 
 
 def experts_in_one(config: DecoderConfig) -> list[str]:

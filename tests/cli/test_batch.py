@@ -68,6 +68,19 @@ def test_it_goes_on_where_it_stopped_and_repairs_a_line_that_was_cut(files, caps
     assert run(files) == 0 and files[1].read_bytes() == before
 
 
+def test_a_minimum_raises_the_default_maximum(files, monkeypatch):
+    """As it does for a single prompt."""
+    lm = fdjax.load("tiny")
+    seen = []
+    monkeypatch.setattr("fdjax.cli.batch.load_model", lambda args: lm)
+    monkeypatch.setattr(lm, "generate_iter", lambda _, **options: seen.append(options) or iter(()))
+    least = lm.defaults.max_new_tokens + 1
+    source, target = map(str, files)
+    argv = ["generate", "--input", source, "--output", target, "--min-new-tokens", str(least)]
+    assert main(argv) == 0
+    assert (seen[0]["min_new_tokens"], seen[0]["max_new_tokens"]) == (least, least)
+
+
 @pytest.mark.parametrize("what", ["options", "input", "model"])
 def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
     run(files)

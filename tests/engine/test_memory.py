@@ -185,6 +185,7 @@ def test_too_much_is_refused_with_the_numbers(small_device, never_loaded, free, 
         ({"gpu_memory_utilization": float("nan")}, "got nan"),
         ({"gpu_memory_utilization": "0.5"}, "must be above 0 and at most 1, got '0.5'"),
         ({"max_batch": True}, "max_batch must be an integer, got True"),
+        ({"gpu_memory_utilization": True}, "must be above 0 and at most 1, got True"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(never_loaded, options, message):
@@ -290,6 +291,27 @@ def test_a_pool_takes_what_memory_has_left():
         engine = LM(m, params, memory_bytes=room).engine
         count = engine._most_pages(2048)
         assert pages * 0.96 - 1 <= count <= pages
+
+
+def test_rows_that_leave_no_memory_for_pages():
+    """A row fits alone, but not beside the workspace of all the rows that may run at once."""
+    m, params = one_layer()
+    room = 4 * 10**6
+    assert plan_memory(m, batch=1, max_len=128).total_bytes < room
+    says = (
+        "128 tokens of cache must fit into 0 pages of 128, which the workspace of 256 rows leaves"
+    )
+    with pytest.raises(
+        MemoryError, match=f"^generate: {says}; give a smaller max_batch or max_len"
+    ):
+        shape(LM(m, params, memory_bytes=room).engine, 60, new=60)
+    limits = {"max_batch": 1, "max_len": 128, "memory_bytes": room}
+    assert shape(LM(m, params, **limits).engine, 60, new=60).rows == 1
+    # No more than 256 rows run at once.
+    room = m.weight_bytes + plan_memory(m, batch=256, max_len=4096, slots=512).total_bytes
+    engines = (LM(m, params, max_batch=n, memory_bytes=room).engine for n in (None, 256, 10_000))
+    (count,) = {engine._most_pages(512) for engine in engines}
+    assert count > 0
 
 
 @pytest.mark.usefixtures("quick_compiles")

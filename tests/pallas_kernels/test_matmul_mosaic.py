@@ -191,6 +191,22 @@ def test_there_is_room_where_nothing_was_measured(gate, columns):
         assert "flat_gemm_kernel" in str(traced)
 
 
+@pytest.mark.parametrize(
+    ("m", "layer_norm"), [(8, True), (16, True), (21, True), (28, True), (24, False), (64, False)]
+)
+def test_there_is_room_for_a_norm_of_few_columns(m, layer_norm):
+    """A router's product, which a plan may name at any number of rows."""
+
+    def product(x, w, scale, bias, residual):
+        norm = LayerNorm(scale, scale, EPS) if layer_norm else RMSNorm(scale, EPS)
+        fused = dict(norm=norm, bias=bias, residual=residual)
+        return matmul_flat_gemm(x, w, **fused, dtype=jnp.float32)
+
+    shapes = (m, 2048), (2048, 128), (2048,), (128,), (m, 128)
+    halves = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    assert jax.eval_shape(product, *halves).shape == (m, 128)
+
+
 def _run(operands, config) -> np.ndarray:
     run = jax.jit(
         lambda o, gate, activation: matmul_flat_gemm(

@@ -540,6 +540,16 @@ def test_the_default_group_divides_all_inputs(name, group):
     tool._with_formats(config, 4, group, "bfloat16")
 
 
+def test_inputs_that_no_usual_group_divides_are_named():
+    config = parse_config(read_json(FIXTURES / "gemma2" / "config.json"))
+    with pytest.raises(ValueError, match="group must divide the 48 inputs of qkv, got 32"):
+        tool._with_formats(config, 4, tool.default_group(config), "bfloat16")
+    config = parse_config(read_json(FIXTURES / "cohere" / "config.json"))
+    bad = {k for _, _, k in tool.to_quantise(config) if k % 32}
+    with pytest.raises(ValueError, match=f"group must divide the {min(bad)} inputs of .*, got 32"):
+        tool._with_formats(config, 4, tool.default_group(config), "bfloat16")
+
+
 def test_no_other_quantised_weights_are_quantised_again():
     for case in ("bnb_nf4", "gptq_order", "ct_mixed", "ct_mxfp4"):
         with pytest.raises(ValueError, match="is quantised already"):

@@ -39,8 +39,6 @@ from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 MAX_SCALED_ROWS = 64
 # The same for a LayerNorm, which takes two rows of a block.
 MAX_CENTRED_ROWS = 32
-
-
 _FEW_COLUMNS = 128
 
 
@@ -78,7 +76,9 @@ class FlatGemmConfig:
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "FlatGemmConfig":
         """A good tiling for an unmeasured shape: one wave, with at most one block per SM."""
         if n <= _FEW_COLUMNS and not gate:
-            return cls(block_n=64, block_k=128, stages=2, split=8)
+            # Sums of other blocks, and of their norms, must leave room for the ring.
+            is_light = m <= 8 or m > MAX_SCALED_ROWS
+            return cls(block_n=64, stages=2, split=8 if is_light else 4 if m <= 24 else 2)
         widest = 128 if gate or m > 32 else 256
         block_n = next((b for b in range(64, widest, 64) if -(-n // b) <= MULTIPROCESSORS), widest)
         columns = block_n * (2 if gate else 1)
