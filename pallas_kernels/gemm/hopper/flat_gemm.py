@@ -73,12 +73,14 @@ class FlatGemmConfig:
             raise ValueError(f"flat_gemm: block_m must be 64 or 128, got {self.block_m}")
 
     @classmethod
-    def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "FlatGemmConfig":
+    def for_shape(
+        cls, m: int, k: int, n: int, *, gate: bool = False, normed: bool = False
+    ) -> "FlatGemmConfig":
         """A good tiling for an unmeasured shape: one wave, with at most one block per SM."""
         if n <= _FEW_COLUMNS and not gate:
-            # Sums of other blocks, and of their norms, must leave room for the ring.
-            is_light = m <= 8 or m > MAX_SCALED_ROWS
-            return cls(block_n=64, stages=2, split=8 if is_light else 4 if m <= 24 else 2)
+            # Other blocks' sums for the norm must leave room for the ring.
+            split = 8 if m <= 16 or not normed else 4 if m <= 24 else 2
+            return cls(block_n=64, stages=2, split=split)
         widest = 128 if gate or m > 32 else 256
         block_n = next((b for b in range(64, widest, 64) if -(-n // b) <= MULTIPROCESSORS), widest)
         columns = block_n * (2 if gate else 1)
@@ -143,7 +145,8 @@ def matmul_flat_gemm(
         gate=gate,
         activation=activation,
         dtype=jnp.dtype(dtype),
-        config=config or FlatGemmConfig.for_shape(m, k, n, gate=gate is not None),
+        config=config
+        or FlatGemmConfig.for_shape(m, k, n, gate=gate is not None, normed=norm is not None),
     )
     return y.reshape(-1, n)[:m]
 
