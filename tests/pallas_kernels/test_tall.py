@@ -145,14 +145,14 @@ def test_each_number_of_rows_has_one_kernel():
 
     plan = dataclasses.replace(
         Plan.for_kind("a GPU", (9, 0)),
-        table=(entry(32, PackedGemmConfig()), entry(512, TallGemmConfig())),
+        table=(entry(16, PackedGemmConfig()), entry(40, TallGemmConfig())),
     )
     want = {
-        16: (PackedGemmConfig, "nearest"),
-        32: (PackedGemmConfig, "table"),
-        33: (TallGemmConfig, "heuristic"),
-        300: (TallGemmConfig, "nearest"),
-        1025: (TallGemmConfig, "heuristic"),
+        10: (PackedGemmConfig, "nearest"),
+        16: (PackedGemmConfig, "table"),
+        32: (PackedGemmConfig, "heuristic"),
+        33: (TallGemmConfig, "nearest"),
+        2048: (TallGemmConfig, "heuristic"),
         2049: (type(None), "heuristic"),
     }
     for m, (config, source) in want.items():
