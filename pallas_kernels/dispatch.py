@@ -254,7 +254,8 @@ class Dispatch:
         def applies(entry: Entry) -> bool:
             if _distance(entry.shape, key) > math.log(2):
                 return False
-            # Kernels that share a name divide the shapes. A measurement tells nothing of another.
+            # Kernels with the same name run different shapes. A measurement of one says nothing
+            # about the others.
             measured = _by_name(self.able(op, features, dict(entry.shape)))
             name = entry.choice.implementation
             return measured.get(name) is by_name[name]
