@@ -86,8 +86,9 @@ def dequantised(
     """Load some rows of a column of bricks from shared memory, times their scales.
 
     The product of a code and its scale is rounded once, as by `dequantise`. There is an exception:
-    int4 and fp8 in bfloat16 multiply by the scale as a sum of two bfloat16. If its mantissa has
-    more bits than that of float16, the error is up to 0.51 units in the last place, not 0.5.
+    in bfloat16, but for int8 with zeros, codes are multiplied by the scale as a sum of two
+    bfloat16. If its mantissa has more bits than that of float16, the error is up to 0.51 units in
+    the last place, not 0.5.
 
     Args:
       bricks, kind, dtype, start, width: as for `unpacked`; kind is not "fp4".
@@ -111,13 +112,14 @@ def dequantised(
         pair = ir.VectorType.get((2,), half)
         factors = [_columns(array) for array in arrays[: len(scales)]]
         offsets = [_offsets(array, kind, half) for array in arrays[len(scales) :]]
-        if kind != "int8" and dtype == jnp.bfloat16:
+        wide = kind == "int8" and (zeros or dtype != jnp.bfloat16)
+        if not wide and dtype == jnp.bfloat16:
             factors = [[_two_terms(scale, short) for scale in columns] for columns in factors]
         registers = []
         for i, words in enumerate(_load_words(ref, kind, start // _ROWS, width // _ROWS)):
             group = i * _ROWS * len(scales) // width
             offset = offsets[group] if offsets else None
-            if kind == "int8":
+            if wide:
                 values = _unpack_int8(words, dtype, offset, factors[group])
             else:
                 codes = _UNPACK[kind](words, dtype, offset)
@@ -269,7 +271,22 @@ def _unpack_int8(
     """2^23 + code has the code in the last byte of fp32's mantissa.
 
     `scales` are of the two columns, in fp32. Values are multiplied before they are rounded.
+
+    With the default offset, all is done in pairs of bf16: a code c is 128 more than the sum of 128
+    and its low 7 bits, less 128, or less 256 if its high bit is 0. Both are exact.
     """
+    if dtype == jnp.bfloat16 and offsets is None and scales is None:
+        values = []
+        for word in words:
+            for byte in (0, 1):
+                shifted = arith.shrui(word, _word(8)) if byte else word
+                based = _and_or(shifted, 0x007F007F, _word(0x43004300))
+                code = "lop3.b32 $0, $1, $2, $3, 0x6A"  # (word & mask) ^ base
+                offset = _ptx(code, shifted, _word(0x00800080), _word(0xC380C380))
+                values.append(
+                    _ptx("fma.rn.bf16x2 $0, $1, $2, $3", based, _word(0x3F803F80), offset)
+                )
+        return values
     single, power = ir.F32Type.get(), _word(0x4B000000)
     offsets = offsets or [mgpu_utils.c(-(2.0**23) - 128, single)] * 2
     values = []
