@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
+from flax import nnx, traverse_util
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -87,10 +87,24 @@ class Norm(nnx.Module):
         return by_row(run, x, plan)
 
 
+@dataclasses.dataclass(frozen=True)
+class LayerOf:
+    """The weight of one layer as an index into stacked weights, inside a trace.
+
+    Attributes:
+      stack: [L, ...].
+      index: [] int32.
+    """
+
+    stack: Array
+    index: Array
+
+
 class Linear(nnx.Module):
     """A weight [K, ...] and an optional bias, applied through `matmul`.
 
-    A quantised weight is a `QTensor` [K,N], or [K,2,N] with a gate.
+    A quantised weight is a `QTensor` [K,N], or [K,2,N] with a gate. Inside a loop over layers, the
+    weight is a `LayerOf` these.
     """
 
     def __init__(
@@ -115,9 +129,13 @@ class Linear(nnx.Module):
         """x [..., K] → [..., N]; `fused` are keywords of `matmul`."""
         weight = self.weight.get_value()
         bias = None if self.bias is None else self.bias[...]
+        stack = ()
+        if isinstance(weight, LayerOf):
+            fused["layer"], weight = weight.index, weight.stack
+            stack = weight.shape[:1]
         if "gate" not in fused:
             if not isinstance(weight, QTensor):
-                weight = weight.reshape(weight.shape[0], -1)
+                weight = weight.reshape(*stack, weight.shape[len(stack)], -1)
             bias = None if bias is None else bias.reshape(-1)
         if self.ranks > 1:
             return _summed(x, weight, bias, **fused)
@@ -561,6 +579,46 @@ class Decoder(nnx.Module):
         order = sorted(range(len(parts)), key=lambda i: parts[i].start)
         return jnp.concatenate([found[i] for i in order]), kv
 
+    def in_loop(
+        self,
+        tokens: Array,
+        kv: Stack,
+        stacked: dict[str, Array],
+        attend: Attend,
+        plan: Plan,
+        *,
+        starts: Array,
+        last: Array,
+    ) -> tuple[Array, Stack]:
+        """`__call__` with the layers in a loop; requires `Model.loops`.
+
+        The program holds one layer, so the host prepares it in a fraction of the time, and the
+        first kernel begins earlier.
+
+        Args:
+          tokens, kv, attend, plan, starts, last: see `__call__`.
+          stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
+        """
+        graph, params = nnx.split(self.blocks[0])
+        tree = jax.tree.structure(params)
+
+        def of_layer(name, stack, i):
+            if name.endswith(".weight"):
+                return LayerOf(stack, i)
+            return lax.dynamic_index_in_dim(stack, i, keepdims=False)
+
+        def run(i, carry):
+            x, kv = carry
+            layer = {name: of_layer(name, stack, i) for name, stack in stacked.items()}
+            layer = traverse_util.unflatten_dict(layer, sep=".")
+            block = nnx.merge(graph, jax.tree.unflatten(tree, jax.tree.leaves(layer)))
+            x, layer_kv = block(x, kv.layer(i), attend, plan)
+            return x, kv.updated(i, layer_kv)
+
+        x = self.embedded(tokens, starts, plan)
+        x, kv = lax.fori_loop(0, len(self.blocks), run, (x, kv))
+        return jnp.take_along_axis(x, last[:, None, None], axis=1), kv
+
     def _through_blocks(
         self,
         tiles: list[Array],
@@ -801,6 +859,23 @@ class Model:
         features = layers_features(config) | self.cache_features
         choice = self.plan.choose("decode_layers", features, **shape)
         return choice.implementation != "xla"
+
+    def loops(self, tokens: int) -> bool:
+        """Whether a call of prompts with this many tokens runs the layers in a loop.
+
+        The loop reads stacked weights. XLA would copy the weights of each layer before it
+        multiplies by them, so our kernels must run all products.
+        """
+        block, *others = dict.fromkeys(self.local.config.blocks)
+        if others or block.experts is not None:
+            return False
+        itemsize = jnp.dtype(self.dtype).itemsize
+        shapes = [linear.shape for linear in block.linears.values()]
+        choices = [
+            self.plan.choose("matmul", shape.features, **shape.key(tokens, itemsize))
+            for shape in shapes
+        ]
+        return all(choice.implementation != "xla" for choice in choices)
 
     @property
     def one_launch_possible(self) -> bool:

@@ -165,7 +165,9 @@ class Engine:
         self.max_len = max_len
         self.max_batch = max_batch
         self.memory_bytes = memory_bytes
-        self._one_launch = functools.cache(model.one_launch)  # looks at every layer
+        # These look at every layer.
+        self._one_launch = functools.cache(model.one_launch)
+        self._loops = functools.cache(model.loops)
         self.place = Place.of(jax.tree.leaves(params)[0])
         if self.place.spans_processes and model.one_launch_possible:
             raise NotImplementedError("load: one launch of all layers cannot span processes")
@@ -383,6 +385,15 @@ class Engine:
         """Whether decode steps of a batch run in one launch, with stacked weights and cache."""
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
+    def loops(self, tokens: int) -> bool:
+        """Whether a call of prompts with this many tokens runs the layers in a loop."""
+        one_tile = self.model.ranks == 1 or self.model.plan.prompt_tiles == 1
+        return self.stacked_params is not None and one_tile and self._loops(tokens)
+
+    def params_of(self, stacked_layers: bool) -> list[jax.Array]:
+        """The parameters that `program` takes."""
+        return self.stacked_params if stacked_layers else self.params
+
     def take_state(self, shape: StateShape, may_stack: bool) -> DecodeState:
         """The reusable state if it is large enough, else a new state.
 
@@ -460,7 +471,7 @@ class Engine:
         function: Callable,
         *,
         stacked: bool = False,
-        one_launch: bool = False,
+        stacked_layers: bool = False,
         beams: bool = False,
         **static,
     ) -> Program:
@@ -475,14 +486,15 @@ class Engine:
         Args:
           function: `step.prefill` or `step.decode_steps`.
           stacked: the cache is stacked over the layers.
-          one_launch: decode steps run all layers in one launch, with stacked parameters.
+          stacked_layers: the layers are stacked, and the function takes them as `layers`.
           beams: the state has beams.
           **static: static keyword arguments of the function.
         """
-        layout = {"stacked": stacked, "one_launch": one_launch, "beams": beams}
+        layout = {"stacked": stacked, "stacked_layers": stacked_layers, "beams": beams}
         name = function.__name__, *(item for item in layout.items() if item[1]), *static.items()
         if (key := (*name, self.place, self.watch)) not in self.programs:
-            model, packing = self.local, self.stacked_packing if one_launch else self.packing
+            model = self.local
+            packing = self.stacked_packing if stacked_layers else self.packing
             state_def = jax.tree.structure(abstract_state(model, stacked, beams))
             place, whole = self.place, PartitionSpec()
             observer = None if self.watch is None else self.watch.arrive
@@ -491,7 +503,7 @@ class Engine:
                 state = jax.tree.unflatten(state_def, state)
                 params, args = packing.unpack(params), host.unpack()
                 keywords = static
-                if one_launch:
+                if stacked_layers:
                     keywords = static | {"layers": params["blocks"]}
                     params = params | {"blocks": layer_slices(params["blocks"])}
                 with observed(observer):
@@ -499,7 +511,7 @@ class Engine:
                 return jax.tree.leaves(state), out
 
             specs = (
-                specs_of(self.stacked_params if one_launch else self.params),
+                specs_of(self.params_of(stacked_layers)),
                 jax.tree.leaves(state_specs(model, stacked, beams), is_leaf=is_spec),
             )
             run_on_all = place.over(run_local, (*specs, whole), (specs[1], whole))

@@ -268,17 +268,20 @@ class Session:
         # use few sets of options, so each set has a program: unused processors would take most of
         # the compile time.
         wanted = self._wanted
+        loops = self.stacked and self._engine.loops(call.tokens.size)
         program = self._engine.program(
             step.prefill,
             stacked=self.stacked,
+            stacked_layers=loops,
             beams=self._has_beams,
             processors=wanted.tier if self._has_beams else wanted.everything,
         )
         fields = call.tokens, call.lengths, call.offsets, call.final, call.rows, call.prompts
         fields = *fields, self._restarts, call.generated, self._pages, call.owners, call.last
         host = HostArrays.pack((self._sampling, *fields))
+        params = self._engine.params_of(loops)
         self._restarts = np.full(self._shape.rows, KEEP, np.int32)
-        self._state, tokens, logprobs, *beams = program(self._engine.params, self._state, host)
+        self._state, tokens, logprobs, *beams = program(params, self._state, host)
         logprobs = logprobs if self._wanted.logprobs else None
         if call.copied:
             self._copy_last_pages(call)
@@ -306,9 +309,10 @@ class Session:
         if self._aligned:
             static["aligned"] = True
         one_launch = self.one_launch and not self._has_beams and self._shared is None
-        layout = {"stacked": self.stacked, "one_launch": one_launch, "beams": self._has_beams}
+        layout = {"stacked": self.stacked, "beams": self._has_beams}
+        static["stacked_layers"] = one_launch
         program = self._engine.program(step.decode_steps, **layout, **static)
-        params = self._engine.stacked_params if one_launch else self._engine.params
+        params = self._engine.params_of(one_launch)
         self._state, tokens, logprobs, *more = program(params, self._state, self._steps_of[steps])
         reruns, beams = (None, *more) if self._has_beams else (*more, None, None)[:2]
         return program.compile_seconds, (tokens, logprobs, reruns, beams)

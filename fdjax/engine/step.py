@@ -63,6 +63,7 @@ def prefill(
     last: Array | None = None,
     *,
     processors: Processors = Processors(),
+    layers: dict[str, Array] | None = None,
 ) -> tuple[DecodeState, Array, Logprobs | None, *tuple[BeamResults, ...]]:
     """Process blocks of some rows' prompts. Choose a first token for each prompt that ends.
 
@@ -89,6 +90,9 @@ def prefill(
       last: [R] int32, the block in which a row's tokens of this call end; -1 leaves a row
         unchanged. Given with `owners`.
       processors: the active processors.
+      layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", to run
+        them in a loop, see `Model.loops`; the cache must be stacked too. Default: run layer by
+        layer with `params`.
 
     Returns:
       (state, first tokens [R] int32, their log-probabilities or None). A first token is -1 if the
@@ -117,13 +121,18 @@ def prefill(
             a if a is None or part is None else a[part]
             for a in (block_ends, offsets, pages_of_block, prompts, max_new_tokens)
         )
+        rotation_at = _rotation_at(*lengths)
+        rope = model.config.attention[0].rope
+        if layers is not None and rope is not None:
+            # A loop over layers would compute the rotation for each of them.
+            rotation_at = _always(rotation_at(_positions(starts, t), rope))
         return functools.partial(
             attend_prefill,
             ends=ends,
             offsets=starts,
             rows=rows if pages is None else None,
             pages=pages,
-            rotation_at=_rotation_at(*lengths),
+            rotation_at=rotation_at,
             plan=model.plan,
             token_ranks=1 if pages is None else model.token_ranks,
         )
@@ -131,7 +140,9 @@ def prefill(
     last_tokens = jnp.maximum(lengths - 1, 0)
     wanted = {"starts": offsets, "last": last_tokens}
     tiles = 1 if owners is None or len(tokens) % tiles_of(model) else tiles_of(model)
-    if tiles == 1:
+    if layers is not None:
+        hidden, kv = module.in_loop(tokens, state.kv, layers, attend_to(None), model.plan, **wanted)
+    elif tiles == 1:
         hidden, kv = module(tokens, state.kv, attend_to(None), model.plan, **wanted)
     else:
         size = len(tokens) // tiles
@@ -140,7 +151,7 @@ def prefill(
         parts = [(part, _before_next(attend_to(part))) for part in parts]
         hidden, kv = module.in_tiles(tokens, state.kv, parts, model.plan, **wanted)
     hidden = hidden if owners is None else hidden[last]
-    slots = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
+    slots = _positions(offsets, t)
     slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
     ids = state.ids.at[row_of_block[:, None], slots].set(tokens, mode="drop", unique_indices=True)
 
@@ -509,8 +520,7 @@ def attend_decode(
     kv, *reruns = layer
     k, v, *index = kv
     t = qkv.shape[1]
-    positions = (lengths if positions is None else positions)[:, None]
-    positions = positions + jnp.arange(t, dtype=jnp.int32)[None]
+    positions = _positions(lengths if positions is None else positions, t)
     append = functools.partial(append_decode_attention, shared=shared)
     if token_ranks > 1:
         append = functools.partial(append_decode_divided, token_ranks=token_ranks)
@@ -552,7 +562,6 @@ def attend_prefill(
     With `token_ranks` > 1, devices divide the tokens of each KV head, in pages.
     """
     t = qkv.shape[1]
-    positions = offsets[:, None] + jnp.arange(t, dtype=jnp.int32)[None]
     k, v, *index = kv
     append = functools.partial(append_prefill_attention, rows=rows)
     if token_ranks > 1:
@@ -563,7 +572,7 @@ def attend_prefill(
         v,
         ends,
         offsets,
-        rotation=spec.rope and rotation_at(positions, spec.rope),
+        rotation=spec.rope and rotation_at(_positions(offsets, t), spec.rope),
         layer=index[0] if index else None,
         pages=pages,
         sinks=sinks,
@@ -572,6 +581,16 @@ def attend_prefill(
         plan=plan,
     )
     return o, (k, v, *index)
+
+
+def _positions(first: Array, count: int) -> Array:
+    """[B, count] int32, consecutive positions from `first` [B] on."""
+    return first[:, None] + jnp.arange(count, dtype=jnp.int32)[None]
+
+
+def _always(value: Any) -> Callable:
+    """The function that returns a value, whatever its arguments are."""
+    return lambda *_: value
 
 
 def _rotation_at(prompts: Array, max_new_tokens: Array) -> Callable:

@@ -129,7 +129,7 @@ def test_a_dispatch_costs_the_host_little_in_one_launch():
     config = parse_config(CONFIG | {"hidden_size": 1024, "num_hidden_layers": 32, "head_dim": 128})
     model = describe(config, dtype="bfloat16", plan=plan)
     engine = Engine(model, random_params(model))
-    layout = {"stacked": True, "one_launch": True}
+    layout = {"stacked": True, "stacked_layers": True}
     program = engine.program(decode_steps, **layout, processors=Processors(), max_steps=32)
     sampling = per_row([GenerationConfig(max_new_tokens=9)], 1)
     host = jax.device_put(HostArrays.pack((sampling, np.int32(0))))
