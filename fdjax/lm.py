@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from fdjax.engine.beams import request_state
 from fdjax.engine.engine import Engine
@@ -311,7 +312,8 @@ class LM:
         requests = self._requests(given, config, options, self.defaults, refused) if given else []
         rows = self._states(requests)
         for i, error in refused.items():
-            rows.append(RequestState(Request([], self.defaults, i), self.tokenizer))
+            nothing = Request(np.zeros(0, np.int32), self.defaults, i)
+            rows.append(RequestState(nothing, self.tokenizer))
             rows[-1].error = error
         return self._answers(rows)
 
@@ -484,6 +486,7 @@ class LM:
             # One search gives all answers to a prompt.
             beams = row_config.num_beams > 1
             samples = range(1 if beams else row_config.num_return_sequences)
+            ids = np.array(ids, np.int32)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if any(request.config.return_reruns for request in requests):
             # `stats.reruns` covers all rows, so all rows run in the same program.

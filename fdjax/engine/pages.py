@@ -41,8 +41,8 @@ class PagePool:
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
         # Pages that have a key, but whose prompts have not been dispatched yet.
         self._pending: set[int] = set()
-        # The full pages of the latest prompt, as a list of tokens, and their keys.
-        self._latest: tuple[list[int], list[bytes]] = ([], [])
+        # The full pages of the latest prompt [pages, size], and their keys.
+        self._latest = np.zeros((0, size), np.int32), []
 
     @property
     def available(self) -> int:
@@ -172,19 +172,19 @@ class PagePool:
     def _keys_of(self, ids: Sequence[int]) -> list[bytes]:
         """The key of each full page.
 
-        Samples of a prompt come one after another, so pages of the latest prompt are not hashed
-        again.
+        Samples of a prompt and turns of a chat come one after another, so pages with which the
+        latest prompt began are not hashed again.
         """
+        tokens = np.asarray(ids, np.int32)
+        pages = tokens[: len(tokens) // self.size * self.size].reshape(-1, self.size)
         known, keys = self._latest
-        if ids[: len(known)] != known:
-            known, keys = [], []
-        end = len(ids) // self.size * self.size
-        tokens = np.asarray(ids[len(known) : end], np.int32)
-        keys = list(keys)
-        for page in tokens.reshape(-1, self.size):
+        least = min(len(pages), len(known))
+        differs = (pages[:least] != known[:least]).any(axis=1)
+        keys = keys[: int(differs.argmax()) if differs.any() else least]
+        for page in pages[len(keys) :]:
             before = keys[-1] if keys else b""
             keys.append(hashlib.blake2b(before + page.tobytes(), digest_size=16).digest())
-        self._latest = list(ids[:end]), keys
+        self._latest = pages, keys
         return keys
 
     def _drop_key(self, page: int) -> None:

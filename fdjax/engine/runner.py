@@ -115,8 +115,8 @@ class Task:
         return self.row.pages_for(tokens)
 
     @property
-    def ids(self) -> list[int]:
-        """Its prompt and its tokens so far."""
+    def ids(self) -> np.ndarray:
+        """[n] int32, its prompt and its tokens so far."""
         return self.row.ids
 
     @property
@@ -228,7 +228,7 @@ class Session:
         self._shared = None if alone else self._engine.shared_pages(self._pages)
         self._steps_of = {}
 
-    def begin_after(self, beginnings: Mapping[int, Sequence[int]]) -> None:
+    def begin_after(self, beginnings: Mapping[int, np.ndarray]) -> None:
         """Set the tokens of prompts, by row, that their pages hold before they are computed."""
         ids = np.zeros((self._shape.rows, self._shape.slots), np.int32)
         lengths = np.zeros(self._shape.rows, np.int32)
@@ -730,7 +730,7 @@ class Runner:
         own = {i: task for i, task in tasks.items() if i not in leaders}
         beginnings = {i: task.ids[: task.cached] for i, task in own.items() if task.cached}
         # A row that follows another gets no tokens from blocks.
-        prompts = {leader: np.asarray(scheduler.rows[leader].ids) for leader in leaders.values()}
+        prompts = {leader: scheduler.rows[leader].ids for leader in leaders.values()}
         beginnings |= {i: prompts[leader] for i, leader in leaders.items()}
         if beginnings:
             self._session.begin_after(beginnings)

@@ -21,13 +21,13 @@ class Request:
     """A prompt and its options, for one sequence of tokens.
 
     Attributes:
-      ids: token ids of the prompt.
+      ids: [n] int32 token ids of the prompt.
       config: the options, with a value in every field.
       prompt: index of the prompt among the caller's prompts.
       sample: index of the sample among those of the prompt.
     """
 
-    ids: list[int]
+    ids: np.ndarray
     config: GenerationConfig
     prompt: int = 0
     sample: int = 0
@@ -141,9 +141,10 @@ class RequestState:
         self.finish_reason = "stop" if tokens[-1] in self._stop_tokens else "length"
 
     @property
-    def ids(self) -> list[int]:
-        """Prompt and answer so far."""
-        return self.request.ids + self.tokens
+    def ids(self) -> np.ndarray:
+        """[n] int32, prompt and answer so far."""
+        ids = self.request.ids
+        return np.concatenate([ids, np.array(self.tokens, np.int32)]) if self.tokens else ids
 
     @property
     def most_tokens(self) -> int:

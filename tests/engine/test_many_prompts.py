@@ -133,7 +133,7 @@ def test_what_runs_goes_on_in_a_larger_state(growing, monkeypatch):
     config = fdjax.GenerationConfig(
         max_new_tokens=40, eos_token_ids=(), return_logprobs=0, repetition_penalty=1.5
     ).filled()
-    first = RequestState(Request([5, 6, 7], config), lm.tokenizer)
+    first = RequestState(Request(np.array([5, 6, 7], np.int32), config), lm.tokenizer)
     chunks = lm.engine.runner.run([first], 4)
     next(chunks), next(chunks)
     others = lm.generate([[9] * 400, [8] * 3, [7] * 5], max_new_tokens=4, **OPTIONS)
@@ -398,7 +398,8 @@ def test_a_damaged_row_changes_no_other(lm):
     config = fdjax.GenerationConfig(
         max_new_tokens=6, eos_token_ids=(), return_logprobs=0, logits_processors=(damage,)
     ).filled()
-    rows = [RequestState(Request(one, config, i), lm.tokenizer) for i, one in enumerate(rows)]
+    requests = [Request(np.array(one, np.int32), config, i) for i, one in enumerate(rows)]
+    rows = [RequestState(request, lm.tokenizer) for request in requests]
     for _ in lm.engine.runner.run(rows, 4):
         pass
     assert isinstance(rows[4].error, FloatingPointError) and "prompt 4" in str(rows[4].error)

@@ -250,7 +250,8 @@ def test_a_batch_is_no_larger_than_it_may_be():
 
 def shape(engine, *lengths, new=100):
     config = GenerationConfig(max_new_tokens=new).filled()
-    return engine.shape_for([RequestState(Request([5] * n, config), Tokenizer()) for n in lengths])
+    requests = [Request(np.full(n, 5, np.int32), config) for n in lengths]
+    return engine.shape_for([RequestState(request, Tokenizer()) for request in requests])
 
 
 def test_a_cache_is_as_small_as_memory_asks_for():

@@ -82,7 +82,7 @@ class Device:
         self.restart()
         for i, ids in beginnings.items():
             self.rows[i].cached = list(ids)
-            if list(ids) != self.options[i].ids:  # it does not follow another sample
+            if ids.tolist() != self.options[i].ids.tolist():  # it does not follow another sample
                 assert len(ids) % PAGE == 0
                 self.check_content(i)
 
@@ -141,7 +141,7 @@ class Device:
             if not n:
                 continue
             row = self.rows[rows[r]]
-            if row.cached == self.options[rows[r]].ids:  # it followed one that has ended
+            if row.cached == self.options[rows[r]].ids.tolist():  # it followed one that has ended
                 del row.cached[offset:]
             assert row.finished and offset == len(row.cached)
             if self.engine.pool is None:
@@ -170,7 +170,7 @@ class Device:
             if call.last is not None:
                 assert ends[r] == call.offsets[call.last[r]] + call.lengths[call.last[r]]
             if call.final[r]:
-                assert row.cached == self.options[i].ids[: len(row.cached)]
+                assert row.cached == self.options[i].ids[: len(row.cached)].tolist()
                 assert len(row.cached) == call.prompts[r] + call.generated[r]
                 assert call.generated[r] == len(self.options[i].tokens)
                 row.row = self.options[i]
@@ -251,7 +251,7 @@ class Engine:
 def make_row(prompt, new=10, **options) -> RequestState:
     options = {"eos_token_ids": (EOS,)} | options
     config = GenerationConfig(max_new_tokens=new, **options).filled()
-    return RequestState(Request(list(prompt), config), Tokenizer())
+    return RequestState(Request(np.array(prompt, np.int32), config), Tokenizer())
 
 
 def make_samples(prompt, count, new=10, **options) -> list[RequestState]:
