@@ -64,6 +64,14 @@ class Blocks(NamedTuple):
         """Number of blocks."""
         return self.end - self.begin
 
+    def part(self, index: Array, count: int) -> "Blocks":
+        """Part `index` of `count` about equal parts."""
+        size = lax.div(self.steps + count - 1, jnp.int32(count))
+        begin = jnp.minimum(self.begin + index * size, self.end)
+        end = jnp.minimum(begin + size, self.end)
+        bare_begin, bare_end = (jnp.clip(x, begin, end) for x in (self.bare_begin, self.bare_end))
+        return Blocks(begin, bare_begin, bare_end, end)
+
 
 def visible_blocks(
     first: Array,

@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention import alibi_slopes, prefill_attention
 from fdjax.pallas_kernels.attention.hopper.prefill import (
     PrefillAttentionConfig,
+    _splits,
     prefill_mosaic,
 )
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -30,6 +31,7 @@ except AttributeError:  # JAX 0.11.2
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams as InterpretParams
 
 SMALL = PrefillAttentionConfig(block_kv=64)
+SPLIT = dataclasses.replace(SMALL, splits=3)
 ALL_MASKED = dataclasses.replace(SMALL, unified=False, skip_masks=False)
 
 interpreted = functools.partial(prefill_mosaic, interpret=InterpretParams(detect_races=True))
@@ -68,6 +70,28 @@ def test_interpreted_without_races():
     """Ragged rows at offsets, and tiles and a row without queries."""
     operands = _operands([133, 70, 0], [3, 60, 0], t=130)
     _check(operands, interpreted, config=SMALL)
+
+
+def test_interpreted_parts_of_the_cache():
+    """Some parts are empty, and of others the first rows of a tile see nothing."""
+    operands = _operands([133, 8, 0], [125, 0, 0], t=8)
+    _check(operands, interpreted, config=SPLIT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("masks", [{}, dict(causal=False), dict(window=50, soft_cap=5.0)], ids=str)
+def test_interpreted_parts_of_the_cache_with_masks(masks):
+    operands = _operands([133, 70, 0], [3, 60, 0], t=130)
+    for config in (SPLIT, dataclasses.replace(SPLIT, unified=False, splits=2)):
+        _check(operands, interpreted, config=config, masks=masks)
+
+
+@pytest.mark.parametrize(
+    ("tiles", "slots", "parts"),
+    [(32, 8192, 4), (32, 2048, 2), (32, 1024, 1), (67, 8192, 1), (1, 10**6, 8), (200, 4096, 1)],
+)
+def test_few_tiles_split_a_long_cache(tiles, slots, parts):
+    assert _splits(tiles, slots) == parts
 
 
 @pytest.mark.slow
@@ -109,7 +133,7 @@ def test_unsupported_cases_raise():
             )
 
 
-@pytest.mark.parametrize("config", [dict(block_kv=96), dict(stages=1)])
+@pytest.mark.parametrize("config", [dict(block_kv=96), dict(stages=1), dict(splits=0)])
 def test_impossible_configs_raise(config):
     with pytest.raises(ValueError, match=r"^prefill_attention: "):
         PrefillAttentionConfig(**config)
@@ -135,6 +159,9 @@ def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masks=NO_MASKS, dtype=j
         (dict(t=512, h=32, kv_heads=8, s=2048, d=128, b=4), 0),
         (dict(t=2048, h=32, kv_heads=8, s=131072, d=128), 0),
         (dict(t=100, h=32, kv_heads=8, s=2048, d=96), 0),
+        (dict(t=128, h=32, kv_heads=8, s=8192, d=128), 8),
+        (dict(t=128, h=32, kv_heads=8, s=8192, d=64), 0),
+        (dict(t=64, h=8, kv_heads=8, s=8192, d=256), 1500),
         (dict(t=1024, h=8, kv_heads=8, s=1024, d=128, dtype=jnp.float16), 0),
         (
             dict(
@@ -184,6 +211,18 @@ def test_many_tiles(d, masks, scale):
     """Several tiles and blocks, ragged, at offsets, with sizes that are not multiples of a tile."""
     operands = _operands(
         [700, 301, 0, 555], [203, 0, 0, 100], t=497, heads=8, kv_heads=2, s=704, d=d, scale=scale
+    )
+    _check(operands, prefill_mosaic, masks=masks)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 60.0], ids=["healthy", "recomputed"])
+@pytest.mark.parametrize("masks", [{}, dict(causal=False), dict(soft_cap=20.0)], ids=str)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_few_rows_behind_a_long_cache(d, masks, scale):
+    """Blocks see parts of the cache, which are merged."""
+    operands = _operands(
+        [4096, 5001, 90], [4000, 4999, 0], t=96, heads=8, kv_heads=2, s=5128, d=d, scale=scale
     )
     _check(operands, prefill_mosaic, masks=masks)
 

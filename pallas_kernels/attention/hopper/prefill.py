@@ -22,6 +22,10 @@ The check runs once per tile, not per score. A tile that fails runs again with a
 (online softmax), on the device, in the same launch. fp16 ends at 65504 and has no such range: in
 fp16, and with `unified=False`, every tile uses the running maximum from the start.
 
+**Few tiles.** A short prompt behind a long cache has too few tiles for all multiprocessors. Then
+each tile has several blocks, which see different parts of the cache, and XLA merges their results
+in fp32.
+
 **Masks.** No mask is stored in memory. Blocks of slots that no row of a tile sees are skipped.
 Blocks that every row sees take a path without masking. The others compare positions.
 
@@ -45,6 +49,7 @@ from jaxlib.mlir.dialects import arith, vector
 from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, check_pages
 from fdjax.pallas_kernels.attention.hopper.prefill_front import WRITE_CHUNK_HOPPER
+from fdjax.pallas_kernels.attention.merge import merge_parts
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled, take_layer
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
@@ -57,11 +62,14 @@ from fdjax.pallas_kernels.attention.prefill_tiles import (
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
+from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 
 _ROWS = 64  # query rows of a warpgroup: M of wgmma
 _CONSUMERS = 2  # warpgroups that compute
 _TILE = _CONSUMERS * _ROWS
+_SLOTS_OF_A_SPLIT = 1024  # for fewer, merging takes longer than it saves
+_MOST_SPLITS = 8
 _BLOCKS = {64: (128, 4), 96: (128, 2), 128: (128, 2), 256: (64, 2)}  # slots, stages; by D
 
 
@@ -75,18 +83,22 @@ class PrefillAttentionConfig:
       stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
       unified: use the unified maximum; False uses a running maximum.
       skip_masks: skip masking in blocks that every row sees; False masks every block.
+      splits: number of parts of the cache that different blocks see.
     """
 
     block_kv: int = 128
     stages: int = 2
     unified: bool = True
     skip_masks: bool = True
+    splits: int = 1
 
     def __post_init__(self):
         if self.block_kv < 64 or self.block_kv % 64:
             raise ValueError(f"prefill_attention: block_kv must be a multiple of 64, got {self}")
         if self.stages < 2:
             raise ValueError(f"prefill_attention: stages must be at least 2, got {self}")
+        if self.splits < 1:
+            raise ValueError(f"prefill_attention: splits must be at least 1, got {self}")
 
 
 def default_config(d: int) -> PrefillAttentionConfig:
@@ -95,34 +107,67 @@ def default_config(d: int) -> PrefillAttentionConfig:
     return PrefillAttentionConfig(block_kv=block_kv, stages=stages)
 
 
-@functools.partial(jax.jit, static_argnames=("spec", "return_lse", "config", "interpret"))
+def _splits(tiles: int, slots: int) -> int:
+    """Number of parts of the cache for this many tiles, so that most multiprocessors have one."""
+    return max(1, min(MULTIPROCESSORS // tiles, slots // _SLOTS_OF_A_SPLIT, _MOST_SPLITS))
+
+
+@functools.partial(
+    jax.jit, static_argnames=("spec", "return_lse", "config", "split_cache", "interpret")
+)
 def prefill_mosaic(
-    q, k, v, lengths, offsets, *, spec, return_lse=True, config=None, interpret=None, **named
+    q,
+    k,
+    v,
+    lengths,
+    offsets,
+    *,
+    spec,
+    return_lse=True,
+    config=None,
+    split_cache=True,
+    interpret=None,
+    **named,
 ):
     """`prefill_attention`; returns o [B,T,H,D] and lse [B,T,H] or None.
+
+    With `split_cache` the default tiling depends on the number of rows, and so does the order of
+    the sums.
 
     Jitted, so that the layers of a model share one lowering. `named` are `phi` [H], `layer`, `rows`
     [B] int32, the row of k and v for each row of q, and `pages` [B,N].
     """
     b, t, h, d = q.shape
-    config = config or default_config(d)
+    tiles = pl.cdiv(t, _TILE)
+    if config is None:
+        config = default_config(d)
+        if split_cache and spec.window is None:
+            pages = named.get("pages")
+            slots = k.shape[-2] * (1 if pages is None else pages.shape[1])
+            config = dataclasses.replace(config, splits=_splits(b * h * tiles, slots))
+    splits = config.splits
     if q.dtype == jnp.float16 or not spec.unified:
         config = dataclasses.replace(config, unified=False)
     if t % 8:
         q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))
-    tiles = pl.cdiv(t, _TILE)
     check_pages("prefill_attention", k, named.get("pages"), config.block_kv)
     inputs = operands(q, k, v, lengths, offsets, spec=spec, **named)
-    outputs = dict(o=jax.ShapeDtypeStruct(q.shape, q.dtype))
-    if return_lse:
+    partial = jnp.dtype(jnp.float32 if splits > 1 else q.dtype)
+    outputs = dict(o=jax.ShapeDtypeStruct((splits * b, *q.shape[1:]), partial))
+    if return_lse or splits > 1:
         # A one-dimensional store is not clipped at the end of the array, so lse is padded.
-        outputs["lse"] = jax.ShapeDtypeStruct((b, h, tiles * _TILE), jnp.float32)
+        outputs["lse"] = jax.ShapeDtypeStruct((splits * b, h, tiles * _TILE), jnp.float32)
 
     swizzle = 128 if d % 64 == 0 else 64
 
-    def smem(*shape, swizzle=swizzle):
-        tiling = plgpu.TilingTransform((8, swizzle // 2))
-        return plgpu.SMEM(shape, q.dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+    def smem(*shape, swizzle=swizzle, dtype=q.dtype):
+        tiling = plgpu.TilingTransform((8, swizzle // jnp.dtype(dtype).itemsize))
+        return plgpu.SMEM(shape, dtype, transforms=(tiling, plgpu.SwizzleTransform(swizzle)))
+
+    # What is too large is stored in parts.
+    o_width = d if d <= 128 else 64
+    if splits > 1:
+        o_width = 64 if d == 64 else 32
 
     bk, stages = config.block_kv, config.stages
     loaded = plgpu.Barrier(num_barriers=stages)
@@ -131,7 +176,9 @@ def prefill_mosaic(
         q=smem(_CONSUMERS, _ROWS, d),
         k=smem(stages, bk, d),
         v=smem(stages, bk, d),
-        o=smem(_CONSUMERS, _ROWS, d if d <= 128 else 64),  # a larger D is stored in parts
+        o=smem(
+            _CONSUMERS, _ROWS, o_width, swizzle=128 if o_width == 32 else swizzle, dtype=partial
+        ),
         unsafe=plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32),
         again=plgpu.SMEM((_CONSUMERS,), jnp.int32),
         q_full=plgpu.Barrier(num_barriers=_CONSUMERS),
@@ -143,7 +190,7 @@ def prefill_mosaic(
         turn=plgpu.Barrier(num_barriers=_CONSUMERS),
         voted=plgpu.Barrier(num_arrivals=_CONSUMERS),
     )
-    if return_lse:
+    if "lse" in outputs:
         scratch["lse"] = plgpu.SMEM((_CONSUMERS, _ROWS), jnp.float32)
     if interpret is not None:  # the interpreter takes no operand of a product from registers
         scratch["p"] = smem(_CONSUMERS, _ROWS, bk, swizzle=128)
@@ -164,7 +211,7 @@ def prefill_mosaic(
         out_type=tuple(outputs.values()),
         kernel_name="prefill_attention",
         scratch_types=tuple(scratch.values()),
-        grid=(h, tiles, b),
+        grid=(h, tiles, splits * b),
         grid_names=("head", "tile", "row"),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
@@ -174,20 +221,25 @@ def prefill_mosaic(
         ),
         interpret=interpret,
     )(*inputs.values())
-    return out[0][:, :t], out[1].transpose(0, 2, 1)[:, :t] if return_lse else None
+    o, lse = out[0][:, :t], out[1].transpose(0, 2, 1)[:, :t] if "lse" in outputs else None
+    if splits > 1:
+        o, lse = merge_parts(*(a.reshape(splits, b, *a.shape[1:]) for a in (o, lse)))
+    return o.astype(q.dtype), lse if return_lse else None
 
 
 def _prefill_kernel(
     # q [B,T,H,D], k, v [(L,)B,Hkv,S,D], lengths, offsets [B], (layer, rows, pages, phi, slopes)
     inputs,
-    outputs,  # o [B,T,H,D], (lse [B,H,T])
+    outputs,  # o [N·B,T,H,D], (lse [N·B,H,T]), with N splits
     scratch,
     *,
     t,
     spec,
     config,
 ):
-    row, head, warpgroup = (lax.axis_index(axis) for axis in ("row", "head", "warpgroup"))
+    out_row, head, warpgroup = (lax.axis_index(axis) for axis in ("row", "head", "warpgroup"))
+    batch = inputs["q"].shape[0]
+    row, split = lax.rem(out_row, batch), lax.div(out_row, batch)
     kv_head = lax.div(head, inputs["q"].shape[2] // inputs["k"].shape[-3])
     cache_row = inputs["rows"][row] if "rows" in inputs else row
     k, v = (CacheRow(inputs, name, cache_row, kv_head) for name in "kv")
@@ -198,6 +250,8 @@ def _prefill_kernel(
     blocks = visible_blocks(
         first, length, offset, t=t, rows=_TILE, block_kv=config.block_kv, spec=spec
     )
+    if config.splits > 1:
+        blocks = blocks.part(split, config.splits)
     if not config.skip_masks:
         blocks = blocks._replace(bare_begin=blocks.begin, bare_end=blocks.begin)
 
@@ -218,8 +272,8 @@ def _prefill_kernel(
         plgpu.set_max_registers(232, action="increase")
         rows = pl.ds(first + warpgroup * _ROWS, _ROWS)
         _consume(
-            outputs["o"].at[row, rows, head],
-            outputs["lse"].at[row, head, rows] if "lse" in outputs else None,
+            outputs["o"].at[out_row, rows, head],
+            outputs["lse"].at[out_row, head, rows] if "lse" in outputs else None,
             inputs["phi"][head] if "phi" in inputs else None,
             inputs["slopes"][head] if "slopes" in inputs else None,
             offset + first + warpgroup * _ROWS,
@@ -345,7 +399,7 @@ def _consume(
         scratch[name] for name in ("k_full", "v_full", "k_empty", "v_empty")
     )
     bk, d = config.block_kv, q_s.shape[-1]
-    dtype = out.dtype
+    dtype = q_s.dtype
     position = top + plgpu.broadcasted_iota(jnp.int32, (_ROWS,), 0, layout=COLUMN)
 
     def across(x, n):
@@ -464,7 +518,7 @@ def _consume(
         for column in range(0, d, width):
             part = o if width == d else o[:, column : column + width]
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            o_s[...] = jnp.where(inverse > 0.0, part * inverse, 0.0).astype(dtype)
+            o_s[...] = jnp.where(inverse > 0.0, part * inverse, 0.0).astype(o_s.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(o_s, out.at[:, pl.ds(column, width)])
 
@@ -480,7 +534,11 @@ def _consume(
         o, l = pl.run_scoped(attend_unified, plgpu.ACC((_ROWS, d), jnp.float32))
         finite = (o * 0.0).sum(axis=1) == 0.0  # 0 · x is 0 for every finite x
         safe = (l >= SAFE[0]) & (l <= SAFE[1]) & finite
-        unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(position < bottom, 1.0, 0.0))
+        # The first rows of a tile may see nothing of a later part of the cache.
+        sees = position < bottom
+        if spec.causal:
+            sees &= position >= blocks.begin * bk
+        unsafe_s[...] = jnp.where(safe, 0.0, jnp.where(sees, 1.0, 0.0))
         store(o, l, zero if phi is None else zero + phi)  # commits unsafe_s as well
         unsafe = plgpu.load(unsafe_s, layout=MATRIX.reduce(0))
         scratch["again"][warpgroup] = unsafe.max(axis=0).astype(jnp.int32)
@@ -502,10 +560,11 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _run(q, k, v, *live, batch_invariant, layer, rows, pages, **keywords):
+    keywords |= {"layer": layer, "rows": rows, "pages": pages, "split_cache": not batch_invariant}
     if features_of(k):  # the rows' slots are dequantised once and read many times
         k, v = take_layer(k, v, layer, rows, pages)
-        layer = rows = pages = None
-    return prefill_mosaic(q, k, v, *live, layer=layer, rows=rows, pages=pages, **keywords)
+        keywords |= {"layer": None, "rows": None, "pages": None}
+    return prefill_mosaic(q, k, v, *live, **keywords)
 
 
 PREFILL_HOPPER = Implementation(
