@@ -161,7 +161,7 @@ def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masks=NO_MASKS, dtype=j
         (dict(t=100, h=32, kv_heads=8, s=2048, d=96), 0),
         (dict(t=128, h=32, kv_heads=8, s=8192, d=128), 8),
         (dict(t=128, h=32, kv_heads=8, s=8192, d=64), 0),
-        (dict(t=64, h=8, kv_heads=8, s=8192, d=256), 1500),
+        (dict(t=64, h=8, kv_heads=8, s=8192, d=256), 1600),
         (dict(t=1024, h=8, kv_heads=8, s=1024, d=128, dtype=jnp.float16), 0),
         (
             dict(
