@@ -88,7 +88,7 @@ def test_interpreted_parts_of_the_cache_with_masks(masks):
 
 @pytest.mark.parametrize(
     ("tiles", "slots", "parts"),
-    [(32, 8192, 4), (32, 2048, 2), (32, 1024, 1), (67, 8192, 1), (1, 10**6, 8), (200, 4096, 1)],
+    [(32, 8192, 4), (32, 4096, 2), (32, 2048, 1), (67, 8192, 1), (1, 10**6, 8), (200, 4096, 1)],
 )
 def test_few_tiles_split_a_long_cache(tiles, slots, parts):
     assert _splits(tiles, slots) == parts
@@ -158,7 +158,7 @@ def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masks=NO_MASKS, dtype=j
         (dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0),
         (dict(t=512, h=32, kv_heads=8, s=2048, d=128, b=4), 0),
         (dict(t=2048, h=32, kv_heads=8, s=131072, d=128), 0),
-        (dict(t=100, h=32, kv_heads=8, s=2048, d=96), 0),
+        (dict(t=100, h=32, kv_heads=8, s=4096, d=96), 0),
         (dict(t=128, h=32, kv_heads=8, s=8192, d=128), 8),
         (dict(t=128, h=32, kv_heads=8, s=8192, d=64), 0),
         (dict(t=64, h=8, kv_heads=8, s=8192, d=256), 1600),
