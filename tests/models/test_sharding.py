@@ -18,6 +18,8 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import BRICKS, WeightFormat
 from fdjax.pallas_kernels.ranks import AXIS
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
 SMALL = {

@@ -33,6 +33,8 @@ from . import oracle
 from .implementations import ATTENTION, BATCH_INVARIANT, PLATFORMS, across
 from .tolerance import assert_attention, assert_same_bits, assert_within, attention_bounds
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 GARBAGE = 300.0
 INVARIANT = Plan(batch_invariant=True)
 
@@ -570,6 +572,7 @@ def test_blocks_of_queries(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("implementation", BATCH_INVARIANT)
+@pytest.mark.usefixtures("full_compiles")
 class TestBatchInvariant:
     """A row's bits do not depend on what else is in the batch or in the chunk."""
 

@@ -26,6 +26,8 @@ from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
 
 from . import oracle
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 EPS = 1e-5
 LLAMA2_7B = dict(k=4096, width=4096, hidden=11008, n=12288)
 LLAMA3_8B = dict(k=4096, width=4096, hidden=14336, n=6144)

@@ -24,6 +24,8 @@ from . import oracle
 from .test_decode_mosaic import INTERPRET
 from .tolerance import assert_attention
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 PAGE = 128
 MASKS = dict(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
 SPLIT = DecodeAttentionConfig(splits=3, stages=2)

@@ -20,6 +20,8 @@ from fdjax.pallas_kernels.ranks import AXIS
 
 from . import oracle
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 EPS = 1e-5
 SCALE = 128**-0.5
 LLAMA2_7B = dict(width=4096, heads=32, kv_heads=32, hidden=11008)

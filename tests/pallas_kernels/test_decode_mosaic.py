@@ -26,6 +26,8 @@ from . import oracle
 from .oracle import NO_MASKS
 from .tolerance import assert_attention
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 try:
     InterpretParams = plgpu.InterpretGPUParams
 except AttributeError:  # JAX 0.11.2

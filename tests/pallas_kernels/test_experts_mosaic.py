@@ -31,6 +31,8 @@ from . import oracle
 from .test_experts import assert_moe, operands, spoiled
 from .tolerance import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 try:
     from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
 except ImportError:  # it has no public name, and its place differs between versions

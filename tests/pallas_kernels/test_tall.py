@@ -30,6 +30,8 @@ from .test_quantised import EPS, LAYER, Case, exact_weight, relaid
 from .test_quantised import _operands as operands_of
 from .tolerance import assert_matmul
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 Case = functools.partial(Case, layout="bricks")
 
 

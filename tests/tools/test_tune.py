@@ -32,6 +32,8 @@ from fdjax.tools import tune
 from fdjax.tools.tune import measure_chain, measure_matmul
 from fdjax.tools.tune_table import explain, table_entry, table_in_use, table_of, write_table
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 H100 = "NVIDIA H100 80GB HBM3"
 CHAINS = CHAIN_CANDIDATES
 GOOD, FAST, WRONG, TOO_LARGE = (FlatGemmConfig(64, 64, stages) for stages in (2, 3, 4, 5))
