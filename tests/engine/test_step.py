@@ -91,6 +91,7 @@ def test_layers_of_a_stacked_cache_share_a_lowering():
     assert len(re.findall(r"func private @run\w*\(", text)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", range(MAX_STEPS + 1))
 def test_takes_as_many_steps_as_asked(n):
     state, sampling = two_rows(32, 32)

@@ -311,7 +311,7 @@ def test_prefill_of_any_lengths_and_offsets(implementation, case, lengths, offse
     _check(implementation, case, _operands(case, lengths, offsets, seed))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("implementation", ATTENTION[:1])
 @settings(max_examples=60)
 @given(
@@ -579,8 +579,8 @@ class TestBatchInvariant:
     @pytest.mark.parametrize(
         "case",
         [
-            Decode(dtype="bfloat16"),
-            Decode(group=1),
+            pytest.param(Decode(dtype="bfloat16"), marks=pytest.mark.slow),
+            pytest.param(Decode(group=1), marks=pytest.mark.slow),
             Decode(t=3, window=50, alibi=True),
             Prefill(dtype="bfloat16", soft_cap=4.0, d=80),
         ],
@@ -598,9 +598,9 @@ class TestBatchInvariant:
     @pytest.mark.parametrize(
         ("width", "dtype", "masks"),
         [
-            (128, "float32", {}),
+            pytest.param(128, "float32", {}, marks=pytest.mark.slow),
             (16, "float32", dict(soft_cap=4.0)),
-            (128, "bfloat16", {}),
+            pytest.param(128, "bfloat16", {}, marks=pytest.mark.slow),
             (128, "bfloat16", dict(window=100, alibi=True)),
         ],
     )

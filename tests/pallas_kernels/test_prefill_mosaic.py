@@ -85,6 +85,7 @@ def test_interpreted_running_maximum_not_causal_and_all_masked():
     _check(operands, interpreted, config=ALL_MASKED, masks=dict(causal=False))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_interpreted_recomputation():
     """Scores of 800 in the last row of one tile, and of -800 in all rows of another."""
@@ -133,9 +134,9 @@ def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masks=NO_MASKS, dtype=j
 @pytest.mark.parametrize(
     ("case", "spilled_bytes"),
     [
-        (dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0),
+        pytest.param(dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0, marks=pytest.mark.soak),
         (dict(t=512, h=32, kv_heads=8, s=2048, d=128, b=4), 0),
-        (dict(t=2048, h=32, kv_heads=8, s=131072, d=128), 0),
+        pytest.param(dict(t=2048, h=32, kv_heads=8, s=131072, d=128), 0, marks=pytest.mark.soak),
         (dict(t=100, h=32, kv_heads=8, s=2048, d=96), 0),
         (dict(t=1024, h=8, kv_heads=8, s=1024, d=128, dtype=jnp.float16), 0),
         (

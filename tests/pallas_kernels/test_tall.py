@@ -206,7 +206,7 @@ def _interpreted(case, config):
     too_few = pytest.mark.skipif(
         config.wide > 2 and config.wide >= _CORES, reason=f"needs {config.wide + 1} cores"
     )
-    marks = () if (case, config) in INTERPRETED else (pytest.mark.slow, too_few)
+    marks = () if (case, config) == INTERPRETED[0] else (pytest.mark.slow, too_few)
     return pytest.param(case, config, marks=marks)
 
 
