@@ -59,13 +59,27 @@ def quick_compiles() -> Iterator[None]:
 
 
 @pytest.fixture
+def quick_on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """`quick_compiles` for tests that compile for a CPU, in modules that also compile for a GPU."""
+    if {"gpu", "multigpu", "deviceless"} & set(request.keywords) or (
+        "full_compiles" in request.fixturenames
+    ):
+        yield
+        return
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
 def full_compiles() -> Iterator[None]:
-    """Compile as users do, in a module that otherwise uses `quick_compiles`."""
+    """Compile as users do, in a module that otherwise compiles quickly."""
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     with mock.patch.dict(os.environ):
         os.environ.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
         yield
-    jax.config.update("jax_disable_most_optimizations", True)
+    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture(scope="session")

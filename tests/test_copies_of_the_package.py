@@ -49,6 +49,7 @@ print("traced" if traces else "found")
 """
 
 
+@pytest.mark.slow
 def test_an_edited_kernel_is_not_found_in_the_disk_cache(package):
     assert run_in(package, CACHED) == "traced\n"
     kernel = package / KERNEL

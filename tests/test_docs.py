@@ -168,7 +168,7 @@ def folder(tmp_path, monkeypatch, lm):
 RUN = [
     c for c in program("fdjax") if not c.startswith(NEEDS_GPU) and '--table table.json "' not in c
 ]
-LONG = ("--temperature", "calibrate", "--num-return", "score")
+LONG = ("--temperature", "calibrate", "--num-return", "score", "quantize")
 
 
 @pytest.mark.parametrize(

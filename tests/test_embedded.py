@@ -62,7 +62,9 @@ def answers(lm, prompts):
 
 
 @pytest.fixture(
-    scope="module", params=[12, pytest.param(1, marks=pytest.mark.soak)], ids=["a twelfth", "all"]
+    scope="module",
+    params=[pytest.param(12, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.soak)],
+    ids=["a twelfth", "all"],
 )
 def shipped_answers(request, lm, prompts):
     """{index of the prompt: (tokens, text)}."""
@@ -88,7 +90,7 @@ def test_prompts_are_tokenised_as_by_transformers(lm, prompts, expected):
     assert [len(lm.tokenizer.encode(p)) for p in prompts] == expected["lengths"].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_greedy_tokens_of_transformers_in_float32(prompts, expected, full_compiles):
     lm = load("float32")
     (eos,) = lm.defaults.eos_token_ids

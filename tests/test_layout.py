@@ -371,6 +371,7 @@ def test_no_import_initialises_a_backend():
             assert name.removesuffix(".__init__") in modules
 
 
+@pytest.mark.slow
 def test_the_backend_check_can_fail():
     with pytest.raises(subprocess.CalledProcessError):
         _modules_after(f"import jax\njax.devices('cpu')\n{IMPORT_ALL}")

@@ -257,6 +257,7 @@ def test_what_an_interrupt_leaves_is_not_used_again(lm, monkeypatch):
     assert other.engine.reusable is None
 
 
+@pytest.mark.slow
 def test_generation_ends_at_the_context(lm, truth):
     prompt = (truth[4][0] * 3)[:508]
     result = lm.generate(prompt, max_new_tokens=64, **GREEDY)
@@ -310,6 +311,7 @@ def test_max_new_tokens(lm, truth, count):
     assert result.finish_reasons == ["length"]
 
 
+@pytest.mark.slow
 def test_min_new_tokens(lm, truth):
     prompt, tokens = truth[1]
     options = {"max_new_tokens": 8, "temperature": 1.0, "eos_token_id": tokens[:2]}
@@ -403,6 +405,7 @@ def test_defaults_are_those_of_the_checkpoint(lm):
     )
 
 
+@pytest.mark.slow
 def test_what_a_configuration_does_not_give_is_the_checkpoints(lm, truth):
     """As in transformers. `fdjax.generate` has no checkpoint whose defaults it could use."""
     prompt, tokens = truth[3]
@@ -430,6 +433,7 @@ def test_what_a_configuration_does_not_give_is_the_checkpoints(lm, truth):
 # --- sampling
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_samples_alone_in_a_batch_and_streamed(lm, truth):
     options = FULL | {"temperature": 1.2, "max_new_tokens": 12}
     prompts = [TEXT, *(truth[i][0] for i in (2, 1))]
@@ -444,6 +448,7 @@ def test_a_seed_gives_the_same_samples_alone_in_a_batch_and_streamed(lm, truth):
     assert other.tokens != batch.tokens
 
 
+@pytest.mark.slow
 def test_without_a_seed_every_row_of_every_call_differs(lm, truth):
     # The temperature is so high that no two samples are equal by chance.
     options = FULL | {"temperature": 1e3, "min_new_tokens": 12, "max_new_tokens": 12}
@@ -453,6 +458,7 @@ def test_without_a_seed_every_row_of_every_call_differs(lm, truth):
     assert seeded[0] == seeded[1]
 
 
+@pytest.mark.slow
 def test_every_step_draws_anew(lm, truth):
     # The temperature is so high that all tokens are equally likely. A repeated draw would repeat
     # its token.
@@ -516,6 +522,7 @@ def test_loading_needs_no_standard_error(monkeypatch):
     assert fdjax.load("tiny", compilation_cache=False).tokenizer is not None
 
 
+@pytest.mark.slow
 def test_interleaved_streams(lm, truth):
     prompts = [truth[i][0] for i in (1, 3)]
     whole = [lm.generate(p, max_new_tokens=30, **GREEDY).text for p in prompts]
@@ -586,6 +593,7 @@ def test_a_function_of_the_caller_does_not_end_our_loop(lm, truth, what, error):
     assert used.generate(truth[1][0], max_new_tokens=4, **GREEDY).tokens == [truth[1][1][:4]]
 
 
+@pytest.mark.slow
 def test_a_logits_processor_may_be_to_blame(lm, truth):
     def spoil(ids, lengths, scores):
         return scores * jnp.nan
@@ -652,18 +660,19 @@ def test_after_a_warmup_the_call_compiles_nothing(lm, truth, streamed):
 
 
 @pytest.mark.slow
-def test_a_model_runs_where_it_was_loaded():
+def test_a_model_runs_where_it_was_loaded(two_layers):
     code = """
+import sys
 import jax, fdjax
 first, second = jax.devices()
 for device in (second, first, None):
-    lm = fdjax.load("tiny", device=device, compilation_cache=False)
-    print(lm.generate("What is 7 + 5?", max_new_tokens=9).text, end=" ")
+    lm = fdjax.load(sys.argv[1], device=device, compilation_cache=False)
+    print(lm.generate("What is 7 + 5?", max_new_tokens=9).tokens, end=" ")
     used = lm.params["embed"].devices() | lm.engine.reusable.state.ids.devices()
     assert used == {device or first}, used
     print(lm.score("hi").perplexity)
 """
-    command = [sys.executable, "-c", code]
+    command = [sys.executable, "-c", code, two_layers]
     env = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=False, env=env
@@ -709,6 +718,7 @@ def test_what_the_host_reads_lies_in_its_memory(lm, truth, monkeypatch):
     assert kinds == {"pinned_host"}
 
 
+@pytest.mark.slow
 def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
     used = fresh(lm)
     prompts = [prompt for prompt, _ in truth[:4]]
@@ -809,7 +819,7 @@ def test_prompts_across_chunk_boundaries(long_lm, full_compiles):
         check_run(long_lm, prompt, result.tokens[0], result.logprobs[0])
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_batch_across_chunk_boundaries(long_lm):
     """The prompts are so long that a prefill call takes half of the rows."""
     sequence = np.random.default_rng(3).integers(0, 256, 2049).tolist()
@@ -898,6 +908,7 @@ def test_weights_that_are_not_finite(long_lm):
         assert again.tokens == [tokens[:step]]
 
 
+@pytest.mark.slow
 def test_a_cache_with_values_that_are_not_finite_is_dropped(long_lm):
     """Also if the row ended, for any reason, before its damaged logits were read."""
     prompt = [3, 1, 4, 1, 5]
@@ -992,6 +1003,7 @@ def test_a_transfer_guard_is_the_users(lm, truth):
         guarded.params = jax.tree.map(np.asarray, lm.params)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
 def test_a_forked_process_is_told_so():
     """The process would wait for threads that it does not have."""
@@ -1023,6 +1035,7 @@ os._exit(0)
     assert all("forked after fdjax had been used" in line and "'spawn'" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):
     monkeypatch.setattr(memory, "free_memory_bytes", lambda _: 10**9)
     lm = load(gpu_memory_utilization=0.5)

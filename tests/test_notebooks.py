@@ -9,6 +9,8 @@ import pytest
 
 from fdjax.system import platform
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 NOTEBOOKS = sorted((Path(__file__).resolve().parents[1] / "notebooks").glob("*.ipynb"))
 # The text and results that readers need.
 PRINTED = {

@@ -15,6 +15,8 @@ from fdjax.bench.check import verify
 from fdjax.bench.compare import compare
 from fdjax.bench.model import summary
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 gpu = pytest.mark.gpu
 
 

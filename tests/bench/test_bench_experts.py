@@ -62,6 +62,7 @@ def routes_by_hand(lm, tokens):
     return np.stack(found)
 
 
+@pytest.mark.slow
 def test_choices_are_those_of_the_router():
     options = {"compilation_cache": False, "progress": False}
     lm = fdjax.load(str(FIXTURES / "mixtral"), **options)
@@ -70,6 +71,7 @@ def test_choices_are_those_of_the_router():
     np.testing.assert_array_equal(got[:, :, 0], routes_by_hand(lm, tokens))
 
 
+@pytest.mark.slow
 def test_rows_that_are_the_same_choose_the_same_experts(partly):
     ids = np.random.default_rng(0).integers(0, 96, (5, 9)).astype(np.int32)
     ids[1] = ids[0]
@@ -111,6 +113,7 @@ def measured(monkeypatch, lm, tokens, **options):
     return row, costs
 
 
+@pytest.mark.slow
 def test_bytes_of_a_step_are_those_of_the_experts_that_its_tokens_chose(monkeypatch, partly):
     """Steps read the first to the last but one of the new tokens."""
     texts = []
@@ -132,6 +135,7 @@ def test_bytes_of_a_step_are_those_of_the_experts_that_its_tokens_chose(monkeypa
     assert row.bytes == without + round(2 * mean * expert) + 1000
 
 
+@pytest.mark.slow
 def test_bytes_of_rows_that_chose_alike(monkeypatch, partly):
     """A step of two rows may read all 6 experts; these read 3."""
     monkeypatch.setattr(np.random, "default_rng", lambda seed: SameRows())

@@ -218,6 +218,7 @@ def test_tokens_can_be_held_against_the_likeliest(monkeypatch):
         assert len({call["prompts"] for call in calls}) == 3
 
 
+@pytest.mark.slow
 def test_one_pass_is_padded_for_the_kernels():
     """A named plan never falls back, and its prefill kernel does not support odd lengths."""
     from fdjax.bench.one_pass import one_pass, one_pass_program
@@ -387,7 +388,10 @@ def test_no_point_begins_when_the_time_is_up(config, quick_ceiling, capsys):
 # Programs compiled ahead
 
 
-@pytest.fixture(params=[(), (("decode_layers", "mosaic_gpu"),)], ids=["layers", "one launch"])
+@pytest.fixture(
+    params=[pytest.param((), marks=pytest.mark.soak), (("decode_layers", "mosaic_gpu"),)],
+    ids=["layers", "one launch"],
+)
 def named(request, monkeypatch):
     """A plan forces these implementations. XLA runs the layers that one launch would run."""
 
@@ -515,6 +519,7 @@ def test_unfused_products_are_the_kernel_alone(monkeypatch, neighbours):
     assert len(ran) == 1
 
 
+@pytest.mark.slow
 def test_unfused_attention_is_attention(monkeypatch):
     import jax.numpy as jnp
 

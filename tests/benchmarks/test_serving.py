@@ -16,6 +16,8 @@ from fdjax.engine.results import Stats
 from fdjax.engine.state import cache_bytes
 from fdjax.models import describe, parse_config
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 
 def test_requests_are_the_same_every_time_and_within_their_limits():
     prompts, new = serving.requests(500, 100)

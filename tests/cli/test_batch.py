@@ -45,6 +45,7 @@ def by_index(target):
     return found
 
 
+@pytest.mark.slow
 def test_each_line_has_its_answer_and_its_id(files, capsys):
     assert run(files) == 0
     found = by_index(files[1])
@@ -57,6 +58,7 @@ def test_each_line_has_its_answer_and_its_id(files, capsys):
     assert "4 prompts, 4 without an answer" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_goes_on_where_it_stopped_and_repairs_a_line_that_was_cut(files, capsys):
     run(files)
     whole = files[1].read_bytes().splitlines(keepends=True)
@@ -151,6 +153,7 @@ def test_a_prompt_that_is_refused_has_an_error(files, capsys):
     assert "after --system must be a text" in by_index(files[1])[0]["error"]
 
 
+@pytest.mark.slow
 def test_samples_that_fail_are_one_answer(files, monkeypatch):
     generate_iter = fdjax.LM.generate_iter
 
@@ -233,7 +236,7 @@ def kill_and_resume(files, model, kills, prompts):
 @pytest.mark.parametrize(
     ("kills", "prompts"),
     [
-        pytest.param(3, 150, marks=pytest.mark.slow),
+        pytest.param(2, 60, marks=pytest.mark.slow),
         pytest.param(20, 1500, marks=pytest.mark.soak),
     ],
 )

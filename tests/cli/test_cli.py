@@ -431,6 +431,7 @@ def test_help_in_a_conversation_lists_the_commands(run, asked):
 # Scoring
 
 
+@pytest.mark.slow
 def test_scores_are_a_line_for_each_text(run, lm, loaded, tmp_path):
     texts = ["The capital of Japan is Tokyo.", "The largest ocean"]
     (tmp_path / "a.txt").write_text("two\nlines")
@@ -1158,6 +1159,7 @@ def test_the_last_line_of_bench_is_the_record(run, lm, loaded, benched, tmp_path
     assert benched[1][1]["runs"] == 15
 
 
+@pytest.mark.slow
 def test_bench_of_a_config_alone_takes_random_weights(run, folder, benched):
     assert run("bench", *BENCH, "--dtype", "float32", str(folder / "config.json"))[0] == 0
     ((lm, _),) = benched

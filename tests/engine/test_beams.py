@@ -71,6 +71,7 @@ def chunks(lm, monkeypatch):
     return found
 
 
+@pytest.mark.slow
 def test_searches_and_others_have_the_answers_that_they_have_alone(lm, chunks):
     prompts = [ids(i, 5 + 2 * i) for i in range(5)]
     beams, several, new = [4, 1, 2, 1, 4], [4, 1, 2, 1, 1], [9, 20, 12, 3, 9]
@@ -105,6 +106,7 @@ def test_searches_and_others_have_the_answers_that_they_have_alone(lm, chunks):
     assert (False, False) in chunks and (True, False) not in chunks
 
 
+@pytest.mark.slow
 def test_searches_of_one_width_take_the_aligned_program(lm, chunks):
     prompts = [ids(i, 5 + 2 * i) for i in range(5)]
     lm.generate(prompts, **BEAMS, max_new_tokens=[9, 3, 8, 9, 5])
@@ -127,6 +129,7 @@ def test_a_search_finds_what_greedy_decoding_misses(lm):
         assert math.isclose(sum(logprobs), score, rel_tol=1e-4)
 
 
+@pytest.mark.slow
 def test_what_is_in_unused_slots_does_not_matter(lm, load, monkeypatch):
     want = lm.generate(ids(2, 12), **BEAMS, max_new_tokens=8)
     other = load()
@@ -212,6 +215,7 @@ def test_more_beams_than_tokens():
         lm.generate([1], num_beams=4)
 
 
+@pytest.mark.slow
 def test_calls_without_beams_refuse_them(lm):
     with pytest.raises(ValueError, match="stream: num_beams must be 1"):
         lm.stream([1, 2], num_beams=2)

@@ -258,7 +258,9 @@ def test_generate_needs_no_trace_of_what_it_has_traced_before(before, folder, mo
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("before")
-@pytest.mark.parametrize("owner, name", [(step, "next_tokens"), (Decoder, "logits")])
+@pytest.mark.parametrize(
+    "owner, name", [pytest.param(step, "next_tokens", marks=pytest.mark.soak), (Decoder, "logits")]
+)
 def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, owner, name):
     function, calls = getattr(owner, name), []
 

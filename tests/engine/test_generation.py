@@ -55,6 +55,7 @@ def until(tokens, stops):
     return np.where(np.arange(len(tokens)) <= (ends[0] if len(ends) else len(tokens)), tokens, -1)
 
 
+@pytest.mark.slow
 def test_ragged_prompts_continue_as_each_alone_and_stop(lm):
     """The runs of transformers with which test_lm.py compares `lm.generate`."""
     ids, lengths = padded()
@@ -151,6 +152,7 @@ def test_options_that_a_pure_function_refuses(lm):
         generate(GenerationConfig(suppress_tokens=320))
 
 
+@pytest.mark.slow
 def test_transfers_are_allowed_whatever_the_guard_says(lm):
     ids = np.ones((1, 3), np.int32)
     config = GenerationConfig(max_new_tokens=2, do_sample=True)

@@ -64,7 +64,7 @@ def nbytes(tree):
     return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(lm):
     """More prompts than rows, of one chunk and of several."""
     many = lm.generate(PROMPTS, max_new_tokens=NEW, **OPTIONS)

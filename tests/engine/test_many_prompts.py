@@ -66,6 +66,7 @@ def every_answer_is_that_of_its_prompt_alone(lm, count):
         same(many, i, lm.generate(ids[i], max_new_tokens=new[i], **OPTIONS))
 
 
+@pytest.mark.slow
 def test_every_answer_is_bit_by_bit_that_of_its_prompt_alone(growing):
     every_answer_is_that_of_its_prompt_alone(growing(), 20)
 
@@ -88,7 +89,8 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
         assert many.tokens[i] == alone.tokens[0]
 
 
-@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", [pytest.param(None, marks=pytest.mark.soak), "int8"])
 def test_samples_share_what_is_computed_for_one(load, kv_dtype):
     """Their last page is copied. Penalties see the tokens of the whole prompt in each row."""
     lm = load(kv_dtype=kv_dtype)
@@ -104,6 +106,7 @@ def test_samples_share_what_is_computed_for_one(load, kv_dtype):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_few_that_are_left_go_on_in_fewer_rows(lm, monkeypatch):
     """Penalties see the tokens of the moved rows, and samples their steps."""
     monkeypatch.setattr(runner, "_FEWER_ROWS", (2,))
@@ -188,6 +191,7 @@ def test_rows_read_a_shared_beginning_together(growing, uncached, monkeypatch):
     close(got, uncached.generate(ids, max_new_tokens=new, **OPTIONS))
 
 
+@pytest.mark.slow
 def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):
     """Penalties and n-grams count the whole prompt."""
     ids = [i % 40 + 3 for i in range(290)]
@@ -240,6 +244,7 @@ def test_options_see_a_beginning_in_a_row_without_work_so_far(load):
     assert got.tokens == [[77] * 9]
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_share_its_pages(lm, uncached):
     ids = [i % 300 + 5 for i in range(260)]
     options = {"num_return_sequences": 4, "temperature": 1.5, "seed": 3, "max_new_tokens": 8}
@@ -258,6 +263,7 @@ def test_a_chat_goes_on_from_its_pages(lm, uncached):
     close(got, uncached.generate(second, max_new_tokens=5, **OPTIONS))
 
 
+@pytest.mark.slow
 def test_other_weights_share_nothing(lm, load):
     ids = [9] * 300
     other = load()
@@ -289,7 +295,7 @@ def fails_at_the_third(tokens):
 
 @pytest.mark.parametrize(
     "events",
-    [pytest.param(400, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
+    [pytest.param(150, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
 )
 def test_any_order_of_events(growing, events):
     """Submit, advance, cancel and fail, in a pool too small for all at once."""
@@ -350,9 +356,10 @@ def test_rows_in_one_piece_give_the_same(lm, load):
     close(got, want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{"do_sample": False}, pytest.param({"temperature": 2.0, "seed": 5}, marks=pytest.mark.slow)],
+    [pytest.param({"do_sample": False}, marks=pytest.mark.soak), {"temperature": 2.0, "seed": 5}],
     ids=["greedy", "sampled"],
 )
 def test_what_is_computed_anew_goes_on_as_before(growing, options):
@@ -434,6 +441,7 @@ def test_the_state_is_given_back(lm):
     assert len(jax.live_arrays()) <= before + 2
 
 
+@pytest.mark.slow
 def test_answers_come_as_they_are_finished(lm):
     ids = prompts(12)
     new = [60 if i == 0 else 2 for i in range(12)]

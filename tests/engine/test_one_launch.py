@@ -92,6 +92,7 @@ def assert_alike(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -102,7 +103,6 @@ def assert_alike(got, want):
             SAMPLED
             | {"return_logprobs": True, "repetition_penalty": 1.3, "no_repeat_ngram_size": 2},
             id="sampled",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -193,6 +193,7 @@ def test_a_stream_may_be_left(plain, launched):
     assert_alike(launched.generate(PROMPTS, **GREEDY), whole)
 
 
+@pytest.mark.slow
 def test_copies_and_pickles(plain, launched):
     want = plain.generate(PROMPTS, **GREEDY)
     for other in (copy.copy(launched), pickle.loads(pickle.dumps(launched))):
@@ -201,6 +202,7 @@ def test_copies_and_pickles(plain, launched):
         jax.tree.map(np.testing.assert_array_equal, other.params, plain.params)
 
 
+@pytest.mark.slow
 def test_weights_may_be_assigned(plain, launched):
     given = other_weights(plain)
     lm = copy.copy(launched)

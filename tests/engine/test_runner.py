@@ -808,8 +808,8 @@ def play(events, most_rows, pages):
 @pytest.mark.parametrize(
     "examples",
     [
-        100,
-        pytest.param(300, marks=pytest.mark.slow),
+        30,
+        pytest.param(150, marks=pytest.mark.slow),
         pytest.param(1500, marks=pytest.mark.soak),
     ],
 )

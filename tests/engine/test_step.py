@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import traverse_util
 
 from fdjax.engine.state import abstract_state, cache_bytes, init_cache, start
 from fdjax.engine.step import decode_steps, prefill
@@ -55,6 +56,25 @@ def two_rows(*limits):
     return state, sampling
 
 
+def test_prefill_with_the_layers_in_a_loop():
+    model, _, _ = programs(layers=3)
+    params = random_params(model)
+    blocks = [traverse_util.flatten_dict(params["blocks"][i], sep=".") for i in range(3)]
+    stacked = {name: jnp.stack([block[name] for block in blocks]) for name in blocks[0]}
+    rng = np.random.default_rng(0)
+    sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()] * 2, 2))
+    tokens = rng.integers(0, 64, (2, 8)).astype(np.int32)
+    args = sampling, tokens, np.int32([8, 5]), np.int32([0, 0]), np.ones(2, bool)
+    state = start(init_cache(model, 2, 64, stacked=True))
+    want, got = (
+        jax.jit(functools.partial(prefill, model, params, layers=layers))(state, *args)
+        for layers in (None, stacked)
+    )
+    assert got[1].tolist() == want[1].tolist()
+    for a, b in zip(jax.tree.leaves(got[0]), jax.tree.leaves(want[0]), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_prefill_of_a_stacked_cache_is_that_of_its_layers():
     model, first, _ = programs()
@@ -91,6 +111,7 @@ def test_layers_of_a_stacked_cache_share_a_lowering():
     assert len(re.findall(r"func private @run\w*\(", text)) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", range(MAX_STEPS + 1))
 def test_takes_as_many_steps_as_asked(n):
     state, sampling = two_rows(32, 32)

@@ -55,9 +55,9 @@ KERNELS, CHAINED, ONE_LAUNCH = (
 
 @functools.cache
 def model(tied, plan=H100):
-    """Four layers of Llama 3 8B, in full size."""
+    """Two layers of Llama 3 8B, in full size: a layer more shows no more."""
     data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
-    data |= {"num_hidden_layers": 4, "tie_word_embeddings": tied}
+    data |= {"num_hidden_layers": 2, "tie_word_embeddings": tied}
     return describe(parse_config(data), plan=plan)
 
 
@@ -150,27 +150,24 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0, 
     return compiled
 
 
-# Combinations of both parameters are a grid: the weights of the logits and the number of rows have
-# little to do with each other.
-TIED_AND_BATCH = pytest.mark.parametrize(
-    ("batch", "tied"),
-    [
-        pytest.param(batch, tied, id=f"{batch}-{name}", marks=marks)
-        for batch, tied, name, marks in (
-            (1, False, "untied", ()),
-            (1, True, "tied", pytest.mark.soak),
-            (8, False, "untied", pytest.mark.soak),
-            (8, True, "tied", ()),
-        )
-    ],
-)
-
-
-@TIED_AND_BATCH
 @pytest.mark.parametrize(
-    "plan",
-    [H100, KERNELS, CHAINED, ONE_LAUNCH],
-    ids=["xla", "kernels", "chained", "one launch"],
+    ("plan", "batch", "tied"),
+    [
+        # Each plan compiles for one batch. Others are part of a grid.
+        pytest.param(
+            *(plan, batch, name == "tied"),
+            id=f"{of}-{batch}-{name}",
+            marks=() if (batch, name) == chosen else pytest.mark.soak,
+        )
+        for of, plan, chosen in (
+            ("xla", H100, (1, "untied")),
+            ("kernels", KERNELS, (8, "tied")),
+            ("chained", CHAINED, (8, "tied")),
+            ("one launch", ONE_LAUNCH, (1, "untied")),
+        )
+        for batch in (1, 8)
+        for name in ("untied", "tied")
+    ],
 )
 def test_decode_steps(plan, tied, batch, tmp_path):
     compiled = compiled_chunk(plan, tied, batch, tmp_path)
@@ -215,12 +212,18 @@ def abstract_table(batch, pages):
     return jax.ShapeDtypeStruct((batch, SLOTS // SLOT_MULTIPLE), jnp.int32) if pages else None
 
 
-def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0):
+def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0, loops=False):
     """A prefill call as users get it; with `blocks` of 128 tokens that rows share."""
     m = model(tied, plan)
+    weights = m.abstract_params
+    if loops:
+        weights = weights | {"blocks": stacked_shapes(weights)}
 
     def run(params, state, sampling, tokens, lengths, offsets, final, table, *packed):
         named = dict(zip(("prompts", "owners", "last"), packed, strict=False), pages=table)
+        if loops:
+            named["layers"] = params["blocks"]
+            params = params | {"blocks": layer_slices(params["blocks"])}
         return prefill(m, params, state, sampling, tokens, lengths, offsets, final, **named)
 
     block = jax.ShapeDtypeStruct((blocks or batch,), jnp.int32)
@@ -230,7 +233,7 @@ def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0):
     return compile_for(
         "h100",
         run,
-        m.abstract_params,
+        weights,
         abstract_state(tied, batch, stacked, pages),
         abstract_sampling(batch),
         tokens,
@@ -244,7 +247,17 @@ def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0):
     )
 
 
-@TIED_AND_BATCH
+@pytest.mark.parametrize(
+    ("batch", "tied"),
+    [
+        pytest.param(1, False, id="1-untied"),
+        # Combinations are a grid: the weights of the logits have little to do with the rows.
+        *(
+            pytest.param(batch, tied, id=f"{batch}-{name}", marks=pytest.mark.soak)
+            for batch, tied, name in ((1, True, "tied"), (8, False, "untied"), (8, True, "tied"))
+        ),
+    ],
+)
 def test_prefill(tied, batch):
     compiled = compiled_prefill(H100, tied, batch)
     check_in_place(compiled, tied, batch, masked_values=True)
@@ -268,14 +281,45 @@ PAGES = 300
 IN_PAGES = (("decode_attention", "mosaic_gpu"), ("prefill_attention", "mosaic_gpu"))
 
 
-@pytest.mark.parametrize("batch", [1, 8])
 @pytest.mark.parametrize(
-    "plan", [KERNELS, CHAINED, ONE_LAUNCH], ids=["kernels", "chained", "one launch"]
+    ("plan", "batch"),
+    [
+        # Each plan compiles for one batch. The other is part of a grid.
+        pytest.param(plan, batch, id=f"{name}-{batch}", marks=() if kept else pytest.mark.soak)
+        for name, plan, of in (
+            ("kernels", KERNELS, 8),
+            ("chained", CHAINED, 1),
+            ("one launch", ONE_LAUNCH, 1),
+        )
+        for batch in (1, 8)
+        for kept in [batch == of]
+    ],
 )
 def test_decode_steps_in_pages(plan, batch, tmp_path):
     plan = dataclasses.replace(plan, named=plan.named + IN_PAGES)
     compiled = compiled_chunk(plan, False, batch, tmp_path, pages=PAGES)
     assert temp_bytes(compiled) <= batch * 2**21
+
+
+def test_prefill_with_the_layers_in_a_loop():
+    """The program holds one layer. Kernels read its weights where they are."""
+    plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
+    assert model(False, plan).loops(SLOT_MULTIPLE)
+    compiled = compiled_prefill(plan, False, 1, pages=PAGES, loops=True)
+    check_in_place(compiled, False, 1, masked_values=False, pages=PAGES)
+    names = collections.Counter(kernel_names(compiled))
+    # The fifth product is that of the logits.
+    assert names == {"flat_gemm_kernel": 5, "write_chunk": 1, "prefill_attention": 1}
+    assert temp_bytes(compiled) <= 2**24
+
+
+def test_layers_that_differ_are_not_looped_over():
+    plain = model(False, KERNELS)
+    first, *rest = plain.config.blocks
+    windowed = dataclasses.replace(first.attention, window=64)
+    blocks = (dataclasses.replace(first, attention=windowed), *rest)
+    differing = describe(dataclasses.replace(plain.config, blocks=blocks), plan=KERNELS)
+    assert not differing.loops(SLOT_MULTIPLE) and not model(False).loops(SLOT_MULTIPLE)
 
 
 def test_decode_steps_with_shared_pages(tmp_path):
@@ -369,7 +413,11 @@ def test_a_layer_takes_five_kernels(name):
 MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
 
 
-@pytest.mark.parametrize(("batch", "form"), [(1, None), (8, None), (8, MX)], ids=str)
+@pytest.mark.parametrize(
+    ("batch", "form"),
+    [pytest.param(1, None, marks=pytest.mark.soak), (8, None), (8, MX)],
+    ids=str,
+)
 def test_decode_steps_with_experts(batch, form, tmp_path):
     """Two kernels a layer read the chosen experts where they are, in the one CUDA graph."""
     data = json.loads((CONFIGS / "qwen3-30b-a3b.new.json").read_text(encoding="utf-8"))
@@ -403,7 +451,9 @@ def test_decode_steps_with_experts(batch, form, tmp_path):
     assert temp_bytes(compiled) <= batch * 2**21
 
 
-@pytest.mark.parametrize(("batch", "blocks"), [(1, 0), (8, 0), (8, 16)])
+@pytest.mark.parametrize(
+    ("batch", "blocks"), [(1, 0), pytest.param(8, 0, marks=pytest.mark.soak), (8, 16)]
+)
 def test_prefill_in_pages(batch, blocks):
     plan = dataclasses.replace(H100, named=IN_PAGES)
     compiled = compiled_prefill(plan, False, batch, pages=PAGES, blocks=blocks)

@@ -93,7 +93,7 @@ def fixtures(folder):
     ("paths", "ranks"),
     [
         # The embedding is the head too, and four devices share two KV heads.
-        pytest.param(["hf/llama3_gqa_tied"], [4], id="tied"),
+        pytest.param(["hf/llama3_gqa_tied"], [4], marks=pytest.mark.soak, id="tied"),
         pytest.param(["hf/phi3_longrope", "quantised/gptq"], [2], marks=pytest.mark.slow, id="few"),
         *(
             pytest.param([path], [2, 4, 8], marks=pytest.mark.soak, id=path)
@@ -178,7 +178,7 @@ def test_an_int8_cache_is_divided_by_heads():
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [
-        (4, {}),
+        pytest.param(4, {}, marks=pytest.mark.soak),
         (8, {"beams": 3}),
         pytest.param(4, {"kv_heads": 1}, marks=pytest.mark.soak),
         pytest.param(4, {"kv_dtype": "int8", "beams": 2}, marks=pytest.mark.soak),

@@ -39,13 +39,13 @@ pytestmark = pytest.mark.deviceless
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
 MX = WeightFormat("fp4", 32, scales="float8_e8m0fnu")
-RANKS, LAYERS, SLOTS, STEPS = 2, 4, 2048, 32
+RANKS, LAYERS, SLOTS, STEPS = 2, 2, 2048, 32
 WHOLE = PartitionSpec()
 
 
 @functools.cache
 def model(tied, name="llama-3-8b", all_reduce="xla", tiles=1):
-    """Four layers of a model in full size."""
+    """Two layers of a model in full size."""
     data = json.loads((CONFIGS / f"{name}.new.json").read_text(encoding="utf-8"))
     layers = "n_layer" if "n_layer" in data else "num_hidden_layers"
     data |= {layers: LAYERS, "layer_types": None, "tie_word_embeddings": tied}
@@ -153,7 +153,7 @@ def check_in_place(program, state, m):
 @pytest.mark.parametrize(
     ("batch", "tied", "pages", "all_reduce"),
     [
-        (1, False, 0, "xla"),
+        pytest.param(1, False, 0, "xla", marks=pytest.mark.soak),
         (8, True, 0, "xla"),
         (1, False, 300, "xla"),
         (8, False, 300, "mosaic_gpu"),
@@ -273,7 +273,10 @@ def test_collective_operations_of_a_decode_step(name, tied, sums):
     assert collectives(program) == {"all-reduce": sums, "all-gather": 1}
 
 
-@pytest.mark.parametrize(("batch", "blocks", "tiles"), [(1, 1, 2), (8, 16, 1), (8, 16, 2)])
+@pytest.mark.parametrize(
+    ("batch", "blocks", "tiles"),
+    [(1, 1, 2), pytest.param(8, 16, 1, marks=pytest.mark.soak), (8, 16, 2)],
+)
 def test_prefill_in_pages(batch, blocks, tiles):
     m = model(False, tiles=tiles)
     block, row = abstract(blocks), abstract(batch)

@@ -221,6 +221,7 @@ def test_statistics_count_the_rows_of_each_step():
     assert stats.decode_bytes == 4 * whole - 2 * idle + slots * cache_bytes(lm.model, 1, 1)
 
 
+@pytest.mark.slow
 def test_rows_that_have_ended_choose_no_experts(monkeypatch):
     seen = []
 
@@ -343,6 +344,7 @@ def test_damage_of_a_quantised_expert(tmp_path):
             fdjax.load(str(tmp_path / "fp8"), compilation_cache=False)
 
 
+@pytest.mark.slow
 def test_rows_are_bitwise_the_same_in_any_batch():
     """128 rows are a single tile, in which the gate of the shared expert was once rounded alone."""
     lm = fdjax.load(str(FIXTURES / "qwen2_moe"), compilation_cache=False, progress=False)
@@ -358,6 +360,7 @@ def test_rows_are_bitwise_the_same_in_any_batch():
             np.testing.assert_array_equal(output(x[:, -rows:]), want[:, -rows:])
 
 
+@pytest.mark.slow
 def test_an_expert_that_nobody_chooses_may_be_nan():
     lm = fdjax.load(str(FIXTURES / "olmoe"), compilation_cache=False, progress=False)
     model, params = lm.model, jax.tree.map(lambda leaf: leaf, lm.params)

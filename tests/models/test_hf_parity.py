@@ -24,8 +24,8 @@ BY_LENGTH = {"llama_dynamic", "phi3_longrope"}
 FAST = {"llama3_gqa_tied", "llama_bias", "gemma3", "phi3_longrope"}
 # A case in which each row has its own rotary embedding.
 FAST_BATCH = {"phi3_longrope"}
-# Windows and norms of heads.
-FULL_BATCH = {"gemma3"}
+# Each row has its own rotary embedding.
+FULL_BATCH = {"phi3_longrope"}
 # One case per family that kernels run. Others are tested in one ragged batch.
 FAMILIES = {"llama3_gqa_tied", "mistral_window", "qwen2_mixed", "qwen3"}
 FAMILIES |= {"gemma2", "gemma3", "phi3_longrope"}
@@ -34,17 +34,28 @@ BY_XLA = [
     for case in CASES
     if case.endswith("_moe") or not case.startswith(("llama", *(f.split("_")[0] for f in FAMILIES)))
 ]
-# ALiBi with a norm after the embedding, and experts in some layers.
-FAST_BY_XLA = {"bloom", "qwen2_moe"}
-# An interleaved rotary embedding, a learned table of positions.
-SOME_BY_XLA = {"chatglm", "opt"}
-# A Llama, and a rotary embedding that depends on the length.
-FAST_GREEDY = {"llama3_gqa_tied", "phi3_longrope"}
+# Experts in some layers.
+SOME_BY_XLA = {"qwen2_moe"}
+# The cheapest.
+FAST_GREEDY = {"llama3_gqa_tied"}
 # Other sizes and rotary embeddings of a family, whose logits are compared.
 SOAK_GREEDY = {"llama_d128_bf16", "llama_d64_bf16", "llama_linear", "llama_yarn", "llama_dynamic"}
 SOAK_GREEDY |= {"llama_bias", "llama2_mha", "qwen3_d128_bf16"}
-# Every family and kind of rotary embedding, but not every size.
+# Their windows, norms of heads and biases are in Gemma too, or in their logits.
+SOAK_GREEDY |= {"mistral_window", "qwen2_mixed", "qwen3"}
+# Every kind of layer and of rotary embedding, but not every size.
 FAST_LOGITS = set(CASES) - {"llama_linear", "llama_d64_bf16", "qwen3_d128_bf16"}
+FAST_LOGITS -= {"llama_d128_bf16", "llama2_mha", "llama_bias", "opt_350m", "qwen3_moe"}
+# Families that are made of what others are made of.
+FAST_LOGITS -= {
+    "ministral",
+    "granitemoe",
+    "mistral_window",
+    "gpt_neox",
+    "glm",
+    "olmo2",
+    "starcoder2",
+}
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -182,10 +193,9 @@ def assert_batch_is_each_alone(case, order, compiled):
 
 @pytest.mark.parametrize(
     "case",
-    slow_unless_fast(sorted(FAST_BY_XLA | SOME_BY_XLA), FAST_BY_XLA)
-    + [
-        pytest.param(c, marks=pytest.mark.soak)
-        for c in sorted({*BY_XLA} - FAST_BY_XLA - SOME_BY_XLA)
+    [
+        pytest.param(c, marks=pytest.mark.slow if c in SOME_BY_XLA else pytest.mark.soak)
+        for c in BY_XLA
     ],
 )
 def test_a_ragged_batch_has_the_tokens_of_transformers(case):
@@ -194,7 +204,10 @@ def test_a_ragged_batch_has_the_tokens_of_transformers(case):
         assert batch.tokens[i] == expected(case)[f"tokens_{i}"].tolist(), f"prompt {i}"
 
 
-@pytest.mark.parametrize("case", slow_unless_fast(["gpt2", "opt"], ()))
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param("gpt2", marks=pytest.mark.soak), pytest.param("opt", marks=pytest.mark.slow)],
+)
 def test_learned_positions_go_on_after_a_beginning_from_the_cache(case):
     whole = prompt(case, 4)
     load(case).generate(whole[:150], max_new_tokens=1)
@@ -203,6 +216,7 @@ def test_learned_positions_go_on_after_a_beginning_from_the_cache(case):
     assert result.tokens == [expected(case)["tokens_4"].tolist()]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", sorted(FAST_BATCH))
 def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
     assert_batch_is_each_alone(case, (4, 0, 3, 1), "quick")
@@ -263,7 +277,8 @@ def test_bfloat16_logits_are_as_close_as_those_of_transformers(case, implementat
 
 
 @PLANNED
-@pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES))
+@pytest.mark.soak
+@pytest.mark.parametrize("case", BF16_CASES)
 def test_bfloat16_greedy_tokens_differ_only_in_close_calls(case, implementation):
     """Compares with the float32 tokens, which bfloat16 approximates.
 

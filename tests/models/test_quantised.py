@@ -74,13 +74,9 @@ def dequantised(params, dtype):
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        ("int4", "float32"),
-        pytest.param("int8", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("fp8", "bfloat16", marks=pytest.mark.slow),
-    ],
+    ("kind", "dtype"), [("int4", "float32"), ("int8", "bfloat16"), ("fp8", "bfloat16")]
 )
 def test_logits_are_those_of_the_dequantised_weights(kind, dtype):
     m = model(kind, dtype)
@@ -122,6 +118,7 @@ def test_layers_may_differ():
     np.testing.assert_array_equal(fdjax.forward(m, params, ids), want)
 
 
+@pytest.mark.slow
 def test_other_weights_may_be_assigned_if_they_have_the_same_format():
     lm = fdjax.LM(model("int4"), random_params(model("int4")))
     with pytest.raises(ValueError, match=r"params: blocks\.0\.attention\.out\.weight"):
@@ -160,7 +157,8 @@ def test_info_tells_the_formats():
     assert all("int4 by 32" in label for label in labels) and len(labels) == 5
 
 
-@pytest.mark.parametrize("kind", ["int4", pytest.param("fp8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["int4", pytest.param("fp8", marks=pytest.mark.soak)])
 def test_a_decode_loop_does_not_hold_dequantised_weights(kind):
     """XLA would otherwise move the dequantisation of all layers out of the loop."""
     config = parse_config(LLAMA | {"hidden_size": 256, "intermediate_size": 1024})

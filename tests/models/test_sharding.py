@@ -18,6 +18,8 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import BRICKS, WeightFormat
 from fdjax.pallas_kernels.ranks import AXIS
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 CONFIGS = Path(__file__).parents[1] / "fixtures" / "hf" / "configs"
 H100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
 SMALL = {
@@ -92,6 +94,7 @@ def test_who_divides_the_tokens_of_a_kv_head():
     assert why_tokens_repeat(config()) is None
 
 
+@pytest.mark.slow
 def test_random_weights_of_the_same_kv_head_are_equal():
     c = config(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     model = describe(c, dtype="float32", plan=H100, tensor_parallel=8)
@@ -138,6 +141,7 @@ def test_what_nobody_lists_is_refused():
         local_config(config().with_attention([attention] * 2), 2)
 
 
+@pytest.mark.slow
 def test_kernels_for_several_layers_run_by_a_table_or_not_at_all():
     c = parse_config(json.loads((CONFIGS / "llama-2-7b.old.json").read_text(encoding="utf-8")))
     one, several = (describe(c, plan=H100, tensor_parallel=n) for n in (1, 2))

@@ -23,7 +23,7 @@ BF16 = jnp.bfloat16
 DIVIDED, WHOLE = PartitionSpec(AXIS), PartitionSpec()
 
 
-@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 8])
 def test_sums_of_fake_devices(ranks):
     found = report("all_reduce_sums", ranks)
     assert set(found) == {"", "bias", "residual", "bias residual"}

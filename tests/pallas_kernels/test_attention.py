@@ -33,6 +33,8 @@ from . import oracle
 from .implementations import ATTENTION, BATCH_INVARIANT, PLATFORMS, across
 from .tolerance import assert_attention, assert_same_bits, assert_within, attention_bounds
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 GARBAGE = 300.0
 INVARIANT = Plan(batch_invariant=True)
 
@@ -309,7 +311,7 @@ def test_prefill_of_any_lengths_and_offsets(implementation, case, lengths, offse
     _check(implementation, case, _operands(case, lengths, offsets, seed))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("implementation", ATTENTION[:1])
 @settings(max_examples=60)
 @given(
@@ -570,14 +572,15 @@ def test_blocks_of_queries(monkeypatch, dtype):
 
 
 @pytest.mark.parametrize("implementation", BATCH_INVARIANT)
+@pytest.mark.usefixtures("full_compiles")
 class TestBatchInvariant:
     """A row's bits do not depend on what else is in the batch or in the chunk."""
 
     @pytest.mark.parametrize(
         "case",
         [
-            Decode(dtype="bfloat16"),
-            Decode(group=1),
+            pytest.param(Decode(dtype="bfloat16"), marks=pytest.mark.slow),
+            pytest.param(Decode(group=1), marks=pytest.mark.slow),
             Decode(t=3, window=50, alibi=True),
             Prefill(dtype="bfloat16", soft_cap=4.0, d=80),
         ],
@@ -595,9 +598,9 @@ class TestBatchInvariant:
     @pytest.mark.parametrize(
         ("width", "dtype", "masks"),
         [
-            (128, "float32", {}),
+            pytest.param(128, "float32", {}, marks=pytest.mark.slow),
             (16, "float32", dict(soft_cap=4.0)),
-            (128, "bfloat16", {}),
+            pytest.param(128, "bfloat16", {}, marks=pytest.mark.slow),
             (128, "bfloat16", dict(window=100, alibi=True)),
         ],
     )

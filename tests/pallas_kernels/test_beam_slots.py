@@ -105,6 +105,7 @@ def test_beams_read_the_slots_of_others(spec, layer):
     np.testing.assert_allclose(got[:, 0], want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_beams_append_to_their_own_pages():
     k_pool, v_pool, pages, sources, k, v = case(2)
     pools = jnp.asarray(k_pool), jnp.asarray(v_pool)
@@ -132,6 +133,7 @@ def test_beams_append_to_their_own_pages():
     np.testing.assert_allclose(o[[0, 1, 2, 3, 5], 0], want[[0, 1, 2, 3, 5]], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_response_past_the_table_is_dropped():
     """As without beams, what has no slot changes none."""
     k_pool, v_pool, pages, sources, *_ = case()

@@ -5,6 +5,7 @@ go through shared memory.
 """
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,8 @@ from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, 
 from . import oracle
 from .test_decode_mosaic import INTERPRET
 from .tolerance import assert_attention
+
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
 
 PAGE = 128
 MASKS = dict(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
@@ -115,7 +118,7 @@ def test_interpreted_through_pages():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("s", [264, 72])
+@pytest.mark.parametrize("s", [264, pytest.param(72, marks=pytest.mark.soak)])
 def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(s):
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
     check(operands([20, s - 7], t=16, group=1, s=s), interpreted, config=config)
@@ -145,9 +148,9 @@ def compiled(b, t, h, kv_heads, s, d, masks=None, **options):
 @pytest.mark.parametrize(
     "case",
     [
-        dict(b=1, t=1, h=32, kv_heads=32, s=1024, d=128),
+        pytest.param(dict(b=1, t=1, h=32, kv_heads=32, s=1024, d=128), marks=pytest.mark.soak),
         dict(b=1, t=1, h=32, kv_heads=8, s=32768, d=128),
-        dict(b=64, t=1, h=32, kv_heads=8, s=1024, d=128),
+        pytest.param(dict(b=64, t=1, h=32, kv_heads=8, s=1024, d=128), marks=pytest.mark.soak),
         dict(b=8, t=4, h=32, kv_heads=8, s=2048, d=64),
         dict(b=2, t=1, h=16, kv_heads=8, s=1000, d=256),
         dict(b=2, t=8, h=32, kv_heads=8, s=2048, d=128),
@@ -167,10 +170,18 @@ def test_compiles_for_an_h100_without_spills(case, monkeypatch, capfd):
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 
 
+SOME_OF_THE_MOST = {(64, False, 1), (128, True, 8), (256, False, 8)}
+
+
 @pytest.mark.deviceless
-@pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize("cluster", [False, True])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("d", "cluster", "splits"),
+    [
+        # Each value occurs; other combinations are a grid.
+        pytest.param(*case, marks=() if case in SOME_OF_THE_MOST else pytest.mark.soak)
+        for case in itertools.product((64, 128, 256), (False, True), (1, 8))
+    ],
+)
 def test_the_most_rows_compile(d, splits, cluster):
     config = DecodeAttentionConfig(splits, stages=1, cluster=cluster)
     compiled(b=2, t=16, h=32, kv_heads=8, s=1000, d=d, config=config)

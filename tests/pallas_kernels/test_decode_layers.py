@@ -20,6 +20,8 @@ from fdjax.pallas_kernels.ranks import AXIS
 
 from . import oracle
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 EPS = 1e-5
 SCALE = 128**-0.5
 LLAMA2_7B = dict(width=4096, heads=32, kv_heads=32, hidden=11008)
@@ -92,7 +94,8 @@ def _error(got, want):
     return np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
 
 
-@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.slow
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.soak), 5])
 def test_xla_is_right(rows):
     shape = SMALL | dict(width=64, hidden=96)
     operands = jax.jit(lambda: _operands(rows, **shape, layers=2, slots=192, dtype="float32"))()
@@ -183,7 +186,7 @@ def _planned(config, operands):
 @pytest.mark.parametrize(
     ("rows", "shape", "clusters"),
     [
-        *((rows, LLAMA2_7B, 1) for rows in (1, 8)),
+        *(pytest.param(rows, LLAMA2_7B, 1, marks=pytest.mark.soak) for rows in (1, 8)),
         *((rows, LLAMA3_8B, clusters) for rows, clusters in ((1, 8), (8, 1))),
         (5, SMALL, 1),
         (8, MANY_HEADS, 1),

@@ -5,6 +5,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from . import oracle
 from .oracle import NO_MASKS
 from .tolerance import assert_attention
+
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
 
 try:
     InterpretParams = plgpu.InterpretGPUParams
@@ -85,7 +88,10 @@ def test_interpreted_without_races(config):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("t", [3, pytest.param(10, id="two tiles of query rows")])
+@pytest.mark.parametrize(
+    "t",
+    [pytest.param(3, marks=pytest.mark.soak), pytest.param(10, id="two tiles of query rows")],
+)
 def test_interpreted_with_every_mask(t):
     masks = dict(window=70, soft_cap=5.0, alibi=alibi_slopes(4))
     phi = jnp.arange(4, dtype=jnp.float32)
@@ -93,13 +99,14 @@ def test_interpreted_with_every_mask(t):
     _check(operands, interpreted, config=SPLIT, masks=masks, phi=phi)
 
 
+@pytest.mark.slow
 def test_interpreted_with_many_query_rows():
     """A KV head has 128 query rows, in four tiles."""
     _check(_operands([17, 130], t=16, group=8), interpreted, config=ONE)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("group", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(group):
     """With 16 query rows the last block repeats slots of the block before; with 32 it is padded."""
     config = DecodeAttentionConfig(splits=2, block_kv=128, stages=2)
@@ -160,7 +167,7 @@ def _check_reruns(run, config, expected):
     ("config", "expected"),
     [
         pytest.param(ONE, 1 / 2, marks=pytest.mark.slow),
-        (SPLIT, 1 / 6),
+        pytest.param(SPLIT, 1 / 6, marks=pytest.mark.slow),
         pytest.param(RUNNING_MAXIMUM, 0, marks=pytest.mark.slow),
     ],
     ids=["one", "split", "running_maximum"],
@@ -253,18 +260,18 @@ CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
     [
         dict(b=1, t=1, h=32, kv_heads=32, s=1024, d=128),
         dict(b=1, t=1, h=32, kv_heads=8, s=32768, d=128),
-        dict(b=64, t=1, h=32, kv_heads=8, s=1024, d=128),
+        pytest.param(dict(b=64, t=1, h=32, kv_heads=8, s=1024, d=128), marks=pytest.mark.soak),
         dict(b=8, t=4, h=32, kv_heads=8, s=2048, d=64),
         dict(b=2, t=1, h=16, kv_heads=8, s=1000, d=256),
         dict(b=1, t=1, h=8, kv_heads=8, s=512, d=128, dtype=jnp.float16),
         dict(b=1, t=2, h=8, kv_heads=8, s=512, d=128, config=CLUSTER),
         dict(b=1, t=1, h=32, kv_heads=8, s=8192, d=128, return_reruns=True),
-        dict(b=2, t=8, h=32, kv_heads=8, s=2048, d=128),
-        dict(b=2, t=10, h=32, kv_heads=8, s=1000, d=64),
+        pytest.param(dict(b=2, t=8, h=32, kv_heads=8, s=2048, d=128), marks=pytest.mark.soak),
+        pytest.param(dict(b=2, t=10, h=32, kv_heads=8, s=1000, d=64), marks=pytest.mark.soak),
         dict(b=2, t=16, h=32, kv_heads=8, s=1000, d=64),
-        dict(b=2, t=16, h=32, kv_heads=8, s=8192, d=128),
+        pytest.param(dict(b=2, t=16, h=32, kv_heads=8, s=8192, d=128), marks=pytest.mark.soak),
         dict(b=64, t=16, h=32, kv_heads=2, s=8192, d=128),
-        dict(b=2, t=16, h=16, kv_heads=8, s=8192, d=256),
+        pytest.param(dict(b=2, t=16, h=16, kv_heads=8, s=8192, d=256), marks=pytest.mark.soak),
         dict(b=64, t=12, h=16, kv_heads=2, s=8192, d=256),
         dict(
             **dict(b=1, t=2, h=8, kv_heads=1, s=512, d=128, config=RUNNING_MAXIMUM),
@@ -282,10 +289,18 @@ def test_compiles_for_an_h100_without_spills(case, monkeypatch, capfd):
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 
 
+SOME_OF_THE_MOST = {(64, False, 1), (128, True, 8), (256, False, 8), (256, True, 8)}
+
+
 @pytest.mark.deviceless
-@pytest.mark.parametrize("splits", [1, 8])
-@pytest.mark.parametrize("cluster", [False, True])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("d", "cluster", "splits"),
+    [
+        # Each value occurs; other combinations are a grid.
+        pytest.param(*case, marks=() if case in SOME_OF_THE_MOST else pytest.mark.soak)
+        for case in itertools.product((64, 128, 256), (False, True), (1, 8))
+    ],
+)
 def test_the_most_rows_compile(d, splits, cluster):
     config = DecodeAttentionConfig(splits, stages=1, cluster=cluster)
     _compiled(b=2, t=16, h=32, kv_heads=8, s=1000, d=d, config=config)

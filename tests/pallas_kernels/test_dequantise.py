@@ -12,6 +12,8 @@ from fdjax.pallas_kernels.hopper.dequantise import dequantise_bricks
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, in_layout, random_quantised
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 H100 = Plan(device_kind="NVIDIA H100 80GB HBM3", compute_capability=(9, 0))
 FORMATS = {
     "int4": WeightFormat("int4", 64, scales="bfloat16"),

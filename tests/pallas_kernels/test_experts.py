@@ -179,9 +179,8 @@ def quantised_operands(m, kind):
 @pytest.mark.parametrize(
     ("kind", "m", "plan"),
     [
-        ("fp4", 3, INVARIANT),
-        pytest.param("int4", 3, INVARIANT, marks=pytest.mark.slow),
-        *(soak(kind, 3, INVARIANT) for kind in ("int8", "fp8")),
+        pytest.param("fp4", 3, INVARIANT, marks=pytest.mark.slow),
+        *(soak(kind, 3, INVARIANT) for kind in ("int4", "int8", "fp8")),
         soak("fp4", 140, INVARIANT),
         soak("fp4", 3, None),
         *(
@@ -219,6 +218,7 @@ def spoiled(q: QTensor, *experts: int) -> QTensor:
     return dataclasses.replace(q, words=words, scales=scales, zeros=zeros)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", slow_unless_fp4())
 @pytest.mark.parametrize("m", [5, soak(130)])
 def test_scales_of_an_expert_that_nobody_chose_may_be_nan(kind, m):
@@ -355,7 +355,7 @@ def test_a_row_of_nan_spoils_no_other_row():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 @pytest.mark.usefixtures("full_compiles")
 def test_bits_of_a_row_do_not_depend_on_the_others(sizes, rows, dtype):
     experts, width, hidden = sizes

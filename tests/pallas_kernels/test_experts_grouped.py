@@ -16,6 +16,8 @@ from . import oracle
 from .test_experts import assert_moe
 from .test_experts_mosaic import case, interpret
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 H100 = Plan(device_kind="NVIDIA H100 80GB HBM3", compute_capability=(9, 0))
 
 

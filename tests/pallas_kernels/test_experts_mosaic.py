@@ -31,6 +31,8 @@ from . import oracle
 from .test_experts import assert_moe, operands, spoiled
 from .tolerance import assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 try:
     from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
 except ImportError:  # it has no public name, and its place differs between versions
@@ -69,19 +71,19 @@ def interpret(function, *args, **options) -> np.ndarray:
 @pytest.mark.parametrize(
     ("sizes", "chosen", "gate", "config"),
     [
-        (dict(m=1, width=320), 2, "silu", ALONE),  # goes around the ring
+        pytest.param(  # goes around the ring
+            *(dict(m=1, width=320), 2, "silu", ALONE), marks=pytest.mark.slow
+        ),
         (
             dict(m=3, biased=True, width=192, experts=2),
             1,
             "clamped_swiglu",
             DEEP,
         ),  # K ends within a tile
-        (
-            dict(m=12, width=192, hidden=192, experts=2),
-            1,
-            "gelu",
-            WIDE,
-        ),  # padded rows, partial tiles
+        pytest.param(  # padded rows, partial tiles
+            *(dict(m=12, width=192, hidden=192, experts=2), 1, "gelu", WIDE),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(dict(m=32), 6, "silu", None, marks=pytest.mark.slow),
         pytest.param(dict(m=8, dtype="float16"), 3, "gelu_tanh", None, marks=pytest.mark.slow),
     ],
@@ -96,6 +98,7 @@ def test_interpreted_without_races(sizes, chosen, gate, config):
     assert_moe(y, exact, str(y.dtype))
 
 
+@pytest.mark.slow
 def test_interpreted_with_rows_that_choose_nothing():
     """They get 0. An expert that only they would choose, and one that nobody does, may be NaN."""
     arrays, routing = case(5), Routing(6, 1)
@@ -109,7 +112,8 @@ def test_interpreted_with_rows_that_choose_nothing():
     assert_moe(y, type(exact)(scale * exact.value, scale * exact.magnitude), "bfloat16")
 
 
-@pytest.mark.parametrize("count", [pytest.param(64, marks=pytest.mark.slow), 12])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [pytest.param(64, marks=pytest.mark.soak), 12])
 def test_one_row_finds_its_experts(count):
     """With ties: the logits are whole numbers, all negative. A row that is not live gets 0."""
     arrays, routing = case(1, experts=count), Routing(count, 4, normalised=True)

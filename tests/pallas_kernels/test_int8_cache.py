@@ -88,6 +88,7 @@ def test_what_is_not_finite_stays_so_in_its_own_head(wrong):
     assert_same_bits(back, dequantised(quantised(x)))
 
 
+@pytest.mark.slow
 def test_attention_is_off_by_no_more_than_the_scales_say():
     q, k, v = normal(3, 1, 8, D), normal(3, HKV, 96, D, seed=1), normal(3, HKV, 96, D, seed=2)
     q, k, v = (a.astype(np.float32) for a in (q, k, v))
@@ -157,6 +158,7 @@ kinds = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @kinds
 def test_decode_reads_what_it_wrote(kind):
     k, v, named = caches(kind)

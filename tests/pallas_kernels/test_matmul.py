@@ -20,6 +20,8 @@ from . import oracle
 from .implementations import BATCH_INVARIANT, MATMUL, across
 from .tolerance import assert_matmul, assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 EPS = 1e-5
 INVARIANT = Plan(batch_invariant=True)
 
@@ -335,6 +337,7 @@ def _of_rows(operands: dict, rows) -> dict:
 
 @pytest.mark.parametrize("case", FUSED, ids=str)
 @pytest.mark.parametrize("implementation", BATCH_INVARIANT)
+@pytest.mark.usefixtures("full_compiles")
 class TestBatchInvariant:
     """Within each phase, a row's bits do not depend on the rest of the batch."""
 

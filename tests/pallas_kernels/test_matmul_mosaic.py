@@ -21,6 +21,8 @@ from fdjax.pallas_kernels.plan import Plan
 from . import oracle
 from .tolerance import assert_matmul, assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 try:
     from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
 except ImportError:  # it has no public name, and its place differs between versions

@@ -10,6 +10,8 @@ from . import oracle
 from .implementations import PLATFORMS
 from .tolerance import assert_same_bits, assert_within, tolerance
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 DTYPES = ("float32", "bfloat16", "float16")
 SHAPES = ((1, 1), (5, 7), (3, 64), (2, 3, 257), (33,))
 

@@ -16,6 +16,8 @@ from fdjax.pallas_kernels.layers.hopper.decode_layers import DecodeLayersConfig,
 from fdjax.pallas_kernels.plan import can_chain
 from fdjax.pallas_kernels.quantised import BITS, WeightFormat, dequantise, in_layout, pack
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 LAYERS, SLOTS = 2, 512
 
 

@@ -219,6 +219,7 @@ def test_chunks_of_a_prompt_share_a_call(implementation, window):
         _unowned_are_untouched(pool, pages)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 def test_decode_layers(implementation):
     operands = layers._operands(5, **layers.SMALL)
@@ -304,7 +305,7 @@ def _compiles(function, caches, operands, kernels, capfd, monkeypatch):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("b", [1, 8, 64])
+@pytest.mark.parametrize("b", [1, pytest.param(8, marks=pytest.mark.soak), 64])
 def test_decode_compiles_in_place_without_spills(b, capfd, monkeypatch):
     k, v, pages = _shapes(b, 100)
 
@@ -342,7 +343,7 @@ def test_prefill_compiles_in_place_without_spills(capfd, monkeypatch):
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize("rows", [pytest.param(1, marks=pytest.mark.soak), 8])
 def test_layers_compile_in_place_without_spills(rows, capfd, monkeypatch):
     operands = jax.eval_shape(lambda: layers._operands(rows, **layers.LLAMA2_7B, layers=2))
     for name in "kv":

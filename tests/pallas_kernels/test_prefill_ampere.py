@@ -4,10 +4,13 @@ On newer GPUs it runs as on Ampere, with cp.async and mma, which they also have.
 """
 
 import concurrent.futures
+import ctypes
 import functools
 import multiprocessing
+import os
 import re
 import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -32,6 +35,8 @@ from fdjax.pallas_kernels.plan import Plan
 from . import oracle
 from .oracle import NO_MASKS
 from .tolerance import assert_attention, assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
 
 try:
     InterpretParams = plgpu.InterpretGPUParams
@@ -152,15 +157,32 @@ def test_interpreted_recomputation(interpreted):
     np.testing.assert_array_equal(o[0, 127], np.broadcast_to(v[0, 0, 128], o[0, 127].shape))
 
 
-def _alone(function, *args, **kwargs):
-    """Run in a new process, because Mosaic keeps compiling for the first device of a process."""
+@pytest.fixture(scope="module")
+def alone():
+    """Run a function in another process, because Mosaic compiles for a process's first device."""
     context = multiprocessing.get_context("spawn")
     path = [*sys.path, str(Path(__file__).parents[2])]  # inherited by the process
     with (
         mock.patch.object(sys, "path", path),
         concurrent.futures.ProcessPoolExecutor(1, context) as pool,
     ):
-        return pool.submit(function, *args, **kwargs).result()
+        yield lambda function, *args, **kwargs: pool.submit(function, *args, **kwargs).result()
+
+
+def _with_ptxas(**case):
+    """The kernels of a case, and what ptxas prints meanwhile."""
+    with tempfile.TemporaryFile() as file:
+        stdout = os.dup(1)
+        os.dup2(file.fileno(), 1)
+        try:
+            with mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_PTXAS="1"):
+                names = _kernels_of(**case)
+        finally:
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(stdout, 1)
+            os.close(stdout)
+        file.seek(0)
+        return names, file.read().decode()
 
 
 def _kernels_of(t, h, kv_heads, s, d, *, config=None, masks=NO_MASKS, dtype=jnp.bfloat16):
@@ -179,20 +201,23 @@ def _kernels_of(t, h, kv_heads, s, d, *, config=None, masks=NO_MASKS, dtype=jnp.
 @pytest.mark.parametrize(
     ("case", "spilled_bytes"),
     [
-        (dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0),
-        (dict(t=512, h=32, kv_heads=8, s=8192, d=128), 0),
+        pytest.param(dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0, marks=pytest.mark.soak),
+        pytest.param(dict(t=512, h=32, kv_heads=8, s=8192, d=128), 0, marks=pytest.mark.soak),
         (dict(t=4096, h=32, kv_heads=8, s=131072, d=128), 200),
-        (dict(t=1000, h=8, kv_heads=8, s=1000, d=128, dtype=jnp.float16), 0),
+        pytest.param(
+            dict(t=1000, h=8, kv_heads=8, s=1000, d=128, dtype=jnp.float16),
+            0,
+            marks=pytest.mark.soak,
+        ),
         (dict(t=1000, h=8, kv_heads=2, s=1000, d=128, masks=EVERY_MASK), 0),
         (dict(t=4096, h=32, kv_heads=8, s=4096, d=64), 0),
         (dict(t=1000, h=8, kv_heads=4, s=1000, d=256), 64),
     ],
     ids=str,
 )
-def test_compiles_for_an_a100(case, spilled_bytes, monkeypatch, capfd):
-    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
-    assert _alone(_kernels_of, **case) == ["prefill_attention"]
-    said = capfd.readouterr().out
+def test_compiles_for_an_a100(alone, case, spilled_bytes):
+    names, said = alone(_with_ptxas, **case)
+    assert names == ["prefill_attention"]
     assert "'sm_80'" in said
     spills = re.findall(r"(\d+) bytes spill stores", said)
     assert spills, "ptxas said nothing"
@@ -224,8 +249,8 @@ def _kernels_of_ops(capability):
 @pytest.mark.deviceless
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (8, 6)])
-def test_a_plan_for_ampere_takes_this_kernel(capability):
-    assert _alone(_kernels_of_ops, capability) == (["prefill_attention"], ["prefill_attention"])
+def test_a_plan_for_ampere_takes_this_kernel(alone, capability):
+    assert alone(_kernels_of_ops, capability) == (["prefill_attention"], ["prefill_attention"])
 
 
 @pytest.mark.gpu

@@ -25,6 +25,8 @@ from . import oracle
 from .oracle import NO_MASKS
 from .tolerance import assert_attention, assert_same_bits
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 try:
     InterpretParams = plgpu.InterpretGPUParams
 except AttributeError:  # JAX 0.11.2
@@ -107,6 +109,7 @@ def test_interpreted_running_maximum_not_causal_and_all_masked():
     _check(operands, interpreted, config=ALL_MASKED, masks=dict(causal=False))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_interpreted_recomputation():
     """Scores of 800 in the last row of one tile, and of -800 in all rows of another."""
@@ -155,9 +158,9 @@ def _compiled(t, h, kv_heads, s, d, *, b=1, config=None, masks=NO_MASKS, dtype=j
 @pytest.mark.parametrize(
     ("case", "spilled_bytes"),
     [
-        (dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0),
+        pytest.param(dict(t=4096, h=32, kv_heads=32, s=4096, d=128), 0, marks=pytest.mark.soak),
         (dict(t=512, h=32, kv_heads=8, s=2048, d=128, b=4), 0),
-        (dict(t=2048, h=32, kv_heads=8, s=131072, d=128), 0),
+        pytest.param(dict(t=2048, h=32, kv_heads=8, s=131072, d=128), 0, marks=pytest.mark.soak),
         (dict(t=100, h=32, kv_heads=8, s=4096, d=96), 0),
         (dict(t=128, h=32, kv_heads=8, s=8192, d=128), 8),
         (dict(t=128, h=32, kv_heads=8, s=8192, d=64), 0),

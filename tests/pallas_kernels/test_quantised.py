@@ -30,6 +30,8 @@ from . import oracle, quantised_oracle
 from .implementations import MATMUL
 from .tolerance import assert_matmul, assert_same_bits, assert_within, tolerance
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 EPS = 1e-5
 KINDS = ["int4", "int8", "fp8", "fp4"]
 OF_KERNELS = KINDS[:3]

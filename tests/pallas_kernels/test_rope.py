@@ -18,6 +18,8 @@ from . import oracle
 from .implementations import PLATFORMS
 from .tolerance import assert_same_bits, assert_within, tolerance
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 ROUNDOFF = 2.0**-24
 LLAMA3 = Llama3(8.0, 1.0, 4.0, 8192)
 SHORT, LONG = (tuple(np.geomspace(1, end, 24).tolist()) for end in (1.5, 60))

@@ -197,7 +197,10 @@ EACH_END = [
     [
         (1, 2, DecodeAttentionConfig(splits=1, stages=2)),
         (4, 1, DecodeAttentionConfig(splits=3, stages=1)),
-        (1, 2, DecodeAttentionConfig(splits=2, block_kv=128, stages=1)),
+        pytest.param(
+            *(1, 2, DecodeAttentionConfig(splits=2, block_kv=128, stages=1)),
+            marks=pytest.mark.soak,
+        ),
     ],
     ids=["one launch", "splits", "whole pages"],
 )
@@ -274,7 +277,10 @@ def test_aligned_on_a_gpu(group, config):
 @pytest.mark.parametrize("aligned", [False, True], ids=["general", "aligned"])
 @pytest.mark.parametrize(
     "shape",
-    [(4, 4, 32, 32), (32, 4, 32, 32), (27, 9, 32, 32), (34, 4, 32, 8), (16, 16, 32, 8)],
+    [
+        *(pytest.param(s, marks=pytest.mark.soak) for s in ((4, 4, 32, 32), (32, 4, 32, 32))),
+        *((27, 9, 32, 32), (34, 4, 32, 8), (16, 16, 32, 8)),
+    ],
     ids=str,
 )
 def test_compiles_for_an_h100_without_spills(shape, aligned, monkeypatch, capfd):

@@ -142,7 +142,7 @@ def same(got, want, rows=ROWS, tolerance=1e-5):
         jax.tree.map(np.testing.assert_array_equal, cache, expected)
 
 
-@pytest.mark.parametrize("plain", [True, False])
+@pytest.mark.parametrize("plain", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_reading_them_once_changes_nothing(plain):
     given, options = operands(ROWS, layer=1 if plain else None)
     spec = AttentionSpec(0.125)
@@ -155,6 +155,7 @@ def test_reading_them_once_changes_nothing(plain):
     same(*both(given, options, spec))
 
 
+@pytest.mark.slow
 def test_of_a_quantised_cache():
     given, options = operands(ROWS)
     qkv, k, v, lengths = given

@@ -97,7 +97,7 @@ def test_sinks_without_a_spec_that_has_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("heads", [1, 3, 4])
+@pytest.mark.parametrize("heads", [*(pytest.param(n, marks=pytest.mark.soak) for n in (1, 4)), 3])
 @pytest.mark.usefixtures("full_compiles")
 def test_bits_do_not_depend_on_rows_and_chunks(heads):
     rng = np.random.default_rng(0)

@@ -30,6 +30,8 @@ from .test_quantised import EPS, LAYER, Case, exact_weight, relaid
 from .test_quantised import _operands as operands_of
 from .tolerance import assert_matmul
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 Case = functools.partial(Case, layout="bricks")
 
 
@@ -204,7 +206,7 @@ def _interpreted(case, config):
     too_few = pytest.mark.skipif(
         config.wide > 2 and config.wide >= _CORES, reason=f"needs {config.wide + 1} cores"
     )
-    marks = () if (case, config) in INTERPRETED else (pytest.mark.slow, too_few)
+    marks = () if (case, config) == INTERPRETED[0] else (pytest.mark.slow, too_few)
     return pytest.param(case, config, marks=marks)
 
 

@@ -143,6 +143,7 @@ def log_table(rng, steps: int, v: int) -> np.ndarray:
     return logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
 
 
+@pytest.mark.slow
 @settings(max_examples=12)
 @given(st.integers(0, 2**32 - 1))
 def test_searches_on_a_table(seed):
@@ -199,7 +200,7 @@ def exact_distribution(table: np.ndarray, config: GenerationConfig) -> dict[tupl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ends", [(), (3,)])
+@pytest.mark.parametrize("ends", [pytest.param((), marks=pytest.mark.soak), (3,)])
 def test_sampled_searches_have_the_exact_distribution(ends):
     count, table = 6000, log_table(np.random.default_rng(5), 2, 5)
     config = GenerationConfig(

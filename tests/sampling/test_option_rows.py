@@ -39,10 +39,8 @@ def check_rows(name: str, count: int) -> None:
         assert row.tokens == want, (ids, asked)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["llama3_gqa_tied", pytest.param("gemma2", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["llama3_gqa_tied", "gemma2"])
 def test_a_tenth_of_the_rows(name):
     check_rows(name, 3)
 

@@ -139,6 +139,7 @@ def test_none_in_a_list_is_as_if_not_given(lm):
     assert usual[0] not in other
 
 
+@pytest.mark.slow
 def test_a_seed_for_some_leaves_the_others_their_own(lm):
     options = SAMPLED | {"seed": [7, None, None], "temperature": 1e3}
     _, one, other = lm.generate([prompts()[1]] * 3, **options).tokens
@@ -146,7 +147,7 @@ def test_a_seed_for_some_leaves_the_others_their_own(lm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.soak), "float64"])
 def test_a_processor_may_return_another_dtype(lm, dtype):
     def processor(ids, lengths, scores):
         return scores.astype(dtype)
@@ -155,6 +156,7 @@ def test_a_processor_may_return_another_dtype(lm, dtype):
         lm.generate(prompts()[1], seed=1, logits_processors=processor, **SAMPLED)
 
 
+@pytest.mark.slow
 def test_samples_of_a_prompt_come_side_by_side(lm):
     several = lm.generate(prompts()[1:3], num_return_sequences=[1, 3], seed=[7, 8], **SAMPLED)
     assert len(several.tokens) == len(several.texts) == len(several.finish_reasons) == 4
@@ -246,6 +248,7 @@ def test_return_reruns(lm, monkeypatch):
     assert stream.stats.reruns == result.stats.reruns
 
 
+@pytest.mark.slow
 def test_return_logprobs(lm):
     prompt = prompts()[2]
     assert lm.generate(prompt, max_new_tokens=3, **GREEDY).logprobs is None
@@ -267,6 +270,7 @@ def test_return_logprobs(lm):
     assert [len(step) for step in mixed.top_logprobs[1]] == [1, 1]
 
 
+@pytest.mark.slow
 def test_logprobs_are_of_the_raw_model(lm):
     prompt = prompts()[2]
     banned = lm.generate(prompt, max_new_tokens=1, **GREEDY).tokens[0]
@@ -347,6 +351,7 @@ def test_a_stopping_criterion_cannot_change_the_result(lm):
 # --- stop strings
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_the_text_before_it(lm):
     prompt = prompts()[2]
     whole = lm.generate(prompt, max_new_tokens=60, **GREEDY)
@@ -380,6 +385,7 @@ def test_a_stop_string_may_be_part_of_the_text(lm):
         assert lm.generate(prompt, **options).tokens == kept.tokens
 
 
+@pytest.mark.slow
 def test_stop_strings_of_each_prompt(lm):
     texts = [prompts()[2]] * 3
     whole = lm.generate(texts[0], max_new_tokens=60, **GREEDY).text
@@ -472,6 +478,7 @@ def test_a_window_of_ids_is_decoded_not_the_whole():
 # --- streams
 
 
+@pytest.mark.slow
 def test_a_stream_knows_its_result(lm):
     stream = lm.stream(TEXT, max_new_tokens=20, return_logprobs=2, **GREEDY)
     first = next(stream)
@@ -558,6 +565,7 @@ def test_processors_of_a_batch_must_agree(lm):
 # --- defaults of a checkpoint
 
 
+@pytest.mark.slow
 def test_defaults_of_generation_config_are_honoured_and_overridden(lm):
     files = {"repetition_penalty": 1.5, "suppress_tokens": [93], "stop_strings": ["zz"]}
     defaults = fdjax.GenerationConfig.from_files(files, {}, "generation_config.json")
@@ -572,6 +580,7 @@ def test_defaults_of_generation_config_are_honoured_and_overridden(lm):
     assert plain.tokens == lm.generate(prompts()[2], max_new_tokens=24, **GREEDY).tokens
 
 
+@pytest.mark.slow
 def test_samples_that_the_checkpoint_asks_for(lm):
     files = {"num_return_sequences": 3, "do_sample": True, "num_beams": 1}
     defaults = fdjax.GenerationConfig.from_files(files, {}, "generation_config.json")
@@ -727,7 +736,7 @@ def check_combinations(lm, examples):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "examples",
-    [pytest.param(100, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
+    [pytest.param(30, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
 )
 def test_combinations_of_options_and_prompts(lm, examples):
     alone = fdjax.LM(lm.model, lm.params, lm.tokenizer, max_len=128)

@@ -276,6 +276,7 @@ def test_where_no_row_asks_nothing_runs_on_the_device():
     assert not any(f" {op}[" in text for op in ("sort", "while", "scan", "top_k"))
 
 
+@pytest.mark.slow
 def test_a_vocabulary_of_real_size_is_truncated_exactly():
     rng = np.random.default_rng(4)
     v = 128_256

@@ -460,6 +460,7 @@ def test_draws_do_not_follow_other_settings_of_jax(setting):
         jax.config.update(setting, was)
 
 
+@pytest.mark.slow
 def test_a_row_draws_the_same_alone_and_in_any_batch():
     rng = np.random.default_rng(4)
     logits = random_logits(16, vocabulary=99)
@@ -505,6 +506,7 @@ def test_values_are_data_and_compile_nothing():
 # --- log-probabilities
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("processors", [ALL, Processors(logprobs=True)])
 def test_logprobs_are_those_of_the_raw_logits(processors):
     rng = np.random.default_rng(6)
@@ -547,6 +549,7 @@ def test_requests_become_rows_and_unused_rows_are_greedy():
     assert got[1:].tolist() == logits.argmax(-1)[1:].tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("processors", [Processors(), SAMPLE, ALL], ids=["greedy", "sample", "all"])
 def test_one_logit_that_is_not_finite_is_told_wherever_it_is(bad, processors):

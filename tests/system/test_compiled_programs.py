@@ -68,6 +68,7 @@ def process(tmp_path, monkeypatch):
     return process
 
 
+@pytest.mark.slow
 def test_an_entry_that_is_not_as_it_was_written_is_written_anew(process, tmp_path):
     def entry(name):
         (path,) = tmp_path.glob(f"jit_{name}-*")

@@ -20,6 +20,7 @@ def lm(two_layers):
     return fdjax.load(two_layers, max_batch=2, progress=False)
 
 
+@pytest.mark.slow
 def test_many_answers_show_how_far_they_are(lm, terminal, capsys):
     lm.generate([[5], [6], [7], [8]], max_new_tokens=40, eos_token_id=None)
     shown = capsys.readouterr().err
@@ -27,6 +28,7 @@ def test_many_answers_show_how_far_they_are(lm, terminal, capsys):
     assert "2 running, 2 waiting" in shown
 
 
+@pytest.mark.slow
 def test_one_answer_and_a_pipe_show_nothing(lm, terminal, capsys, monkeypatch):
     lm.generate([5], max_new_tokens=4)
     monkeypatch.setattr(progress, "in_terminal", lambda: False)

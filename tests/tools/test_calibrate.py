@@ -199,6 +199,7 @@ def by_force(request):
 
 
 # All queries of a chunk at once, and in blocks of 16.
+@pytest.mark.slow
 @pytest.mark.parametrize("block_bytes", [2**26, 2**18])
 def test_counts_are_those_of_a_brute_force(by_force, monkeypatch, block_bytes):
     monkeypatch.setattr(calibrate, "_SCORES_BYTES", block_bytes)
@@ -377,6 +378,7 @@ def test_no_kernel_bears_less_than_the_safe_range():
         assert most_slots * 2.0**calibration_file.SAFE_LOG2 <= highest
 
 
+@pytest.mark.slow
 @given(st.data())
 def test_no_other_phi_loses_fewer_rows(data):
     spread = data.draw(st.floats(0.1, 60))
@@ -428,6 +430,7 @@ def counted(tiny):
     return gather(tiny, questions(tiny, 0))
 
 
+@pytest.mark.slow
 def test_the_predicted_rate_is_the_measured_one(tiny, counted):
     """On the embedded model, with questions not used for calibration, within a factor of 1.25."""
     found = rows_by_brute_force(tiny, questions(tiny, 1))
@@ -452,6 +455,7 @@ def calibration(counted):
     )
 
 
+@pytest.mark.slow
 def test_a_file_holds_the_calibration(calibration, tiny, tmp_path):
     path = tmp_path / "new" / "calibration.json"
     calibration_file.write_calibration(calibration, path)
@@ -624,6 +628,7 @@ def run(monkeypatch, tmp_path, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_the_command_writes_beside_the_checkpoint(run, folder):
     path = folder / calibration_file.FILE
     # An unusable file is a reason to run the command, which replaces it.

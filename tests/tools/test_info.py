@@ -80,6 +80,7 @@ def test_the_pool_is_that_of_the_engine():
     assert model_info(llama, memory_bytes=10**10).pool_tokens == 0
 
 
+@pytest.mark.slow
 def test_devices_that_divide_tokens_hold_more_of_them():
     data = json.loads((FIXTURES / "configs" / "llama-3-8b.new.json").read_text())
     few = parse_config(data | {"num_key_value_heads": 2})

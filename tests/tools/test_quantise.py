@@ -112,6 +112,7 @@ def test_rows_are_quantised_alike_in_parts(monkeypatch):
     np.testing.assert_array_equal(whole.scales, parts.scales)
 
 
+@pytest.mark.soak
 def test_a_model_is_quantised_while_it_is_loaded(tiny):
     for kind, share in (("int4", 0.33), ("int8", 0.56)):
         lm = fdjax.load("tiny", quantize=kind, plan=Plan())
@@ -138,6 +139,7 @@ def written(tiny, folder, *, bits=4, group=128, inputs=None, **options) -> fdjax
     return fdjax.load(str(folder), plan=Plan())
 
 
+@pytest.mark.slow
 def test_a_written_checkpoint_is_what_load_makes(tiny, tmp_path):
     lm = written(tiny, tmp_path)
     direct = fdjax.load("tiny", quantize="int4", plan=Plan())
@@ -151,6 +153,7 @@ def test_a_written_checkpoint_is_what_load_makes(tiny, tmp_path):
     assert (weights["num_bits"], weights["group_size"], weights["symmetric"]) == (4, 128, True)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_may_have_several_files(tiny, tmp_path):
     one, many = written(tiny, tmp_path / "one"), written(tiny, tmp_path / "many", shard_bytes=10**6)
     files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
@@ -191,11 +194,12 @@ def test_one_tensor_is_made_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        *("llama_bias", "phi3_longrope"),
+        pytest.param("phi3_longrope", marks=pytest.mark.slow),
         *(
             pytest.param(case, marks=marks)
             for case, marks in (
                 ("gemma2", pytest.mark.slow),
+                ("llama_bias", pytest.mark.soak),
                 ("qwen2_mixed", pytest.mark.soak),
                 ("qwen3", pytest.mark.soak),
             )
@@ -268,6 +272,7 @@ def text(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_command_writes_and_reports(tmp_path, text, capsys):
     output = tmp_path / "int4"
     assert main(["quantize", "--group", "64", "--text", str(text), "--output", str(output)]) == 0
@@ -423,10 +428,11 @@ def dense_of(lm: fdjax.LM) -> tuple[Model, Params]:
 @pytest.mark.parametrize(
     ("case", "bits"),
     [
-        *(("granitemoe", 4), ("mxfp4", 4)),
+        ("mxfp4", 4),
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in (("granitemoe", 4), ("gpt_oss", 8))),
         *(
-            pytest.param(*of, marks=pytest.mark.slow)
-            for of in (("granitemoe", 8), ("gpt_oss", 4), ("gpt_oss", 8), ("mxfp4", 8))
+            pytest.param(*of, marks=pytest.mark.soak)
+            for of in (("granitemoe", 8), ("gpt_oss", 4), ("mxfp4", 8))
         ),
     ],
 )
@@ -459,11 +465,11 @@ def test_experts_in_one_tensor_are_written(case, bits, tmp_path, capsys, monkeyp
 @pytest.mark.parametrize(
     ("case", "bits"),
     [
-        ("mxfp4", 4),
         *(
             pytest.param(*of, marks=pytest.mark.slow)
-            for of in (("granitemoe", 4), ("granitemoe", 8), ("gpt_oss", 4), ("gpt_oss", 8))
+            for of in (("mxfp4", 4), ("granitemoe", 8), ("gpt_oss", 4))
         ),
+        *(pytest.param(*of, marks=pytest.mark.soak) for of in (("granitemoe", 4), ("gpt_oss", 8))),
     ],
 )
 def test_experts_in_one_tensor_compute_what_dequantised_ones_do(case, bits, tmp_path):

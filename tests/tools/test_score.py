@@ -73,6 +73,7 @@ def test_log_probabilities_are_those_of_transformers(case):
             assert result.likeliest[i][: len(prompt) - 1] == likeliest.tolist()
 
 
+@pytest.mark.slow
 def test_perplexity_is_the_exponential_of_the_mean():
     result = load().score(texts()[1:3])
     for logprobs, perplexity in zip(result.logprobs, result.perplexities, strict=True):
@@ -80,6 +81,7 @@ def test_perplexity_is_the_exponential_of_the_mean():
     assert result.perplexity == pytest.approx(math.exp(-np.mean(np.concatenate(result.logprobs))))
 
 
+@pytest.mark.slow
 def test_a_batch_is_each_text_alone():
     together = load().score(texts())
     for batch_size in (1, np.int64(100)):
@@ -107,7 +109,14 @@ def test_nothing_to_score_has_no_perplexity():
     assert math.isnan(load().score([]).perplexity)
 
 
-@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.slow), 7, 32, 63])
+@pytest.mark.parametrize(
+    "stride",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 63)),
+        7,
+        pytest.param(32, marks=pytest.mark.soak),
+    ],
+)
 def test_a_long_text_is_seen_through_a_window(stride):
     lm, text = load(max_len=64), texts()[3]
     assert len(text) > 64
@@ -123,6 +132,7 @@ def test_a_long_text_is_seen_through_a_window(stride):
     assert len(result.likeliest[0]) == len(text) - 1
 
 
+@pytest.mark.slow
 def test_a_text_may_fill_the_context_and_one_token_more():
     lm = load(max_len=64)
     text = texts()[4][:66]

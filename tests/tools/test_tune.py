@@ -32,6 +32,8 @@ from fdjax.tools import tune
 from fdjax.tools.tune import measure_chain, measure_matmul
 from fdjax.tools.tune_table import explain, table_entry, table_in_use, table_of, write_table
 
+pytestmark = pytest.mark.usefixtures("quick_on_cpu")
+
 H100 = "NVIDIA H100 80GB HBM3"
 CHAINS = CHAIN_CANDIDATES
 GOOD, FAST, WRONG, TOO_LARGE = (FlatGemmConfig(64, 64, stages) for stages in (2, 3, 4, 5))
@@ -147,8 +149,8 @@ CHAIN = {"m": 2, "k": 128, "width": 128, "hidden": 192, "n": 256, "itemsize": 2}
 @pytest.mark.parametrize(
     ("us", "best"),
     [
-        ({}, CHAINS[1]),
-        ({CHAINS[0]: 60.0}, CHAINS[0]),
+        pytest.param({}, CHAINS[1], marks=pytest.mark.slow),
+        pytest.param({CHAINS[0]: 60.0}, CHAINS[0], marks=pytest.mark.slow),
         ({"xla": 70.5}, None),
         ({"off": {CHAINS[1]: 10.0}}, CHAINS[0]),
         ({"off": dict.fromkeys(CHAINS, 10.0)}, None),
@@ -206,6 +208,7 @@ def test_xla_runs_where_no_kernel_does(fake, configs):
     assert entry["microseconds"] == {"xla": 20.0, "mosaic_gpu": None}
 
 
+@pytest.mark.slow
 def test_a_layer_is_measured_once_for_each_m(fake):
     entries = _measure([PLAIN, LAYERS[1], PLAIN], [1, 8])
     assert [(e["shape"]["m"], e["shape"]["fused"]) for e in entries] == [

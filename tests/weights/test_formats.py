@@ -117,8 +117,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        "ct_mixed",
-        *(pytest.param(case, marks=slow) for case in ("awq", "ct_mxfp4", "gptq")),
+        *(pytest.param(case, marks=slow) for case in ("ct_mixed", "gptq")),
+        *(pytest.param(case, marks=pytest.mark.soak) for case in ("awq", "ct_mxfp4")),
     ],
 )
 def test_logits_are_those_of_transformers(case):
@@ -131,6 +131,7 @@ def test_logits_are_those_of_transformers(case):
     assert lm.generate([expected["ids"]], max_new_tokens=3).tokens[0]
 
 
+@pytest.mark.slow
 def test_a_model_may_hold_the_weights_dequantised():
     folder = FIXTURES / "ct_int4_group"
     config = parse_config(read_json(folder / "config.json"))
