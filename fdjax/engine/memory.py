@@ -102,7 +102,7 @@ def plan_memory(
       max_len: tokens of each row, prompt and answer.
       prompt_tokens: tokens of the longest prompt; default `max_len`.
       slots: cache slots per row on a device; default as many as prompts of `max_len` tokens need.
-        Devices that divide the tokens of a KV head then hold a part of them.
+        Of a cache in pages, a device then holds the pages that have tokens, or its part of them.
 
     Raises:
       ValueError: a number is not a positive integer.
@@ -330,8 +330,8 @@ def divided_by(model: Model) -> int:
 
 
 def held_slots(model: Model, tokens: int) -> int:
-    """Slots of a row of `tokens` tokens that a device holds, padding included."""
-    if divided_by(model) == 1:
+    """Slots of a row of `tokens` tokens that a device holds, in pages or padding included."""
+    if not reads_pages(model):
         return covered_slots(tokens)
     return SLOT_MULTIPLE * -(-tokens // page_tokens(model))
 

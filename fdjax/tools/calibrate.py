@@ -162,7 +162,7 @@ def _plan(model: Model, longest: int, rows: int) -> MemoryPlan:
 
     The scores exist raw, masked and as bins. The counts of two chunks exist at the same time.
     """
-    plan = plan_memory(model, batch=rows, max_len=longest)
+    plan = plan_memory(model, batch=rows, max_len=longest, slots=covered_slots(longest))
     counts = 2 * 4 * model.config.layers * model.config.heads * BINS
     workspace_bytes = plan.workspace_bytes + 3 * _SCORES_BYTES + 2 * counts
     return dataclasses.replace(plan, workspace_bytes=workspace_bytes)

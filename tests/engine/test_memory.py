@@ -77,6 +77,16 @@ def test_the_cache_of_devices_that_divide_tokens_is_counted_to_the_byte():
     assert memory.pool_pages(m, rows=3, context=1300, pool_bytes=10**9) == 1 + 3 * 3
 
 
+def test_rows_in_pages_take_no_more_than_their_pages():
+    """Rows of 781 tokens take 7 pages of 128, not the 1 024 slots of a row in one piece."""
+    data = json.loads((CONFIGS / "llama-2-7b.new.json").read_text(encoding="utf-8"))
+    m = describe(parse_config(data), plan=Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0)))
+    plan = plan_memory(m, batch=100, max_len=781, prompt_tokens=764)
+    pool = jax.eval_shape(lambda: init_pool(m, 100 * 7))
+    assert plan.cache_bytes == nbytes(pool) + 4 * 100 * covered_slots(781)
+    assert plan.total_bytes < 63.76e9
+
+
 @given(
     name=st.sampled_from(["llama-2-7b", "llama-3.2-1b"]),
     batch=st.integers(1, 64),
