@@ -386,9 +386,11 @@ class Engine:
         return self.stacked_params is not None and self._one_launch(batch, slots)
 
     def loops(self, tokens: int) -> bool:
-        """Whether a call of prompts with this many tokens runs the layers in a loop."""
-        one_tile = self.model.ranks == 1 or self.model.plan.prompt_tiles == 1
-        return self.stacked_params is not None and one_tile and self._loops(tokens)
+        """Whether a call of prompts with this many tokens runs the layers in a loop.
+
+        Devices that share the model do not: their sums were not measured in a loop.
+        """
+        return self.stacked_params is not None and self.model.ranks == 1 and self._loops(tokens)
 
     def params_of(self, stacked_layers: bool) -> list[jax.Array]:
         """The parameters that `program` takes."""
