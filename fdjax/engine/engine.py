@@ -101,6 +101,9 @@ _LEAST_CACHE_BYTES = 2**30
 # pages.
 _FIRST_PAGES = 64
 
+# A state in pages has at most this many token ids in rows that decode steps leave out.
+_SPARE_IDS = 2**21
+
 # Parameters up to this size are packed with others of the same shape.
 _PACKED_BYTES = 2**16
 
@@ -290,7 +293,8 @@ class Engine:
         useful = min(1 + sum(sorted(needs)[-batch:]), limit)
         while pages < useful:
             pages = min(max(4 * pages, _FIRST_PAGES), limit)
-        return StateShape(batch, slots, limited=batch < wanted, pages=pages)
+        most = min(self.most_rows, _SPARE_IDS // slots)
+        return StateShape(batch, slots, limited=batch < wanted, pages=pages, most_rows=most)
 
     def _most_pages(self, slots: int) -> int:
         """Largest number of pages that fits into memory and that a batch could use."""
@@ -442,9 +446,9 @@ class Engine:
             kept = None
             self._open_pool(shape.pages)
         state, self.reusable = self.reusable.state, None
-        if (state.batch, state.slots) == (shape.rows, shape.slots):
+        if (state.batch, state.slots) == (shape.room, shape.slots):
             return state
-        return self._on_devices(start_in_pages(state.kv, shape.rows, shape.slots))
+        return self._on_devices(start_in_pages(state.kv, shape.room, shape.slots))
 
     def _open_pool(self, pages: int) -> None:
         """Allocate a pool of this many pages, or of fewer if the free memory is fragmented."""
@@ -530,7 +534,8 @@ class Engine:
                     what = "prefill of {} x {} tokens".format(*host.abstract[1].shape)
                 else:
                     what = f"{static['max_steps']} decode steps"
-                return f"{what}, cache of {state.batch} x {state.slots}"
+                rows = static.get("rows", state.batch)
+                return f"{what}, cache of {rows} x {state.slots}"
 
             self.programs[key] = Program(
                 run

@@ -190,9 +190,10 @@ class Session:
         self.stacked = isinstance(state.kv, StackedCache)
         self._set_shape(shape)
         self._set_state(state)
-        self._restarts = np.full(shape.rows, EMPTY, np.int32)
+        self._restarts = np.full(shape.room, EMPTY, np.int32)
         self._wanted = Processors()
         self._sampling: Any = None
+        self._everyone: Any = None
         self._pages: np.ndarray | None = None
         self._shared: SharedPages | None = None
         self._aligned = False
@@ -210,6 +211,8 @@ class Session:
             self._wanted = dataclasses.replace(self._wanted, beams=(0, 0))
         self._set_beams(*self._wanted.beams)
         self._sampling = per_row(configs, self._shape.rows, sample_indices=samples)
+        if self._has_beams:
+            self._everyone = per_row(configs, self._shape.room, sample_indices=samples)
         # Rows only end until the next options. So beams stay aligned, and others do not become
         # aligned, which would compile another program for the last of them.
         beams = self._whole_state.beams
@@ -230,33 +233,37 @@ class Session:
 
     def begin_after(self, beginnings: Mapping[int, np.ndarray]) -> None:
         """Set the tokens of prompts, by row, that their pages hold before they are computed."""
-        ids = np.zeros((self._shape.rows, self._shape.slots), np.int32)
-        lengths = np.zeros(self._shape.rows, np.int32)
-        for row, tokens in beginnings.items():
-            ids[row, : len(tokens)] = tokens
-            lengths[row] = len(tokens)
-            # A row without work since the state was made is not among the restarts.
-            self._restarts[row] = EMPTY
-        host = HostArrays.pack((self._restarts, ids, lengths))
+        # Powers of four, so that there are few programs. Rows that no state has are left out.
+        count = 4 ** math.ceil(math.log(len(beginnings), 4))
+        rows = np.full(count, self._shape.room, np.int32)
+        rows[: len(beginnings)] = list(beginnings)
+        ids = np.zeros((count, self._shape.slots), np.int32)
+        lengths = np.zeros(count, np.int32)
+        for i, tokens in enumerate(beginnings.values()):
+            ids[i, : len(tokens)] = tokens
+            lengths[i] = len(tokens)
+        # A row without work since the state was made is not among the restarts.
+        self._restarts[list(beginnings)] = EMPTY
+        host = HostArrays.pack((self._restarts, rows, ids, lengths))
         state = self._whole_state
         ids, progress = _restarted(state.ids, state.progress, host)
         self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
-        self._restarts = np.full(self._shape.rows, KEEP, np.int32)
+        self._restarts = np.full(self._shape.room, KEEP, np.int32)
 
     def reshape(self, rows: Sequence[int], shape: StateShape) -> None:
         """Go on with another shape. The first rows are these present ones, the others are empty.
 
         Options and pages must then be set again.
         """
-        sources = np.zeros(shape.rows, np.int32)
+        sources = np.zeros(shape.room, np.int32)
         sources[: len(rows)] = rows
-        restarts = np.full(shape.rows, EMPTY, np.int32)
+        restarts = np.full(shape.room, EMPTY, np.int32)
         restarts[: len(rows)] = KEEP
         state, host = self._whole_state, HostArrays.pack((sources, restarts))
         ids, progress = _reshaped(state.ids, state.progress, host, slots=shape.slots)
         self._set_shape(shape)
         self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
-        self._restarts = np.full(shape.rows, KEEP, np.int32)
+        self._restarts = np.full(shape.room, KEEP, np.int32)
 
     def end(self, rows: Sequence[int]) -> None:
         """Finish rows. The device finishes them at the next prefill call."""
@@ -276,11 +283,16 @@ class Session:
             beams=self._has_beams,
             processors=wanted.tier if self._has_beams else wanted.everything,
         )
+        rows = np.arange(self._shape.room) if call.rows is None else call.rows
+        # Rows that decode steps leave out have no work, so their options do not matter.
+        rows = np.minimum(rows, self._shape.rows - 1)
+        pages = None if self._pages is None else self._pages[rows]
         fields = call.tokens, call.lengths, call.offsets, call.final, call.rows, call.prompts
-        fields = *fields, self._restarts, call.generated, self._pages, call.owners, call.last
-        host = HostArrays.pack((self._sampling, *fields))
+        fields = *fields, self._restarts, call.generated, pages, call.owners, call.last
+        everyone = self._everyone if self._has_beams else None
+        host = HostArrays.pack((self._sampling.rows(rows), *fields, everyone))
         params = self._engine.params_of(loops)
-        self._restarts = np.full(self._shape.rows, KEEP, np.int32)
+        self._restarts = np.full(self._shape.room, KEEP, np.int32)
         self._state, tokens, logprobs, *beams = program(params, self._state, host)
         logprobs = logprobs if self._wanted.logprobs else None
         if call.copied:
@@ -289,9 +301,9 @@ class Session:
 
     def _copy_last_pages(self, call: PrefillCall) -> None:
         """Copy the last pages of prompts for other samples of them."""
-        rows = np.arange(self._shape.rows) if call.rows is None else call.rows
+        rows = np.arange(self._shape.room) if call.rows is None else call.rows
         tokens = dict(zip(rows.tolist(), call.prompts.tolist(), strict=True))
-        sources, targets = np.zeros((2, self._shape.rows), np.int32)
+        sources, targets = np.zeros((2, self._shape.room), np.int32)
         for i, (row, leader) in enumerate(call.copied.items()):
             at = (tokens[row] - 1) // self._engine.page_tokens
             sources[i], targets[i] = self._pages[leader, at], self._pages[row, at]
@@ -306,6 +318,8 @@ class Session:
             host = HostArrays.pack((self._sampling, np.int32(steps), self._pages, self._shared))
             self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
+        if self._shape.rows < self._shape.room:
+            static["rows"] = self._shape.rows
         if self._aligned:
             static["aligned"] = True
         one_launch = self.one_launch and not self._has_beams and self._shared is None
@@ -356,13 +370,12 @@ def _with_copies(kv: StackedCache, host: HostArrays) -> StackedCache:
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
     """Restart rows of a state with their first tokens. Returns ids and progress."""
-    rows, beginnings, lengths = host.unpack()
-    state = restart(DecodeState(None, ids, progress), rows)
-    anew = rows != KEEP
+    restarts, rows, beginnings, lengths = host.unpack()
+    state = restart(DecodeState(None, ids, progress), restarts)
     # Decode steps of other rows may run before the rest of the prompt. They write a meaningless
     # token after a row's last one.
-    progress = state.progress.at[0].set(jnp.where(anew, lengths, state.lengths))
-    return jnp.where(anew[:, None], beginnings, state.ids), progress
+    progress = state.progress.at[0, rows].set(lengths, mode="drop")
+    return state.ids.at[rows].set(beginnings, mode="drop"), progress
 
 
 @functools.partial(jax.jit, static_argnames="slots")
@@ -611,7 +624,7 @@ class Runner:
         if not shape.pages:
             return PromptsOfRows(shape.rows, shape.slots, short=short)
         return PackedPrompts(
-            shape.rows,
+            shape.room,
             on_cpu=short,
             experts=self._engine.has_experts,
             page_tokens=self._engine.page_tokens,
@@ -637,7 +650,8 @@ class Runner:
         old = scheduler.shape
         if shape.pages != old.pages or shape.rows < old.rows:
             return None
-        return dataclasses.replace(shape, slots=max(shape.slots, old.slots))
+        slots, most = max(shape.slots, old.slots), min(shape.most_rows, old.most_rows)
+        return dataclasses.replace(shape, slots=slots, most_rows=most)
 
     def _shrink(self) -> None:
         """Go on with fewer rows when most sequences have ended and nobody waits.

@@ -57,12 +57,23 @@ class StateShape:
       slots: slots of each row, S.
       limited: whether more rows were wanted than memory or the limit allows.
       pages: pages of the pool, or 0 if each row is in one piece.
+      most_rows: the largest number of rows of a state with a pool and so many slots.
     """
 
     rows: int
     slots: int
     limited: bool = False
     pages: int = 0
+    most_rows: int = 0
+
+    @property
+    def room(self) -> int:
+        """Number of rows of the state's arrays, of which decode steps run the first `rows`.
+
+        Programs for prompts depend on it. Of all numbers of rows, only a single row has its own
+        programs, which compute nothing for others.
+        """
+        return self.rows if self.rows == 1 else max(self.rows, self.most_rows)
 
 
 class Scheduler[S: Schedulable]:

@@ -103,6 +103,19 @@ class DecodeState:
         """Number of slots per row, S."""
         return self.ids.shape[1]
 
+    def first(self, rows: int) -> "DecodeState":
+        """The state of the first rows. It has the whole cache."""
+        beams = jax.tree.map(lambda a: a[:rows], self.beams)
+        return DecodeState(self.kv, self.ids[:rows], self.progress[:, :rows], beams)
+
+    def with_first(self, state: "DecodeState") -> "DecodeState":
+        """This state after its first rows have become `state`, and its cache that of `state`."""
+        n = state.batch
+        ids, beams = jax.tree.map(
+            lambda a, new: a.at[:n].set(new), (self.ids, self.beams), (state.ids, state.beams)
+        )
+        return DecodeState(state.kv, ids, self.progress.at[:, :n].set(state.progress), beams)
+
 
 def pack_progress(lengths: Array, tokens: Array, steps: Array, finished: Array) -> Array:
     """Pack four arrays [B] into `DecodeState.progress` [4, B]."""

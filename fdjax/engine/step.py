@@ -61,6 +61,7 @@ def prefill(
     pages: Array | None = None,
     owners: Array | None = None,
     last: Array | None = None,
+    everyone: Sampling | None = None,
     *,
     processors: Processors = Processors(),
     layers: dict[str, Array] | None = None,
@@ -70,7 +71,7 @@ def prefill(
     Args:
       model, params: the model.
       state: the batch. Other rows do not change, even while they decode.
-      sampling: the options of each row of the batch.
+      sampling: the options of each row of this call, [R, ...].
       tokens: [M, T] int32 blocks of prompt tokens, padded at the end with any tokens of the
         vocabulary. Each row has one block (M = R), unless `owners` are given.
       lengths: [M] int32 tokens of a block that are not padding; 0 leaves its row unchanged.
@@ -83,12 +84,13 @@ def prefill(
       restarts: [B] int32 argument of `restart`, which is applied first; default no restart.
       generated: [R] int32 number of tokens at the end that belong to an unfinished answer, if a
         row's cache is computed again. `prompts` does not count them. Default 0.
-      pages: [B, N] int32, the pages of each row, if the cache is a pool of pages.
+      pages: [R, N] int32, the pages of each row, if the cache is a pool of pages.
       owners: [M] int32, the entry of `rows` that each block belongs to; needs `pages`, `prompts`
         and offsets that are multiples of T. A row may have any number of blocks, in any order; if
         the plan has `prompt_tiles`, the offsets of all blocks must fall.
       last: [R] int32, the block in which a row's tokens of this call end; -1 leaves a row
         unchanged. Given with `owners`.
+      everyone: the options of all rows of the batch, [B, ...]; needed if the state has beams.
       processors: the active processors.
       layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", to run
         them in a loop, see `Model.loops`; the cache must be stacked too. Default: run layer by
@@ -104,17 +106,15 @@ def prefill(
     module = model.module(params)
     r, t = len(final), tokens.shape[1]
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
-    max_new_tokens = sampling.max_new_tokens if rows is None else sampling.max_new_tokens[rows]
+    max_new_tokens = sampling.max_new_tokens
     prompts = offsets + lengths if prompts is None else prompts
     block_ends = ends = jnp.where(lengths > 0, offsets + lengths, 0)
-    row_of_block = index
+    row_of_block, pages_of_block = index, pages
     if owners is not None:
         ends = jnp.where(last >= 0, block_ends[last], 0)
-        row_of_block, prompts, max_new_tokens = (
-            a[owners] for a in (index, prompts, max_new_tokens)
+        row_of_block, pages_of_block, prompts, max_new_tokens = (
+            a[owners] for a in (index, pages, prompts, max_new_tokens)
         )
-    in_order = rows is None and owners is None
-    pages_of_block = pages if pages is None or in_order else pages[row_of_block]
 
     def attend_to(part):
         ends, starts, pages, *lengths = (
@@ -155,9 +155,9 @@ def prefill(
     slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
     ids = state.ids.at[row_of_block[:, None], slots].set(tokens, mode="drop", unique_indices=True)
 
-    everyone, own_ids, progress = sampling, ids, state.progress
+    own_ids, progress = ids, state.progress
     if rows is not None:
-        sampling, own_ids, progress = sampling.rows(rows), ids[rows], progress[:, rows]
+        own_ids, progress = ids[rows], progress[:, rows]
     steps = jnp.zeros((r,), jnp.int32) if generated is None else generated
     logits = module.logits(hidden[:, 0], model.plan)
     first, logprobs, *scores = _next_tokens(
@@ -238,6 +238,7 @@ def decode_steps(
     shared: SharedPages | None = None,
     *,
     max_steps: int,
+    rows: int | None = None,
     processors: Processors = Processors(),
     return_reruns: bool = False,
     aligned: bool = False,
@@ -258,6 +259,7 @@ def decode_steps(
         read and write `NOBODYS_PAGE`, and a row whose first page it is counts as finished.
       shared: rows that share their first pages, read together; excludes `layers` and beams.
       max_steps: static width of the result.
+      rows: static number of rows, B: the first of the state; default all. The others do not change.
       processors: the active processors.
       return_reruns: static, see `decode_attention`.
       aligned: static, whether the rows that are not finished are `aligned` beams, see `BeamSlots`.
@@ -272,6 +274,9 @@ def decode_steps(
       state has beams, also their results.
     """
     module = model.module(params)
+    whole = state
+    if rows is not None:
+        state = state.first(rows)
     b = state.batch
     if pages is not None:  # a row without pages: it has ended on the host
         finished = state.finished | (pages[:, 0] == NOBODYS_PAGE)
@@ -349,6 +354,8 @@ def decode_steps(
     results = map(jnp.stack, reruns)
     if state.beams is not None:
         results = [*results, _beam_results(state, sampling, tokens, parents)]
+    if rows is not None:
+        state = whole.with_first(state)
     return state, tokens, logprobs, *results
 
 

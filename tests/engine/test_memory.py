@@ -377,7 +377,7 @@ def temp_bytes_of_prefill(m, batch, slots, rows, width):
     row = jax.ShapeDtypeStruct((rows,), jnp.int32)
     final = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-    args = m.abstract_params, state, sampling_of(batch), tokens, row, row, final, row
+    args = m.abstract_params, state, sampling_of(rows), tokens, row, row, final, row
     options = compiler_options(prefill)
     return temp_bytes(compile_for("h100", run, *args, donate_argnums=1, compiler_options=options))
 

@@ -168,9 +168,9 @@ def test_the_first_call_of_a_shape_tells_what_it_compiles(log):
     lm = load()
     log.clear()
     options = {"max_new_tokens": 40, "eos_token_id": None, "do_sample": False}
-    first = lm.generate([[5] * 3, [6] * 140], **options).stats
+    first = lm.generate([[5] * 30, [6] * 140], **options).stats
     prefill, decode = (m for m in log.messages if m.startswith("compiled"))
-    assert prefill.startswith("compiled prefill of 4 x 128 tokens, cache of 2 x ")
+    assert prefill.startswith("compiled prefill of 4 x 128 tokens, cache of 32 x ")
     assert decode.startswith("compiled 32 decode steps, cache of 2 x ")
     seconds = [float(message.split()[-2]) for message in (prefill, decode)]
     assert first.compile_seconds == pytest.approx(sum(seconds), abs=0.11)
@@ -178,10 +178,14 @@ def test_the_first_call_of_a_shape_tells_what_it_compiles(log):
     assert f"({first.compile_seconds:.2f} s of it compiling)" in str(first)
     log.clear()
     # Nothing of these is in the cache, which would make their calls smaller.
-    second = lm.generate([[7] * 3, [8] * 140], **options).stats
+    second = lm.generate([[7] * 30, [8] * 140], **options).stats
     assert second.compile_seconds == 0
     assert "compiling" not in str(second)
     assert not log.messages
+    # Another number of prompts needs decode steps of its own. Prompts share the programs.
+    lm.generate([[i] * 30 for i in (9, 10, 11)], **options)
+    (compiled,) = (m for m in log.messages if m.startswith("compiled"))
+    assert compiled.startswith("compiled 32 decode steps, cache of 4 x ")
 
 
 def test_compiling_is_neither_prefill_nor_decoding(monkeypatch):

@@ -131,7 +131,7 @@ class Device:
             raise RuntimeError("the device failed")
         self.restart()
         rows = list(range(len(call.final))) if call.rows is None else call.rows.tolist()
-        assert len(set(rows)) == len(rows) and set(rows) <= set(range(self.shape.rows))
+        assert len(set(rows)) == len(rows) and set(rows) <= set(range(self.shape.room))
         owners = range(len(rows)) if call.owners is None else call.owners.tolist()
         out = np.full(len(rows), -1, np.int32)
         ends = [0] * len(rows)
@@ -162,10 +162,10 @@ class Device:
             self.engine.content[target] = list(self.engine.content[source])
             self.check_content(i)
         for r, i in enumerate(rows):
-            row = self.rows[i]
             if not ends[r]:
                 assert not call.final[r] and (call.last is None or call.last[r] == -1)
                 continue
+            row = self.rows[i]
             row.prompt = int(call.prompts[r])
             if call.last is not None:
                 assert ends[r] == call.offsets[call.last[r]] + call.lengths[call.last[r]]
@@ -232,7 +232,9 @@ class Engine:
         if self.pages and max(page_count(row.most_tokens) for row in rows) >= self.pages:
             raise MemoryError("too long for the pages")
         batch = min(2 ** (len(rows) - 1).bit_length(), self.most_rows)
-        return StateShape(batch, slots, limited=batch < len(rows), pages=self.pages)
+        most = self.most_rows if self.pages else 0
+        limited = batch < len(rows)
+        return StateShape(batch, slots, limited=limited, pages=self.pages, most_rows=most)
 
     def leave_state(self, state, unread):
         self.left.append(state)

@@ -79,7 +79,7 @@ def test_prefill_with_the_layers_in_a_loop():
 def test_prefill_of_a_stacked_cache_is_that_of_its_layers():
     model, first, _ = programs()
     rng = np.random.default_rng(0)
-    sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()] * 3, 3))
+    sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()] * 2, 2))
     rows, on = np.array([2, 0], np.int32), np.ones(2, bool)
     calls = [  # tokens, offsets, final, rows to restart
         ([7, 3], [0, 0], ~on, [2, 1, 1]),
@@ -130,6 +130,22 @@ def test_takes_no_more_steps_than_the_result_has_room_for():
     state, sampling = two_rows(32, 32)
     after, tokens, _ = programs()[2](state, sampling, np.int32(MAX_STEPS + 3))
     assert (tokens >= 0).all() and (after.steps == 1 + MAX_STEPS).all()
+
+
+def test_rows_after_the_first_are_left_as_they_are():
+    model, _, steps = programs()
+    state, sampling = two_rows(32, 32)
+    want, chosen, _ = steps(state, sampling, np.int32(3))
+    ids = jnp.concatenate([state.ids, jnp.full((3, 64), 9, jnp.int32)])
+    progress = jnp.concatenate([state.progress, jnp.int32([[7] * 3, [8] * 3, [2] * 3, [0] * 3])], 1)
+    state = dataclasses.replace(state, ids=ids, progress=progress)
+    run = functools.partial(decode_steps, model, random_params(model), max_steps=MAX_STEPS, rows=2)
+    after, tokens, _ = jax.jit(run)(state, sampling, np.int32(3))
+    assert np.array_equal(tokens, chosen)
+    of_first = after.first(2)
+    assert jax.tree.all(jax.tree.map(np.array_equal, of_first, want))
+    assert np.array_equal(after.ids[2:], ids[2:])
+    assert np.array_equal(after.progress[:, 2:], progress[:, 2:])
 
 
 def test_a_finished_row_waits_for_the_others():
