@@ -340,6 +340,8 @@ def _keep_first(scores, distance, weights, limit):
     last = jnp.zeros((scores.shape[0],), jnp.int32)
     for shift in range(25, -1, -5):
         digits = jnp.arange(2 ** (6 if shift == 25 else 5), dtype=jnp.int32)
+        # All digits run the same kernels, and each kernel takes time to compile.
+        last, shift = lax.optimization_barrier((last, jnp.int32(shift)))
         ends = last[:, None] + (digits << shift)[None]
         before = keys[:, None, :] < ends[:, :, None]
         weight = jnp.sum(jnp.where(before, weights[:, None, :], 0.0), axis=-1)
@@ -354,13 +356,15 @@ def _logprobs(logits, tokens, sampling, batch_invariant):
     total = _log_total(logits, batch_invariant)
 
     def likeliest(none):
-        rest, found = logits, []
+        index = jnp.arange(v, dtype=jnp.int32)[None]
+        found = [first_best(logits)]
         # `lax.top_k` may call a library, which cannot be part of a CUDA graph.
-        for _ in range(n):
-            best = jnp.argmax(rest, axis=-1).astype(jnp.int32)
-            found.append((_at(rest, best) - total, best))
-            rest = jnp.where(jnp.arange(v)[None] == best[:, None], -jnp.inf, rest)
-        return tuple(jnp.stack(part, axis=1) for part in zip(*found, strict=True))
+        for _ in range(n - 1):
+            last, at = (a[:, None] for a in found[-1])
+            after = (logits < last) | ((logits == last) & (index > at))
+            found.append(first_best(jnp.where(after, logits, -jnp.inf)))
+        best, tokens = (jnp.stack(part, axis=1) for part in zip(*found, strict=True))
+        return best - total[:, None], tokens
 
     none = jnp.zeros((b, n), jnp.float32), jnp.zeros((b, n), jnp.int32)
     top, top_ids = where_asked(sampling.top_logprobs > 0, likeliest, none)
