@@ -34,6 +34,7 @@ from fdjax.engine.scheduler import StateShape
 from fdjax.engine.state import DecodeState, init_cache, init_pool, start, start_in_pages
 from fdjax.lm import LM
 from fdjax.models import Model, Params
+from fdjax.sampling.sampler import Processors
 from fdjax.weights.stacked import stacked_shapes
 
 ROOT = Path(__file__).parent.parent
@@ -192,10 +193,17 @@ class _AheadEngine(Engine):
         self.wrapped: dict[str, Any] = {}
 
     def program(self, function: Callable, **static) -> Any:
-        name = f"{self.plan} {function.__name__} {sorted(static.items())}"
+        name = f"{function.__name__} {sorted(static.items())}"
+        return self._wrapped(name, functools.partial(super().program, function, **static))
+
+    def choosing(self, processors: Processors, *, beams: bool = False) -> Any:
+        choosing = functools.partial(super().choosing, processors, beams=beams)
+        return self._wrapped(f"first_tokens ({processors}, {beams})", choosing)
+
+    def _wrapped(self, name: str, program: Callable[[], Program]) -> Any:
+        name = f"{self.plan} {name}"
         if name not in self.wrapped:
-            program = super().program(function, **static)
-            self.wrapped[name] = self.wrapper(program, self.ahead, name)
+            self.wrapped[name] = self.wrapper(program(), self.ahead, name)
         return self.wrapped[name]
 
 
@@ -208,11 +216,11 @@ class _CompilingProgram:
         self._program, self._compiler, self._name = program, compiler, name
         self._results: dict[tuple, Any] = {}
 
-    def __call__(self, params, state, host):
+    def __call__(self, given, state, host):
         shapes = _shapes(state, host)
         if shapes not in self._results:
             name = f"{self._name} {shapes}"
-            lowered = self._program.lower(params, state, host)
+            lowered = self._program.lower(given, state, host)
             self._results[shapes] = stand_ins(lowered.out_info)
             if self._compiler.claim(name):
                 self._compiler.save(name, lowered)
@@ -254,7 +262,7 @@ class _CompilingEngine(_AheadEngine):
         if shape.pages:
             self._open_pool(shape.pages)
             pool = jax.eval_shape(lambda: init_pool(self.model, shape.pages))
-            return start_in_pages(stand_ins(pool), batch, slots)
+            return start_in_pages(stand_ins(pool), shape.room, slots)
         stacks = may_stack and self.stacks(batch, slots)
         cache = jax.eval_shape(lambda: init_cache(self.model, batch, slots, stacks))
         return start(stand_ins(cache))

@@ -27,7 +27,6 @@ from fdjax.engine.schedule import CHUNKS, covered_slots, rows_of_call
 from fdjax.engine.state import init_cache, start
 from fdjax.lm import LM
 from fdjax.models import Model, Params, describe, parse_config, random_params
-from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.system.device_memory import device_memory_bytes, free_memory_bytes
 from fdjax.system.files import output_file, write_whole
 
@@ -101,10 +100,9 @@ def temporaries(model: Model, max_len: int) -> Iterator[dict[str, Any]]:
 
 
 def _temp_bytes(model: Model, batch: int, width: int, slots: int) -> int:
-    def run(params, state, sampling, tokens, lengths, offsets, final):
-        return step.prefill(model, params, state, sampling, tokens, lengths, offsets, final)
+    def run(params, state, tokens, lengths, offsets):
+        return step.prompt_logits(model, params, state, tokens, lengths, offsets)
 
-    sampling = per_row([GenerationConfig()] * batch, batch)
     state = jax.eval_shape(lambda: start(init_cache(model, batch, slots)))
     row = jax.ShapeDtypeStruct((batch,), jnp.int32)
     compiled = (
@@ -112,11 +110,9 @@ def _temp_bytes(model: Model, batch: int, width: int, slots: int) -> int:
         .lower(
             model.abstract_params,
             state,
-            sampling,
             jax.ShapeDtypeStruct((batch, width), jnp.int32),
             row,
             row,
-            jax.ShapeDtypeStruct((batch,), jnp.bool_),
         )
         .compile()
     )

@@ -562,7 +562,7 @@ class LM:
         self.engine.release()
 
     def program_counts(self) -> dict[str, int]:
-        """Number of programs compiled so far for this model, by "prefill" and "decode_steps"."""
+        """Number of programs compiled so far: "prefill", "first_tokens" and "decode_steps"."""
         return self.engine.program_counts()
 
 

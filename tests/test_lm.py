@@ -647,14 +647,15 @@ def test_after_a_warmup_the_call_compiles_nothing(lm, truth, streamed):
     batch = 1 if streamed else 3
     sizes = {"batch": batch, "prompt_tokens": len(prompt), "streamed": streamed}
     assert used.warmup(**sizes, **options) > 0
-    assert used.program_counts() == {"prefill": 1, "decode_steps": 1}
+    assert set(used.program_counts().values()) == {1}
     assert used.warmup(fdjax.GenerationConfig(**options, do_sample=True), **sizes) == 0
     if streamed:
         used.tokenizer = lm.tokenizer
         assert list(used.stream(prompt, **options))
     else:
-        assert used.generate([prompt, [5], [6]], **options).stats.compile_seconds == 0
-    assert used.program_counts() == {"prefill": 1, "decode_steps": 1}
+        others = [prompt[::-1], prompt[1:]]
+        assert used.generate([prompt, *others], **options).stats.compile_seconds == 0
+    assert set(used.program_counts().values()) == {1}
     with pytest.raises(ValueError, match="warmup: batch must be a positive integer, got 0"):
         used.warmup(batch=0)
 
@@ -727,7 +728,7 @@ def test_a_row_of_an_earlier_call_that_is_not_used_again(lm, truth):
     result = used.generate(prompts[1:], max_new_tokens=9, **GREEDY)
     assert state.ids.is_deleted()  # it is the same state that continued
     assert result.tokens == [tokens[:9] for _, tokens in truth[1:4]]
-    assert used.engine.reusable.state.steps.tolist() == [9, 9, 9, 0]
+    assert used.engine.reusable.state.steps.tolist() == [9, 9, 9] + [0] * 29
 
 
 @pytest.mark.slow
@@ -868,8 +869,8 @@ def test_without_max_len_a_few_programs_are_enough_too(long_lm, order):
     with compiled_programs() as names:
         for length in lengths:
             lm.generate([7] * length, max_new_tokens=2, **CHECKED)
-    # 4 programs of prefill and 3 of decode.
-    assert 0 < names.count("jit(run)") <= 4 + 3
+    # 4 programs for prompts, 1 for first tokens, 3 for decode steps.
+    assert 0 < names.count("jit(run)") <= 4 + 1 + 3
 
 
 @pytest.mark.slow
@@ -944,7 +945,7 @@ def test_a_checkpoint_loaded_anew_is_not_compiled_anew(lm):
     result = again.generate([5, 6, 7], **options)
     assert result.tokens == tokens
     assert result.stats.compile_seconds == 0
-    assert load(dtype="bfloat16").program_counts() == {"prefill": 0, "decode_steps": 0}
+    assert not any(load(dtype="bfloat16").program_counts().values())
 
 
 @pytest.mark.parametrize(

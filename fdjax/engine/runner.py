@@ -38,7 +38,7 @@ from fdjax.engine.watch import waiting
 from fdjax.pallas_kernels.attention import SharedPages
 from fdjax.sampling.beams import BeamState, are_aligned
 from fdjax.sampling.options import GenerationConfig, per_row
-from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors
+from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors, Sampling
 from fdjax.system.process import refuse_forked, transfers_allowed
 
 # Decode steps of a chunk while a caller streams an answer.
@@ -271,32 +271,38 @@ class Session:
 
     def prefill(self, call: PrefillCall) -> tuple[float, tuple]:
         """Dispatch a prefill call. Returns (seconds spent compiling, the results)."""
-        # Prefill runs the processors once per prompt, so unused ones cost next to nothing. Beams
-        # use few sets of options, so each set has a program: unused processors would take most of
-        # the compile time.
-        wanted = self._wanted
         loops = self.stacked and self._engine.loops(call.tokens.size)
-        program = self._engine.program(
-            step.prefill,
-            stacked=self.stacked,
-            stacked_layers=loops,
-            beams=self._has_beams,
-            processors=wanted.tier if self._has_beams else wanted.everything,
-        )
+        layout = {"stacked": self.stacked, "stacked_layers": loops, "beams": self._has_beams}
+        program = self._engine.program(step.prompt_logits, **layout)
         rows = np.arange(self._shape.room) if call.rows is None else call.rows
         # Rows that decode steps leave out have no work, so their options do not matter.
         rows = np.minimum(rows, self._shape.rows - 1)
         pages = None if self._pages is None else self._pages[rows]
-        fields = call.tokens, call.lengths, call.offsets, call.final, call.rows, call.prompts
-        fields = *fields, self._restarts, call.generated, pages, call.owners, call.last
-        everyone = self._everyone if self._has_beams else None
-        host = HostArrays.pack((self._sampling.rows(rows), *fields, everyone))
+        sampling = self._sampling.rows(rows)
+        fields = call.tokens, call.lengths, call.offsets, call.rows, call.prompts, self._restarts
+        fields = *fields, sampling.max_new_tokens, pages, call.owners, call.last
         params = self._engine.params_of(loops)
         self._restarts = np.full(self._shape.room, KEEP, np.int32)
-        self._state, tokens, logprobs, *beams = program(params, self._state, host)
-        logprobs = logprobs if self._wanted.logprobs else None
+        self._state, logits = program(params, self._state, HostArrays.pack(fields))
+        seconds, results = program.compile_seconds, ()
+        if call.final.any():
+            chosen, results = self._first_tokens(call, logits, sampling)
+            seconds += chosen
         if call.copied:
             self._copy_last_pages(call)
+        return seconds, results
+
+    def _first_tokens(
+        self, call: PrefillCall, logits: jax.Array, sampling: Sampling
+    ) -> tuple[float, tuple]:
+        """Dispatch the choice of first tokens; see `prefill`."""
+        program = self._engine.choosing(self._wanted.tier, beams=self._has_beams)
+        everyone = self._everyone if self._has_beams else None
+        host = HostArrays.pack((sampling, call.final, call.rows, call.generated, everyone))
+        caches = len(jax.tree.leaves(self._whole_state.kv))
+        rest, tokens, logprobs, *beams = program(logits, self._state[caches:], host)
+        self._state = [*self._state[:caches], *rest]
+        logprobs = logprobs if self._wanted.logprobs else None
         return program.compile_seconds, (tokens, logprobs, None, *(beams or [None]))
 
     def _copy_last_pages(self, call: PrefillCall) -> None:

@@ -181,6 +181,11 @@ def abstract_state(model: Model, stacked: bool = False, beams: bool = False) -> 
     return DecodeState(kv, ids=0, progress=0, beams=BeamState(0, 0, 0, 0) if beams else None)
 
 
+def without_cache(state: DecodeState) -> DecodeState:
+    """The rest of a state, for programs that need no cache."""
+    return dataclasses.replace(state, kv=[])
+
+
 def state_specs(model: Model, stacked: bool = False, beams: bool = False) -> DecodeState:
     """How devices that share a model divide a state: the cache by KV heads."""
     whole, shape = PartitionSpec(), abstract_state(model, stacked, beams)

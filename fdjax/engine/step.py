@@ -1,6 +1,6 @@
-"""The two programs that the engine runs in a loop: a chunk of prompts and a chunk of decode steps.
+"""The programs that the engine runs in a loop: blocks of prompts, first tokens, decode steps.
 
-Both are pure functions of `(params, state, ...)`. `Engine` jits them with the state donated.
+All are pure functions of the state and more. `Engine` jits them with the state donated.
 """
 
 import dataclasses
@@ -57,56 +57,87 @@ def prefill(
     rows: Array | None = None,
     prompts: Array | None = None,
     restarts: Array | None = None,
-    generated: Array | None = None,
     pages: Array | None = None,
     owners: Array | None = None,
     last: Array | None = None,
-    everyone: Sampling | None = None,
     *,
     processors: Processors = Processors(),
     layers: dict[str, Array] | None = None,
-) -> tuple[DecodeState, Array, Logprobs | None, *tuple[BeamResults, ...]]:
-    """Process blocks of some rows' prompts. Choose a first token for each prompt that ends.
+) -> tuple[DecodeState, Array, Logprobs | None]:
+    """Process blocks of some rows' prompts, and choose a first token for each prompt that ends.
+
+    This is `prompt_logits` and `first_tokens`. The engine runs them as two programs: the first
+    depends on no options, and the second on no weights.
+
+    Args:
+      final: [R] bool, whether the prompt ends with this call.
+      The others: see `prompt_logits` and `first_tokens`.
+    """
+    state, logits = prompt_logits(
+        *(model, params, state, tokens, lengths, offsets, rows, prompts, restarts),
+        *(sampling.max_new_tokens, pages, owners, last),
+        layers=layers,
+    )
+    final &= lengths > 0 if last is None else last >= 0
+    return first_tokens(
+        *(state, logits, sampling, final, rows),
+        processors=processors,
+        batch_invariant=model.plan.batch_invariant,
+    )
+
+
+def prompt_logits(
+    model: Model,
+    params: Params,
+    state: DecodeState,
+    tokens: Array,
+    lengths: Array,
+    offsets: Array,
+    rows: Array | None = None,
+    prompts: Array | None = None,
+    restarts: Array | None = None,
+    max_new_tokens: Array | None = None,
+    pages: Array | None = None,
+    owners: Array | None = None,
+    last: Array | None = None,
+    *,
+    layers: dict[str, Array] | None = None,
+) -> tuple[DecodeState, Array]:
+    """Process blocks of some rows' prompts.
 
     Args:
       model, params: the model.
       state: the batch. Other rows do not change, even while they decode.
-      sampling: the options of each row of this call, [R, ...].
       tokens: [M, T] int32 blocks of prompt tokens, padded at the end with any tokens of the
         vocabulary. Each row has one block (M = R), unless `owners` are given.
       lengths: [M] int32 tokens of a block that are not padding; 0 leaves its row unchanged.
       offsets: [M] int32 number of prompt tokens before the block, which are in the cache or in
         other blocks of this call; offsets + T <= S.
-      final: [R] bool, whether the prompt ends with this call.
       rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
-      prompts: [R] int32 tokens of each whole prompt; default offsets + lengths. Only rotary
-        embeddings that depend on a sequence's length use it.
+      prompts: [R] int32 tokens of each whole prompt, without those of an unfinished answer; default
+        offsets + lengths. Only rotary embeddings that depend on a sequence's length use it.
       restarts: [B] int32 argument of `restart`, which is applied first; default no restart.
-      generated: [R] int32 number of tokens at the end that belong to an unfinished answer, if a
-        row's cache is computed again. `prompts` does not count them. Default 0.
+      max_new_tokens: [R] int32, see `prompts`; default 1.
       pages: [R, N] int32, the pages of each row, if the cache is a pool of pages.
       owners: [M] int32, the entry of `rows` that each block belongs to; needs `pages`, `prompts`
         and offsets that are multiples of T. A row may have any number of blocks, in any order; if
         the plan has `prompt_tiles`, the offsets of all blocks must fall.
       last: [R] int32, the block in which a row's tokens of this call end; -1 leaves a row
         unchanged. Given with `owners`.
-      everyone: the options of all rows of the batch, [B, ...]; needed if the state has beams.
-      processors: the active processors.
       layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", to run
         them in a loop, see `Model.loops`; the cache must be stacked too. Default: run layer by
         layer with `params`.
 
     Returns:
-      (state, first tokens [R] int32, their log-probabilities or None). A first token is -1 if the
-      prompt has not ended, and below -1 if none could be chosen, see `next_tokens`. If the state
-      has beams, also their results, for the rows of this call, n = 1.
+      (state, logits [R, V] fp32 after the last token of each row of this call).
     """
     if restarts is not None:
         state = restart(state, restarts)
     module = model.module(params)
-    r, t = len(final), tokens.shape[1]
+    r, t = len(lengths if last is None else last), tokens.shape[1]
     index = jnp.arange(r, dtype=jnp.int32) if rows is None else rows
-    max_new_tokens = sampling.max_new_tokens
+    if max_new_tokens is None:
+        max_new_tokens = jnp.ones((r,), jnp.int32)
     prompts = offsets + lengths if prompts is None else prompts
     block_ends = ends = jnp.where(lengths > 0, offsets + lengths, 0)
     row_of_block, pages_of_block = index, pages
@@ -155,28 +186,64 @@ def prefill(
     slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
     ids = state.ids.at[row_of_block[:, None], slots].set(tokens, mode="drop", unique_indices=True)
 
-    own_ids, progress = ids, state.progress
+    filled = jnp.where(ends > 0, ends, state.lengths[index])
+    progress = state.progress.at[0, index].set(filled)
+    state = dataclasses.replace(state, kv=kv, ids=ids, progress=progress)
+    return state, module.logits(hidden[:, 0], model.plan)
+
+
+def first_tokens(
+    state: DecodeState,
+    logits: Array,
+    sampling: Sampling,
+    final: Array,
+    rows: Array | None = None,
+    generated: Array | None = None,
+    everyone: Sampling | None = None,
+    *,
+    processors: Processors = Processors(),
+    batch_invariant: bool = False,
+) -> tuple[DecodeState, Array, Logprobs | None, *tuple[BeamResults, ...]]:
+    """Choose a first token for each prompt that has ended.
+
+    Args:
+      state: the batch after `prompt_logits`, with or without a cache.
+      logits: [R, V] fp32, from `prompt_logits`.
+      sampling: the options of each row of the call, [R, ...].
+      final: [R] bool, whether a row's prompt has ended.
+      rows: [R] int32 distinct rows of the state; default all of them in order (R = B).
+      generated: [R] int32 number of tokens at the end that belong to an unfinished answer, if a
+        row's cache was computed again; default 0.
+      everyone: the options of all rows of the batch, [B, ...]; needed if the state has beams.
+      processors: the active processors.
+      batch_invariant: see `next_tokens`.
+
+    Returns:
+      (state, first tokens [R] int32, their log-probabilities or None). A first token is -1 if the
+      prompt has not ended, and below -1 if none could be chosen, see `next_tokens`. If the state
+      has beams, also their results, for the rows of this call, n = 1.
+    """
+    r = len(final)
+    index, own_ids, progress = jnp.arange(r, dtype=jnp.int32), state.ids, state.progress
     if rows is not None:
-        own_ids, progress = ids[rows], progress[:, rows]
+        index, own_ids, progress = rows, own_ids[rows], progress[:, rows]
     steps = jnp.zeros((r,), jnp.int32) if generated is None else generated
-    logits = module.logits(hidden[:, 0], model.plan)
+    ends = progress[0]
     first, logprobs, *scores = _next_tokens(
-        state, logits, sampling, own_ids, ends, steps, processors, model.plan
+        state, logits, sampling, own_ids, ends, steps, processors, batch_invariant
     )
-    chosen = final & (ends > 0)
     finished = _is_final(first, steps + 1, sampling)
     updated = pack_progress(ends, jnp.maximum(first, 0), steps + 1, finished)
-    changed = jnp.stack([ends > 0, chosen, chosen, chosen])
-    progress = state.progress.at[:, index].set(jnp.where(changed, updated, progress))
-    state = dataclasses.replace(state, kv=kv, ids=ids, progress=progress)
+    progress = state.progress.at[:, index].set(jnp.where(final, updated, progress))
+    state = dataclasses.replace(state, progress=progress)
     if state.beams is None:
-        return state, jnp.where(chosen, first, -1), logprobs
+        return state, jnp.where(final, first, -1), logprobs
     found = beam_search.candidates(*scores, jnp.zeros((r,), jnp.float32), processors)
-    state, tokens, parents = _begin_beams(state, everyone, found, index, chosen)
+    state, tokens, parents = _begin_beams(state, everyone, found, index, final)
     first = jnp.where(beam_search.is_beam(sampling), tokens[index], first)
     results = _beam_results(state, everyone, tokens[:, None], parents[:, None])
     results = jax.tree.map(lambda a: a[index], results)
-    return state, jnp.where(chosen, first, -1), logprobs, results
+    return state, jnp.where(final, first, -1), logprobs, results
 
 
 def tiles_of(model: Model) -> int:
@@ -302,7 +369,7 @@ def decode_steps(
         chosen, chosen_logprobs, *scores = _next_tokens(
             *(state, logits, sampling, ids, state.lengths + 1, state.steps),
             processors,
-            model.plan,
+            model.plan.batch_invariant,
         )
         active = ~state.finished
         if beams is not None:
@@ -359,11 +426,11 @@ def decode_steps(
     return state, tokens, logprobs, *results
 
 
-def _next_tokens(state, logits, sampling, ids, lengths, steps, processors, plan):
+def _next_tokens(state, logits, sampling, ids, lengths, steps, processors, batch_invariant):
     """`next_tokens`, or `next_tokens_and_scores` if the state has beams."""
     choose = next_tokens if state.beams is None else next_tokens_and_scores
     return choose(
-        *(logits, sampling, ids, lengths, steps, processors), batch_invariant=plan.batch_invariant
+        *(logits, sampling, ids, lengths, steps, processors), batch_invariant=batch_invariant
     )
 
 

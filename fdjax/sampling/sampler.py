@@ -72,11 +72,6 @@ class Processors:
         tier = next(t for t in _TIERS if t | common == t)
         return dataclasses.replace(tier, beams=self.beams, custom=self.custom)
 
-    @property
-    def everything(self) -> "Processors":
-        """All processors. Prefill uses this set, because it runs too seldom to need variants."""
-        return dataclasses.replace(_TIERS[-1], beams=self.beams, custom=self.custom)
-
 
 _TIERS = (
     Processors(),

@@ -420,7 +420,7 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
     assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
     assert lm.generate(prompts, **options).tokens == [[0] * 3] * 2
     files = list(tmp_path.glob("*.executable"))
-    assert len(files) == 2
+    assert len(files) == 3
 
     params = fdjax.models.random_params(description)
     want = fdjax.LM(plain, params).generate(prompts, **options).tokens
@@ -436,13 +436,14 @@ def test_programs_compiled_ahead_are_those_that_run(tmp_path, named):
         return executables, lm.program_counts()
 
     executables, compiled = loaded()
-    assert (executables.loaded, executables.missing) == (2, [])
-    assert compiled == {"prefill": 0, "decode_steps": 0}
+    assert (executables.loaded, executables.missing) == (3, [])
+    assert not any(compiled.values())
     files[0].write_bytes(pickle.dumps((b"damaged", 0)))
     files[1].unlink()
+    files[2].unlink()
     executables, compiled = loaded()
-    assert (executables.loaded, len(executables.missing)) == (0, 2)
-    assert compiled == {"prefill": 1, "decode_steps": 1}
+    assert (executables.loaded, len(executables.missing)) == (0, 3)
+    assert compiled == {"prefill": 1, "first_tokens": 1, "decode_steps": 1}
 
 
 @pytest.mark.slow
@@ -468,13 +469,13 @@ def test_processes_compile_all_that_is_measured(
     record = records.read(output)
     names = " ".join(record.costs)
     if jobs == 1:
-        assert "2 of 2 processes failed" in err and err.count("not compiled ahead: fdjax ") == 3
+        assert "2 of 2 processes failed" in err and err.count("not compiled ahead: fdjax ") == 4
         assert "seconds of compiling, B1 P8 fdjax" in record.costs
     else:
         assert "not compiled ahead" not in err and "failed" not in err
         assert "compiling" not in caplog.text
-        assert "3 programs in 2 processes" in names
-        assert "seconds of compiling, 3 programs loaded, B1 P8 fdjax" in record.costs
+        assert "4 programs in 2 processes" in names
+        assert "seconds of compiling, 4 programs loaded, B1 P8 fdjax" in record.costs
     assert all(row.ok for row in record.rows)
 
 

@@ -29,7 +29,7 @@ from fdjax.engine.schedule import call_tokens, covered_slots, prefill_calls
 from fdjax.engine.scheduler import StateShape
 from fdjax.engine.sequence import Request, RequestState
 from fdjax.engine.state import init_cache, init_pool, page_bytes, start
-from fdjax.engine.step import decode_steps, prefill
+from fdjax.engine.step import decode_steps, prompt_logits
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 from fdjax.pallas_kernels.plan import Plan
@@ -369,16 +369,15 @@ def sampling_of(batch):
 def temp_bytes_of_prefill(m, batch, slots, rows, width):
     from deviceless import compile_for, temp_bytes
 
-    def run(params, state, sampling, tokens, lengths, offsets, final, index):
+    def run(params, state, tokens, lengths, offsets, index):
         index = None if rows == batch else index
-        return prefill(m, params, state, sampling, tokens, lengths, offsets, final, index)
+        return prompt_logits(m, params, state, tokens, lengths, offsets, index)
 
     state = jax.eval_shape(lambda: start(init_cache(m, batch, slots)))
     row = jax.ShapeDtypeStruct((rows,), jnp.int32)
-    final = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     tokens = jax.ShapeDtypeStruct((rows, width), jnp.int32)
-    args = m.abstract_params, state, sampling_of(rows), tokens, row, row, final, row
-    options = compiler_options(prefill)
+    args = m.abstract_params, state, tokens, row, row, row
+    options = compiler_options(prompt_logits)
     return temp_bytes(compile_for("h100", run, *args, donate_argnums=1, compiler_options=options))
 
 
@@ -440,7 +439,7 @@ def test_decoding_takes_less_than_is_planned(batch):
     m = model("llama-3-8b", layers=2)
 
     def run(params, state, sampling, n):
-        processors = Processors().everything
+        processors = Processors(edit=True, sample=True, truncate=True, logprobs=True)
         return decode_steps(m, params, state, sampling, n, max_steps=32, processors=processors)
 
     state = jax.eval_shape(lambda: start(init_cache(m, batch, 2048)))

@@ -286,7 +286,7 @@ def test_a_packed_call_is_bit_by_bit_what_blocks_give_one_by_one(family):
                 last[4 - row] = b
             final[4 - row] |= start + len(piece) == lengths[row]
         args = sampling, tokens, sizes, offsets, final, rows, of_prompts, restarts
-        return run(state, *args, np.zeros(batch, np.int32), pages[rows], owners, last)
+        return run(state, *args, pages[rows], owners, last)
 
     blocks = [(row, s) for row, n in enumerate(lengths) for s in range(0, n, PAGE)]
     order = [blocks[i] for i in rng.permutation(len(blocks))]

@@ -24,8 +24,15 @@ from deviceless import (
 )
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.scheduler import StateShape
-from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
-from fdjax.engine.step import decode_steps, prefill
+from fdjax.engine.state import (
+    SLOT_MULTIPLE,
+    init_cache,
+    init_pool,
+    start,
+    start_in_pages,
+    without_cache,
+)
+from fdjax.engine.step import decode_steps, first_tokens, prompt_logits
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.attention import find_shared
 from fdjax.pallas_kernels.plan import Plan
@@ -194,7 +201,13 @@ def test_decode_steps(plan, tied, batch, tmp_path):
 
 
 def test_decode_steps_with_every_processor(tmp_path):
-    compiled = compiled_chunk(CHAINED, False, 8, tmp_path, Processors().everything)
+    compiled = compiled_chunk(
+        CHAINED,
+        False,
+        8,
+        tmp_path,
+        Processors(edit=True, sample=True, truncate=True, logprobs=True),
+    )
     logits = 4 * 8 * model(False).config.vocab_size
     assert temp_bytes(compiled) <= 9 * logits
 
@@ -228,31 +241,28 @@ def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0, loops=
 
     rows = min(blocks, room(batch, pages)) or batch
 
-    def run(params, state, sampling, tokens, lengths, offsets, final, table, *packed):
+    def run(params, state, tokens, lengths, offsets, table, *packed):
         named = dict(zip(("rows", "prompts", "owners", "last"), packed, strict=False), pages=table)
         if loops:
             named["layers"] = params["blocks"]
             params = params | {"blocks": layer_slices(params["blocks"])}
-        return prefill(m, params, state, sampling, tokens, lengths, offsets, final, **named)
+        return prompt_logits(m, params, state, tokens, lengths, offsets, **named)
 
     block = jax.ShapeDtypeStruct((blocks or batch,), jnp.int32)
     row = jax.ShapeDtypeStruct((rows,), jnp.int32)
     tokens = jax.ShapeDtypeStruct((*block.shape, SLOT_MULTIPLE if blocks else CHUNK), jnp.int32)
-    final = jax.ShapeDtypeStruct((rows,), jnp.bool_)
     return compile_for(
         "h100",
         run,
         weights,
         abstract_state(tied, batch, stacked, pages),
-        abstract_sampling(rows),
         tokens,
         block,
         block,
-        final,
         abstract_table(rows, pages),
         *((row, row, block, row) if blocks else ()),
         donate_argnums=1,
-        compiler_options=compiler_options(prefill),
+        compiler_options=compiler_options(prompt_logits),
     )
 
 
@@ -467,3 +477,22 @@ def test_prefill_in_pages(batch, blocks):
     compiled = compiled_prefill(plan, False, batch, pages=PAGES, blocks=blocks)
     check_in_place(compiled, False, batch, masked_values=False, pages=PAGES)
     assert kernel_names(compiled).count("write_chunk") == model(False).config.layers
+
+
+def test_the_first_tokens_of_greedy_prompts_take_few_kernels():
+    """No condition is read on the host, which would wait for the prompts."""
+    state = without_cache(abstract_state(False, 8))
+    final = jax.ShapeDtypeStruct((8,), jnp.bool_)
+    logits = jax.ShapeDtypeStruct((8, model(False).config.vocab_size), jnp.float32)
+    compiled = compile_for(
+        *("h100", first_tokens, state, logits, abstract_sampling(8), final),
+        donate_argnums=0,
+        compiler_options=compiler_options(first_tokens),
+    )
+    assert alias_bytes(compiled) == nbytes(state)
+    opcodes = collections.Counter(
+        instruction.opcode
+        for c in _parse(compiled).values()
+        for instruction in c.instructions.values()
+    )
+    assert opcodes["fusion"] <= 8 and not opcodes["conditional"]

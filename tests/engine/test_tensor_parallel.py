@@ -12,7 +12,7 @@ import pytest
 
 from fdjax.cli.main import main
 from fdjax.engine.engine import compiler_options
-from fdjax.engine.step import decode_steps, prefill
+from fdjax.engine.step import decode_steps, prompt_logits
 from fdjax.models import describe, parse_config
 
 from ..models.test_gpt_oss import in_mxfp4, written
@@ -358,4 +358,4 @@ def test_collective_operations_are_captured_with_the_decode_loop():
     one, two = (compiler_options(decode_steps, m)[name].split(",") for m in (None, model))
     assert two[: len(one)] == one
     assert two[len(one)] == "COLLECTIVES"
-    assert compiler_options(prefill, model) == compiler_options(prefill)
+    assert compiler_options(prompt_logits, model) == compiler_options(prompt_logits)

@@ -26,7 +26,7 @@ from fdjax.engine.engine import compiler_options
 from fdjax.engine.mesh import Place, is_spec
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
 from fdjax.engine.state import state_specs as specs_of_state
-from fdjax.engine.step import decode_steps, prefill
+from fdjax.engine.step import decode_steps, prompt_logits
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
@@ -112,7 +112,9 @@ def compiled(function, m, batch, pages, *host, folder=None, stacked=False, **sta
         donate_argnums=1,
         n_devices=RANKS,
         axis=AXIS,
-        compiler_options=compiler_options(decode_steps if function is decode_steps else prefill, m)
+        compiler_options=compiler_options(
+            decode_steps if function is decode_steps else prompt_logits, m
+        )
         | ({"xla_dump_to": str(folder)} if folder else {}),
     )
     return program, state
@@ -280,14 +282,13 @@ def test_collective_operations_of_a_decode_step(name, tied, sums):
 def test_prefill_in_pages(batch, blocks, tiles):
     m = model(False, tiles=tiles)
     block, row = abstract(blocks), abstract(batch)
-    host = abstract_sampling(batch), abstract(blocks, SLOT_MULTIPLE), block, block
-    host = *host, abstract(batch, dtype=jnp.bool_)
+    host = abstract(blocks, SLOT_MULTIPLE), block, block
     table = abstract(batch, SLOTS // SLOT_MULTIPLE)
 
     def packed(model, params, state, *host):
         *host, pages, prompts, owners, last = host
         named = {"pages": pages, "prompts": prompts, "owners": owners, "last": last}
-        return prefill(model, params, state, *host, **named)
+        return prompt_logits(model, params, state, *host, **named)
 
     program, state = compiled(packed, m, batch, 300, *host, table, row, block, row)
     check_in_place(program, state, m)
@@ -298,11 +299,11 @@ def test_prefill_in_pages(batch, blocks, tiles):
 
 def test_prefill_with_divided_tokens():
     m, block = with_one_kv_head(), abstract(1)
-    host = abstract_sampling(1), abstract(1, SLOT_MULTIPLE), block, block
-    host = *host, abstract(1, dtype=jnp.bool_), abstract(1, SLOTS // (RANKS * SLOT_MULTIPLE))
+    host = abstract(1, SLOT_MULTIPLE), block, block
+    host = *host, abstract(1, SLOTS // (RANKS * SLOT_MULTIPLE))
 
     def paged(model, params, state, *host):
-        return prefill(model, params, state, *host[:-1], pages=host[-1])
+        return prompt_logits(model, params, state, *host[:-1], pages=host[-1])
 
     program, state = compiled(paged, m, 1, 300, *host)
     check_in_place(program, state, m)

@@ -24,7 +24,7 @@ from fdjax.sampling.sampler import (
     next_tokens,
 )
 
-ALL = Processors().everything
+ALL = Processors(edit=True, sample=True, truncate=True, logprobs=True)
 V = 61
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -14,7 +14,7 @@ from fdjax.sampling.sampler import NOT_FINITE, Processors, Sampling, next_tokens
 
 V = 23
 ROWS = 4000
-ALL = Processors().everything
+ALL = Processors(edit=True, sample=True, truncate=True, logprobs=True)
 SAMPLE = Processors(sample=True)
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
