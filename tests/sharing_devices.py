@@ -364,11 +364,11 @@ def all_reduce_sums(ranks):
     return report
 
 
-def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
+def divided_tokens(ranks, *, kv_heads=2, beams=0, samples=True, **options):
     """What an `LM` answers if devices divide the tokens of KV heads, beside one device.
 
-    A pool begins with NaN, except in int8. Then comes a pool of 5 pages, which are too few for 4
-    requests.
+    A pool begins with NaN, except in int8. Its 7 pages are too few for the last 4 requests. All
+    requests have the same pool, because programs depend on its size.
     """
     init_pool, preempt, preempted = engine.init_pool, runner.Runner._preempt, []
 
@@ -394,13 +394,16 @@ def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
         model = describe(config, dtype="float32", plan=plan, tensor_parallel=count, **options)
         params = _spread(random_params(model, 5)) if params is None else params
         lm = LM(model, params, max_batch=4)
+        lm.engine._most_pages = lambda slots, most=1 + 7 * page // lm.engine.page_tokens: most
         seen = Ranks()
         found = report[count] = {
             "all": generated(lm, prompts, max_new_tokens=6),
             "alone": generated(lm, prompts[-1:], max_new_tokens=6),
             "cached": lm.generate(prompts[-1], max_new_tokens=1).stats.cached_tokens,
-            "samples": lm.generate(sampled, num_return_sequences=4, seed=1, **_SAMPLED).tokens,
         }
+        if samples:
+            drawn = lm.generate(sampled, num_return_sequences=4, seed=1, **_SAMPLED)
+            found["samples"] = drawn.tokens
         if beams:
             search = lm.generate(prompts[2:], max_new_tokens=7, num_beams=beams, do_sample=False)
             found["beams"] = search.tokens, search.sequences_scores
@@ -408,8 +411,7 @@ def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
         found["bytes"] = sum(a.addressable_shards[0].data.nbytes for a in cache)
         found["capacity"] = lm.engine.pool.count * lm.engine.pool.size
         lm.engine.pool.check([])
-        lm.engine.release()
-        lm.engine._most_pages = lambda slots, most=1 + 5 * page // lm.engine.page_tokens: most
+        preempted.clear()
         growing = [[5 + i] * (page - 10 - i) for i in range(4)]
         found["few"] = generated(lm, growing, max_new_tokens=20)
         found["few pages"] = lm.engine.pool.count

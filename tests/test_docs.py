@@ -168,12 +168,20 @@ def folder(tmp_path, monkeypatch, lm):
 RUN = [
     c for c in program("fdjax") if not c.startswith(NEEDS_GPU) and '--table table.json "' not in c
 ]
-LONG = ("--temperature", "calibrate", "--num-return", "score", "quantize")
+LONG = ("--temperature", "score")
+# Other tests run these with files of their own.
+ELSEWHERE = ("calibrate", "--num-return", "score --file", "quantize")
+
+
+def marks_of(command):
+    if any(words in command for words in ELSEWHERE):
+        return [pytest.mark.soak]
+    return [pytest.mark.slow] if any(words in command for words in LONG) else []
 
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(c, marks=[pytest.mark.slow] if any(w in c for w in LONG) else []) for c in RUN],
+    [pytest.param(c, marks=marks_of(c)) for c in RUN],
 )
 def test_a_command_line_runs(command, folder, capsys):
     assert main(shlex.split(command)[1:]) == 0

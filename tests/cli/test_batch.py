@@ -236,7 +236,7 @@ def kill_and_resume(files, model, kills, prompts):
 @pytest.mark.parametrize(
     ("kills", "prompts"),
     [
-        pytest.param(2, 60, marks=pytest.mark.slow),
+        pytest.param(1, 30, marks=pytest.mark.slow),
         pytest.param(20, 1500, marks=pytest.mark.soak),
     ],
 )

@@ -343,7 +343,9 @@ class TestChains:
     """The same blocks, cut at attention and not between layers."""
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("case", ["llama3_gqa_tied", "qwen3"])
+    @pytest.mark.parametrize(
+        "case", [pytest.param("llama3_gqa_tied", marks=pytest.mark.soak), "qwen3"]
+    )
     def test_decode_as_layer_after_layer(self, case, monkeypatch):
         lm = fdjax.load(str(CASE.parent / case), dtype="float32", compilation_cache=False)
         ids, lengths = padded()

@@ -80,7 +80,8 @@ def test_every_answer_of_the_largest_batch_is_that_of_its_prompt_alone(two_layer
 @pytest.mark.slow
 def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
     ids = prompts(36)
-    options = {"max_new_tokens": 12, "eos_token_id": None}
+    # The options of other tests here, so that they share programs.
+    options = {"max_new_tokens": 12, "eos_token_id": None, "return_logprobs": True}
     each = {"temperature": [0.5 + i % 3 for i in range(36)], "seed": list(range(36))}
     each |= {"repetition_penalty": [1.0 + i % 2 for i in range(36)]}
     many = lm.generate(ids, **options, **each)
@@ -90,7 +91,7 @@ def test_samples_and_processors_are_those_of_the_prompt_alone(lm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kv_dtype", [pytest.param(None, marks=pytest.mark.soak), "int8"])
+@pytest.mark.parametrize("kv_dtype", [None, pytest.param("int8", marks=pytest.mark.soak)])
 def test_samples_share_what_is_computed_for_one(load, kv_dtype):
     """Their last page is copied. Penalties see the tokens of the whole prompt in each row."""
     lm = load(kv_dtype=kv_dtype)
@@ -210,14 +211,15 @@ def test_options_see_the_tokens_of_a_beginning_in_the_cache(lm, uncached):
     assert plain.tokens != got.tokens
 
 
-@pytest.mark.slow
-def test_options_see_a_beginning_while_others_run(growing, monkeypatch):
-    """Decode steps of other rows come between a row's first tokens and the rest of its prompt."""
-    lm = growing()
-    monkeypatch.setattr(runner, "_PROMPT_TOKENS_OF_STREAMS", 128)
+def repeat_the_first_token(ids, lengths, scores):
+    return jax.nn.one_hot(ids[:, 0], scores.shape[-1])
 
-    def repeat_the_first_token(ids, lengths, scores):
-        return jax.nn.one_hot(ids[:, 0], scores.shape[-1])
+
+@pytest.mark.slow
+def test_options_see_a_beginning_while_others_run(load, monkeypatch):
+    """Decode steps of other rows come between a row's first tokens and the rest of its prompt."""
+    lm = load()
+    monkeypatch.setattr(runner, "_PROMPT_TOKENS_OF_STREAMS", 128)
 
     options = {"logits_processors": (repeat_the_first_token,), "eos_token_id": None}
     ids = [77, *range(3, 290)]
@@ -233,9 +235,6 @@ def test_options_see_a_beginning_while_others_run(growing, monkeypatch):
 def test_options_see_a_beginning_in_a_row_without_work_so_far(load):
     """Three rows of four run when a prompt with a cached beginning takes the last one."""
     lm = load()
-
-    def repeat_the_first_token(ids, lengths, scores):
-        return jax.nn.one_hot(ids[:, 0], scores.shape[-1])
 
     options = {"logits_processors": (repeat_the_first_token,), "eos_token_id": None}
     ids = [77, *range(3, 290)]

@@ -197,7 +197,11 @@ def test_norms_come_first(implementation, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("splits", "rope", "more"),
-    [(1, True, False), (2, True, True), (2, False, False)],
+    [
+        pytest.param(1, True, False, marks=pytest.mark.soak),
+        (2, True, True),
+        pytest.param(2, False, False, marks=pytest.mark.soak),
+    ],
 )
 def test_interpreted_without_races(splits, rope, more):
     """With `more`, there are norms of q and k, and sinks."""

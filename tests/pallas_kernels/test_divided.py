@@ -21,7 +21,7 @@ from ..engine.test_tensor_parallel import report
     ("ranks", "kv_heads", "options"),
     [
         pytest.param(4, 2, {"soft_cap": 5.0, "sinks": True, "phi": True}, marks=pytest.mark.slow),
-        pytest.param(4, 1, {"block": 16}, marks=pytest.mark.slow),
+        pytest.param(4, 1, {"block": 16}, marks=pytest.mark.soak),
         pytest.param(8, 2, {"sinks": True}, marks=pytest.mark.soak),
         pytest.param(8, 4, {"quantised": True}, marks=pytest.mark.slow),
     ],

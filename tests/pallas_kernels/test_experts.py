@@ -355,7 +355,7 @@ def test_a_row_of_nan_spoils_no_other_row():
     ],
     ids=str,
 )
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 @pytest.mark.usefixtures("full_compiles")
 def test_bits_of_a_row_do_not_depend_on_the_others(sizes, rows, dtype):
     experts, width, hidden = sizes

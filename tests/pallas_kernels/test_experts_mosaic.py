@@ -72,7 +72,7 @@ def interpret(function, *args, **options) -> np.ndarray:
     ("sizes", "chosen", "gate", "config"),
     [
         pytest.param(  # goes around the ring
-            *(dict(m=1, width=320), 2, "silu", ALONE), marks=pytest.mark.slow
+            *(dict(m=1, width=320), 2, "silu", ALONE), marks=pytest.mark.soak
         ),
         (
             dict(m=3, biased=True, width=192, experts=2),
@@ -84,7 +84,7 @@ def interpret(function, *args, **options) -> np.ndarray:
             *(dict(m=12, width=192, hidden=192, experts=2), 1, "gelu", WIDE),
             marks=pytest.mark.slow,
         ),
-        pytest.param(dict(m=32), 6, "silu", None, marks=pytest.mark.slow),
+        pytest.param(dict(m=32), 6, "silu", None, marks=pytest.mark.soak),
         pytest.param(dict(m=8, dtype="float16"), 3, "gelu_tanh", None, marks=pytest.mark.slow),
     ],
     ids=str,

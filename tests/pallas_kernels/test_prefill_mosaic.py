@@ -81,7 +81,14 @@ def test_interpreted_parts_of_the_cache():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("masks", [{}, dict(causal=False), dict(window=50, soft_cap=5.0)], ids=str)
+@pytest.mark.parametrize(
+    "masks",
+    [
+        *(pytest.param(masks, marks=pytest.mark.soak) for masks in ({}, dict(causal=False))),
+        dict(window=50, soft_cap=5.0),
+    ],
+    ids=str,
+)
 def test_interpreted_parts_of_the_cache_with_masks(masks):
     operands = _operands([133, 70, 0], [3, 60, 0], t=130)
     for config in (SPLIT, dataclasses.replace(SPLIT, unified=False, splits=2)):

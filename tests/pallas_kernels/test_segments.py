@@ -172,7 +172,10 @@ def check(searches, group, config, *, kv_heads=1, d=64, slots=256, aligned=False
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("group", "config"),
-    [(1, DecodeAttentionConfig(splits=1)), (4, DecodeAttentionConfig(splits=3, stages=2))],
+    [
+        pytest.param(1, DecodeAttentionConfig(splits=1), marks=pytest.mark.soak),
+        (4, DecodeAttentionConfig(splits=3, stages=2)),
+    ],
 )
 def test_interpreted(group, config):
     check(FEW, group, config, interpret=INTERPRET)
@@ -195,7 +198,7 @@ EACH_END = [
 @pytest.mark.parametrize(
     ("group", "kv_heads", "config"),
     [
-        (1, 2, DecodeAttentionConfig(splits=1, stages=2)),
+        pytest.param(*(1, 2, DecodeAttentionConfig(splits=1, stages=2)), marks=pytest.mark.soak),
         (4, 1, DecodeAttentionConfig(splits=3, stages=1)),
         pytest.param(
             *(1, 2, DecodeAttentionConfig(splits=2, block_kv=128, stages=1)),

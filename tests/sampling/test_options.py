@@ -98,7 +98,7 @@ def test_the_history_of_a_prompt_in_several_chunks_is_whole():
     params = jax.tree.map(lambda w: w if w.ndim == 1 else 10 * w, random_params(model))
     lm = fdjax.LM(model, params, max_len=768)
     rng = np.random.default_rng(0)
-    lengths = (1, 127, 300, 520, 640)
+    lengths = (1, 127, 640)
     # Half of the vocabulary, so that some tokens are not in the prompt.
     texts = [rng.integers(0, 32, n).tolist() for n in lengths]
     options = {"repetition_penalty": 1.4, "presence_penalty": 0.7, "frequency_penalty": 0.3}
@@ -736,7 +736,7 @@ def check_combinations(lm, examples):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "examples",
-    [pytest.param(30, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
+    [pytest.param(12, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
 )
 def test_combinations_of_options_and_prompts(lm, examples):
     alone = fdjax.LM(lm.model, lm.params, lm.tokenizer, max_len=128)

@@ -194,7 +194,7 @@ def test_one_tensor_is_made_at_a_time(tmp_path):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param("phi3_longrope", marks=pytest.mark.slow),
+        pytest.param("phi3_longrope", marks=pytest.mark.soak),
         *(
             pytest.param(case, marks=marks)
             for case, marks in (
@@ -315,7 +315,10 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "bits", "group"), [("mixtral", 4, 8), ("qwen2_moe", 8, None)])
+@pytest.mark.parametrize(
+    ("case", "bits", "group"),
+    [("mixtral", 4, 8), pytest.param("qwen2_moe", 8, None, marks=pytest.mark.soak)],
+)
 def test_experts_are_written_and_routers_stay(case, bits, group, tmp_path):
     folder, output = FIXTURES / case, tmp_path / "out"
     config = parse_config(read_json(folder / "config.json"))
@@ -378,7 +381,9 @@ def test_experts_in_one_tensor_are_written_one_by_one(tmp_path):
     ("case", "tensors"),
     [
         ("olmoe", [f"mlp.experts.7.{part}_proj.weight" for part in ("gate", "up")]),
-        ("granitemoe", ["block_sparse_moe.input_linear.weight"]),
+        pytest.param(
+            *("granitemoe", ["block_sparse_moe.input_linear.weight"]), marks=pytest.mark.soak
+        ),
         ("gpt_oss", ["mlp.experts.gate_up_proj"]),
     ],
 )
@@ -465,11 +470,11 @@ def test_experts_in_one_tensor_are_written(case, bits, tmp_path, capsys, monkeyp
 @pytest.mark.parametrize(
     ("case", "bits"),
     [
+        *(pytest.param(*of, marks=pytest.mark.slow) for of in (("mxfp4", 4), ("gpt_oss", 4))),
         *(
-            pytest.param(*of, marks=pytest.mark.slow)
-            for of in (("mxfp4", 4), ("granitemoe", 8), ("gpt_oss", 4))
+            pytest.param(*of, marks=pytest.mark.soak)
+            for of in (("granitemoe", 4), ("granitemoe", 8), ("gpt_oss", 8))
         ),
-        *(pytest.param(*of, marks=pytest.mark.soak) for of in (("granitemoe", 4), ("gpt_oss", 8))),
     ],
 )
 def test_experts_in_one_tensor_compute_what_dequantised_ones_do(case, bits, tmp_path):
@@ -563,7 +568,7 @@ def test_no_other_quantised_weights_are_quantised_again():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.soak)])
 def test_weights_that_are_stored_transposed(bits, tmp_path):
     """Those of GPT-2 are [K,N]."""
     folder, output = FIXTURES / "gpt2", tmp_path / "out"

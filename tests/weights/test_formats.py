@@ -117,8 +117,8 @@ slow = pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        *(pytest.param(case, marks=slow) for case in ("ct_mixed", "gptq")),
-        *(pytest.param(case, marks=pytest.mark.soak) for case in ("awq", "ct_mxfp4")),
+        pytest.param("ct_mixed", marks=slow),
+        *(pytest.param(case, marks=pytest.mark.soak) for case in ("awq", "ct_mxfp4", "gptq")),
     ],
 )
 def test_logits_are_those_of_transformers(case):
