@@ -364,7 +364,7 @@ def all_reduce_sums(ranks):
     return report
 
 
-def divided_tokens(ranks, *, kv_heads=2, beams=0, samples=True, **options):
+def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
     """What an `LM` answers if devices divide the tokens of KV heads, beside one device.
 
     A pool begins with NaN, except in int8. Its 7 pages are too few for the last 4 requests. All
@@ -400,10 +400,8 @@ def divided_tokens(ranks, *, kv_heads=2, beams=0, samples=True, **options):
             "all": generated(lm, prompts, max_new_tokens=6),
             "alone": generated(lm, prompts[-1:], max_new_tokens=6),
             "cached": lm.generate(prompts[-1], max_new_tokens=1).stats.cached_tokens,
+            "samples": lm.generate(sampled, num_return_sequences=4, seed=1, **_SAMPLED).tokens,
         }
-        if samples:
-            drawn = lm.generate(sampled, num_return_sequences=4, seed=1, **_SAMPLED)
-            found["samples"] = drawn.tokens
         if beams:
             search = lm.generate(prompts[2:], max_new_tokens=7, num_beams=beams, do_sample=False)
             found["beams"] = search.tokens, search.sequences_scores

@@ -666,7 +666,7 @@ def test_a_model_runs_where_it_was_loaded(two_layers):
 import sys
 import jax, fdjax
 first, second = jax.devices()
-for device in (second, None):
+for device in (second, first, None):
     lm = fdjax.load(sys.argv[1], device=device, compilation_cache=False)
     print(lm.generate("What is 7 + 5?", max_new_tokens=9).tokens, end=" ")
     used = lm.params["embed"].devices() | lm.engine.reusable.state.ids.devices()
@@ -680,7 +680,7 @@ for device in (second, None):
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
-    assert len(lines) == 2 and len(set(lines)) == 1
+    assert len(lines) == 3 and len(set(lines)) == 1
     with pytest.raises(TypeError, match=r"device must be one of jax\.devices\(\), got 'cpu'"):
         load(device="cpu")
 

@@ -230,9 +230,7 @@ def test_a_ragged_batch_is_each_prompt_alone_bitwise(case):
     ],
 )
 def test_a_ragged_batch_is_each_prompt_alone_bitwise_as_users_compile(case, full_compiles):
-    # In CI without the longest prompt, which needs programs of its own.
-    order = (1, 3, 0, 2) if case in FULL_BATCH else (1, 3, 0, 2, 4)
-    assert_batch_is_each_alone(case, order, "full")
+    assert_batch_is_each_alone(case, (1, 3, 0, 2, 4), "full")
 
 
 def test_a_ragged_batch_of_transformers_is_each_prompt_alone_but_for_ropes_by_length():

@@ -736,7 +736,7 @@ def check_combinations(lm, examples):
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "examples",
-    [pytest.param(12, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
+    [pytest.param(30, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
 )
 def test_combinations_of_options_and_prompts(lm, examples):
     alone = fdjax.LM(lm.model, lm.params, lm.tokenizer, max_len=128)

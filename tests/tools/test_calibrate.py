@@ -190,7 +190,7 @@ def same_counts(got, values):
     return np.abs(np.cumsum(got) - np.cumsum(want)).max() <= 1 + len(values) / 1000
 
 
-@pytest.fixture(scope="module", params=[None, pytest.param("int8", marks=pytest.mark.soak)])
+@pytest.fixture(scope="module", params=[None, pytest.param("int8", marks=pytest.mark.slow)])
 def by_force(request):
     """Texts of two chunks, of one token, and between, with their rows; the model."""
     texts = [token_ids(140, 1), token_ids(1, 2), token_ids(33, 3)]

@@ -840,7 +840,7 @@ def _whole(name):
     ("vocab_size", "offset", "ranks"),
     [
         # The embedding is the largest parameter.
-        pytest.param(32000, 8, 1, marks=pytest.mark.soak),
+        (32000, 8, 1),
         # All large tensors are repeated in every layer, so leftovers of a layer add up. XLA uses
         # aligned host memory in place and copies other memory.
         pytest.param(2048, 8, 1, marks=pytest.mark.soak),
