@@ -24,7 +24,7 @@ _CALL_OVERHEAD = _CALL_OVERHEAD_TOKENS // CHUNKS[0]
 
 @dataclasses.dataclass(frozen=True)
 class PrefillCall:
-    """One call of `fdjax.engine.step.prefill`, as host arrays.
+    """One call of `fdjax.engine.step.prompt_logits`, as host arrays.
 
     Attributes:
       rows: [R] rows of the state, or None for all of them in order.
