@@ -107,6 +107,14 @@ def test_samples_share_what_is_computed_for_one(load, kv_dtype):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+def test_the_first_tokens_of_a_call_have_the_options_of_their_prompts(lm):
+    ids = [[i + 5] * (20 + i) for i in range(3)]
+    (best,), (first,), (last,) = lm.generate(ids, max_new_tokens=1, **OPTIONS).tokens
+    options = OPTIONS | {"suppress_tokens": [[], [first], []]}
+    tokens = lm.generate(ids, max_new_tokens=1, **options).tokens
+    assert [tokens[0], tokens[2]] == [[best], [last]] and tokens[1] != [first]
+
+
 @pytest.fixture
 def reshaped(monkeypatch):
     """(rows that were kept, number of rows, slots) of each change of a state's shape."""
