@@ -552,10 +552,11 @@ class Engine:
         It takes the logits, the state without its cache, and the other arguments as `HostArrays`.
         Results other than the state are returned in the host's memory.
         """
-        name = "first_tokens", processors, beams, self.model.plan.batch_invariant
+        invariant, ranks = self.model.plan.batch_invariant, self.model.ranks
+        name = "first_tokens", processors, beams, invariant, ranks
         if (key := (*name, self.place)) not in self.programs:
             state_def = jax.tree.structure(without_cache(abstract_state(self.local, beams=beams)))
-            static = {"processors": processors, "batch_invariant": name[-1]}
+            static = {"processors": processors, "batch_invariant": invariant}
 
             def run_local(logits, state, host):
                 state = jax.tree.unflatten(state_def, state)
