@@ -233,7 +233,7 @@ class Session:
 
     def begin_after(self, beginnings: Mapping[int, np.ndarray]) -> None:
         """Set the tokens of prompts, by row, that their pages hold before they are computed."""
-        # Powers of four, so that there are few programs. Rows that no state has are left out.
+        # A power of four, so that there are few programs. The device drops the rows after the last.
         count = 4 ** math.ceil(math.log(len(beginnings), 4))
         rows = np.full(count, self._shape.room, np.int32)
         rows[: len(beginnings)] = list(beginnings)
