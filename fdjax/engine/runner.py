@@ -175,6 +175,41 @@ class InFlight(NamedTuple):
         return self._replace(owners=tuple(None if o is task else o for o in self.owners))
 
 
+@dataclasses.dataclass(frozen=True)
+class RowOptions:
+    """The options of rows as host arrays.
+
+    Most are packed at their first use. Prompts need only `max_new_tokens`, so the device computes
+    them meanwhile.
+
+    Attributes:
+      configs: the configuration of each row; rows after the last are greedy.
+      samples: the index of each row among the samples or beams of its prompt.
+      shape: the shape of the state.
+    """
+
+    configs: Sequence[GenerationConfig]
+    samples: Sequence[int]
+    shape: StateShape
+
+    @functools.cached_property
+    def max_new_tokens(self) -> np.ndarray:
+        """[rows] int32."""
+        most = np.zeros(self.shape.rows, np.int32)
+        most[: len(self.configs)] = [config.max_new_tokens for config in self.configs]
+        return most
+
+    @functools.cached_property
+    def sampling(self) -> Sampling:
+        """The options of the rows that decode steps run."""
+        return per_row(self.configs, self.shape.rows, sample_indices=self.samples)
+
+    @functools.cached_property
+    def everyone(self) -> Sampling:
+        """The options of all rows for which the state has room."""
+        return per_row(self.configs, self.shape.room, sample_indices=self.samples)
+
+
 class Session:
     """An open state, with the options of its rows and its programs.
 
@@ -192,8 +227,7 @@ class Session:
         self._set_state(state)
         self._restarts = np.full(shape.room, EMPTY, np.int32)
         self._wanted = Processors()
-        self._sampling: Any = None
-        self._everyone: Any = None
+        self._options = RowOptions((), (), shape)
         self._pages: np.ndarray | None = None
         self._shared: SharedPages | None = None
         self._aligned = False
@@ -210,9 +244,7 @@ class Session:
         if not any(row is not None and row.width > 1 for row in rows):
             self._wanted = dataclasses.replace(self._wanted, beams=(0, 0))
         self._set_beams(*self._wanted.beams)
-        self._sampling = per_row(configs, self._shape.rows, sample_indices=samples)
-        if self._has_beams:
-            self._everyone = per_row(configs, self._shape.room, sample_indices=samples)
+        self._options = RowOptions(configs, samples, self._shape)
         # Rows only end until the next options. So beams stay aligned, and others do not become
         # aligned, which would compile another program for the last of them.
         beams = self._whole_state.beams
@@ -278,15 +310,14 @@ class Session:
         # Rows that decode steps leave out have no work, so their options do not matter.
         rows = np.minimum(rows, self._shape.rows - 1)
         pages = None if self._pages is None else self._pages[rows]
-        sampling = self._sampling.rows(rows)
         fields = call.tokens, call.lengths, call.offsets, call.rows, call.prompts, self._restarts
-        fields = *fields, sampling.max_new_tokens, pages, call.owners, call.last
+        fields = *fields, self._options.max_new_tokens[rows], pages, call.owners, call.last
         params = self._engine.params_of(loops)
         self._restarts = np.full(self._shape.room, KEEP, np.int32)
         self._state, logits = program(params, self._state, HostArrays.pack(fields))
         seconds, results = program.compile_seconds, ()
         if call.final.any():
-            chosen, results = self._first_tokens(call, logits, sampling)
+            chosen, results = self._first_tokens(call, logits, self._options.sampling.rows(rows))
             seconds += chosen
         if call.copied:
             self._copy_last_pages(call)
@@ -297,7 +328,7 @@ class Session:
     ) -> tuple[float, tuple]:
         """Dispatch the choice of first tokens; see `prefill`."""
         program = self._engine.choosing(self._wanted.tier, beams=self._has_beams)
-        everyone = self._everyone if self._has_beams else None
+        everyone = self._options.everyone if self._has_beams else None
         host = HostArrays.pack((sampling, call.final, call.rows, call.generated, everyone))
         caches = len(jax.tree.leaves(self._whole_state.kv))
         rest, tokens, logprobs, *beams = program(logits, self._state[caches:], host)
@@ -321,7 +352,8 @@ class Session:
         """Dispatch up to `steps` decode steps with the program for `most` steps; see `prefill`."""
         if steps not in self._steps_of:
             # The device knows when a row has enough tokens, so the same arrays serve every chunk.
-            host = HostArrays.pack((self._sampling, np.int32(steps), self._pages, self._shared))
+            fields = self._options.sampling, np.int32(steps), self._pages, self._shared
+            host = HostArrays.pack(fields)
             self._steps_of[steps] = self._engine.place.put(host)
         static = self._static | {"processors": self._wanted.tier, "max_steps": most}
         if self._shape.rows < self._shape.room:

@@ -431,7 +431,7 @@ class GenerationConfig:
     return_reruns: bool = _option(False, _flag, **_OURS)
 
     def __post_init__(self):
-        given = frozenset(name for name in OPTIONS if getattr(self, name) is not UNSET)
+        given = frozenset(name for name, value in vars(self).items() if value is not UNSET)
         # Not a field, because it follows from the fields. It is stored because it is read often.
         object.__setattr__(self, "_given", given)
         for name in given:
@@ -464,11 +464,11 @@ class GenerationConfig:
         """
         if len(self._given) == len(OPTIONS):
             return self
-        values = {name: option.default for name, option in OPTIONS.items()}
+        values = dict(_DEFAULTS)
         for config in (defaults, self):
             if config is None:
                 continue
-            given = {name: getattr(config, name) for name in config.given}
+            given = {name: vars(config)[name] for name in config.given}
             values |= given
             if values["min_new_tokens"] > values["max_new_tokens"]:
                 wins, yields = "min_new_tokens", "max_new_tokens"
@@ -484,8 +484,7 @@ class GenerationConfig:
         To check them again would delay the first token by a tenth of a millisecond.
         """
         config = object.__new__(cls)
-        for name, value in (values | {"_given": frozenset(values)}).items():
-            object.__setattr__(config, name, value)
+        vars(config).update(values, _given=_ALL_NAMES)
         return config
 
     @property
@@ -625,6 +624,8 @@ class GenerationConfig:
 OPTIONS: dict[str, Option] = {
     field.name: field.metadata["option"] for field in dataclasses.fields(GenerationConfig)
 }
+_ALL_NAMES = frozenset(OPTIONS)
+_DEFAULTS = {name: option.default for name, option in OPTIONS.items()}
 # Options that turn sampling on.
 SAMPLED_OPTIONS = tuple(name for name, option in OPTIONS.items() if option.role == "draw")
 _EDITS = tuple(name for name, option in OPTIONS.items() if option.role == "edit")
