@@ -56,6 +56,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         default=[None],
         help="rows at once, one measurement for each; default: as many as fit",
     )
+    parser.add_argument(
+        "--max-len", type=int, help="cache slots per row; default: by the prompts of each state"
+    )
     parser.add_argument("--runs", type=int, default=2, help="timed calls")
     parser.add_argument(
         "--arrivals", type=float, nargs="+", default=[], metavar="RATE", help="requests per second"
@@ -169,6 +172,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     prompts, new = requests(args.requests, model.config.vocab_size, args.scale)
     record |= {
         "environment": environment(args.commit),
+        "max_len": args.max_len,
         "config": config,
         "requests": {
             "count": args.requests,
@@ -182,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         record["bound"] = least_time(model, args, whole_memory_bytes())
     params, _stacks = random_stacked_params(model)
     for rows in args.max_batch if args.requests else ():
-        lm = LM(model, params, max_batch=rows, memory_bytes=record["memory_bytes"])
+        limits = {"max_batch": rows, "max_len": args.max_len}
+        lm = LM(model, params, **limits, memory_bytes=record["memory_bytes"])
         found = throughput(lm, args)
         best = min((call["seconds"] for call in found["timed_calls"]), default=None)
         share = best and record["bound"]["seconds"] / best
