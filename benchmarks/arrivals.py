@@ -17,19 +17,6 @@ def times(count: int, rate: float, seed: int = 0) -> np.ndarray:
     return np.cumsum(gaps) - gaps[0]
 
 
-def warm_up(lm: LM, most: int, scale: float) -> None:
-    """Compile the programs for up to `most` streams at once: states of 1, 2, 4 and more rows."""
-    rng = np.random.default_rng(1)
-    rows = 1
-    while rows <= min(most, lm.max_batch or most):
-        for length in (2048, 700, 100):
-            prompts = rng.integers(0, lm.config.vocab_size, (rows, max(1, int(scale * length))))
-            running = [lm.submit(ids.tolist(), max_new_tokens=9, **_OPTIONS) for ids in prompts]
-            for request in running:
-                request.result()
-        rows *= 2
-
-
 def measure(
     lm: LM, prompts: Sequence[Sequence[int]], new: Sequence[int], *, rate: float
 ) -> dict[str, Any]:

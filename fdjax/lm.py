@@ -248,6 +248,7 @@ class LM:
         batch: int = 1,
         prompt_tokens: int = 1,
         streamed: bool = False,
+        smaller: bool = False,
         **options,
     ) -> float:
         """Compile the programs of a later call now, or load them from disk.
@@ -256,11 +257,16 @@ class LM:
         prompts, numbers of new tokens or numbers of prompts may need other programs, and so may
         prompts whose beginning is in the cache.
 
+        A server calls it once with `smaller`, and sets `max_len`: the programs depend on the slots
+        of a row, and then all rows have equally many.
+
         Args:
           config, **options: as in `generate`, the options of the later call.
           batch: number of prompts of the later call.
           prompt_tokens: tokens in its longest prompt.
-          streamed: whether it is a call of `stream` or `stream_chat`.
+          streamed: whether it is a call of `stream`, `stream_chat` or `submit`.
+          smaller: compile the programs for fewer and shorter prompts as well, so that requests may
+            come and go at any time, up to `batch` at once.
 
         Returns:
           The seconds spent compiling.
@@ -271,15 +277,22 @@ class LM:
         for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
-        timer = Timer(self.model, self._params_bytes)
-        # The prompts differ, so that none begins with tokens that another has in the cache.
-        prompts = [[i % self.config.vocab_size] * prompt_tokens for i in range(batch)]
-        requests = [
-            dataclasses.replace(request, config=self._of_two_tokens(request.config))
-            for request in self._requests(prompts, config, options, self.defaults)
-        ]
-        rows = self._run(requests, timer, STREAM_STEPS if streamed else _STEPS)
-        return timer.stats(rows).compile_seconds
+        batches = [[prompt_tokens] * batch]
+        if smaller:
+            batches = self.engine.batches_up_to(batch, prompt_tokens)
+        # Random prompts, so that none begins with tokens that another has in the cache.
+        rng = np.random.default_rng(0)
+        seconds = 0.0
+        for lengths in batches:
+            prompts = [rng.integers(0, self.config.vocab_size, n).tolist() for n in lengths]
+            timer = Timer(self.model, self._params_bytes)
+            requests = [
+                dataclasses.replace(request, config=self._of_two_tokens(request.config))
+                for request in self._requests(prompts, config, dict(options), self.defaults)
+            ]
+            rows = self._run(requests, timer, STREAM_STEPS if streamed else _STEPS)
+            seconds += timer.stats(rows).compile_seconds
+        return seconds
 
     def _of_two_tokens(self, config: GenerationConfig) -> GenerationConfig:
         """A configuration with the same programs whose rows end after the first decode step."""

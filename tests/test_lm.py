@@ -640,6 +640,25 @@ def test_a_second_call_compiles_nothing(lm, truth):
 
 
 @pytest.mark.slow
+def test_after_a_warmup_for_a_server_requests_come_and_go_and_compile_nothing(lm):
+    limits = {"max_len": 512, "max_batch": 5}
+    used = fdjax.LM(dataclasses.replace(lm.model), lm.params, lm.tokenizer, **limits)
+    options = {"eos_token_id": None, "max_new_tokens": 6}
+    sizes = {"batch": 5, "prompt_tokens": 500, "streamed": True, "smaller": True}
+    assert used.warmup(**sizes, **options) > 0
+    before = used.program_counts()
+    rng = np.random.default_rng(3)
+    running = []
+    for length in [300, *rng.integers(1, 500, 30)]:
+        ids = rng.integers(3, used.config.vocab_size, length).tolist()
+        running.append(used.submit(ids, **options))
+        next(running[int(rng.integers(len(running)))], None)
+    assert sum(one.result().stats.compile_seconds for one in running) == 0
+    assert used.program_counts() == before
+    assert used.warmup(**sizes, **options) == 0
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_after_a_warmup_the_call_compiles_nothing(lm, truth, streamed):
     used = fdjax.LM(dataclasses.replace(lm.model), lm.params, defaults=lm.defaults)  # no programs

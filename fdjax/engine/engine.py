@@ -30,6 +30,7 @@ from fdjax.engine.memory import (
     room_for_pages,
 )
 from fdjax.engine.mesh import Place, is_spec, specs_of, stacked
+from fdjax.engine.packed import call_sizes
 from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
@@ -321,6 +322,31 @@ class Engine:
         """The largest number of rows that run at once."""
         most = _MOST_ROWS_ON_CPU if self.model.plan.compute_capability is None else MOST_ROWS
         return min(self.max_batch or most, most)
+
+    def batches_up_to(self, batch: int, prompt_tokens: int) -> list[list[int]]:
+        """Lengths of prompts for calls that together need all programs of calls up to these sizes.
+
+        Rows must always have equally many slots. If rows are in one piece, the programs for longer
+        prompts of several rows are not among them.
+
+        Args:
+          batch: largest number of rows.
+          prompt_tokens: tokens of the longest prompt.
+        """
+        batch = min(batch, self.most_rows)
+        numbers = [2**n for n in range(math.ceil(math.log2(batch)))]
+        calls = [[1] * rows for rows in [*numbers, batch]]
+        # A single row has its own programs for prompts, all other numbers share theirs.
+        for rows in {1, batch}:
+            room = 1 if rows == 1 else self.most_rows
+            sizes = call_sizes(room, on_cpu=self.short_calls, experts=self.has_experts)
+            # Of several rows, a call of one block is the rest after another call.
+            for blocks in sizes if rows == 1 else (*sizes[1:], sizes[1] + 1):
+                each = -(-blocks // rows)
+                lengths = [each] * (blocks // each) + [blocks % each] * (blocks % each > 0)
+                if max(lengths) * SLOT_MULTIPLE < prompt_tokens + SLOT_MULTIPLE:
+                    calls.append([min(n * SLOT_MULTIPLE, prompt_tokens) for n in lengths])
+        return calls
 
     def shared_pages(self, pages: np.ndarray, together: bool | None = None) -> SharedPages | None:
         """Find the rows whose shared pages decode steps read together; None if that does not pay.

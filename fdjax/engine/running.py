@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from fdjax.engine.results import GenerateResult, Timer
 from fdjax.engine.runner import Call, Runner
 from fdjax.engine.sequence import RequestState
+from fdjax.text.tokenizer import MissingTokenizerError
 
 
 class RunningRequest(Iterator[str]):
@@ -36,8 +37,14 @@ class RunningRequest(Iterator[str]):
         """The next piece of the text.
 
         Raises:
+          MissingTokenizerError: there is no tokenizer.
+          ValueError: the request has several answers.
           Exception: the error that ended the request.
         """
+        if not self._with_text:
+            raise MissingTokenizerError(
+                "submit: no tokenizer, so there is no text; `result()` has the token ids"
+            )
         if len(self._rows) > 1 or self._rows[0].width > 1:
             raise ValueError(
                 "submit: num_return_sequences and num_beams must be 1 to iterate over the text"

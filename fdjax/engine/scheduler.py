@@ -162,7 +162,8 @@ class Scheduler[S: Schedulable]:
         """Whether a larger state is needed.
 
         There are three such cases: nothing runs and the next sequence does not fit; the rows of a
-        pool are too short for it; or twice as many sequences as the state has rows could run.
+        pool are too short for it; or more sequences could run than the state has rows. Without a
+        pool they must be twice as many, because all that run would be computed again.
         """
         self.skip_ended()
         if not self.waiting or self.shape is None:
@@ -173,7 +174,8 @@ class Scheduler[S: Schedulable]:
             return True
         wanted = sum(s.width for _, s in self.running) + sum(s.width for s in self.waiting)
         same_group = self.waiting[0].group == self._group
-        return same_group and not self.shape.limited and wanted >= 2 * self.shape.rows
+        enough = self.shape.rows + 1 if self.pool is not None else 2 * self.shape.rows
+        return same_group and not self.shape.limited and wanted >= enough
 
     def _is_too_short(self, sequence: S) -> bool:
         """Whether a sequence fits into the pool, but not into a row of this state."""

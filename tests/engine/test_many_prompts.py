@@ -16,6 +16,7 @@ import fdjax
 from fdjax.engine import runner
 from fdjax.engine.sequence import Request, RequestState
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.text.tokenizer import MissingTokenizerError
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -534,6 +535,13 @@ def test_what_is_submitted(lm):
     assert long.done and 0 < len(long.result().tokens[0]) < 400
     with pytest.raises(ValueError, match="takes one prompt"):
         lm.submit([text, text])
+
+
+def test_the_text_of_a_submitted_request_needs_a_tokenizer(lm):
+    request = fdjax.LM(lm.model, lm.params).submit([5, 6], max_new_tokens=2)
+    with pytest.raises(MissingTokenizerError, match="no tokenizer"):
+        next(request)
+    assert len(request.result(timeout=120).tokens[0]) == 2
 
 
 def test_the_error_of_a_submitted_request_is_raised_where_it_is_waited_for(lm):

@@ -443,8 +443,36 @@ def test_newcomers_after_a_state_has_become_smaller(monkeypatch):
         check(row)
 
 
-def test_rows_of_streams_stay_where_they_are(monkeypatch):
-    """The next requests would find no row."""
+def test_a_newcomer_waits_for_no_row_in_pages():
+    """One more than the state has rows: it becomes larger, although few of the rows are wanted."""
+    engine = Engine(pages=200)
+    rows = [make_row([i + 1, 4], new=900, eos_token_ids=()) for i in range(5)]
+    chunks = engine.runner.run(rows[:4], 4)
+    next(chunks)
+    newcomer = engine.runner.run(rows[4:], 4)
+    next(newcomer)
+    assert rows[4].tokens and engine.sessions == 1 and engine.reshaped == [(4, 8)]
+    assert max(len(row.tokens) for row in rows) < 50
+    finish(engine, [make_row([9], new=3)])
+    newcomer.close(), chunks.close()
+
+
+def test_streams_go_on_in_fewer_rows_that_decode_steps_have_had():
+    """There remain as many free rows as there are in use."""
+    engine = Engine(most_rows=16, pages=200)
+    first = [make_row([i + 1], new=900 * (i == 0) + 20, eos_token_ids=()) for i in range(4)]
+    chunks = engine.runner.run(first, 4)
+    next(chunks), next(chunks)
+    others = [make_row([i + 10], new=9, eos_token_ids=()) for i in range(5)]
+    finish(engine, others, steps=4)
+    for _ in chunks:
+        engine.check_pages()
+    assert engine.reshaped == [(4, 16), (16, 4)] and engine.sessions == 1
+    for row in [*first, *others]:
+        check(row)
+
+
+def test_streams_go_on_in_no_number_of_rows_that_must_be_compiled(monkeypatch):
     monkeypatch.setattr(runner, "_FEWER_ROWS", (1, 4))
     engine = Engine(pages=200)
     rows = [make_row([i + 1], new=5 + 600 * (i == 3)) for i in range(8)]
@@ -578,9 +606,9 @@ def between_chunks(log):
     return [*sums, between]
 
 
-@pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 2048, 4), (32, 8192, 8)])
+@pytest.mark.parametrize(("steps", "most_tokens", "most_steps"), [(4, 1024, 4), (32, 8192, 8)])
 def test_prompts_do_not_hold_up_who_reads_along(dispatched, steps, most_tokens, most_steps):
-    """Between two parts of a stream there are at most 2 048 prompt tokens, and 4 steps."""
+    """Between two parts of a stream there are at most 1 024 prompt tokens, and 4 steps."""
     engine = Engine(most_rows=32, pages=400)
     engine.short_calls = False
     rows = [make_row([i + 1], new=1200, eos_token_ids=()) for i in range(17)]
@@ -598,7 +626,7 @@ def test_prompts_do_not_hold_up_who_reads_along(dispatched, steps, most_tokens, 
 
 
 @pytest.mark.parametrize(
-    ("first", "then", "most_tokens"), [(32, 32, 32768), (4, 32, 2048), (32, 4, 2048)]
+    ("first", "then", "most_tokens"), [(32, 32, 32768), (4, 32, 1024), (32, 4, 1024)]
 )
 def test_few_rows_wait_for_many_prompts_unless_somebody_streams(
     dispatched, first, then, most_tokens
