@@ -32,6 +32,7 @@ def unpacked(
     width: int,
     zeros: Array | None = None,
     exponents: tuple[Array, ...] = (),
+    layout: Any = LAYOUT,
 ):
     """Load some rows of a column of bricks from shared memory.
 
@@ -44,9 +45,10 @@ def unpacked(
         8 for int4, 128 for int8. fp8 and fp4 have none.
       exponents: for fp4 in bf16, the bits of the scales in float8_e8m0fnu: [64] int32 in
         `LAYOUT.reduce(1)` for each 32 rows.
+      layout: `LAYOUT` for wgmma, or `left_of(dtype)` for `multiplied`.
 
     Returns:
-      codes - zeros [64, width] in `LAYOUT`, times the scales of `exponents`, without rounding.
+      codes - zeros [64, width] in `layout`, times the scales of `exponents`, without rounding.
     """
     dtype = jnp.dtype(dtype)
     arrays = exponents if zeros is None else (zeros,)
@@ -54,7 +56,7 @@ def unpacked(
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), *layouts),
-        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=layout),
     )
     def run(_, ref, *arrays):
         half = ir.BF16Type.get() if dtype == jnp.bfloat16 else ir.F16Type.get()
@@ -67,7 +69,7 @@ def unpacked(
             factors = powers[i * _ROWS // 32] if powers else offsets
             made = _UNPACK[kind](words, dtype, factors)
             registers += [mgpu_utils.bitcast(value, pair) for value in made]
-        return _fragment(registers, width)
+        return _fragment(registers, width, layout)
 
     return run(bricks, *arrays)
 
@@ -126,17 +128,38 @@ def dequantised(
                 # The registers of the two columns alternate.
                 values = [_scaled(code, factors[group][r % 2]) for r, code in enumerate(codes)]
             registers += [mgpu_utils.bitcast(value, pair) for value in values]
-        return _fragment(registers, width)
+        return _fragment(registers, width, LAYOUT)
 
     return run(bricks, *scales, *zeros)
 
 
-def _fragment(registers: list[ir.Value], width: int) -> mgpu.FragmentedArray:
+def left_of(dtype: Any) -> Any:
+    """The layout of the left operand of `multiplied`."""
+    return plgpu.Layout.MMA_LHS(dtype)
+
+
+def loaded_right(x: Any) -> Array:
+    """Load x [M, K] from shared memory as the right operand of `multiplied`."""
+    return plgpu.load(x.T, layout=plgpu.Layout.MMA_RHS(x.dtype), optimized=False)
+
+
+def multiplied(left: Array, right: Array) -> Array:
+    """left [64, K] · right [K, M] in `LAYOUT`, each warp for itself, without a wait.
+
+    The compiler mixes these instructions with those that unpack the next weights. It moves nothing
+    past the wait that wgmma needs.
+    """
+    blank = plgpu.layout_cast(jnp.zeros((BRICK, right.shape[1]), jnp.float32), LAYOUT)
+    return plgpu.mma(blank, left, right)
+
+
+def _fragment(registers: list[ir.Value], width: int, layout: Any) -> mgpu.FragmentedArray:
     """The left operand [64, width] of a thread's registers."""
-    shape = mgpu.WGMMA_LAYOUT.registers_shape((BRICK, width))
+    layout = layout.to_mgpu()
+    shape = layout.registers_shape((BRICK, width))
     return mgpu.FragmentedArray(
         _registers=np.array(registers, dtype=object).reshape(shape),
-        _layout=mgpu.WGMMA_LAYOUT,
+        _layout=layout,
         _is_signed=None,
     )
 

@@ -4,7 +4,8 @@ A product of few rows is bound by the bytes of its weight. int4 takes a quarter 
 bf16, and 8 bits take half. Weights lie in memory as "bricks" that threads read without exchanging
 anything. A warpgroup unpacks a unit of rows into registers and multiplies it with x from shared
 memory, as in `flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that
-one unpacks while the tensor cores work for another.
+one unpacks while the tensor cores work for another. For few rows, warps multiply by themselves
+(`fragments.multiplied`): wgmma would make them wait before they unpack further.
 
 Scales multiply the fp32 sums of their group of rows. This costs less than scaling weights, and
 rounds nothing. Zeros are subtracted while unpacking, exactly.
@@ -29,12 +30,14 @@ from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, nee
 from fdjax.pallas_kernels.gemm.hopper.flat_tile import FlatTile, in_groups
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.fragments import unpacked
+from fdjax.pallas_kernels.hopper.fragments import left_of, loaded_right, multiplied, unpacked
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _MAX_ROWS = 32
+# On an H100, products of up to 16 rows are faster by warps, those of 32 by wgmma.
+_MOST_ROWS_BY_WARPS = 16
 # Rows of the weight that are unpacked at once. It does not depend on the tiling, nor do the bits.
 _UNIT = 128
 
@@ -187,6 +190,23 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config):
                 source, target = tile.gmem[name].at[place], tile.smem[name].at[slot, piece]
                 plgpu.copy_gmem_to_smem(source, target, arrived)
 
+    by_warps = tile.block_m <= _MOST_ROWS_BY_WARPS
+    layout = left_of(tile.in_dtype) if by_warps else LAYOUT
+
+    def products(x, weights):
+        """Each weight [64, unit] times x^T: [64, block_m]."""
+        if by_warps:
+            right = loaded_right(x)
+            return [multiplied(weight(), right) for weight in weights]
+
+        def product(*accumulators):
+            for accumulator, weight in zip(accumulators, weights, strict=True):
+                plgpu.wgmma(accumulator, weight(), x.T)
+            return [accumulator[...] for accumulator in accumulators]
+
+        accumulator = plgpu.ACC((BRICK, tile.block_m), jnp.float32)
+        return pl.run_scoped(product, *[accumulator] * pieces)
+
     def step(i, totals):
         smem, slot, totals = tile.smem, lax.rem(i, stages), list(totals)
         plgpu.barrier_wait(smem["arrived"].at[slot])
@@ -195,19 +215,14 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config):
             row = smem[name].at[slot, piece, start // group if scale_rows > 1 else 0]
             return load(row, LAYOUT.reduce(1))
 
+        def weight(piece, start):
+            zeros = factor("zeros", piece, start) if "zeros" in factors else None
+            bricks = smem["w"].at[slot, piece]
+            return unpacked(bricks, kind, tile.in_dtype, start, unit, zeros, layout=layout)
+
         for start in range(0, block_k, unit):
-
-            def product(*accumulators, start=start):
-                for piece, accumulator in enumerate(accumulators):
-                    zeros = factor("zeros", piece, start) if "zeros" in factors else None
-                    bricks = smem["w"].at[slot, piece]
-                    a = unpacked(bricks, kind, tile.in_dtype, start, unit, zeros)
-                    x = smem["x"].at[slot, :, pl.ds(start, unit)]
-                    plgpu.wgmma(accumulator, a, x.T)
-                return [accumulator[...] for accumulator in accumulators]
-
-            accumulator = plgpu.ACC((BRICK, tile.block_m), jnp.float32)
-            sums = pl.run_scoped(product, *[accumulator] * pieces)
+            x = smem["x"].at[slot, :, pl.ds(start, unit)]
+            sums = products(x, [functools.partial(weight, p, start) for p in range(pieces)])
             for piece, values in enumerate(sums):
                 scale = factor("scales", piece, start)
                 totals[piece] += values * lax.broadcast_in_dim(scale, values.shape, [0])

@@ -1,7 +1,7 @@
 """A linear layer with quantised weights as a stage of a persistent kernel.
 
 Packed bricks arrive in the ring of weights and are unpacked in registers, while the tensor cores
-multiply the previous bricks. Scales are applied to the sums of each group of rows, in fp32. One
+multiply other bricks. Scales are applied to the sums of each group of rows, in fp32. One
 warpgroup cannot unpack as fast as memory delivers, so a second one takes every other brick of K and
 hands its sums over through shared memory.
 """
@@ -15,7 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.fragments import unpacked
+from fdjax.pallas_kernels.hopper.fragments import left_of, loaded_right, multiplied, unpacked
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Copies, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
@@ -113,10 +113,13 @@ class PackedProduct(Product):
         """
         smem, group = block.smem, self.packing.group
         w_used, x_used = used
-        x_slots = self.deep // 2
-        # (slot of x, piece) of each brick of a tile. Two bricks are multiplied between two waits.
-        all_bricks = [(at, piece) for at in range(x_slots) for piece in range(self.pieces)]
-        rounds = [all_bricks[first : first + 2] for first in range(0, len(all_bricks), 2)]
+        x_slots, layout = self.deep // 2, left_of(block.dtype)
+        # Slots of x between two waits: enough for four bricks of the weight.
+        together = -(-4 // self.pieces)
+
+        def weight(slot, piece, at):
+            words = smem["words"].at[slot, pl.ds(piece * self.deep + 2 * at + assistant, 1)]
+            return unpacked(words, self.packing.kind, block.dtype, 0, BRICK, layout=layout)
 
         def product(step, totals):
             if self.norm and not assistant:
@@ -126,35 +129,23 @@ class PackedProduct(Product):
             plgpu.barrier_wait(smem["w_arrived"].at[slot])
             scaled = list(totals)
 
-            places = [block.x_slot(x_used + step * x_slots + at) for at in range(x_slots)]
             columns = pl.ds(assistant * BRICK, BRICK)
-
-            def fragment(at, piece):
-                words = smem["words"].at[slot, pl.ds(piece * self.deep + 2 * at + assistant, 1)]
-                return unpacked(words, self.packing.kind, block.dtype, 0, BRICK)
-
-            ready = [fragment(*brick) for brick in rounds[0]]
-            for now, following in zip(rounds, [*rounds[1:], []], strict=True):
-                for at, piece in now:
-                    if piece == 0:
-                        plgpu.barrier_wait(smem["x_arrived"].at[places[at]])
-
-                def multiply(*accs, ready=ready, now=now, following=following):
-                    for acc, a, (at, _) in zip(accs, ready, now, strict=True):
-                        plgpu.wgmma(acc, a, smem["x"].at[places[at], :, columns].T)
-                    ready = [fragment(*brick) for brick in following]
-                    return [acc[...] for acc in accs], ready
-
-                accumulator = plgpu.ACC((BRICK, block.padded), jnp.float32)
-                sums, ready = pl.run_scoped(multiply, *[accumulator] * len(now))
-                for value, (at, piece) in zip(sums, now, strict=True):
-                    if piece == self.pieces - 1:
-                        plgpu.barrier_arrive(smem["x_used"].at[places[at]])
-                    if group:
-                        row = piece * self._groups + (2 * at + assistant) * BRICK // group
-                        scale = load(smem["scales"].at[slot, row], LAYOUT.reduce(1))
-                        value = value * lax.broadcast_in_dim(scale, value.shape, [0])
-                    scaled[piece] += value
+            for first in range(0, x_slots, together):
+                ats = range(first, min(first + together, x_slots))
+                places = [block.x_slot(x_used + step * x_slots + at) for at in ats]
+                for place in places:
+                    plgpu.barrier_wait(smem["x_arrived"].at[place])
+                rights = [loaded_right(smem["x"].at[place, :, columns]) for place in places]
+                for place in places:
+                    plgpu.barrier_arrive(smem["x_used"].at[place])
+                for at, right in zip(ats, rights, strict=True):
+                    for piece in range(self.pieces):
+                        value = multiplied(weight(slot, piece, at), right)
+                        if group:
+                            row = piece * self._groups + (2 * at + assistant) * BRICK // group
+                            scale = load(smem["scales"].at[slot, row], LAYOUT.reduce(1))
+                            value = value * lax.broadcast_in_dim(scale, value.shape, [0])
+                        scaled[piece] += value
             plgpu.barrier_arrive(smem["w_used"].at[slot])
             return scaled
 
