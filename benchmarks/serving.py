@@ -59,7 +59,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--max-len", type=int, help="cache slots per row; default: by the prompts of each state"
     )
-    parser.add_argument("--runs", type=int, default=2, help="timed calls")
+    parser.add_argument("--runs", type=int, default=2, help="timed calls; 0: no throughput")
     parser.add_argument(
         "--arrivals", type=float, nargs="+", default=[], metavar="RATE", help="requests per second"
     )
@@ -182,17 +182,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         "memory_bytes": free_memory_bytes(),
         "throughput": [],
     }
-    if args.requests:
+    if args.requests and args.runs:
         record["bound"] = least_time(model, args, whole_memory_bytes())
     params, _stacks = random_stacked_params(model)
     for rows in args.max_batch if args.requests else ():
         limits = {"max_batch": rows, "max_len": args.max_len}
         lm = LM(model, params, **limits, memory_bytes=record["memory_bytes"])
-        found = throughput(lm, args)
-        best = min((call["seconds"] for call in found["timed_calls"]), default=None)
-        share = best and record["bound"]["seconds"] / best
-        record["throughput"].append({"max_batch": rows, "share_of_bound": share} | found)
-        _write(record, args.output)
+        if args.runs:
+            found = throughput(lm, args)
+            best = min(call["seconds"] for call in found["timed_calls"])
+            share = record["bound"]["seconds"] / best
+            record["throughput"].append({"max_batch": rows, "share_of_bound": share} | found)
+            _write(record, args.output)
         if rows is args.max_batch[-1]:
             continue
         lm.release()
