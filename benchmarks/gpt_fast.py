@@ -25,10 +25,10 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, both, bias=False)
         self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
 
-    def make_cache(self, batch: int, slots: int) -> None:
-        """Empty caches [B, Hkv, S, D] in the dtype and on the device of the weights."""
+    def make_cache(self, batch: int, slots: int, like: Tensor) -> None:
+        """Empty caches [B, Hkv, S, D] in the dtype and on the device of a tensor."""
         for name in ("keys", "values"):
-            empty = self.qkv.weight.new_zeros(batch, self.kv_heads, slots, self.head_dim)
+            empty = like.new_zeros(batch, self.kv_heads, slots, self.head_dim)
             # A CUDA graph may then write into the cache.
             mark_static_address(empty)
             self.register_buffer(name, empty, persistent=False)
@@ -97,7 +97,7 @@ class Llama(nn.Module):
     def make_cache(self, batch: int, slots: int) -> None:
         """Caches of every layer, and the tables that depend on their size."""
         for block in self.blocks:
-            block.attention.make_cache(batch, slots)
+            block.attention.make_cache(batch, slots, self.embed.weight)
         device, dim = self.embed.weight.device, self.blocks[0].attention.head_dim
         theta = (self.config.get("rope_parameters") or self.config).get("rope_theta", 1e4)
         exponents = torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim
