@@ -579,8 +579,16 @@ def serving_throughput(results: Results) -> Figure | None:
 
 
 def serving_latency(results: Results) -> Figure | None:
-    """Time to the first token and time per token, by the rate at which requests arrive."""
-    measured = {name: d["arrivals"] for name, d in results.serving.items() if d.get("arrivals")}
+    """Time to the first token and time per token, by the rate at which requests arrive.
+
+    Records of the same model share a panel.
+    """
+    of_model: dict[str, tuple[str, list]] = {}
+    for name, data in results.serving.items():
+        if data.get("arrivals"):
+            model = json.dumps(data["config"], sort_keys=True)
+            of_model.setdefault(model, (name, []))[1].extend(data["arrivals"])
+    measured = dict(of_model.values())
     if not measured:
         return None
     figure, panels = _panels(2 * len(measured), (4.4, 3.2))

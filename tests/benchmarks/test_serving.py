@@ -220,6 +220,7 @@ def test_figures_over_concurrency_and_arrival_rate(tmp_path):
         return dict.fromkeys(names, percentiles) | {"rate": rate, "largest_gap_ms": 99.0}
 
     record = {
+        "config": {"model_type": "llama"},
         "requests": {"count": 6},
         "bound": {"new_tokens_per_s": 900.0},
         "peer": {"new_tokens_per_s": [50.0, 60.0]},
@@ -227,9 +228,11 @@ def test_figures_over_concurrency_and_arrival_rate(tmp_path):
             {"state": {"rows": n}, "timed_calls": [{"new_tokens_per_s": 100.0 * n}, _SLOW]}
             for n in (4, 1)
         ],
-        "arrivals": [arrived(2.0), arrived(1.0)],
+        "arrivals": [arrived(2.0)],
     }
     (tmp_path / "serving_7b.json").write_text(json.dumps({"serving": record}))
+    more = record | {"throughput": [], "arrivals": [arrived(1.0)]}
+    (tmp_path / "serving_7b_more.json").write_text(json.dumps({"serving": more}))
     results = plots.Results(tmp_path, tmp_path)
     (axes,) = plots.serving_throughput(results).axes
     ours, limit, peer = axes.lines
@@ -240,6 +243,7 @@ def test_figures_over_concurrency_and_arrival_rate(tmp_path):
     assert gaps.lines[1].get_ydata().tolist() == [30, 60]
     assert gaps.lines[2].get_ydata().tolist() == [99, 99]
     del record["arrivals"]
+    (tmp_path / "serving_7b_more.json").unlink()
     (tmp_path / "serving_7b.json").write_text(json.dumps({"serving": record}))
     assert plots.serving_latency(plots.Results(tmp_path, tmp_path)) is None
 
