@@ -83,7 +83,10 @@ def test_a_minimum_raises_the_default_maximum(files, monkeypatch):
     assert (seen[0]["min_new_tokens"], seen[0]["max_new_tokens"]) == (least, least)
 
 
-@pytest.mark.parametrize("what", ["options", "input", "model"])
+@pytest.mark.parametrize(
+    "what",
+    ["options", *(pytest.param(what, marks=pytest.mark.slow) for what in ("input", "model"))],
+)
 def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
     run(files)
     before = files[1].read_bytes()
@@ -139,6 +142,7 @@ def test_a_line_that_is_none_ends_it_before_anything_runs(files, capsys, line, m
     assert not files[1].exists()
 
 
+@pytest.mark.slow
 def test_a_prompt_that_is_refused_has_an_error(files, capsys):
     files[0].write_text('{"messages": [1]}\n[]\n{"prompt": "Hello", "id": "\\ud800"}\n')
     assert run(files) == 0

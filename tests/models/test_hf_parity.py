@@ -13,6 +13,7 @@ import pytest
 
 import fdjax
 from fdjax.pallas_kernels.plan import Plan
+from marks import slow_unless_fast
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 # Every folder of make_hf_fixtures.py is a case, so a new family is found.
@@ -74,10 +75,6 @@ GREEDY = {
 }
 
 forward = jax.jit(fdjax.forward, static_argnums=0)
-
-
-def slow_unless_fast(cases, fast=FAST):
-    return [pytest.param(c, marks=() if c in fast else pytest.mark.slow) for c in cases]
 
 
 @functools.cache
@@ -239,7 +236,7 @@ def test_a_ragged_batch_of_transformers_is_each_prompt_alone_but_for_ropes_by_le
         assert (same == list(PROMPTS)) == (case not in BY_LENGTH)
 
 
-@pytest.mark.parametrize("case", slow_unless_fast(CASES))
+@pytest.mark.parametrize("case", slow_unless_fast(CASES, FAST))
 def test_both_generations_of_the_config_load_to_the_same(case, tmp_path):
     folder = shutil.copytree(FIXTURES / case, tmp_path / case)
     (folder / "config.alternate.json").replace(folder / "config.json")
@@ -265,7 +262,7 @@ PLANNED = pytest.mark.parametrize(
 
 
 @PLANNED
-@pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES))
+@pytest.mark.parametrize("case", slow_unless_fast(BF16_CASES, FAST))
 def test_bfloat16_logits_are_as_close_as_those_of_transformers(case, implementation):
     errors = []
     forced = teacher_forced(case, "bfloat16", implementation)

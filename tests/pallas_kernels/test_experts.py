@@ -17,6 +17,7 @@ from fdjax.pallas_kernels.quantised import (
     dequantise,
     random_quantised,
 )
+from marks import slow_unless_fast
 
 from . import oracle
 from .implementations import PLATFORMS, on
@@ -93,7 +94,9 @@ def assert_moe(y, exact, dtype):
 
 
 @pytest.mark.parametrize("gate", ["gelu", soak("gelu_tanh")])
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    "rule", slow_unless_fast(RULES, {"plain", "biased", "groups of a softmax"})
+)
 def test_every_rule_of_routing(rule, gate):
     routing = Routing(6, 2, **RULES[rule])
     *arrays, bias = operands(33, seed=3)

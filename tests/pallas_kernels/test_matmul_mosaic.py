@@ -94,6 +94,10 @@ ALL = dict(norm=True, bias=True, gate="silu", residual=True)
 UP = dict(norm="layer", bias=True, activation="gelu")
 
 
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
@@ -101,19 +105,23 @@ UP = dict(norm="layer", bias=True, activation="gelu")
         (dict(m=3, k=64, n=64, bias=True), SMALL),  # fewer steps than stages
         (dict(m=8, k=192, n=192), FlatGemmConfig(128, 128, 2)),  # partial blocks of K and of N
         (dict(m=5, k=448, n=64, **ALL), SMALL),
-        (dict(m=72, k=192, n=64), SMALL),  # two blocks of rows
+        slow(dict(m=72, k=192, n=64), SMALL),  # two blocks of rows
         (dict(m=100, k=192, n=64, **ALL), TALL),  # one block of rows
-        (dict(m=136, k=64, n=64, residual=True), TALL),
+        slow(dict(m=136, k=64, n=64, residual=True), TALL),
         (dict(m=12, k=128, n=64, **ALL), SMALL),  # two groups of rows
-        (dict(m=9, k=64, n=64, residual=True), SMALL),  # three groups of equal size
+        slow(dict(m=9, k=64, n=64, residual=True), SMALL),  # three groups of equal size
         (dict(m=11, k=128, n=64, residual=True), SMALL),  # rows that must be padded
-        (dict(m=4, k=128, n=64, bias=True, dtype=jnp.float16), SMALL),
-        (dict(m=2, k=512, n=64, norm=True), FlatGemmConfig(64, 64, 8)),  # as many stages as rows
+        slow(dict(m=4, k=128, n=64, bias=True, dtype=jnp.float16), SMALL),
+        slow(
+            dict(m=2, k=512, n=64, norm=True), FlatGemmConfig(64, 64, 8)
+        ),  # as many stages as rows
         (dict(m=1, k=320, n=128, **UP), SMALL),
-        (dict(m=7, k=128, n=64, norm="layer without bias"), SMALL),  # no spare rows: one tile more
-        (dict(m=12, k=128, n=64, **UP), SMALL),  # two groups of rows
+        slow(
+            dict(m=7, k=128, n=64, norm="layer without bias"), SMALL
+        ),  # no spare rows: one tile more
+        slow(dict(m=12, k=128, n=64, **UP), SMALL),  # two groups of rows
         (dict(m=1, k=320, n=32, norm=True, bias=True), SMALL),  # a block without all its columns
-        (dict(m=8, k=64, n=8, residual=True), SMALL),
+        slow(dict(m=8, k=64, n=8, residual=True), SMALL),
     ],
     ids=str,
 )

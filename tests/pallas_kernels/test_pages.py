@@ -90,7 +90,7 @@ def _check_append(run, qkv, k, v, rows):
     ("lengths", "t", "d", "masks"),
     [
         ([1, 128, 129, 384], 1, 64, {}),
-        ([0, 127, 300], 1, 128, {}),
+        pytest.param([0, 127, 300], 1, 128, {}, marks=pytest.mark.slow),
         ([16, 200], 16, 128, {}),
         pytest.param([40, 384, 256], 1, 64, MASKS, marks=pytest.mark.slow),
     ],
@@ -142,7 +142,7 @@ def test_prefill_attention(implementation, layer, lengths, offsets, masks):
 
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 @at_layer
-@pytest.mark.parametrize("t", [1, 3])
+@pytest.mark.parametrize("t", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_append_decode_attention(implementation, layer, t):
     """A full row drops its token, as it does without pages."""
     lengths = np.array([0, 127, 128, 383, 384], np.int32)
