@@ -4,8 +4,8 @@ A product of few rows is bound by the bytes of its weight. int4 takes a quarter 
 bf16, and 8 bits take half. Weights lie in memory as "bricks" that threads read without exchanging
 anything. A warpgroup unpacks a unit of rows into registers and multiplies it with x from shared
 memory, as in `flat_gemm` with the operands swapped. Several blocks share a multiprocessor, so that
-one unpacks while the tensor cores work for another. For few rows, warps multiply by themselves
-(`fragments.multiplied`): wgmma would make them wait before they unpack further.
+one unpacks while the tensor cores work for another. For few rows and int4, warps multiply by
+themselves (`fragments.multiplied`): wgmma would make them wait before they unpack further.
 
 Scales multiply the fp32 sums of their group of rows. This costs less than scaling weights, and
 rounds nothing. Zeros are subtracted while unpacking, exactly.
@@ -36,7 +36,8 @@ from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
 _MAX_ROWS = 32
-# On an H100, products of up to 16 rows are faster by warps, those of 32 by wgmma.
+# On an H100, int4 products of up to 16 rows are faster by warps, those of 32 by wgmma. Other kinds
+# and small groups have not been measured by warps.
 _MOST_ROWS_BY_WARPS = 16
 # Rows of the weight that are unpacked at once. It does not depend on the tiling, nor do the bits.
 _UNIT = 128
@@ -190,7 +191,7 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config):
                 source, target = tile.gmem[name].at[place], tile.smem[name].at[slot, piece]
                 plgpu.copy_gmem_to_smem(source, target, arrived)
 
-    by_warps = tile.block_m <= _MOST_ROWS_BY_WARPS
+    by_warps = kind == "int4" and unit >= BRICK and tile.block_m <= _MOST_ROWS_BY_WARPS
     layout = left_of(tile.in_dtype) if by_warps else LAYOUT
 
     def products(x, weights):
