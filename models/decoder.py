@@ -994,6 +994,9 @@ def random_params(
       take: called with the path and the value of each parameter as it is made, unless devices share
         it. The returned tree holds its results.
     """
+    key = jax.random.key(seed)
+    paths, tree = jax.tree.flatten_with_path(model.abstract_params, is_leaf=is_quantised)
+    shardings = [None] * len(paths)
     if model.ranks > 1:
         devices = jax.local_devices()[: model.ranks] if devices is None else devices
         mesh = Mesh(np.array(devices), (AXIS,))
@@ -1002,32 +1005,39 @@ def random_params(
             model.partitions,
             is_leaf=lambda leaf: isinstance(leaf, PartitionSpec),
         )
-        # Each device makes its own part of each parameter.
-        return jax.jit(_random, static_argnums=0, out_shardings=shardings)(model, seed)
-    return _random(model, seed, take)
-
-
-def _random(model: Model, seed: int | Array, take: Take = lambda path, weight: weight) -> Params:
-    key = jax.random.key(seed)
-    paths, tree = jax.tree.flatten_with_path(model.abstract_params, is_leaf=is_quantised)
+        shardings = tree.flatten_up_to(shardings)
     leaves = []
-    for i, (path, leaf) in enumerate(paths):
+    for i, ((path, leaf), sharding) in enumerate(zip(paths, shardings, strict=True)):
         names = tuple(entry.key for entry in path)
         if names[-1].endswith("scale"):
-            made = jnp.full(leaf.shape, 1 - model.config.norm_offset, leaf.dtype)
-        elif is_quantised(leaf):
-            made = random_quantised(jax.random.fold_in(key, i), leaf, 0.02)
+            scale = 1 - model.config.norm_offset
+            made = jnp.full(leaf.shape, scale, leaf.dtype, device=sharding)
         else:
-            made = _normal(jax.random.fold_in(key, i), leaf.shape, leaf.dtype)
-            copies = model.ranks // model.config.kv_heads
-            if copies > 1 and "qkv" in names:
-                kv = made[..., ::copies, -2:, :].repeat(copies, axis=-3)
-                made = made.at[..., -2:, :].set(kv)
-        leaves.append(take(names, made))
+            copies = model.ranks // model.config.kv_heads if "qkv" in names else 1
+            made = _random_weight(leaf, copies, sharding)(jax.random.fold_in(key, i))
+        leaves.append(take(names, made) if model.ranks == 1 else made)
         del made
     return jax.tree.unflatten(tree, leaves)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _normal(key, shape, dtype):
-    return 0.02 * jax.random.normal(key, shape, dtype)
+# One program for all layers. A program that makes all weights at once takes a minute to compile.
+@functools.cache
+def _random_weight(like: Any, copies: int, sharding: Any) -> Callable[[Array], Any]:
+    """A function from a key to a weight. Each device makes its own part.
+
+    Args:
+      like: shape and dtype of the weight, or a quantised weight of these.
+      copies: number of devices that have the same keys and values, if this weight has them.
+      sharding: sharding of the result, or None for one device.
+    """
+
+    def make(key):
+        if is_quantised(like):
+            return random_quantised(key, like, 0.02)
+        made = 0.02 * jax.random.normal(key, like.shape, like.dtype)
+        if copies > 1:
+            kv = made[..., ::copies, -2:, :].repeat(copies, axis=-3)
+            made = made.at[..., -2:, :].set(kv)
+        return made
+
+    return jax.jit(make, out_shardings=sharding)

@@ -44,6 +44,7 @@ from fdjax.engine.state import (
     abstract_state,
     init_cache,
     init_pool,
+    page_bytes,
     page_tokens,
     start,
     start_in_pages,
@@ -55,6 +56,7 @@ from fdjax.models import Model, Params
 from fdjax.pallas_kernels.attention import SharedPages, can_share, find_shared, reading_shape
 from fdjax.pallas_kernels.ranks import observed
 from fdjax.sampling.sampler import NOT_FINITE, Processors
+from fdjax.system.device_memory import gigabytes
 from fdjax.system.process import refuse_forked
 from fdjax.weights.stacked import layer_slices, stack_layers
 
@@ -282,9 +284,11 @@ class Engine:
         if max(needs) >= limit:
             longest = max(needs) * self.page_tokens
             plan_memory(self.local, max_len=longest).check("generate", self.memory_bytes)
+            pages = max(0, limit - 1)
             raise MemoryError(
-                f"generate: {longest} tokens of cache must fit into {max(0, limit - 1)} pages of "
-                f"{self.page_tokens}, which the workspace of {self._planned_rows} rows leaves; "
+                f"generate: {longest} tokens of cache must fit into {pages} pages of "
+                f"{self.page_tokens}, {gigabytes(pages * page_bytes(self.local))}, which weights, "
+                f"other arrays and the workspace of {self._planned_rows} rows leave of the memory; "
                 "give a smaller max_batch or max_len"
             )
         # Rows without pages would only cost time. Half of a row's largest need is enough for most

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from benchmarks.tensor_parallel import with_one_launch
 from fdjax.models import chain_features, describe, layers_features, parse_config
 from fdjax.models.block import DECODER_CAN
-from fdjax.models.decoder import _random
+from fdjax.models.decoder import _random_weight
 from fdjax.models.sharding import _BLOCK_CAN, local_config, why_tokens_repeat
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import BRICKS, WeightFormat
@@ -98,7 +98,8 @@ def test_who_divides_the_tokens_of_a_kv_head():
 def test_random_weights_of_the_same_kv_head_are_equal():
     c = config(hidden_size=64, intermediate_size=64, num_hidden_layers=1)
     model = describe(c, dtype="float32", plan=H100, tensor_parallel=8)
-    weight = _random(model, 0)["blocks"][0]["attention"]["qkv"]["weight"]
+    like = model.abstract_params["blocks"][0]["attention"]["qkv"]["weight"]
+    weight = _random_weight(like, copies=4, sharding=None)(jax.random.key(0))
     heads = np.asarray(weight).reshape(64, 2, 4, 3, 8)  # of two KV heads, each on four devices
     assert (heads == heads[:, :, :1])[..., -2:, :].all()
     assert not (heads == heads[:, :, :1])[:, :, 1:, 0].any()
