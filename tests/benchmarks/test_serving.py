@@ -1,5 +1,6 @@
 """The benchmark of many requests."""
 
+import gc
 import json
 import sys
 import types
@@ -111,12 +112,20 @@ def test_what_readers_wait_for():
             return self
 
         def result(self):
+            gc.collect()
             return types.SimpleNamespace(stats=next(given))
 
+    callbacks = list(gc.callbacks)
     found = arrivals.measure(Fake(), [[1] * 7, [2] * 5], [7, 5], rate=1e6)
     assert found["first_token_ms"]["p50"] == pytest.approx(300)
     assert found["ms_per_token"]["p50"] == 20 and found["largest_gap_ms"] == 80
     assert found["compile_seconds"] == 0
+    # The second request's only gap, from 0.1 s on, then the first one's two of 40 and 60 ms.
+    largest, *_, last = found["largest_gaps"]
+    assert (largest["ms"], largest["request"]) == (80, 1) and len(found["largest_gaps"]) == 3
+    assert largest["end"] == pytest.approx(0.18, abs=1e-3)
+    assert (last["ms"], last["end"]) == (40, pytest.approx(0.54))
+    assert len(found["collections_ms"]) >= 2 and gc.callbacks == callbacks
 
 
 class Manager:
