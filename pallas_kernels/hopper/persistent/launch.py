@@ -56,6 +56,10 @@ def launch(
     rows = len(operands["x"])
     copies = max(stage.copies for stage in stages)
     at_start = 65536 // (128 * len(registers)) // 8 * 8
+    if sum(registers) > at_start * len(registers):  # warpgroups would wait for them forever
+        raise ValueError(
+            f"{name}: registers must be at most {at_start} on average, got {registers}"
+        )
     scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies, packing)
 
     def kernel(*refs):
