@@ -82,8 +82,17 @@ CASES = [
 _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 
 
+# Warpgroups that load, or warps, which leave registers for more warpgroups that unpack.
+CONFIGS = {
+    "warpgroups": DecodeLayersConfig(),
+    "warps": DecodeLayersConfig(by_warps=True),
+    "four unpack": DecodeLayersConfig(by_warps=True, unpackers=4),
+}
+
+
 @pytest.mark.deviceless
-def test_compiles_in_place():
+@pytest.mark.parametrize("config", ["warpgroups", "four unpack"])
+def test_compiles_in_place(config):
     from deviceless import alias_bytes, compile_for, large_copies
 
     shape = (1, "int4", 128)
@@ -91,22 +100,30 @@ def test_compiles_in_place():
     x, k, v, *rest = state
 
     def run(k, v, x, rest, packed):
-        return _run(x, k, v, *rest, weights=packed)
+        return _run(x, k, v, *rest, weights=packed, config=CONFIGS[config])
 
     compiled = compile_for("h100", run, k, v, x, rest, packed, donate_argnums=(0, 1))
     assert alias_bytes(compiled) == 4 * k.size
     assert not large_copies(compiled, 2**20)
 
 
+def test_four_that_unpack_leave_no_registers_for_warpgroups_that_load():
+    with pytest.raises(ValueError, match="unpackers must be 2, or 4 with by_warps"):
+        DecodeLayersConfig(unpackers=4)
+    with pytest.raises(ValueError, match="unpackers must be 2, or 4 with by_warps"):
+        DecodeLayersConfig(unpackers=3, by_warps=True)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("rows", "kind", "group", "shape"), CASES, ids=str)
-def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape):
+def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape, config):
     if not can_chain(jax.devices()[0]):
         pytest.skip("the blocks of the kernel would not all run at once here, and wait forever")
     state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, **shape))()
     run = jax.jit(_run, static_argnames="config")
     want, k_want, _ = run(*state, weights=dense)
-    got, k_got, _ = run(*state, weights=packed, config=DecodeLayersConfig(shared=2, ahead=2))
+    got, k_got, _ = run(*state, weights=packed, config=CONFIGS[config])
     want, got = (np.asarray(a, np.float32) for a in (want, got))
     # Sums in another order round intermediate results to other neighbours in bfloat16.
     assert np.abs(got - want).max() <= 2**-5 * want.std()

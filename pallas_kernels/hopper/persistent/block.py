@@ -1,5 +1,6 @@
 """A block of the grid: its index, its shared memory, and its signals to the other blocks."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -204,13 +205,14 @@ class Block:
         """Count a tile as finished."""
         counters.signal(self._counter(layer))
 
-    def await_stages(self, layer: Layer, at: int) -> None:
+    def await_stages(self, layer: Layer, at: int, *, by_warp: bool = False) -> None:
         """Wait until all blocks have finished the stages before stage `at` of this layer."""
+        wait = functools.partial(counters.wait, by_warp=by_warp)
         if at:
-            counters.wait(self._counter(layer), sum(stage.tiles for stage in self.stages[:at]))
+            wait(self._counter(layer), sum(stage.tiles for stage in self.stages[:at]))
         else:
             of_a_layer = sum(stage.tiles for stage in self.stages)
-            when(layer > 0)(lambda: counters.wait(self._counter(layer - 1), of_a_layer))
+            when(layer > 0)(lambda: wait(self._counter(layer - 1), of_a_layer))
 
     def _counter(self, layer: Layer) -> Any:
         return self.gmem["counters"].at[layer if self._row is None else self._row]

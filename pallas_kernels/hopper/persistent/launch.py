@@ -14,7 +14,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.conditional import in_a_warp, when
 from fdjax.pallas_kernels.hopper.persistent.block import Block
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.sizes import CLUSTERS
@@ -45,8 +45,9 @@ def launch(
       layers: number of layers.
       memory: shared memory of the stages.
       config: configuration of the op, with its limits on tiles in flight.
-      registers: registers per thread of the warpgroups that compute, load x, load weights, and, if
-        there is a fourth, assist.
+      registers: registers per thread of the warpgroups that compute, load x, load weights, and
+        assist, of which there are `packing.unpackers` - 1; or of those that compute, load both, and
+        assist. One that loads both has a warp for each.
       approx_math: whether the compiler may use approximate math.
       packing: how weights are quantised, if they are.
 
@@ -70,12 +71,16 @@ def launch(
         if packing:
             smem["w"], smem["words"] = smem["w"]
         block = Block(gmem, smem, stages=stages, layers=layers, config=config)
-        roles = _compute, _bring_x, _bring_weights, _assist
-        for index, run in enumerate(roles[: len(registers)]):
+        helpers = range(1, packing.unpackers) if packing else ()
+        roles = [_compute, _bring_x, _bring_weights]
+        if len(registers) < len(roles) + len(helpers):
+            roles = [_compute, _bring_by_warps]
+        roles += [functools.partial(_assist, index=helper) for helper in helpers]
+        for index, run in enumerate(roles):
 
             @when(lax.axis_index("warpgroup") == index)
             def _(run=run, registers=registers[index]):
-                action = "increase" if registers > at_start else "decrease"
+                action = "increase" if registers >= at_start else "decrease"
                 plgpu.set_max_registers(registers, action=action)
                 run(block)
 
@@ -108,19 +113,32 @@ def _compute(block: Block) -> None:
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
 
 
-def _assist(block: Block) -> None:
+def _assist(block: Block, index: int) -> None:
     def run(layer, used):
         for stage in block.stages:
-            used = stage.assist(block, layer, used)
+            used = stage.assist(block, layer, used, index)
         return used
 
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
 
 
-def _bring_x(block: Block) -> None:
+def _bring_by_warps(block: Block) -> None:
+    """Load x by one warp and weights by another: a copy then has no barrier of a warpgroup."""
+
+    @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
+    def run():
+        warp = lax.axis_index("warp")
+        with in_a_warp():
+            when(warp == 0)(lambda: _bring_weights(block))
+            when(warp == 1)(lambda: _bring_x(block, by_warp=True))
+
+    run()
+
+
+def _bring_x(block: Block, *, by_warp: bool = False) -> None:
     def run(layer, loaded):
         for at, stage in enumerate(block.stages):
-            block.await_stages(layer, at)
+            block.await_stages(layer, at, by_warp=by_warp)
             loaded = stage.bring_x(block, layer, loaded)
         return loaded
 

@@ -46,12 +46,14 @@ class Packing:
       group: number of rows that share a scale, or None for one scale per column.
       scales: dtype of the scales.
       wide: largest number of columns of a product's tile, in bricks.
+      unpackers: warpgroups that unpack and multiply, an even number.
     """
 
     kind: str
     group: int | None
     scales: Any
     wide: int
+    unpackers: int = 2
 
     @property
     def bricks(self) -> int:
@@ -89,7 +91,7 @@ def with_rings(
         rings["w"] = plgpu.RefUnion(rings["w"], words)
     if scale_rows:
         rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
-    users = 2 if packing else 1  # warpgroups that compute
+    users = packing.unpackers if packing else 1  # warpgroups that compute
     return {
         **{name: matrix(*buffer) for name, buffer in matrices.items()},
         **rings,

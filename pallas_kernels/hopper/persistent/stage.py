@@ -29,8 +29,11 @@ class Stage(Work, abc.ABC):
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load the results of earlier stages as bricks; `loaded` counts them since the start."""
 
-    def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Compute a second warpgroup's part; `used` is as for `compute`."""
+    def assist(self, block: Block, layer: Layer, used: Pair, index: int) -> Pair:
+        """Compute the part of warpgroup `index` of those that unpack, from 1 on.
+
+        `used` is as for `compute`.
+        """
         raise NotImplementedError
 
     @abc.abstractmethod

@@ -52,6 +52,9 @@ class DecodeLayersConfig:
       cache: tiles of keys and values.
       ahead: tiles of the next stage that a block requests while it still works on this one.
       clusters: most clusters of two blocks that share a KV head.
+      unpackers: warpgroups that unpack quantised weights, 2 or 4.
+      by_warps: whether a warp loads x and another one weights, not a warpgroup each; for quantised
+        weights. With 4 unpackers, registers suffice for nothing else.
     """
 
     shared: int = 2
@@ -59,6 +62,8 @@ class DecodeLayersConfig:
     cache: int = 4
     ahead: int = 2
     clusters: int = 1
+    unpackers: int = 2
+    by_warps: bool = False
 
     def __post_init__(self):
         if min(self.shared, self.alone, self.cache, self.clusters) < 1 or self.ahead < 0:
@@ -66,6 +71,17 @@ class DecodeLayersConfig:
                 "decode_layers: must have shared, alone, cache and clusters >= 1 and ahead >= 0, "
                 f"got {self}"
             )
+        if self.unpackers not in (2, 4) or (self.unpackers == 4 and not self.by_warps):
+            raise ValueError(f"decode_layers: unpackers must be 2, or 4 with by_warps, got {self}")
+
+
+# Registers of each warpgroup, see `launch`; for packed weights by (unpackers, by_warps).
+_REGISTERS = 240, 128, 120
+_PACKED_REGISTERS = {
+    (2, False): (184, 104, 104, 120),
+    (2, True): (232, 64, 200),
+    (4, True): (160, 48, 88, 88, 88),
+}
 
 
 def layers_mosaic(
@@ -114,7 +130,7 @@ def layers_mosaic(
         gate=gate,
         eps=eps,
         scale=scale,
-        packing=_packing(weights, m),
+        packing=_packing(weights, m, config.unpackers),
         ranks=ranks,
         config=config,
     )
@@ -131,13 +147,14 @@ def _products(weights) -> dict[str, jax.Array]:
     return words | {f"{name}_scales": w.scales for name, w in named.items()}
 
 
-def _packing(weights, rows) -> Packing | None:
+def _packing(weights, rows, unpackers) -> Packing | None:
     w = weights.out
     if not isinstance(w, QTensor):
         return None
     # Sums of more columns would not fit into registers.
     wide = 48 // (-(-rows // 8) * 8)
-    return Packing(w.kind, None if w.group == w.shape[0] else w.group, w.scales.dtype, wide)
+    group = None if w.group == w.shape[0] else w.group
+    return Packing(w.kind, group, w.scales.dtype, wide, unpackers)
 
 
 def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
@@ -177,7 +194,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         layers=layers,
         memory=memory | heads_memory(dtype),
         config=config,
-        registers=(184, 104, 104, 120) if packing else (240, 128, 120),
+        registers=_PACKED_REGISTERS[config.unpackers, config.by_warps] if packing else _REGISTERS,
         approx_math=True,
         packing=packing,
     )

@@ -182,8 +182,8 @@ class Heads(Stage):
         when(mine > 0)(block.mark_done)
         return used
 
-    def assist(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Compute nothing. The second warpgroup only arrives at the barriers."""
+    def assist(self, block: Block, layer: Layer, used: Pair, index: int) -> Pair:
+        """Compute nothing. The other warpgroups only arrive at the barriers."""
         smem = block.smem
 
         def pass_by(arrived, used, slot):
