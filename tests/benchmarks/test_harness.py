@@ -718,6 +718,7 @@ def record_of(rows, config):
 
 _PERCENTILES = {"p50": 10.0, "p90": 20.0, "p99": 30.0}
 SERVING = {
+    "config": {"hidden_size": 64},
     "requests": {"count": 6},
     "bound": {"new_tokens_per_s": 900.0},
     "throughput": [{"state": {"rows": 4}, "timed_calls": [{"new_tokens_per_s": 400.0}]}],
