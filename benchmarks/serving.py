@@ -204,9 +204,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         length = max(1, int(2048 * args.scale))
         compiled = lm.warmup(batch=most, prompt_tokens=length, streamed=True, smaller=True)
         record["warmup"] = {"batch": most, "prompt_tokens": length, "compile_seconds": compiled}
-        # States grow and shrink: these programs are small, and not among those of `warmup`.
-        few = requests(min(args.requests, 16), model.config.vocab_size, args.scale, 99)
-        arrivals.measure(lm, *few, rate=10 * max(args.arrivals))
         for number, rate in enumerate(args.arrivals):
             of_rate = requests(args.requests, model.config.vocab_size, args.scale, 100 + number)
             record["arrivals"].append(arrivals.measure(lm, *of_rate, rate=rate))

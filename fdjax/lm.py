@@ -26,7 +26,7 @@ from fdjax.engine.results import (
     Timer,
     bytes_of_params,
 )
-from fdjax.engine.runner import STREAM_STEPS
+from fdjax.engine.runner import STREAM_STEPS, Call
 from fdjax.engine.running import RunningRequest
 from fdjax.engine.sequence import Request, RequestState
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
@@ -259,7 +259,8 @@ class LM:
         prompts whose beginning is in the cache.
 
         A server calls it once with `smaller`, and sets `max_len`: the programs depend on the slots
-        of a row, and then all rows have equally many. Python's garbage collector then leaves out
+        of a row, and then all rows have equally many. Some requests then arrive one after another,
+        which compiles how a state becomes larger. Python's garbage collector then leaves out
         the objects that exist (`gc.freeze`), because to search them takes a tenth of a second.
 
         Args:
@@ -295,9 +296,40 @@ class LM:
             rows = self._run(requests, timer, STREAM_STEPS if streamed else _STEPS)
             seconds += timer.stats(rows).compile_seconds
         if smaller:
+            self._let_requests_come(requests[0], timer, min(batch, 3), prompt_tokens)
             gc.collect()
             gc.freeze()
         return seconds
+
+    def _let_requests_come(
+        self, request: Request, timer: Timer, count: int, prompt_tokens: int
+    ) -> None:
+        """Run requests that arrive one after another, then two at once, then one alone.
+
+        So states become larger, and requests begin with pages of others. One row and several have
+        different states, and programs of their own for this.
+        """
+        if request.config.num_beams > 1 or self.engine.place.spans_processes:
+            return
+        ids = np.resize(request.ids, min(self.engine.page_tokens + 1, prompt_tokens))
+        most = self.engine.max_len or self.config.max_position_embeddings
+        new = max(1, min(256, most - len(ids)))
+        config = dataclasses.replace(request.config, stopping_criteria=(), max_new_tokens=new)
+        request = dataclasses.replace(request, config=config, ids=ids)
+        runner = self.engine.runner
+        for arrivals in ([1] * count, [min(count, 2)], [1]):
+            calls = []
+            try:
+                for at_once in arrivals:
+                    rows = self._states([request] * at_once)
+                    calls.append(Call(rows, STREAM_STEPS, timer.chunk))
+                    runner.submit(calls[-1])
+                    runner.wait(calls[-1], lambda rows=rows: all(row.tokens for row in rows))
+            finally:
+                for call in calls:
+                    runner.cancel(call)
+            for call in calls:
+                runner.wait(call)
 
     def _of_two_tokens(self, config: GenerationConfig) -> GenerationConfig:
         """A configuration with the same programs whose rows end after the first decode step."""

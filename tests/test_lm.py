@@ -652,11 +652,18 @@ def test_after_a_warmup_for_a_server_requests_come_and_go_and_compile_nothing(lm
     before = used.program_counts()
     rng = np.random.default_rng(3)
     running = []
-    for length in [300, *rng.integers(1, 500, 30)]:
-        ids = rng.integers(3, used.config.vocab_size, length).tolist()
-        running.append(used.submit(ids, **options))
-        next(running[int(rng.integers(len(running)))], None)
-    assert sum(one.result().stats.compile_seconds for one in running) == 0
+    with compiled_programs() as names:
+        for length in [300, *rng.integers(1, 500, 30)]:
+            ids = rng.integers(3, used.config.vocab_size, length).tolist()
+            running.append(used.submit(ids, **options))
+            next(running[int(rng.integers(len(running)))], None)
+        assert sum(one.result().stats.compile_seconds for one in running) == 0
+        # They begin with pages of earlier ones: one alone, then several at once.
+        cached = used.submit(ids[:1] * 300, **options).result().stats.cached_tokens
+        running = [used.submit([*ids[:1] * 300, i], **options) for i in [0, *range(1, 5)]]
+        cached += sum(one.result().stats.cached_tokens for one in running)
+        assert cached >= 5 * 256
+    assert not names
     assert used.program_counts() == before
     assert used.warmup(**sizes, **options) == 0
 

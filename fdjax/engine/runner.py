@@ -7,6 +7,7 @@ waiting thread continues. A background thread advances the submitted ones.
 import collections
 import dataclasses
 import functools
+import itertools
 import math
 import operator
 import threading
@@ -53,6 +54,8 @@ _TOKENS_OF_A_CALL = 128
 # The same while more rows wait for their prompts than decode, and nobody streams. A step of few
 # rows takes almost as long as one of many.
 _PROMPT_TOKENS_BEFORE_FEW_ROWS = 32768
+# Rows whose first tokens one program sets, if more than one begins with tokens in the cache.
+_BEGINNINGS = 16
 # Rows with which a state goes on when it has at least twice as many and only so many sequences are
 # left, for at least so many steps. Each number of rows needs a program.
 _FEWER_ROWS, _STEPS_OF_FEWER_ROWS = (32, 128), 64
@@ -267,22 +270,22 @@ class Session:
 
     def begin_after(self, beginnings: Mapping[int, np.ndarray]) -> None:
         """Set the tokens of prompts, by row, that their pages hold before they are computed."""
-        # A power of four, so that there are few programs. The device drops the rows after the last.
-        count = 4 ** math.ceil(math.log(len(beginnings), 4))
-        rows = np.full(count, self._shape.room, np.int32)
-        rows[: len(beginnings)] = list(beginnings)
-        ids = np.zeros((count, self._shape.slots), np.int32)
-        lengths = np.zeros(count, np.int32)
-        for i, tokens in enumerate(beginnings.values()):
-            ids[i, : len(tokens)] = tokens
-            lengths[i] = len(tokens)
         # A row without work since the state was made is not among the restarts.
         self._restarts[list(beginnings)] = EMPTY
-        host = HostArrays.pack((self._restarts, rows, ids, lengths))
-        state = self._whole_state
-        ids, progress = _restarted(state.ids, state.progress, host)
-        self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
-        self._restarts = np.full(self._shape.room, KEEP, np.int32)
+        for some in itertools.batched(beginnings.items(), _BEGINNINGS):
+            # One or all of them, so that there are two programs. The device drops the other rows.
+            count = 1 if len(some) == 1 else _BEGINNINGS
+            rows = np.full(count, self._shape.room, np.int32)
+            ids = np.zeros((count, self._shape.slots), np.int32)
+            lengths = np.zeros(count, np.int32)
+            for i, (row, tokens) in enumerate(some):
+                rows[i], lengths[i] = row, len(tokens)
+                ids[i, : len(tokens)] = tokens
+            host = HostArrays.pack((self._restarts, rows, ids, lengths))
+            state = self._whole_state
+            ids, progress = _restarted(state.ids, state.progress, host)
+            self._set_state(dataclasses.replace(state, ids=ids, progress=progress))
+            self._restarts = np.full(self._shape.room, KEEP, np.int32)
 
     def reshape(self, rows: Sequence[int], shape: StateShape) -> None:
         """Go on with another shape. The first rows are these present ones, the others are empty.
