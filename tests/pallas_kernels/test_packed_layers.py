@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fdjax.pallas_kernels.layers import LayerWeights
+from fdjax.pallas_kernels.layers.hopper import decode_layers
 from fdjax.pallas_kernels.layers.hopper.decode_layers import DecodeLayersConfig, layers_mosaic
 from fdjax.pallas_kernels.plan import can_chain
 from fdjax.pallas_kernels.quantised import BITS, WeightFormat, dequantise, in_layout, pack
@@ -112,6 +113,14 @@ def test_four_that_unpack_leave_no_registers_for_warpgroups_that_load():
         DecodeLayersConfig(unpackers=4)
     with pytest.raises(ValueError, match="unpackers must be 2, or 4 with by_warps"):
         DecodeLayersConfig(unpackers=3, by_warps=True)
+
+
+def test_more_registers_than_a_block_has_are_refused(monkeypatch):
+    """Warpgroups would wait for them forever."""
+    monkeypatch.setitem(decode_layers._PACKED_REGISTERS, (2, False), (184, 104, 104, 128))
+    state, _, packed = jax.eval_shape(lambda: _operands(1, "int4", 128, **SMALL))
+    with pytest.raises(ValueError, match="layers_kernel: registers must be at most 128 on average"):
+        jax.eval_shape(lambda state, packed: _run(*state, weights=packed), state, packed)
 
 
 @pytest.mark.gpu
