@@ -100,6 +100,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     points = [tuple(map(int, point.split("x"))) for point in args.points]
     config = json.loads(args.config.read_text()) if args.config else CONFIG
+    context = parse_config(config).max_position_embeddings
+    # Before minutes go by until the first of these points.
+    if any(prompt + args.new_tokens > context for _, prompt in points):
+        sys.exit(f"--points: prompts and {args.new_tokens} new tokens must fit into {context}")
     extra = {"peer": peer(args)} if args.peer else {}
     on_gpu = jax.default_backend() == "gpu"
     record = Record(

@@ -23,6 +23,7 @@ from benchmarks import (
     memory,
     peers,
     runtime,
+    tensor_parallel,
     unfused,
 )
 from fdjax.bench import record as records
@@ -991,3 +992,8 @@ def plots_module(monkeypatch):
     from benchmarks import plots
 
     return plots
+
+
+def test_points_without_room_for_new_tokens_are_refused_before_weights_are_made():
+    with pytest.raises(SystemExit, match="--points: prompts and 64 new tokens must fit into 4096"):
+        tensor_parallel.main(["--points", "1x16", "1x4096"])
