@@ -285,7 +285,7 @@ class LM:
             batches = self.engine.batches_up_to(batch, prompt_tokens)
         # Random prompts, so that none begins with tokens that another has in the cache.
         rng = np.random.default_rng(0)
-        seconds = 0.0
+        seconds, steps = 0.0, STREAM_STEPS if streamed else _STEPS
         for lengths in batches:
             prompts = [rng.integers(0, self.config.vocab_size, n).tolist() for n in lengths]
             timer = Timer(self.model, self._params_bytes)
@@ -293,17 +293,17 @@ class LM:
                 dataclasses.replace(request, config=self._of_two_tokens(request.config))
                 for request in self._requests(prompts, config, dict(options), self.defaults)
             ]
-            rows = self._run(requests, timer, STREAM_STEPS if streamed else _STEPS)
+            rows = self._run(requests, timer, steps)
             seconds += timer.stats(rows).compile_seconds
         if smaller:
-            self._let_requests_come(requests[0], timer, min(batch, 3), prompt_tokens)
+            ids = np.resize(requests[0].ids, min(self.engine.page_tokens + 1, prompt_tokens))
+            request = dataclasses.replace(requests[0], ids=ids)
+            self._let_requests_come(request, min(batch, 3), steps)
             gc.collect()
             gc.freeze()
         return seconds
 
-    def _let_requests_come(
-        self, request: Request, timer: Timer, count: int, prompt_tokens: int
-    ) -> None:
+    def _let_requests_come(self, request: Request, count: int, steps: int) -> None:
         """Run requests that arrive one after another, then two at once, then one alone.
 
         So states become larger, and requests begin with pages of others. One row and several have
@@ -311,18 +311,17 @@ class LM:
         """
         if request.config.num_beams > 1 or self.engine.place.spans_processes:
             return
-        ids = np.resize(request.ids, min(self.engine.page_tokens + 1, prompt_tokens))
         most = self.engine.max_len or self.config.max_position_embeddings
-        new = max(1, min(256, most - len(ids)))
+        new = max(1, min(256, most - len(request.ids)))
         config = dataclasses.replace(request.config, stopping_criteria=(), max_new_tokens=new)
-        request = dataclasses.replace(request, config=config, ids=ids)
-        runner = self.engine.runner
+        request = dataclasses.replace(request, config=config)
+        runner, timer = self.engine.runner, Timer(self.model, self._params_bytes)
         for arrivals in ([1] * count, [min(count, 2)], [1]):
             calls = []
             try:
                 for at_once in arrivals:
                     rows = self._states([request] * at_once)
-                    calls.append(Call(rows, STREAM_STEPS, timer.chunk))
+                    calls.append(Call(rows, steps, timer.chunk))
                     runner.submit(calls[-1])
                     runner.wait(calls[-1], lambda rows=rows: all(row.tokens for row in rows))
             finally:
