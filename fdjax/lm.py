@@ -312,7 +312,7 @@ class LM:
         if request.config.num_beams > 1 or self.engine.place.spans_processes:
             return
         most = self.engine.max_len or self.config.max_position_embeddings
-        new = max(1, min(256, most - len(request.ids)))
+        new = max(1, min(1024, most - len(request.ids)))
         config = dataclasses.replace(request.config, stopping_criteria=(), max_new_tokens=new)
         request = dataclasses.replace(request, config=config)
         runner, timer = self.engine.runner, Timer(self.model, self._params_bytes)
