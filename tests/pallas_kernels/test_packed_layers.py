@@ -86,8 +86,8 @@ _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 # Warpgroups that load, or warps, which leave registers for more warpgroups that unpack.
 CONFIGS = {
     "warpgroups": DecodeLayersConfig(),
-    "warps": DecodeLayersConfig(by_warps=True),
-    "four unpack": DecodeLayersConfig(by_warps=True, unpackers=4),
+    "warps": DecodeLayersConfig(loaders=1),
+    "four unpack": DecodeLayersConfig(loaders=1, unpackers=4),
 }
 
 
@@ -109,15 +109,16 @@ def test_compiles_in_place(config):
 
 
 def test_four_that_unpack_leave_no_registers_for_warpgroups_that_load():
-    with pytest.raises(ValueError, match="unpackers must be 2, or 4 with by_warps"):
-        DecodeLayersConfig(unpackers=4)
-    with pytest.raises(ValueError, match="unpackers must be 2, or 4 with by_warps"):
-        DecodeLayersConfig(unpackers=3, by_warps=True)
+    for numbers in ({"unpackers": 4}, {"unpackers": 3, "loaders": 1}):
+        with pytest.raises(
+            ValueError, match=r"loaders\) must be one of \(2, 2\), \(2, 1\), \(4, 1\)"
+        ):
+            DecodeLayersConfig(**numbers)
 
 
 def test_more_registers_than_a_block_has_are_refused(monkeypatch):
     """Warpgroups would wait for them forever."""
-    monkeypatch.setitem(decode_layers._PACKED_REGISTERS, (2, False), (184, 104, 104, 128))
+    monkeypatch.setitem(decode_layers._PACKED_REGISTERS, (2, 2), (184, 104, 104, 128))
     state, _, packed = jax.eval_shape(lambda: _operands(1, "int4", 128, **SMALL))
     with pytest.raises(ValueError, match="layers_kernel: registers must be at most 128 on average"):
         jax.eval_shape(lambda state, packed: _run(*state, weights=packed), state, packed)

@@ -41,6 +41,14 @@ from fdjax.pallas_kernels.layers.hopper.heads import (
 )
 from fdjax.pallas_kernels.quantised import QTensor
 
+# Registers of each warpgroup, see `launch`; for packed weights by (unpackers, loaders).
+_REGISTERS = 240, 128, 120
+_PACKED_REGISTERS = {
+    (2, 2): (184, 104, 104, 120),
+    (2, 1): (232, 64, 200),
+    (4, 1): (160, 48, 88, 88, 88),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class DecodeLayersConfig:
@@ -53,8 +61,8 @@ class DecodeLayersConfig:
       ahead: tiles of the next stage that a block requests while it still works on this one.
       clusters: most clusters of two blocks that share a KV head.
       unpackers: warpgroups that unpack quantised weights, 2 or 4.
-      by_warps: whether a warp loads x and another one weights, not a warpgroup each; for quantised
-        weights. With 4 unpackers, registers suffice for nothing else.
+      loaders: for quantised weights, warpgroups that load: 2, one x and one weights, or 1, whose
+        warps do so. With 4 unpackers, registers suffice for one.
     """
 
     shared: int = 2
@@ -63,7 +71,7 @@ class DecodeLayersConfig:
     ahead: int = 2
     clusters: int = 1
     unpackers: int = 2
-    by_warps: bool = False
+    loaders: int = 2
 
     def __post_init__(self):
         if min(self.shared, self.alone, self.cache, self.clusters) < 1 or self.ahead < 0:
@@ -71,17 +79,11 @@ class DecodeLayersConfig:
                 "decode_layers: must have shared, alone, cache and clusters >= 1 and ahead >= 0, "
                 f"got {self}"
             )
-        if self.unpackers not in (2, 4) or (self.unpackers == 4 and not self.by_warps):
-            raise ValueError(f"decode_layers: unpackers must be 2, or 4 with by_warps, got {self}")
-
-
-# Registers of each warpgroup, see `launch`; for packed weights by (unpackers, by_warps).
-_REGISTERS = 240, 128, 120
-_PACKED_REGISTERS = {
-    (2, False): (184, 104, 104, 120),
-    (2, True): (232, 64, 200),
-    (4, True): (160, 48, 88, 88, 88),
-}
+        if (self.unpackers, self.loaders) not in _PACKED_REGISTERS:
+            raise ValueError(
+                "decode_layers: (unpackers, loaders) must be one of "
+                f"{', '.join(map(str, _PACKED_REGISTERS))}, got {self}"
+            )
 
 
 def layers_mosaic(
@@ -194,7 +196,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         layers=layers,
         memory=memory | heads_memory(dtype),
         config=config,
-        registers=_PACKED_REGISTERS[config.unpackers, config.by_warps] if packing else _REGISTERS,
+        registers=_PACKED_REGISTERS[config.unpackers, config.loaders] if packing else _REGISTERS,
         approx_math=True,
         packing=packing,
     )
