@@ -204,6 +204,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         length = max(1, int(2048 * args.scale))
         compiled = lm.warmup(batch=most, prompt_tokens=length, streamed=True, smaller=True)
         record["warmup"] = {"batch": most, "prompt_tokens": length, "compile_seconds": compiled}
+        if args.max_len is None:
+            # Then rows have different numbers of slots, and so do programs.
+            few = requests(min(args.requests, 16), model.config.vocab_size, args.scale, 99)
+            arrivals.measure(lm, *few, rate=10 * max(args.arrivals))
         for number, rate in enumerate(args.arrivals):
             of_rate = requests(args.requests, model.config.vocab_size, args.scale, 100 + number)
             record["arrivals"].append(arrivals.measure(lm, *of_rate, rate=rate))
