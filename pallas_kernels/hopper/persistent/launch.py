@@ -1,6 +1,7 @@
-"""A persistent kernel: stages repeated for every layer, run by three warpgroups of each block.
+"""A persistent kernel: stages repeated for every layer, run by several warpgroups of each block.
 
 One warpgroup computes. One loads the results of other blocks. One loads the rest, mostly weights.
+With quantised weights, others assist the first, and the two that load may be two warps of one.
 These loads continue while blocks wait for each other, as long as shared memory has room.
 """
 
@@ -45,9 +46,9 @@ def launch(
       layers: number of layers.
       memory: shared memory of the stages.
       config: configuration of the op, with its limits on tiles in flight.
-      registers: registers per thread of the warpgroups that compute, load x, load weights, and
-        assist, of which there are `packing.unpackers` - 1; or of those that compute, load both, and
-        assist. One that loads both has a warp for each.
+      registers: registers per thread of each warpgroup. The first computes. Then come one that
+        loads x and one that loads weights, or a single one whose warps load both. The rest, of
+        which there are `packing.unpackers` - 1, assist.
       approx_math: whether the compiler may use approximate math.
       packing: how weights are quantised, if they are.
 
@@ -80,6 +81,7 @@ def launch(
 
             @when(lax.axis_index("warpgroup") == index)
             def _(run=run, registers=registers[index]):
+                # Equally many must be asked for as well: otherwise ptxas gives the code fewer.
                 action = "increase" if registers >= at_start else "decrease"
                 plgpu.set_max_registers(registers, action=action)
                 run(block)
