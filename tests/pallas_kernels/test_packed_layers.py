@@ -13,7 +13,7 @@ import pytest
 
 from fdjax.pallas_kernels.layers import LayerWeights
 from fdjax.pallas_kernels.layers.hopper import decode_layers
-from fdjax.pallas_kernels.layers.hopper.decode_layers import DecodeLayersConfig, layers_mosaic
+from fdjax.pallas_kernels.layers.hopper.decode_layers import layers_mosaic
 from fdjax.pallas_kernels.plan import can_chain
 from fdjax.pallas_kernels.quantised import BITS, WeightFormat, dequantise, in_layout, pack
 
@@ -83,17 +83,8 @@ CASES = [
 _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 
 
-# Warpgroups that load, or warps, which leave registers for more warpgroups that unpack.
-CONFIGS = {
-    "warpgroups": DecodeLayersConfig(),
-    "warps": DecodeLayersConfig(loaders=1),
-    "four unpack": DecodeLayersConfig(loaders=1, unpackers=4),
-}
-
-
 @pytest.mark.deviceless
-@pytest.mark.parametrize("config", ["warpgroups", "four unpack"])
-def test_compiles_in_place(config):
+def test_compiles_in_place():
     from deviceless import alias_bytes, compile_for, large_copies
 
     shape = (1, "int4", 128)
@@ -101,39 +92,30 @@ def test_compiles_in_place(config):
     x, k, v, *rest = state
 
     def run(k, v, x, rest, packed):
-        return _run(x, k, v, *rest, weights=packed, config=CONFIGS[config])
+        return _run(x, k, v, *rest, weights=packed)
 
     compiled = compile_for("h100", run, k, v, x, rest, packed, donate_argnums=(0, 1))
     assert alias_bytes(compiled) == 4 * k.size
     assert not large_copies(compiled, 2**20)
 
 
-def test_four_that_unpack_leave_no_registers_for_warpgroups_that_load():
-    for numbers in ({"unpackers": 4}, {"unpackers": 3, "loaders": 1}):
-        with pytest.raises(
-            ValueError, match=r"loaders\) must be one of \(2, 2\), \(2, 1\), \(4, 1\)"
-        ):
-            DecodeLayersConfig(**numbers)
-
-
 def test_more_registers_than_a_block_has_are_refused(monkeypatch):
     """Warpgroups would wait for them forever."""
-    monkeypatch.setitem(decode_layers._PACKED_REGISTERS, (2, 2), (184, 104, 104, 128))
+    monkeypatch.setattr(decode_layers, "_PACKED_REGISTERS", (184, 72, 80))
     state, _, packed = jax.eval_shape(lambda: _operands(1, "int4", 128, **SMALL))
     with pytest.raises(ValueError, match="layers_kernel: registers must be at most 128 on average"):
         jax.eval_shape(lambda state, packed: _run(*state, weights=packed), state, packed)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize(("rows", "kind", "group", "shape"), CASES, ids=str)
-def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape, config):
+def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape):
     if not can_chain(jax.devices()[0]):
         pytest.skip("the blocks of the kernel would not all run at once here, and wait forever")
     state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, **shape))()
-    run = jax.jit(_run, static_argnames="config")
+    run = jax.jit(_run)
     want, k_want, _ = run(*state, weights=dense)
-    got, k_got, _ = run(*state, weights=packed, config=CONFIGS[config])
+    got, k_got, _ = run(*state, weights=packed)
     want, got = (np.asarray(a, np.float32) for a in (want, got))
     # Sums in another order round intermediate results to other neighbours in bfloat16.
     assert np.abs(got - want).max() <= 2**-5 * want.std()

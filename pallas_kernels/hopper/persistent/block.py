@@ -1,6 +1,5 @@
 """A block of the grid: its index, its shared memory, and its signals to the other blocks."""
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -51,6 +50,7 @@ class Block:
     """The block in which a stage runs.
 
     Attributes:
+      index: this warpgroup's index among those that compute.
       gmem, smem: references to global and shared memory, by name.
       stages: the stages of one layer.
       layers: number of layers.
@@ -73,8 +73,9 @@ class Block:
         stages: Sequence[Work],
         layers: int,
         config: Any,
+        index: Array | int = 0,
     ):
-        self.gmem, self.smem = gmem, smem
+        self.gmem, self.smem, self.index = gmem, smem, index
         self.stages, self.layers, self.config = stages, layers, config
         self.cluster, self.rank = lax.axis_index("cluster"), lax.axis_index("rank")
         self.zero = self.rank * 0
@@ -205,14 +206,13 @@ class Block:
         """Count a tile as finished."""
         counters.signal(self._counter(layer))
 
-    def await_stages(self, layer: Layer, at: int, *, by_warp: bool = False) -> None:
+    def await_stages(self, layer: Layer, at: int) -> None:
         """Wait until all blocks have finished the stages before stage `at` of this layer."""
-        wait = functools.partial(counters.wait, by_warp=by_warp)
         if at:
-            wait(self._counter(layer), sum(stage.tiles for stage in self.stages[:at]))
+            counters.wait(self._counter(layer), sum(stage.tiles for stage in self.stages[:at]))
         else:
             of_a_layer = sum(stage.tiles for stage in self.stages)
-            when(layer > 0)(lambda: wait(self._counter(layer - 1), of_a_layer))
+            when(layer > 0)(lambda: counters.wait(self._counter(layer - 1), of_a_layer))
 
     def _counter(self, layer: Layer) -> Any:
         return self.gmem["counters"].at[layer if self._row is None else self._row]

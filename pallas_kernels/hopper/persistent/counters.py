@@ -26,17 +26,13 @@ def signal(counter: Any) -> None:
     run(counter)
 
 
-def wait(counter: Any, tiles: int, *, by_warp: bool = False) -> None:
-    """Wait until all blocks together have finished this number of tiles.
-
-    `by_warp` says that a warp waits by itself, not a warpgroup.
-    """
-    scope = mgpu.ThreadSubset.WARP if by_warp else mgpu.ThreadSubset.WARPGROUP
+def wait(counter: Any, tiles: int) -> None:
+    """Wait until all blocks together have finished this number of tiles."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_, counter):
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(counter))
-        semaphore.wait(tiles, decrement=False, scope=scope, memory_scope="gpu")
+        semaphore.wait(tiles, decrement=False, memory_scope="gpu")
         # TMA reads what the other blocks wrote.
         mgpu.inline_ptx("fence.proxy.async;", has_side_effects=True)
 

@@ -1,8 +1,11 @@
 """A persistent kernel: stages repeated for every layer, run by several warpgroups of each block.
 
-One warpgroup computes. One loads the results of other blocks. One loads the rest, mostly weights.
-With quantised weights, others assist the first, and the two that load may be two warps of one.
-These loads continue while blocks wait for each other, as long as shared memory has room.
+One warpgroup computes, or two with quantised weights. One loads the results of other blocks. One
+loads the rest, mostly weights. These loads continue while blocks wait for each other, as long as
+shared memory has room.
+
+A layer's code must fit into the instruction cache of 128 kB, or every layer reads all of it again
+(benchmarks/LOG.md, 2026-11-27). So the two warpgroups that compute run the same code.
 """
 
 import functools
@@ -15,9 +18,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.hopper.conditional import in_a_warp, when
+from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent.block import Block
-from fdjax.pallas_kernels.hopper.persistent.memory import Memory, Packing, with_rings
+from fdjax.pallas_kernels.hopper.persistent.memory import (
+    Memory,
+    Packing,
+    computing_warpgroups,
+    with_rings,
+)
 from fdjax.pallas_kernels.hopper.persistent.sizes import CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 
@@ -31,7 +39,7 @@ def launch(
     layers: int,
     memory: Memory,
     config: Any,
-    registers: tuple[int, ...],
+    registers: tuple[int, int, int],
     approx_math: bool = False,
     packing: Packing | None = None,
 ) -> dict[str, Array]:
@@ -46,9 +54,8 @@ def launch(
       layers: number of layers.
       memory: shared memory of the stages.
       config: configuration of the op, with its limits on tiles in flight.
-      registers: registers per thread of each warpgroup. The first computes. Then come one that
-        loads x and one that loads weights, or a single one whose warps load both. The rest, of
-        which there are `packing.unpackers` - 1, assist.
+      registers: registers per thread of a warpgroup that computes, of the one that loads x, and of
+        the one that loads weights.
       approx_math: whether the compiler may use approximate math.
       packing: how weights are quantised, if they are.
 
@@ -57,10 +64,12 @@ def launch(
     """
     rows = len(operands["x"])
     copies = max(stage.copies for stage in stages)
-    at_start = 65536 // (128 * len(registers)) // 8 * 8
-    if sum(registers) > at_start * len(registers):  # warpgroups would wait for them forever
+    computing = computing_warpgroups(packing)
+    per_warpgroup = *registers[:1] * computing, *registers[1:]
+    at_start = 65536 // (128 * len(per_warpgroup)) // 8 * 8
+    if sum(per_warpgroup) > at_start * len(per_warpgroup):  # they would wait for them forever
         raise ValueError(
-            f"{name}: registers must be at most {at_start} on average, got {registers}"
+            f"{name}: registers must be at most {at_start} on average, got {per_warpgroup}"
         )
     scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies, packing)
 
@@ -71,19 +80,22 @@ def launch(
     def body(gmem, **smem):
         if packing:
             smem["w"], smem["words"] = smem["w"]
-        block = Block(gmem, smem, stages=stages, layers=layers, config=config)
-        helpers = range(1, packing.unpackers) if packing else ()
-        roles = [_compute, _bring_x, _bring_weights]
-        if len(registers) < len(roles) + len(helpers):
-            roles = [_compute, _bring_by_warps]
-        roles += [functools.partial(_assist, index=helper) for helper in helpers]
-        for index, run in enumerate(roles):
+        warpgroup = lax.axis_index("warpgroup")
+        index = warpgroup if computing > 1 else 0
+        block = Block(gmem, smem, stages=stages, layers=layers, config=config, index=index)
+        conditions = (
+            warpgroup < computing,
+            warpgroup == computing,
+            warpgroup == computing + 1,
+        )
+        roles = _compute, _bring_x, _bring_weights
+        for condition, run, count in zip(conditions, roles, registers, strict=True):
 
-            @when(lax.axis_index("warpgroup") == index)
-            def _(run=run, registers=registers[index]):
+            @when(condition)
+            def _(run=run, count=count):
                 # Equally many must be asked for as well: otherwise ptxas gives the code fewer.
-                action = "increase" if registers >= at_start else "decrease"
-                plgpu.set_max_registers(registers, action=action)
+                action = "increase" if count >= at_start else "decrease"
+                plgpu.set_max_registers(count, action=action)
                 run(block)
 
     kernel.__name__ = name
@@ -94,7 +106,7 @@ def launch(
         grid_names=("cluster",),
         cluster=(2,),
         cluster_names=("rank",),
-        num_threads=len(registers),
+        num_threads=len(per_warpgroup),
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
             approx_math=approx_math, lowering_semantics=plgpu.LoweringSemantics.Lane
@@ -110,37 +122,15 @@ def _compute(block: Block) -> None:
         return used
 
     if "sums_read" in block.smem:
-        plgpu.barrier_arrive(block.smem["sums_read"])
+        when(block.index == 0)(lambda: plgpu.barrier_arrive(block.smem["sums_read"]))
     # Counts tiles of the ring and slots of x.
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
 
 
-def _assist(block: Block, index: int) -> None:
-    def run(layer, used):
-        for stage in block.stages:
-            used = stage.assist(block, layer, used, index)
-        return used
-
-    block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
-
-
-def _bring_by_warps(block: Block) -> None:
-    """Load x by one warp and weights by another: a copy then has no barrier of a warpgroup."""
-
-    @pl.kernel(mesh=plgpu.WarpMesh(axis_name="warp"))
-    def run():
-        warp = lax.axis_index("warp")
-        with in_a_warp():
-            when(warp == 0)(lambda: _bring_weights(block))
-            when(warp == 1)(lambda: _bring_x(block, by_warp=True))
-
-    run()
-
-
-def _bring_x(block: Block, *, by_warp: bool = False) -> None:
+def _bring_x(block: Block) -> None:
     def run(layer, loaded):
         for at, stage in enumerate(block.stages):
-            block.await_stages(layer, at, by_warp=by_warp)
+            block.await_stages(layer, at)
             loaded = stage.bring_x(block, layer, loaded)
         return loaded
 

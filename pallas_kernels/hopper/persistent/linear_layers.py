@@ -88,8 +88,8 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
     rounds = -(-adding.tiles * adding.split // MULTIPROCESSORS)
     square_tiles = -(-width // BRICK**2)
     wide = max(stage.wide for stage in stages)
-    packed = [stage for stage in stages if isinstance(stage, PackedProduct)]
-    handed = max((stage.handed for stage in packed), default=0)
+    packed = any(isinstance(stage, PackedProduct) for stage in stages)
+    most = max(stage.pieces for stage in stages)
     shared = {stage.pieces for stage in stages if stage.split > 1}
     return Memory(
         matrices={
@@ -97,7 +97,7 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
             "y": ((wide, rows, BRICK), dtype),
             "partial": ((max(shared, default=1), BRICK, rows), jnp.float32),
             "squares": ((square_tiles, BRICK, rows), jnp.float32),
-            **({"sums": ((handed, BRICK, rows), jnp.float32)} if packed else {}),
+            **({"sums": ((most, BRICK, rows), jnp.float32)} if packed else {}),
         },
         vectors={
             "square_row": ((rows,), jnp.float32),
@@ -107,7 +107,7 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
             "residual_arrived": rounds,
             "mlp_squares_arrived": square_tiles,
             "next_squares_arrived": square_tiles,
-            **({"sums_made": packed[0].unpackers - 1, "sums_read": 1} if packed else {}),
+            **({"sums_made": 1, "sums_read": 1} if packed else {}),
             **{stage.partial_arrived: stage.pieces for stage in stages if stage.split > 1},
         },
     )

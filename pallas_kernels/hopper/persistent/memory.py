@@ -46,19 +46,22 @@ class Packing:
       group: number of rows that share a scale, or None for one scale per column.
       scales: dtype of the scales.
       wide: largest number of columns of a product's tile, in bricks.
-      unpackers: warpgroups that unpack and multiply, an even number.
     """
 
     kind: str
     group: int | None
     scales: Any
     wide: int
-    unpackers: int = 2
 
     @property
     def bricks(self) -> int:
         """Number of packed bricks that a slot of the ring of weights holds."""
         return TILE_BRICKS * 16 // BITS[self.kind]
+
+
+def computing_warpgroups(packing: Packing | None) -> int:
+    """Number of warpgroups that compute. One cannot unpack as fast as memory delivers."""
+    return 2 if packing else 1
 
 
 def with_rings(
@@ -91,7 +94,7 @@ def with_rings(
         rings["w"] = plgpu.RefUnion(rings["w"], words)
     if scale_rows:
         rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
-    users = packing.unpackers if packing else 1  # warpgroups that compute
+    users = computing_warpgroups(packing)
     return {
         **{name: matrix(*buffer) for name, buffer in matrices.items()},
         **rings,

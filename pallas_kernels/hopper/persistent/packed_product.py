@@ -3,11 +3,12 @@
 Packed bricks arrive in the ring of weights and are unpacked in registers, while the tensor cores
 multiply other bricks. Scales are applied to the sums of each group of rows, in fp32. One
 warpgroup cannot unpack as fast as memory delivers: instructions of a warp wait for each other. So
-several share the bricks of a tile, and hand their sums to the first through shared memory.
+two share the bricks of a tile, and one hands its sums to the other through shared memory.
 """
 
 import dataclasses
-import itertools
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -37,113 +38,85 @@ class PackedProduct(Product):
     @property
     def copies(self) -> int:
         """Number of copies that fill a tile: bricks, and scales if groups have their own."""
-        return self.pieces * (2 if self.packing.group else 1)
-
-    @property
-    def unpackers(self) -> int:
-        """Number of warpgroups that share the bricks of a tile."""
-        return self.packing.unpackers
+        return self.parts * (2 if self.packing.group else 1)
 
     @property
     def _groups(self) -> int:
         """Number of groups along a tile."""
         return self.deep * BRICK // self.packing.group
 
-    def _row(self, layer: Layer, tile: Array, piece: int) -> Array:
-        """Index of the column brick of a piece of a tile."""
-        part, column = divmod(piece, self.wide)
-        return (layer * self.parts + part) * self.n + tile * self.wide + column
-
     def tile_copies(
         self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array
     ) -> Copies:
         """Copies of bricks and their scales into a slot."""
-        smem, copies = block.smem, []
-        for piece in range(self.pieces):
-            words, deep = block.gmem[self.weight], self.deep
-            source = words.at[self._row(layer, tile, piece), pl.ds(at * deep, deep)]
-            copies.append((source, smem["words"].at[slot, pl.ds(piece * deep, deep)]))
+        smem, wide, deep, copies = block.smem, self.wide, self.deep, []
+        for part in range(self.parts):
+            # Past the end lie other bricks or zeros. They make columns that do not exist.
+            columns = pl.ds((layer * self.parts + part) * self.n + tile * wide, wide)
+            source = block.gmem[self.weight].at[columns, pl.ds(at * deep, deep)]
+            target = smem["words"].at[slot, pl.ds(part * wide * deep, wide * deep)]
+            copies.append((source, target.reshape(wide, deep, *target.shape[1:])))
             if self.packing.group:
-                groups = pl.ds(at * self._groups, self._groups)
-                source = self._scales(block, layer, groups, tile, piece)
-                target = smem["scales"].at[slot, pl.ds(piece * self._groups, self._groups)]
-                copies.append((source, target))
+                groups, rows = pl.ds(at * self._groups, self._groups), wide * self._groups
+                source = self._scales(block, layer, groups, part, bricks(tile * wide, wide))
+                target = smem["scales"].at[slot, pl.ds(part * rows, rows)]
+                copies.append((source, target.reshape(self._groups, wide * BRICK)))
         return copies
 
-    def _scales(self, block: Block, layer: Layer, groups: Any, tile: Array, piece: int) -> Any:
-        """Scales of a piece of a tile, in global memory."""
-        part, column = divmod(piece, self.wide)
+    def _scales(self, block: Block, layer: Layer, groups: Any, part: int, columns: Any) -> Any:
+        """Scales of some columns, in global memory."""
         part = (part,) if self.gate else ()
-        columns = bricks(tile * self.wide + column, 1)
         return block.gmem[f"{self.weight}_scales"].at[layer, groups, *part, columns]
 
-    def _bricks(self, index: int) -> list[tuple[int, int]]:
-        """The bricks of a tile that warpgroup `index` multiplies: (slot of x, piece).
-
-        A slot of x has two bricks. Even warpgroups take the first, odd ones the second.
-        """
-        pairs = itertools.product(range(self.deep // 2), range(self.pieces))
-        return list(pairs)[index // 2 :: self.unpackers // 2]
-
-    def _pieces(self, index: int) -> list[int]:
-        """The pieces of a tile to which warpgroup `index` adds."""
-        return sorted({piece for _, piece in self._bricks(index)})
-
-    @property
-    def handed(self) -> int:
-        """Number of pieces of sums that the other warpgroups hand to the first."""
-        return sum(len(self._pieces(index)) for index in range(1, self.unpackers))
-
-    def _places(self, index: int) -> list[tuple[int, int]]:
-        """(place, piece) of the sums that warpgroup `index` hands over, in the buffer "sums"."""
-        before = sum(len(self._pieces(other)) for other in range(1, index))
-        return [(before + i, piece) for i, piece in enumerate(self._pieces(index))]
-
-    def assist(self, block: Block, layer: Layer, used: Pair, index: int) -> Pair:
-        """Compute another warpgroup's share of the sums, and hand them to the first."""
-        share, smem = block.share(self), block.smem
-
-        def run(i, used):
-            sums = self._sums(block, i, used, index)
-            plgpu.barrier_wait(smem["sums_read"])
-            for place, piece in self._places(index):
-                smem["sums"].at[place][...] = sums[piece]
-            plgpu.barrier_arrive(smem["sums_made"])
-            return self._after_tile(block, used)
-
-        return lax.fori_loop(0, share.count, run, used)
-
     def _multiply(
-        self, block: Block, layer: Layer, tile: Array, i: Array, used: Pair
-    ) -> list[Array]:
+        self,
+        block: Block,
+        layer: Layer,
+        tile: Array,
+        i: Array,
+        used: Pair,
+        finish: Callable[[list[Array]], None],
+    ) -> None:
         smem = block.smem
-        totals = self._sums(block, i, used, 0)
-        plgpu.barrier_wait(smem["sums_made"])
-        for index in range(1, self.unpackers):
-            for place, piece in self._places(index):
-                handed = load(smem["sums"].at[place])
-                totals[piece] = totals[piece] + handed if piece in totals else handed
-        plgpu.barrier_arrive(smem["sums_read"])
-        totals = [totals[piece] for piece in range(self.pieces)]
-        if self.packing.group:
-            return totals
+        sums = self._sums(block, i, used)
+
+        @when(block.index == 1)
+        def _():
+            plgpu.barrier_wait(smem["sums_read"])
+            for piece, value in enumerate(sums):
+                smem["sums"].at[piece][...] = value
+            plgpu.barrier_arrive(smem["sums_made"])
+
+        @when(block.index == 0)
+        def _():
+            plgpu.barrier_wait(smem["sums_made"])
+            totals = [value + load(smem["sums"].at[piece]) for piece, value in enumerate(sums)]
+            plgpu.barrier_arrive(smem["sums_read"])
+            finish(totals if self.packing.group else self._scaled(block, layer, tile, totals))
+
+    def _scaled(self, block: Block, layer: Layer, tile: Array, totals: list[Array]) -> list[Array]:
+        """Sums times the scales of their columns."""
         scaled = []
         for piece, total in enumerate(totals):
+            part, column = divmod(piece, self.wide)
             # The last tile may reach past the end.
-            inside = jnp.minimum(tile, (self.n - 1 - piece % self.wide) // self.wide)
-            source = self._scales(block, layer, 0, inside, piece)
+            inside = jnp.minimum(tile * self.wide + column, self.n - 1)
+            source = self._scales(block, layer, 0, part, bricks(inside, 1))
             scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
             scaled.append(total * lax.broadcast_in_dim(scale.astype(jnp.float32), total.shape, [0]))
         return scaled
 
-    def _sums(self, block: Block, i: Array, used: Pair, index: int) -> dict[int, Array]:
-        """The share of warpgroup `index` in this block's sums: [64, padded] for its pieces."""
-        smem, group = block.smem, self.packing.group
+    def _sums(self, block: Block, i: Array, used: Pair) -> list[Array]:
+        """This warpgroup's share of the block's sums: [64, padded] for each piece.
+
+        A slot of x has two bricks. The first warpgroup takes the first, the other the second.
+        """
+        smem, group, odd = block.smem, self.packing.group, block.index
         w_used, x_used = used
         x_slots, layout = self.deep // 2, left_of(block.dtype)
-        odd, pieces = index % 2, self._pieces(index)
-        # Slots of x between two waits: enough for four bricks of the weight.
-        together = -(-2 * self.unpackers // self.pieces)
+        # Slots of x between two waits: enough for four bricks of the weight, if that divides.
+        together = -(-4 // self.pieces)
+        together = together if x_slots % together == 0 else x_slots
         blank = plgpu.layout_cast(jnp.zeros((BRICK, block.padded), jnp.float32), LAYOUT)
 
         def weight(slot, piece, at):
@@ -151,34 +124,40 @@ class PackedProduct(Product):
             return unpacked(words, self.packing.kind, block.dtype, 0, BRICK, layout=layout)
 
         def product(step, totals):
-            if self.norm and index == 0:
-                middle = (i == 0) & (step == self.steps // 2)
+            if self.norm:
+                middle = (block.index == 0) & (i == 0) & (step == self.steps // 2)
                 when(middle)(lambda: self._prepare(block))
             slot = block.w_slot(w_used + step)
             plgpu.barrier_wait(smem["w_arrived"].at[slot])
-            totals = dict(zip(pieces, totals, strict=True))
-            columns = pl.ds(odd * BRICK, BRICK)
-            for first in range(0, x_slots, together):
-                ats = range(first, min(first + together, x_slots))
-                places = {at: block.x_slot(x_used + step * x_slots + at) for at in ats}
-                for place in places.values():
-                    plgpu.barrier_wait(smem["x_arrived"].at[place])
-                mine = [(at, piece) for at, piece in self._bricks(index) if at in ats]
-                rights = {
-                    at: loaded_right(smem["x"].at[places[at], :, columns])
-                    for at in dict.fromkeys(at for at, _ in mine)
-                }
-                for place in places.values():
-                    plgpu.barrier_arrive(smem["x_used"].at[place])
-                for at, piece in mine:
-                    value = multiplied(weight(slot, piece, at), rights[at])
+            if x_slots == together:
+                totals = products(step, slot, 0, totals)
+            else:
+                some = functools.partial(products, step, slot)
+                totals = lax.fori_loop(0, x_slots // together, some, totals)
+            plgpu.barrier_arrive(smem["w_used"].at[slot])
+            return totals
+
+        def products(step, slot, part, totals):
+            totals = list(totals)
+            ats = [part * together + at for at in range(together)]
+            places = [block.x_slot(x_used + step * x_slots + at) for at in ats]
+            for place in places:
+                plgpu.barrier_wait(smem["x_arrived"].at[place])
+            rights = [loaded_right(smem["x"].at[p, :, bricks(odd, 1)]) for p in places]
+            for place in places:
+                plgpu.barrier_arrive(smem["x_used"].at[place])
+            for at, right in zip(ats, rights, strict=True):
+                for piece in range(self.pieces):
+                    value = multiplied(weight(slot, piece, at), right)
                     if group:
-                        row = piece * self._groups + (2 * at + odd) * BRICK // group
-                        scale = load(smem["scales"].at[slot, row], LAYOUT.reduce(1))
+                        scale = scales(slot, piece, lax.div((2 * at + odd) * BRICK, group))
                         value = value * lax.broadcast_in_dim(scale, value.shape, [0])
                     totals[piece] += value
-            plgpu.barrier_arrive(smem["w_used"].at[slot])
-            return [totals[piece] for piece in pieces]
+            return totals
 
-        totals = lax.fori_loop(0, self.steps, product, [blank] * len(pieces))
-        return dict(zip(pieces, totals, strict=True))
+        def scales(slot, piece, at):
+            part, column = divmod(piece, self.wide)
+            row = (part * self._groups + at) * self.wide + column
+            return load(smem["scales"].at[slot, row], LAYOUT.reduce(1))
+
+        return lax.fori_loop(0, self.steps, product, [blank] * self.pieces)

@@ -7,6 +7,7 @@ the same columns of it in every product that adds to it.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -191,46 +192,52 @@ class Product(Stage):
 
     def _compute_tile(self, block: Block, layer: Layer, i: Array, used: Pair) -> Pair:
         """Compute tile number i of this block."""
-        smem, share = block.smem, block.share(self)
+        share = block.share(self)
         tile = share.first + i * share.stride
         scale = None
         if self.scaled:  # loaded early: it comes from global memory
             scale_layer = block.following(layer) if self.scaled.next_layer else layer
             source = block.gmem[self.scaled.scale].at[scale_layer, bricks(tile, 1)]
             scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
-        products = self._multiply(block, layer, tile, i, used)
-        if self.split == 1:
-            self._finish(block, layer, i, tile, products, scale)
-        else:
-            owner = lax.rem(i, 2)
-
-            @when(owner != block.rank)
-            def _():
-                for c, product in enumerate(products):
-                    plgpu.async_store_smem(
-                        product,
-                        smem["partial"].at[c],
-                        barrier=smem[self.partial_arrived],
-                        cluster_idx=owner,
-                        cluster_dim="rank",
-                        optimized=False,
-                    )
-                block.finish_tile(self, i)
-
-            @when(owner == block.rank)
-            def _():
-                self._finish(block, layer, i, tile, products, scale)
-
-        return self._after_tile(block, used)
-
-    def _after_tile(self, block: Block, used: Pair) -> Pair:
+        finish = functools.partial(self._share, block, layer, i, tile, scale)
+        self._multiply(block, layer, tile, i, used, finish)
         w_used, x_used = used
         return w_used + self.steps, x_used + self.steps * self.deep // block.x_bricks
 
+    def _share(self, block, layer, i, tile, scale, products) -> None:
+        """Finish a tile, or hand this block's sums to the other block that shares it."""
+        if self.split == 1:
+            self._finish(block, layer, i, tile, products, scale)
+            return
+        smem, owner = block.smem, lax.rem(i, 2)
+
+        @when(owner != block.rank)
+        def _():
+            for c, product in enumerate(products):
+                plgpu.async_store_smem(
+                    product,
+                    smem["partial"].at[c],
+                    barrier=smem[self.partial_arrived],
+                    cluster_idx=owner,
+                    cluster_dim="rank",
+                    optimized=False,
+                )
+            block.finish_tile(self, i)
+
+        when(owner == block.rank)(
+            lambda: self._finish(block, layer, i, tile, products, scale)
+        )
+
     def _multiply(
-        self, block: Block, layer: Layer, tile: Array, i: Array, used: Pair
-    ) -> list[Array]:
-        """This block's share of a tile's sums: [64, padded] for each of the `copies`."""
+        self,
+        block: Block,
+        layer: Layer,
+        tile: Array,
+        i: Array,
+        used: Pair,
+        finish: Callable[[list[Array]], None],
+    ) -> None:
+        """Call `finish` with this block's share of a tile's sums: [64, padded] for each piece."""
         smem = block.smem
         w_used, x_used = used
         middle = self.steps // 2
@@ -265,7 +272,7 @@ class Product(Stage):
             return [accumulator[...] for accumulator in accumulators]
 
         accumulator = plgpu.ACC((BRICK, block.padded), jnp.float32)
-        return pl.run_scoped(accumulate, *[accumulator] * self.pieces)
+        finish(pl.run_scoped(accumulate, *[accumulator] * self.pieces))
 
     def _prepare(self, block: Block) -> None:
         """Turn sums of squares into the norm's factors, while weights are in flight."""

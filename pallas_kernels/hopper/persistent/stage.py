@@ -29,13 +29,9 @@ class Stage(Work, abc.ABC):
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load the results of earlier stages as bricks; `loaded` counts them since the start."""
 
-    def assist(self, block: Block, layer: Layer, used: Pair, index: int) -> Pair:
-        """Compute the part of warpgroup `index` of those that unpack, from 1 on.
-
-        `used` is as for `compute`.
-        """
-        raise NotImplementedError
-
     @abc.abstractmethod
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Compute the stage; `used` counts tiles of the ring and bricks of x since the start."""
+        """Compute the stage; `used` counts tiles of the ring and bricks of x since the start.
+
+        With quantised weights, two warpgroups do so at once: see `Block.index`.
+        """

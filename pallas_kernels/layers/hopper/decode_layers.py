@@ -1,7 +1,8 @@
 """All layers of a decode step, as one persistent kernel for Hopper.
 
 Every block of the grid runs Q, K and V, attention, output projection, gate and up, and down of one
-layer after the other, with a barrier of all blocks between two of them. One warpgroup computes. One
+layer after the other, with a barrier of all blocks between two of them. One warpgroup computes, or
+two if weights are quantised. One
 loads the inputs of products. One loads weights, keys and values through a single ring. These do not
 depend on the barriers, so their loads continue while blocks wait for each other. See `chain_mosaic`
 for the products, `heads` for attention.
@@ -41,13 +42,9 @@ from fdjax.pallas_kernels.layers.hopper.heads import (
 )
 from fdjax.pallas_kernels.quantised import QTensor
 
-# Registers of each warpgroup, see `launch`; for packed weights by (unpackers, loaders).
+# Registers of each warpgroup, see `launch`.
 _REGISTERS = 240, 128, 120
-_PACKED_REGISTERS = {
-    (2, 2): (184, 104, 104, 120),
-    (2, 1): (232, 64, 200),
-    (4, 1): (160, 48, 88, 88, 88),
-}
+_PACKED_REGISTERS = 184, 72, 72
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +57,6 @@ class DecodeLayersConfig:
       cache: tiles of keys and values.
       ahead: tiles of the next stage that a block requests while it still works on this one.
       clusters: most clusters of two blocks that share a KV head.
-      unpackers: warpgroups that unpack quantised weights, 2 or 4.
-      loaders: for quantised weights, warpgroups that load: 2, one x and one weights, or 1, whose
-        warps do so. With 4 unpackers, registers suffice for one.
     """
 
     shared: int = 2
@@ -70,19 +64,12 @@ class DecodeLayersConfig:
     cache: int = 4
     ahead: int = 2
     clusters: int = 1
-    unpackers: int = 2
-    loaders: int = 2
 
     def __post_init__(self):
         if min(self.shared, self.alone, self.cache, self.clusters) < 1 or self.ahead < 0:
             raise ValueError(
                 "decode_layers: must have shared, alone, cache and clusters >= 1 and ahead >= 0, "
                 f"got {self}"
-            )
-        if (self.unpackers, self.loaders) not in _PACKED_REGISTERS:
-            raise ValueError(
-                "decode_layers: (unpackers, loaders) must be one of "
-                f"{', '.join(map(str, _PACKED_REGISTERS))}, got {self}"
             )
 
 
@@ -132,7 +119,7 @@ def layers_mosaic(
         gate=gate,
         eps=eps,
         scale=scale,
-        packing=_packing(weights, m, config.unpackers),
+        packing=_packing(weights, m),
         ranks=ranks,
         config=config,
     )
@@ -149,14 +136,14 @@ def _products(weights) -> dict[str, jax.Array]:
     return words | {f"{name}_scales": w.scales for name, w in named.items()}
 
 
-def _packing(weights, rows, unpackers) -> Packing | None:
+def _packing(weights, rows) -> Packing | None:
     w = weights.out
     if not isinstance(w, QTensor):
         return None
     # Sums of more columns would not fit into registers.
     wide = 48 // (-(-rows // 8) * 8)
     group = None if w.group == w.shape[0] else w.group
-    return Packing(w.kind, group, w.scales.dtype, wide, unpackers)
+    return Packing(w.kind, group, w.scales.dtype, wide)
 
 
 def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
@@ -196,7 +183,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         layers=layers,
         memory=memory | heads_memory(dtype),
         config=config,
-        registers=_PACKED_REGISTERS[config.unpackers, config.loaders] if packing else _REGISTERS,
+        registers=_PACKED_REGISTERS if packing else _REGISTERS,
         approx_math=True,
         packing=packing,
     )

@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.conditional import cond, when
 from fdjax.pallas_kernels.hopper.persistent import counters
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
@@ -146,7 +146,13 @@ class Heads(Stage):
         return lax.fori_loop(0, block.share(self).count, bring, loaded)
 
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Compute attention of this block's KV heads."""
+        """Compute attention of this block's KV heads, by the first warpgroup."""
+        attend = functools.partial(self._attend_heads, block, layer, used)
+        if isinstance(block.index, int):
+            return attend()
+        return cond(block.index == 0, attend, functools.partial(self._pass_by, block, used))
+
+    def _attend_heads(self, block: Block, layer: Layer, used: Pair) -> Pair:
         mine = block.share(self).count
 
         def store_is_under_way(i):
@@ -182,8 +188,8 @@ class Heads(Stage):
         when(mine > 0)(block.mark_done)
         return used
 
-    def assist(self, block: Block, layer: Layer, used: Pair, index: int) -> Pair:
-        """Compute nothing. The other warpgroups only arrive at the barriers."""
+    def _pass_by(self, block: Block, used: Pair) -> Pair:
+        """Arrive at the barriers as if this warpgroup computed."""
         smem = block.smem
 
         def pass_by(arrived, used, slot):
@@ -295,7 +301,7 @@ class Heads(Stage):
             plgpu.barrier_wait(smem["w_arrived"].at[slot])
             inside = filled - which * BRICK
             last = which >= tiles_in_all - 1
-            when(last)(functools.partial(_add_token, smem["new"], tile, inside))
+            when(last)(functools.partial(_add_token, smem["new"], smem["w"].at[slot], inside))
 
         def products(*accs):
             for tile, acc in zip(tiles, accs, strict=True):
@@ -339,12 +345,16 @@ def _down(values: Array) -> Array:
 def _add_token(token, tile, inside) -> None:
     """Put the new key and value into their slot of a tile, and zeros into the slots after it."""
     at = plgpu.broadcasted_iota(jnp.int32, (BRICK, BRICK), 0, layout=LAYOUT)
-    for b in range(4):
-        found = plgpu.load(tile[b], layout=LAYOUT, optimized=False)
+
+    def put_brick(b, _):
+        brick = tile.at[bricks(b, 1)]
+        found = plgpu.load(brick, layout=LAYOUT, optimized=False)
         new = plgpu.load(token.at[b], layout=LAYOUT.reduce(0), optimized=False)
         new = lax.broadcast_in_dim(new, found.shape, [1])
         live = jnp.where(at < inside, found, jnp.zeros_like(found))
-        tile[b][...] = jnp.where(at == inside, new, live)
+        brick[...] = jnp.where(at == inside, new, live)
+
+    lax.fori_loop(0, 4, put_brick, None)
     plgpu.commit_smem()
 
 
