@@ -29,7 +29,13 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
 from fdjax.pallas_kernels.experts import moe
 from fdjax.pallas_kernels.gemm import chain_counters, chain_key, linear_chain, matmul
-from fdjax.pallas_kernels.layers import LayerWeights, decode_layers, ranks_key
+from fdjax.pallas_kernels.layers import (
+    Formats,
+    LayerWeights,
+    decode_layers,
+    formats_of,
+    ranks_key,
+)
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised, rms_norm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import (
@@ -449,8 +455,8 @@ def chain_shape(config: DecoderConfig, rows: int, itemsize: int) -> dict[str, in
 def layers_shape(config: DecoderConfig, rows: int, slots: int, itemsize: int) -> dict[str, int]:
     """A plan's key for the `decode_layers` of a decode step."""
     heads = {"hkv": config.kv_heads, "d": config.head_dim, "s": slots}
-    ranks = config.blocks[0].tensor_parallel
-    return chain_shape(config, rows, itemsize) | heads | ranks_key(ranks)
+    ranks, formats = config.blocks[0].tensor_parallel, _formats(config.blocks[0])
+    return chain_shape(config, rows, itemsize) | heads | ranks_key(ranks) | formats.key
 
 
 def chain_features(config: DecoderConfig) -> Features:
@@ -468,7 +474,11 @@ def layers_features(config: DecoderConfig) -> Features:
         )
         for block in config.blocks
     ]
-    return asked | _common_features(blocks)
+    return asked | _common_features(blocks) | _formats(config.blocks[0]).features
+
+
+def _formats(block: BlockSpec) -> Formats:
+    return formats_of((linear.k, linear.weight) for linear in block.linears.values())
 
 
 def _common_features(blocks: Sequence[BlockSpec], **same: Any) -> Features:
@@ -867,8 +877,8 @@ class Model:
         multiplies by them, so our kernels must run all products.
         """
         block, *others = dict.fromkeys(self.local.config.blocks)
-        if others or block.experts is not None:
-            return False
+        if others or block.experts is not None or block.formats:
+            return False  # quantised weights were not measured in a loop
         itemsize = jnp.dtype(self.dtype).itemsize
         shapes = [linear.shape for linear in block.linears.values()]
         choices = [

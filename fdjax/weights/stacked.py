@@ -1,5 +1,7 @@
 """Stacked weights: one array per kind for all layers, and each layer's weight as a view of it.
 
+A quantised weight is a few arrays. Each of them is stacked.
+
 A kernel that runs all layers takes the stacked arrays: few arguments, because each costs the host
 about a microsecond per call. Operations of XLA take the views. XLA copies a slice before it
 multiplies by it, so each view is a separate array.
@@ -8,6 +10,7 @@ multiplies by it, so each view is a separate array.
 import ctypes
 import functools
 import logging
+import operator
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from fdjax.models import Model, Params, random_params
 from fdjax.models.name_map import ParamPath
+from fdjax.pallas_kernels.quantised import QTensor, is_quantised
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
+
+Weight = jax.Array | QTensor
 
 logger = logging.getLogger("fdjax")
 
@@ -129,7 +135,7 @@ class LayerStacks:
         """Stack the layers of a model whose plan has a kernel for them."""
         self._wanted = model.one_launch_possible
         self._layers = model.config.layers
-        self._arrays: dict[ParamPath, jax.Array] = {}
+        self._stacks: dict[ParamPath, Weight] = {}
 
     def take(self, path: ParamPath, weight: Any) -> Any:
         """Write a weight into its stacked array.
@@ -141,27 +147,28 @@ class LayerStacks:
         Returns:
           None if the weight is stacked (`views` replaces it), otherwise the weight.
         """
-        if path[0] != "blocks" or not isinstance(weight, jax.Array) or weight.ndim == 1:
+        is_matrix = is_quantised(weight) or (isinstance(weight, jax.Array) and weight.ndim > 1)
+        if path[0] != "blocks" or not is_matrix:
             return weight
         _, layer, *kind = path
         kind = tuple(kind)
-        if kind not in self._arrays:
+        if kind not in self._stacks:
             if not self._wanted:
                 return weight
             try:
-                self._arrays[kind] = _empty_stack(self._layers, weight)
+                self._stacks[kind] = _empty_stack(self._layers, weight)
             except jax.errors.JaxRuntimeError as error:
                 if "RESOURCE_EXHAUSTED" not in str(error):
                     raise
                 self._wanted = False
-                _log_once(_NO_ROOM.format(gigabytes(self._layers * _local(weight).nbytes)))
+                _log_once(_NO_ROOM.format(gigabytes(self._layers * _local_bytes(weight))))
                 return weight
-        self._arrays[kind] = _put(self._arrays[kind], weight, layer)
+        self._stacks[kind] = _put(self._stacks[kind], weight, layer)
         return None
 
     def views(self, params: Params) -> Params:
         """Put views of the stacked arrays where `take` has returned None, and return `params`."""
-        for kind, stacked in self._arrays.items():
+        for kind, stacked in self._stacks.items():
             for i, view in enumerate(_views(stacked)):
                 node = params["blocks"][i]
                 for name in kind[:-1]:
@@ -178,7 +185,7 @@ def random_stacked_params(model: Model, seed: int = 0) -> tuple[Params, LayerSta
 
 def stack_layers(
     model: Model, params: Params, *, memory_bytes: int | None = None
-) -> dict[str, jax.Array] | None:
+) -> dict[str, Weight] | None:
     """Stack the weights of a model's layers, if its plan has a kernel for stacked weights.
 
     Weights that are already views of a live stacked array are not copied again. If there is too
@@ -191,7 +198,8 @@ def stack_layers(
       memory_bytes: limit for the parameters and the stacked arrays; default the free memory.
 
     Returns:
-      Stacked arrays [L, ...] by names such as "attention.qkv.weight"; None if nothing is stacked.
+      Stacked arrays [L, ...], or stacks of quantised weights, by names such as
+      "attention.qkv.weight"; None if nothing is stacked.
     """
     blocks = params["blocks"]
     leaves = jax.tree.leaves(blocks)
@@ -199,8 +207,8 @@ def stack_layers(
         return None
     layers = [traverse_util.flatten_dict(blocks[i], sep=".") for i in range(len(blocks))]
     stacked = {kind: _stack_of([layer[kind] for layer in layers]) for kind in layers[0]}
-    missing = [kind for kind, array in stacked.items() if array is None]
-    needed = sum(len(layers) * _local(layers[0][kind]).nbytes for kind in missing)
+    missing = [kind for kind, stack in stacked.items() if stack is None]
+    needed = sum(len(layers) * _local_bytes(layers[0][kind]) for kind in missing)
     rooms = [free_memory_bytes(device) for device in leaves[0].devices()]
     rooms.append(memory_bytes and memory_bytes - model.local.weight_bytes)
     message = _NO_ROOM.format(gigabytes(needed))
@@ -222,31 +230,35 @@ def stack_layers(
     return stacked
 
 
-def stacked_shapes(params: Params) -> dict[str, jax.ShapeDtypeStruct]:
+def stacked_shapes(params: Params) -> dict[str, Any]:
     """Shapes and dtypes of the arrays that `stack_layers` makes of these parameters, by name."""
     blocks = params["blocks"]
-    first = traverse_util.flatten_dict(blocks[0], sep=".")
-    return {k: jax.ShapeDtypeStruct((len(blocks), *a.shape), a.dtype) for k, a in first.items()}
+
+    def stack(array):
+        return jax.ShapeDtypeStruct((len(blocks), *array.shape), array.dtype)
+
+    return jax.tree.map(stack, traverse_util.flatten_dict(blocks[0], sep="."))
 
 
-def layer_slices(stacked: dict[str, jax.Array]) -> Params:
+def layer_slices(stacked: dict[str, Weight]) -> Params:
     """The parameters of each layer as slices. Inside a trace, unused slices cost nothing.
 
     Args:
-      stacked: arrays [L, ...] from `stack_layers`.
+      stacked: what `stack_layers` returns.
 
     Returns:
       {layer: its parameters as nested dicts}.
     """
-    layers = len(next(iter(stacked.values())))
-    return {i: _nested({kind: a[i] for kind, a in stacked.items()}) for i in range(layers)}
+    layers = len(jax.tree.leaves(stacked)[0])
+    slices = (jax.tree.map(operator.itemgetter(i), stacked) for i in range(layers))
+    return dict(enumerate(map(_nested, slices)))
 
 
-def _nested(layer: dict[str, jax.Array]) -> Params:
+def _nested(layer: dict[str, Weight]) -> Params:
     return traverse_util.unflatten_dict(layer, sep=".")
 
 
-def _stack(layers: Sequence[dict[str, jax.Array]], kind: str) -> jax.Array:
+def _stack(layers: Sequence[dict[str, Weight]], kind: str) -> Weight:
     """Stack the weights of one kind. In `layers`, they are replaced by views, except vectors.
 
     Donating a view overwrites it and that part of the array. Later uses of the donated weight then
@@ -256,19 +268,23 @@ def _stack(layers: Sequence[dict[str, jax.Array]], kind: str) -> jax.Array:
     stacked = _empty_stack(len(layers), first)
     for i, layer in enumerate(layers):
         stacked = _put(stacked, layer[kind], i)
-    if first.ndim == 1:
+    if isinstance(first, jax.Array) and first.ndim == 1:
         return stacked
     for layer, view in zip(layers, _views(stacked), strict=True):
         layer[kind] = view
     return stacked
 
 
-def _empty_stack(layers: int, weight: jax.Array) -> jax.Array:
+def _empty_stack(layers: int, weight: Weight) -> Weight:
     """Zeros [layers, ...] for weights like this one, which devices may share."""
-    sharding = weight.sharding
-    if isinstance(sharding, NamedSharding):
-        sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
-    return jnp.zeros((layers, *weight.shape), weight.dtype, device=sharding)
+
+    def zeros(array):
+        sharding = array.sharding
+        if isinstance(sharding, NamedSharding):
+            sharding = NamedSharding(sharding.mesh, PartitionSpec(None, *sharding.spec))
+        return jnp.zeros((layers, *array.shape), array.dtype, device=sharding)
+
+    return jax.tree.map(zeros, weight)
 
 
 def _local(array: jax.Array) -> jax.Array:
@@ -276,8 +292,18 @@ def _local(array: jax.Array) -> jax.Array:
     return array.addressable_shards[0].data
 
 
-def _views(stacked: jax.Array) -> list[jax.Array]:
-    """Views of the layers. `_stack_of` finds the array by them."""
+def _local_bytes(weight: Weight) -> int:
+    """Bytes of a weight on its first device."""
+    return sum(_local(array).nbytes for array in jax.tree.leaves(weight))
+
+
+def _views(stacked: Weight) -> list[Weight]:
+    """Views of the layers. `_stack_of` finds the stack by them."""
+    arrays, tree = jax.tree.flatten(stacked)
+    return [tree.unflatten(views) for views in zip(*map(_array_views, arrays), strict=True)]
+
+
+def _array_views(stacked: jax.Array) -> list[jax.Array]:
     if len(stacked.devices()) == 1:
         views = layer_views(stacked)
     else:
@@ -294,11 +320,22 @@ def _views(stacked: jax.Array) -> list[jax.Array]:
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _put(stacked, weight, index):
-    return jax.lax.dynamic_update_index_in_dim(stacked, weight, index, 0)
+    def put(stacked, array):
+        return jax.lax.dynamic_update_index_in_dim(stacked, array, index, 0)
+
+    return jax.tree.map(put, stacked, weight)
 
 
-def _stack_of(views: Sequence[jax.Array]) -> jax.Array | None:
-    """The live stacked array whose layers are exactly these views, in order, or None."""
+def _stack_of(views: Sequence[Weight]) -> Weight | None:
+    """The live stack whose layers are exactly these views, in order, or None."""
+    trees = list(map(jax.tree.structure, views))
+    if len(set(trees)) > 1:
+        return None
+    stacks = list(map(_array_of, zip(*map(jax.tree.leaves, views), strict=True)))
+    return None if any(stack is None for stack in stacks) else trees[0].unflatten(stacks)
+
+
+def _array_of(views: Sequence[jax.Array]) -> jax.Array | None:
     first = views[0]
     address = _local(first).unsafe_buffer_pointer()
     stacked = _stacks.get(address)

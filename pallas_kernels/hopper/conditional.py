@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+
 def when(condition: bool | Array) -> Callable[[Callable[[], None]], None]:
     """Run the decorated function if the condition holds, like `pl.when`."""
     if isinstance(condition, bool):

@@ -5,9 +5,13 @@ layers keeps memory busy while one operation waits for another. It also saves th
 each launch and each array costs.
 """
 
+import dataclasses
 import math
+import operator
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -16,11 +20,19 @@ from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.append import append_decode_attention
 from fdjax.pallas_kernels.attention.operands import row_slots
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
-from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, resolve
+from fdjax.pallas_kernels.dispatch import Dispatch, Features, Implementation, resolve
 from fdjax.pallas_kernels.gemm.linear import matmul
 from fdjax.pallas_kernels.layers.hopper.decode_layers import LAYERS_HOPPER
 from fdjax.pallas_kernels.norm import RMSNorm
-from fdjax.pallas_kernels.quantised import refuse_quantised
+from fdjax.pallas_kernels.quantised import (
+    WEIGHT_FEATURES,
+    QTensor,
+    WeightFormat,
+    check,
+    is_quantised,
+)
+
+_ALL_ROWS = 2**31 - 1  # stands for a group of all rows, whose number differs between products
 
 
 class LayerWeights(NamedTuple):
@@ -32,14 +44,21 @@ class LayerWeights(NamedTuple):
       out: [L, H·D, E].
       gate_up: [L, E, 2, F], gate, then up.
       down: [L, F, E].
+
+    All products may be stacks of quantised weights instead, of one format. qkv is then [E, N].
     """
 
     attention_norm: Array
-    qkv: Array
-    out: Array
+    qkv: Array | QTensor
+    out: Array | QTensor
     mlp_norm: Array
-    gate_up: Array
-    down: Array
+    gate_up: Array | QTensor
+    down: Array | QTensor
+
+    @property
+    def products(self) -> dict[str, Array | QTensor]:
+        """The weights of the products by name."""
+        return {name: getattr(self, name) for name in ("qkv", "out", "gate_up", "down")}
 
 
 def decode_layers(
@@ -86,14 +105,13 @@ def decode_layers(
 
     Raises:
       ValueError: shapes or dtypes disagree, or an unknown activation.
-      NotImplementedError: the named implementation cannot do this, or a weight is quantised.
+      NotImplementedError: the named implementation cannot do this.
 
     Costs the bytes of `weights`, and 2·L·sum(lengths)·Hkv·D·itemsize bytes of the cache.
     """
-    refuse_quantised("decode_layers", *weights)
     _check(x, k, v, lengths, rotation, weights, gate, pages)
     key = layers_key(len(x), weights, k.shape, row_slots(k, pages)) | ranks_key(ranks)
-    features = frozenset({"tensor_parallel"} if ranks > 1 else ())
+    features = _formats(weights).features | ({"tensor_parallel"} if ranks > 1 else set())
     key["itemsize"] = x.dtype.itemsize
     chosen, config = resolve(DECODE_LAYERS, plan, implementation, features, **key)
     return chosen.run(
@@ -117,11 +135,48 @@ def layers_key(
     rows: int, weights: LayerWeights, cache: tuple[int, ...], slots: int
 ) -> dict[str, int]:
     """The key of `decode_layers` for `Plan.choose`, without its itemsize."""
-    _, heads, width = weights.out.shape
+    heads, width = weights.out.shape[-2:]
     _, _, kv_heads, _, d = cache
-    n = math.prod(weights.qkv.shape[2:])
-    products = {"m": rows, "k": heads, "width": width, "hidden": weights.down.shape[1], "n": n}
-    return products | {"hkv": kv_heads, "d": d, "s": slots}
+    n = weights.qkv.size // (len(weights.attention_norm) * width)
+    products = {"m": rows, "k": heads, "width": width, "hidden": weights.down.shape[-2], "n": n}
+    return products | {"hkv": kv_heads, "d": d, "s": slots} | _formats(weights).key
+
+
+class Formats(NamedTuple):
+    """What the formats of the weights add to a call of `Plan.choose`.
+
+    Attributes:
+      features: features that an implementation must support.
+      key: entry of the key: kind → group, 0 for groups of all rows. Empty for plain weights.
+    """
+
+    features: Features
+    key: dict[str, int]
+
+
+def formats_of(weights: Iterable[tuple[int, WeightFormat | None]]) -> Formats:
+    """The `Formats` of products, given K and the format of each; the format of plain ones is None.
+
+    Products of several formats have the feature "differing_weights", and no key.
+    """
+    weights = list(weights)
+    features = frozenset().union(*(f.features for _, f in weights if f))
+    kinds = {
+        f and dataclasses.replace(f, group=_ALL_ROWS if f.group == k else f.group)
+        for k, f in weights
+    }
+    if len(kinds) > 1:
+        return Formats(features | {"differing_weights"}, {})
+    (one,) = kinds
+    if one is None:
+        return Formats(features, {})
+    return Formats(features, {one.kind: 0 if one.group == _ALL_ROWS else one.group})
+
+
+def _formats(weights: LayerWeights) -> Formats:
+    return formats_of(
+        (w.shape[0], w.format) if is_quantised(w) else (0, None) for w in weights.products.values()
+    )
 
 
 def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, pages, ranks, config):
@@ -133,9 +188,12 @@ def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, pages, rank
             return matmul(product, weight, residual=x)
         return all_reduce(matmul(product, weight), "products", residual=x)
 
-    for layer, w in enumerate(map(LayerWeights._make, zip(*weights, strict=True))):
-        qkv = matmul(x, w.qkv.reshape(len(w.qkv), -1), norm=RMSNorm(w.attention_norm, eps))
-        qkv = qkv.reshape(len(x), 1, *w.qkv.shape[1:])
+    kv_heads, d = k.shape[2], k.shape[4]
+    for layer in range(len(k)):
+        w = jax.tree.map(operator.itemgetter(layer), weights)
+        qkv = w.qkv if is_quantised(w.qkv) else w.qkv.reshape(len(w.qkv), -1)
+        qkv = matmul(x, qkv, norm=RMSNorm(w.attention_norm, eps))
+        qkv = qkv.reshape(len(x), 1, kv_heads, -1, d)
         o, k, v = append_decode_attention(
             *(qkv, k, v, lengths), rotation=rotation, layer=layer, pages=pages, spec=spec
         )
@@ -147,8 +205,15 @@ def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, pages, rank
 
 DECODE_LAYERS = (
     LAYERS_HOPPER,
-    Implementation("decode_layers", "xla", _run_xla, can=LAYERS_HOPPER.can),
+    Implementation(
+        *("decode_layers", "xla", _run_xla),
+        can=LAYERS_HOPPER.can | WEIGHT_FEATURES | {"differing_weights"},
+    ),
 )
+
+
+def _stacked_shape(weight: Array | QTensor) -> tuple[int, ...]:
+    return (*weight.stack, *weight.shape) if is_quantised(weight) else weight.shape
 
 
 def _check(x, k, v, lengths, rotation, weights, gate, pages) -> None:
@@ -156,32 +221,43 @@ def _check(x, k, v, lengths, rotation, weights, gate, pages) -> None:
         raise ValueError(
             f"decode_layers: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}"
         )
-    if x.ndim != 2 or k.ndim != 5 or weights.qkv.ndim != 5 or weights.down.ndim != 3:
+    shapes = {name: _stacked_shape(w) for name, w in weights.products.items()}
+    qkv, down = shapes["qkv"], shapes["down"]
+    if x.ndim != 2 or k.ndim != 5 or len(qkv) not in (3, 5) or len(down) != 3:
         raise ValueError(
             "decode_layers: x, k, qkv and down must be [B,E], [L,B,Hkv,S,D], [L,E,Hkv,G+2,D] and "
-            f"[L,F,E], got {[list(a.shape) for a in (x, k, weights.qkv, weights.down)]}"
+            f"[L,F,E], got {[list(shape) for shape in (x.shape, k.shape, qkv, down)]}"
         )
     (b, width), (layers, _, kv_heads, slots, d) = x.shape, k.shape
-    parts, hidden = weights.qkv.shape[3], weights.down.shape[1]
-    for name, got, want in (
-        ("k", k, (layers, b if pages is None else k.shape[1], kv_heads, slots, d)),
-        ("v", v, k.shape),
-        ("lengths", lengths, (b,)),
-        ("cos", rotation[0], (b, 1, d // 2)),
-        ("sin", rotation[1], (b, 1, d // 2)),
-        ("attention_norm", weights.attention_norm, (layers, width)),
-        ("qkv", weights.qkv, (layers, width, kv_heads, parts, d)),
-        ("out", weights.out, (layers, kv_heads * (parts - 2) * d, width)),
-        ("mlp_norm", weights.mlp_norm, (layers, width)),
-        ("gate_up", weights.gate_up, (layers, width, 2, hidden)),
-        ("down", weights.down, (layers, hidden, width)),
+    parts, hidden = math.prod(qkv[2:]) // (kv_heads * d), down[1]
+    by_head = (kv_heads, parts, d) if len(qkv) == 5 else (kv_heads * parts * d,)
+    shapes |= {"k": k.shape, "v": v.shape, "lengths": lengths.shape}
+    shapes |= {name: a.shape for name, a in zip(("cos", "sin"), rotation, strict=True)}
+    shapes |= {name: getattr(weights, name).shape for name in ("attention_norm", "mlp_norm")}
+    for name, want in (
+        ("k", (layers, b if pages is None else k.shape[1], kv_heads, slots, d)),
+        ("v", k.shape),
+        ("lengths", (b,)),
+        ("cos", (b, 1, d // 2)),
+        ("sin", (b, 1, d // 2)),
+        ("attention_norm", (layers, width)),
+        ("qkv", (layers, width, *by_head)),
+        ("out", (layers, kv_heads * (parts - 2) * d, width)),
+        ("mlp_norm", (layers, width)),
+        ("gate_up", (layers, width, 2, hidden)),
+        ("down", (layers, hidden, width)),
     ):
-        if got.shape != want:
+        if shapes[name] != want:
             raise ValueError(
                 f"decode_layers: {name} must be {list(want)} beside x {list(x.shape)} and k "
-                f"{list(k.shape)}, got {list(got.shape)}"
+                f"{list(k.shape)}, got {list(shapes[name])}"
             )
-    products = (weights.qkv, weights.out, weights.gate_up, weights.down)
+    products = []
+    for w in weights.products.values():
+        if is_quantised(w):
+            check(w, "decode_layers", stacked=True)
+        else:
+            products.append(w)
     dtypes = {str(jnp.dtype(a.dtype)) for a in (x, k, v, *products)}
     if len(dtypes) > 1 or not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(

@@ -375,8 +375,9 @@ def test_decode_steps_of_beams(aligned):
     assert not large_copies(compiled, nbytes(state.kv) // m.config.layers // 4)
 
 
-def test_decode_steps_with_quantised_weights():
-    """They run through their kernel, and nothing is dequantised."""
+@pytest.mark.parametrize("layers", ["one by one", "one launch"])
+def test_decode_steps_with_quantised_weights(layers):
+    """They run through their kernels, and nothing is dequantised or copied."""
     data = json.loads((CONFIGS / "llama-2-7b.old.json").read_text(encoding="utf-8"))
     config = parse_config(data | {"num_hidden_layers": 2})
     formats = {
@@ -386,18 +387,33 @@ def test_decode_steps_with_quantised_weights():
     }
     formats["head", "weight"] = WeightFormat("int8", config.width)
     plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    one_launch = layers == "one launch"
+    if not one_launch:
+        plan = plan.with_xla("decode_layers")
     quantised = describe(config.with_formats(formats), dtype="bfloat16", plan=plan)
+    assert quantised.one_launch(1, SLOTS) == one_launch
     pages = 32
     state = jax.eval_shape(lambda: start_in_pages(init_pool(quantised, pages), 1, SLOTS))
+    weights = quantised.abstract_params
+    if one_launch:
+        weights = weights | {"blocks": stacked_shapes(weights)}
 
     def run(params, state, sampling, n, table):
-        return decode_steps(quantised, params, state, sampling, n, table, max_steps=STEPS)
+        stacked = None
+        if one_launch:
+            stacked = params["blocks"]
+            params = params | {"blocks": layer_slices(stacked)}
+        return decode_steps(
+            *(quantised, params, state, sampling, n, table), max_steps=STEPS, layers=stacked
+        )
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
-    args = quantised.abstract_params, state, abstract_sampling(1), n, abstract_table(1, pages)
+    args = weights, state, abstract_sampling(1), n, abstract_table(1, pages)
     options = compiler_options(decode_steps, quantised)
     compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
-    assert kernel_names(compiled).count("packed_gemm_kernel") == 2 * 4 + 1
+    kernels = kernel_names(compiled)
+    assert kernels.count("packed_gemm_kernel") == 1 + (0 if one_launch else 2 * 4)
+    assert kernels.count("layers_kernel") == one_launch
     assert temp_bytes(compiled) < 2**20
     assert alias_bytes(compiled) == nbytes(state)
 

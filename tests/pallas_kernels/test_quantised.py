@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fdjax.pallas_kernels.gemm import linear_chain, matmul
-from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.pallas_kernels.quantised import (
@@ -472,8 +471,6 @@ def test_kernels_for_several_products_refuse_quantised_weights():
             following=jnp.zeros((64, 64)),
             gate="silu",
         )
-    with pytest.raises(NotImplementedError, match="decode_layers: cannot do weights in int8"):
-        decode_layers(x, x, x, x, (x, x), [q], eps=EPS, gate="silu", scale=1.0)
 
 
 def test_bounds_of_the_tests_reject_a_wrong_zero_point():

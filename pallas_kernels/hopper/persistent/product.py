@@ -224,9 +224,7 @@ class Product(Stage):
                 )
             block.finish_tile(self, i)
 
-        when(owner == block.rank)(
-            lambda: self._finish(block, layer, i, tile, products, scale)
-        )
+        when(owner == block.rank)(lambda: self._finish(block, layer, i, tile, products, scale))
 
     def _multiply(
         self,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, never
+from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
 from fdjax.pallas_kernels.hopper.persistent.exchange import new_inbox
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
@@ -40,11 +40,15 @@ from fdjax.pallas_kernels.layers.hopper.heads import (
     new_parts_counters,
     parts_shape,
 )
-from fdjax.pallas_kernels.quantised import QTensor
+from fdjax.pallas_kernels.quantised import BITS, BRICKS, QTensor
 
 # Registers of each warpgroup, see `launch`.
 _REGISTERS = 240, 128, 120
 _PACKED_REGISTERS = 184, 72, 72
+
+# Quantised weights: the largest number of rows, and groups of rows that share a scale; 0 is all.
+_MAX_PACKED_ROWS = 16
+_PACKED_GROUPS = 0, 64, 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,10 +144,12 @@ def _packing(weights, rows) -> Packing | None:
     w = weights.out
     if not isinstance(w, QTensor):
         return None
+    return _packing_of(w.kind, 0 if w.group == w.shape[0] else w.group, w.scales.dtype, rows)
+
+
+def _packing_of(kind: str, group: int, scales, rows: int) -> Packing:
     # Sums of more columns would not fit into registers.
-    wide = 48 // (-(-rows // 8) * 8)
-    group = None if w.group == w.shape[0] else w.group
-    return Packing(w.kind, group, w.scales.dtype, wide)
+    return Packing(kind, group or None, jnp.dtype(scales), 48 // (-(-rows // 8) * 8))
 
 
 def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
@@ -237,9 +243,24 @@ def _fits(shape: Shape) -> str | None:
         )
     if problem := slots_are_tiled(shape):
         return problem
+    packing = None
+    if kind := next((kind for kind in BITS if kind in shape), None):
+        group = shape[kind]
+        if "ranks" in shape or m > _MAX_PACKED_ROWS or group not in _PACKED_GROUPS:
+            return (
+                f"takes quantised weights on one device, with up to {_MAX_PACKED_ROWS} rows and "
+                f"groups of 64, 128 or all rows, got {m} rows and groups of {group or 'all'}"
+            )
+        packing = _packing_of(kind, group, jnp.float32, m)
     sizes = m, width, heads, hidden, n, shape["hkv"], parts - 2, shape["s"]
-    stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0)
-    return room_for(stages, rows=m, width=width, others=heads_memory(jnp.bfloat16))
+    stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0, packing=packing)
+    others = heads_memory(jnp.bfloat16)
+    return room_for(stages, rows=m, width=width, others=others, packing=packing)
+
+
+def _heuristic(shape: Shape, capability: Capability | None) -> bool:
+    """True for int4: it was faster at every size that was measured (benchmarks/LOG.md)."""
+    return capability is not None and "int4" in shape
 
 
 # The fastest on an H100 and on an H200, whose memory is faster.
@@ -269,9 +290,10 @@ def _candidates(shape: Shape) -> tuple[DecodeLayersConfig, ...]:
 LAYERS_HOPPER = Implementation(
     *("decode_layers", "mosaic_gpu", layers_mosaic),
     # Features of a decoder block. The kernel uses a running maximum and ignores φ.
-    can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"}),
+    can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"})
+    | {"weight.int4", "weight.int8", f"weight.layout.{BRICKS}"},
     fits=_fits,
-    heuristic=never,
+    heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),
     config=DecodeLayersConfig,
     candidates=_candidates,

@@ -296,7 +296,7 @@ class Heads(Stage):
         at = [first + j * count + i for i in range(count)]
         places = [block.w_slot(w_used + i) for i in at]
         tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in places]
-        for i, slot, tile in zip(at, places, tiles, strict=True):
+        for i, slot in zip(at, places, strict=True):
             which = rank + self.sharing * i
             plgpu.barrier_wait(smem["w_arrived"].at[slot])
             inside = filled - which * BRICK
