@@ -202,6 +202,8 @@ def _about(source: Source, folder: Path) -> str:
 
 def _of_points(source: Source) -> str:
     found = points(source.record)
+    if not found:  # a run of peers alone
+        return _of_cases(source.record)
     others = {name: PEERS.get(name, name) for m in found.values() for name in m.step}
     others.pop("fdjax", None)
     lines = [(*_OURS, "Spread of the step", *others.values())]

@@ -18,10 +18,10 @@ from fdjax.engine.engine import ReusableState
 from fdjax.engine.runner import Session
 from fdjax.engine.scheduler import StateShape
 from fdjax.engine.state import StackedCache
-from fdjax.models import decoder
-from fdjax.models.decoder import layers_shape
+from fdjax.models import decoder, describe, layers_shape, random_params
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.pallas_kernels.quantised import WeightFormat
 
 CASE = Path(__file__).parents[1] / "fixtures" / "hf" / "llama3_gqa_tied"  # 512 positions
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], list(range(20, 43))]
@@ -111,6 +111,32 @@ def test_tokens_are_those_of_layer_after_layer(plain, launched, launches, option
     assert_alike(launched.generate(PROMPTS, **options), plain.generate(PROMPTS, **options))
     assert in_one_launch(launched) and not in_one_launch(plain)
     assert set(launches) <= {4}
+
+
+@pytest.mark.slow
+def test_tokens_of_a_quantised_model_are_those_of_layer_after_layer(plain, launches):
+    config = plain.config
+    formats = {
+        ("blocks", i, *linear.path, "weight"): WeightFormat("int4", 32)
+        for i, block in enumerate(config.blocks)
+        for linear in block.linears.values()
+    }
+    models = [
+        describe(config.with_formats(formats), dtype="float32", plan=plan)
+        for plan in (
+            Plan(batch_invariant=True),
+            dataclasses.replace(
+                Plan(batch_invariant=True, implementations=ANY_SIZE),
+                named=(("decode_layers", "mosaic_gpu"),),
+            ),
+        )
+    ]
+    params = random_params(models[0])
+    want, got = (fdjax.LM(m, jax.tree.map(jnp.copy, params)) for m in models)
+    launches.clear()
+    assert_alike(got.generate(PROMPTS, **GREEDY), want.generate(PROMPTS, **GREEDY))
+    assert in_one_launch(got) and not in_one_launch(want)
+    assert launches
 
 
 @pytest.mark.slow

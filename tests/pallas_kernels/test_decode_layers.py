@@ -16,6 +16,7 @@ from jax import lax
 
 from fdjax.pallas_kernels.layers import DecodeLayersConfig, LayerWeights, decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
+from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, random_quantised
 from fdjax.pallas_kernels.ranks import AXIS
 
 from . import oracle
@@ -101,6 +102,46 @@ def test_xla_is_right(rows):
     operands = jax.jit(lambda: _operands(rows, **shape, layers=2, slots=192, dtype="float32"))()
     for got, want in zip(jax.jit(_run)(operands), _exact(**operands), strict=True):
         assert _error(got, want) < 1e-5
+
+
+def _quantised(weights):
+    """The same model with stacks of int8 weights, and with what these stand for."""
+    rows = weights.qkv.shape[1]
+    q, dense = {}, {}
+    for name, w in weights.products.items():
+        flat = w.reshape(*w.shape[:2], -1) if name == "qkv" else w
+        like = WeightFormat("int8", 32).empty(flat.shape[1:], flat.shape[:1])
+        q[name] = random_quantised(jax.random.key(len(name)), like, rows**-0.5)
+        dense[name] = jax.vmap(lambda q: dequantise(q, "float32"))(q[name]).reshape(w.shape)
+    return weights._replace(**q), weights._replace(**dense)
+
+
+@pytest.mark.slow
+def test_quantised_weights_are_those_that_they_stand_for():
+    shape = SMALL | dict(width=64, hidden=96)
+    operands = jax.jit(lambda: _operands(2, **shape, layers=2, slots=192, dtype="float32"))()
+    quantised, dense = _quantised(operands["weights"])
+    run = jax.jit(_run)
+    want = run(operands | {"weights": dense})
+    got = run(operands | {"weights": quantised})
+    for a, b in zip(got, want, strict=True):
+        assert _error(a, np.asarray(b, np.float64)) < 1e-5
+
+
+def test_a_quantised_weight_of_another_size_is_refused():
+    shape = SMALL | dict(width=64, hidden=96)
+    operands = jax.eval_shape(lambda: _operands(2, **shape, layers=2, slots=192))
+    weights, _ = jax.eval_shape(_quantised, operands["weights"])
+    other = dataclasses.replace(weights.out, shape=(768, 128))
+    for wrong, message in (
+        (weights._replace(out=other), r"out must be \[2, 768, 64\] .*, got \[2, 768, 128\]"),
+        (
+            weights._replace(down=dataclasses.replace(weights.down, scales=weights.out.scales)),
+            r"w.scales must be \[2, 3, 64\], got \[2, 24, 64\]",
+        ),
+    ):
+        with pytest.raises(ValueError, match=f"decode_layers: {message}"):
+            jax.eval_shape(_run, operands | {"weights": wrong})
 
 
 @pytest.mark.parametrize(

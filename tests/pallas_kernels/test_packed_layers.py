@@ -1,7 +1,4 @@
-"""All layers in one launch with quantised weights: `layers_mosaic` beside itself in bfloat16.
-
-No plan chooses it yet (benchmarks/LOG.md, 2026-11-25).
-"""
+"""All layers in one launch with quantised weights: `layers_mosaic` beside itself in bfloat16."""
 
 import dataclasses
 import functools
@@ -11,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdjax.pallas_kernels.layers import LayerWeights
+from fdjax.pallas_kernels.layers import LayerWeights, formats_of
 from fdjax.pallas_kernels.layers.hopper import decode_layers
 from fdjax.pallas_kernels.layers.hopper.decode_layers import layers_mosaic
-from fdjax.pallas_kernels.plan import can_chain
-from fdjax.pallas_kernels.quantised import BITS, WeightFormat, dequantise, in_layout, pack
+from fdjax.pallas_kernels.plan import Plan, can_chain
+from fdjax.pallas_kernels.quantised import BITS, BRICKS, WeightFormat, dequantise, in_layout, pack
 
 pytestmark = pytest.mark.usefixtures("quick_on_cpu")
 
@@ -97,6 +94,52 @@ def test_compiles_in_place():
     compiled = compile_for("h100", run, k, v, x, rest, packed, donate_argnums=(0, 1))
     assert alias_bytes(compiled) == 4 * k.size
     assert not large_copies(compiled, 2**20)
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+@pytest.mark.parametrize(
+    ("weight", "differing", "want"),
+    [
+        (WeightFormat("int4", 128, layout=BRICKS), False, "mosaic_gpu"),
+        (WeightFormat("int4", 64, layout=BRICKS), False, "mosaic_gpu"),
+        # Nothing was measured.
+        (WeightFormat("int8", 64, layout=BRICKS), False, "xla"),
+        # The kernel cannot do these.
+        (WeightFormat("int4", 32, layout=BRICKS), False, "xla"),
+        (WeightFormat("int4", 128), False, "xla"),
+        (WeightFormat("int4", 128, zeros=True, layout=BRICKS), False, "xla"),
+        (WeightFormat("int4", 128, layout=BRICKS), True, "xla"),
+    ],
+    ids=str,
+)
+def test_plans_choose_it_for_int4(rows, weight, differing, want):
+    found = formats_of([(4096, weight)] * 3 + [(11008, None if differing else weight)])
+    shape = dict(m=rows, k=4096, width=4096, hidden=11008, n=12288, itemsize=2, hkv=32, d=128)
+    key = shape | {"s": 2048} | found.key
+    plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
+    assert plan.choose("decode_layers", found.features, **key).implementation == want
+    if want != "xla":
+        for more in ({"m": 9}, {"ranks": 2}):
+            choice = plan.choose("decode_layers", found.features, **key | more)
+            assert choice.implementation == "xla"
+
+
+def test_formats_of_products():
+    def found(*weights):
+        formats = formats_of(weights)
+        return sorted(formats.features), formats.key
+
+    int4 = WeightFormat("int4", 128)
+    names = ["weight.int4", "weight.layout.plain"]
+    assert found((64, None), (128, None)) == ([], {})
+    assert found((256, int4), (512, int4)) == (names, {"int4": 128})
+    # A group of all rows is 0, however many these are.
+    assert found((128, int4), (128, int4)) == (names, {"int4": 0})
+    int8 = [(k, WeightFormat("int8", k)) for k in (64, 256)]
+    assert found(*int8) == (["weight.int8", "weight.layout.plain"], {"int8": 0})
+    for other in (None, WeightFormat("int4", 64), WeightFormat("int4", 128, scales="bfloat16")):
+        features, key = found((256, int4), (512, other))
+        assert "differing_weights" in features and not key
 
 
 def test_more_registers_than_a_block_has_are_refused(monkeypatch):

@@ -92,6 +92,13 @@ def layers_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[str]]
         else:
             features = frozenset({"attention.rope"})
             yield f"{name} M{m} S{s} {8 * itemsize} bit", shape | {"s": s}, features
+    if op == "linear_chain":
+        return
+    shape = MODELS["7B"] | {"s": 1024, "itemsize": 2}
+    for m, kind, group in itertools.product((1, 16, 17), BITS, (0, 32, 64, 128, 256)):
+        features = WeightFormat(kind, 64, layout=BRICKS).features | {"attention.rope"}
+        key = shape | {"m": m, kind: group}
+        yield f"7B M{m} {kind} by {group or 'all'}", key, features
 
 
 def experts_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:

@@ -19,9 +19,10 @@ import pytest
 import fdjax
 from any_size import ANY_SIZE
 from fdjax.engine import engine
-from fdjax.models import decoder, layers_shape, random_params
+from fdjax.models import decoder, describe, layers_shape, random_params
 from fdjax.pallas_kernels.layers import decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
+from fdjax.pallas_kernels.quantised import QTensor, WeightFormat
 from fdjax.weights import stacked as stacked_module
 from fdjax.weights.stacked import (
     LayerStacks,
@@ -238,6 +239,46 @@ def test_layers_are_stacked_where_the_plan_has_them(plain, model):
         assert [address(a) for a in weights(params, kind)] == [
             address(array) + i * array.nbytes // len(array) for i in range(len(array))
         ]
+    jax.tree.map(np.testing.assert_array_equal, params, want)
+    jax.tree.map(np.testing.assert_array_equal, want["blocks"], layer_slices(stacked))
+
+
+@pytest.fixture
+def quantised(model):
+    """The model with quantised weights in its layers."""
+    config = model.config
+    formats = {
+        ("blocks", i, *linear.path, "weight"): WeightFormat("int4", 32)
+        for i, block in enumerate(config.blocks)
+        for linear in block.linears.values()
+    }
+    plan = dataclasses.replace(model.plan, table=(), named=(("decode_layers", "mosaic_gpu"),))
+    return describe(config.with_formats(formats), dtype="float32", plan=plan)
+
+
+def arrays(params, kind):
+    """Words and scales of the weights of a kind, layer by layer."""
+    return [(q.words, q.scales) for q in weights(params, kind)]
+
+
+@pytest.mark.parametrize("made_as", ["stacked later", "stacked while they are made"])
+def test_quantised_weights_are_stacked(quantised, made_as):
+    if made_as == "stacked later":
+        params = random_params(quantised)
+    else:
+        params, _stacks = random_stacked_params(quantised)
+        views = arrays(params, LARGEST)
+    stacked = stack_layers(quantised, params)
+    whole = stacked[LARGEST]
+    assert isinstance(whole, QTensor) and whole.stack == (quantised.config.layers,)
+    places = [tuple(map(address, layer)) for layer in arrays(params, LARGEST)]
+    assert places == [
+        tuple(address(a) + i * a.nbytes // len(a) for a in (whole.words, whole.scales))
+        for i in range(quantised.config.layers)
+    ]
+    if made_as != "stacked later":
+        assert places == [tuple(map(address, layer)) for layer in views]
+    want = random_params(quantised)
     jax.tree.map(np.testing.assert_array_equal, params, want)
     jax.tree.map(np.testing.assert_array_equal, want["blocks"], layer_slices(stacked))
 

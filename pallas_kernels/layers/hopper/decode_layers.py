@@ -259,8 +259,8 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """True for int4: it was faster at every size that was measured (benchmarks/LOG.md)."""
-    return capability is not None and "int4" in shape
+    """True for int4 and up to 8 rows, where it was faster (benchmarks/LOG.md, 2026-11-27)."""
+    return capability is not None and "int4" in shape and shape["m"] <= 8
 
 
 # The fastest on an H100 and on an H200, whose memory is faster.
