@@ -13,6 +13,7 @@ from fdjax.lm import LM
 
 _OPTIONS = {"eos_token_id": None, "do_sample": False}
 _LARGEST = 8  # gaps and pauses that a record keeps
+_TOGETHER = 0.01  # seconds between the ends of gaps with one cause
 
 
 def times(count: int, rate: float, seed: int = 0) -> np.ndarray:
@@ -34,8 +35,8 @@ def measure(
       time between two deliveries divided by the tokens delivered; of `largest_gap_ms`, the longest
       time between two deliveries of a request. `compile_seconds` must be 0, otherwise the latencies
       include compilation. `largest_gaps` has the longest ones, with the seconds at which they end
-      and the number of the request: gaps that end together have one cause. `collections_ms` has
-      the longest pauses of Python's garbage collector.
+      and the number of the request. Of gaps that end together, which have one cause, it has the
+      longest. `collections_ms` has the longest pauses of Python's garbage collector.
     """
     began = time.perf_counter()
     running, arrivals = [], times(len(prompts), rate)
@@ -52,10 +53,7 @@ def measure(
         for ms, steps in zip(one.chunk_ms_per_token, one.chunk_steps, strict=True):
             end += ms * steps / 1e3
             gaps.append((ms * steps, float(end), number))
-    largest = [
-        {"ms": ms, "end": end, "request": number}
-        for ms, end, number in heapq.nlargest(_LARGEST, gaps)
-    ]
+    largest = _apart(gaps)
     return {
         "rate": rate,
         "seconds": seconds,
@@ -67,6 +65,17 @@ def measure(
         "largest_gaps": largest,
         "collections_ms": heapq.nlargest(_LARGEST, pauses),
     }
+
+
+def _apart(gaps: Sequence[tuple[float, float, int]]) -> list[dict[str, Any]]:
+    """The longest gaps (ms, end, request), but one of those that end together."""
+    largest = []
+    for ms, end, number in sorted(gaps, reverse=True):
+        if all(abs(end - other["end"]) > _TOGETHER for other in largest):
+            largest.append({"ms": ms, "end": end, "request": number})
+        if len(largest) == _LARGEST:
+            break
+    return largest
 
 
 @contextlib.contextmanager

@@ -57,6 +57,8 @@ from fdjax.weights.stacked import LayerStacks
 
 # Decode steps per dispatch.
 _STEPS = 32
+# Runs of each program before a server takes requests.
+_WARM_UP_RUNS = 3
 
 # Models in use, by (configuration, dtype, plan, number of devices, dtype of the cache).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
@@ -259,7 +261,8 @@ class LM:
         prompts whose beginning is in the cache.
 
         A server calls it once with `smaller`, and sets `max_len`: the programs depend on the slots
-        of a row, and then all rows have equally many. Some requests then arrive one after another,
+        of a row, and then all rows have equally many. Each program runs several times, because the
+        first runs also build its CUDA graph. Some requests then arrive one after another,
         which compiles how a state becomes larger. Python's garbage collector then leaves out
         the objects that exist (`gc.freeze`), because to search them takes a tenth of a second.
 
@@ -286,7 +289,7 @@ class LM:
         # Random prompts, so that none begins with tokens that another has in the cache.
         rng = np.random.default_rng(0)
         seconds, steps = 0.0, STREAM_STEPS if streamed else _STEPS
-        for lengths in batches:
+        for lengths in batches * (_WARM_UP_RUNS if smaller else 1):
             prompts = [rng.integers(0, self.config.vocab_size, n).tolist() for n in lengths]
             timer = Timer(self.model, self._params_bytes)
             requests = [

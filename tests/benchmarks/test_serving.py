@@ -99,10 +99,11 @@ def test_arrivals_are_a_poisson_process():
 
 
 def test_what_readers_wait_for():
-    """Two requests, whose chunks bring 4 and 2 tokens."""
+    """Three requests, whose chunks bring 4 and 2 tokens; two of them wait at the same time."""
     stats = [
         Stats(prefill_seconds=0.5, chunk_ms_per_token=(10.0, 30.0), chunk_steps=(4, 2)),
         Stats(prefill_seconds=0.1, chunk_ms_per_token=(20.0,), chunk_steps=(4,)),
+        Stats(prefill_seconds=0.101, chunk_ms_per_token=(19.0,), chunk_steps=(4,)),
     ]
     given = iter(stats)
 
@@ -116,11 +117,12 @@ def test_what_readers_wait_for():
             return types.SimpleNamespace(stats=next(given))
 
     callbacks = list(gc.callbacks)
-    found = arrivals.measure(Fake(), [[1] * 7, [2] * 5], [7, 5], rate=1e6)
-    assert found["first_token_ms"]["p50"] == pytest.approx(300)
-    assert found["ms_per_token"]["p50"] == 20 and found["largest_gap_ms"] == 80
+    found = arrivals.measure(Fake(), [[1] * 7, [2] * 5, [3] * 5], [7, 5, 5], rate=1e6)
+    assert found["first_token_ms"]["p50"] == pytest.approx(101)
+    assert found["ms_per_token"]["p50"] == 19.5 and found["largest_gap_ms"] == 80
     assert found["compile_seconds"] == 0
-    # The second request's only gap, from 0.1 s on, then the first one's two of 40 and 60 ms.
+    # The second request's only gap, from 0.1 s on, with which the third one's ends, then the first
+    # one's two of 40 and 60 ms.
     largest, *_, last = found["largest_gaps"]
     assert (largest["ms"], largest["request"]) == (80, 1) and len(found["largest_gaps"]) == 3
     assert largest["end"] == pytest.approx(0.18, abs=1e-3)
