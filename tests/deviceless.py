@@ -12,6 +12,9 @@ import dataclasses
 import functools
 import math
 import re
+import struct
+import subprocess
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -338,3 +341,21 @@ def _is_moved(kernel: Computation, name: str) -> bool:
     else:
         operands = instruction.operands[_MOVED_OPERANDS.get(opcode, slice(0))]
     return any(_is_moved(kernel, operand) for operand in operands)
+
+
+def code_bytes(ptx: str) -> int:
+    """Bytes of the machine code that ptxas makes of PTX for an H100."""
+    import nvidia.cu13
+
+    ptxas = next(Path(root) / "bin" / "ptxas" for root in nvidia.cu13.__path__)
+    with tempfile.TemporaryDirectory() as folder:
+        source, target = Path(folder) / "kernel.ptx", Path(folder) / "kernel.cubin"
+        source.write_text(ptx, encoding="utf-8")
+        subprocess.run([ptxas, "-arch=sm_90a", source, "-o", target], check=True)
+        elf = target.read_bytes()
+    # Fields of the ELF header, then of each section: name, offset and size; see elf.h.
+    (at,) = struct.unpack_from("<Q", elf, 0x28)
+    size, count, index = struct.unpack_from("<HHH", elf, 0x3A)
+    sections = [struct.unpack_from("<I20xQQ", elf, at + i * size) for i in range(count)]
+    names = sections[index][1]
+    return sum(n for name, _, n in sections if elf[names + name :].startswith(b".text"))

@@ -81,8 +81,10 @@ _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 
 
 @pytest.mark.deviceless
-def test_compiles_in_place():
-    from deviceless import alias_bytes, compile_for, large_copies
+def test_compiles_in_place_and_fits_into_the_instruction_cache(monkeypatch, capfd):
+    from deviceless import alias_bytes, code_bytes, compile_for, large_copies
+
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
 
     shape = (1, "int4", 128)
     state, _, packed = jax.eval_shape(lambda: _operands(*shape, **LLAMA2_7B))
@@ -94,6 +96,9 @@ def test_compiles_in_place():
     compiled = compile_for("h100", run, k, v, x, rest, packed, donate_argnums=(0, 1))
     assert alias_bytes(compiled) == 4 * k.size
     assert not large_copies(compiled, 2**20)
+    _, version, ptx = capfd.readouterr().out.partition(".version")
+    # If it is larger, each layer reads all of it from the L2 cache again.
+    assert code_bytes(version + ptx) <= 128 * 1024
 
 
 @pytest.mark.parametrize("rows", [1, 8])
