@@ -57,8 +57,6 @@ from fdjax.weights.stacked import LayerStacks
 
 # Decode steps per dispatch.
 _STEPS = 32
-# Runs of each program before a server takes requests.
-_WARM_UP_RUNS = 3
 
 # Models in use, by (configuration, dtype, plan, number of devices, dtype of the cache).
 _loaded: weakref.WeakValueDictionary[Any, Model] = weakref.WeakValueDictionary()
@@ -261,10 +259,10 @@ class LM:
         prompts whose beginning is in the cache.
 
         A server calls it once with `smaller`, and sets `max_len`: the programs depend on the slots
-        of a row, and then all rows have equally many. Each program runs several times, because the
-        first runs also build its CUDA graph. Some requests then arrive one after another,
-        which compiles how a state becomes larger. Python's garbage collector then leaves out
-        the objects that exist (`gc.freeze`), because to search them takes a tenth of a second.
+        of a row, and then all rows have equally many. Requests then arrive one after another until
+        `batch` of them run, which compiles how a state becomes larger, and runs each number of rows
+        as a server does. Python's garbage collector then leaves out the objects that exist
+        (`gc.freeze`), because to search them takes a tenth of a second.
 
         Args:
           config, **options: as in `generate`, the options of the later call.
@@ -289,7 +287,7 @@ class LM:
         # Random prompts, so that none begins with tokens that another has in the cache.
         rng = np.random.default_rng(0)
         seconds, steps = 0.0, STREAM_STEPS if streamed else _STEPS
-        for lengths in batches * (_WARM_UP_RUNS if smaller else 1):
+        for lengths in batches:
             prompts = [rng.integers(0, self.config.vocab_size, n).tolist() for n in lengths]
             timer = Timer(self.model, self._params_bytes)
             requests = [
@@ -301,16 +299,17 @@ class LM:
         if smaller:
             ids = np.resize(requests[0].ids, min(self.engine.page_tokens + 1, prompt_tokens))
             request = dataclasses.replace(requests[0], ids=ids)
-            self._let_requests_come(request, min(batch, 3), steps)
+            self._let_requests_come(request, min(batch, self.engine.most_rows), steps)
             gc.collect()
             gc.freeze()
         return seconds
 
     def _let_requests_come(self, request: Request, count: int, steps: int) -> None:
-        """Run requests that arrive one after another, then two at once, then one alone.
+        """Run `count` requests, as many coming each time as run; then two at once, then one alone.
 
         So states become larger, and requests begin with pages of others. One row and several have
-        different states, and programs of their own for this.
+        different states, and programs of their own for this. XLA captures the kernels of a CUDA
+        graph anew for other addresses. So each number of rows should have run as it will run later.
         """
         if request.config.num_beams > 1 or self.engine.place.spans_processes:
             return
@@ -319,7 +318,10 @@ class LM:
         config = dataclasses.replace(request.config, stopping_criteria=(), max_new_tokens=new)
         request = dataclasses.replace(request, config=config)
         runner, timer = self.engine.runner, Timer(self.model, self._params_bytes)
-        for arrivals in ([1] * count, [min(count, 2)], [1]):
+        waves = [1]
+        while (came := sum(waves)) < count:
+            waves.append(min(came, count - came))
+        for arrivals in (waves, [min(count, 2)], [1]):
             calls = []
             try:
                 for at_once in arrivals:

@@ -641,14 +641,21 @@ def test_a_second_call_compiles_nothing(lm, truth):
 
 
 @pytest.mark.slow
-def test_after_a_warmup_for_a_server_requests_come_and_go_and_compile_nothing(lm):
+def test_after_a_warmup_for_a_server_requests_come_and_go_and_compile_nothing(lm, monkeypatch):
     limits = {"max_len": 512, "max_batch": 5}
     used = fdjax.LM(dataclasses.replace(lm.model), lm.params, lm.tokenizer, **limits)
     options = {"eos_token_id": None, "max_new_tokens": 6}
     sizes = {"batch": 5, "prompt_tokens": 500, "streamed": True, "smaller": True}
-    frozen = gc.get_freeze_count()
+    frozen, reshape, grown = gc.get_freeze_count(), runner.Session.reshape, []
+
+    def growing(session, rows, shape):
+        grown.append((len(rows), shape.rows))
+        reshape(session, rows, shape)
+
+    monkeypatch.setattr(runner.Session, "reshape", growing)
     assert used.warmup(**sizes, **options) > 0
     assert gc.get_freeze_count() > frozen
+    assert grown[:3] == [(1, 2), (2, 4), (4, 5)]
     before = used.program_counts()
     rng = np.random.default_rng(3)
     running = []
