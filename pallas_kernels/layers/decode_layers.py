@@ -32,8 +32,6 @@ from fdjax.pallas_kernels.quantised import (
     is_quantised,
 )
 
-_ALL_ROWS = 2**31 - 1  # stands for a group of all rows, whose number differs between products
-
 
 class LayerWeights(NamedTuple):
     """Weights of all layers, stacked in one array for each kind.
@@ -161,16 +159,17 @@ def formats_of(weights: Iterable[tuple[int, WeightFormat | None]]) -> Formats:
     """
     weights = list(weights)
     features = frozenset().union(*(f.features for _, f in weights if f))
+    # A group of all rows has as many rows as its product, so groups are compared apart.
     kinds = {
-        f and dataclasses.replace(f, group=_ALL_ROWS if f.group == k else f.group)
-        for k, f in weights
+        f and (dataclasses.replace(f, group=1), 0 if f.group == k else f.group) for k, f in weights
     }
     if len(kinds) > 1:
         return Formats(features | {"differing_weights"}, {})
-    (one,) = kinds
-    if one is None:
+    (kind,) = kinds
+    if kind is None:
         return Formats(features, {})
-    return Formats(features, {one.kind: 0 if one.group == _ALL_ROWS else one.group})
+    form, group = kind
+    return Formats(features, {form.kind: group})
 
 
 def _formats(weights: LayerWeights) -> Formats:

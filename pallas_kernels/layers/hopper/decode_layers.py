@@ -2,10 +2,9 @@
 
 Every block of the grid runs Q, K and V, attention, output projection, gate and up, and down of one
 layer after the other, with a barrier of all blocks between two of them. One warpgroup computes, or
-two if weights are quantised. One
-loads the inputs of products. One loads weights, keys and values through a single ring. These do not
-depend on the barriers, so their loads continue while blocks wait for each other. See `chain_mosaic`
-for the products, `heads` for attention.
+two if weights are quantised. One loads the inputs of products. One loads weights, keys and values
+through a single ring. These do not depend on the barriers, so their loads continue while blocks
+wait for each other. See `chain_mosaic` for the products, `heads` for attention.
 
 Weights and caches are stacked over the layers: separate arrays would need hundreds of descriptors.
 """
@@ -259,7 +258,11 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """True for int4 and up to 8 rows, where it was faster (benchmarks/LOG.md, 2026-11-27)."""
+    """True for int4 and up to 8 rows.
+
+    One row was faster in the same run, 8 rows than an earlier record (benchmarks/LOG.md,
+    2026-11-27). More rows were not measured.
+    """
     return capability is not None and "int4" in shape and shape["m"] <= 8
 
 
