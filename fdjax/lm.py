@@ -305,11 +305,12 @@ class LM:
         return seconds
 
     def _let_requests_come(self, request: Request, count: int, steps: int) -> None:
-        """Run `count` requests, as many coming each time as run; then two at once, then one alone.
+        """Run `count` requests, as many coming each time as run; two at once; one alone; all again.
 
         So states become larger, and requests begin with pages of others. One row and several have
-        different states, and programs of their own for this. XLA captures the kernels of a CUDA
-        graph anew for other addresses. So each number of rows should have run as it will run later.
+        different states, and programs of their own for this. Whenever a program is loaded, XLA
+        drops the CUDA graphs of all others, and captures them when they next run, which takes up to
+        a tenth of a second. So every number of rows runs again after the last program is loaded.
         """
         if request.config.num_beams > 1 or self.engine.place.spans_processes:
             return
@@ -321,14 +322,19 @@ class LM:
         waves = [1]
         while (came := sum(waves)) < count:
             waves.append(min(came, count - came))
-        for arrivals in (waves, [min(count, 2)], [1]):
+        for arrivals in (waves, [min(count, 2)], [1], waves):
             calls = []
             try:
                 for at_once in arrivals:
                     rows = self._states([request] * at_once)
                     calls.append(Call(rows, steps, timer.chunk))
                     runner.submit(calls[-1])
-                    runner.wait(calls[-1], lambda rows=rows: all(row.tokens for row in rows))
+                    # The first chunk after a program was loaded runs without a graph.
+                    least = min(2 * steps + 1, new)
+                    runner.wait(
+                        calls[-1],
+                        lambda rows=rows, n=least: all(len(row.tokens) > n for row in rows),
+                    )
             finally:
                 for call in calls:
                     runner.cancel(call)
