@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from fdjax.bench.experts import chosen_experts
 from fdjax.bench.model import model_rows
 from fdjax.bench.one_pass import one_pass
 from fdjax.bench.record import Record, emit, environment, write
+from fdjax.engine.memory import plan_memory
 from fdjax.lm import LM
 from fdjax.models import DecoderConfig, describe, layers_shape, parse_config
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
@@ -31,6 +33,8 @@ from fdjax.weights.stacked import LayerStacks, random_stacked_params
 # Ways to sum over GPUs: XLA's all-reduce, our kernel, and the sums inside one kernel for all
 # layers.
 SUMS = ("psum", "all-reduce kernel", "one launch")
+# Memory for the workspace of more rows than a point has, which a cache in pages is planned for.
+_SPARE_BYTES = 2 * 2**30
 # Llama 2 7B.
 CONFIG = {
     "model_type": "llama",
@@ -111,11 +115,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"model": config, "dtype": args.dtype, "devices": args.devices, **extra},
         {"before": measure_ceiling(2**30 if on_gpu else 2**24, matmul_size=0)},
     )
-    single, _stacks = _random_lm(config, args.dtype, 1)
+    longest = max(points, key=math.prod)
+    single, _stacks = _random_lm(config, args, longest, 1)
     for devices, sums, tiles in cases(args):
         name = f"{devices} devices" if sums is None else f"{devices} devices, {sums}"
         name += f", {tiles} tiles" if tiles > 1 else ""
-        lm = single if devices == 1 else _random_lm(config, args.dtype, devices, sums, tiles)[0]
+        lm = single if devices == 1 else _random_lm(config, args, longest, devices, sums, tiles)[0]
         for batch, prompt in points:
             rows, costs = model_rows(
                 lm,
@@ -148,14 +153,25 @@ def cases(args: argparse.Namespace) -> list[tuple[int, str | None, int]]:
 
 
 def _random_lm(
-    config: dict[str, Any], dtype: str, devices: int, sums: str | None = None, tiles: int = 1
+    config: dict[str, Any],
+    args: argparse.Namespace,
+    point: tuple[int, int],
+    devices: int,
+    sums: str | None = None,
+    tiles: int = 1,
 ) -> tuple[LM, LayerStacks]:
+    """A model whose cache has room for a point."""
     parsed = parse_config(config)
     plan = with_sums(Plan.for_device(), parsed, devices, sums)
     plan = dataclasses.replace(plan, prompt_tiles=tiles)
-    model = describe(parsed, dtype=dtype, plan=plan, tensor_parallel=devices)
+    model = describe(parsed, dtype=args.dtype, plan=plan, tensor_parallel=devices)
+    batch, prompt = point
+    length = prompt + args.new_tokens
+    planned = plan_memory(model.local, batch=batch, max_len=length, prompt_tokens=prompt)
+    # LM's own default is as much cache as weights.
+    most = max(planned.total_bytes + _SPARE_BYTES, 2 * model.local.weight_bytes)
     params, stacks = random_stacked_params(model)
-    return LM(model, params), stacks
+    return LM(model, params, memory_bytes=most), stacks
 
 
 def with_sums(plan: Plan, config: DecoderConfig, ranks: int, sums: str | None) -> Plan:
