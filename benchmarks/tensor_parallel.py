@@ -33,8 +33,8 @@ from fdjax.weights.stacked import LayerStacks, random_stacked_params
 # Ways to sum over GPUs: XLA's all-reduce, our kernel, and the sums inside one kernel for all
 # layers.
 SUMS = ("psum", "all-reduce kernel", "one launch")
-# Memory for the workspace of more rows than a point has, which a cache in pages is planned for.
-_SPARE_BYTES = 2 * 2**30
+# A cache in pages is planned for more rows than a point has, and leaves a part of the memory free.
+_SPARE = 1.25
 # Llama 2 7B.
 CONFIG = {
     "model_type": "llama",
@@ -169,7 +169,7 @@ def _random_lm(
     length = prompt + args.new_tokens
     planned = plan_memory(model.local, batch=batch, max_len=length, prompt_tokens=prompt)
     # LM's own default is as much cache as weights.
-    most = max(planned.total_bytes + _SPARE_BYTES, 2 * model.local.weight_bytes)
+    most = max(int(_SPARE * planned.total_bytes), 2 * model.local.weight_bytes)
     params, stacks = random_stacked_params(model)
     return LM(model, params, memory_bytes=most), stacks
 

@@ -30,7 +30,7 @@ from fdjax.engine.memory import (
     room_for_pages,
 )
 from fdjax.engine.mesh import Place, is_spec, specs_of, stacked
-from fdjax.engine.packed import call_sizes
+from fdjax.engine.packed import call_size, call_sizes
 from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
@@ -344,8 +344,13 @@ class Engine:
         for rows in {1, batch}:
             room = 1 if rows == 1 else self.most_rows
             sizes = call_sizes(room, on_cpu=self.short_calls, experts=self.has_experts)
+            # The least number of blocks that has a call of each size.
+            least: dict[int, int] = {}
+            for blocks in range(1, rows * -(-prompt_tokens // SLOT_MULTIPLE) + 1):
+                size = call_size(blocks, sizes, experts=self.has_experts)
+                least.setdefault(size, blocks)
             # Of several rows, a call of one block is the rest after another call.
-            for blocks in sizes if rows == 1 else (*sizes[1:], sizes[1] + 1):
+            for blocks in least.values() if rows == 1 else (*least.values(), sizes[1] + 1):
                 each = -(-blocks // rows)
                 lengths = [each] * (blocks // each) + [blocks % each] * (blocks % each > 0)
                 if max(lengths) * SLOT_MULTIPLE < prompt_tokens + SLOT_MULTIPLE:

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from fdjax.engine.packed import largest_call
 from fdjax.engine.schedule import (
-    CALL_TOKENS,
     CHUNKS,
     call_tokens,
     covered_slots,
@@ -251,8 +251,8 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
     c, plan = model.config, model.plan
     itemsize = jnp.dtype(model.dtype).itemsize
     tokens = call_tokens(max_len, batch)
-    if c.has_experts and plan.compute_capability is not None:
-        tokens = max(tokens, min(CALL_TOKENS, covered_slots(max_len)))
+    if plan.compute_capability is not None and (c.has_experts or reads_pages(model)):
+        tokens = max(tokens, largest_call(max_len, batch, experts=c.has_experts))
     rows = rows_of_call(widest_chunk(max_len), batch)
     values = max(block.mlp_values for block in c.blocks)
     if c.has_experts and plan.compute_capability is not None:

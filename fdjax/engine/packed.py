@@ -20,8 +20,11 @@ from fdjax.engine.state import SLOT_MULTIPLE
 
 # Allowed numbers of blocks in a call.
 _SIZES = (1, 4, 16, 64)
-# Largest number of blocks in a call per row of the state: the widest chunk of a prompt.
+# A state has a call with so many blocks for each of its rows: the widest chunk of a prompt.
 _BLOCKS_PER_ROW = CHUNKS[-1] // SLOT_MULTIPLE
+# Another call has up to so many blocks for each row. It reads the weights less often for a long
+# prompt, and several devices sum fewer and larger arrays.
+_MOST_BLOCKS_PER_ROW = 32
 # On a CPU, time is proportional to the number of tokens, so larger calls save nothing.
 _BLOCKS_ON_CPU = 8
 _SHORT_BLOCKS = SLOT_MULTIPLE // SHORT_CHUNK
@@ -39,9 +42,24 @@ def call_sizes(batch: int, *, on_cpu: bool = False, experts: bool = False) -> tu
     With `experts`, a long prompt has the largest call for itself.
     """
     largest = _BLOCKS_ON_CPU if on_cpu else CALL_TOKENS // SLOT_MULTIPLE
-    most = min(_BLOCKS_PER_ROW * batch, largest)
-    sizes = *(size for size in _SIZES if size < most), most
-    return (*sizes, largest) if experts and most < largest else sizes
+    usual = min(_BLOCKS_PER_ROW * batch, largest)
+    longest = largest if experts else min(_MOST_BLOCKS_PER_ROW * batch, largest)
+    return tuple(sorted({usual, longest, *(size for size in _SIZES if size < usual)}))
+
+
+def call_size(blocks: int, sizes: tuple[int, ...], *, experts: bool = False) -> int:
+    """Blocks in the next call if so many wait, at least 1."""
+    if blocks >= sizes[-1]:
+        return sizes[-1]
+    return cheapest(blocks, sizes, _CALL_OVERHEAD_OF_EXPERTS if experts else _CALL_OVERHEAD)[0]
+
+
+def largest_call(length: int, batch: int, *, experts: bool = False) -> int:
+    """Tokens in the largest call for `batch` prompts of up to `length` tokens, padding included."""
+    sizes = call_sizes(batch, experts=experts)
+    most = min(batch * -(-length // SLOT_MULTIPLE), sizes[-1])
+    blocks = max(call_size(n, sizes, experts=experts) for n in range(1, most + 1))
+    return blocks * SLOT_MULTIPLE
 
 
 @dataclasses.dataclass(eq=False)
@@ -81,7 +99,7 @@ class PackedPrompts:
         self._page_tokens = page_tokens
         self._batch = batch
         self._sizes = call_sizes(batch, on_cpu=on_cpu, experts=experts)
-        self._overhead = _CALL_OVERHEAD_OF_EXPERTS if experts else _CALL_OVERHEAD
+        self._experts = experts
         self._short = on_cpu and batch >= _SHORT_BLOCKS
         self._on_cpu = on_cpu
         self._prompts: collections.deque[_Prompt] = collections.deque()
@@ -128,7 +146,7 @@ class PackedPrompts:
             blocks += -(-prompt.left // SLOT_MULTIPLE)
             if blocks >= sizes[-1]:
                 return self._call(self._prompts, sizes[-1], SLOT_MULTIPLE)
-        size = cheapest(blocks, sizes, self._overhead)[0]
+        size = call_size(blocks, sizes, experts=self._experts)
         if size < _SMALL <= sizes[-1] and any(prompt.followers for prompt in self._prompts):
             size = _SMALL
         return self._call(self._prompts, size, SLOT_MULTIPLE)

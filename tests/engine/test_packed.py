@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdjax.engine.packed import PackedPrompts, call_sizes
-from fdjax.engine.schedule import call_tokens
+from fdjax.engine.packed import PackedPrompts, call_sizes, largest_call
 from fdjax.engine.state import SLOT_MULTIPLE, init_pool, start_in_pages
 from fdjax.engine.step import prefill
 from fdjax.models import describe, parse_config, random_params
@@ -107,8 +106,8 @@ def test_every_token_is_computed_once_and_in_order(lengths, spare, budgets, on_c
     short = {(8, 16)} if on_cpu and batch >= 8 else set()
     shapes = {call.tokens.shape for call in calls}
     assert shapes <= {(size, PAGE) for size in call_sizes(batch, on_cpu=on_cpu)} | short
-    # What `room_for_pages` counts.
-    foreseen = call_tokens(1024, 2 ** (batch - 1).bit_length())
+    # What `workspace_bytes` counts.
+    foreseen = largest_call(max(lengths), batch)
     assert max(call.tokens.size for call in calls) <= foreseen
 
 
@@ -170,17 +169,19 @@ def test_samples_without_room_compute_their_whole_last_page():
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 8, 12, 64, 256])
 def test_sizes_are_few(batch):
     sizes = call_sizes(batch)
-    assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and len(sizes) <= 4
-    assert sizes[-1] == min(8 * batch, 64)
+    assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and len(sizes) <= 5
+    assert min(8 * batch, 64) in sizes and sizes[-1] == min(32 * batch, 64)
 
 
 def test_a_long_prompt_of_a_mixture_of_experts_takes_one_call():
-    """Each call reads all experts. Otherwise a row has at most 1024 tokens of a call."""
+    """Each call reads all experts. Otherwise the only row has at most 4096 tokens of a call."""
 
     def sizes(tokens, **options):
         return [len(call.tokens) for call in taken(packed([tokens], 1, **options))]
 
-    assert sizes(8192) == [8] * 8
+    assert sizes(8192) == [32, 32]
+    assert sizes(6000) == [32, 8, 8]
+    assert sizes(2000) == [8, 8]
     assert sizes(8192, experts=True) == [64]
     assert sizes(6000, experts=True) == [64]
     assert sizes(2000, experts=True) == [8, 8]
