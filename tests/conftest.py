@@ -121,7 +121,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Processes that tests start share what they compile through JAX's own cache. This process has
     # read these variables already, and does not use that cache.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{os.environ[_FOLDER]}/processes")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 @pytest.fixture(autouse=True, scope="session")
