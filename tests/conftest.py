@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -108,8 +107,6 @@ _executables: dict[str, object] = {}
 # Names the folder in which processes find each other's executables. `.ci/run` has one for all of
 # its stages, otherwise each run has its own.
 _FOLDER = "FDJAX_TEST_PROGRAMS"
-# Executables that take less time to compile are not worth a file.
-_LEAST_SECONDS = 0.2
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -157,12 +154,10 @@ def _from_folder(key, backend, module, executable_devices, options):
 
 
 def _to_folder(key, compile_, given):
-    began = time.perf_counter()
     executable = compile_(*given)
-    if time.perf_counter() - began > _LEAST_SECONDS:
-        unfinished = Path(os.environ[_FOLDER], f"{key}.{os.getpid()}")
-        unfinished.write_bytes(executable.serialize())
-        unfinished.replace(unfinished.with_suffix(""))
+    unfinished = Path(os.environ[_FOLDER], f"{key}.{os.getpid()}")
+    unfinished.write_bytes(executable.serialize())
+    unfinished.replace(unfinished.with_suffix(""))
     return executable
 
 

@@ -88,7 +88,6 @@ def load(case, dtype="float32", compiled="quick", implementation=None):
             str(FIXTURES / case),
             dtype=dtype,
             max_len=MAX_LEN,
-            max_batch=4,  # short and long prompts share programs
             plan=plan,
             compilation_cache=False,
             progress=False,
