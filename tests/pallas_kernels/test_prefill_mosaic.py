@@ -90,7 +90,7 @@ def test_interpreted_parts_of_the_cache():
     ids=str,
 )
 def test_interpreted_parts_of_the_cache_with_masks(masks):
-    operands = _operands([133, 70, 0], [3, 60, 0], t=130)
+    operands = _operands([133, 70], [3, 60], t=130)
     for config in (SPLIT, dataclasses.replace(SPLIT, unified=False, splits=2)):
         _check(operands, interpreted, config=config, masks=masks)
 
