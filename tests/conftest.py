@@ -156,8 +156,10 @@ def _from_folder(key, backend, module, executable_devices, options):
 def _to_folder(key, compile_, given):
     executable = compile_(*given)
     unfinished = Path(os.environ[_FOLDER], f"{key}.{os.getpid()}")
-    unfinished.write_bytes(executable.serialize())
-    unfinished.replace(unfinished.with_suffix(""))
+    # Tests may replace functions of `Path`.
+    with open(unfinished, "wb") as file:  # noqa: PTH123
+        file.write(executable.serialize())
+    os.replace(unfinished, unfinished.with_suffix(""))  # noqa: PTH105
     return executable
 
 
