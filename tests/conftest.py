@@ -8,7 +8,6 @@ import os
 import shutil
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -108,8 +107,6 @@ _executables: dict[str, object] = {}
 # Names the folder in which processes find each other's executables. `.ci/run` has one for all of
 # its stages, otherwise each run has its own.
 _FOLDER = "FDJAX_TEST_PROGRAMS"
-# Executables that take less time to compile are not worth a file.
-_LEAST_SECONDS = 0.2
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,7 +118,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Processes that tests start share what they compile through JAX's own cache. This process has
     # read these variables already, and does not use that cache.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{os.environ[_FOLDER]}/processes")
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -157,12 +154,12 @@ def _from_folder(key, backend, module, executable_devices, options):
 
 
 def _to_folder(key, compile_, given):
-    began = time.perf_counter()
     executable = compile_(*given)
-    if time.perf_counter() - began > _LEAST_SECONDS:
-        unfinished = Path(os.environ[_FOLDER], f"{key}.{os.getpid()}")
-        unfinished.write_bytes(executable.serialize())
-        unfinished.replace(unfinished.with_suffix(""))
+    unfinished = Path(os.environ[_FOLDER], f"{key}.{os.getpid()}")
+    # Tests may replace functions of `Path`.
+    with open(unfinished, "wb") as file:  # noqa: PTH123
+        file.write(executable.serialize())
+    os.replace(unfinished, unfinished.with_suffix(""))  # noqa: PTH105
     return executable
 
 

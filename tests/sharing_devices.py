@@ -87,9 +87,11 @@ class Ranks:
 
 
 def load(path, ranks, **options):
+    """A checkpoint on some devices. Calls of up to 4 rows share a program for prompts."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "max_len 264 exceeds", UserWarning)
-        options = {"dtype": "float32", "compilation_cache": False, "progress": False} | options
+        options = {"dtype": "float32", "compilation_cache": False, "max_batch": 4} | options
+        options |= {"progress": False}
         return fdjax.load(FIXTURES / path, tensor_parallel=ranks, max_len=264, **options)
 
 
@@ -156,8 +158,8 @@ def beams(path, ranks):
     return report
 
 
-def pure(paths, *ranks, generates=True):
-    """`forward` and `generate` of checkpoints, traced and not, on one device and on several."""
+def pure(paths, *ranks, generates=()):
+    """`forward` of checkpoints in a trace, and of those in `generates` outside, with `generate`."""
     ids = np.random.default_rng(1).integers(3, 90, (3, 20))
     lengths = np.array([20, 1, 17])
     config = fdjax.GenerationConfig(max_new_tokens=6, temperature=0.8, seed=4)
@@ -166,14 +168,16 @@ def pure(paths, *ranks, generates=True):
     def logits(model, params):
         return fdjax.forward(model, params, ids, lengths, last=1)
 
-    def answer(lm):
+    def answer(path, lm):
         found = {"logits": logits(lm.model, lm.params)}
-        if generates:
+        if path in generates:
             found["untraced"] = fdjax.forward(lm.model, lm.params, ids, lengths, last=1)
             found["tokens"] = fdjax.generate(lm.model, lm.params, ids, config, lengths)
         return {name: np.asarray(value).tolist() for name, value in found.items()}
 
-    return {path: {count: answer(load(path, count)) for count in (1, *ranks)} for path in paths}
+    return {
+        path: {count: answer(path, load(path, count)) for count in (1, *ranks)} for path in paths
+    }
 
 
 def calibrated(path, ranks):
@@ -256,7 +260,7 @@ def stalled(path, ranks, stalls):
     def stall(rank):
         calls[int(rank)] += 1
         if int(rank) == stalls and calls[int(rank)] == 3:
-            time.sleep(4)
+            time.sleep(2.5)
         return np.float32(0)
 
     def processor(ids, lengths, logits):
@@ -265,7 +269,7 @@ def stalled(path, ranks, stalls):
 
     lm = load(path, ranks)
     expected = lm.generate([1, 2, 3], max_new_tokens=6, eos_token_id=None).tokens
-    lm.engine.watch = Watch(seconds=1.5)
+    lm.engine.watch = Watch(seconds=1.0)
     watched = lm.generate(
         [1, 2, 3], max_new_tokens=6, eos_token_id=None, logits_processors=[processor]
     )
@@ -368,7 +372,7 @@ def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
     """What an `LM` answers if devices divide the tokens of KV heads, beside one device.
 
     A pool begins with NaN, except in int8. Its 7 pages are too few for the last 4 requests. All
-    requests have the same pool, because programs depend on its size.
+    requests have the same pool and equally many slots, because programs depend on their sizes.
     """
     init_pool, preempt, preempted = engine.init_pool, runner.Runner._preempt, []
 
@@ -393,7 +397,7 @@ def divided_tokens(ranks, *, kv_heads=2, beams=0, **options):
     for count in (1, ranks):
         model = describe(config, dtype="float32", plan=plan, tensor_parallel=count, **options)
         params = _spread(random_params(model, 5)) if params is None else params
-        lm = LM(model, params, max_batch=4)
+        lm = LM(model, params, max_len=4 * page, max_batch=4)
         lm.engine._most_pages = lambda slots, most=1 + 7 * page // lm.engine.page_tokens: most
         seen = Ranks()
         found = report[count] = {

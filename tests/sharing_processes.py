@@ -25,8 +25,11 @@ _MIXED = OPTIONS | {"do_sample": None, "temperature": [0.0, 0.0, 0.9]}
 _GIGABYTE = 10**9
 
 
-def answers(path):
-    """What a model says, what this process read and holds of it, and what it refuses."""
+def answers(path, victim, sent):
+    """What a model says, what this process read and holds of it, and what it refuses.
+
+    It prints this report. Then it is as if `ends` had been called.
+    """
     rank, cut, open_pool = jax.process_index(), [], engine_module.init_pool
 
     class Division(checkpoint.Division):
@@ -61,7 +64,9 @@ def answers(path):
         "ranks": sorted({*cut}),
         "bytes": sum(shard.data.nbytes for shards in held for shard in shards),
     }
-    return {"same": report, "own": own, "refused": _refused(lm, rank)}
+    print(json.dumps({"same": report, "own": own, "refused": _refused(lm, rank)}), flush=True)
+    lm.engine.runner.aborted = False
+    return _ended(lm, victim, sent)
 
 
 def _refused(lm, rank):
@@ -90,13 +95,15 @@ def _refused(lm, rank):
 
 def ends(path, victim, sent):
     """Process `victim` sends itself a signal while it generates. The other reports its error."""
+    return _ended(load(path, _RANKS), victim, sent)
 
+
+def _ended(lm, victim, sent):
     def stop(tokens):
         if len(tokens) > 40 and jax.process_index() == victim:
             os.kill(os.getpid(), getattr(signal, sent))
         return False
 
-    lm = load(path, _RANKS)
     try:
         options = {"max_new_tokens": 100, "do_sample": False, "eos_token_id": None}
         lm.generate([1, 2, 3], stopping_criteria=[stop], **options)
@@ -108,7 +115,7 @@ def ends(path, victim, sent):
 def main():
     function, arguments, address, rank = sys.argv[1:]
     jax.config.update("jax_disable_most_optimizations", True)
-    seconds = 5 if function == "ends" else 30  # until JAX notices that a process is gone
+    seconds = 10  # until JAX notices that a process is gone
     timeouts = {"heartbeat_timeout_seconds": seconds, "shutdown_timeout_seconds": seconds}
     jax.distributed.initialize(address, _RANKS, int(rank), **timeouts)
     *arguments, options = json.loads(arguments)

@@ -323,7 +323,7 @@ def applied(source: str, diff: str) -> str:
 
 
 NEW_OPTION = """
-import jax.numpy as jnp, numpy as np
+import jax, jax.numpy as jnp, numpy as np
 import fdjax
 from fdjax.bench.timing import Timing
 from fdjax.cli.main import _parser
@@ -347,7 +347,7 @@ configs = [GenerationConfig(do_sample=True, top_n_sigma=1.5, seed=i) for i in ra
 n = len(configs)
 nothing = jnp.zeros((n, 8), jnp.int32), jnp.ones(n, jnp.int32), jnp.zeros(n, jnp.int32)
 sampling = per_row(configs, n)
-tokens, _ = next_tokens(
+tokens, _ = jax.jit(next_tokens, static_argnums=5)(
     jnp.tile(logits, (n, 1)), sampling, *nothing, configs[0].processors
 )
 assert set(np.asarray(tokens).tolist()) == allowed, (tokens, allowed)

@@ -185,6 +185,13 @@ def test_a_peer_that_loses_or_cuts_an_answer_is_refused(monkeypatch):
 
 @pytest.mark.slow
 def test_a_small_run(tmp_path, monkeypatch):
+    sizes = []
+
+    def measure_ceiling(**size):
+        sizes.append(size)
+        return {"matmul_tflop_per_s": 7.0, "read_gb_per_s": 50.0}
+
+    monkeypatch.setattr(serving, "measure_ceiling", measure_ceiling)
     monkeypatch.setattr(prefixes, "_ROWS", (2,))
     monkeypatch.setattr(prefixes, "_SHARED", (1024,))
     config, output = tmp_path / "config.json", tmp_path / "record.json"
@@ -199,7 +206,8 @@ def test_a_small_run(tmp_path, monkeypatch):
         assert found["timed_calls"][0]["cached_tokens"] == 0
         seconds = found["timed_calls"][0]["seconds"]
         assert found["share_of_bound"] == record["bound"]["seconds"] / seconds
-    assert record["requests"]["count"] == 6 and record["bound"]["tflop_per_s"] == 0.1
+    assert record["requests"]["count"] == 6 and len(sizes) == 1
+    assert (record["bound"]["tflop_per_s"], record["bound"]["gb_per_s"]) == (0.1, 50)
     (arrived,) = record["arrivals"]
     assert arrived["rate"] == 20 and arrived["compile_seconds"] == 0
     assert 0 < arrived["first_token_ms"]["p50"] <= arrived["first_token_ms"]["p99"]

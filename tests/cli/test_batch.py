@@ -14,13 +14,19 @@ from safetensors.numpy import load_file, save_file
 
 import fdjax
 from fdjax.cli.main import main
-from fdjax.weights.checkpoint import locate
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 LINES = ["Once upon a time", {"prompt": "What is 7 + 5?", "id": "q7"}, {"prompt": [5, 6, 7]}]
 LINES += [{"messages": [{"role": "user", "content": "What is 7 + 5?"}], "id": {"nested": 1}}]
 OPTIONS = ["--max-new-tokens", "6"]
+
+
+@pytest.fixture(autouse=True)
+def by_default(two_layers, monkeypatch):
+    """The model of a command that names none: a smaller one, whose programs compile sooner."""
+    monkeypatch.setattr("fdjax.cli.shared.EMBEDDED", two_layers)
+    return two_layers
 
 
 @pytest.fixture
@@ -46,11 +52,11 @@ def by_index(target):
 
 
 @pytest.mark.slow
-def test_each_line_has_its_answer_and_its_id(files, capsys):
+def test_each_line_has_its_answer_and_its_id(files, by_default, capsys):
     assert run(files) == 0
     found = by_index(files[1])
     assert [answer["id"] for answer in found] == [0, "q7", 2, {"nested": 1}]
-    lm = fdjax.load("tiny")
+    lm = fdjax.load(by_default)
     expected = lm.generate(["Once upon a time", "What is 7 + 5?", [5, 6, 7]], max_new_tokens=6)
     chat = lm.chat(LINES[3]["messages"], max_new_tokens=6)
     assert [answer["tokens"] for answer in found] == [*expected.tokens, *chat.tokens]
@@ -97,14 +103,14 @@ def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
         files[0].write_text('"Another"\n')
     else:
         beside = tmp_path / "out.jsonl.run.json"
-        beside.write_text(beside.read_text().replace("tiny", "other"))
+        beside.write_text(beside.read_text().replace("two_layers", "other"))
     assert run(files, *options) == 2
     assert f"holds answers of another {what}" in capsys.readouterr().err
     assert files[1].read_bytes() == before
 
 
-def test_answers_of_other_weights_are_not_mixed(files, capsys, tmp_path):
-    folder = shutil.copytree(locate("tiny"), tmp_path / "model")
+def test_answers_of_other_weights_are_not_mixed(files, by_default, capsys, tmp_path):
+    folder = shutil.copytree(by_default, tmp_path / "model")
     assert run(files, "--model", str(folder)) == 0
     tensors = load_file(folder / "model.safetensors")
     tensors["model.norm.weight"] *= 2

@@ -621,9 +621,16 @@ class Terminal:
         os.write(self._master, text.encode())
 
 
+@pytest.fixture
+def small_folder(two_layers, tmp_path):
+    """A copy of a smaller checkpoint, whose programs compile sooner."""
+    return Path(shutil.copytree(two_layers, tmp_path / "small"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(pty is None, reason="needs pseudo-terminals")
-def test_ctrl_c_stops_the_answer_and_not_the_program(folder, tmp_path, interruptible):
+def test_ctrl_c_stops_the_answer_and_not_the_program(small_folder, tmp_path, interruptible):
+    folder = small_folder
     # Without an end token, a story fills the context.
     edit(folder / "generation_config.json", eos_token_id=1023)
     edit(folder / "tokenizer_config.json", eos_token="<pad>")

@@ -220,9 +220,9 @@ def test_a_callback_is_no_obstacle(folder):
     assert not folder.exists()
 
 
-def generated():
+def generated(checkpoint):
     with mock.patch("fdjax.lm._loaded", {}):  # without programs of another model
-        lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+        lm = fdjax.load(checkpoint, compilation_cache=None, progress=False)
     return lm.generate("Hi", max_new_tokens=4, return_logprobs=True)
 
 
@@ -232,10 +232,10 @@ def stored(folder):
 
 
 @pytest.fixture(scope="module")
-def first_answer(tmp_path_factory):
+def first_answer(two_layers, tmp_path_factory):
     """(a folder with the programs of an answer, the answer)"""
     with cache_in(tmp_path_factory.mktemp("programs")) as folder:
-        return folder, generated()
+        return folder, generated(two_layers)
 
 
 @pytest.fixture
@@ -247,18 +247,20 @@ def before(folder, first_answer):
 
 
 @pytest.mark.slow
-def test_generate_needs_no_trace_of_what_it_has_traced_before(before, folder, monkeypatch):
+def test_generate_needs_no_trace_of_what_it_has_traced_before(
+    two_layers, before, folder, monkeypatch
+):
     assert len(stored(folder)) == 3
 
     def reduce(*_):
         raise AssertionError("traced")
 
     monkeypatch.setattr(jax.lax, "reduce", reduce)  # of any program that chooses a token
-    after = generated()
+    after = generated(two_layers)
     assert after.tokens == before.tokens and after.logprobs == before.logprobs
     jax.config.update("jax_enable_compilation_cache", False)
     with pytest.raises(AssertionError, match="traced"):
-        generated()
+        generated(two_layers)
 
 
 @pytest.mark.slow
@@ -266,7 +268,9 @@ def test_generate_needs_no_trace_of_what_it_has_traced_before(before, folder, mo
 @pytest.mark.parametrize(
     "owner, name", [pytest.param(step, "next_tokens", marks=pytest.mark.soak), (Decoder, "logits")]
 )
-def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, owner, name):
+def test_what_others_put_in_place_of_a_function_is_traced(
+    two_layers, folder, monkeypatch, owner, name
+):
     function, calls = getattr(owner, name), []
 
     @functools.wraps(function)
@@ -275,7 +279,7 @@ def test_what_others_put_in_place_of_a_function_is_traced(folder, monkeypatch, o
         return function(*args, **options)
 
     monkeypatch.setattr(owner, name, counted)
-    generated()
+    generated(two_layers)
     assert len(calls) == 2 and len(stored(folder)) == 3
 
 
@@ -310,14 +314,14 @@ def test_what_is_of_others_is_found(folder, monkeypatch, thing):
     assert path() is None
 
 
-def test_nothing_is_of_others_as_it_is(folder):
-    lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+def test_nothing_is_of_others_as_it_is(two_layers, folder):
+    lm = fdjax.load(two_layers, compilation_cache=None, progress=False)
     assert lowered._foreign([*lowered._modules(), lm.model]) is None
     assert path(lm.model)
 
 
 @pytest.mark.slow
-def test_a_model_of_ones_own_classes_is_traced(folder):
+def test_a_model_of_ones_own_classes_is_traced(two_layers, folder):
     class Negated(Decoder):
         def logits(self, *args):
             return -super().logits(*args)
@@ -325,7 +329,7 @@ def test_a_model_of_ones_own_classes_is_traced(folder):
     class Described(Model):
         pass
 
-    lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+    lm = fdjax.load(two_layers, compilation_cache=None, progress=False)
     model = lm.model
     graph, state = nnx.split(nnx.eval_shape(lambda: Negated(model.config, jnp.dtype(model.dtype))))
     negated = Model(model.config, model.dtype, model.plan, graph, state)
@@ -340,8 +344,8 @@ def test_a_model_of_ones_own_classes_is_traced(folder):
 
 
 @pytest.mark.slow
-def test_processors_of_ones_own_are_not_kept(folder):
-    lm = fdjax.load("tiny", compilation_cache=None, progress=False)
+def test_processors_of_ones_own_are_not_kept(two_layers, folder):
+    lm = fdjax.load(two_layers, compilation_cache=None, progress=False)
     lm.generate("Hi", max_new_tokens=2)
     before = stored(folder)
     lm.generate("Hi", max_new_tokens=2, logits_processors=[lambda *args: args[-1]])

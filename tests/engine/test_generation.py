@@ -30,7 +30,8 @@ forward = jax.jit(fdjax.forward, static_argnums=0, static_argnames="last")
 
 @pytest.fixture(scope="module")
 def lm():
-    return fdjax.load(str(CASE), dtype="float32", compilation_cache=False, progress=False)
+    options = {"compilation_cache": False, "progress": False, "max_batch": 4}
+    return fdjax.load(str(CASE), dtype="float32", **options)
 
 
 @functools.cache

@@ -105,7 +105,7 @@ def test_every_way_to_an_answer_gives_the_same(lm, monkeypatch):
     assert list(streamed) and streamed.result.tokens[0] == want.tokens[2]
     submitted = lm.submit(PROMPTS[3], max_new_tokens=NEW[3], **OPTIONS).result()
     assert submitted.tokens[0] == want.tokens[3]
-    pure = fdjax.generate(
+    pure = jax.jit(fdjax.generate, static_argnums=(0, 3))(
         lm.model,
         lm.params,
         np.array([BEGINNING]),

@@ -32,9 +32,9 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
 def load(plan):
-    return fdjax.load(
-        str(CASE), dtype="float32", plan=plan, compilation_cache=False, progress=False
-    )
+    """With at most four rows, short and long prompts share programs."""
+    options = {"compilation_cache": False, "progress": False, "max_batch": 4}
+    return fdjax.load(str(CASE), dtype="float32", plan=plan, **options)
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,7 @@ def test_tokens_of_a_quantised_model_are_those_of_layer_after_layer(plain, launc
         )
     ]
     params = random_params(models[0])
-    want, got = (fdjax.LM(m, jax.tree.map(jnp.copy, params)) for m in models)
+    want, got = (fdjax.LM(m, jax.tree.map(jnp.copy, params), max_batch=4) for m in models)
     launches.clear()
     assert_alike(got.generate(PROMPTS, **GREEDY), want.generate(PROMPTS, **GREEDY))
     assert in_one_launch(got) and not in_one_launch(want)
@@ -152,7 +152,7 @@ def test_reruns_are_those_of_layer_after_layer(plain, launched):
 
 @pytest.mark.slow
 def test_to_the_last_slot_of_a_cache(plain, launched):
-    want, got = (fdjax.LM(lm.model, lm.params, max_len=64) for lm in (plain, launched))
+    want, got = (fdjax.LM(lm.model, lm.params, max_len=64, max_batch=4) for lm in (plain, launched))
     for length in (40, 60, 63):
         prompts = [list(range(length)), [7, 8], [9]]
         asked = GREEDY | {"max_new_tokens": [64 - length, 20, 62]}
@@ -235,7 +235,7 @@ def test_weights_may_be_assigned(plain, launched):
     before = lm.generate(PROMPTS, **GREEDY)
     counts = lm.program_counts()
     lm.params = given
-    want = fdjax.LM(plain.model, given).generate(PROMPTS, **GREEDY)
+    want = fdjax.LM(plain.model, given, max_batch=4).generate(PROMPTS, **GREEDY)
     assert before.tokens != want.tokens
     assert lm.generate(PROMPTS, **GREEDY).tokens == want.tokens
     assert lm.program_counts() == counts
@@ -246,7 +246,7 @@ def test_weights_may_be_assigned(plain, launched):
     # Weights of some layers are replaced, as after training. The others are still views.
     lm.params = lm.params | {"blocks": launched.params["blocks"] | {1: given["blocks"][1]}}
     mixed = plain.params | {"blocks": plain.params["blocks"] | {1: given["blocks"][1]}}
-    want = fdjax.LM(plain.model, mixed).generate(PROMPTS, **GREEDY)
+    want = fdjax.LM(plain.model, mixed, max_batch=4).generate(PROMPTS, **GREEDY)
     assert lm.generate(PROMPTS, **GREEDY).tokens == want.tokens != before.tokens
 
 

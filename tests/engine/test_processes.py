@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import signal
 import socket
 import subprocess
 import sys
@@ -53,20 +54,27 @@ def started(function, *arguments, **options):
                 process.kill()
 
 
-def last_line(output):
-    """The last line of a process, after those of Gloo, which connects the processes."""
-    return next((line for line in output.splitlines()[::-1] if not line.startswith("[Gloo]")), "")
+def lines(output):
+    """What a process printed, without the lines of Gloo, which connects the processes."""
+    return [line for line in output.splitlines() if not line.startswith("[Gloo]")]
 
 
 @pytest.mark.slow
 def test_two_processes_give_the_answers_of_one_device(quick_compiles):
     """One test, because the processes compile for longer than all of its checks take."""
     reports = []
-    with started("answers", PATH) as processes:
+    with started("answers", PATH, 1, "SIGKILL") as processes:
         for process in processes:
             out, errors = process.communicate(timeout=SECONDS)
-            assert process.returncode == 0, errors[-3000:]
-            reports.append(json.loads(last_line(out)))
+            assert process.returncode != 0, errors[-3000:]
+            report, *end = lines(out)
+            reports.append(json.loads(report))
+            # At the end, process 1 kills itself. The other one notices.
+            if process is processes[0]:
+                assert end == ['"JaxRuntimeError"']
+                assert "another task died" in errors
+            else:
+                assert not end and process.returncode == -signal.SIGKILL
 
     first, second = (report["same"] for report in reports)
     assert first == second  # the same bits, and the same seeds where none was given
@@ -90,20 +98,17 @@ def test_two_processes_give_the_answers_of_one_device(quick_compiles):
         assert not report["refused"]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("victim", "sent", "report"),
     # A process that is stopped keeps its connections, as a host that vanishes does.
-    [
-        (1, "SIGKILL", '"JaxRuntimeError"'),
-        pytest.param(0, "SIGSTOP", "", marks=pytest.mark.soak),
-    ],
+    [(1, "SIGKILL", ['"JaxRuntimeError"']), (0, "SIGSTOP", [])],
 )
 def test_a_process_notices_that_the_other_died(victim, sent, report):
     with started("ends", PATH, victim, sent) as processes:
         out, errors = processes[1 - victim].communicate(timeout=SECONDS)
     assert processes[1 - victim].returncode != 0
-    assert last_line(out) == report
+    assert lines(out) == report
     assert "another task died" in errors
 
 

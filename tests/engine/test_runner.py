@@ -837,11 +837,7 @@ def play(events, most_rows, pages):
 
 @pytest.mark.parametrize(
     "examples",
-    [
-        30,
-        pytest.param(150, marks=pytest.mark.slow),
-        pytest.param(1500, marks=pytest.mark.soak),
-    ],
+    [30, pytest.param(1500, marks=pytest.mark.soak)],
 )
 def test_any_order_of_events(examples, monkeypatch):
     monkeypatch.setattr(runner, "_FEWER_ROWS", (1, 2, 4))

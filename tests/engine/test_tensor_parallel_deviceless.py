@@ -157,7 +157,7 @@ def check_in_place(program, state, m):
     [
         pytest.param(1, False, 0, "xla", marks=pytest.mark.soak),
         (8, True, 0, "xla"),
-        (1, False, 300, "xla"),
+        pytest.param(1, False, 300, "xla", marks=pytest.mark.soak),
         (8, False, 300, "mosaic_gpu"),
     ],
 )

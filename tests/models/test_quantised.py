@@ -95,8 +95,9 @@ def test_answers_are_those_of_the_dequantised_weights():
     params = random_params(m, seed=2)
     config = GenerationConfig(max_new_tokens=9)
     ids = np.array([[5, 6, 7], [8, 9, 10]])
-    want = fdjax.generate(model(None), dequantised(params, "float32"), ids, config)
-    got = jax.jit(fdjax.generate, static_argnums=(0, 3))(m, params, ids, config)
+    generate = jax.jit(fdjax.generate, static_argnums=(0, 3))
+    want = generate(model(None), dequantised(params, "float32"), ids, config)
+    got = generate(m, params, ids, config)
     np.testing.assert_array_equal(got, want)
     lm = fdjax.LM(m, params)
     answers = lm.generate(ids.tolist(), max_new_tokens=9).tokens

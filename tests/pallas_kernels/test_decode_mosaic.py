@@ -270,7 +270,7 @@ CLUSTER = DecodeAttentionConfig(splits=4, cluster=True)
         pytest.param(dict(b=2, t=10, h=32, kv_heads=8, s=1000, d=64), marks=pytest.mark.soak),
         dict(b=2, t=16, h=32, kv_heads=8, s=1000, d=64),
         pytest.param(dict(b=2, t=16, h=32, kv_heads=8, s=8192, d=128), marks=pytest.mark.soak),
-        dict(b=64, t=16, h=32, kv_heads=2, s=8192, d=128),
+        pytest.param(dict(b=64, t=16, h=32, kv_heads=2, s=8192, d=128), marks=pytest.mark.soak),
         pytest.param(dict(b=2, t=16, h=16, kv_heads=8, s=8192, d=256), marks=pytest.mark.soak),
         dict(b=64, t=12, h=16, kv_heads=2, s=8192, d=256),
         dict(
@@ -289,7 +289,7 @@ def test_compiles_for_an_h100_without_spills(case, monkeypatch, capfd):
     assert all("0 bytes spill stores, 0 bytes spill loads" in line for line in spills)
 
 
-SOME_OF_THE_MOST = {(64, False, 1), (128, True, 8), (256, False, 8), (256, True, 8)}
+SOME_OF_THE_MOST = {(64, False, 1), (128, True, 8), (256, False, 8)}
 
 
 @pytest.mark.deviceless

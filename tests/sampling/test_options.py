@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fdjax
+from fdjax.engine.engine import Programs
 from fdjax.engine.sequence import GrowingText
 from fdjax.models import describe, random_params
 from fdjax.pallas_kernels.attention import append_decode_attention
@@ -33,7 +34,9 @@ forward = jax.jit(fdjax.forward, static_argnums=0)
 
 @pytest.fixture(scope="module")
 def lm():
-    return fdjax.load(str(CASE), dtype="float32", compilation_cache=False, progress=False)
+    """With at most four rows, short and long prompts share programs."""
+    options = {"compilation_cache": False, "progress": False, "max_batch": 4}
+    return fdjax.load(str(CASE), dtype="float32", **options)
 
 
 @functools.cache
@@ -96,7 +99,7 @@ def test_the_history_of_a_prompt_in_several_chunks_is_whole():
     }
     model = fdjax.describe(fdjax.parse_config(config), dtype="float32")
     params = jax.tree.map(lambda w: w if w.ndim == 1 else 10 * w, random_params(model))
-    lm = fdjax.LM(model, params, max_len=768)
+    lm = fdjax.LM(model, params, max_len=768, max_batch=4)
     rng = np.random.default_rng(0)
     lengths = (1, 127, 640)
     # Half of the vocabulary, so that some tokens are not in the prompt.
@@ -739,7 +742,9 @@ def check_combinations(lm, examples):
     [pytest.param(30, marks=pytest.mark.slow), pytest.param(1000, marks=pytest.mark.soak)],
 )
 def test_combinations_of_options_and_prompts(lm, examples):
-    alone = fdjax.LM(lm.model, lm.params, lm.tokenizer, max_len=128)
+    # It counts its programs anew. XLA has compiled most of them for other tests here.
+    alone = fdjax.LM(lm.model, lm.params, lm.tokenizer, max_batch=4)
+    alone.engine.programs = Programs()
     counts = check_combinations(alone, examples)
     # States of one and of several rows; five sets of options.
     assert 0 < counts["prefill"] + counts["decode_steps"] <= 12

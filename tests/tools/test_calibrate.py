@@ -272,7 +272,7 @@ def test_scores_that_are_not_finite_are_told():
 
 @pytest.mark.slow
 def test_the_limits_of_memory_hold(monkeypatch):
-    lm, made = random_lm(), []
+    lm, made = random_lm(CONFIG.with_attention(CONFIG.attention[:1])), []
     lm.generate([[5, 6, 7]] * 4, max_new_tokens=2)
     reusable = weakref.ref(lm.engine.reusable.state.kv.k)
     monkeypatch.setattr(

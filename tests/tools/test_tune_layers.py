@@ -28,7 +28,7 @@ LLAMA = {
     "num_key_value_heads": 2,
     "intermediate_size": 192,
     "vocab_size": 320,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "torch_dtype": "bfloat16",
 }
 STEPS, RUNS = 2, 3
