@@ -347,6 +347,7 @@ def test_a_row_of_nan_spoils_no_other_row():
     assert_same_bits(np.delete(y, 4, axis=0), np.delete(np.asarray(want), 4, axis=0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "rows"),
     [

@@ -185,6 +185,7 @@ def test_append_prefill_attention(implementation, layer):
     _check_append(run, qkv, k, v, slice(None))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 @pytest.mark.parametrize("window", [None, pytest.param(150, marks=pytest.mark.slow)])
 def test_chunks_of_a_prompt_share_a_call(implementation, window):

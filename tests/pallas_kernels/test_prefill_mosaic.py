@@ -74,6 +74,7 @@ def test_interpreted_without_races():
     _check(operands, interpreted, config=SMALL)
 
 
+@pytest.mark.slow
 def test_interpreted_parts_of_the_cache():
     """Some parts are empty, and of others the first rows of a tile see nothing."""
     operands = _operands([133, 8, 0], [125, 0, 0], t=8)

@@ -299,6 +299,7 @@ def made(monkeypatch):
     return references
 
 
+@pytest.mark.slow
 def test_random_weights_are_stacked_while_they_are_made(plain, model, made):
     params, stacks = random_stacked_params(model)
     assert len(made) == 4 * model.config.layers
@@ -317,6 +318,7 @@ def test_random_weights_are_stacked_while_they_are_made(plain, model, made):
     assert not made
 
 
+@pytest.mark.slow
 def test_loading_leaves_no_second_copy(plan, made, monkeypatch):
     monkeypatch.setattr(stacked_module, "_stack", None)  # for arrays that are not vectors
     vectors = stacked_module._stack_of
