@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
         nonlocal last
         if total and 10 * done // total > last:
             last = 10 * done // total
-            say(f"{done / 1e9:.1f} of {total / 1e9:.1f} GB written")
+            say(f"{gigabytes(done)} of {gigabytes(total)} written")
 
     written = quantise.quantise_checkpoint(
         folder,
