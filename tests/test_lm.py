@@ -993,7 +993,7 @@ def test_damage_is_told_by_prompt(long_lm):
 def test_a_checkpoint_loaded_anew_is_not_compiled_anew(lm):
     options = {"max_new_tokens": 3, "do_sample": False}
     tokens = lm.generate([5, 6, 7], **options).tokens
-    again = load(dtype="float32")
+    again = load(dtype="float32", max_batch=4)
     result = again.generate([5, 6, 7], **options)
     assert result.tokens == tokens
     assert result.stats.compile_seconds == 0

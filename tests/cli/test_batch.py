@@ -1,8 +1,10 @@
 """`fdjax generate --input`: every line of a file gets one answer, even after interruptions."""
 
 import dataclasses
+import importlib
 import json
 import os
+import pkgutil
 import shutil
 import signal
 import subprocess
@@ -25,6 +27,9 @@ OPTIONS = ["--max-new-tokens", "6"]
 @pytest.fixture(autouse=True)
 def by_default(two_layers, monkeypatch):
     """The model of a command that names none: a smaller one, whose programs compile sooner."""
+    # Commands are imported when they are first called. Those that copy the name shall do so now.
+    for module in pkgutil.iter_modules(fdjax.cli.__path__, "fdjax.cli."):
+        importlib.import_module(module.name)
     monkeypatch.setattr("fdjax.cli.shared.EMBEDDED", two_layers)
     return two_layers
 
