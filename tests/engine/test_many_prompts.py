@@ -108,6 +108,7 @@ def test_samples_share_what_is_computed_for_one(load, kv_dtype):
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_first_tokens_of_a_call_have_the_options_of_their_prompts(lm):
     ids = [[i + 5] * (20 + i) for i in range(3)]
     (best,), (first,), (last,) = lm.generate(ids, max_new_tokens=1, **OPTIONS).tokens
@@ -268,6 +269,7 @@ def test_samples_of_a_prompt_share_its_pages(lm, uncached):
     assert got.tokens == uncached.generate(ids, **options).tokens
 
 
+@pytest.mark.slow
 def test_a_chat_goes_on_from_its_pages(lm, uncached):
     first = [i % 250 + 7 for i in range(200)]
     answer = lm.generate(first, max_new_tokens=80, **OPTIONS).tokens[0]
@@ -472,6 +474,7 @@ def test_answers_come_as_they_are_finished(lm):
     assert list(lm.generate_iter([])) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0, 3])
 def test_an_interrupt_keeps_what_is_complete(lm, monkeypatch, after):
     ids = prompts(12)

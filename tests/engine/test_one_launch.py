@@ -267,6 +267,7 @@ def test_scores_are_those_of_the_layers(plain, launched):
     assert_alike(launched.generate(PROMPTS, **GREEDY), plain.generate(PROMPTS, **GREEDY))
 
 
+@pytest.mark.slow
 def test_damaged_weights_are_told_of_and_forgotten(launched):
     damaged = launched.params
     damaged["blocks"][1]["mlp"]["down"]["weight"] *= jnp.nan

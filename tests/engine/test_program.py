@@ -164,6 +164,7 @@ def test_another_thread_that_compiles_is_not_waited_for():
     assert program.compilations == 2
 
 
+@pytest.mark.slow
 def test_the_first_call_of_a_shape_tells_what_it_compiles(log):
     lm = load()
     log.clear()

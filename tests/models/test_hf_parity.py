@@ -56,6 +56,11 @@ FAST_LOGITS -= {
     "glm",
     "olmo2",
     "starcoder2",
+    "olmoe",
+    "mixtral",
+    "cohere2",
+    "granite",
+    "smollm3",
 }
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

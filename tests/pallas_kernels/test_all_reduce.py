@@ -23,6 +23,7 @@ BF16 = jnp.bfloat16
 DIVIDED, WHOLE = PartitionSpec(AXIS), PartitionSpec()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.soak), 8])
 def test_sums_of_fake_devices(ranks):
     found = report("all_reduce_sums", ranks)

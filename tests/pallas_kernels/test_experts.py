@@ -278,6 +278,7 @@ def test_one_bias_alone():
         moe(x, logits, gate_up, down, **biases() | {"down_bias": jnp.zeros((6, 12))}, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
 @pytest.mark.parametrize("m", [soak(1), 5, 130])
 def test_weights_of_an_expert_that_nobody_chose_are_not_read(m, plan):

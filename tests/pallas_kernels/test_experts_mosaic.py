@@ -68,6 +68,7 @@ def interpret(function, *args, **options) -> np.ndarray:
     return y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "chosen", "gate", "config"),
     [

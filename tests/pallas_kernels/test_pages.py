@@ -269,6 +269,7 @@ def test_a_block_lies_in_one_page():
         )
 
 
+@pytest.mark.slow
 def test_a_pool_needs_its_table():
     operands = layers._operands(2, **layers.SMALL)
     *pools, _ = in_pages(operands["k"], operands["v"])

@@ -210,6 +210,7 @@ def _interpreted(case, config):
     return pytest.param(case, config, marks=marks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "config"),
     [_interpreted(*both) for both in INTERPRETED + MORE_INTERPRETED],

@@ -323,6 +323,7 @@ def test_custom_logits_processors(lm):
         lm.generate(texts, max_new_tokens=6, logits_processors=last_plus_one, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [1, 2, 31, 32, 33, 40])
 def test_a_stopping_criterion_sees_every_token(lm, at):
     prompt = prompts()[2]
@@ -508,6 +509,7 @@ def test_an_option_without_effect_is_warned_of(lm, options):
         lm.generate([5], max_new_tokens=1, **GREEDY | options)
 
 
+@pytest.mark.slow
 def test_what_was_chosen_is_not_warned_of(lm):
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -119,6 +119,7 @@ def _measure(shapes, rows, configs=(GOOD, FAST, WRONG, TOO_LARGE), **keys):
     return list(measure_matmul(shapes, rows, runs=3, configs=lambda shape, m: configs, **keys))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layer", LAYERS, ids=str)
 def test_the_fastest_that_is_right_is_chosen(fake, layer):
     said = []
