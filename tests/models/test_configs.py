@@ -11,6 +11,7 @@ import pytest
 
 from fdjax.models import FAMILIES, CheckpointError, describe, parse_config, weight_map
 from fdjax.pallas_kernels.rope import Dynamic, LinearScaling, Llama3, LongRope, Rope, Yarn
+from marks import slow_unless_fast
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
 PUBLISHED = sorted(p.name.removesuffix(".old.json") for p in FIXTURES.glob("configs/*.old.json"))
@@ -105,7 +106,7 @@ def test_both_generations_of_a_fixture_are_one(name):
     assert parse_config(one) == parse_config(other)
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+@pytest.mark.parametrize("name", slow_unless_fast(PUBLISHED, PUBLISHED[::3]))
 def test_a_published_model_has_its_published_size_and_is_never_allocated(name, arrays_made):
     model = describe(parse_config(read(FIXTURES / "configs" / f"{name}.new.json")))
     counts = read(FIXTURES / "configs/parameter_counts.json")

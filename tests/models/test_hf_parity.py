@@ -61,6 +61,10 @@ FAST_LOGITS -= {
     "cohere2",
     "granite",
     "smollm3",
+    "gemma3",
+    "llama_yarn",
+    "olmo3",
+    "qwen2_mixed",
 }
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")

@@ -107,21 +107,22 @@ BATCH_INVARIANT = [_run("xla")]
 _REFERENCE = pytest.param(Implementation("reference"), id="reference-cpu")
 
 
-def across(implementations: list, cases: list, *, quick: list = ()):
+def across(implementations: list, cases: list, *, quick: list = (), more: list = ()):
     """Parametrize over (implementation, case). Cases in `quick` are compiled fast.
 
+    So are those in `more`, which are for slow tests.
     The reference runs fp32 cases only, because it converts operands to fp32 first.
     """
     return pytest.mark.parametrize(
         ("implementation", "case"),
         [
             pytest.param(
-                dataclasses.replace(i.values[0], quick=case in quick),
+                dataclasses.replace(i.values[0], quick=case in quick or case in more),
                 case,
                 id=f"{i.id}-{case}",
-                marks=i.marks,
+                marks=[*i.marks, *[pytest.mark.slow] * (case in more)],
             )
-            for case in [*cases, *quick]
+            for case in [*cases, *quick, *more]
             for i in [_REFERENCE, *implementations]
             if i is not _REFERENCE or case.dtype == "float32"
         ],

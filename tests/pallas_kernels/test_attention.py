@@ -271,7 +271,10 @@ PREFILL = [
 ]
 
 
-@across(ATTENTION, PLAIN + MASKED, quick=DECODE + PREFILL + INT8)
+OFTEN, LESS_OFTEN = ((DECODE + PREFILL)[i::2] for i in range(2))
+
+
+@across(ATTENTION, PLAIN + MASKED, quick=OFTEN + INT8, more=LESS_OFTEN)
 def test_against_the_oracle(implementation, case):
     _check(implementation, case, _typical(case))
 

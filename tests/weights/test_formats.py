@@ -21,6 +21,7 @@ from fdjax.models import CheckpointError, describe, parse_config, weight_map
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import dequantise, is_quantised
 from fdjax.weights.checkpoint import load_params, quantised_config, read_json
+from marks import slow_unless_fast
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -82,7 +83,7 @@ def model_shape(model, path) -> tuple[int, ...]:
     return plain.shape
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", slow_unless_fast(CASES, CASES[::3]))
 def test_weights_are_those_of_the_formats_own_tool(case):
     expected = json.loads((FIXTURES / case / "expected.json").read_text())
     with warnings.catch_warnings():
