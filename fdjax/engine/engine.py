@@ -346,7 +346,8 @@ class Engine:
             sizes = call_sizes(room, on_cpu=self.short_calls, experts=self.has_experts)
             # The least number of blocks that has a call of each size.
             least: dict[int, int] = {}
-            for blocks in range(1, rows * -(-prompt_tokens // SLOT_MULTIPLE) + 1):
+            most = min(rows * -(-prompt_tokens // SLOT_MULTIPLE), sizes[-1])
+            for blocks in range(1, most + 1):
                 size = call_size(blocks, sizes, experts=self.has_experts)
                 least.setdefault(size, blocks)
             # Of several rows, a call of one block is the rest after another call.
