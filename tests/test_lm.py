@@ -6,6 +6,7 @@ import copy
 import dataclasses
 import gc
 import itertools
+import math
 import os
 import pickle
 import re
@@ -23,6 +24,7 @@ import fdjax
 import fdjax.system.platform
 from benchmarks.ahead import stand_ins
 from fdjax.engine import memory, runner
+from fdjax.engine.packed import PackedPrompts
 from fdjax.engine.results import Stats
 from fdjax.engine.schedule import CHUNKS
 from fdjax.models import describe, random_params
@@ -642,6 +644,21 @@ def test_a_second_call_compiles_nothing(lm, truth):
     with compiled_programs() as names:
         used.generate(truth[1][0], max_new_tokens=40, **GREEDY)
     assert not names
+
+
+@pytest.mark.parametrize("prompt_tokens", [100, 300, 500])
+def test_a_warmup_has_every_size_of_call_that_a_shorter_prompt_has(lm, prompt_tokens):
+    def sizes(length):
+        waiting = PackedPrompts(1, on_cpu=lm.engine.short_calls)
+        waiting.add({0: [0] * length}, cached={0: 0}, generated={0: 0})
+        found = set()
+        while waiting:
+            found.add(len(waiting.take(math.inf).tokens))
+        return found
+
+    batches = lm.engine.batches_up_to(1, prompt_tokens)
+    warm = {size for (length,) in batches for size in sizes(length)}
+    assert warm == {size for n in range(1, prompt_tokens + 1) for size in sizes(n)}
 
 
 @pytest.mark.slow
