@@ -309,8 +309,8 @@ class LM:
 
         So states become larger, and requests begin with pages of others. One row and several have
         different states, and programs of their own for this. Whenever a program is loaded, XLA
-        drops the CUDA graphs of all others, and captures them when they next run, which takes up to
-        a tenth of a second. So every number of rows runs again after the last program is loaded.
+        drops the CUDA graphs of all others, and makes them again when they next run. So every
+        number of rows runs again after the last program is loaded.
         """
         if request.config.num_beams > 1 or self.engine.place.spans_processes:
             return
