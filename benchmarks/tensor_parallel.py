@@ -25,7 +25,13 @@ from fdjax.bench.one_pass import one_pass
 from fdjax.bench.record import Record, emit, environment, write
 from fdjax.engine.memory import plan_memory
 from fdjax.lm import LM
-from fdjax.models import DecoderConfig, describe, layers_shape, parse_config
+from fdjax.models import (
+    DecoderConfig,
+    describe,
+    layers_features,
+    layers_shape,
+    parse_config,
+)
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan
 from fdjax.system.files import output_file
 from fdjax.weights.stacked import LayerStacks, random_stacked_params
@@ -75,6 +81,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         default=[1],
         help="tiles of a call of prompts, see `Plan.prompt_tiles`",
+    )
+    parser.add_argument(
+        "--table", type=Path, help="a table of `fdjax tune`, before the shipped one"
     )
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5, help="timed calls")
@@ -162,7 +171,7 @@ def _random_lm(
 ) -> tuple[LM, LayerStacks]:
     """A model whose cache has room for a point."""
     parsed = parse_config(config)
-    plan = with_sums(Plan.for_device(), parsed, devices, sums)
+    plan = with_sums(Plan.for_device(table=args.table), parsed, devices, sums)
     plan = dataclasses.replace(plan, prompt_tiles=tiles)
     model = describe(parsed, dtype=args.dtype, plan=plan, tensor_parallel=devices)
     batch, prompt = point
@@ -197,6 +206,8 @@ def with_all_reduce(plan: Plan, name: str, width: int, ranks: int) -> Plan:
 def with_one_launch(plan: Plan, config: DecoderConfig, ranks: int) -> Plan:
     """A plan that runs all layers of a decode step in one launch, for any rows and slots.
 
+    Configurations of its table stay.
+
     Args:
       plan: the plan to change.
       config: config of the whole model.
@@ -204,10 +215,16 @@ def with_one_launch(plan: Plan, config: DecoderConfig, ranks: int) -> Plan:
     """
     local = describe(config, tensor_parallel=ranks).local.config
     choice = Choice("mosaic_gpu", source="table")
-    entries = (
-        Entry("decode_layers", tuple(sorted(layers_shape(local, rows, slots, 2).items())), choice)
+    features = layers_features(local)
+    shapes = (
+        layers_shape(local, rows, slots, 2)
         for rows in (1, 2, 4, 8, 16, 32)
         for slots in (128, 512, 2048, 8192, 32768)
+    )
+    entries = (
+        Entry("decode_layers", tuple(sorted(shape.items())), choice)
+        for shape in shapes
+        if plan.choose("decode_layers", features, **shape).implementation != choice.implementation
     )
     return dataclasses.replace(plan, table=(*plan.table, *entries))
 

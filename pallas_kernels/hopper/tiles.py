@@ -15,9 +15,13 @@ LAYOUT = plgpu.Layout.WGMMA
 def matrix(shape: tuple[int, ...], dtype: Any, most: int = 128) -> Any:
     """Shared memory tiled by 8 rows, with the widest swizzle up to `most` that divides a row."""
     itemsize = jnp.dtype(dtype).itemsize
-    swizzle = next(s for s in (128, 64, 32) if s <= most and shape[-1] * itemsize % s == 0)
-    transforms = (plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle))
-    return plgpu.SMEM(shape, dtype, transforms=transforms)
+    return plgpu.SMEM(shape, dtype, transforms=transforms_of(shape[-1], itemsize, most))
+
+
+def transforms_of(width: int, itemsize: int, most: int = 128) -> tuple[Any, ...]:
+    """Transforms of `matrix` for rows of `width` values."""
+    swizzle = next(s for s in (128, 64, 32) if s <= most and width * itemsize % s == 0)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def shared_bytes(buffers: dict[str, tuple[tuple[int, ...], Any]]) -> int:

@@ -25,11 +25,14 @@ class Work:
       tiles: number of tiles that the stage's work is cut into; blocks take them in turn.
       split: number of blocks of a cluster that share a tile.
       copies: number of asynchronous copies that fill one tile of the ring.
+      norm, residual: see `Product`; None for other stages.
     """
 
     tiles: int
     split: int
     copies: int
+    norm: Any = None
+    residual: str | None = None
 
 
 class Share(NamedTuple):
@@ -63,6 +66,7 @@ class Block:
       x_bricks: number of bricks of columns in a slot of the ring of x.
       rows: the slice that selects all `padded` rows.
       dtype: dtype of x and of the weights.
+      words: if one row is sent in words: index of a result's first word, by its name. See `words`.
     """
 
     def __init__(
@@ -74,11 +78,13 @@ class Block:
         layers: int,
         config: Any,
         index: Array | int = 0,
+        words: dict[str, int] | None = None,
     ):
         self.gmem, self.smem, self.index = gmem, smem, index
         self.stages, self.layers, self.config = stages, layers, config
         self.cluster, self.rank = lax.axis_index("cluster"), lax.axis_index("rank")
         self.zero = self.rank * 0
+        self.words = words or {}
         self.x_slots, self.padded, width = smem["x"].shape
         self.x_bricks, self.dtype = width // BRICK, smem["x"].dtype
         self.rows = pl.ds(pl.multiple_of(self.zero, 8), self.padded)
@@ -93,6 +99,11 @@ class Block:
         else:
             first, stride, rank = self.cluster * 2 + self.rank, MULTIPROCESSORS, self.zero
         return Share(first, stride, lax.div(stage.tiles - first + stride - 1, stride), rank)
+
+    @property
+    def sends_words(self) -> bool:
+        """Whether results are sent in words, so that nothing waits for a barrier of all blocks."""
+        return bool(self.words)
 
     # Layers. A single layer is unrolled, so that its index is static.
 

@@ -67,13 +67,13 @@ class Exchange:
         flag = jnp.int32(layer) + 1
         for other in (lax.rem(me + i, self.ranks) for i in range(1, self.ranks)):
             if loops_back:
-                _send(inbox.at[other, tile], value, flag)
+                send(inbox.at[other, tile], value, flag)
             else:
-                _send(plgpu.remote_ref(inbox, {AXIS: other}).at[me, tile], value, flag)
+                send(plgpu.remote_ref(inbox, {AXIS: other}).at[me, tile], value, flag)
         total = None
         for rank in range(self.ranks):
             # The own place stays empty: nothing is waited for there.
-            theirs = _receive(inbox.at[rank, tile], value.shape, jnp.where(me == rank, 0, flag))
+            theirs = receive(inbox.at[rank, tile], value.shape, jnp.where(me == rank, 0, flag))
             part = jnp.where(me == rank, value, theirs)
             total = part if total is None else total + part
         return total
@@ -81,12 +81,16 @@ class Exchange:
 
 def new_inbox(ranks: int, rows: int, width: int) -> Any:
     """A reference to an empty inbox for a residual stream [rows, width], for one launch."""
-    pairs = BRICK * rows // (2 * _THREADS)
-    return jax.new_ref(jnp.zeros((ROUNDS, ranks, width // BRICK, pairs, _THREADS, 4), jnp.int32))
+    return empty_places((ROUNDS, ranks, width // BRICK), rows)
 
 
-def _send(inbox: Any, value: Array, flag: Array) -> None:
-    """Write each thread's values with their flags."""
+def empty_places(shape: tuple[int, ...], rows: int) -> Any:
+    """A reference to empty places [..., M/4, 128, 4] for values [64, M], for one launch."""
+    return jax.new_ref(jnp.zeros((*shape, BRICK * rows // (2 * _THREADS), _THREADS, 4), jnp.int32))
+
+
+def send(place: Any, value: Array, flag: Array) -> None:
+    """Write values [64, M] in fp32 and `LAYOUT` to a place, with their flags."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.Layout.WG_SPLAT))
     def run(_, inbox, value, flag):
@@ -101,11 +105,11 @@ def _send(inbox: Any, value: Array, flag: Array) -> None:
             )
             mgpu_utils.inline_ptx(_SEND, at(i), *pair, flag, has_side_effects=True)
 
-    run(inbox, value, flag)
+    run(place, value, flag)
 
 
-def _receive(inbox: Any, shape: tuple[int, ...], flag: Array) -> Array:
-    """Wait for values with this flag; 0 is the flag of an empty inbox."""
+def receive(place: Any, shape: tuple[int, ...], flag: Array) -> Array:
+    """Wait for values with this flag; 0 is the flag of an empty place."""
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
@@ -137,7 +141,7 @@ def _receive(inbox: Any, shape: tuple[int, ...], flag: Array) -> Array:
             _is_signed=None,
         )
 
-    return run(inbox, flag)
+    return run(place, flag)
 
 
 def _poll(pairs: int) -> str:

@@ -26,6 +26,7 @@ from fdjax.pallas_kernels.hopper.persistent.memory import (
     computing_warpgroups,
     with_rings,
 )
+from fdjax.pallas_kernels.hopper.persistent.row_input import receive_x
 from fdjax.pallas_kernels.hopper.persistent.sizes import CLUSTERS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 
@@ -42,6 +43,7 @@ def launch(
     registers: tuple[int, int, int],
     approx_math: bool = False,
     packing: Packing | None = None,
+    words: dict[str, int] | None = None,
 ) -> dict[str, Array]:
     """Run a kernel of 132 blocks, which must all run at once.
 
@@ -58,6 +60,8 @@ def launch(
         the one that loads weights.
       approx_math: whether the compiler may use approximate math.
       packing: how weights are quantised, if they are.
+      words: if one row is sent in words: index of a result's first word in the operand "words", by
+        the name of the result. See `words`.
 
     Returns:
       The results by name.
@@ -82,13 +86,20 @@ def launch(
             smem["w"], smem["words"] = smem["w"]
         warpgroup = lax.axis_index("warpgroup")
         index = warpgroup if computing > 1 else 0
-        block = Block(gmem, smem, stages=stages, layers=layers, config=config, index=index)
+        block = Block(
+            *(gmem, smem),
+            stages=stages,
+            layers=layers,
+            config=config,
+            index=index,
+            words=words,
+        )
         conditions = (
             warpgroup < computing,
             warpgroup == computing,
             warpgroup == computing + 1,
         )
-        roles = _compute, _bring_x, _bring_weights
+        roles = _compute, receive_x if words else _bring_x, _bring_weights
         for condition, run, count in zip(conditions, roles, registers, strict=True):
 
             @when(condition)

@@ -82,8 +82,13 @@ def _packed(
     return PackedProduct(weight, x, k, n, wide, deep, 2, gate, packing=packing, **fields)
 
 
-def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: Any) -> Memory:
-    """Shared memory of these stages for a residual stream [rows, width]."""
+def products_memory(
+    stages: Sequence[Product], *, rows: int, width: int, dtype: Any, sends_words: bool = False
+) -> Memory:
+    """Shared memory of these stages for a residual stream [rows, width].
+
+    `sends_words` is the property of `Block`.
+    """
     adding = next(stage for stage in stages if stage.scaled)
     rounds = -(-adding.tiles * adding.split // MULTIPROCESSORS)
     square_tiles = -(-width // BRICK**2)
@@ -91,12 +96,19 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
     packed = any(isinstance(stage, PackedProduct) for stage in stages)
     most = max(stage.pieces for stage in stages)
     shared = {stage.pieces for stage in stages if stage.split > 1}
+    if sends_words:
+        stored, arrivals = {}, {"factor_arrived": 1}
+    else:
+        stored = {
+            "y": ((wide, rows, BRICK), dtype),
+            "squares": ((square_tiles, BRICK, rows), jnp.float32),
+        }
+        arrivals = dict.fromkeys(("mlp_squares_arrived", "next_squares_arrived"), square_tiles)
     return Memory(
         matrices={
             "residual": ((rounds, rows, BRICK), dtype),  # the residual stream, this block's part
-            "y": ((wide, rows, BRICK), dtype),
             "partial": ((max(shared, default=1), BRICK, rows), jnp.float32),
-            "squares": ((square_tiles, BRICK, rows), jnp.float32),
+            **stored,
             **({"sums": ((most, BRICK, rows), jnp.float32)} if packed else {}),
         },
         vectors={
@@ -105,8 +117,7 @@ def products_memory(stages: Sequence[Product], *, rows: int, width: int, dtype: 
         },
         barriers={
             "residual_arrived": rounds,
-            "mlp_squares_arrived": square_tiles,
-            "next_squares_arrived": square_tiles,
+            **arrivals,
             **({"sums_made": 1, "sums_read": 1} if packed else {}),
             **{stage.partial_arrived: stage.pieces for stage in stages if stage.split > 1},
         },

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.persistent import words
 from fdjax.pallas_kernels.hopper.persistent.block import (
     Block,
     Copies,
@@ -24,6 +25,7 @@ from fdjax.pallas_kernels.hopper.persistent.block import (
     bricks,
 )
 from fdjax.pallas_kernels.hopper.persistent.exchange import Exchange
+from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import KERNEL_ACTIVATIONS, LAYOUT, load, put
@@ -166,24 +168,40 @@ class Product(Stage):
         when(share.count > 0)(functools.partial(self._bring_rest, block, layer))
         return lax.fori_loop(ahead, share.count * each, bring, loaded)
 
+    def row_input(self, block: Block) -> RowInput:
+        """This block's share of x, if it comes in words."""
+        share = block.share(self)
+        each = self.steps * self.deep
+        first = share.rank * each
+        return RowInput(
+            first=block.words[self.x] + first * BRICK,
+            apart=0,
+            bricks=each,
+            # Rows of the last tile that do not exist stand for 0.
+            exist=jnp.clip(self.k - first, 0, each),
+            in_rows=0,
+            tiles=share.count,
+            squares=block.words[self.norm.squares] if self.norm else -1,
+        )
+
     def _bring_rest(self, block: Block, layer: Layer) -> None:
         """Load the residual stream and the sums of squares."""
         gmem, smem = block.gmem, block.smem
         if self.residual:
-
-            @when(layer == 0)
-            def _():
-                residual, share = smem["residual"], block.share(self)
-                for i in range(residual.shape[0]):
-                    columns = bricks(share.first + i * share.stride, 1)
-                    source = gmem[self.residual].at[block.rows, columns]
-                    plgpu.copy_gmem_to_smem(source, residual.at[i], smem["residual_arrived"])
-
+            when(layer == 0)(functools.partial(self.bring_residual, block))
         if self.norm:
             name = self.norm.squares
             for i in range(smem["squares"].shape[0]):
                 source = gmem[name].at[bricks(block.zero + i, 1), block.rows]
                 plgpu.copy_gmem_to_smem(source, smem["squares"].at[i], smem[f"{name}_arrived"])
+
+    def bring_residual(self, block: Block) -> None:
+        """Load the residual stream before the first layer."""
+        residual, share = block.smem["residual"], block.share(self)
+        for i in range(residual.shape[0]):
+            columns = bricks(share.first + i * share.stride, 1)
+            source = block.gmem[self.residual].at[block.rows, columns]
+            plgpu.copy_gmem_to_smem(source, residual.at[i], block.smem["residual_arrived"])
 
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
         """Compute this block's tiles of columns."""
@@ -275,6 +293,9 @@ class Product(Stage):
     def _prepare(self, block: Block) -> None:
         """Turn sums of squares into the norm's factors, while weights are in flight."""
         smem = block.smem
+        if block.sends_words:
+            plgpu.barrier_wait(smem["factor_arrived"])
+            return
         plgpu.barrier_wait(smem[f"{self.norm.squares}_arrived"])
         squares = [load(smem["squares"].at[at]) for at in range(smem["squares"].shape[0])]
         mean = sum(jnp.sum(part, axis=0) for part in squares) / (self.k * BRICK)
@@ -298,13 +319,52 @@ class Product(Stage):
         if self.exchange:
             total = [self.exchange.sum(block.gmem, layer, tile, total[0])]
         if self.scaled:
-            self._store_residual(block, layer, i, tile, total[0], scale)
+            total = self._added(block, layer, i, tile, total[0], scale)
+        if block.sends_words:
+            self._send(block, layer, tile, total)
         else:
-            self._store(block, tile, total)
-        plgpu.wait_smem_to_gmem(0)
-        if block.is_followed(self):
-            block.signal(layer)
+            (self._store_scaled if self.scaled else self._store)(block, tile, total)
+            plgpu.wait_smem_to_gmem(0)
+            if block.is_followed(self):
+                block.signal(layer)
         block.finish_tile(self, i)
+
+    def _added(self, block, layer, i, tile, value, scale) -> list[Array]:
+        """Add to the residual stream; returns [x · scale [64, M], sums of squares of x [M]]."""
+        smem, columns = block.smem, bricks(tile, 1)
+        residual = smem["residual"].at[i]
+        if self.residual:
+            # Before the first tile that this block finishes.
+            when((i < self.split) & (layer == 0))(
+                lambda: plgpu.barrier_wait(smem["residual_arrived"])
+            )
+        rounded = (value + load(residual.T)).astype(block.dtype)
+        residual.T[...] = rounded
+        if self.y:
+
+            @when(layer == block.layers - 1)
+            def _():
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(residual, block.gmem[self.y].at[block.rows, columns])
+                plgpu.wait_smem_to_gmem(0)
+
+        x = rounded.astype(jnp.float32)
+        scaled = x * lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, [0])
+        return [scaled, jnp.sum(x * x, axis=0)]
+
+    def _send(self, block, layer, tile, values) -> None:
+        """Send results in words."""
+        gmem, first = block.gmem["words"], block.words
+        if self.scaled:
+            scaled, squares = values
+            flag = words.flag_of(layer + int(self.scaled.next_layer))
+            at = first[self.scaled.x] + tile * BRICK
+            words.send(gmem, at, scaled.astype(block.dtype), flag)
+            words.send_first(gmem, first[self.scaled.squares] + 2 * tile, squares, flag)
+            return
+        for c, value in enumerate(values):
+            at = first[self.y] + (tile * self.wide + c) * BRICK
+            words.send(gmem, at, value.astype(block.dtype), words.flag_of(layer))
 
     def _store(self, block, tile, values) -> None:
         """Begin to store results that do not belong to the residual stream."""
@@ -316,28 +376,13 @@ class Product(Stage):
         for c, target in enumerate(targets):
             plgpu.copy_smem_to_gmem(smem["y"].at[c], target)
 
-    def _store_residual(self, block, layer, i, tile, value, scale) -> None:
-        """Add to the residual stream, and begin to store x · scale and the squares."""
+    def _store_scaled(self, block, tile, values) -> None:
+        """Begin to store x · scale and the sums of squares."""
         gmem, smem = block.gmem, block.smem
-        columns = bricks(tile, 1)
-        residual = smem["residual"].at[i]
-        if self.residual:
-            # Before the first tile that this block finishes.
-            when((i < self.split) & (layer == 0))(
-                lambda: plgpu.barrier_wait(smem["residual_arrived"])
-            )
-        rounded = (value + load(residual.T)).astype(block.dtype)
-        residual.T[...] = rounded
-        x = rounded.astype(jnp.float32)
-        put(smem["y"].at[0], x * lax.broadcast_in_dim(scale.astype(jnp.float32), x.shape, [0]))
+        scaled, squares = values
+        put(smem["y"].at[0], scaled)
+        smem["square_row"][...] = squares
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(smem["y"].at[0], gmem[self.scaled.x].at[block.rows, columns])
-        if self.y:
-
-            @when(layer == block.layers - 1)
-            def _():
-                plgpu.copy_smem_to_gmem(residual, gmem[self.y].at[block.rows, columns])
-
-        smem["square_row"][...] = jnp.sum(x * x, axis=0)
-        plgpu.commit_smem()
+        target = gmem[self.scaled.x].at[block.rows, bricks(tile, 1)]
+        plgpu.copy_smem_to_gmem(smem["y"].at[0], target)
         plgpu.copy_smem_to_gmem(smem["square_row"], gmem[self.scaled.squares].at[tile])

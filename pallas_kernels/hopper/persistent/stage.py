@@ -5,6 +5,7 @@ import abc
 from jax import Array
 
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, Work
+from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 
 
 class Stage(Work, abc.ABC):
@@ -28,6 +29,10 @@ class Stage(Work, abc.ABC):
     @abc.abstractmethod
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load the results of earlier stages as bricks; `loaded` counts them since the start."""
+
+    @abc.abstractmethod
+    def row_input(self, block: Block) -> RowInput:
+        """What `bring_x` loads, if it comes in words."""
 
     @abc.abstractmethod
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:

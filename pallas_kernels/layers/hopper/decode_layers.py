@@ -1,10 +1,11 @@
 """All layers of a decode step, as one persistent kernel for Hopper.
 
 Every block of the grid runs Q, K and V, attention, output projection, gate and up, and down of one
-layer after the other, with a barrier of all blocks between two of them. One warpgroup computes, or
-two if weights are quantised. One loads the inputs of products. One loads weights, keys and values
-through a single ring. These do not depend on the barriers, so their loads continue while blocks
-wait for each other. See `chain_mosaic` for the products, `heads` for attention.
+layer after the other. Between two of them is a barrier of all blocks; one row is sent in words
+instead, see `persistent.words`. One warpgroup computes, or two if weights are quantised. One loads
+the inputs of products. One loads weights, keys and values through a single ring. These do not
+depend on the results of other blocks, so their loads continue while blocks wait for each other. See
+`chain_mosaic` for the products, `heads` for attention.
 
 Weights and caches are stacked over the layers: separate arrays would need hundreds of descriptors.
 """
@@ -18,6 +19,7 @@ import jax.numpy as jnp
 from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape
+from fdjax.pallas_kernels.hopper.persistent import words
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
 from fdjax.pallas_kernels.hopper.persistent.exchange import new_inbox
 from fdjax.pallas_kernels.hopper.persistent.launch import launch
@@ -36,8 +38,7 @@ from fdjax.pallas_kernels.layers.hopper.heads import (
     PARTS,
     Heads,
     heads_memory,
-    new_parts_counters,
-    parts_shape,
+    new_parts,
 )
 from fdjax.pallas_kernels.quantised import BITS, BRICKS, QTensor
 
@@ -80,7 +81,7 @@ def layers_mosaic(
     x, k, v, lengths, cos, sin, *, weights, eps, gate, scale, pages=None, ranks=1, config=None
 ):
     """`decode_layers`, for sizes that `LAYERS_HOPPER` supports."""
-    layers, m, d = len(k), len(x), k.shape[-1]
+    m, d = len(x), k.shape[-1]
     check_pages("decode_layers", k, pages, BRICK)
     width, dtype = x.shape[1], x.dtype
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
@@ -90,8 +91,8 @@ def layers_mosaic(
     k, v = jax.new_ref(k), jax.new_ref(v)
     operands = {
         "x": x,
-        "next_x": jax.new_ref(next_x),
-        "next_squares": jax.new_ref(squares),
+        "next_x": next_x,
+        "next_squares": squares,
         "k": k,
         "v": v,
         "lengths": lengths.astype(jnp.int32),
@@ -101,7 +102,6 @@ def layers_mosaic(
         **_products(weights),
         "mlp_scale": weights.mlp_norm,
         "next_scale": weights.attention_norm,
-        "counters": new_counters(layers),
     }
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     slots = row_slots(k, pages)
@@ -168,21 +168,45 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         ranks=ranks,
         clusters=config.clusters,
     )
-    results = {
-        "x_out": ((padded, width), dtype),
-        "y": ((padded, kv_heads, parts, d), dtype),
-        "o": ((padded, kv_heads, group, d), dtype),
-        "mlp_x": ((padded, width), dtype),
-        "mlp_squares": ((width // BRICK, padded), jnp.float32),
-        "hidden": ((padded, hidden), dtype),
-    }
+    results = {"x_out": ((padded, width), dtype)}
+    next_x, next_squares = operands.pop("next_x"), operands.pop("next_squares")
+    first_words = None
+    # int4 is faster with barriers (benchmarks/LOG.md, 2026-11-27). More rows need too many words.
+    if rows == 1 and not packing:
+        sent, first_words = words.new_words(
+            {
+                "next_x": words.as_words(next_x[0]),
+                "next_squares": words.as_pairs(next_squares[:, 0]),
+            },
+            {
+                "o": heads,
+                "mlp_x": width,
+                "mlp_squares": 2 * width // BRICK,
+                **{s.y: s.tiles * s.wide * BRICK for s in (stages[0], stages[-2])},
+            },
+        )
+        operands["words"] = jax.new_ref(sent)
+    else:
+        operands |= {
+            "next_x": jax.new_ref(next_x),
+            "next_squares": jax.new_ref(next_squares),
+            "counters": new_counters(layers),
+        }
+        results |= {
+            "y": ((padded, kv_heads, parts, d), dtype),
+            "o": ((padded, kv_heads, group, d), dtype),
+            "mlp_x": ((padded, width), dtype),
+            "mlp_squares": ((width // BRICK, padded), jnp.float32),
+            "hidden": ((padded, hidden), dtype),
+        }
     if ranks > 1:
         operands["inbox"] = new_inbox(ranks, padded, width)
     if (clusters := stages[1].clusters) > 1:
-        operands["parts_arrived"] = new_parts_counters(layers, rows, kv_heads)
-        results["parts"] = parts_shape(rows, kv_heads, clusters), jnp.float32
+        operands["parts"] = new_parts(rows, kv_heads, clusters)
     products = [stage for stage in stages if isinstance(stage, Product)]
-    memory = products_memory(products, rows=padded, width=width, dtype=dtype)
+    memory = products_memory(
+        products, rows=padded, width=width, dtype=dtype, sends_words=first_words is not None
+    )
     made = launch(
         *("layers_kernel", operands, results, stages),
         layers=layers,
@@ -191,6 +215,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         registers=_PACKED_REGISTERS if packing else _REGISTERS,
         approx_math=True,
         packing=packing,
+        words=first_words,
     )
     return made["x_out"]
 

@@ -11,7 +11,6 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
@@ -20,9 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.hopper.conditional import cond, when
-from fdjax.pallas_kernels.hopper.persistent import counters
+from fdjax.pallas_kernels.hopper.persistent import exchange, words
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
+from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
@@ -38,8 +38,8 @@ class Heads(Stage):
     "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
     tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key.
 
-    If several clusters share a head, all but the first store their results in "parts"
-    [M,Hkv,clusters-1,4,64,8] fp32, and "parts_arrived" [L,M,Hkv,32] counts them.
+    If several clusters share a head, all but the first send their results to "parts"
+    [M,Hkv,clusters-1,4] places, see `new_parts`.
 
     Attributes:
       rows, kv_heads, group: M, Hkv, G.
@@ -145,6 +145,21 @@ class Heads(Stage):
 
         return lax.fori_loop(0, block.share(self).count, bring, loaded)
 
+    def row_input(self, block: Block) -> RowInput:
+        """Queries, key and value of the new token, if they come in words."""
+        share, parts = block.share(self), self.group + 2
+        # Blocks have several heads only if no clusters share one.
+        head = lax.div(share.first, self.clusters)
+        return RowInput(
+            first=block.words["y"] + head * (parts * HEAD_DIM),
+            apart=share.stride * parts * HEAD_DIM,
+            bricks=2 * parts,
+            exist=2 * parts,
+            in_rows=1,
+            tiles=share.count,
+            squares=-1,
+        )
+
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
         """Compute attention of this block's KV heads, by the first warpgroup."""
         attend = functools.partial(self._attend_heads, block, layer, used)
@@ -160,6 +175,9 @@ class Heads(Stage):
             return (i >= 0) & ((self.split == 1) | (lax.rem(i, self.split) == block.rank))
 
         def arrive(i):
+            if block.sends_words:
+                return
+
             @when(store_is_under_way(i))
             def _():
                 plgpu.wait_smem_to_gmem(0)
@@ -255,9 +273,9 @@ class Heads(Stage):
             lambda: _write_token(block, layer, row, head, filled)
         )
         if self.split == 1:
-            _store(block, row, head, o, l)
+            self._store(block, layer, row, head, o, l)
             return
-        finish = functools.partial(_store, block, row, head)
+        finish = functools.partial(self._store, block, layer, row, head)
         if self.clusters > 1:
             finish = functools.partial(self._merge_clusters, block, layer, i, row, head)
         _merge(block, i, o, l, m, finish)
@@ -265,26 +283,39 @@ class Heads(Stage):
     def _merge_clusters(self, block, layer, i, row, head, o, l, top) -> None:
         """Merge the results of all clusters that share the head in the first of them."""
         parts, part = block.gmem["parts"].at[row, head], self._part(block, i)
-        arrived = block.gmem["parts_arrived"].at[layer, row, head]
+        flag = words.flag_of(layer)
 
         @when(part > 0)
         def _():
             for at, values in enumerate((*o, l, top)):
-                parts.at[part - 1, at][...] = values
-            counters.signal(arrived)
+                exchange.send(parts.at[part - 1, at], values, flag)
 
         @when(part == 0)
         def _():
             def add(other, carry):
-                loaded = (
-                    plgpu.load(parts.at[other, at], layout=LAYOUT, optimized=False)
-                    for at in range(4)
-                )
-                return _merged(carry, tuple(loaded))
+                places = (parts.at[other, at] for at in range(4))
+                found = (exchange.receive(place, (BRICK, PARTS), flag) for place in places)
+                return _merged(carry, tuple(found))
 
-            counters.wait(arrived, self.clusters - 1)
             *merged, total, _ = lax.fori_loop(0, self.clusters - 1, add, (*o, l, top))
-            _store(block, row, head, merged, total)
+            self._store(block, layer, row, head, merged, total)
+
+    def _store(self, block, layer, row, head, o, l, top=None) -> None:
+        """Begin to store the result of a KV head, o over the sum of l."""
+        inverse = _down(1.0 / l.sum(axis=0))
+        results = [part * inverse for part in o]
+        if block.sends_words:
+            for half, values in enumerate(results):
+                first = block.words["o"] + head * (self.group * HEAD_DIM) + half * BRICK
+                values, flag = values.astype(block.dtype), words.flag_of(layer)
+                words.send(block.gmem["words"], first, values, flag, self.group, HEAD_DIM)
+            return
+        for half, values in enumerate(results):
+            put(block.smem["o"].at[half], values)
+        plgpu.commit_smem()
+        for half in range(2):
+            target = block.gmem["o"].at[row, head, pl.ds(block.zero, PARTS), bricks(half, 1)]
+            plgpu.copy_smem_to_gmem(block.smem["o"].at[half], target)
 
     def _step(self, block, rank, filled, w_used, tiles_in_all, first, count, j, carry):
         """Attention to `count` tiles at once, which waits less often than one tile at a time.
@@ -402,27 +433,9 @@ def _merge(block, i, o, l, m, finish) -> None:
         finish(merged, total, top)
 
 
-def _store(block, row, head, o, l, top=None) -> None:
-    """Begin to store the result of a KV head, o over the sum of l."""
-    o_smem = block.smem["o"]
-    inverse = _down(1.0 / l.sum(axis=0))
-    for half in range(2):
-        put(o_smem.at[half], o[half] * inverse)
-    plgpu.commit_smem()
-    for half in range(2):
-        target = block.gmem["o"].at[row, head, pl.ds(block.zero, PARTS), bricks(half, 1)]
-        plgpu.copy_smem_to_gmem(o_smem.at[half], target)
-
-
-def parts_shape(rows: int, kv_heads: int, clusters: int) -> tuple[int, ...]:
-    """Shape of "parts" in fp32."""
-    return rows, kv_heads, clusters - 1, 4, BRICK, PARTS
-
-
-def new_parts_counters(layers: int, rows: int, kv_heads: int) -> Any:
-    """A reference to zeros for "parts_arrived", to be used once."""
-    # No two heads share a cache line.
-    return jax.new_ref(jnp.zeros((layers, rows, kv_heads, 32), jnp.int32))
+def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
+    """Empty places for "parts": o in two halves, l, the maximum; each [64, 8], for one launch."""
+    return exchange.empty_places((rows, kv_heads, clusters - 1, 4), PARTS)
 
 
 def heads_memory(dtype: Any) -> Memory:
