@@ -49,6 +49,8 @@ from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import by_row
 
 Params = dict[str, Any]
+# From so many tokens on, GPUs that share a model compute calls of prompts in tiles.
+_TOKENS_OF_TILES = 4096
 
 # Function of (path of a parameter, parameter) that returns the parameter or a replacement.
 Take = Callable[[tuple[str | int, ...], Any], Any]
@@ -886,6 +888,21 @@ class Model:
             for shape in shapes
         ]
         return all(choice.implementation != "xla" for choice in choices)
+
+    def prompt_tiles(self, blocks: int, tokens: int) -> int:
+        """Tiles of a call of prompts with so many blocks of `tokens` tokens each.
+
+        While the sums of one tile travel, another is computed (FastAttention, section 4.2). On two
+        H200, two tiles of 2 048 tokens are faster than one of 4 096, and tiles of 512 are slower
+        (benchmarks/LOG.md, 2026-11-27).
+        """
+        if self.ranks == 1:
+            return 1
+        tiles = self.plan.prompt_tiles
+        if tiles is None:
+            on_gpu = self.plan.compute_capability is not None
+            tiles = 2 if on_gpu and blocks * tokens >= _TOKENS_OF_TILES else 1
+        return 1 if blocks % tiles else tiles
 
     @property
     def one_launch_possible(self) -> bool:

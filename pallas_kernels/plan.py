@@ -37,19 +37,20 @@ class Plan(Dispatch):
 
     Attributes:
       prompt_tiles: number of tiles into which devices that share a model divide a call of prompts,
-        so that the sums of one tile travel while another is computed.
+        so that the sums of one tile travel while another is computed; None for the fastest that
+        was measured, see `Model.prompt_tiles`.
       divide_tokens: whether devices with the same KV head divide its tokens, if they can. Otherwise
         each of them holds all tokens. Only a cache of pages can be divided. On GPUs, where this has
         not been measured, only if the caller asks for it.
     """
 
     implementations: tuple[Implementation, ...] = IMPLEMENTATIONS
-    prompt_tiles: int = 1
+    prompt_tiles: int | None = None
     divide_tokens: bool = True
 
     def __post_init__(self):
         super().__post_init__()
-        if self.prompt_tiles < 1:
+        if self.prompt_tiles is not None and self.prompt_tiles < 1:
             raise ValueError(f"plan: prompt_tiles must be positive, got {self.prompt_tiles}")
 
     @classmethod

@@ -78,7 +78,7 @@ _DECODE_OPTIONS = {
 _COLLECTIVES = ["COLLECTIVES"]
 if jax.__version_info__ >= (0, 12):
     _COLLECTIVES.append("COLLECTIVES_KERNEL")
-# For calls of prompts in tiles, see `Plan.prompt_tiles`. By default XLA joins the products and the
+# For calls of prompts in tiles, see `Model.prompt_tiles`. By default XLA joins the products and the
 # sums of the tiles. With its other estimate of latencies, fewer sums overlap with products.
 _TILED_OPTIONS = {
     "xla_gpu_all_reduce_combine_threshold_bytes": 0,
@@ -577,7 +577,7 @@ class Engine:
                 run,
                 describe,
                 (name, model, packing),
-                compiler_options(function, model),
+                compiler_options(function, model, tiled=static.get("tiles", 1) > 1),
                 stored=not _has_custom(static) and observer is None,
             )
         return self.programs[key]
@@ -672,15 +672,20 @@ class ParamPacking:
         return jax.tree.unflatten(self.treedef, [leaves[i] for i in range(len(leaves))])
 
 
-def compiler_options(function: Callable, model: Model | None = None) -> dict[str, Any]:
-    """XLA options for the program of a step, except options that `XLA_FLAGS` sets."""
+def compiler_options(
+    function: Callable, model: Model | None = None, *, tiled: bool = False
+) -> dict[str, Any]:
+    """XLA options for the program of a step, except options that `XLA_FLAGS` sets.
+
+    `tiled` is for calls of prompts in tiles.
+    """
     options = _OPTIONS | (_DECODE_OPTIONS if function is step.decode_steps else {})
     if model is not None and model.config.weight_formats:
         # Dequantised weights must share memory, or all of them would exist at the same time.
         options.pop(_CONCURRENT, None)
     if model is not None and model.ranks > 1 and (captured := options.get(_CAPTURED)):
         options[_CAPTURED] = ",".join([captured, *_COLLECTIVES])
-    if model is not None and function is step.prompt_logits and step.tiles_of(model) > 1:
+    if tiled:
         options |= _TILED_OPTIONS
     flags = os.environ.get("XLA_FLAGS", "")
     return {name: value for name, value in options.items() if name not in flags}

@@ -310,7 +310,10 @@ class Session:
         """Dispatch a prefill call. Returns (seconds spent compiling, the results)."""
         loops = self.stacked and self._engine.loops(call.tokens.size)
         layout = {"stacked": self.stacked, "stacked_layers": loops, "beams": self._has_beams}
-        program = self._engine.program(step.prompt_logits, **layout)
+        # Only packed calls sort their blocks.
+        tiles = 1 if call.owners is None else self._engine.model.prompt_tiles(*call.tokens.shape)
+        static = {"tiles": tiles} if tiles > 1 else {}
+        program = self._engine.program(step.prompt_logits, **layout, **static)
         rows = np.arange(self._shape.room) if call.rows is None else call.rows
         # Rows that decode steps leave out have no work, so their options do not matter.
         rows = np.minimum(rows, self._shape.rows - 1)

@@ -102,6 +102,7 @@ def prompt_logits(
     last: Array | None = None,
     *,
     layers: dict[str, Array] | None = None,
+    tiles: int = 1,
 ) -> tuple[DecodeState, Array]:
     """Process blocks of some rows' prompts.
 
@@ -120,13 +121,14 @@ def prompt_logits(
       max_new_tokens: [R] int32, see `prompts`; default 1.
       pages: [R, N] int32, the pages of each row, if the cache is a pool of pages.
       owners: [M] int32, the entry of `rows` that each block belongs to; needs `pages`, `prompts`
-        and offsets that are multiples of T. A row may have any number of blocks, in any order; if
-        the plan has `prompt_tiles`, the offsets of all blocks must fall.
+        and offsets that are multiples of T. A row may have any number of blocks, in any order.
       last: [R] int32, the block in which a row's tokens of this call end; -1 leaves a row
         unchanged. Given with `owners`.
       layers: the weights of all layers, [L, ...] by names such as "attention.qkv.weight", to run
         them in a loop, see `Model.loops`; the cache must be stacked too. Default: run layer by
         layer with `params`.
+      tiles: number of tiles that the blocks are divided into, see `Model.prompt_tiles`. With
+        several, the offsets of all blocks must fall.
 
     Returns:
       (state, logits [R, V] fp32 after the last token of each row of this call).
@@ -170,7 +172,6 @@ def prompt_logits(
 
     last_tokens = jnp.maximum(lengths - 1, 0)
     wanted = {"starts": offsets, "last": last_tokens}
-    tiles = 1 if owners is None or len(tokens) % tiles_of(model) else tiles_of(model)
     if layers is not None:
         hidden, kv = module.in_loop(tokens, state.kv, layers, attend_to(None), model.plan, **wanted)
     elif tiles == 1:
@@ -244,11 +245,6 @@ def first_tokens(
     results = _beam_results(state, everyone, tokens[:, None], parents[:, None])
     results = jax.tree.map(lambda a: a[index], results)
     return state, jnp.where(final, first, -1), logprobs, results
-
-
-def tiles_of(model: Model) -> int:
-    """Number of tiles of a call of prompts whose blocks it divides; 1 on a single device."""
-    return model.plan.prompt_tiles if model.ranks > 1 else 1
 
 
 def _before_next(attend):

@@ -82,7 +82,7 @@ def divided(tree, specs):
     return structure.unflatten(map(whole, specs, jax.tree.leaves(tree)))
 
 
-def compiled(function, m, batch, pages, *host, folder=None, stacked=False, **static):
+def compiled(function, m, batch, pages, *host, tiled=False, folder=None, stacked=False, **static):
     """A program as the engine makes it, and a device's part of the state.
 
     With `stacked`, decode steps run in one launch.
@@ -113,7 +113,7 @@ def compiled(function, m, batch, pages, *host, folder=None, stacked=False, **sta
         n_devices=RANKS,
         axis=AXIS,
         compiler_options=compiler_options(
-            decode_steps if function is decode_steps else prompt_logits, m
+            decode_steps if function is decode_steps else prompt_logits, m, tiled=tiled
         )
         | ({"xla_dump_to": str(folder)} if folder else {}),
     )
@@ -288,12 +288,14 @@ def test_prefill_in_pages(batch, blocks, tiles):
     def packed(model, params, state, *host):
         *host, pages, prompts, owners, last = host
         named = {"pages": pages, "prompts": prompts, "owners": owners, "last": last}
-        return prompt_logits(model, params, state, *host, **named)
+        return prompt_logits(model, params, state, *host, **named, tiles=ran)
 
-    program, state = compiled(packed, m, batch, 300, *host, table, row, block, row)
+    ran = m.prompt_tiles(blocks, SLOT_MULTIPLE)
+    assert ran == (tiles if blocks > 1 else 1)
+    args = batch, 300, *host, table, row, block, row
+    program, state = compiled(packed, m, *args, tiled=ran > 1)
     check_in_place(program, state, m)
     # The sums of tiles are not joined.
-    ran = tiles if blocks > 1 else 1
     assert collectives(program) == {"all-reduce": 2 * LAYERS * ran, "all-gather": 1}
 
 

@@ -155,3 +155,23 @@ def test_kernels_for_several_layers_run_by_a_table_or_not_at_all():
     plan = with_one_launch(H100, c, 2)
     assert describe(c, plan=plan, tensor_parallel=2).one_launch(1, 1024)
     assert not describe(c, plan=plan, tensor_parallel=4).one_launch(1, 1024)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "tiles", "blocks", "want"),
+    [
+        (2, None, 32, 2),
+        (2, None, 31, 1),  # fewer than 4096 tokens
+        (2, None, 33, 1),  # not divisible
+        (1, None, 32, 1),
+        (2, 4, 8, 4),
+        (2, 4, 6, 1),
+        (2, 1, 32, 1),
+    ],
+)
+def test_calls_of_many_tokens_run_in_tiles(ranks, tiles, blocks, want):
+    c = parse_config(json.loads((CONFIGS / "llama-2-7b.old.json").read_text(encoding="utf-8")))
+    on_gpu, on_cpu = (dataclasses.replace(plan, prompt_tiles=tiles) for plan in (H100, Plan()))
+    assert describe(c, plan=on_gpu, tensor_parallel=ranks).prompt_tiles(blocks, 128) == want
+    if tiles is None:
+        assert describe(c, plan=on_cpu, tensor_parallel=ranks).prompt_tiles(blocks, 128) == 1
