@@ -39,6 +39,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="a config.json")
     parser.add_argument("--bits", type=int, choices=(4, 8), default=4)
     parser.add_argument("--group", type=int, help="as in `fdjax quantize`")
+    parser.add_argument("--weights-only", action="store_true", help="as in `fdjax quantize`")
     parser.add_argument("--layers", type=int, help="layers to quantise; default: all")
     parser.add_argument("--point", default="1x1024", metavar="BxP", help="of the decode step")
     parser.add_argument("--new-tokens", type=int, default=64)
@@ -127,6 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "fdjax", "quantize", str(original)]
         command += ["--bits", str(args.bits), "--output", str(quantised)]
         command += ["--group", str(args.group)] if args.group else []
+        command += ["--weights-only"] if args.weights_only else []
         done = run_and_watch(command)
         costs["seconds of fdjax quantize"] = done["seconds"]
         costs["GB of host memory of fdjax quantize"] = done["host_gb"]

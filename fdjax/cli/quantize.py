@@ -3,6 +3,7 @@
 import argparse
 import time
 from pathlib import Path
+from typing import Any
 
 import fdjax
 from fdjax.cli.arguments import Parser, integer, model_name
@@ -12,8 +13,9 @@ HELP = "write a checkpoint with weights of 4 or 8 bits"
 DESCRIPTION = (
     "Quantise the weights of a model's linear layers and write a checkpoint in the format "
     '"pack-quantized" of compressed-tensors, which transformers also loads, except Granite MoE and '
-    "gpt-oss. With a text, the model first runs on a part of it, so that the weights that matter "
-    "lose less, and the rest shows how much the answers change. See docs/quantised.md."
+    "gpt-oss. The model first runs on texts, so that the weights that matter lose less. Without "
+    "--text, it writes them itself. With --text, a part shows how much the answers change. See "
+    "docs/quantised.md."
 )
 # Tokens of a piece of the text. A short text is cut into shorter pieces, so that there are enough.
 _PIECE_TOKENS, _LEAST_TOKENS, _LEAST_PIECES = 512, 32, 8
@@ -40,6 +42,12 @@ def add_arguments(parser: Parser) -> None:
         help="UTF-8 text, similar to what the model will see; may be given several times",
     )
     parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="do not run the model, which takes less time and memory, and is less exact; always so "
+        "with 8 bits if there is no text",
+    )
+    parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="an empty or new folder"
     )
 
@@ -58,6 +66,8 @@ def run(args: argparse.Namespace) -> int:
     )
     from fdjax.weights.stored import stored_tensors
 
+    if args.weights_only and args.text:
+        raise ValueError("quantize: --weights-only does not use --text")
     # Everything is checked first, because a large model takes minutes.
     texts = [read_text(path) for path in args.text or ()]
     folder = locate(args.model)
@@ -68,12 +78,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"quantize: {folder} is quantised already")
     if args.output.exists() and (not args.output.is_dir() or any(args.output.iterdir())):
         raise ValueError(f"quantize: {args.output} must be a new or empty folder")
+    group = args.group or (quantise.default_group(config) if args.bits == 4 else None)
+    scales = unnamed_dtype(folder, data) or config.dtype
+    quantise.with_formats(config, args.bits, group, scales)  # raises if the group does not divide
     inputs, reference = None, None
     if texts:
         reference = fdjax.load(str(folder), calibration=False)
         observed, compared = _split(reference, texts)
         say(f"running {sum(map(len, observed)):,} tokens")
         inputs = smoothing.observe(reference.engine, observed)
+    elif args.bits == 4 and not args.weights_only:
+        inputs = _inputs_of_own_texts(str(folder))
     began, last = time.perf_counter(), 0
 
     def progress(done: int, total: int) -> None:
@@ -87,8 +102,8 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         config,
         bits=args.bits,
-        group=args.group or (quantise.default_group(config) if args.bits == 4 else None),
-        scales=unnamed_dtype(folder, data) or config.dtype,
+        group=group,
+        scales=scales,
         inputs=inputs,
         progress=progress,
     )
@@ -103,6 +118,26 @@ def run(args: argparse.Namespace) -> int:
     if quantise.experts_in_one(config):
         say("transformers cannot load the experts, because a tensor holds all experts of a layer")
     return 0
+
+
+def _inputs_of_own_texts(folder: str) -> list[dict[str, Any]] | None:
+    """Inputs of the layers for texts that the model writes; None if it is too large to run."""
+    from fdjax.tools import own_texts, smoothing
+
+    try:
+        lm = fdjax.load(folder, calibration=False)
+        tokens = min(own_texts.TOKENS, lm.engine.context - 1)
+        say(f"the model writes {own_texts.TEXTS * tokens:,} tokens and runs on them")
+        start = lm.tokenizer.bos_token_id if lm.tokenizer else None
+        if start is None and lm.tokenizer:
+            start = lm.tokenizer.eos_token_id
+        vocab_size = lm.config.vocab_size
+        texts = own_texts.own_texts(lm.generate, start, vocab_size=vocab_size, tokens=tokens)
+        lm.release()
+        return smoothing.observe(lm.engine, texts)
+    except MemoryError as error:
+        say(f"only the weights are considered, as with --weights-only: {error}")
+        return None
 
 
 def _split(lm: fdjax.LM, texts: list[str]) -> tuple[list[list[int]], list[list[int]]]:

@@ -78,7 +78,7 @@ def quantise_checkpoint(
         for name, linear in stored_linears(scheme_of(data, source), config, stored).items()
         if linear.format is not None and linear.format.kind == "fp4"
     }
-    config = _with_formats(config, bits, group, scales)
+    config = with_formats(config, bits, group, scales)
     weights = weight_map(config)
     changes = Smoothed() if inputs is None else smoothed(config, weights, stored, inputs)
     formats = {
@@ -108,9 +108,12 @@ def quantise_checkpoint(
     return written
 
 
-def _with_formats(
-    config: DecoderConfig, bits: int, group: int | None, scales: str
-) -> DecoderConfig:
+def with_formats(config: DecoderConfig, bits: int, group: int | None, scales: str) -> DecoderConfig:
+    """The model with the weights quantised that `quantise_checkpoint` quantises; see there.
+
+    Raises:
+      ValueError: the group does not divide the inputs of a layer.
+    """
     formats = config.formats_by_path
     for name, path, k in to_quantise(config):
         if group is not None and k % group:

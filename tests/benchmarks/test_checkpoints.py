@@ -45,7 +45,17 @@ def test_layers_are_repeated_in_turns(tmp_path):
 def test_it_measures(tmp_path):
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
-    options = ["--layers", "1", "--point", "2x16", "--new-tokens", "6", "--runs", "2"]
+    options = [
+        "--weights-only",
+        "--layers",
+        "1",
+        "--point",
+        "2x16",
+        "--new-tokens",
+        "6",
+        "--runs",
+        "2",
+    ]
     output = tmp_path / "record.json"
     assert checkpoints.main([str(file), "--group", "64", *options, "--output", str(output)]) == 0
     record = json.loads(output.read_text())

@@ -1,11 +1,13 @@
 """`fdjax quantize` and `load(quantize=...)`: what is lost, and what is written."""
 
 import functools
+import itertools
 import json
 import random
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,7 @@ from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, is_quantised
 from fdjax.tools import quantise as tool
 from fdjax.tools import smoothing
+from fdjax.tools.own_texts import own_texts
 from fdjax.weights.checkpoint import load_params, locate, quantised_config, read_json
 from fdjax.weights.formats.layer import Codes, dequantised, pack_rows
 from fdjax.weights.quantise import quantise
@@ -212,7 +215,7 @@ def test_smoothing_changes_no_answer(tmp_path, case):
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12)).tolist()
     seen = smoothing.observe(Engine(model, params), ids)
     stored = stored_tensors(folder)
-    formats = tool._with_formats(config, 4, None, "float32")
+    formats = tool.with_formats(config, 4, None, "float32")
     changes = smoothing.smoothed(formats, weight_map(config), stored, seen)
     assert any(np.ptp(scale) > 0.1 for scale in changes.columns.values())
     for file in folder.glob("*.json"):
@@ -231,21 +234,65 @@ def test_smoothing_changes_no_answer(tmp_path, case):
 
 @pytest.mark.slow
 def test_a_text_makes_predictions_closer(pieces, tmp_path, monkeypatch, group=32):
-    """Closer than those of plain rounding with as many bits, and of a search without a text."""
+    """Closer than those of plain rounding with as many bits, and of a search without a text.
+
+    So do texts that the model writes itself; `benchmarks.quantisers` measures more groups.
+    """
     tiny = fdjax.load("tiny", plan=Plan())
     write = functools.partial(written, tiny, locate("tiny"), group=group)
-    searched = write(tmp_path / "searched")
-    helped = write(tmp_path / "helped", inputs=smoothing.observe(tiny.engine, pieces[0]))
+    start, vocab_size = tiny.tokenizer.bos_token_id, tiny.config.vocab_size
+    texts = {"text": pieces[0], "own": own_texts(tiny.generate, start, vocab_size=vocab_size)}
+    inputs = {name: smoothing.observe(tiny.engine, text) for name, text in texts.items()}
+    models = {name: write(tmp_path / name, inputs=one) for name, one in inputs.items()}
+    models["searched"] = write(tmp_path / "searched")
     monkeypatch.setattr(tool, "quantise", to_nearest)
-    plain = write(tmp_path / "plain")
-    assert plain.model.weight_bytes == searched.model.weight_bytes == helped.model.weight_bytes
+    models["plain"] = write(tmp_path / "plain")
+    assert len({lm.model.weight_bytes for lm in models.values()}) == 1
     found = {
-        name: tool.compare_models(tiny.engine, lm.engine, pieces[1])
-        for name, lm in (("plain", plain), ("searched", searched), ("helped", helped))
+        name: tool.compare_models(tiny.engine, lm.engine, pieces[1]) for name, lm in models.items()
     }
-    for other in ("plain", "searched"):
-        assert found["helped"].mean_kl < 0.95 * found[other].mean_kl, found
-        assert found["helped"].agreement > found[other].agreement, found
+    for name, other in itertools.product(texts, ("plain", "searched")):
+        assert found[name].mean_kl < 0.95 * found[other].mean_kl, found
+        assert found[name].agreement > found[other].agreement, found
+
+
+@pytest.mark.parametrize(("start", "firsts"), [(7, [7, 7, 7]), (None, [0, 33, 66])])
+def test_own_texts_begin_where_texts_begin(start, firsts):
+    calls = []
+
+    def generate(prompts, **options):
+        calls.append(options)
+        return SimpleNamespace(tokens=[[1, 2], [3], [4, 5]])
+
+    texts = own_texts(generate, start, vocab_size=100, texts=3, tokens=40)
+    assert texts == [[firsts[0], 1, 2], [firsts[1], 3], [firsts[2], 4, 5]]
+    (options,) = calls
+    assert (options["max_new_tokens"], options["min_new_tokens"]) == (40, 10)
+    assert options["seed"] == [0, 1, 2]  # the same texts in each call
+
+
+@pytest.mark.slow
+def test_the_command_quantises_with_own_texts(two_layers, tmp_path, capsys, monkeypatch):
+    """Unless it is told not to, or the model does not fit into memory."""
+    command = ["quantize", two_layers, "--group", "64", "--output"]
+    ways = {"own": [], "weights": ["--weights-only"], "too large": [], "int8": ["--bits", "8"]}
+    seen = {}
+    for name, options in ways.items():
+        if name == "too large":
+            monkeypatch.setattr(fdjax, "load", _raise(MemoryError("load: no room for weights")))
+        assert main([*command, str(tmp_path / name), *options]) == 0
+        said = capsys.readouterr().err
+        assert ("the model writes 8,192 tokens and runs on them" in said) == (name == "own")
+        assert ("only the weights are considered" in said) == (name == "too large")
+        seen[name] = (tmp_path / name / "model.safetensors").read_bytes()
+    assert seen["too large"] == seen["weights"] != seen["own"]
+
+
+def _raise(error):
+    def fail(*args, **options):
+        raise error
+
+    return fail
 
 
 @pytest.mark.slow
@@ -308,6 +355,8 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
     short.write_text("Once.", encoding="utf-8")
     assert main(["quantize", "--text", str(short), "--output", output]) == 1
     assert "the text must have more than" in capsys.readouterr().err
+    assert main(["quantize", "--text", str(short), "--weights-only", "--output", output]) == 1
+    assert "--weights-only does not use --text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["quantize", "--bits", "3", "--output", output])
     assert "invalid choice" in capsys.readouterr().err
@@ -394,7 +443,7 @@ def test_experts_count_errors_by_what_the_router_reads(case, tensors, tmp_path):
     ids = np.random.default_rng(0).integers(0, config.vocab_size, (3, 12)).tolist()
     seen = smoothing.observe(Engine(model, load_params(folder, model)), ids)
     stored, weights = stored_tensors(folder), weight_map(config)
-    formats = tool._with_formats(config, 4, 16, "float32")
+    formats = tool.with_formats(config, 4, 16, "float32")
     importance = smoothing.smoothed(formats, weights, stored, seen).importance
     for name in tensors:
         square = importance[f"model.layers.1.{name}"]
@@ -447,7 +496,7 @@ def test_experts_in_one_tensor_are_written(case, bits, tmp_path, capsys, monkeyp
     folder, output = in_one_tensor(case, tmp_path / "in"), tmp_path / "out"
     group = ["--group", "16"] if bits == 4 else []
     command = ["quantize", str(folder), "--bits", str(bits), *group, "--output", str(output)]
-    assert main(command) == 0
+    assert main([*command, "--weights-only"]) == 0
     assert "transformers cannot load the experts" in capsys.readouterr().err
     lm = fdjax.load(str(output), compilation_cache=False, progress=False)
     direct = fdjax.load(str(folder), quantize=f"int{bits}", compilation_cache=False, progress=False)
@@ -548,17 +597,17 @@ def test_a_description_that_does_not_fit_experts_in_one_tensor(change, says, tmp
 def test_the_default_group_divides_all_inputs(name, group):
     config = parse_config(read_json(FIXTURES / "configs" / f"{name}.old.json"))
     assert tool.default_group(config) == group
-    tool._with_formats(config, 4, group, "bfloat16")
+    tool.with_formats(config, 4, group, "bfloat16")
 
 
 def test_inputs_that_no_usual_group_divides_are_named():
     config = parse_config(read_json(FIXTURES / "gemma2" / "config.json"))
     with pytest.raises(ValueError, match="group must divide the 48 inputs of qkv, got 32"):
-        tool._with_formats(config, 4, tool.default_group(config), "bfloat16")
+        tool.with_formats(config, 4, tool.default_group(config), "bfloat16")
     config = parse_config(read_json(FIXTURES / "cohere" / "config.json"))
     bad = {k for _, _, k in tool.to_quantise(config) if k % 32}
     with pytest.raises(ValueError, match=f"group must divide the {min(bad)} inputs of .*, got 32"):
-        tool._with_formats(config, 4, tool.default_group(config), "bfloat16")
+        tool.with_formats(config, 4, tool.default_group(config), "bfloat16")
 
 
 def test_no_other_quantised_weights_are_quantised_again():
