@@ -220,6 +220,7 @@ def test_without_a_number_of_new_tokens_max_len_is_filled(lm):
     assert len(filled.tokens[0]) == 10
 
 
+@pytest.mark.slow
 def test_containers_of_weights_are_copies(lm):
     other = fresh(lm)
     before = other.generate([5, 6, 7], max_new_tokens=4, **CHECKED).logprobs

@@ -280,6 +280,7 @@ def test_damaged_weights_are_told_of_and_forgotten(launched):
     assert_alike(lm.generate(PROMPTS, **GREEDY), launched.generate(PROMPTS, **GREEDY))
 
 
+@pytest.mark.slow
 def test_an_equal_model_shares_the_programs(launched, launches):
     launched.generate(PROMPTS, **GREEDY)
     launches.clear()

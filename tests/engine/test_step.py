@@ -56,6 +56,7 @@ def two_rows(*limits):
     return state, sampling
 
 
+@pytest.mark.slow
 def test_prefill_with_the_layers_in_a_loop():
     model, _, _ = programs(layers=3)
     params = random_params(model)
@@ -126,6 +127,7 @@ def test_takes_as_many_steps_as_asked(n):
     assert jax.tree.all(jax.tree.map(lambda a, b: (a == b).all(), after, one_by_one))
 
 
+@pytest.mark.slow
 def test_takes_no_more_steps_than_the_result_has_room_for():
     state, sampling = two_rows(32, 32)
     after, tokens, _ = programs()[2](state, sampling, np.int32(MAX_STEPS + 3))

@@ -342,6 +342,7 @@ def test_a_stopping_criterion_sees_every_token(lm, at):
     assert "".join(stream) == result.text
 
 
+@pytest.mark.slow
 def test_a_stopping_criterion_cannot_change_the_result(lm):
     def meddles(tokens):
         tokens.append(5)
