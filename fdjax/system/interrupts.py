@@ -3,8 +3,8 @@
 Python raises KeyboardInterrupt wherever the main thread is, and there are places that lose it:
 
 - A finaliser or a callback of the garbage collector ignores exceptions. JAX has such a callback.
-- A comparison inside one of JAX's caches turns it into a RuntimeError. While JAX compiled, one
-  Ctrl-C in four met this case or the one above.
+- A comparison inside one of JAX's caches turns it into a RuntimeError or a ValueError. While JAX
+  compiled, one Ctrl-C in four met this case or the one above.
 - An import may turn it into an ImportError, or it may end the process inside a C++ module.
 - JAX logs and drops it while it starts its platforms.
 - Code in C clears it, such as `PyObject_HasAttr` when it calls Python.
@@ -61,7 +61,7 @@ def delivered() -> Iterator[None]:
         yield
         if interrupted:
             raise KeyboardInterrupt
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if "\nKeyboardInterrupt" in str(error):
             raise KeyboardInterrupt from error
         raise

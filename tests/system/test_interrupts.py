@@ -101,12 +101,13 @@ def test_code_that_handles_one_goes_on():
     assert handled == 2
 
 
-def test_one_that_became_another_error():
+@pytest.mark.parametrize("kind", [RuntimeError, ValueError])
+def test_one_that_became_another_error(kind):
     message = "Cache keys should be comparable. The error was:\nTraceback\nKeyboardInterrupt: \n"
     with pytest.raises(KeyboardInterrupt), interrupts.delivered():
-        raise RuntimeError(message)
-    with pytest.raises(RuntimeError, match="another"), interrupts.delivered():
-        raise RuntimeError("another")
+        raise kind(message)
+    with pytest.raises(kind, match="another"), interrupts.delivered():
+        raise kind("another")
 
 
 def test_in_an_import_it_waits_for_the_end(tmp_path, monkeypatch):
