@@ -414,7 +414,8 @@ def test_decode_steps_with_quantised_weights(layers):
     kernels = kernel_names(compiled)
     assert kernels.count("packed_gemm_kernel") == 1 + (0 if one_launch else 2 * 4)
     assert kernels.count("layers_kernel") == one_launch
-    assert temp_bytes(compiled) < 2**20
+    # Clusters that share a head send each other 0.5 MB.
+    assert temp_bytes(compiled) < 1.25 * 2**20
     assert alias_bytes(compiled) == nbytes(state)
 
 
