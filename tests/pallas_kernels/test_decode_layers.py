@@ -267,9 +267,9 @@ def multiprocessors():
     ("rows", "shape", "dtype"),
     [
         *((rows, SMALL, "bfloat16") for rows in (1, 3, 9, 32)),
-        *((rows, SMALL, "float16") for rows in (2, 8)),
+        *((rows, SMALL, "float16") for rows in (1, 2, 8)),
         *((rows, LLAMA2_7B, "bfloat16") for rows in (1, 8)),
-        (2, LLAMA3_8B, "bfloat16"),
+        *((rows, LLAMA3_8B, "bfloat16") for rows in (1, 2)),
         (5, MANY_HEADS, "bfloat16"),
     ],
     ids=str,
