@@ -113,7 +113,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     points = [tuple(map(int, point.split("x"))) for point in args.points]
     config = json.loads(args.config.read_text()) if args.config else CONFIG
-    context = parse_config(config).max_position_embeddings
+    parsed = parse_config(config)
+    context = parsed.max_position_embeddings
     # Before minutes go by until the first of these points.
     if any(prompt + args.new_tokens > context for _, prompt in points):
         sys.exit(f"--points: prompts and {args.new_tokens} new tokens must fit into {context}")
@@ -124,12 +125,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         {"model": config, "dtype": args.dtype, "devices": args.devices, **extra},
         {"before": measure_ceiling(2**30 if on_gpu else 2**24, matmul_size=0)},
     )
-    longest = max(points, key=math.prod)
-    single, _stacks = _random_lm(config, args, longest, 1)
+    batch, prompt = max(points, key=math.prod)
+    room = batch, prompt + args.new_tokens
+
+    def model_for(sums: str | None, devices: int, tiles: int = 1) -> tuple[LM, LayerStacks]:
+        plan = with_sums(Plan.for_device(table=args.table), parsed, devices, sums)
+        plan = dataclasses.replace(plan, prompt_tiles=tiles)
+        return random_lm(config, plan, devices, args.dtype, room)
+
+    single, _stacks = model_for(None, 1)
     for devices, sums, tiles in cases(args):
         name = f"{devices} devices" if sums is None else f"{devices} devices, {sums}"
         name += f", {tiles} tiles" if tiles > 1 else ""
-        lm = single if devices == 1 else _random_lm(config, args, longest, devices, sums, tiles)[0]
+        lm = single if devices == 1 else model_for(sums, devices, tiles)[0]
         for batch, prompt in points:
             rows, costs = model_rows(
                 lm,
@@ -161,26 +169,35 @@ def cases(args: argparse.Namespace) -> list[tuple[int, str | None, int]]:
     return [(n, *how) for n in args.devices for how in (several if n > 1 else [(None, 1)])]
 
 
-def _random_lm(
+def random_lm(
     config: dict[str, Any],
-    args: argparse.Namespace,
-    point: tuple[int, int],
+    plan: Plan,
     devices: int,
-    sums: str | None = None,
-    tiles: int = 1,
+    dtype: str,
+    room: tuple[int, int] | None = None,
+    **options,
 ) -> tuple[LM, LayerStacks]:
-    """A model whose cache has room for a point."""
-    parsed = parse_config(config)
-    plan = with_sums(Plan.for_device(table=args.table), parsed, devices, sums)
-    plan = dataclasses.replace(plan, prompt_tiles=tiles)
-    model = describe(parsed, dtype=args.dtype, plan=plan, tensor_parallel=devices)
-    batch, prompt = point
-    length = prompt + args.new_tokens
-    planned = plan_memory(model.local, batch=batch, max_len=length, prompt_tokens=prompt)
-    # LM's own default is as much cache as weights.
-    most = max(int(_SPARE * planned.total_bytes), 2 * model.local.weight_bytes)
+    """A model with random weights.
+
+    Args:
+      config: a config.json.
+      plan: which implementations run.
+      devices: number of devices that share it.
+      dtype: dtype of the weights.
+      room: rows, and tokens of each, for which the cache must have room. LM's own default is as
+        much cache as weights.
+      **options: of `LM`.
+
+    Returns:
+      (the model, the arrays that hold its layers).
+    """
+    model = describe(parse_config(config), dtype=dtype, plan=plan, tensor_parallel=devices)
+    if room is not None:
+        planned = plan_memory(model.local, batch=room[0], max_len=room[1])
+        most = max(int(_SPARE * planned.total_bytes), 2 * model.local.weight_bytes)
+        options["memory_bytes"] = most
     params, stacks = random_stacked_params(model)
-    return LM(model, params, memory_bytes=most), stacks
+    return LM(model, params, **options), stacks
 
 
 def with_sums(plan: Plan, config: DecoderConfig, ranks: int, sums: str | None) -> Plan:
