@@ -150,9 +150,15 @@ def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoot
     )
 
     def make():
-        weight = changes.apply(tensor.name, tensor.view(FLOATS))
+        weight = tensor.view(FLOATS)
         weight = weight.swapaxes(-1, -2) if swap else weight
-        codes = quantise(weight, form, changes.importance.get(tensor.name))
+        factors = {
+            "columns": changes.columns,
+            "rows": changes.rows,
+            "importance": changes.importance,
+        }
+        factors = {name: by_tensor.get(tensor.name) for name, by_tensor in factors.items()}
+        codes = quantise(weight, form, **factors)
         return codes.words, codes.scales, np.array([*outs, k], np.int64)
 
     return tensors, make

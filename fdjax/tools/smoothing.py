@@ -9,6 +9,7 @@ The power is the one with the smallest error of the layer's outputs on a sample 
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -29,6 +30,8 @@ from fdjax.weights.stored import FLOATS, StoredTensor
 
 # Number of rows of a layer's inputs in its sample.
 _SAMPLE = 256
+# Tokens that run through a layer at once. More would need more memory beside the weights.
+_TOKENS = 4096
 _POWERS = tuple(i / 20 for i in range(21))
 
 
@@ -67,42 +70,50 @@ def observe(engine: Engine, pieces: Sequence[Sequence[int]]) -> list[dict[str, L
     model = engine.model
     module = model.module(engine.tree)
     width = max(map(len, pieces))
-    rows = max(1, -(-_SAMPLE // len(pieces)))
-    parts: list[list] = [[] for _ in module.blocks]
-    for piece in pieces:
-        ids = np.zeros((1, width), np.int32)
-        ids[0, : len(piece)] = piece
-        length = np.array([len(piece)], np.int32)
-        x = module.embedded(jnp.asarray(ids), None, model.plan)
-        for i, block in enumerate(module.blocks):
-            graph, params = nnx.split(block)
-            spec = model.config.blocks[i]
-            x, seen = _observe(graph, params, x, length, spec=spec, plan=model.plan, rows=rows)
-            parts[i].append(jax.device_get(seen))
+    batch = min(len(pieces), max(1, _TOKENS // width))
+    options = {"plan": model.plan, "rows": max(1, -(-_SAMPLE // len(pieces)))}
+    blocks = [
+        (*nnx.split(block), spec)
+        for block, spec in zip(module.blocks, model.config.blocks, strict=True)
+    ]
+    batches = []
+    for some in itertools.batched(pieces, batch):
+        ids, lengths = np.zeros((batch, width), np.int32), np.zeros(batch, np.int32)
+        for i, piece in enumerate(some):
+            ids[i, : len(piece)], lengths[i] = piece, len(piece)
+        x, seen = module.embedded(jnp.asarray(ids), None, model.plan), []
+        for graph, params, spec in blocks:
+            x, inputs = _observe(graph, params, x, lengths, spec=spec, **options)
+            seen.append(inputs)
+        batches.append(jax.device_get(seen))
     tokens = sum(map(len, pieces))
+
+    def whole(parts: Sequence[tuple[np.ndarray, ...]]) -> LayerInputs:
+        magnitudes, squares, samples = zip(*parts, strict=True)
+        sample = np.concatenate(samples)[: len(pieces)].reshape(-1, samples[0].shape[-1])
+        return LayerInputs(sum(magnitudes) / tokens, sum(squares) / tokens, sample[:_SAMPLE])
+
     return [
-        {
-            name: LayerInputs(
-                sum(part[name][0] for part in block) / tokens,
-                sum(part[name][1] for part in block) / tokens,
-                np.concatenate([part[name][2] for part in block])[:_SAMPLE],
-            )
-            for name in block[0]
-        }
-        for block in parts
+        {name: whole([part[name] for part in block]) for name in block[0]}
+        for block in zip(*batches, strict=True)
     ]
 
 
 @functools.partial(jax.jit, static_argnames=("graph", "spec", "plan", "rows"))
-def _observe(graph, params, x: Array, length: Array, *, spec, plan: Plan, rows: int):
-    """Run a layer: (x [1,T,E], sums of |x| and x², and `rows` of the inputs, by linear layer)."""
+def _observe(graph, params, x: Array, lengths: Array, *, spec, plan: Plan, rows: int):
+    """Run a layer on texts x [B,T,E] of some lengths [B].
+
+    Returns:
+      (x [B,T,E], of the inputs of each linear layer the sums of |x| and x² [K], and `rows` of each
+      text [B,rows,K]).
+    """
     block = nnx.merge(graph, params)
     seen = {}
 
     def tapped(name, linear):
         def call(x, norm=None, **fused):
             normed = x if norm is None else rms_norm(x, norm.scale, eps=norm.eps)
-            seen[name] = normed[0].astype(jnp.float32)
+            seen[name] = normed.astype(jnp.float32)
             return linear(x, norm=norm, **fused)
 
         return call
@@ -110,13 +121,14 @@ def _observe(graph, params, x: Array, length: Array, *, spec, plan: Plan, rows: 
     for name, linear in spec.linears.items():
         owner = functools.reduce(getattr, linear.path[:-1], block)
         setattr(owner, linear.path[-1], tapped(name, getattr(owner, linear.path[-1])))
-    x, _ = block(x, None, attend_without_cache(length, plan), plan)
-    live = jnp.arange(x.shape[1], dtype=jnp.int32)[:, None] < length[0]
-    chosen = jnp.arange(rows, dtype=jnp.int32) * length[0] // rows
+    x, _ = block(x, None, attend_without_cache(lengths, plan), plan)
+    live = jnp.arange(x.shape[1], dtype=jnp.int32)[None, :, None] < lengths[:, None, None]
+    chosen = jnp.arange(rows, dtype=jnp.int32)[None] * lengths[:, None] // rows
 
     def statistics(a):
         a = jnp.where(live, a, 0.0)
-        return jnp.sum(jnp.abs(a), axis=0), jnp.sum(a * a, axis=0), a[chosen].astype(x.dtype)
+        sample = jnp.take_along_axis(a, chosen[..., None], axis=1).astype(x.dtype)
+        return jnp.sum(jnp.abs(a), axis=(0, 1)), jnp.sum(a * a, axis=(0, 1)), sample
 
     return x, {name: statistics(a) for name, a in seen.items()}
 
@@ -237,10 +249,9 @@ def _scale(
         grouped = magnitude.reshape(*heads, -1).mean(axis=1, keepdims=True)
         magnitude = np.broadcast_to(grouped, (*heads, grouped.shape[2])).reshape(-1)
     magnitude = np.maximum(magnitude, 1e-4 * max(magnitude.max(), 1e-20)).astype(np.float32)
-    errors = np.zeros(len(_POWERS))
-    for name, _ in weight.sources:
-        view = stored[name].view(FLOATS)
-        errors += np.asarray(_errors(view, seen.sample, magnitude, form=form), np.float64)
+    views = [stored[name].view(FLOATS) for name, _ in weight.sources]
+    errors = jax.device_get([_errors(view, seen.sample, magnitude, form=form) for view in views])
+    errors = np.sum(errors, axis=0, dtype=np.float64)
     return _power(magnitude, np.float32(_POWERS[int(errors.argmin())]), np)
 
 

@@ -17,7 +17,7 @@ from jax import Array, lax
 from fdjax.models import DecoderConfig
 from fdjax.models.name_map import ParamPath
 from fdjax.pallas_kernels.quantised import BITS, WeightFormat
-from fdjax.weights.formats.layer import Codes, pack_rows
+from fdjax.weights.formats.layer import Codes
 
 # Scales to try, relative to the scale that puts the largest weight at code -2^(bits-1).
 _FACTORS = tuple(float(f) for f in np.linspace(0.4, 1.2, 41))
@@ -56,7 +56,12 @@ def quantised_formats(config: DecoderConfig, kind: str, scales: str) -> DecoderC
 
 
 def quantise(
-    weight: np.ndarray | Array, form: WeightFormat, importance: np.ndarray | None = None
+    weight: np.ndarray | Array,
+    form: WeightFormat,
+    importance: np.ndarray | None = None,
+    *,
+    columns: np.ndarray | None = None,
+    rows: np.ndarray | None = None,
 ) -> Codes:
     """Quantise a linear layer.
 
@@ -64,25 +69,42 @@ def quantise(
       weight: [N,K], or [X,N,K].
       form: the format, an integer kind without zeros.
       importance: [K] weights of the squared errors; default all equal.
+      columns, rows: factors [K] and [N] by which the weight is multiplied first.
     """
     *outs, k = weight.shape
     weight = weight.reshape(-1, k)
     importance = np.ones(k, np.float32) if importance is None else importance
-    rows = max(1, _AT_ONCE // k)
-    parts = [
-        jax.device_get(_quantise(weight[i : i + rows], importance, form=form))
-        for i in range(0, len(weight), rows)
-    ]
-    codes, scales = (np.concatenate(part).reshape(*outs, -1) for part in zip(*parts, strict=True))
-    return Codes(pack_rows(codes, BITS[form.kind]), scales)
+    parts, pending = [], None
+    for i in range(0, len(weight), step := max(1, _AT_ONCE // k)):
+        some = slice(i, i + step)
+        factors = columns, None if rows is None else rows[some]
+        following = _quantise(weight[some], importance, *factors, form=form)
+        # The device computes the next part meanwhile.
+        parts += [] if pending is None else [jax.device_get(pending)]
+        pending = following
+    parts.append(jax.device_get(pending))
+    words, scales = (np.concatenate(part).reshape(*outs, -1) for part in zip(*parts, strict=True))
+    return Codes(words, scales)
 
 
 @functools.partial(jax.jit, static_argnames="form")
-def _quantise(weight: Array, importance: Array, *, form: WeightFormat) -> tuple[Array, Array]:
-    """(codes [N,K] uint8, scales [N,G])."""
+def _quantise(
+    weight: Array,
+    importance: Array,
+    columns: Array | None,
+    rows: Array | None,
+    *,
+    form: WeightFormat,
+) -> tuple[Array, Array]:
+    """(words [N,W] int32, scales [N,G])."""
     n, k = weight.shape
     half = 2.0 ** (BITS[form.kind] - 1)
-    groups = weight.astype(jnp.float32).reshape(n, -1, form.group)
+    weight = weight.astype(jnp.float32)
+    if columns is not None:
+        weight *= columns[None]
+    if rows is not None:
+        weight *= rows[:, None]
+    groups = weight.reshape(n, -1, form.group)
     importance = importance.astype(jnp.float32).reshape(1, -1, form.group)
     place = jnp.argmax(jnp.abs(groups), axis=2, keepdims=True)
     widest = -jnp.take_along_axis(groups, place, axis=2) / half
@@ -102,5 +124,14 @@ def _quantise(weight: Array, importance: Array, *, form: WeightFormat) -> tuple[
     usual = half / (half - 1)
     factors = [sign * factor for factor in (usual, *_FACTORS) for sign in (1, -1)]
     (_, scales), _ = lax.scan(tried, start, jnp.array(factors, jnp.float32))
-    codes = (codes_of(scales) + half).astype(jnp.uint8).reshape(n, k)
-    return codes, scales[..., 0].astype(form.scales)
+    codes = (codes_of(scales) + half).astype(jnp.uint32).reshape(n, k)
+    return _words(codes, BITS[form.kind]), scales[..., 0].astype(form.scales)
+
+
+def _words(codes: Array, bits: int) -> Array:
+    """Codes [N,K] uint32 → words [N,W] int32, as `pack_rows` packs them."""
+    count = 32 // bits
+    codes = jnp.pad(codes, ((0, 0), (0, -codes.shape[1] % count)))
+    codes = codes.reshape(len(codes), -1, count)
+    places = bits * jnp.arange(count, dtype=jnp.uint32)[None, None]
+    return lax.bitcast_convert_type((codes << places).sum(axis=2, dtype=jnp.uint32), jnp.int32)

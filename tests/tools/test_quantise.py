@@ -1,5 +1,6 @@
 """`fdjax quantize` and `load(quantize=...)`: what is lost, and what is written."""
 
+import dataclasses
 import functools
 import itertools
 import json
@@ -21,12 +22,12 @@ from fdjax.engine.engine import Engine
 from fdjax.models import Model, Params, describe, parse_config, weight_map
 from fdjax.models.tiny.stories import story
 from fdjax.pallas_kernels.plan import Plan
-from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, is_quantised
+from fdjax.pallas_kernels.quantised import BITS, WeightFormat, dequantise, is_quantised
 from fdjax.tools import quantise as tool
 from fdjax.tools import smoothing
 from fdjax.tools.own_texts import own_texts
 from fdjax.weights.checkpoint import load_params, locate, quantised_config, read_json
-from fdjax.weights.formats.layer import Codes, dequantised, pack_rows
+from fdjax.weights.formats.layer import Codes, dequantised, pack_rows, unpack_rows
 from fdjax.weights.quantise import quantise
 from fdjax.weights.stored import stored_tensors
 from fdjax.weights.written import Planned, write_tensors
@@ -54,8 +55,9 @@ def pieces(small):
     return ids[:24], ids[24:]
 
 
-def to_nearest(weight, form, importance=None) -> Codes:
+def to_nearest(weight, form, importance=None, columns=None, rows=None) -> Codes:
     """Plain round to nearest: the largest weight of a group is the largest code."""
+    assert columns is None is rows
     n, k = weight.shape
     top = 7 if form.kind == "int4" else 127
     groups = np.asarray(weight).astype(np.float32).reshape(n, -1, form.group)
@@ -102,12 +104,47 @@ def test_groups_of_zeros_and_single_weights():
 
 
 def test_rows_are_quantised_alike_in_parts(monkeypatch):
-    weight = np.random.default_rng(0).normal(size=(50, 64)).astype(np.float32)
-    whole = quantise(weight, INT4)
-    monkeypatch.setattr("fdjax.weights.quantise._AT_ONCE", 7 * 64)
-    parts = quantise(weight, INT4)
-    np.testing.assert_array_equal(whole.words, parts.words)
-    np.testing.assert_array_equal(whole.scales, parts.scales)
+    """With the factors of rows and columns; a word may have room for more codes than are left."""
+    rng = np.random.default_rng(0)
+    weight = rng.normal(size=(50, 60)).astype(np.float16)
+    columns, rows = (rng.uniform(0.5, 2, n).astype(np.float32) for n in (60, 50))
+    for form in (INT4, INT8):
+        form = dataclasses.replace(form, group=60)
+        whole = quantise(weight.astype(np.float32) * columns * rows[:, None], form)
+        codes = unpack_rows(whole.words, BITS[form.kind], 60)
+        np.testing.assert_array_equal(pack_rows(codes, BITS[form.kind]), whole.words)
+        with monkeypatch.context() as patch:
+            patch.setattr("fdjax.weights.quantise._AT_ONCE", 7 * 60)
+            parts = quantise(weight, form, columns=columns, rows=rows)
+        np.testing.assert_array_equal(whole.words, parts.words)
+        np.testing.assert_array_equal(whole.scales, parts.scales)
+
+
+def test_texts_are_observed_alike_in_any_number_at_once(monkeypatch):
+    config = parse_config(read_json(FIXTURES / "llama2_mha" / "config.json"))
+    model = describe(config, dtype="float32", plan=Plan())
+    engine = Engine(model, load_params(FIXTURES / "llama2_mha", model))
+    rng = np.random.default_rng(0)
+    texts = [rng.integers(0, config.vocab_size, n).tolist() for n in (5, 12, 1, 9, 12)]
+    found = smoothing.observe(engine, texts)
+    for at_once in (1, 2):  # the last of the second has one text and padding
+        monkeypatch.setattr(smoothing, "_TOKENS", 12 * at_once)
+        for one, other in zip(found, smoothing.observe(engine, texts), strict=True):
+            assert one.keys() == other.keys()
+            for name, inputs in one.items():
+                assert inputs.sample.shape == (256, inputs.square.size)
+                for field, value in vars(inputs).items():
+                    theirs = getattr(other[name], field)
+                    np.testing.assert_allclose(theirs, value, rtol=1e-4, atol=1e-5)
+    # Alone, a text has the sums of its tokens and its own sample.
+    alone = [smoothing.observe(engine, [text]) for text in texts]
+    for i, block in enumerate(found):
+        for name, inputs in block.items():
+            parts = [
+                (one[i][name].square * len(text)) for one, text in zip(alone, texts, strict=True)
+            ]
+            square = np.sum(parts, axis=0) / sum(map(len, texts))
+            np.testing.assert_allclose(inputs.square, square, rtol=1e-4)
 
 
 @pytest.mark.soak
