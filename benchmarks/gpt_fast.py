@@ -3,24 +3,35 @@
 gpt-fast (https://github.com/pytorch-labs/gpt-fast) shows the speed of PyTorch without custom
 kernels. As in gpt-fast, q, k and v are one product, the cache has a fixed size, Inductor generates
 the attention of a decode step, and a step is one CUDA graph. Prompts run through FlashAttention.
+Processes of `torch.distributed` may share a model by tensor parallelism: each has a part of the
+heads and of the MLP, and the whole embedding and head.
 """
 
 import math
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch._dynamo import mark_static_address
 from torch._inductor import config as inductor_config
+from torch.distributed import _functional_collectives as functional_collectives
 from torch.nn import functional as F
 
 
+def summed(x: Tensor, ranks: int) -> Tensor:
+    """The sum over the processes that share a model."""
+    if ranks == 1:
+        return x
+    return functional_collectives.all_reduce(x, "sum", distributed.group.WORLD)
+
+
 class Attention(nn.Module):
-    def __init__(self, config: dict[str, Any]):
+    def __init__(self, config: dict[str, Any], ranks: int):
         super().__init__()
-        width, self.heads = config["hidden_size"], config["num_attention_heads"]
-        self.kv_heads = config.get("num_key_value_heads") or self.heads
-        self.head_dim = config.get("head_dim") or width // self.heads
+        width, heads = config["hidden_size"], config["num_attention_heads"]
+        self.head_dim = config.get("head_dim") or width // heads
+        self.heads = heads // ranks
+        self.kv_heads = (config.get("num_key_value_heads") or heads) // ranks
         both = (self.heads + 2 * self.kv_heads) * self.head_dim
         self.qkv = nn.Linear(width, both, bias=False)
         self.out = nn.Linear(self.heads * self.head_dim, width, bias=False)
@@ -57,37 +68,43 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: dict[str, Any]):
+    def __init__(self, config: dict[str, Any], ranks: int):
         super().__init__()
         width, hidden, eps = (
             config[n] for n in ("hidden_size", "intermediate_size", "rms_norm_eps")
         )
+        hidden, self.ranks = hidden // ranks, ranks
         self.attention_norm, self.mlp_norm = nn.RMSNorm(width, eps), nn.RMSNorm(width, eps)
-        self.attention = Attention(config)
+        self.attention = Attention(config, ranks)
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor, *where: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), *where)
+        x = x + summed(self.attention(self.attention_norm(x), *where), self.ranks)
         y = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+        return x + summed(self.down(F.silu(self.gate(y)) * self.up(y)), self.ranks)
 
 
 class Llama(nn.Module):
-    """A Llama 2 or 3 described by a config.json.
+    """A Llama 2 or 3 described by a config.json, or the part of one of `ranks` processes.
 
     Raises:
-      ValueError: the config needs a feature that this model lacks.
+      ValueError: the config needs a feature that this model lacks, or cannot be divided.
     """
 
-    def __init__(self, config: dict[str, Any]):
+    def __init__(self, config: dict[str, Any], ranks: int = 1):
         super().__init__()
         scaled = config.get("rope_scaling")
         if config["model_type"] != "llama" or scaled or config.get("attention_bias"):
             raise ValueError("gpt-fast: must be a Llama without rope_scaling and attention_bias")
+        for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+            if (config.get(name) or 0) % ranks:
+                raise ValueError(f"gpt-fast: {ranks} must divide {name}, got {config[name]}")
         self.config = config
         self.embed = nn.Embedding(config["vocab_size"], config["hidden_size"])
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config["num_hidden_layers"]))
+        self.blocks = nn.ModuleList(
+            Block(config, ranks) for _ in range(config["num_hidden_layers"])
+        )
         self.norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
         self.head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
         if config.get("tie_word_embeddings"):
@@ -161,13 +178,13 @@ class Generator:
         return torch.cat(tokens, dim=1)
 
 
-def random_model(config: dict[str, Any], dtype: str, device: str) -> Llama:
+def random_model(config: dict[str, Any], dtype: str, device: str, ranks: int = 1) -> Llama:
     """A `Llama` with random weights of the scale of a trained one."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(getattr(torch, dtype))
     try:
         with torch.device(device):
-            model = Llama({"rms_norm_eps": 1e-6} | config).eval()
+            model = Llama({"rms_norm_eps": 1e-6} | config, ranks).eval()
     finally:
         torch.set_default_dtype(before)
     with torch.no_grad():

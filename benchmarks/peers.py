@@ -135,7 +135,7 @@ def measure(
                     ids = torch.randint(data["vocab_size"], (batch, prompt), device=device)
                     try:
                         # No variable holds this function: it would keep the model alive.
-                        samples = _time(
+                        samples = time_calls(
                             _generate(model, name, batch, prompt + new_tokens),
                             ids,
                             new_tokens,
@@ -200,7 +200,9 @@ def _generate(model, name: str, batch: int, slots: int) -> Generate:
     return generate
 
 
-def _time(generate: Generate, ids, new_tokens: int, runs: int) -> Samples:
+def time_calls(generate: Generate, ids, new_tokens: int, runs: int) -> Samples:
+    """Time calls for one token and for `new_tokens`; see `measure`."""
+
     def seconds(count: int) -> float:
         _wait(ids)
         began = time.perf_counter()

@@ -1,8 +1,9 @@
 """Time to first token and decode step on 1, 2, ... GPUs: `python -m benchmarks.tensor_parallel`.
 
 One run measures all numbers of GPUs with the same random weights, and compares their results with
-one pass of a single GPU over the same text. `--peer` first runs a checkpoint in transformers with
-`tp_plan="auto"` on the same numbers of GPUs, in processes that end before JAX takes the memory.
+one pass of a single GPU over the same text. Peers run first, on the same numbers of GPUs, in
+processes that end before JAX takes the memory: `--gpt-fast` the same model in PyTorch in the manner
+of gpt-fast, `--transformers` a checkpoint with `tp_plan="auto"`.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import json
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -88,18 +90,19 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--runs", type=int, default=5, help="timed calls")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--peer", type=Path, metavar="FOLDER", help="checkpoint for transformers")
+    parser.add_argument("--transformers", type=Path, metavar="FOLDER", help="run this checkpoint")
+    parser.add_argument("--gpt-fast", action="store_true", help="run the model in PyTorch, too")
     parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
 
 
-def peer(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Milliseconds in transformers, for each number of GPUs and each point."""
+def run_peer(name: str, model: Path, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Milliseconds of a peer, for each number of GPUs and each point."""
     found = []
     for devices in args.devices:
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}"]
-        command += ["-m", "benchmarks.tensor_parallel_peer", str(args.peer), args.dtype]
+        command += ["-m", "benchmarks.tensor_parallel_peer", name, str(model), args.dtype]
         command += [str(args.new_tokens), str(args.runs), *args.points]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         if done.returncode:
@@ -118,7 +121,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before minutes go by until the first of these points.
     if any(prompt + args.new_tokens > context for _, prompt in points):
         sys.exit(f"--points: prompts and {args.new_tokens} new tokens must fit into {context}")
-    extra = {"peer": peer(args)} if args.peer else {}
+    extra = {}
+    if args.gpt_fast:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "config.json"
+            file.write_text(json.dumps(config))
+            extra["gpt-fast"] = run_peer("gpt-fast", file, args)
+    if args.transformers:
+        extra["transformers"] = run_peer("transformers", args.transformers, args)
     on_gpu = jax.default_backend() == "gpu"
     record = Record(
         environment(args.commit),

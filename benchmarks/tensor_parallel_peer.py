@@ -1,4 +1,4 @@
-"""Runs transformers on several GPUs; `benchmarks.tensor_parallel --peer` starts it.
+"""Runs a peer in PyTorch on several GPUs; `benchmarks.tensor_parallel` starts it.
 
 Each process has a GPU. The last line that the first process prints is the JSON result.
 """
@@ -8,52 +8,84 @@ import json
 import os
 import statistics
 import sys
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.peers import versions
+from benchmarks.peers import Generate, time_calls, versions
+
+# A peer makes the function that generates at a point from the arguments, the batch and the slots.
+Peer = Callable[[argparse.Namespace], Callable[[int, int], Generate]]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("dtype")
-    parser.add_argument("new_tokens", type=int)
-    parser.add_argument("runs", type=int)
-    parser.add_argument("points", nargs="+")
-    args = parser.parse_args(argv)
+def transformers(args: argparse.Namespace) -> Callable[[int, int], Generate]:
+    """A checkpoint in transformers with `tp_plan="auto"`."""
     import torch
     from transformers import AutoModelForCausalLM
 
     dtype = getattr(torch, args.dtype)
-    model = AutoModelForCausalLM.from_pretrained(args.folder, dtype=dtype, tp_plan="auto").eval()
-    on_gpu = model.device.type == "cuda"
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, tp_plan="auto").eval()
 
-    def seconds(ids, count: int) -> float:
+    def generate(ids, count: int):
         options = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False}
-        began = time.perf_counter()
         with torch.no_grad():
-            model.generate(ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
+            return model.generate(
+                ids, attention_mask=torch.ones_like(ids), pad_token_id=0, **options
+            )
 
-    points = {}
+    return lambda batch, slots: generate
+
+
+def gpt_fast(args: argparse.Namespace) -> Callable[[int, int], Generate]:
+    """A model with random weights in the manner of gpt-fast, from a config.json."""
+    import torch
+
+    from benchmarks.gpt_fast import Generator, random_model
+
+    # The same weights in each process, so that all choose the same tokens.
+    torch.manual_seed(0)
+    data, ranks = json.loads(args.model.read_text()), int(os.environ["WORLD_SIZE"])
+    model = random_model(data, args.dtype, args.device, ranks)
+
+    def at(batch: int, slots: int) -> Generate:
+        torch.compiler.reset()
+        model.make_cache(batch, slots)
+        return Generator(model, None if args.device == "cpu" else "reduce-overhead")
+
+    return at
+
+
+PEERS: dict[str, Peer] = {"transformers": transformers, "gpt-fast": gpt_fast}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("peer", choices=PEERS)
+    parser.add_argument("model", type=Path, help="a checkpoint; a config.json for gpt-fast")
+    parser.add_argument("dtype")
+    parser.add_argument("new_tokens", type=int)
+    parser.add_argument("runs", type=int)
+    parser.add_argument("points", nargs="+")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    args = parser.parse_args(argv)
+    import torch
+
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    torch.distributed.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    at, points = PEERS[args.peer](args), {}
     for point in args.points:
         batch, prompt = map(int, point.split("x"))
-        # Every process must have the same prompts.
+        # Every process must have the same prompts. Small ids are in every vocabulary.
         generator = torch.Generator().manual_seed(0)
-        ids = torch.randint(3, model.config.vocab_size, (batch, prompt), generator=generator)
-        ids = ids.to(model.device)
-        times = [(seconds(ids, 1), seconds(ids, args.new_tokens)) for _ in range(args.runs + 1)][1:]
-        first = statistics.median(one for one, _ in times)
-        whole = statistics.median(every for _, every in times)
-        step = (whole - first) / (args.new_tokens - 1)
-        points[point] = {"first_token_ms": 1e3 * first, "step_ms": 1e3 * step}
+        ids = torch.randint(3, 200, (batch, prompt), generator=generator).to(args.device)
+        generate = at(batch, prompt + args.new_tokens)
+        samples = time_calls(generate, ids, args.new_tokens, args.runs)
+        first, step = (statistics.median(us) for us in (samples.first_us, samples.step_us))
+        points[point] = {"first_token_ms": first / 1e3, "step_ms": step / 1e3}
     if int(os.environ["RANK"]) == 0:
         devices = int(os.environ["WORLD_SIZE"])
         print(json.dumps({"devices": devices, "versions": versions(), "points": points}))
+    torch.distributed.destroy_process_group()
     return 0
 
 

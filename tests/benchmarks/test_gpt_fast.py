@@ -1,5 +1,7 @@
 """The PyTorch peer generates the tokens of transformers. Needs torch and transformers."""
 
+import socket
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -52,3 +54,53 @@ def test_other_models_are_refused(change):
 
     with pytest.raises(ValueError, match="must be a Llama"):
         gpt_fast.Llama(CONFIG | change)
+
+
+def part_of(weights, rank):
+    """The weights of one of two processes."""
+    part = {}
+    for name, weight in weights.items():
+        if name.endswith("qkv.weight"):
+            heads = [w.chunk(2)[rank] for w in weight.split([64, 32, 32])]
+            part[name] = torch.cat(heads)
+        elif name.endswith(("gate.weight", "up.weight")):
+            part[name] = weight.chunk(2)[rank]
+        elif name.endswith(("out.weight", "down.weight")):
+            part[name] = weight.chunk(2, dim=1)[rank]
+        else:
+            part[name] = weight
+    return part
+
+
+def generate_in_process(rank, port, weights, ids, want):
+    from benchmarks import gpt_fast
+
+    address = f"tcp://localhost:{port}"
+    torch.distributed.init_process_group("gloo", address, rank=rank, world_size=2)
+    model = gpt_fast.random_model(CONFIG, "float32", "cpu", ranks=2)
+    model.load_state_dict(part_of(weights, rank))
+    model.make_cache(2, 32)
+    assert torch.equal(gpt_fast.Generator(model, mode=None)(ids, 12), want)
+    torch.distributed.destroy_process_group()
+
+
+def test_two_processes_share_a_model():
+    from benchmarks import gpt_fast
+
+    torch.manual_seed(0)
+    model = gpt_fast.random_model(CONFIG, "float32", "cpu")
+    model.make_cache(2, 32)
+    ids = torch.randint(128, (2, 9))
+    want = gpt_fast.Generator(model, mode=None)(ids, 12)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    arguments = port, dict(model.state_dict()), ids, want
+    torch.multiprocessing.spawn(generate_in_process, arguments, nprocs=2)
+
+
+def test_what_cannot_be_divided_is_refused():
+    from benchmarks import gpt_fast
+
+    with pytest.raises(ValueError, match="3 must divide num_attention_heads, got 4"):
+        gpt_fast.Llama(CONFIG, ranks=3)
