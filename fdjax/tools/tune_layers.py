@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -44,8 +45,8 @@ from fdjax.weights.stacked import layer_slices, random_stacked_params, stack_lay
 LAYERS_ROWS = (1, 2, 4, 8, 16, 32)
 LAYERS_SLOTS = (256, 1024, 4096)
 
-# Largest relative error of the hidden states after all layers, in half precision.
-_TOLERANCE = 5e-2
+# Largest relative error of the hidden states after this many layers, in half precision.
+_TOLERANCE, _TOLERANCE_LAYERS = 5e-2, 32
 
 
 def measure_layers(
@@ -90,6 +91,7 @@ def measure_layers(
     if stacked is None:
         report("decode_layers: no room to stack the weights")
         return
+    tolerance = tolerance_of(local.config.layers)
     for shape in shapes:
         m, s = shape["m"], shape["s"]
         where = f"decode_layers M={m} S={s}"
@@ -113,13 +115,22 @@ def measure_layers(
             del cache
             samples[config] += [us / steps for us in times]
             want = hidden if want is None else want
-            if config is not None and (problem := verify(hidden, want, _TOLERANCE)[1]):
+            if config is not None and (problem := verify(hidden, want, tolerance)[1]):
                 report(f"{where} {config}: {problem}")
                 del samples[config]
         us = {config: float(np.median(times)) for config, times in samples.items()}
         entry = table_entry("decode_layers", shape, us)
         report(f"{where}: {entry['implementation']} {entry['microseconds']}")
         yield entry
+
+
+def tolerance_of(layers: int) -> float:
+    """The largest relative error of the hidden states after so many layers.
+
+    Roundings of different layers are independent, so their sum grows with the root of the number.
+    Two right results of the 40 layers of Llama 2 13B differed by 0.054.
+    """
+    return _TOLERANCE * max(1.0, math.sqrt(layers / _TOLERANCE_LAYERS))
 
 
 def _planned(model: Model, config: DecodeLayersConfig | None, shape: dict[str, int]) -> Model:

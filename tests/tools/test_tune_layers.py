@@ -17,7 +17,7 @@ from fdjax.pallas_kernels.layers.decode_layers import layers_key
 from fdjax.pallas_kernels.layers.hopper import decode_layers as hopper_layers
 from fdjax.pallas_kernels.plan import Choice, Plan, as_entry
 from fdjax.tools import tune_layers
-from fdjax.tools.tune_layers import measure_layers
+from fdjax.tools.tune_layers import measure_layers, tolerance_of
 from fdjax.tools.tune_table import table_entry
 
 FIRST, SECOND = CANDIDATES = hopper_layers.LAYERS_CANDIDATES[:2]
@@ -136,6 +136,12 @@ def test_the_fastest_that_is_right_is_chosen(fake, times, best):
     first = [c for c in (None, *CANDIDATES) if c not in fake["cannot"]]
     assert order == [*first, None, *left]
     assert fake["calls"].count(None) == 2 * (RUNS + 2)
+
+
+def test_more_layers_may_differ_more():
+    assert tolerance_of(1) == tolerance_of(32) == 0.05
+    assert tolerance_of(128) == pytest.approx(0.1)
+    assert 0.0536 < tolerance_of(40) < 0.06
 
 
 @pytest.mark.slow
