@@ -95,15 +95,21 @@ def repeat_layers(folder: Path, output: Path, layers: int) -> int:
 
 
 def run_and_watch(command: Sequence[str]) -> dict[str, float]:
-    """Run a command. Returns its seconds and the peak of its memory that is not the file cache."""
-    began, peak = time.perf_counter(), 0
+    """Run a command.
+
+    Returns:
+      Its seconds, the peak of its memory that is not the file cache, and the second of the peak.
+    """
+    began, peak, at = time.perf_counter(), 0, 0.0
     with subprocess.Popen(command, stdout=sys.stderr) as process:
         while process.poll() is None:
-            peak = max(peak, _own_bytes(process.pid))
+            if (held := _own_bytes(process.pid)) > peak:
+                peak, at = held, time.perf_counter() - began
             time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
         sys.exit(f"{command[0]} ... failed: exit code {process.returncode}")
-    return {"seconds": time.perf_counter() - began, "host_gb": peak / 1e9}
+    seconds = time.perf_counter() - began
+    return {"seconds": seconds, "host_gb": peak / 1e9, "peak_second": at}
 
 
 def _own_bytes(pid: int) -> int:
@@ -132,6 +138,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         done = run_and_watch(command)
         costs["seconds of fdjax quantize"] = done["seconds"]
         costs["GB of host memory of fdjax quantize"] = done["host_gb"]
+        costs["second of that peak"] = done["peak_second"]
         print(costs, file=sys.stderr, flush=True)
         if few < layers:
             repeat_layers(quantised, quantised := Path(folder) / "whole", layers)

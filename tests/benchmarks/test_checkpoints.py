@@ -62,6 +62,7 @@ def test_it_measures(tmp_path):
     assert [row["case"] for row in record["rows"]] == ["first token B2 P16", "decode step B2 P16"]
     costs = record["costs"]
     assert 0.01 < costs["GB of host memory of fdjax quantize"] < 4
+    assert 0 < costs["second of that peak"] <= costs["seconds of fdjax quantize"]
     assert 0 < costs["seconds of load"] < costs["seconds of fdjax quantize"] < 60
     assert costs["GB before"] < costs["GB"] * 4
     assert record["config"]["layers_quantised"] == 1
