@@ -147,12 +147,16 @@ def test_kernels_for_several_layers_run_by_a_table_or_not_at_all():
     c = parse_config(json.loads((CONFIGS / "llama-2-7b.old.json").read_text(encoding="utf-8")))
     one, several = (describe(c, plan=H100, tensor_parallel=n) for n in (1, 2))
     assert one.one_launch_possible
-    assert not several.one_launch_possible
+    assert several.one_launch(1, 1024) and several.one_launch(8, 1024)
+    assert not several.one_launch(16, 1024)
+    unmeasured = dataclasses.replace(H100, table=())
+    for plan, ranks in ((unmeasured, 2), (H100, 4)):
+        assert not describe(c, plan=plan, tensor_parallel=ranks).one_launch_possible
     for features in (chain_features, layers_features):
         assert "tensor_parallel" in features(several.local.config)
     able = {i.op for i in H100.implementations if "tensor_parallel" in i.can}
     assert able == {"decode_layers"}
-    plan = with_one_launch(H100, c, 2)
+    plan = with_one_launch(unmeasured, c, 2)
     assert describe(c, plan=plan, tensor_parallel=2).one_launch(1, 1024)
     assert not describe(c, plan=plan, tensor_parallel=4).one_launch(1, 1024)
 
