@@ -152,13 +152,14 @@ def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoot
     def make():
         weight = tensor.view(FLOATS)
         weight = weight.swapaxes(-1, -2) if swap else weight
-        factors = {
-            "columns": changes.columns,
-            "rows": changes.rows,
-            "importance": changes.importance,
-        }
-        factors = {name: by_tensor.get(tensor.name) for name, by_tensor in factors.items()}
-        codes = quantise(weight, form, **factors)
+        name = tensor.name
+        codes = quantise(
+            weight,
+            form,
+            changes.importance.get(name),
+            columns=changes.columns.get(name),
+            rows=changes.rows.get(name),
+        )
         return codes.words, codes.scales, np.array([*outs, k], np.int64)
 
     return tensors, make

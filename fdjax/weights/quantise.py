@@ -74,15 +74,20 @@ def quantise(
     *outs, k = weight.shape
     weight = weight.reshape(-1, k)
     importance = np.ones(k, np.float32) if importance is None else importance
-    parts, pending = [], None
-    for i in range(0, len(weight), step := max(1, _AT_ONCE // k)):
-        some = slice(i, i + step)
+    step, parts = max(1, _AT_ONCE // k), []
+
+    def dispatch(start: int) -> tuple[Array, Array]:
+        some = slice(start, start + step)
         factors = columns, None if rows is None else rows[some]
-        following = _quantise(weight[some], importance, *factors, form=form)
-        # The device computes the next part meanwhile.
-        parts += [] if pending is None else [jax.device_get(pending)]
-        pending = following
-    parts.append(jax.device_get(pending))
+        return _quantise(weight[some], importance, *factors, form=form)
+
+    # The device computes a part while the one before is fetched.
+    running = dispatch(0)
+    for start in range(step, len(weight), step):
+        following = dispatch(start)
+        parts.append(jax.device_get(running))
+        running = following
+    parts.append(jax.device_get(running))
     words, scales = (np.concatenate(part).reshape(*outs, -1) for part in zip(*parts, strict=True))
     return Codes(words, scales)
 

@@ -10,17 +10,10 @@ import numpy as np
 import pytest
 
 from benchmarks import tensor_parallel_soak as soak
+from benchmarks.tensor_parallel import CONFIG
 
-CONFIG = {
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 1,
-    "vocab_size": 99,
-    "max_position_embeddings": 512,
-}
+SMALL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 99}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def on_devices(*values):
@@ -62,7 +55,7 @@ def test_devices_must_agree(ids, problem):
 
 @pytest.mark.soak
 def test_a_small_run(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | SMALL))
     command = [sys.executable, "-m", "benchmarks.tensor_parallel_soak"]
     command += [str(tmp_path / "config.json"), "--dtype", "float32", "--points", "1x20", "3x16"]
     command += ["--steps", "60", "--new-tokens", "15", "--requests", "20", "--max-batch", "8"]
