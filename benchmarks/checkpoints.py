@@ -32,6 +32,7 @@ from fdjax.weights.written import Planned, write_tensors
 
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")  # the index of a layer in the name of a tensor
 _SAMPLE_SECONDS = 0.02
+_GROWTH = 0.25  # GB
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -94,22 +95,24 @@ def repeat_layers(folder: Path, output: Path, layers: int) -> int:
     return write_tensors(output, groups)
 
 
-def run_and_watch(command: Sequence[str]) -> dict[str, float]:
+def run_and_watch(command: Sequence[str]) -> tuple[float, list[tuple[float, float]]]:
     """Run a command.
 
     Returns:
-      Its seconds, the peak of its memory that is not the file cache, and the second of the peak.
+      (its seconds; (second, GB) whenever its memory, without the file cache, is a quarter of a GB
+      larger than ever before, and at the peak).
     """
-    began, peak, at = time.perf_counter(), 0, 0.0
+    began, growth, highest = time.perf_counter(), [(0.0, 0.0)], (0.0, 0.0)
     with subprocess.Popen(command, stdout=sys.stderr) as process:
         while process.poll() is None:
-            if (held := _own_bytes(process.pid)) > peak:
-                peak, at = held, time.perf_counter() - began
+            if (held := _own_bytes(process.pid) / 1e9) > highest[1]:
+                highest = time.perf_counter() - began, held
+                if held >= growth[-1][1] + _GROWTH:
+                    growth.append(highest)
             time.sleep(_SAMPLE_SECONDS)
     if process.returncode:
         sys.exit(f"{command[0]} ... failed: exit code {process.returncode}")
-    seconds = time.perf_counter() - began
-    return {"seconds": seconds, "host_gb": peak / 1e9, "peak_second": at}
+    return time.perf_counter() - began, [*growth[1:], highest]
 
 
 def _own_bytes(pid: int) -> int:
@@ -135,11 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         command += ["--bits", str(args.bits), "--output", str(quantised)]
         command += ["--group", str(args.group)] if args.group else []
         command += ["--weights-only"] if args.weights_only else []
-        done = run_and_watch(command)
-        costs["seconds of fdjax quantize"] = done["seconds"]
-        costs["GB of host memory of fdjax quantize"] = done["host_gb"]
-        costs["second of that peak"] = done["peak_second"]
-        print(costs, file=sys.stderr, flush=True)
+        costs["seconds of fdjax quantize"], growth = run_and_watch(command)
+        costs["GB of host memory of fdjax quantize"] = growth[-1][1]
+        print(costs, growth, file=sys.stderr, flush=True)
         if few < layers:
             repeat_layers(quantised, quantised := Path(folder) / "whole", layers)
         costs["GB"] = sum(tensor.nbytes for tensor in stored_tensors(quantised).values()) / 1e9
@@ -147,7 +148,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         ceiling = {"before": measure_ceiling(2**30 if on_gpu else 2**24, matmul_size=0)}
         record = Record(
             environment(args.commit),
-            {"model": data, "bits": args.bits, "group": args.group, "layers_quantised": few},
+            {
+                "model": data,
+                "bits": args.bits,
+                "group": args.group,
+                "layers_quantised": few,
+                "host_gb_by_second": growth,
+            },
             ceiling,
             costs=costs,
         )

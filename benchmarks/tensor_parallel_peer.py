@@ -76,7 +76,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     torch.distributed.init_process_group("nccl" if args.device == "cuda" else "gloo")
+    first_process = os.environ["RANK"] == "0"
     at, points = PEERS[args.peer](args), {}
+    if first_process:
+        print(f"{args.peer}: model is loaded", file=sys.stderr, flush=True)
     for point in args.points:
         batch, prompt = map(int, point.split("x"))
         # Every process must have the same prompts. Small ids are in every vocabulary.
@@ -84,9 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         ids = torch.randint(3, 200, (batch, prompt), generator=generator).to(args.device)
         generate = at(batch, prompt + args.new_tokens)
         samples = time_calls(generate, ids, args.new_tokens, args.runs)
+        if first_process:
+            seconds = samples.first_call_seconds
+            print(f"{args.peer}, {point}: first call {seconds:.0f} s", file=sys.stderr, flush=True)
         first, step = (statistics.median(us) for us in (samples.first_us, samples.step_us))
         points[point] = {"first_token_ms": first / 1e3, "step_ms": step / 1e3}
-    if int(os.environ["RANK"]) == 0:
+    if first_process:
         devices = int(os.environ["WORLD_SIZE"])
         print(json.dumps({"devices": devices, "versions": versions(), "points": points}))
     torch.distributed.destroy_process_group()
