@@ -35,7 +35,9 @@ def matmul_xla(x, w, *, norm, bias, gate, residual, dtype, activation=None, tran
     if activation is not None:
         y = UNGATED[activation](y.astype(jnp.float32))
     if residual is not None:
-        y = y.astype(jnp.float32) + residual.astype(jnp.float32)
+        # Without conversions, XLA can add it within the product, and then rounds only once.
+        wide = jnp.promote_types(y.dtype, residual.dtype)
+        y = y.astype(wide) + residual.astype(wide)
     return y.astype(dtype)
 
 

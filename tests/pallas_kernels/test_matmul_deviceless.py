@@ -158,3 +158,20 @@ def test_layers_share_a_lowering_and_are_not_copied(stacked):
     assert kernel_names(compiled).count("flat_gemm_kernel") == layers
     assert large_copies(compiled, k * k) == []
     assert str(jax.make_jaxpr(step)(weights, x, count)).count("_launch = {") == 1
+
+
+@pytest.mark.parametrize("triton", [True, False])
+def test_xla_adds_a_residual_within_the_product(triton):
+    from deviceless import compile_for
+
+    compiled = compile_for(
+        "h100",
+        functools.partial(matmul, implementation="xla"),
+        *(jax.ShapeDtypeStruct(shape, BF16) for shape in ((4096, 4096), (4096, 4096))),
+        kwargs={"residual": jax.ShapeDtypeStruct((4096, 4096), BF16)},
+        compiler_options={"xla_gpu_enable_triton_gemm": triton},
+    )
+    entry = compiled.as_text().partition("\nENTRY")[2]
+    # One kernel: a fusion of Triton, or a product of cuBLAS with another operand.
+    calls = [line for line in entry.splitlines() if " fusion(" in line or " custom-call(" in line]
+    assert len(calls) == 1, calls
