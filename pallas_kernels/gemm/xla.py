@@ -36,7 +36,7 @@ def matmul_xla(x, w, *, norm, bias, gate, residual, dtype, activation=None, tran
         y = UNGATED[activation](y.astype(jnp.float32))
     if residual is not None:
         # Without conversions, XLA can add it within the product, and then rounds only once.
-        wide = jnp.promote_types(y.dtype, residual.dtype)
+        wide = y.dtype if y.dtype == residual.dtype else jnp.float32
         y = y.astype(wide) + residual.astype(wide)
     return y.astype(dtype)
 
