@@ -299,11 +299,13 @@ def append_prefill_attention(
     fused, _ = _with_append(
         PREFILL_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
     )
-    index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
     if fused is not None:
-        live, cos_sin = lengths - offsets, rotation or no_rotation(*qkv.shape[:2], q.shape[-1])
+        cos_sin = rotation or no_rotation(*qkv.shape[:2], q.shape[-1])
         q, k_cache, v_cache = fused.run(
-            qkv, k_cache, v_cache, index, offsets, live, *cos_sin, layer=layer, pages=pages
+            *(qkv, k_cache, v_cache, lengths, offsets, *cos_sin),
+            rows=rows,
+            layer=layer,
+            pages=pages,
         )
     else:
         if rotation is not None:
@@ -311,6 +313,7 @@ def append_prefill_attention(
         slots = offsets[:, None] + jnp.arange(qkv.shape[1], dtype=jnp.int32)[None]
         # Padding gets a slot that does not exist, so that the scatter drops it.
         slots = jnp.where(slots < lengths[:, None], slots, row_slots(k_cache, pages))
+        index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
         k_cache, v_cache = (
             write(cache, new, index, slots, layer, pages)
             for cache, new in ((k_cache, k), (v_cache, v))

@@ -156,7 +156,7 @@ def test_interpreted_without_races(shape):
     operands = _operands(**shape)
     qkv, k, v, lengths, offsets, cos_sin, rows = operands
     q, *caches = write_chunk_mosaic(
-        qkv, k, v, rows, offsets, lengths - offsets, *cos_sin, interpret=INTERPRET
+        qkv, k, v, lengths, offsets, *cos_sin, rows=rows, interpret=INTERPRET
     )
     _check(operands, None, *caches)
     for i, live in enumerate(lengths - offsets):
@@ -168,9 +168,11 @@ def test_interpreted_without_races(shape):
 @pytest.mark.parametrize("layer", [0, LAYERS - 1])
 def test_interpreted_in_a_stack(layer):
     def run(qkv, k, v, lengths, offsets, cos_sin, rows, layer):
-        live = lengths - offsets
         return write_chunk_mosaic(
-            qkv, k, v, rows, offsets, live, *cos_sin, layer=layer, interpret=INTERPRET
+            *(qkv, k, v, lengths, offsets, *cos_sin),
+            rows=rows,
+            layer=layer,
+            interpret=INTERPRET,
         )
 
     _check_stacked(run, _operands([65, 128], [64, 3], rows=[2, 0], batch=3), layer)

@@ -58,7 +58,7 @@ KERNELS = {
         shape(B, T, HKV, G + 2, D),
         CACHE,
         CACHE,
-        *[rows(B)] * 3,
+        *[rows(B)] * 2,
         *[cos_sin(T)] * 2,
     ),
 }

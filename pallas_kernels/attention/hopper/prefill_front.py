@@ -27,7 +27,7 @@ _PARTS = 6  # heads of a block at most: more blocks with fewer heads hide more l
 
 @functools.partial(jax.jit, static_argnames="interpret")
 def write_chunk_mosaic(
-    qkv, k, v, rows, offsets, live, cos, sin, *, layer=None, pages=None, interpret=None
+    qkv, k, v, lengths, offsets, cos, sin, *, rows=None, layer=None, pages=None, interpret=None
 ):
     """Rotate a chunk of tokens and write their keys and values to the cache.
 
@@ -36,14 +36,13 @@ def write_chunk_mosaic(
     Args:
       qkv: [R, T, Hkv, G+2, D], T a multiple of 64, D of 64 or 128.
       k, v: caches [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in place.
-      rows: [R] int32 rows of the cache.
+      lengths: [R] int32 live slots, the chunk included; later tokens are padding. Padding may
+        overwrite slots up to the next multiple of 64 tokens, which hold no live token.
       offsets: [R] int32 slot of the first token; offsets + T <= S.
-      live: [R] int32 number of tokens that are not padding. Padding may overwrite slots up to the
-        next multiple of 64 tokens, which hold no live token.
       cos, sin: [R, T, D/2] fp32.
+      rows: [R] int32 rows of the cache; default all of them in order.
       layer: index into stacked caches.
-      pages: see `decode_attention`; `rows` are then rows of `pages`, and offsets are multiples of
-        64.
+      pages: see `decode_attention`; excludes `rows`. Offsets are then multiples of 64.
 
     Returns:
       (q [R, T, H, D], undefined for padding; k; v).
@@ -56,13 +55,14 @@ def write_chunk_mosaic(
     groups = -(-parts // held)
 
     named = {
+        "rows": None if rows is None else rows.astype(jnp.int32),
         "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         "pages": None if pages is None else pages.astype(jnp.int32),
     }
     named = {name: operand for name, operand in named.items() if operand is not None}
     check_pages("append_prefill_attention", k, pages, _TOKENS)
 
-    def body(qkv, k, v, rows, offsets, live, cos, sin, *refs):
+    def body(qkv, k, v, lengths, offsets, cos, sin, *refs):
         *others, q, tiles, arrived = refs
         inputs = {"k": k, "v": v} | dict(zip(named, others, strict=True))
         row, block, index = (lax.axis_index(name) for name in ("row", "tokens", "head"))
@@ -90,7 +90,9 @@ def write_chunk_mosaic(
             for source, to in halves(tile, target):
                 plgpu.copy_smem_to_gmem(source, to)
 
-        @when(block * _TOKENS < live[row])
+        slot = offsets[row] + block * _TOKENS
+
+        @when(slot < lengths[row])
         def _():
             each(load)
             c, s = (plgpu.load(a.at[row, tokens], layout=layout) for a in (cos, sin))
@@ -113,8 +115,9 @@ def write_chunk_mosaic(
 
                     @when(part == at)
                     def _(name=name):
-                        cache = CacheRow(inputs, name, rows[row], head)
-                        store(tile, cache.block(offsets[row] + block * _TOKENS, _TOKENS))
+                        of_cache = inputs["rows"][row] if "rows" in inputs else row
+                        cache = CacheRow(inputs, name, of_cache, head)
+                        store(tile, cache.block(slot, _TOKENS))
 
             each(finish)
             plgpu.wait_smem_to_gmem(0)
@@ -133,7 +136,7 @@ def write_chunk_mosaic(
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )(qkv, k, v, *(a.astype(jnp.int32) for a in (rows, offsets, live)), cos, sin, *named.values())
+    )(qkv, k, v, *(a.astype(jnp.int32) for a in (lengths, offsets)), cos, sin, *named.values())
     return q, jax.freeze(k), jax.freeze(v)
 
 
@@ -145,8 +148,8 @@ def _fits(shape: Shape) -> str | None:
     return slots_are_tiled(shape)
 
 
-def _run(*operands, layer, pages):
-    return write_chunk_mosaic(*operands, layer=layer, pages=pages)
+def _run(*operands, rows, layer, pages):
+    return write_chunk_mosaic(*operands, rows=rows, layer=layer, pages=pages)
 
 
 WRITE_CHUNK_HOPPER = Implementation(
