@@ -258,11 +258,11 @@ class LM:
         prompts, numbers of new tokens or numbers of prompts may need other programs, and so may
         prompts whose beginning is in the cache.
 
-        A server calls it once with `smaller`, and sets `max_len`: the programs depend on the slots
-        of a row, and then all rows have equally many. Requests then arrive one after another until
-        `batch` of them run, which compiles how a state becomes larger, and runs each number of rows
-        as a server does. Python's garbage collector then leaves out the objects that exist
-        (`gc.freeze`), because to search them takes a tenth of a second.
+        A server calls it once with `smaller`, and sets `max_len`, so that all rows have the same
+        number of slots, on which the programs depend. The call then also runs requests that arrive
+        one after another until `batch` of them run, as on a server. At its end, Python's garbage
+        collector stops searching the objects that exist (`gc.freeze`). Searching them takes a tenth
+        of a second.
 
         Args:
           config, **options: as in `generate`, the options of the later call.
@@ -305,12 +305,12 @@ class LM:
         return seconds
 
     def _let_requests_come(self, request: Request, count: int, steps: int) -> None:
-        """Run `count` requests, as many coming each time as run; two at once; one alone; all again.
+        """Run requests that arrive in waves, to compile how a state grows.
 
-        So states become larger, and requests begin with pages of others. One row and several have
-        different states, and programs of their own for this. Whenever a program is loaded, XLA
-        drops the CUDA graphs of all others, and makes them again when they next run. So every
-        number of rows runs again after the last program is loaded.
+        Each wave doubles the requests, up to `count`. Two that arrive together and one alone
+        follow, because their states grow by other programs. Requests also begin with pages of
+        others. Whenever a program is loaded, XLA drops the CUDA graphs of all others and makes them
+        again when they next run. So the waves are repeated at the end.
         """
         if request.config.num_beams > 1 or self.engine.place.spans_processes:
             return

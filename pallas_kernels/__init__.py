@@ -7,6 +7,9 @@
 `append_decode_attention`   a decode step: RoPE, append to the cache, attention
 `prefill_attention`         a chunk of a prompt against a KV cache
 `append_prefill_attention`  a chunk of a prompt: RoPE, append to the cache, attention
+`experts.moe`               a mixture of experts
+`layers.decode_layers`      all layers of a decode step
+`all_reduce.all_reduce`     the sum over devices
 `rope.apply_rope`           rotary position embedding
 `norm.rms_norm`             RMS normalisation
 `plan.Plan`                 chooses the implementation for each shape

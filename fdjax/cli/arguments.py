@@ -71,7 +71,7 @@ def share(text: str) -> float:
 
 
 def argument_type(parse: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A parser for argparse that shows the text of the ValueError of `parse`."""
+    """`parse` as an argparse type: argparse shows the message of its ValueError."""
 
     def parsed(text: str) -> Any:
         try:

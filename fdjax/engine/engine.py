@@ -328,10 +328,10 @@ class Engine:
         return min(self.max_batch or most, most)
 
     def batches_up_to(self, batch: int, prompt_tokens: int) -> list[list[int]]:
-        """Lengths of prompts for calls that together need all programs of calls up to these sizes.
+        """Batches that together compile every program that batches up to these sizes may need.
 
-        Rows must always have equally many slots. If rows are in one piece, the programs for longer
-        prompts of several rows are not among them.
+        A batch is a list of prompt lengths. Its rows must always have the same number of slots. If
+        rows are in one piece, programs for longer prompts of several rows are left out.
 
         Args:
           batch: largest number of rows.

@@ -112,7 +112,7 @@ class Place:
         return jnp.zeros(whole.shape, whole.dtype, device=whole.sharding)
 
     def whole(self, part: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
-        """Shape, dtype and sharding of the array of which each device has such a part."""
+        """Shape, dtype and sharding of a whole array, from those of a device's part."""
         shape = (
             n * (len(self.devices) if axis == AXIS else 1)
             for n, axis in itertools.zip_longest(part.shape, spec)

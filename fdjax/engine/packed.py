@@ -20,16 +20,16 @@ from fdjax.engine.state import SLOT_MULTIPLE
 
 # Allowed numbers of blocks in a call.
 _SIZES = (1, 4, 16, 64)
-# A state has a call with so many blocks for each of its rows: the widest chunk of a prompt.
+# The usual largest call has this many blocks per row of the state: a row's widest chunk.
 _BLOCKS_PER_ROW = CHUNKS[-1] // SLOT_MULTIPLE
-# Another call has up to so many blocks for each row. It reads the weights less often for a long
-# prompt, and several devices sum fewer and larger arrays.
+# The call for long prompts has up to this many blocks per row. It reads the weights less often, and
+# several devices sum fewer and larger arrays.
 _MOST_BLOCKS_PER_ROW = 32
 # On a CPU, time is proportional to the number of tokens, so larger calls save nothing.
 _BLOCKS_ON_CPU = 8
 _SHORT_BLOCKS = SLOT_MULTIPLE // SHORT_CHUNK
-# A call of few blocks has more rows than blocks, for samples of one prompt. Logits of few rows cost
-# the same, as all of them read the head.
+# A call of 4 blocks has 16 rows, because samples of one prompt need rows but no blocks. The logits
+# of 16 rows take as long as those of 4: either way, the whole head is read.
 _SMALL, _ROWS_OF_SMALL = 4, 16
 # Cost of another call as a number of blocks, and for a mixture of experts: it reads all experts
 # again. An H100 computes 8 and 64 blocks of a layer of Qwen3-30B-A3B in 0.5 and 1.4 ms.

@@ -54,10 +54,10 @@ _TOKENS_OF_A_CALL = 128
 # The same while more rows wait for their prompts than decode, and nobody streams. A step of few
 # rows takes almost as long as one of many.
 _PROMPT_TOKENS_BEFORE_FEW_ROWS = 32768
-# Rows whose first tokens one program sets, if more than one begins with tokens in the cache.
+# Rows of the program that sets tokens which the cache holds already, if there is more than one.
 _BEGINNINGS = 16
-# Rows with which a state goes on when it has at least twice as many and only so many sequences are
-# left, for at least so many steps. Each number of rows needs a program.
+# A state shrinks to one of these numbers of rows if that at least halves it, if all sequences fit,
+# and if one of them needs at least this many more steps. Each number of rows needs a program.
 _FEWER_ROWS, _STEPS_OF_FEWER_ROWS = (32, 128), 64
 
 _NOTHING = GenerationConfig(max_new_tokens=0).filled()
@@ -199,7 +199,7 @@ class RowOptions:
 
     @functools.cached_property
     def max_new_tokens(self) -> np.ndarray:
-        """[rows] int32."""
+        """The largest number of new tokens of each row [rows] int32; 0 without a request."""
         most = np.zeros(self.shape.rows, np.int32)
         most[: len(self.configs)] = [config.max_new_tokens for config in self.configs]
         return most
@@ -269,7 +269,7 @@ class Session:
         self._steps_of = {}
 
     def begin_after(self, beginnings: Mapping[int, np.ndarray]) -> None:
-        """Set the tokens of prompts, by row, that their pages hold before they are computed."""
+        """Set the prompt tokens, by row, that a row's pages hold already."""
         # A row without work since the state was made is not among the restarts.
         self._restarts[list(beginnings)] = EMPTY
         for some in itertools.batched(beginnings.items(), _BEGINNINGS):

@@ -193,8 +193,8 @@ class Scheduler[S: Schedulable]:
         """Give free rows to the next sequences.
 
         Returns:
-          For the first row of each the row of a sample of the same prompt, which will be computed
-          for both; None if there is none.
+          By first row of each admitted sequence: the row of another sample of the same prompt,
+          which computes the prompt for both; None if there is none.
         """
         admitted: dict[int, int | None] = {}
         self.skip_ended()

@@ -109,7 +109,7 @@ class DecodeState:
         return DecodeState(self.kv, self.ids[:rows], self.progress[:, :rows], beams)
 
     def with_first(self, state: "DecodeState") -> "DecodeState":
-        """This state after its first rows have become `state`, and its cache that of `state`."""
+        """A copy whose first rows, and whose cache, are those of `state`."""
         n = state.batch
         ids, beams = jax.tree.map(
             lambda a, new: a.at[:n].set(new), (self.ids, self.beams), (state.ids, state.beams)

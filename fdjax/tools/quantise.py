@@ -109,7 +109,7 @@ def quantise_checkpoint(
 
 
 def with_formats(config: DecoderConfig, bits: int, group: int | None, scales: str) -> DecoderConfig:
-    """The model with the weights quantised that `quantise_checkpoint` quantises; see there.
+    """The model with the formats that `quantise_checkpoint` gives its weights; see there.
 
     Raises:
       ValueError: the group does not divide the inputs of a layer.

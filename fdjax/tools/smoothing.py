@@ -104,8 +104,8 @@ def _observe(graph, params, x: Array, lengths: Array, *, spec, plan: Plan, rows:
     """Run a layer on texts x [B,T,E] of some lengths [B].
 
     Returns:
-      (x [B,T,E], of the inputs of each linear layer the sums of |x| and x² [K], and `rows` of each
-      text [B,rows,K]).
+      (x [B,T,E]; by linear layer, for its inputs: the sums of |x| and of x² [K], and `rows` samples
+      of each text [B,rows,K]).
     """
     block = nnx.merge(graph, params)
     seen = {}

@@ -68,7 +68,7 @@ def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
 
 
 def _run(config: Any, **operands: Any) -> jax.Array:
-    """The product by the kernel that a configuration is for."""
+    """Run the linear layer with the kernel that a configuration belongs to."""
     kernels = {PackedGemmConfig: matmul_packed, TallGemmConfig: matmul_tall}
     return kernels.get(type(config), matmul_flat_gemm)(**operands, config=config)
 

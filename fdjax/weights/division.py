@@ -55,7 +55,7 @@ class Division:
     def cut(
         self, array: np.ndarray, path: ParamPath, source: int, rank: int, *, is_codes: bool = False
     ) -> np.ndarray:
-        """A device's part of a parameter's tensor, or of the codes or scales [N, ...] of one.
+        """A device's part of a parameter's tensor, or with `is_codes` of its codes or scales.
 
         Raises:
           NotImplementedError: the tensor cannot be divided.

@@ -231,7 +231,7 @@ class _Share:
         return whole * self.page + jnp.clip(rest - self.rank * self.page, 0, self.page)
 
     def slots(self, slots: Array, none: int, beams: BeamSlots | None = None) -> Array:
-        """Where this device has these slots; `none` where it does not."""
+        """The place of each slot on this device; `none` for slots of other devices."""
         in_part = slots
         if beams is not None:
             in_part = jnp.where(slots < beams.prompts, slots, slots - beams.prompts)
@@ -261,10 +261,10 @@ class _Share:
         return lax.all_gather(q, AXIS, axis=2, tiled=True, axis_index_groups=self.groups)
 
     def spec_of_all(self, spec: AttentionSpec, heads: int) -> AttentionSpec:
-        """The attention of `all_queries`, without sinks; a device has `heads` of them."""
+        """The attention of `all_queries`, without sinks. A device has `heads` query heads."""
         phi = spec.phi
         if phi is not None:
-            # A device takes the values of its share of the heads: now of all that it attends with.
+            # A device uses its share of φ. Repeated values make it cover the heads of all queries.
             phi = np.array(phi).reshape(-1, 1, self.ranks * heads).repeat(self.ranks, axis=1)
             phi = tuple(phi.ravel().tolist())
         return dataclasses.replace(spec, phi=phi, sinks=False)

@@ -127,7 +127,8 @@ def _chosen_by_the_host(*_args: Any, **_options: Any) -> None:
     raise NotImplementedError("shared_pages: a plan chooses it, nobody calls it")
 
 
-# How decode steps read the pages that rows share. Decode attention runs both.
+# The choice between reading shared pages once for several rows ("together") and once for each row
+# ("apart"). They only stand for the choice: decode attention itself reads the pages.
 SHARED_PAGES = (
     Implementation("shared_pages", "together", _chosen_by_the_host, heuristic=_pays, forced=False),
     Implementation("shared_pages", "apart", _chosen_by_the_host, forced=False),

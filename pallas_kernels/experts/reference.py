@@ -47,6 +47,6 @@ def moe_reference(
 
 
 def _rank(values: Array) -> Array:
-    """[M,N] → the place of each value in its row, the largest first, of equal ones the first."""
+    """[M,N] → the place of each value in its row, in descending order. Ties keep their order."""
     order = jnp.argsort(-values, axis=1, stable=True)
     return jnp.argsort(order, axis=1, stable=True)

@@ -1,8 +1,8 @@
 """Dequantises weights in bricks on Hopper, into memory, for products that read them many times.
 
 A block unpacks 4 bricks along K of a column of bricks. The result has the bits of `dequantise`: a
-code without its zero is exact, and its product with the scale is rounded once. Reads each code
-and writes each weight once: of int4 by 32, 0.56 + 2 bytes a weight.
+code without its zero is exact, and its product with the scale is rounded once. It reads each
+code once and writes each weight once: 0.56 + 2 bytes per weight for int4 with groups of 32.
 """
 
 import jax

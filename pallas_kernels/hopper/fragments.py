@@ -88,9 +88,9 @@ def dequantised(
     """Load some rows of a column of bricks from shared memory, times their scales.
 
     The product of a code and its scale is rounded once, as by `dequantise`. There is an exception:
-    in bfloat16, but for int8 with zeros, codes are multiplied by the scale as a sum of two
-    bfloat16. If its mantissa has more bits than that of float16, the error is up to 0.51 units in
-    the last place, not 0.5.
+    in bfloat16, unless the kind is int8 with zeros, codes are multiplied by the scale as a sum of
+    two bfloat16. If its mantissa has more bits than that of float16, the error is up to 0.51 units
+    in the last place, not 0.5.
 
     Args:
       bricks, kind, dtype, start, width: as for `unpacked`; kind is not "fp4".
@@ -295,8 +295,8 @@ def _unpack_int8(
 
     `scales` are of the two columns, in fp32. Values are multiplied before they are rounded.
 
-    With the default offset, all is done in pairs of bf16: a code c is 128 more than the sum of 128
-    and its low 7 bits, less 128, or less 256 if its high bit is 0. Both are exact.
+    With the default offset 128, all is done in pairs of bf16. With l the low 7 bits of a code c,
+    c - 128 is (128 + l) - 128 if its high bit is 1, else (128 + l) - 256. Both are exact.
     """
     if dtype == jnp.bfloat16 and offsets is None and scales is None:
         values = []

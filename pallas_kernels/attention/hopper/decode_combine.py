@@ -44,7 +44,7 @@ def tile_rows(row, tile, size, by_token):
 def combine(o, lm, rows, dtype, interpret, by_token=False):
     """Combine splits o [B,Hkv,splits,D,R] and lm [B,Hkv,splits,2,R] in a separate kernel.
 
-    Returns o [B,Hkv,rows,D] in `dtype`, by token [B,rows,Hkv,D], and lse [B,Hkv,R] fp32.
+    Returns (o [B,Hkv,rows,D] in `dtype`, or [B,rows,Hkv,D] if `by_token`; lse [B,Hkv,R] fp32).
     """
     b, kv_heads, splits, d, padded = o.shape
 

@@ -237,8 +237,8 @@ def _arrays(w: Array | QTensor, dtype: Any) -> dict[str, Array]:
 def slot_tables(experts: Array, count: int) -> tuple[Array, Array]:
     """Tables of the expert of each slot, and of the pairs that choose it.
 
-    A slot belongs to a pair m·k + j whose expert no earlier pair has. If there are fewer experts
-    than pairs, it belongs to an expert.
+    Pair m·k + j is the j-th expert of row m. Each pair has a slot, which is empty if an earlier
+    pair has the same expert. If there are fewer experts than pairs, each expert has a slot instead.
 
     Args:
       experts: [M,k] int32; X is no expert.
@@ -518,7 +518,7 @@ def _grid(slots: int, columns: int, sums: bool, cluster: int) -> dict[str, Any]:
 
 
 def _expert_of_rank(logits, rank):
-    """Index of the expert that has `rank` larger logits [X]. Of equal ones, the first is larger."""
+    """Index of the expert at place `rank`, from 0, of the logits [X] in descending order."""
     count = logits.shape[0]
     padded = -(-count // 64) * 64
 

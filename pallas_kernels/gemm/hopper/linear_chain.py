@@ -12,8 +12,7 @@ The design rests on these points, measured on an H100 (benchmarks/LOG.md, 2026-1
   (see the tiles in `linear_layers`). If N gives too few blocks, two blocks of a cluster share K.
 * Few tiles of 32 kB are in flight per block. With more, memory is read in a worse order.
 * A reply of the memory system queues behind the replies in flight. So a block requests weights of
-the
-  next product, except the first few (`ahead`), only after its part of this product is done.
+  the next product, except the first few (`ahead`), only after its part of this product is done.
 * No product normalises its own input. The product before it writes x · scale and the sums of
   squares of x, which later scale the accumulators.
 * The counters of finished tiles are zeroed once for all layers of a step.

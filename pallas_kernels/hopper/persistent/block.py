@@ -235,7 +235,7 @@ def bricks(start: Array | int, count: int) -> Any:
 
 
 def brick_of(ref: Any, rows: Any, at: Array, count: int = 1) -> Any:
-    """`count` bricks from brick `at` · `count` of columns [M,N], which may be split: [M,_,_,D]."""
+    """Bricks `at` · `count` to (`at` + 1) · `count` of the columns N of [M,N] or [M,_,_,D]."""
     if len(ref.shape) == 2:
         return ref.at[rows, bricks(at * count, count)]
     _, _, parts, d = ref.shape

@@ -104,7 +104,7 @@ def launch(
 
             @when(condition)
             def _(run=run, count=count):
-                # Equally many must be asked for as well: otherwise ptxas gives the code fewer.
+                # Request the number even if it equals `at_start`. Otherwise ptxas allots fewer.
                 action = "increase" if count >= at_start else "decrease"
                 plgpu.set_max_registers(count, action=action)
                 run(block)

@@ -41,7 +41,8 @@ def after_attention(
 ) -> tuple[Product, Product, Product]:
     """Three stages: output projection of o [M, heads], gate and up, and down to [M, width].
 
-    `ranks` devices have parts of heads and hidden, and sum the results of the other two products.
+    Each of `ranks` devices has a part of heads and of hidden. They sum the results of the output
+    projection and of down.
     """
     width, heads, hidden = (size // BRICK for size in (width, heads, hidden))
     mlp = Scaled("mlp_x", "mlp_scale", "mlp_squares")

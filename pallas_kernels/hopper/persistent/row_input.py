@@ -93,7 +93,7 @@ def _receive(block: Block, layer: Layer, x: RowInput, loaded: Array) -> Array:
             def arrive(i, _):
                 plgpu.barrier_arrive(smem["x_arrived"].at[block.x_slot(i)])
 
-            # Rows fill the same slots, which are complete after the last step.
+            # With `in_rows`, all steps fill the same two slots, which are complete after the last.
             rows_are_complete = jnp.where(step == steps - 1, 2, 0)
             after = loaded + jnp.where(x.in_rows > 0, rows_are_complete, slots_of(step))
             words.put(smem["x"], received, step, count, x.in_rows, block.x_slot(loaded))

@@ -1,10 +1,10 @@
-"""Results of one row in words that say themselves when they have arrived.
+"""Sends the results of one row in words that carry a flag, so that readers need no barrier.
 
 A barrier of all blocks takes four trips to memory: results are stored, counted, the count is read,
 and the results are loaded. Each trip waits behind the weights in flight. One row is small, so each
 value can travel in a word of its own: 16 bits of the value, and 16 bits of a flag that says which
-layer it belongs to. Whoever needs values reads their words until all have the flag. One trip is
-left. (`exchange` does the same with values of 32 bits.)
+layer it belongs to. A reader loads the words until all have the flag. Only one trip is left.
+(`exchange` does the same with values of 32 bits.)
 
 In the next layer, the words of a stage are free again. A block writes to them only after it has
 received what depends on the results of all blocks that read them.
