@@ -1,7 +1,8 @@
 """The report of `fdjax info`: size of a model, what fits, which implementations run."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -20,8 +21,8 @@ from fdjax.engine.memory import (
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_tokens
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
 from fdjax.models.sharding import why_tokens_repeat
+from fdjax.pallas_kernels.dispatch import Features
 from fdjax.pallas_kernels.experts import moe_features, moe_key
-from fdjax.pallas_kernels.plan import Choice
 from fdjax.system.device_memory import device_memory_bytes, gigabytes
 
 
@@ -221,65 +222,83 @@ def _pool_tokens(model: Model, memory_bytes: int) -> int:
     return max(0, pages - 1) * page_tokens(model)  # page 0 is never used
 
 
-def _choices(model: Model, batch: int, slots: int):
+def _choices(model: Model, batch: int, slots: int) -> Iterator[tuple[str, str, str, str]]:
+    """(op, shape, implementation, its source) for what a decode step and a prompt run."""
+    if model.one_launch(batch, slots):
+        asked = [*_all_layers(model, batch, slots), *_linears(model, batch, ["head"])]
+    else:
+        asked = [*_all_layers(model, batch, slots), *_linears(model, batch)]
+        asked += [*_experts(model, batch), *_chains(model, batch)]
+        asked += _attentions(model, "decode_attention", batch, 1, slots)
+    asked += _attentions(model, "prefill_attention", batch, 512, slots)
+    for op, label, features, shape in asked:
+        choice = model.plan.choose(op, features, **shape)
+        yield op, label, choice.implementation, choice.source
     c = model.config
-    itemsize = jnp.dtype(model.dtype).itemsize
+    if c.tie_embeddings:  # no kernel reads a transposed weight
+        label = f"head M={batch} [{c.embedding_width or c.width},{c.head_width}]"
+        yield "matmul", label, "xla", "only"
 
-    def row(op: str, label: str, choice: Choice):
-        return op, label, choice.implementation, choice.source
 
-    one_launch = model.one_launch(batch, slots)
-    shape = layers_shape(c, batch, slots, itemsize)
-    features = layers_features(c) | model.cache_features
+class _Asked(NamedTuple):
+    """A choice that a plan is asked for."""
+
+    op: str
+    label: str
+    features: Features
+    shape: dict[str, int]
+
+
+def _all_layers(model: Model, batch: int, slots: int) -> Iterator[_Asked]:
+    shape = layers_shape(model.config, batch, slots, _itemsize(model))
+    features = layers_features(model.config) | model.cache_features
     if model.plan.has_kernel("decode_layers", features, **shape):
-        choice = model.plan.choose("decode_layers", features, **shape)
-        yield row("decode_layers", f"M={batch} S={slots} all layers of a decode step", choice)
-    for name, shape in c.linear_shapes.items():
-        if one_launch and name != "head":
+        label = f"M={batch} S={slots} all layers of a decode step"
+        yield _Asked("decode_layers", label, features, shape)
+
+
+def _linears(model: Model, batch: int, names: Collection[str] | None = None) -> Iterator[_Asked]:
+    for name, linear in model.config.linear_shapes.items():
+        if names is not None and name not in names:
             continue
-        choice = model.plan.choose("matmul", shape.features, **shape.key(batch, itemsize))
-        weight = f" {shape.weight}" if shape.weight else ""
-        yield row("matmul", f"{name} M={batch} [{shape.k},{shape.n}]{weight}", choice)
-    for block in dict.fromkeys(b for b in c.blocks if b.experts):
-        if one_launch:
-            continue
-        routing, sizes = block.experts, (block.width, block.mlp_width)
-        own = dict(block.formats)
+        weight = f" {linear.weight}" if linear.weight else ""
+        label = f"{name} M={batch} [{linear.k},{linear.n}]{weight}"
+        yield _Asked("matmul", label, linear.features, linear.key(batch, _itemsize(model)))
+
+
+def _experts(model: Model, batch: int) -> Iterator[_Asked]:
+    for block in dict.fromkeys(b for b in model.config.blocks if b.experts):
+        routing, own = block.experts, dict(block.formats)
         names = (f"experts.{name}" for name in ("gate_up", "down"))
         formats = tuple(own[name] for name in names if name in own)
-        shape = moe_key(batch, *sizes, routing, itemsize, formats)
-        features = moe_features(
-            routing, block.activation, biases=block.expert_bias, formats=formats
+        label = (
+            f"M={batch} {routing.chosen} of {routing.experts} [{block.width},2,{block.mlp_width}]"
         )
-        choice = model.plan.choose("moe", features, **shape)
-        label = f"M={batch} {routing.chosen} of {routing.experts} [{sizes[0]},2,{sizes[1]}]"
         label += f" {formats[0]}" if formats else ""
-        yield row("moe", label, choice)
-    shape, features = chain_shape(c, batch, itemsize), chain_features(c)
-    if not one_launch and model.plan.has_kernel("linear_chain", features, **shape):
-        choice = model.plan.choose("linear_chain", features, **shape)
-        yield row("linear_chain", f"M={batch} out, gate_up, down, next qkv", choice)
-    if c.tie_embeddings:
-        tied = Choice("xla", source="only")  # no kernel reads a transposed weight
-        width = c.embedding_width or c.width
-        yield row("matmul", f"head M={batch} [{width},{c.head_width}]", tied)
-    heads = c.heads * divided_by(model)
-    for op, t in (("decode_attention", 1), ("prefill_attention", 512)):
-        if one_launch and op == "decode_attention":
-            continue
-        asked = {(int(s.is_masked), s.features - {"phi", "unified"}) for s in c.attention}
-        for masks, features in sorted(asked, key=lambda pair: (pair[0], sorted(pair[1]))):
-            choice = model.plan.choose(
-                op,
-                features | model.cache_features,
-                b=batch,
-                t=t,
-                h=heads,
-                hkv=c.kv_heads,
-                s=slots,
-                d=c.head_dim,
-                itemsize=itemsize,
-                masks=masks,
-            )
-            label = f"B={batch} T={t} H={heads} Hkv={c.kv_heads} S={slots} D={c.head_dim}"
-            yield row(op, label, choice)
+        yield _Asked(
+            "moe",
+            label,
+            moe_features(routing, block.activation, biases=block.expert_bias, formats=formats),
+            moe_key(batch, block.width, block.mlp_width, routing, _itemsize(model), formats),
+        )
+
+
+def _chains(model: Model, batch: int) -> Iterator[_Asked]:
+    shape = chain_shape(model.config, batch, _itemsize(model))
+    features = chain_features(model.config)
+    if model.plan.has_kernel("linear_chain", features, **shape):
+        yield _Asked("linear_chain", f"M={batch} out, gate_up, down, next qkv", features, shape)
+
+
+def _attentions(model: Model, op: str, batch: int, t: int, slots: int) -> Iterator[_Asked]:
+    c, heads = model.config, model.config.heads * divided_by(model)
+    label = f"B={batch} T={t} H={heads} Hkv={c.kv_heads} S={slots} D={c.head_dim}"
+    shape = {"b": batch, "t": t, "h": heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
+    asked = {(int(s.is_masked), s.features - {"phi", "unified"}) for s in c.attention}
+    for masks, features in sorted(asked, key=lambda pair: (pair[0], sorted(pair[1]))):
+        key = shape | {"itemsize": _itemsize(model), "masks": masks}
+        yield _Asked(op, label, features | model.cache_features, key)
+
+
+def _itemsize(model: Model) -> int:
+    return jnp.dtype(model.dtype).itemsize
