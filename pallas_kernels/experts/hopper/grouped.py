@@ -171,6 +171,24 @@ def moe_grouped(
     return total.astype(x.dtype)
 
 
+def _store_rows(source: Any, target: Any, first: Array, rows: Array, columns: Any) -> None:
+    """Store the first `rows` rows of `source`, rounded up to 8, to `target` from row `first` on.
+
+    The size of a copy is static, so there is one of 64, 32, 16 and 8 rows for each bit of `rows`.
+    """
+    rows = -(-rows // _ALIGNED) * _ALIGNED
+    size = _ROWS
+    while size >= _ALIGNED:
+        begin = rows - lax.rem(rows, 2 * size)
+
+        @when(lax.rem(lax.div(rows, size), 2) == 1)
+        def _(size=size, begin=begin):
+            part = source.at[pl.ds(pl.multiple_of(begin, _ALIGNED), size)]
+            plgpu.copy_smem_to_gmem(part, target.at[pl.ds(first + begin, size), columns])
+
+        size //= 2
+
+
 # Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(jax.jit, static_argnames="gate")
 def _product(
@@ -222,7 +240,8 @@ def _product(
             tile = lax.div(at, columns)
             return *(tiles[tile, field] for field in range(3)), lax.rem(at, columns)
 
-        def pieces(column):
+        def columns_of(column):
+            """The columns of each piece of a tile."""
             return [
                 pl.ds(column * width + (0 if gate else piece * _COLUMNS), _COLUMNS)
                 for piece in range(_PIECES)
@@ -235,7 +254,7 @@ def _product(
                 slot, ks = lax.rem(loaded, _STAGES), pl.ds(k * _STEP, _STEP)
                 when(loaded >= _STAGES)(lambda: plgpu.barrier_wait(smem["used"].at[slot]))
                 arrived = smem["arrived"].at[slot]
-                for piece, own in enumerate(pieces(column)):
+                for piece, own in enumerate(columns_of(column)):
                     half = (piece,) if gate else ()
                     source = w.at[(expert, ks, *half, own)]
                     plgpu.copy_gmem_to_smem(source, smem["w"].at[slot, piece], arrived)
@@ -246,7 +265,7 @@ def _product(
 
             if bias is not None:
                 when(i > 0)(lambda: plgpu.barrier_wait(smem["bias_used"]))
-                for piece, own in enumerate(pieces(column)):
+                for piece, own in enumerate(columns_of(column)):
                     source = gmem["bias"].at[expert, piece, own]
                     plgpu.copy_gmem_to_smem(source, smem["bias"].at[piece], smem["bias_arrived"])
             return lax.fori_loop(0, steps, step, loaded)
@@ -255,7 +274,7 @@ def _product(
             _, first, rows, column = item(i)
             first += warpgroup * _ROWS
             rows = jnp.clip(rows - warpgroup * _ROWS, 0, _ROWS)
-            when(rows > 0)(lambda: finish(y, first, rows, pieces(column), sums(used)))
+            when(rows > 0)(lambda: finish(first, rows, columns_of(column), products(used)))
             when(rows <= 0)(lambda: pass_by(used))
             return used + steps
 
@@ -272,8 +291,8 @@ def _product(
                 plgpu.barrier_wait(smem["bias_arrived"])
                 plgpu.barrier_arrive(smem["bias_used"])
 
-        def sums(used):
-            """Sums [64,128] of this warpgroup's rows, for each piece."""
+        def products(used):
+            """Products [64,128] of this warpgroup's rows, for each piece."""
 
             def accumulate(*accumulators):
                 def step(k, _):
@@ -294,8 +313,8 @@ def _product(
             accumulator = plgpu.ACC((_ROWS, _COLUMNS), jnp.float32)
             return pl.run_scoped(accumulate, *[accumulator] * _PIECES)
 
-        def finish(y, first, rows, pieces, sums):
-            """Store this warpgroup's rows of a tile."""
+        def finish(first, rows, pieces, sums):
+            """Store `rows` rows of a tile from row `first` on; `sums` of columns `pieces`."""
             own = smem["y"].at[warpgroup]
             if bias is not None:
                 plgpu.barrier_wait(smem["bias_arrived"])
@@ -309,21 +328,11 @@ def _product(
                 results = [(gated(gate, *sums), pieces[0])]
             else:
                 results = list(zip(sums, pieces, strict=True))
-            stored = -(-rows // _ALIGNED) * _ALIGNED
-            for values, columns in results:
+            for values, piece in results:
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 own[...] = values.astype(own.dtype)
                 plgpu.commit_smem()
-                size = _ROWS
-                while size >= _ALIGNED:
-                    begin = stored - lax.rem(stored, 2 * size)
-
-                    @when(lax.rem(lax.div(stored, size), 2) == 1)
-                    def _(size=size, begin=begin, columns=columns):
-                        source = own.at[pl.ds(pl.multiple_of(begin, _ALIGNED), size)]
-                        plgpu.copy_smem_to_gmem(source, y.at[pl.ds(first + begin, size), columns])
-
-                    size //= 2
+                _store_rows(own, y, first, rows, piece)
 
         @when(warpgroup == _CONSUMERS)
         def _():
