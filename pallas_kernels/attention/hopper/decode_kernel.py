@@ -29,21 +29,7 @@ _LARGEST = 2.0**126
 HOLES = -(2**31)
 
 
-def decode_kernel(
-    inputs,
-    outputs,
-    smem,
-    *,
-    t,
-    group,
-    tiles,
-    by_token,
-    spec,
-    config,
-    entry_slots=None,
-    norm_eps=None,
-    interpreted=False,
-):
+def decode_kernel(inputs, outputs, smem, **options):
     """One block of the grid (row, tile of query rows, split).
 
     Args:
@@ -56,251 +42,353 @@ def decode_kernel(
         [B,Hkv·tiles,splits,D,R] and lm [B,Hkv·tiles,splits,2,R]. Optional are lse [B,Hkv·tiles,R]
         and reruns [B,Hkv·tiles,splits] int32, 1 for each block that ran again.
       smem: buffers and barriers by name.
-      t: query tokens per row.
-      group: G, query heads per KV head.
-      tiles: number of tiles that the G·T query rows of a KV head are cut into.
-      by_token: the tile's rows are tokens, and q and o have the axis of tokens first.
-      spec, config, entry_slots: see `decode_mosaic`.
-      norm_eps: eps of the norms of q and k, or None.
-      interpreted: whether the interpreter runs the kernel. It cannot multiply operands in
-        registers.
+      **options: of `_Split`.
     """
-    q_s, k_s, v_s, p_s = (smem[name] for name in ("q", "k", "v", "p"))
-    partial = [smem[name] for name in ("o", "l", "m")]
-    (d, padded), bk, splits = partial[0].shape, config.block_kv, config.splits
-    row, tile, split = (lax.axis_index(axis) for axis in ("row", "tile", "split"))
-    zero = row * 0
-    head = lax.div(tile, jnp.int32(tiles))
-    first_query = lax.rem(tile, jnp.int32(tiles)) * padded
-    if "qkv" in inputs:
-        load_front(inputs, smem, row, head)
-    else:
+    _Split(inputs, outputs, smem, **options).run()
+
+
+class _Split:
+    """The part of a row's cache that a block of the grid reads, for a tile of queries.
+
+    Arrays [block, R] have a row for each slot of a step, and a column for each query row. Scores
+    are in units of log2.
+
+    Attributes:
+      row, tile, split: index of the block in the grid.
+      head: index of the KV head.
+      first_query: the tile's first row of the head's G·T query rows.
+      d, padded: D and R.
+      bk: slots of a step.
+      caches, scales: rows of the caches, and of their scales in int8, by name.
+      in_turn: whether splits take blocks of slots in turn, and not each a stretch of them. Then a
+        split's first block does not depend on the row's length.
+      cached: number of slots to read from the cache, once the length is read.
+      n: the same, with a new token.
+      first, stride, count: the blocks of this split, `count` of them from `first` on.
+    """
+
+    def __init__(
+        self,
+        inputs,
+        outputs,
+        smem,
+        *,
+        t,
+        group,
+        tiles,
+        by_token,
+        spec,
+        config,
+        entry_slots=None,
+        norm_eps=None,
+        interpreted=False,
+    ):
+        """Prepare the work without reading memory.
+
+        Args:
+          inputs, outputs, smem: see `decode_kernel`.
+          t: query tokens per row.
+          group: G, query heads per KV head.
+          tiles: number of tiles that the G·T query rows of a KV head are cut into.
+          by_token: the tile's rows are tokens, and q and o have the axis of tokens first.
+          spec, config, entry_slots: see `decode_mosaic`.
+          norm_eps: eps of the norms of q and k, or None.
+          interpreted: whether the interpreter runs the kernel. It cannot multiply operands in
+            registers.
+        """
+        self.inputs, self.outputs, self.smem = inputs, outputs, smem
+        self.t, self.group, self.by_token, self.entry_slots = t, group, by_token, entry_slots
+        self.spec, self.config, self.norm_eps = spec, config, norm_eps
+        self.interpreted = interpreted
+        self.partial = [smem[name] for name in ("o", "l", "m")]
+        (self.d, self.padded), self.bk = self.partial[0].shape, config.block_kv
+        self.row, self.tile, self.split = (lax.axis_index(a) for a in ("row", "tile", "split"))
+        self.zero = self.row * 0
+        self.head = lax.div(self.tile, jnp.int32(tiles))
+        self.first_query = lax.rem(self.tile, jnp.int32(tiles)) * self.padded
+        self.appends, self.paged = "qkv" in inputs, "pages" in inputs
+        self.int8, self.marked = "k_scales" in inputs, "visible" in inputs
+        self.in_turn = spec.window is None
+        # The largest tile has no registers left to mask slots that are read twice. A block lies in
+        # one page.
+        self.ends_with_cache = self.bk * self.padded < 128 * 32 and not self.paged
+        # P is rounded once, after it is multiplied by scales.
+        self.p_dtype = jnp.float32 if self.int8 else smem["q"].dtype
+
+    def run(self):
+        """Attend, and store the result of this split or of all splits."""
+        self._request_queries()
+        open_row = functools.partial(
+            CacheRow, self.inputs, row=self.row, head=self.head, entry_slots=self.entry_slots
+        )
+        self.caches = {name: open_row(name=name) for name in "kv"}
+        names = ("k_scales", "v_scales") if self.int8 else ()
+        self.scales = {name: open_row(name=name, axis=-1) for name in names}
+        if self.in_turn:
+            self._load(self.split * self.bk, self.zero)
+        self._choose_blocks()
+        part, reruns = self._attend()
+        if "reruns" in self.outputs:
+            place = self.row, self.tile, self.split
+            self.outputs["reruns"][place] = reruns.astype(jnp.int32)
+        if self.config.cluster:
+            self._finish_in_cluster(part)
+        elif self.config.splits == 1:
+            self._finish(part)
+        else:
+            self._store_part(part)
+
+    # The queries.
+
+    def _request_queries(self):
+        if self.appends:
+            load_front(self.inputs, self.smem, self.row, self.head)
+            return
         # Rows past G·T are outside q: TMA loads zeros for them and does not store them.
-        source = inputs["q"].at[tile_rows(row, tile, padded, by_token)]
-        plgpu.copy_gmem_to_smem(source, q_s, smem["q_arrived"])
-    cache_row = functools.partial(CacheRow, inputs, row=row, head=head, entry_slots=entry_slots)
-    caches = {name: cache_row(name=name) for name in "kv"}
-    int8 = "k_scales" in inputs
-    scales = {f"{name}_scales": None for name in "kv" if int8}
-    scales = {name: cache_row(name=name, axis=-1) for name in scales}
-    paged = "pages" in inputs
+        place = tile_rows(self.row, self.tile, self.padded, self.by_token)
+        source = self.inputs["q"].at[place]
+        plgpu.copy_gmem_to_smem(source, self.smem["q"], self.smem["q_arrived"])
 
-    def load(start, stage, entry=None):
-        buffers = k_s, v_s, *(smem[name] for name in scales)
-        for cache, loaded in zip((*caches.values(), *scales.values()), buffers, strict=True):
-            source = cache.block(start, bk, entry)
-            to = loaded.at[stage, pl.ds(0, source.shape[0])]
-            plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
-        if "visible" in inputs:
-            source = inputs["visible"].at[row, pl.ds(start, bk)]
-            plgpu.copy_gmem_to_smem(source, smem["visible"].at[stage], smem["loaded"].at[stage])
+    def _receive_queries(self):
+        """Wait for the queries. Those of a new token are rotated, and meet its key."""
+        plgpu.barrier_wait(self.smem["q_arrived"])
+        if self.appends:
+            rotate_rows(self.smem, self.group, self.norm_eps)
 
-    # Without a window, splits take blocks in turn. So a split's first block does not depend on the
-    # length of the row, and its load starts before the length is read.
-    in_turn = spec.window is None
-    if in_turn:
-        load(split * bk, zero)
-    n = inputs["lengths"][row]
-    # Number of slots to read from the cache. A new token is added at the end.
-    cached = n
-    if "qkv" in inputs:
-        n = n + 1
-    end_block = lax.div(cached + (bk - 1), jnp.int32(bk))
-    if in_turn:
-        first, stride = split, splits
-        # The first block was requested already. If it is past the length, no query sees it.
-        count = jnp.maximum(lax.div(end_block - split + (splits - 1), jnp.int32(splits)), 1)
-    else:
-        start_block = lax.div(jnp.maximum(n - t + 1 - spec.window, 0), jnp.int32(bk))
+            @when(self.split == 0)
+            def _():
+                score = receive_token(self.smem, self.group)
+                self.smem["score"][...] = self._log2_scores(score)
+
+    def _query_rows(self):
+        """[block, R] the index among the head's G·T query rows of each column."""
+        rows = plgpu.broadcasted_iota(jnp.int32, (self.bk, self.padded), 1, layout=TILE)
+        return rows + self.first_query
+
+    def _per_row(self, values):
+        """[block, R] the value of each query row's head, from `values` per query head."""
+        rows, group = self._query_rows(), self.group
+        spread = jnp.zeros_like(rows).astype(jnp.float32)
+        for g in range(group):
+            is_g = rows % group == g if self.t > 1 else rows == g
+            spread = jnp.where(is_g, values[self.head * group + g], spread)
+        return spread
+
+    # The blocks of slots.
+
+    def _choose_blocks(self):
+        """Read the row's length, and choose the blocks of this split."""
+        bk, splits = self.bk, self.config.splits
+        n = self.inputs["lengths"][self.row]
+        self.cached = self.n = n
+        if self.appends:
+            self.n = n + 1
+        end_block = lax.div(self.cached + (bk - 1), jnp.int32(bk))
+        if self.in_turn:
+            self.first, self.stride = self.split, splits
+            # The first block was requested already. If it is past the length, no query sees it.
+            count = lax.div(end_block - self.split + (splits - 1), jnp.int32(splits))
+            self.count = jnp.maximum(count, 1)
+            return
+        start = jnp.maximum(self.n - self.t + 1 - self.spec.window, 0)
+        start_block = lax.div(start, jnp.int32(bk))
         chunk = lax.div(end_block - start_block + (splits - 1), jnp.int32(splits))
-        first, stride = jnp.minimum(start_block + split * chunk, end_block), 1
-        count = jnp.minimum(chunk, end_block - first)
+        self.first, self.stride = jnp.minimum(start_block + self.split * chunk, end_block), 1
+        self.count = jnp.minimum(chunk, end_block - self.first)
 
-    # The largest tile has no registers left to mask slots that are read twice. A block lies in one
-    # page.
-    ends_with_cache = bk * padded < 128 * 32 and not paged
-
-    def block_start(step):
+    def _block_start(self, step):
         """First slot of a step. The last block ends where the cached slots end, rounded up to 8.
 
         So it may begin with slots of the previous block. A first block that was requested before
         the length was known is not moved.
         """
-        start = (first + step * stride) * bk
-        if not ends_with_cache:
+        start = (self.first + step * self.stride) * self.bk
+        if not self.ends_with_cache:
             return start
-        end = jnp.maximum(lax.div(cached + 7, jnp.int32(8)) * 8 - bk, 0)
+        end = jnp.maximum(lax.div(self.cached + 7, jnp.int32(8)) * 8 - self.bk, 0)
         moved = jnp.minimum(start, end)
-        return jnp.where(step == 0, start, moved) if in_turn else moved
+        return jnp.where(step == 0, start, moved) if self.in_turn else moved
 
-    def query_rows():
-        """[block, R] the index among the head's G·T query rows of each column."""
-        return plgpu.broadcasted_iota(jnp.int32, (bk, padded), 1, layout=TILE) + first_query
+    def _stage(self, step):
+        return lax.rem(step, jnp.int32(self.config.stages))
 
-    def per_row(values):
-        """[block, R] the value of each query row's head, from `values` per query head."""
-        rows = query_rows()
-        spread = jnp.zeros_like(rows).astype(jnp.float32)
-        for g in range(group):
-            spread = jnp.where(
-                rows % group == g if t > 1 else rows == g, values[head * group + g], spread
-            )
-        return spread
+    def _load(self, start, stage, entry=None):
+        """Request the keys and values of slots from `start` on, with what belongs to them."""
+        smem = self.smem
+        rows = *self.caches.values(), *self.scales.values()
+        buffers = smem["k"], smem["v"], *(smem[name] for name in self.scales)
+        for cache, loaded in zip(rows, buffers, strict=True):
+            source = cache.block(start, self.bk, entry)
+            to = loaded.at[stage, pl.ds(0, source.shape[0])]
+            plgpu.copy_gmem_to_smem(source, to, smem["loaded"].at[stage])
+        if self.marked:
+            source = self.inputs["visible"].at[self.row, pl.ds(start, self.bk)]
+            plgpu.copy_gmem_to_smem(source, smem["visible"].at[stage], smem["loaded"].at[stage])
 
-    def marks(step):
-        """The part of `visible` [block] of a step, in shared memory."""
-        return smem["visible"].at[lax.rem(step, jnp.int32(config.stages))]
+    def _load_block(self, step, entry=None):
+        self._load(self._block_start(step), self._stage(step), entry)
 
-    def visible(step):
-        """[block, R] each: whether a query row sees a slot, and slot minus query position."""
-        if "visible" in inputs:
-            bits = plgpu.load(marks(step), layout=COLUMN)
-            bits = lax.broadcast_in_dim(bits, (bk, padded), [0])
-            token = lax.div(query_rows(), jnp.full_like(bits, group))
-            own = jnp.zeros_like(bits)
-            for i in range(t):
-                own = jnp.where(token == i, 1 << i, own)
-            return (bits & own) != 0, None
-        slots = plgpu.broadcasted_iota(jnp.int32, (bk, padded), 0, layout=TILE) + block_start(step)
-        query = n - 1
-        if t > 1:
-            rows = query_rows()
-            query = n - t + lax.div(rows, jnp.full_like(rows, group))
-        distance = slots - query
-        seen = distance <= 0 if cached is n else distance < 0
-        if ends_with_cache:
-            seen = seen & (slots >= (first + step * stride) * bk)
-        if spec.window is not None:
-            seen = seen & (distance > -spec.window)
-        return seen, distance
-
-    def log2_scores(z):
-        """Turn products q·k into scores in units of log2, without position bias."""
-        if spec.soft_cap is not None:
-            return jnp.tanh(z * (spec.scale / spec.soft_cap)) * (spec.soft_cap * LOG2E)
-        return z * (spec.scale * LOG2E)
-
-    def receive_queries():
-        plgpu.barrier_wait(smem["q_arrived"])
-        if "qkv" in inputs:
-            rotate_rows(smem, group, norm_eps)
-
-            @when(split == 0)
-            def _():
-                smem["score"][...] = log2_scores(receive_token(smem, group))
-
-    def widened(codes):
-        """Codes [block, D] as the left operand of a product, without rounding."""
-        found = plgpu.load(codes, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
-        return plgpu.layout_cast(found.astype(q_s.dtype), TILE)
-
-    def scales_of(name, step):
-        """[block, R] the scale of each slot."""
-        stage = lax.rem(step, jnp.int32(config.stages))
-        found = plgpu.load(smem[name].at[stage], layout=COLUMN)
-        return lax.broadcast_in_dim(found, (bk, padded), [0])
-
-    def weights(step, p, seen):
-        """P [block, R] as the left factor of V: with the scales of V if V has some."""
-        if not int8:
-            return p
-        return jnp.where(seen, p * scales_of("v_scales", step), 0.0).astype(q_s.dtype)
-
-    def second_operand(step, values):
-        """V [block, D] as the product takes it. Codes of dead slots are finite."""
-        if not int8:
-            zero_dead_values(step, values)
-            return values
-        smem["wide"][...] = widened(values)
-        return smem["wide"]
-
-    def scores(step, keys):
-        """[block, R] each: scores in units of log2, and whether they are visible."""
-
-        def product(acc):
-            plgpu.wgmma(acc, keys, q_s.at[pl.ds(0, padded)].T)
-            return acc[...]
-
-        if int8:
-            keys = widened(keys)
-        if int8 and interpreted:
-            smem["wide"][...] = keys
-            plgpu.commit_smem()
-            keys = smem["wide"]
-
-        z = pl.run_scoped(product, plgpu.ACC((bk, padded), jnp.float32))
-        if int8:
-            z = z * scales_of("k_scales", step)
-        z = log2_scores(z)
-        seen, distance = visible(step)
-        if "slopes" in inputs:
-            z = z + per_row(inputs["slopes"]) * LOG2E * distance.astype(jnp.float32)
-        return z, seen
-
-    def zero_dead_values(step, values):
-        """Zero the values of dead slots: they may be NaN, and 0 * NaN is NaN."""
-        begin = block_start(step)
-        if "visible" in inputs:
-            any_dead = marks(step)[0] < 0
-        else:
-            any_dead = begin + bk > cached
-
-        @when(any_dead)
-        def _():
-            if "visible" in inputs:
-                bits = plgpu.load(marks(step), layout=COLUMN)
-                live = lax.broadcast_in_dim(bits & ~HOLES, (bk, 64), [0]) != 0
-            else:
-                slots = plgpu.broadcasted_iota(jnp.int32, (bk, 64), 0, layout=TILE) + begin
-                live = slots < cached
-            for column in range(0, d, 64):
-                part = values.at[:, pl.ds(column, 64)]
-                found = plgpu.load(part, layout=TILE)
-                part[...] = jnp.where(live, found, jnp.zeros_like(found))
-
-    # P is rounded once, after it is multiplied by scales.
-    p_dtype = jnp.float32 if int8 else q_s.dtype
-
-    def down(values, size):
-        """Broadcast values [R] to [size, R]."""
-        return lax.broadcast_in_dim(values, (size, padded), [1])
-
-    def put(p):
-        p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
-        plgpu.commit_smem()
-
-    def pipeline(step, carry, first_pass):
+    def _pipeline(self, step, carry, first_pass):
         """Run step(i, keys [block, D], values, carry) over the blocks, and load ahead of it.
 
         The first pass receives the queries while its first blocks are in flight.
         """
-        stages = config.stages
-
-        def load_block(i, entry=None):
-            load(block_start(i), lax.rem(i, jnp.int32(stages)), entry)
+        stages, smem = self.config.stages, self.smem
 
         def entry_of(i):
-            return caches["k"].entry_at(block_start(i)) if paged else zero
+            return self.caches["k"].entry_at(self._block_start(i)) if self.paged else self.zero
 
         def body(i, carry):
             carry, entry = carry
-            stage = lax.rem(i, jnp.int32(stages))
+            stage = self._stage(i)
             plgpu.barrier_wait(smem["loaded"].at[stage])
-            carry = step(i, k_s.at[stage], v_s.at[stage], carry)
-            when(i + stages < count)(lambda: load_block(i + stages, entry))
+            carry = step(i, smem["k"].at[stage], smem["v"].at[stage], carry)
+            when(i + stages < self.count)(lambda: self._load_block(i + stages, entry))
             # The entry is looked up a step ahead, because the load would wait for the lookup.
             return carry, entry_of(i + stages + 1)
 
-        begun = 1 if first_pass and in_turn else 0
-        lax.fori_loop(begun, jnp.minimum(count, stages), lambda i, _: load_block(i), None)
+        begun = 1 if first_pass and self.in_turn else 0
+        end = jnp.minimum(self.count, stages)
+        lax.fori_loop(begun, end, lambda i, _: self._load_block(i), None)
         if first_pass:
-            receive_queries()
-        return lax.fori_loop(0, count, body, (carry, entry_of(stages)))[0]
+            self._receive_queries()
+        return lax.fori_loop(0, self.count, body, (carry, entry_of(stages)))[0]
 
-    blank = plgpu.layout_cast(jnp.zeros((bk, padded), jnp.float32), TILE)
+    # What a step computes.
 
-    def attend_unified():
-        """o [D, R], l [R], m [R] of this split, with a constant m after the first block."""
+    def _marks(self, step):
+        """The part of `visible` [block] of a step, in shared memory."""
+        return self.smem["visible"].at[self._stage(step)]
+
+    def _visible(self, step):
+        """[block, R] each: whether a query row sees a slot, and slot minus query position."""
+        shape = self.bk, self.padded
+        if self.marked:
+            bits = plgpu.load(self._marks(step), layout=COLUMN)
+            bits = lax.broadcast_in_dim(bits, shape, [0])
+            token = lax.div(self._query_rows(), jnp.full_like(bits, self.group))
+            own = jnp.zeros_like(bits)
+            for i in range(self.t):
+                own = jnp.where(token == i, 1 << i, own)
+            return (bits & own) != 0, None
+        slots = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + self._block_start(step)
+        query = self.n - 1
+        if self.t > 1:
+            rows = self._query_rows()
+            query = self.n - self.t + lax.div(rows, jnp.full_like(rows, self.group))
+        distance = slots - query
+        seen = distance < 0 if self.appends else distance <= 0
+        if self.ends_with_cache:
+            seen = seen & (slots >= (self.first + step * self.stride) * self.bk)
+        if self.spec.window is not None:
+            seen = seen & (distance > -self.spec.window)
+        return seen, distance
+
+    def _log2_scores(self, z):
+        """Turn products q·k into scores, without position bias."""
+        scale, soft_cap = self.spec.scale, self.spec.soft_cap
+        if soft_cap is not None:
+            return jnp.tanh(z * (scale / soft_cap)) * (soft_cap * LOG2E)
+        return z * (scale * LOG2E)
+
+    def _scores(self, step, keys):
+        """[block, R] each: scores, and whether they are visible."""
+        queries = self.smem["q"].at[pl.ds(0, self.padded)].T
+
+        def product(acc):
+            plgpu.wgmma(acc, keys, queries)
+            return acc[...]
+
+        if self.int8:
+            keys = self._widened(keys)
+            if self.interpreted:
+                self.smem["wide"][...] = keys
+                plgpu.commit_smem()
+                keys = self.smem["wide"]
+        z = pl.run_scoped(product, plgpu.ACC((self.bk, self.padded), jnp.float32))
+        if self.int8:
+            z = z * self._scales_of("k_scales", step)
+        z = self._log2_scores(z)
+        seen, distance = self._visible(step)
+        if "slopes" in self.inputs:
+            z = z + self._per_row(self.inputs["slopes"]) * LOG2E * distance.astype(jnp.float32)
+        return z, seen
+
+    def _down(self, values, size):
+        """Broadcast values [R] to [size, R]."""
+        return lax.broadcast_in_dim(values, (size, self.padded), [1])
+
+    def _exponentials(self, z, seen, m):
+        """P [block, R], the exponentials of scores less m [R]."""
+        p = jnp.where(seen, jnp.exp2(z - self._down(m, self.bk)), 0.0)
+        return p.astype(self.p_dtype)
+
+    def _factors(self, step, p, seen, values):
+        """V [block, D] and P [block, R] as a product takes them, P in shared memory."""
+        if self.int8:
+            # Codes of dead slots are finite.
+            self.smem["wide"][...] = self._widened(values)
+            values = self.smem["wide"]
+            p = jnp.where(seen, p * self._scales_of("v_scales", step), 0.0)
+            p = p.astype(self.smem["q"].dtype)
+        else:
+            self._zero_dead_values(step, values)
+        p_s = self.smem["p"]
+        p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
+        plgpu.commit_smem()
+        return values.T, p_s.T
+
+    def _zero_dead_values(self, step, values):
+        """Zero the values of dead slots: they may be NaN, and 0 * NaN is NaN."""
+        begin, shape = self._block_start(step), (self.bk, 64)
+        any_dead = self._marks(step)[0] < 0 if self.marked else begin + self.bk > self.cached
+
+        @when(any_dead)
+        def _():
+            if self.marked:
+                bits = plgpu.load(self._marks(step), layout=COLUMN)
+                live = lax.broadcast_in_dim(bits & ~HOLES, shape, [0]) != 0
+            else:
+                slots = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=TILE) + begin
+                live = slots < self.cached
+            for column in range(0, self.d, 64):
+                part = values.at[:, pl.ds(column, 64)]
+                found = plgpu.load(part, layout=TILE)
+                part[...] = jnp.where(live, found, jnp.zeros_like(found))
+
+    # Caches in int8.
+
+    def _widened(self, codes):
+        """Codes [block, D] as the left operand of a product, without rounding."""
+        found = plgpu.load(codes, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
+        return plgpu.layout_cast(found.astype(self.smem["q"].dtype), TILE)
+
+    def _scales_of(self, name, step):
+        """[block, R] the scale of each slot."""
+        found = plgpu.load(self.smem[name].at[self._stage(step)], layout=COLUMN)
+        return lax.broadcast_in_dim(found, (self.bk, self.padded), [0])
+
+    # Attention.
+
+    def _attend(self):
+        """((o [D, R], l [R], m [R]) of this split, whether it ran again)."""
+        no_sum = self._blank(self.bk)
+        again = functools.partial(self._attend_with_running_maximum, no_sum)
+        if not self.config.unified:
+            return again(), jnp.bool_(False)
+        part = self._attend_unified(no_sum)
+        reruns = self._is_unsafe(*part[:2])
+        return cond(reruns, again, lambda: part), reruns
+
+    def _blank(self, size):
+        """Zeros [size, R]."""
+        return plgpu.layout_cast(jnp.zeros((size, self.padded), jnp.float32), TILE)
+
+    def _attend_unified(self, no_sum):
+        """o [D, R], l [R], m [R] of this split, with a constant m after the first block.
+
+        The sum l [block, R] of exponentials starts as `no_sum`.
+        """
 
         def nearest(m, z, seen):
             """φ, or the maximum of the first block if that is far from φ."""
@@ -311,138 +399,142 @@ def decode_kernel(
         def accumulate(acc):
             def step(i, keys, values, carry):
                 l, m = carry
-                z, seen = scores(i, keys)
+                z, seen = self._scores(i, keys)
                 m = cond(
                     i == 0,
                     lambda: nearest(m, z, seen),
                     lambda: plgpu.layout_cast(m, ROW),
                 )
-                p = jnp.where(seen, jnp.exp2(z - down(m, bk)), 0.0).astype(p_dtype)
-                values = second_operand(i, values)
-                put(weights(i, p, seen))
-                plgpu.wgmma(acc, values.T, p_s.T)
+                p = self._exponentials(z, seen, m)
+                plgpu.wgmma(acc, *self._factors(i, p, seen, values))
                 l = l + p.astype(jnp.float32)
                 plgpu.wgmma_wait(0)
                 return l, m
 
-            if "phi" in inputs:
-                m = per_row(inputs["phi"]).max(axis=0) * LOG2E
+            if "phi" in self.inputs:
+                m = self._per_row(self.inputs["phi"]).max(axis=0) * LOG2E
             else:
-                m = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), ROW)
-            l, m = pipeline(step, (blank, m), first_pass=True)
+                m = plgpu.layout_cast(jnp.zeros((self.padded,), jnp.float32), ROW)
+            l, m = self._pipeline(step, (no_sum, m), first_pass=True)
             return acc[...], l, m
 
-        o, l, m = pl.run_scoped(accumulate, plgpu.ACC((d, padded), jnp.float32))
+        o, l, m = pl.run_scoped(accumulate, plgpu.ACC((self.d, self.padded), jnp.float32))
         return o, l.sum(axis=0), m
 
-    def attend_with_running_maximum():
-        """The same as `attend_unified`, with the running maximum of the split."""
+    def _attend_with_running_maximum(self, no_sum):
+        """The same as `_attend_unified`, with the running maximum of the split."""
 
         def step(i, keys, values, carry):
             o, l, m = carry
-            z, seen = scores(i, keys)
+            z, seen = self._scores(i, keys)
             m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
-            p = jnp.where(seen, jnp.exp2(z - down(m_new, bk)), 0.0).astype(p_dtype)
-            values = second_operand(i, values)
-            put(weights(i, p, seen))
+            p = self._exponentials(z, seen, m_new)
+            factors = self._factors(i, p, seen, values)
             rescale = jnp.exp2(m - m_new)
-            l = l * down(rescale, bk) + p.astype(jnp.float32)
-            o = o * down(rescale, d)
+            l = l * self._down(rescale, self.bk) + p.astype(jnp.float32)
+            o = o * self._down(rescale, self.d)
 
             def product(acc):
-                plgpu.wgmma(acc, values.T, p_s.T)
+                plgpu.wgmma(acc, *factors)
                 return acc[...]
 
-            o = o + pl.run_scoped(product, plgpu.ACC((d, padded), jnp.float32))
+            o = o + pl.run_scoped(product, plgpu.ACC((self.d, self.padded), jnp.float32))
             return o, l, m_new
 
-        o = plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE)
-        m = plgpu.layout_cast(jnp.full((padded,), LOWEST, jnp.float32), ROW)
-        o, l, m = pipeline(step, (o, blank, m), first_pass=not config.unified)
+        o = self._blank(self.d)
+        m = plgpu.layout_cast(jnp.full((self.padded,), LOWEST, jnp.float32), ROW)
+        o, l, m = self._pipeline(step, (o, no_sum, m), first_pass=not self.config.unified)
         return o, l.sum(axis=0), m
 
-    if config.unified:
-        o, l, m = attend_unified()
-        rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (padded,), 0), ROW) + first_query
-        last = n - t + lax.div(rows, jnp.full_like(rows, group))
-        seen = jnp.minimum(last + 1, cached)
-        if in_turn:
-            seen = seen - first * bk
-        else:
-            seen = jnp.minimum((first + count) * bk, seen)
-            seen = seen - jnp.maximum(first * bk, last - spec.window + 1)
-        seen = jnp.where(rows < group * t, seen, 0)
+    def _is_unsafe(self, o, l):
+        """Whether a row's sums of the unified maximum are out of range."""
+        seen = self._slots_seen()
         out_of_range = jnp.where(
             l >= 2.0**-_SAFE_LOG2, jnp.where(l <= 2.0**_SAFE_LOG2, 0.0, 1.0), 1.0
         )
         broken = jnp.where(jnp.abs(o) < _LARGEST, 0.0, 1.0).max(axis=0)
         # A row that sees no slot of this split has l = 0, which is healthy.
         broken = jnp.where(seen > 0, jnp.maximum(broken, out_of_range), 0.0)
-        reruns = broken.max() > 0
-        part = cond(reruns, attend_with_running_maximum, lambda: (o, l, m))
-    else:
-        reruns = jnp.bool_(False)
-        part = attend_with_running_maximum()
-    if "reruns" in outputs:
-        outputs["reruns"][row, tile, split] = reruns.astype(jnp.int32)
+        return broken.max() > 0
 
-    def with_token(*parts):
+    def _slots_seen(self):
+        """[R] number of slots of this split that each query row sees, or less than 1."""
+        bk, group = self.bk, self.group
+        rows = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (self.padded,), 0), ROW)
+        rows = rows + self.first_query
+        last = self.n - self.t + lax.div(rows, jnp.full_like(rows, group))
+        seen = jnp.minimum(last + 1, self.cached)
+        if self.in_turn:
+            seen = seen - self.first * bk
+        else:
+            seen = jnp.minimum((self.first + self.count) * bk, seen)
+            seen = seen - jnp.maximum(self.first * bk, last - self.spec.window + 1)
+        return jnp.where(rows < group * self.t, seen, 0)
+
+    # The result.
+
+    def _with_token(self, *parts):
         """Merge parts (o, l, m) with the new token and the sinks, each a part of one slot."""
-        if "sinks" in inputs:
-            sink = plgpu.load(inputs["sinks"].at[tile], layout=ROW, optimized=False)
+        if "sinks" in self.inputs:
+            sink = plgpu.load(self.inputs["sinks"].at[self.tile], layout=ROW, optimized=False)
             sink = sink.astype(jnp.float32) * LOG2E
-            nothing = plgpu.layout_cast(jnp.zeros((d, padded), jnp.float32), TILE)
-            parts += ((nothing, jnp.ones_like(sink), sink),)
-        if "qkv" in inputs:
-            value = plgpu.load(smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
-            value = lax.broadcast_in_dim(value, (d, padded), [0])
-            score = plgpu.load(smem["score"], layout=ROW)
+            parts += ((self._blank(self.d), jnp.ones_like(sink), sink),)
+        if self.appends:
+            value = plgpu.load(self.smem["new"].at[1], layout=COLUMN).astype(jnp.float32)
+            value = lax.broadcast_in_dim(value, (self.d, self.padded), [0])
+            score = plgpu.load(self.smem["score"], layout=ROW)
             parts += ((value, jnp.ones_like(score), score),)
         return parts[0] if len(parts) == 1 else merge(*zip(*parts, strict=True))
 
-    def load_part(peer):
-        o, l, m = (plgpu.cluster_ref(ref, {"split": peer}) for ref in partial)
-        return plgpu.load(o, layout=TILE), *(plgpu.load(ref, layout=ROW) for ref in (l, m))
-
-    def save(part):
-        for ref, values in zip(partial, part, strict=True):
+    def _save(self, part):
+        for ref, values in zip(self.partial, part, strict=True):
             ref[...] = values
 
-    def finish():
-        others = map(load_part, range(1, splits if config.cluster else 1))
-        write_result(*with_token(part, *others), smem["out"], smem.get("lse"))
+    def _part_of(self, peer):
+        """The part (o, l, m) of another split of the cluster."""
+        o, l, m = (plgpu.cluster_ref(ref, {"split": peer}) for ref in self.partial)
+        return plgpu.load(o, layout=TILE), *(plgpu.load(ref, layout=ROW) for ref in (l, m))
+
+    def _finish(self, part):
+        """Merge this part with those of the cluster, and store the result and the new token."""
+        smem, others = self.smem, range(1, self.config.splits if self.config.cluster else 1)
+        parts = self._with_token(part, *map(self._part_of, others))
+        write_result(*parts, smem["out"], smem.get("lse"))
         plgpu.commit_smem()
-        if config.cluster:
+        if self.config.cluster:
             plgpu.barrier_arrive(smem["cluster"])
-        if "qkv" in inputs:
+        if self.appends:
             # The last block may contain the slot, so it must have been loaded.
-            write_token(caches, smem, cached)
-        place = tile_rows(row, tile, padded, by_token)
-        plgpu.copy_smem_to_gmem(smem["out"], outputs["o"].at[place])
-        if "lse" in outputs:
-            plgpu.copy_smem_to_gmem(smem["lse"], outputs["lse"].at[row, tile])
+            write_token(self.caches, smem, self.cached)
+        place = tile_rows(self.row, self.tile, self.padded, self.by_token)
+        plgpu.copy_smem_to_gmem(smem["out"], self.outputs["o"].at[place])
+        if "lse" in self.outputs:
+            plgpu.copy_smem_to_gmem(smem["lse"], self.outputs["lse"].at[self.row, self.tile])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    if config.cluster:
-        when(split > 0)(lambda: save(part))
+    def _finish_in_cluster(self, part):
+        """The first split stores the result of all."""
+        cluster = self.smem["cluster"]
+        when(self.split > 0)(lambda: self._save(part))
         # One thread arrives for a warpgroup. The commit before waits for all its threads.
         plgpu.commit_smem()
-        plgpu.barrier_arrive(smem["cluster"])
-        plgpu.barrier_wait(smem["cluster"])
-        when(split == 0)(finish)
+        plgpu.barrier_arrive(cluster)
+        plgpu.barrier_wait(cluster)
+        when(self.split == 0)(lambda: self._finish(part))
 
         # A block must not end before others have read its shared memory or arrived at its barrier.
-        when(split > 0)(lambda: plgpu.barrier_arrive(smem["cluster"]))
-        plgpu.barrier_wait(smem["cluster"])
-    elif splits == 1:
-        finish()
-    else:
-        save(cond(split == 0, lambda: with_token(part), lambda: part))
+        when(self.split > 0)(lambda: plgpu.barrier_arrive(cluster))
+        plgpu.barrier_wait(cluster)
+
+    def _store_part(self, part):
+        """Store the part of this split for `combine`."""
+        self._save(cond(self.split == 0, lambda: self._with_token(part), lambda: part))
         plgpu.commit_smem()
-        if "qkv" in inputs:
-            when(split == 0)(lambda: write_token(caches, smem, cached))
-        o_s, l_s, m_s = partial
-        plgpu.copy_smem_to_gmem(o_s, outputs["o"].at[row, tile, split])
-        plgpu.copy_smem_to_gmem(l_s, outputs["lm"].at[row, tile, split, 0])
-        plgpu.copy_smem_to_gmem(m_s, outputs["lm"].at[row, tile, split, 1])
+        if self.appends:
+            when(self.split == 0)(lambda: write_token(self.caches, self.smem, self.cached))
+        o_s, l_s, m_s = self.partial
+        place = self.row, self.tile, self.split
+        plgpu.copy_smem_to_gmem(o_s, self.outputs["o"].at[place])
+        plgpu.copy_smem_to_gmem(l_s, self.outputs["lm"].at[*place, 0])
+        plgpu.copy_smem_to_gmem(m_s, self.outputs["lm"].at[*place, 1])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
