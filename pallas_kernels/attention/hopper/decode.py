@@ -261,13 +261,13 @@ def _launch(
 
     lse and reruns are None unless asked for. An operand that is None is left out.
     """
-    k, pages = operands["k"], operands["pages"]
+    operands = _prepared(operands | {"slopes": spec.slopes()})
+    k, pages = operands["k"], operands.get("pages")
     (kv_heads, _, d), dtype = k.shape[-3:], operands["q" if "q" in operands else "qkv"].dtype
     b, s = len(operands["lengths"]), row_slots(k, pages)
     if entry_slots is not None:
         s = pages.shape[1] * entry_slots
     tiles, padded = query_tiles(group * t, d)
-    stored = group * t if group * t < 8 else padded
     # Rows of q; with a fused front, k and v of the new token are two more rows.
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     # A row reads the slots of its window, and some of the block in which the window begins.
@@ -275,66 +275,12 @@ def _launch(
     config = config or default_config(b, kv_heads * tiles, reach, d, staged)
     # With `visible`, the kernel cannot distinguish a query that sees no slot of a split from one
     # whose scores are out of range.
-    marked = operands.get("visible") is not None
-    if dtype == jnp.float16 or not spec.unified or marked:
+    if dtype == jnp.float16 or not spec.unified or "visible" in operands:
         config = dataclasses.replace(config, unified=False)
     check_pages("decode_attention", k, pages, config.block_kv, entry_slots)
-    operands |= {"slopes": spec.slopes()}
-    types = {"lengths": jnp.int32, "pages": jnp.int32, "visible": jnp.int32, "phi": jnp.float32}
-    for name, like in types.items():
-        if operands.get(name) is not None:
-            operands[name] = operands[name].astype(like)
-    if operands.get("layer") is not None:
-        operands["layer"] = jnp.asarray(operands["layer"], jnp.int32).reshape(1)
-    operands = {name: value for name, value in operands.items() if value is not None}
 
-    int8 = "k_scales" in operands
-    shape = config.stages, config.block_kv, d
-    if int8:
-        loaded = plgpu.SMEM(shape, jnp.int8, transforms=byte_tiles(d))
-    else:
-        loaded = plgpu.SMEM(shape, dtype, transforms=TILES)
-    p = {"p": plgpu.SMEM((padded, config.block_kv), dtype, transforms=TILES)}
-    # Without tiling, rows of 32 columns would all begin in the same bank of shared memory.
-    partial = TILES_FP32 if padded % 32 == 0 else ()
-    result = {
-        "o": plgpu.SMEM((d, padded), jnp.float32, transforms=partial),  # o, l, m of this split
-        "l": plgpu.SMEM((padded,), jnp.float32),
-        "m": plgpu.SMEM((padded,), jnp.float32),
-        "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
-    }
-    if return_lse:
-        result["lse"] = plgpu.SMEM((padded,), jnp.float32)
-    # Buffers that are not needed at the same time share memory. So three blocks of the grid with 64
-    # slots and two stages fit on a multiprocessor.
-    unions = [({"k": loaded, "v": loaded}, result)]
-    scratch = {
-        "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
-        "q_arrived": plgpu.Barrier(num_arrivals=1),
-        "loaded": plgpu.Barrier(num_arrivals=2 + marked + 2 * int8, num_barriers=config.stages),
-    }
-    if marked:
-        scratch["visible"] = plgpu.SMEM((config.stages, config.block_kv), jnp.int32)
-    if int8:
-        scratch |= dict.fromkeys(
-            ("k_scales", "v_scales"), plgpu.SMEM((config.stages, config.block_kv), jnp.float32)
-        )
-        scratch["wide"] = plgpu.SMEM((config.block_kv, d), dtype, transforms=TILES)
-    if "qkv" in operands:
-        vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 2 * (group + 2)
-        if norm_eps is not None:
-            vectors["norms"] = plgpu.SMEM((2, 2, d), jnp.float32)
-            arrivals += 1
-        token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
-        unions += [(vectors, p), ({"qkv": plgpu.SMEM((staged, 2 * d), dtype)}, token)]
-        scratch["q_arrived"] = plgpu.Barrier(num_arrivals=arrivals)
-    else:
-        scratch |= p
-    if config.cluster:
-        scratch["cluster"] = plgpu.ClusterBarrier(collective_axes=("split",))
-
-    grid = b, kv_heads * tiles
-    by_token = _by_token(t, group, tiles)
+    grid, by_token = (b, kv_heads * tiles), _by_token(t, group, tiles)
+    stored = group * t if group * t < 8 else padded
     one_launch = config.splits == 1 or config.cluster
     if one_launch:
         outs = {"o": ((b, stored, kv_heads, d) if by_token else (*grid, stored, d), dtype)}
@@ -347,6 +293,7 @@ def _launch(
         }
     if return_reruns:
         outs["reruns"] = (*grid, config.splits), jnp.int32
+    scratch, unions = _scratch(operands, config, group, staged, padded, norm_eps, return_lse)
 
     def body(*refs):
         refs = iter(refs)
@@ -388,6 +335,68 @@ def _launch(
         o, lse = combine(o, results["lm"], stored, dtype, interpret, by_token)
     lse = lse[:, :, :stored] if return_lse else None
     return o, lse, results["reruns"].mean() if return_reruns else None
+
+
+def _prepared(operands):
+    """The operands that are not None, in the dtypes that the kernel reads."""
+    types = {"lengths": jnp.int32, "pages": jnp.int32, "visible": jnp.int32, "phi": jnp.float32}
+    for name, like in types.items():
+        if operands.get(name) is not None:
+            operands[name] = operands[name].astype(like)
+    if operands.get("layer") is not None:
+        operands["layer"] = jnp.asarray(operands["layer"], jnp.int32).reshape(1)
+    return {name: value for name, value in operands.items() if value is not None}
+
+
+def _scratch(operands, config, group, staged, padded, norm_eps, return_lse):
+    """(buffers and barriers by name, pairs of groups of buffers that share memory).
+
+    Buffers that are not needed at the same time share memory. So three blocks of the grid with 64
+    slots and two stages fit on a multiprocessor.
+    """
+    d, dtype = operands["k"].shape[-1], operands["q" if "q" in operands else "qkv"].dtype
+    int8, marked = "k_scales" in operands, "visible" in operands
+    stages, block = config.stages, config.block_kv
+    if int8:
+        loaded = plgpu.SMEM((stages, block, d), jnp.int8, transforms=byte_tiles(d))
+    else:
+        loaded = plgpu.SMEM((stages, block, d), dtype, transforms=TILES)
+    p = {"p": plgpu.SMEM((padded, block), dtype, transforms=TILES)}
+    # Without tiling, rows of 32 columns would all begin in the same bank of shared memory.
+    partial = TILES_FP32 if padded % 32 == 0 else ()
+    result = {
+        "o": plgpu.SMEM((d, padded), jnp.float32, transforms=partial),  # o, l, m of this split
+        "l": plgpu.SMEM((padded,), jnp.float32),
+        "m": plgpu.SMEM((padded,), jnp.float32),
+        "out": plgpu.SMEM((padded, d), dtype, transforms=TILES),
+    }
+    if return_lse:
+        result["lse"] = plgpu.SMEM((padded,), jnp.float32)
+    unions = [({"k": loaded, "v": loaded}, result)]
+    scratch = {
+        "q": plgpu.SMEM((staged, d), dtype, transforms=TILES),
+        "q_arrived": plgpu.Barrier(num_arrivals=1),
+        "loaded": plgpu.Barrier(num_arrivals=2 + marked + 2 * int8, num_barriers=stages),
+    }
+    if marked:
+        scratch["visible"] = plgpu.SMEM((stages, block), jnp.int32)
+    if int8:
+        scales = plgpu.SMEM((stages, block), jnp.float32)
+        scratch |= {"k_scales": scales, "v_scales": scales}
+        scratch["wide"] = plgpu.SMEM((block, d), dtype, transforms=TILES)
+    if "qkv" in operands:
+        vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 2 * (group + 2)
+        if norm_eps is not None:
+            vectors["norms"] = plgpu.SMEM((2, 2, d), jnp.float32)
+            arrivals += 1
+        token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
+        unions += [(vectors, p), ({"qkv": plgpu.SMEM((staged, 2 * d), dtype)}, token)]
+        scratch["q_arrived"] = plgpu.Barrier(num_arrivals=arrivals)
+    else:
+        scratch |= p
+    if config.cluster:
+        scratch["cluster"] = plgpu.ClusterBarrier(collective_axes=("split",))
+    return scratch, unions
 
 
 def query_tiles(rows: int, d: int) -> tuple[int, int]:
