@@ -328,9 +328,9 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages, split):
         scratch["partial_arrived"] = plgpu.Barrier(num_arrivals=(cluster - 1) * parts)
     copies = parts * len(tiles.stage) + 1
     scratch["arrived"] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
-    late = 2 * ("bias" in operands) + ("pairs" in operands)
-    if late:
-        scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late)
+    late_copies = 2 * ("bias" in operands) + ("pairs" in operands)
+    if late_copies:
+        scratch["late_arrived"] = plgpu.Barrier(num_arrivals=late_copies)
 
     shape = (out, n) if by_row else (out, rows, n)
     outs = {"y": jax.ShapeDtypeStruct(shape, x.dtype)}
@@ -401,7 +401,7 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages, split):
         for at in range(stages):
             fetch(at + zero, at)
         # Only the first block of a cluster waits for them, and no copy may outlive its block.
-        if late:
+        if late_copies:
             fetch_late() if cluster == 1 else when(lax.axis_index("part") == 0)(fetch_late)
         late_operands = of_row(gmem, columns) if sums else None
         products = tiles.sums(smem, rows, steps, arrive, free)
@@ -431,23 +431,22 @@ def _launch(operands, *, gate, rows, slots, out, n, tiles, stages, split):
                 optimized=False,
             )
 
-    def store(gmem, smem, slot, columns, late_operands, every):
+    def store(gmem, smem, slot, columns, late_operands, by_block):
         """Turn the products of all blocks of a cluster into results, and store them."""
         zero = slot * 0
         all_rows = pl.ds(pl.multiple_of(zero, 8), rows)
-        # The products of each slot.
-        every = [
+        by_slot = [
             [
                 functools.reduce(operator.add, values)
-                for values in zip(*every[at : at + split], strict=True)
+                for values in zip(*by_block[at : at + split], strict=True)
             ]
             for at in range(0, cluster, split)
         ]
         if sums:
-            store_sum(gmem, smem, columns, [products[0] for products in every], late_operands)
+            store_sum(gmem, smem, columns, [products[0] for products in by_slot], late_operands)
             return
-        (products,) = every
-        if late:
+        (products,) = by_slot
+        if late_copies:
             plgpu.barrier_wait(smem["late_arrived"])
         if "bias" in gmem:
             for part in range(2):
