@@ -130,7 +130,7 @@ def say(text: str) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0 if all parts are measured, 1 if one failed, 3 if time ran out: call again."""
+    """Return 0 if all parts are measured, 1 if one failed, 3 if time ran out: call again."""
     began = time.monotonic()
     args = parse_args(argv)
     commit = args.commit or _asked("git", "rev-parse", "HEAD")

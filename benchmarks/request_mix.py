@@ -6,7 +6,7 @@ import numpy as np
 def requests(
     count: int, vocab_size: int, scale: float = 1.0, seed: int = 0
 ) -> tuple[list[list[int]], list[int]]:
-    """Returns (prompts, numbers of new tokens).
+    """Return (prompts, numbers of new tokens).
 
     Args:
       count: number of requests.

@@ -61,16 +61,16 @@ def compile_for(
     """Compile `fn(*args, **kwargs)` for a target.
 
     Args:
-        target: the GPU, one of `tests/targets`.
-        fn: a function. If it is a result of `jax.jit`, it keeps its own donations and statics.
-        *args: pytrees. Arrays and `jax.ShapeDtypeStruct`s are replicated, unless they have a
-            `NamedSharding` with a spec over `axis`. Other leaves are passed without changes.
-        kwargs: keyword arguments, treated in the same way.
-        donate_argnums: as for `jax.jit`.
-        static_argnums: as for `jax.jit`.
-        n_devices: devices on the mesh axis.
-        axis: name of the mesh axis.
-        compiler_options: XLA options of this one compile.
+      target: the GPU, one of `tests/targets`.
+      fn: a function. If it is a result of `jax.jit`, it keeps its own donations and statics.
+      *args: pytrees. Arrays and `jax.ShapeDtypeStruct`s are replicated, unless they have a
+        `NamedSharding` with a spec over `axis`. Other leaves are passed without changes.
+      kwargs: keyword arguments, treated in the same way.
+      donate_argnums: as for `jax.jit`.
+      static_argnums: as for `jax.jit`.
+      n_devices: devices on the mesh axis.
+      axis: name of the mesh axis.
+      compiler_options: XLA options of this one compile.
     """
     if not hasattr(fn, "lower"):
         fn = jax.jit(fn, donate_argnums=donate_argnums, static_argnums=static_argnums)

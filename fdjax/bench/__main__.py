@@ -10,7 +10,7 @@ from fdjax.system.files import output_file
 
 
 def add_commands(parser: argparse.ArgumentParser) -> None:
-    """Adds the sub-commands. Each sets `run`, a function of the parsed arguments."""
+    """Add the sub-commands. Each sets `run`, a function of the parsed arguments."""
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser(
         "compare", help="exit with 1 if anything got slower, broke or is missing"
@@ -58,7 +58,7 @@ def _ceiling(args: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns the exit code: 1 if a result failed, 2 for an error."""
+    """Run the command line and return the exit code: 1 if a result failed, 2 for an error."""
     parser = argparse.ArgumentParser(prog="python -m fdjax.bench")
     add_commands(parser)
     args = parser.parse_args(argv)

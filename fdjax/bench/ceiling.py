@@ -37,7 +37,7 @@ def _time_read(name: str, total_bytes: int, runs: int) -> tuple[float, Timing]:
 
 
 def matmul_ceiling(size: int = 8192, *, runs: int = 10) -> float:
-    """Measures the TFLOP/s (1e12 per second) of a bf16 matrix product with M = N = K = `size`."""
+    """Measure the TFLOP/s (1e12 per second) of a bf16 matrix product with M = N = K = `size`."""
     a, b = (_normal((size, size), jnp.bfloat16, seed) for seed in (0, 1))
     return 2 * size**3 / measure(jnp.matmul, [(a, b)], runs=runs).median_us / 1e6
 
@@ -49,20 +49,20 @@ def measure_ceiling(
     kernels: Sequence[str] = tuple(_READS),
     runs: int = 20,
 ) -> dict[str, Any]:
-    """Measures the best rates of the first device, and whether to trust them.
+    """Measure the best rates of the first device, and whether to trust them.
 
     Args:
-        total_bytes: bytes that each read kernel reads. Outside tests use 1 GiB or more, so that a
-            buffer evicts itself from L2.
-        matmul_size: M = N = K of the matrix product; 0 skips it.
-        kernels: read kernels to try. The one with the fastest median is the ceiling.
-        runs: timed calls of each.
+      total_bytes: bytes that each read kernel reads. Outside tests use 1 GiB or more, so that a
+        buffer evicts itself from L2.
+      matmul_size: M = N = K of the matrix product; 0 skips it.
+      kernels: read kernels to try. The one with the fastest median is the ceiling.
+      runs: timed calls of each.
 
     Returns:
-        `device_kind`, `clock`, `bytes`, `reads` (1e9 bytes per second by kernel), `read_kernel`
-        and `read_gb_per_s` (the fastest), `matmul_tflop_per_s` (None if skipped), `trusted` (False
-        if CUPTI did not measure it or the device is known to be faster, None if no expectation is
-        known), and `reason`.
+      `device_kind`, `clock`, `bytes`, `reads` (1e9 bytes per second by kernel), `read_kernel`
+      and `read_gb_per_s` (the fastest), `matmul_tflop_per_s` (None if skipped), `trusted` (False
+      if CUPTI did not measure it or the device is known to be faster, None if no expectation is
+      known), and `reason`.
     """
     kind, reads, clock = jax.devices()[0].device_kind, {}, ""
     for name in kernels:

@@ -8,19 +8,19 @@ import numpy as np
 
 
 def verify(got: Any, want: Any, tolerance: float) -> tuple[float | None, str | None]:
-    """Compares two pytrees of arrays in float64, on the device of `got`.
+    """Compare two pytrees of arrays in float64, on the device of `got`.
 
     The error of a leaf is the larger of `|got - want|_2 / |want|_2` and
     `max|got - want| / max|want|`: the first alone would let one wrong row among many pass.
 
     Args:
-        got: the result under test, any dtype.
-        want: the reference, of the same structure and shapes; its dtypes may be wider.
-        tolerance: largest error that passes.
+      got: the result under test, any dtype.
+      want: the reference, of the same structure and shapes; its dtypes may be wider.
+      tolerance: largest error that passes.
 
     Returns:
-        `(error, problem)`: the largest error of all leaves, or None if it cannot be computed; and a
-        sentence that says what is wrong, or None. A NaN or infinity never passes.
+      `(error, problem)`: the largest error of all leaves, or None if it cannot be computed; and a
+      sentence that says what is wrong, or None. A NaN or infinity never passes.
     """
     got_leaves, got_tree = jax.tree.flatten(got)
     want_leaves, want_tree = jax.tree.flatten(want)

@@ -42,7 +42,7 @@ class Comparison:
         return not statuses.isdisjoint(_FAILURES[:-1] if self.allow_missing else _FAILURES)
 
     def table(self) -> str:
-        """Returns the comparison as text."""
+        """Return the comparison as text."""
         lines = [f"note: {note}" for note in self.notes]
         for c in self.changes:
             times = f"{c.old_us:.1f} -> {c.new_us:.1f} us ({c.ratio - 1:+.1%})" if c.ratio else ""
@@ -69,15 +69,15 @@ def compare(
     have been cut off.
 
     Args:
-        old: the earlier record.
-        new: the record to judge.
-        tolerance: largest relative change of the median that counts as the same; default 0.05, and
-            1 for records of a CPU, where only more than a factor of two counts.
-        allow_device: compare records of different devices or device counts.
-        allow_missing: rows of `old` that `new` lacks are not a failure.
+      old: the earlier record.
+      new: the record to judge.
+      tolerance: largest relative change of the median that counts as the same; default 0.05, and
+        1 for records of a CPU, where only more than a factor of two counts.
+      allow_device: compare records of different devices or device counts.
+      allow_missing: rows of `old` that `new` lacks are not a failure.
 
     Raises:
-        ValueError: the devices differ.
+      ValueError: the devices differ.
     """
     devices = [(r.environment["device_kind"], r.environment["device_count"]) for r in (old, new)]
     if devices[0] != devices[1] and not allow_device:

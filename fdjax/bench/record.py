@@ -27,16 +27,16 @@ class Measurement:
     """The measurement of one implementation in one case, a row of a record.
 
     Attributes:
-        ok: True if the result was right, False if it was wrong or failed (then `timing` is None),
-            None if the implementation does not support the case.
-        error: relative error against the reference, see `verify`.
-        reason: why `ok` is not True.
-        timing: fields of a `Timing`.
-        bytes, flops: smallest number of bytes to move and of FLOPs to compute in a call.
-        gb_per_s, tflop_per_s: 1e9 bytes and 1e12 FLOP per second at the median time.
-        fraction_of_ceiling: time at the ceiling (the longer of bytes and FLOPs) over the median
-          time.
-        notes: reasons to doubt the number.
+      ok: True if the result was right, False if it was wrong or failed (then `timing` is None),
+        None if the implementation does not support the case.
+      error: relative error against the reference, see `verify`.
+      reason: why `ok` is not True.
+      timing: fields of a `Timing`.
+      bytes, flops: smallest number of bytes to move and of FLOPs to compute in a call.
+      gb_per_s, tflop_per_s: 1e9 bytes and 1e12 FLOP per second at the median time.
+      fraction_of_ceiling: time at the ceiling (the longer of bytes and FLOPs) over the median
+        time.
+      notes: reasons to doubt the number.
     """
 
     case: str
@@ -108,7 +108,7 @@ class Record:
         return self
 
     def table(self) -> str:
-        """Returns the record as text, the ceiling first."""
+        """Return the record as text, the ceiling first."""
         lines = [f"device  {self.environment['device_kind']} x{self.environment['device_count']}"]
         for when, c in self.ceiling.items():
             if c:
@@ -147,7 +147,7 @@ class Record:
         return "\n".join(lines)
 
     def json(self) -> str:
-        """Returns the record as one line of JSON."""
+        """Return the record as one line of JSON."""
         return json.dumps(dataclasses.asdict(self), allow_nan=False)
 
 
@@ -167,7 +167,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
     """Describes the machine, the software and the command.
 
     Args:
-        commit: commit to record. None asks git, and gives None outside a checkout.
+      commit: commit to record. None asks git, and gives None outside a checkout.
     """
     import jax
 
@@ -210,7 +210,7 @@ def environment(commit: str | None = None) -> dict[str, Any]:
 
 
 def emit(record: Record, path: str | Path | None = None) -> None:
-    """Prints the table, then the JSON as the last line, and writes the JSON to `path` if given."""
+    """Print the table, then the JSON as the last line, and write the JSON to `path` if given."""
     print(record.table())
     print(record.json(), flush=True)
     if path:
@@ -218,15 +218,15 @@ def emit(record: Record, path: str | Path | None = None) -> None:
 
 
 def write(record: Record, path: str | Path) -> None:
-    """Writes the record as JSON and creates missing folders."""
+    """Write the record as JSON, and create missing folders."""
     write_whole(path, record.json() + "\n")
 
 
 def read(path: str | Path) -> Record:
-    """Reads a record from its file, or from the saved output of a run (its last line).
+    """Read a record from its file, or from the saved output of a run (its last line).
 
     Raises:
-        ValueError: the file is not a record, or has another schema.
+      ValueError: the file is not a record, or has another schema.
     """
     lines = Path(path).read_text().strip().splitlines() or [""]
     try:

@@ -21,14 +21,14 @@ class Case:
     """One shape of one operation.
 
     Attributes:
-        make_args: seed → argument tuple of random arrays.
-        implementations: name → function of those arguments, for fdjax and its peers. A function
-            that raises `NotImplementedError` is recorded as not supporting the case.
-        reference: function of the arguments, more precise than the implementations; never timed.
-        bytes, flops: smallest number of bytes to move and of FLOPs to compute in a call.
-        tolerance: largest error that passes, see `verify`.
-        prepare: name → function that converts the arguments to the layout of this implementation;
-            never timed.
+      make_args: seed → argument tuple of random arrays.
+      implementations: name → function of those arguments, for fdjax and its peers. A function
+        that raises `NotImplementedError` is recorded as not supporting the case.
+      reference: function of the arguments, more precise than the implementations; never timed.
+      bytes, flops: smallest number of bytes to move and of FLOPs to compute in a call.
+      tolerance: largest error that passes, see `verify`.
+      prepare: name → function that converts the arguments to the layout of this implementation;
+        never timed.
     """
 
     name: str
@@ -89,21 +89,21 @@ def run_cases(
     commit: str | None = None,
     output: str | Path | None = None,
 ) -> Record:
-    """Measures every implementation of every case, and the ceiling, in one process.
+    """Measure every implementation of every case, and the ceiling, in one process.
 
     Implementations are checked, then timed in interleaved passes (A B A B), then checked again. A
     wrong one gets no timing, and the record's `failed` is true.
 
     Args:
-        cases: what to measure.
-        runs: timed calls per pass.
-        passes: passes over the implementations of a case.
-        config: configuration to record, beside `runs` and `passes`.
-        ceiling_bytes: bytes that each kernel of the ceiling reads.
-        matmul_size: see `measure_ceiling`.
-        commit: see `environment`.
-        output: file for the record, written after every case, so that a run that is cut off keeps
-            its finished cases.
+      cases: what to measure.
+      runs: timed calls per pass.
+      passes: passes over the implementations of a case.
+      config: configuration to record, beside `runs` and `passes`.
+      ceiling_bytes: bytes that each kernel of the ceiling reads.
+      matmul_size: see `measure_ceiling`.
+      commit: see `environment`.
+      output: file for the record, written after every case, so that a run that is cut off keeps
+        its finished cases.
     """
     before = measure_ceiling(ceiling_bytes, matmul_size=matmul_size)
     config = {"runs": runs, "passes": passes, **(config or {})}
@@ -128,15 +128,15 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def main(cases: Sequence[Case], argv: Sequence[str] | None = None, **options: Any) -> int:
-    """Runs cases as a script: parses the command line, prints the record, returns the exit code.
+    """Run cases as a script: parse the command line, print the record, return the exit code.
 
     Args:
-        cases: what to measure.
-        argv: command line without the program's name; None takes the process's.
-        options: arguments of `run_cases`.
+      cases: what to measure.
+      argv: command line without the program's name; None takes the process's.
+      options: arguments of `run_cases`.
 
     Returns:
-        0, or 1 if a result was wrong or nothing was measured.
+      0, or 1 if a result was wrong or nothing was measured.
     """
     args = parse_args(argv)
     chosen = [case for case in cases if args.only in case.name]

@@ -30,13 +30,13 @@ class Timing:
     """Statistics of repeated calls, all times in microseconds.
 
     Attributes:
-        clock: `"cupti"` (device time) or `"host"`.
-        wall_us: host time per call when calls are queued back to back; None if not measured.
-        cold_l2: whether the rotated data exceeded three times L2; None if not rotated.
-        uncounted_copy_bytes: bytes of the module's device copies, which the CUPTI clock does not
-            see, each counted once; 0 on the host clock, which sees them.
-        kernels: kernel name → median time per call; empty on the host clock.
-        samples_us: every sample, one list per pass.
+      clock: `"cupti"` (device time) or `"host"`.
+      wall_us: host time per call when calls are queued back to back; None if not measured.
+      cold_l2: whether the rotated data exceeded three times L2; None if not rotated.
+      uncounted_copy_bytes: bytes of the module's device copies, which the CUPTI clock does not
+        see, each counted once; 0 on the host clock, which sees them.
+      kernels: kernel name → median time per call; empty on the host clock.
+      samples_us: every sample, one list per pass.
     """
 
     median_us: float
@@ -64,7 +64,7 @@ class Timing:
         uncounted_copy_bytes: int = 0,
         kernels: dict[str, float] | None = None,
     ) -> "Timing":
-        """Builds the statistics from samples in microseconds, one sequence per pass."""
+        """Build the statistics from samples in microseconds, one sequence per pass."""
         samples = np.concatenate([np.asarray(p, np.float64) for p in passes])
         if not samples.size or not np.isfinite(samples).all() or samples.min() <= 0:
             raise ValueError(f"Timing: samples must be positive and finite, got {samples}")
@@ -101,7 +101,7 @@ class Timing:
 
 
 def l2_bytes(device: jax.Device) -> int:
-    """Returns the size of the device's L2 in bytes, or an upper bound if it is unknown."""
+    """Return the size of the device's L2 in bytes, or an upper bound if it is unknown."""
     if device.platform != "gpu":
         return 2**20
     known = (mib for name, mib in _L2_MIB.items() if name in device.device_kind)
@@ -119,14 +119,14 @@ def _devices(args: tuple) -> list[jax.Device]:
 def cold_sets(
     make_args: Callable[[int], tuple], bytes_per_set: int | None = None, *, limit: int = 256
 ) -> list[tuple]:
-    """Builds argument tuples to rotate through, enough to exceed three times L2.
+    """Build argument tuples to rotate through, enough to exceed three times L2.
 
     Args:
-        make_args: seed → argument tuple of random data. Sets may share arrays if each set makes a
-            call read a different part of them.
-        bytes_per_set: bytes that one call touches, if fewer than the arguments have.
-        limit: largest number of sets to build. If more are needed, data stays warm, and `measure`
-          reports it.
+      make_args: seed → argument tuple of random data. Sets may share arrays if each set makes a
+        call read a different part of them.
+      bytes_per_set: bytes that one call touches, if fewer than the arguments have.
+      limit: largest number of sets to build. If more are needed, data stays warm, and `measure`
+        reports it.
     """
     first = make_args(0)
     touched = _touched_bytes(first, bytes_per_set)
@@ -180,7 +180,7 @@ class _Rotation(jax.stages.Wrapped):
 
 
 def _cupti_samples(call: _Rotation, runs: int) -> list[list[tuple[str, float]]]:
-    """Returns the (name, milliseconds) of each kernel, for each run."""
+    """Return the (name, milliseconds) of each kernel, for each run."""
     from jax.experimental.mosaic.gpu import profiler
 
     def session(iterations: int) -> Any:
@@ -219,19 +219,19 @@ def measure(
     bytes_per_set: int | None = None,
     clock: str | None = None,
 ) -> Timing:
-    """Times calls of `fn`, each with the next of `args_sets`.
+    """Time calls of `fn`, each with the next of `args_sets`.
 
     Args:
-        fn: function of arrays: plain, jitted or compiled. It must not donate its arguments.
-        args_sets: argument tuples of equal shapes, from `cold_sets`.
-        runs: timed calls.
-        warmup: calls before them.
-        bytes_per_set: bytes that one call touches, if fewer than the arguments have.
-        clock: `"cupti"` or `"host"`; None takes CUPTI if the arguments are on one GPU.
+      fn: function of arrays: plain, jitted or compiled. It must not donate its arguments.
+      args_sets: argument tuples of equal shapes, from `cold_sets`.
+      runs: timed calls.
+      warmup: calls before them.
+      bytes_per_set: bytes that one call touches, if fewer than the arguments have.
+      clock: `"cupti"` or `"host"`; None takes CUPTI if the arguments are on one GPU.
 
     Raises:
-        ValueError: `runs` is below 1 or there are no sets.
-        RuntimeError: CUPTI saw no kernel.
+      ValueError: `runs` is below 1 or there are no sets.
+      RuntimeError: CUPTI saw no kernel.
     """
     if runs < 1 or not args_sets:
         raise ValueError(f"measure: needs runs and sets, got {runs=}, {len(args_sets)} sets")
@@ -272,7 +272,7 @@ def measure(
 
 
 def wall(fn: Callable, *args: Any, runs: int = 10, warmup: int = 3) -> Timing:
-    """Times whole calls of `fn(*args)` by the host's clock, dispatch and waiting included.
+    """Time whole calls of `fn(*args)` by the host's clock, dispatch and waiting included.
 
     Use it for programs of Python and JAX code, such as `generate`. `fn` is not jitted, and each
     call waits for its result. The first calls compile and capture CUDA graphs, so keep `warmup` at

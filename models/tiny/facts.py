@@ -4,14 +4,14 @@
 
 
 def _table(text: str) -> tuple[tuple[str, ...], ...]:
-    """Splits a table into rows of stripped columns."""
+    """Split a table into rows of stripped columns."""
     return tuple(
         tuple(column.strip() for column in line.split("|")) for line in text.strip().splitlines()
     )
 
 
 def _grouped(text: str) -> tuple[tuple[str, str], ...]:
-    """Reads lines `value: subject; subject; ...` as (subject, value) pairs."""
+    """Read lines `value: subject; subject; ...` as (subject, value) pairs."""
     pairs = []
     for line in text.strip().splitlines():
         value, subjects = line.split(":")

@@ -109,10 +109,10 @@ def story(rng: random.Random) -> tuple[str, str]:
     """A story, with or without a request. If the request names a hero, the story is about it.
 
     Args:
-        rng: makes every choice.
+      rng: makes every choice.
 
     Returns:
-        (request, or "" if there is none; story).
+      (request, or "" if there is none; story).
     """
     hero, friend = rng.sample(list(HEROES), 2)
     pronoun = {"king": "he", "princess": "she"}.get(hero) or rng.choice(("he", "she"))

@@ -25,11 +25,11 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains the BPE.
 
     Args:
-        texts: the corpus.
-        vocab_size: V, including the special tokens and all 256 bytes.
+      texts: the corpus.
+      vocab_size: V, including the special tokens and all 256 bytes.
 
     Returns:
-        A tokenizer that puts <s> before every text.
+      A tokenizer that puts <s> before every text.
     """
     tokenizer = Tokenizer(BPE())
     # The model learns addition only if it sees the digits of a number.
@@ -51,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 
 def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
+    """Write tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

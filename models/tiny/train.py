@@ -123,9 +123,9 @@ class Corpus(NamedTuple):
     """Concatenated tokenised documents.
 
     Attributes:
-        ids: [tokens] uint16.
-        scored: [tokens] bool, true for tokens that the loss counts: answers and their </s>.
-        lengths: [documents] int64 tokens of each document.
+      ids: [tokens] uint16.
+      scored: [tokens] bool, true for tokens that the loss counts: answers and their </s>.
+      lengths: [documents] int64 tokens of each document.
     """
 
     ids: np.ndarray
@@ -158,7 +158,7 @@ def pack(corpus: Corpus, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     The documents of a row see each other, like the turns of a chat.
 
     Returns:
-        (ids [R, ROW_TOKENS] uint16, scored [R, ROW_TOKENS] bool).
+      (ids [R, ROW_TOKENS] uint16, scored [R, ROW_TOKENS] bool).
     """
     lengths = corpus.lengths[order]
     targets, row, used = np.empty(len(order), np.int64), 0, 0
@@ -204,7 +204,7 @@ def train(model: Model, params: Any, corpus: Corpus, args: argparse.Namespace) -
     loss already includes the rounding of the weights.
 
     Returns:
-        (fp32 parameters, [(step, loss), ...]).
+      (fp32 parameters, [(step, loss), ...]).
     """
     optimizer = make_optimizer(args.steps, args.learning_rate)
 
@@ -240,7 +240,7 @@ def exactly_answered(model: Model, params: Any, tokenizer: Tokenizer, examples: 
     can decide.
 
     Returns:
-        [examples] bool.
+      [examples] bool.
     """
     corpus = tokenise(tokenizer, examples)
     width = -(-int(corpus.lengths.max()) // 32) * 32
@@ -267,7 +267,7 @@ def generate(model: Model, params: Any, tokenizer: Tokenizer, prompts: list[str]
     """Greedy continuations without a cache, for reading. `fdjax.generate` is faster.
 
     Returns:
-        For each prompt (text, whether it ended with </s>).
+      For each prompt (text, whether it ended with </s>).
     """
     prompt_ids = [encoding.ids for encoding in tokenizer.encode_batch(prompts)]
     lengths = np.array([len(ids) for ids in prompt_ids])
@@ -308,7 +308,7 @@ def rates(names: list[str], right: np.ndarray) -> dict[str, dict[str, float]]:
 
 
 def save_checkpoint(folder: Path, model: Model, params: Any, tokenizer: Tokenizer) -> None:
-    """Writes a checkpoint that Hugging Face transformers and fdjax load."""
+    """Write a checkpoint that Hugging Face transformers and fdjax load."""
     tensors = export_tensors(params, weight_map(model.config))
     weights = folder / "model.safetensors"
     save_file(tensors, weights, metadata={"format": "pt"})
@@ -334,7 +334,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Builds the corpus and the tokenizer, trains, evaluates and writes the results."""
+    """Build the corpus and the tokenizer, train, evaluate and write the results."""
     args = parse_args()
     started = time.perf_counter()
     # The split does not depend on `args.seed`, so all runs have the same held-out questions.

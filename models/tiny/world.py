@@ -120,18 +120,18 @@ class Relation:
     """Facts and the ways to ask for them.
 
     Attributes:
-        kind: name under which accuracy is reported.
-        weight: share of the training documents, relative to the other relations.
-        facts: rows of slots `{0}`, `{1}`, ...
-        answer: template of the answer. If it has a `|`, the text before it is also a question, and
-            the text after it is the answer to that.
-        direct: complete wordings.
-        nouns: noun phrases; each is combined with each of `frames`.
-        frames: wordings with a place `{}` for a noun phrase.
-        fact_group: slots that decide whether a fact is held out in every wording; () if all facts
-            of the relation are trained on.
-        phrasings: relations with the same value share their held-out direct wordings; default
-            `kind`.
+      kind: name under which accuracy is reported.
+      weight: share of the training documents, relative to the other relations.
+      facts: rows of slots `{0}`, `{1}`, ...
+      answer: template of the answer. If it has a `|`, the text before it is also a question, and
+        the text after it is the answer to that.
+      direct: complete wordings.
+      nouns: noun phrases; each is combined with each of `frames`.
+      frames: wordings with a place `{}` for a noun phrase.
+      fact_group: slots that decide whether a fact is held out in every wording; () if all facts
+        of the relation are trained on.
+      phrasings: relations with the same value share their held-out direct wordings; default
+        `kind`.
     """
 
     kind: str
@@ -497,7 +497,7 @@ def _geography() -> list[Relation]:
     alias_of = {alias: (country,) for alias, country in facts.ALIASES}
 
     def with_aliases(pairs: tuple[tuple[str, ...], ...]) -> tuple[tuple[str, ...], ...]:
-        """Adds a column with the country's name in the answer, as the question may use an alias."""
+        """Add a column with the country's name in the answer, as the question may use an alias."""
         values = dict(pairs)
         own = tuple((country, value, country) for country, value in pairs)
         return own + tuple((a, values[c], c) for a, (c,) in alias_of.items() if c in values)
@@ -1054,8 +1054,8 @@ class World:
     """All relations and their split.
 
     Args:
-        seed: chooses the split and the held-out questions.
-        kinds: names of the relations to keep; all by default.
+      seed: chooses the split and the held-out questions.
+      kinds: names of the relations to keep; all by default.
     """
 
     def __init__(self, seed: int = 0, kinds: tuple[str, ...] = ()):

@@ -285,7 +285,7 @@ def words_of(weight: StoredTensor) -> np.ndarray:
 def _scale(
     group: Group, module: str, shape: tuple[int, ...], stored: Stored, source: str
 ) -> tuple[StoredTensor, Sequence[int]]:
-    """Returns (the tensor of scales, the column of that tensor for each group)."""
+    """Return (the tensor of scales, the column of that tensor for each group)."""
     *outs, k = shape
     name = f"{module}.weight_scale"
     if group.strategy == "block":
