@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import types
+from asyncio import CancelledError
 from pathlib import Path
 
 import jax
@@ -587,7 +588,7 @@ def test_a_logits_processor_that_returns_no_real_numbers(lm, truth, dtype):
 
 
 @pytest.mark.parametrize("what", ["stopping_criteria", "logits_processors"])
-@pytest.mark.parametrize("error", [StopIteration, GeneratorExit])
+@pytest.mark.parametrize("error", [StopIteration, GeneratorExit, SystemExit, CancelledError])
 def test_a_function_of_the_caller_does_not_end_our_loop(lm, truth, what, error):
     def raises(*args):
         raise error
@@ -598,6 +599,24 @@ def test_a_function_of_the_caller_does_not_end_our_loop(lm, truth, what, error):
     for call in (used.generate, lambda *args, **options: list(used.stream(*args, **options))):
         with pytest.raises(RuntimeError, match=message):
             call(truth[1][0], **options)
+    assert used.generate(truth[1][0], max_new_tokens=4, **GREEDY).tokens == [truth[1][1][:4]]
+
+
+@pytest.mark.parametrize("what", ["stopping_criteria", "logits_processors"])
+@pytest.mark.parametrize("how", ["generate", "stream", "submit"])
+def test_a_function_of_the_caller_must_not_generate(lm, truth, what, how):
+    used = fresh(lm)
+
+    def asks(*args):
+        if how == "generate":
+            used.generate(truth[1][0], max_new_tokens=1, **GREEDY)
+        elif how == "stream":
+            list(used.stream(truth[1][0], max_new_tokens=1, **GREEDY))
+        else:
+            used.submit(truth[1][0], max_new_tokens=1, **GREEDY).result(timeout=60)
+
+    with pytest.raises(RuntimeError, match="must not generate with the model that calls it"):
+        used.generate(truth[1][0], max_new_tokens=4, **GREEDY, **{what: asks})
     assert used.generate(truth[1][0], max_new_tokens=4, **GREEDY).tokens == [truth[1][1][:4]]
 
 

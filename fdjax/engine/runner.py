@@ -38,6 +38,7 @@ from fdjax.engine.state import (
 from fdjax.engine.watch import waiting
 from fdjax.pallas_kernels.attention import SharedPages
 from fdjax.sampling.beams import BeamState, are_aligned
+from fdjax.sampling.callbacks import in_processor
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors, Sampling
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -56,6 +57,7 @@ _TOKENS_OF_A_CALL = 128
 _PROMPT_TOKENS_BEFORE_FEW_ROWS = 32768
 # Rows of the program that sets tokens which the cache holds already, if there is more than one.
 _BEGINNINGS = 16
+_MANY_SUBMITTED = 256
 # A state shrinks to one of these numbers of rows if that at least halves it, if all sequences fit,
 # and if one of them needs at least this many more steps. Each number of rows needs a program.
 _FEWER_ROWS, _STEPS_OF_FEWER_ROWS = (32, 128), 64
@@ -462,8 +464,9 @@ class Runner:
         self._rows_before: set[int] = set()
         self._condition = threading.Condition()
         self._table_is_old = False
-        self._advancing = False
-        self._submitted: list[Call] = []
+        self._advancing: int | None = None  # the thread that advances the sequences
+        self._submitted: collections.deque[Call] = collections.deque()
+        self._many = _MANY_SUBMITTED  # with so many of them, those that have ended are left out
         self._background = False
         self.aborted = False
 
@@ -494,7 +497,10 @@ class Runner:
         """Run a call in the background."""
         self._arrivals.append(call)
         with self._condition:
-            self._submitted = [c for c in self._submitted if not c.ended] + [call]
+            self._submitted.append(call)
+            if len(self._submitted) >= self._many:
+                self._submitted = collections.deque(c for c in self._submitted if not c.ended)
+                self._many = max(_MANY_SUBMITTED, 2 * len(self._submitted))
             if not self._background:
                 self._background = True
                 threading.Thread(target=self._run_submitted, name="fdjax", daemon=True).start()
@@ -517,7 +523,7 @@ class Runner:
         """End the sequences of a call."""
         call.cancelled = True
         with self._condition:
-            if not self._advancing:
+            if self._advancing is None:
                 self._settle()
             self._condition.notify_all()
 
@@ -531,26 +537,37 @@ class Runner:
         left = True
         try:
             while left:
-                self._advance_until(lambda: all(call.ended for call in self._submitted))
+                self._advance_until(self._all_submitted_ended)
                 with self._condition:
-                    left = self._background = not all(call.ended for call in self._submitted)
+                    left = self._background = not self._all_submitted_ended()
         finally:
             with self._condition:
                 self._background = False
                 self._condition.notify_all()
+
+    def _all_submitted_ended(self) -> bool:
+        while self._submitted and self._submitted[0].ended:
+            self._submitted.popleft()
+        return not self._submitted
 
     def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
         """Advance all sequences, in turns with other threads, until `ready` or the time `until`."""
         refuse_forked()
         while True:
             with self._condition:
+                nested = self._advancing == threading.get_ident() or in_processor()
+                if nested and not ready():
+                    raise RuntimeError(
+                        "generate: a logits processor or stopping criterion must not generate with "
+                        "the model that calls it; load a second model"
+                    )
                 left = None if until is None else until - time.monotonic()
-                self._condition.wait_for(lambda: ready() or not self._advancing, left)
+                self._condition.wait_for(lambda: ready() or self._advancing is None, left)
                 if ready():
                     return
                 if until is not None and time.monotonic() >= until:
                     raise TimeoutError("generate: no result within the time allowed")
-                self._advancing = True
+                self._advancing = threading.get_ident()
             try:
                 with transfers_allowed():
                     self._advance()
@@ -561,7 +578,7 @@ class Runner:
                 raise
             finally:
                 with self._condition:
-                    self._advancing = False
+                    self._advancing = None
                     self._condition.notify_all()
 
     def _advance(self) -> None:

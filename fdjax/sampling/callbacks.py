@@ -1,7 +1,17 @@
 """Calls functions that the caller of `generate` has given."""
 
+import threading
 from collections.abc import Callable
 from typing import Any
+
+PROCESSOR, CRITERION = "logits processor", "stopping criterion"
+
+_running = threading.local()
+
+
+def in_processor() -> bool:
+    """Whether this thread runs a logits processor. JAX waits for it, so it must not use JAX."""
+    return getattr(_running, "what", None) == PROCESSOR
 
 
 def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -12,13 +22,21 @@ def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
       function, *args: the function and its arguments.
 
     Raises:
-      RuntimeError: the function raised StopIteration or GeneratorExit. They would end our own
-        generators without an error.
+      RuntimeError: the function raised StopIteration, which would end our own generators without
+        an error, or something that is no `Exception`, which would end the requests of others.
+        Ctrl-C, a KeyboardInterrupt in the main thread, stays what it is.
     """
+    before, _running.what = getattr(_running, "what", None), what
     try:
         return function(*args)
-    except (StopIteration, GeneratorExit) as error:
+    except BaseException as error:
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        is_interrupt = isinstance(error, KeyboardInterrupt) and in_main_thread
+        if is_interrupt or (isinstance(error, Exception) and not isinstance(error, StopIteration)):
+            raise
         raise RuntimeError(
             f"generate: {what} {function} raised {type(error).__name__}; raise another error, "
             "or end a row by a stopping criterion that returns True"
         ) from error
+    finally:
+        _running.what = before

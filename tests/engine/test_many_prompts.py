@@ -549,12 +549,19 @@ def test_the_text_of_a_submitted_request_needs_a_tokenizer(lm):
     assert len(request.result(timeout=120).tokens[0]) == 2
 
 
-def test_the_error_of_a_submitted_request_is_raised_where_it_is_waited_for(lm):
+@pytest.mark.parametrize(
+    ("error", "raised"), [(KeyError, KeyError), (KeyboardInterrupt, RuntimeError)]
+)
+def test_the_error_of_a_submitted_request_is_raised_where_it_is_waited_for(lm, error, raised):
     def refuse(tokens):
-        raise KeyError("mine")
+        raise error("mine")
 
     request = lm.submit([5, 6], max_new_tokens=5, stopping_criteria=(refuse,))
-    with pytest.raises(KeyError):
+    # In the background thread, a KeyboardInterrupt is no Ctrl-C.
+    lm.engine.runner.join(timeout=60)
+    assert request.done
+    with pytest.raises(raised):
         request.result(timeout=120)
-    with pytest.raises(KeyError):
+    with pytest.raises(raised):
         collections.deque(request, maxlen=0)
+    assert len(lm.generate([5, 6], max_new_tokens=2).tokens[0]) == 2
