@@ -12,10 +12,10 @@ from fdjax.cli.shared import EMBEDDED, MODEL, read_text, say
 HELP = "write a checkpoint with weights of 4 or 8 bits"
 DESCRIPTION = (
     "Quantise the weights of a model's linear layers and write a checkpoint in the format "
-    '"pack-quantized" of compressed-tensors, which transformers also loads, except Granite MoE and '
-    "gpt-oss. The model first runs on texts, so that the weights that matter lose less. Without "
-    "--text, it writes them itself. With --text, a part shows how much the answers change. See "
-    "docs/quantised.md."
+    '"pack-quantized" of compressed-tensors, which transformers also loads, except Granite MoE, '
+    "gpt-oss and GPT-2. The model first runs on texts, so that the weights that matter lose less. "
+    "Without --text, it writes them itself. With --text, a part shows how much the answers change. "
+    "See docs/quantised.md."
 )
 # Tokens of a piece of the text. A short text is cut into shorter pieces, so that there are enough.
 _PIECE_TOKENS, _LEAST_TOKENS, _LEAST_PIECES = 512, 32, 8
@@ -115,8 +115,8 @@ def run(args: argparse.Namespace) -> int:
         other = fdjax.load(str(args.output), calibration=False)
         print(quantise.compare_models(reference.engine, other.engine, compared))
     say(f"written to {args.output}")
-    if quantise.experts_in_one(config):
-        say("transformers cannot load the experts, because a tensor holds all experts of a layer")
+    if why := quantise.why_transformers_cannot(config):
+        say(f"transformers cannot load this model: {why}")
     return 0
 
 

@@ -25,12 +25,12 @@ from fdjax.weights.checkpoint import by_our_names
 from fdjax.weights.formats.layer import StoredLinear
 from fdjax.weights.formats.mxfp4 import GROUP as MX_GROUP
 from fdjax.weights.formats.scheme import scheme_of, stored_linears
-from fdjax.weights.quantise import GROUPS, KEPT, quantise, to_quantise
+from fdjax.weights.quantise import GROUPS, quantise, to_quantise
 from fdjax.weights.stored import DTYPES, FLOATS, INDEX, StoredTensor, read_json
 from fdjax.weights.written import SHARD_BYTES, Planned, write_tensors
 
 # Files of a checkpoint that are copied.
-_COPIED = ("*.json", "*.jinja", "*.model", "*.txt")
+_COPIED = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt")
 _NAMES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 
 
@@ -101,8 +101,9 @@ def quantise_checkpoint(
     ]
     groups += [_mxfp4(_module(name), linear) for name, linear in in_mxfp4.items()]
     output.mkdir(parents=True, exist_ok=True)
-    _copy_files(folder, output)
     written = write_tensors(output, groups, shard_bytes=shard_bytes, progress=progress)
+    # Last, so that a run that is interrupted leaves an empty folder.
+    _copy_files(folder, output)
     data |= {"quantization_config": _described(config, weights, bits, group, in_mxfp4)}
     (output / "config.json").write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
     return written
@@ -137,6 +138,17 @@ def experts_in_one(config: DecoderConfig) -> list[str]:
         and isinstance(weight.outputs_first()[0].layout, AllExperts)
         for name, _ in weight.sources
     ]
+
+
+def why_transformers_cannot(config: DecoderConfig) -> str | None:
+    """Why transformers cannot load the quantised model, or None if it can."""
+    if experts_in_one(config):
+        return "a tensor holds all experts of a layer"
+    weights = weight_map(config)
+    paths = (("blocks", 0, *linear.path, "weight") for linear in config.blocks[0].linears.values())
+    if any(weights[path].outputs_first()[1] for path in paths):
+        return "it only quantises nn.Linear, and these layers are Conv1D"
+    return None
 
 
 def _packed(tensor: StoredTensor, form: WeightFormat, swap: bool, changes: Smoothed):
@@ -203,7 +215,9 @@ def _copy_files(folder: Path, output: Path) -> None:
     for pattern in _COPIED:
         for file in folder.glob(pattern):
             if file.is_file() and file.name not in skipped:
-                shutil.copyfile(file, output / file.name)
+                target = output / file.relative_to(folder)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
 
 
 def _described(
@@ -216,9 +230,9 @@ def _described(
     """The `quantization_config` of the new checkpoint."""
     kept = [
         _module(name)
-        for i, block in enumerate(config.blocks)
-        for linear in (block.linears[part] for part in KEPT if part in block.linears)
-        for name, _ in weights["blocks", i, *linear.path, "weight"].sources
+        for path, weight in weights.items()
+        if path[-1] == "weight" and config.format_of(path) is None
+        for name, _ in weight.sources
     ]
     in_one = [_module(name) for name in experts_in_one(config) if name not in in_mxfp4]
     strategy = "channel" if group is None else "group"
@@ -234,7 +248,8 @@ def _described(
         "format": "mixed-precision" if in_mxfp4 else "pack-quantized",
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": ["lm_head", *kept],
+        # In transformers, a head without weights of its own is a linear layer as well.
+        "ignore": list(dict.fromkeys(["lm_head", *kept])),
         "kv_cache_scheme": None,
     }
 

@@ -208,6 +208,59 @@ def test_a_failure_leaves_no_file_that_looks_complete(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "kept"),
+    [
+        ("opt_350m", {"model.decoder.project_in", "model.decoder.project_out"}),
+        ("gpt_neox", {"embed_out"}),
+        ("llama3_gqa_tied", set()),
+    ],
+)
+def test_transformers_learns_what_is_not_quantised(case, kept, tmp_path, capsys):
+    source, output = str(FIXTURES / case), tmp_path / "out"
+    assert (
+        main(["quantize", source, "--weights-only", "--group", "16", "--output", str(output)]) == 0
+    )
+    described = read_json(output / "config.json")["quantization_config"]
+    assert set(described["ignore"]) == {"lm_head", *kept}
+    assert "transformers cannot" not in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_what_transformers_cannot_load_is_said(tmp_path, capsys):
+    source, output = str(FIXTURES / "gpt2"), str(tmp_path / "out")
+    assert main(["quantize", source, "--weights-only", "--group", "16", "--output", output]) == 0
+    assert "transformers cannot load this model: it only quantises" in capsys.readouterr().err
+
+
+def test_chat_templates_are_copied(tmp_path):
+    source, output = tmp_path / "source", tmp_path / "out"
+    shutil.copytree(FIXTURES / "llama3_gqa_tied", source)
+    (source / "chat_template.jinja").write_text("default")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    options = ["--weights-only", "--group", "16", "--output", str(output)]
+    assert main(["quantize", str(source), *options]) == 0
+    assert (output / "chat_template.jinja").read_text() == "default"
+    assert (output / "additional_chat_templates" / "tool_use.jinja").read_text() == "tools"
+
+
+def test_an_interrupted_run_can_be_repeated(tmp_path, monkeypatch):
+    output = tmp_path / "out"
+    options = ["--weights-only", "--group", "16", "--output", str(output)]
+    command = ["quantize", str(FIXTURES / "llama3_gqa_tied"), *options]
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tool, "quantise", interrupted)
+        assert main(command) == 130
+    assert not any(output.iterdir())
+    assert main(command) == 0
+
+
 def test_one_tensor_is_made_at_a_time(tmp_path):
     """Each tensor is in the file before the next one is made."""
     seen = []
@@ -536,7 +589,9 @@ def test_experts_in_one_tensor_are_written(case, bits, tmp_path, capsys, monkeyp
     group = ["--group", "16"] if bits == 4 else []
     command = ["quantize", str(folder), "--bits", str(bits), *group, "--output", str(output)]
     assert main([*command, "--weights-only"]) == 0
-    assert "transformers cannot load the experts" in capsys.readouterr().err
+    assert (
+        "transformers cannot load this model: a tensor holds all experts" in capsys.readouterr().err
+    )
     lm = fdjax.load(str(output), compilation_cache=False, progress=False)
     direct = fdjax.load(str(folder), quantize=f"int{bits}", compilation_cache=False, progress=False)
     assert lm.config == direct.config
