@@ -107,7 +107,10 @@ class Number:
         return value
 
     def _has(self, value) -> bool:
-        return (self.kind is int or math.isfinite(value)) and self.accepts(value)
+        try:
+            return (self.kind is int or math.isfinite(value)) and self.accepts(value)
+        except OverflowError:  # an integer that is too large for a float
+            return False
 
     def __str__(self) -> str:
         return f"{'an integer' if self.kind is int else 'a number'} {self.within}"

@@ -43,16 +43,18 @@ def build(path: Path, files: TokenizerFiles) -> tokenizers.Tokenizer:
         raise CheckpointError(f"{path}: not a tokenizer ({error})") from None
     check_tokenizer(stored, path)
     tokenizer, pipeline = stored, _PIPELINES.get(files.kind)
-    if pipeline is not None and isinstance(stored.model, models.BPE):
-        tokenizer = pipeline(stored.model, files)
-        tokenizer.post_processor = stored.post_processor
+    config = path.with_name("tokenizer_config.json")
     try:
+        if pipeline is not None and isinstance(stored.model, models.BPE):
+            tokenizer = pipeline(stored.model, files)
+            tokenizer.post_processor = stored.post_processor
         _add_tokens(tokenizer, stored, files)
     except (TypeError, ValueError) as error:
-        config = path.with_name("tokenizer_config.json")
         raise CheckpointError(f"{config}: a token cannot be added ({error})") from None
     if files.kind == "CodeLlamaTokenizer" and tokenizer is not stored:
-        bos = files.texts()["bos_token"]
+        bos = files.texts().get("bos_token")
+        if not bos:
+            raise CheckpointError(f"{config}: a {files.kind} needs a bos_token, got {bos!r}")
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos}:0 $A:0", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )

@@ -91,15 +91,20 @@ class TokenizerFiles:
         given = {
             name: source[name] for source in (options, older) for name in _NAMES if name in source
         }
+        for name, token in [*given.items(), *((f"token {t!r}", t) for t in extra)]:
+            if token is not None:
+                _expect(text_of(token), str, name, path)
         if keeps_added:
             special = {text_of(token) for token in [*given.values(), *extra] if token}
             ids = read_json(added_path, required=False)
+            for text, i in ids.items():
+                _expect(i, int, text, added_path)
             added = {
                 i: {"content": text, "special": text in special, "normalized": text not in special}
                 for text, i in ids.items()
             }
         named = _DEFAULTS.get(kind, {}) | given | specific
-        for name, token in [*named.items(), *((f"token {t!r}", t) for t in extra)]:
+        for name, token in named.items():
             if token is not None:
                 _expect(text_of(token), str, name, path)
         return cls(

@@ -529,6 +529,8 @@ def test_what_was_chosen_is_not_warned_of(lm):
         ({"logit_bias": {999: 1.0}}, "logit_bias has id 999"),
         ({"logit_bias": {3: 101.0}}, r"logit_bias of 3 must be a number in \[-100, 100\]"),
         ({"logit_bias": {3: float("nan")}}, "logit_bias of 3 must be a number"),
+        ({"logit_bias": {3: 10**400}}, "logit_bias of 3 must be a number"),
+        ({"temperature": 10**400}, "temperature must be a number"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias must map ids to numbers"),
         ({"bad_words_ids": [[]]}, "bad_words_ids must hold no empty sequence"),
         ({"bad_words_ids": [3]}, "bad_words_ids must be"),

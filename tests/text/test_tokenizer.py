@@ -324,6 +324,13 @@ def test_files_beside_tokenizer_json_mean_what_they_mean_in_transformers(tmp_pat
         ({"added_tokens_decoder": 5}, "the added tokens must be a dict by id"),
         ({"added_tokens_decoder": {"400": 7}}, "'added token 400' has a value of the wrong"),
         ({"added_tokens_decoder": {"400": {"content": "a", "lstrip": "b"}}}, "cannot be added"),
+        ({"bos_token": [None]}, "'bos_token' has a value of the wrong type"),
+        (
+            {"tokenizer_class": "CodeLlamaTokenizer", "bos_token": None},
+            "needs a bos_token, got None",
+        ),
+        ({"tokenizer_class": "CodeLlamaTokenizer", "bos_token": ""}, "needs a bos_token, got ''"),
+        ({"tokenizer_class": "GemmaTokenizer", "unk_token": "\ud800"}, "cannot be added"),
     ],
     ids=repr,
 )
@@ -334,6 +341,12 @@ def test_a_damaged_tokenizer_config_is_named(tmp_path, files, message):
     assert str(caught.value).startswith(f"{tmp_path / 'tokenizer_config.json'}: ")
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_damaged_id_of_an_added_token_is_named(tmp_path):
+    write_folder(tmp_path, "llama2_mha", {}, {"added_tokens.json": {"x": []}})
+    with pytest.raises(CheckpointError, match=r"added_tokens\.json: 'x' has a value of the wrong"):
+        Tokenizer(tmp_path)
 
 
 def test_a_panic_while_a_tokenizer_is_read_is_the_files_fault(tmp_path):
