@@ -7,7 +7,9 @@ import argparse
 import codecs
 import dataclasses
 import hashlib
+import itertools
 import json
+import math
 import re
 import sys
 import time
@@ -24,6 +26,9 @@ from fdjax.system import progress
 from fdjax.system.files import write_whole
 from fdjax.text.conversation import chat_ids, split_options
 from fdjax.weights.checkpoint import fingerprint, locate, read_json
+
+# Files of a checkpoint that change its answers, beside the weights.
+_SETTINGS = ("*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.txt")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +128,6 @@ class AnswerFile:
         self.done: set[int] = set()
 
     def __enter__(self) -> "AnswerFile":
-        beside = self.path.with_name(self.path.name + ".run.json")
         if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise UsageError(f"generate: --output {self.path}: not a file")
         try:
@@ -132,7 +136,7 @@ class AnswerFile:
             raise UsageError(f"generate: --output {self.path}: {error.strerror}") from None
         try:
             _lock(self._file, self.path)
-            self._resume(beside)
+            self._resume(self.path.with_name(self.path.name + ".run.json"))
         except BaseException:
             self._file.close()
             raise
@@ -215,7 +219,7 @@ def _lines(data: bytes, path: Path) -> Iterator[Line]:
         if not text.strip():
             continue
         try:
-            value = json.loads(text.decode(), parse_constant=_refuse_constant)
+            value = json.loads(text.decode(), parse_constant=_refuse_constant, parse_float=_finite)
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path}: line {number} is not JSON: {error}") from None
         fields = value if isinstance(value, dict) else {"prompt": value}
@@ -235,6 +239,12 @@ def _refuse_constant(name: str) -> None:
     raise ValueError(f"{name} is none of its values")
 
 
+def _finite(text: str) -> float:
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{text} is too large")
+    return value
+
+
 def _prompt(lm: "fdjax.LM", line: Line, system: str | None) -> Any:
     """The prompt of a line in the form that `generate_iter` takes."""
     messages = line.prompt if line.is_chat else [{"role": "user", "content": line.prompt}]
@@ -252,12 +262,22 @@ def _run_of(args: argparse.Namespace, data: bytes, options: dict[str, Any]) -> d
     names = "system", "dtype", "kv_dtype", "logprobs"
     asked = options | {name: getattr(args, name) for name in names}
     folder = locate(args.model)
-    config = json.dumps(read_json(folder / "config.json")).encode()
+    read_json(folder / "config.json")  # raises if the folder is no checkpoint
     return {
-        "model": [args.model, hashlib.sha256(config).hexdigest(), fingerprint(folder)],
+        "model": [args.model, _digest_of_settings(folder), fingerprint(folder)],
         "options": {name: value for name, value in sorted(asked.items()) if value is not None},
         "input": hashlib.sha256(data).hexdigest(),
     }
+
+
+def _digest_of_settings(folder: Path) -> str:
+    """Digest of the files of a checkpoint that are no weights, such as its default options."""
+    found = itertools.chain.from_iterable(folder.glob(pattern) for pattern in _SETTINGS)
+    digest = hashlib.sha256()
+    for path in sorted(path for path in found if path.is_file()):
+        digest.update(str(path.relative_to(folder)).encode() + b"\0")
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _lock(file: BinaryIO, path: Path) -> None:

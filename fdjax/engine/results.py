@@ -245,6 +245,9 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"{len(answers)} answers were complete; see `answers` of this exception")
         self.answers = list(answers)
 
+    def __reduce__(self):
+        return type(self), (self.answers,)
+
 
 class TextStream(Iterator[str]):
     """Pieces of the text of one prompt, as they come.

@@ -124,6 +124,15 @@ def test_answers_of_other_weights_are_not_mixed(files, by_default, capsys, tmp_p
     assert "holds answers of another model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["generation_config.json", "chat_template.jinja"])
+def test_answers_of_other_defaults_are_not_mixed(files, by_default, capsys, tmp_path, name):
+    folder = shutil.copytree(by_default, tmp_path / "model")
+    assert run(files, "--model", str(folder)) == 0
+    (folder / name).write_text('{"temperature": 5.0}')
+    assert run(files, "--model", str(folder)) == 2
+    assert "holds answers of another model" in capsys.readouterr().err
+
+
 def test_a_folder_that_is_no_checkpoint_is_named(files, capsys, tmp_path):
     assert run(files, "--model", str(tmp_path)) == 1
     assert "no config.json; is this a checkpoint folder?" in capsys.readouterr().err
@@ -141,6 +150,7 @@ def test_a_folder_that_is_no_checkpoint_is_named(files, capsys, tmp_path):
         ('{"prompt": null}', '"prompt" of line 2 must be a text or token ids'),
         ('{"messages": "Hi"}', '"messages" of line 2 must be a list of messages'),
         ('{"prompt": "a", "id": NaN}', "line 2 is not JSON: NaN"),
+        ('{"prompt": "a", "id": 1e999}', "line 2 is not JSON: 1e999 is too large"),
         ("[" * 100_000, "line 2 is not JSON: maximum recursion depth"),
         ("\xff", "line 2 is not JSON: 'utf-8' codec can't decode"),
     ],
@@ -224,6 +234,8 @@ def test_arguments_that_do_not_go_together(files, capsys):
     assert "absent.jsonl: No such file" in capsys.readouterr().err
     assert main(["generate", "--input", str(files[0]), "--output", "/absent/out"]) == 2
     assert "/absent/out: No such file" in capsys.readouterr().err
+    assert main(["generate", "--input", str(files[0]), "--output", "."]) == 2
+    assert ".: Is a directory" in capsys.readouterr().err
     assert main(["generate", "--input", str(files[0]), "--output", os.devnull]) == 2
     assert f"{os.devnull}: not a file" in capsys.readouterr().err
 

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import pickle
 import threading
 
 import jax
@@ -493,6 +494,8 @@ def test_an_interrupt_keeps_what_is_complete(lm, monkeypatch, after):
         lm.generate(ids, max_new_tokens=new, **OPTIONS)
     assert isinstance(stop.value, fdjax.Interrupted)
     answers = stop.value.answers
+    copied = pickle.loads(pickle.dumps(stop.value))
+    assert (str(copied), len(copied.answers)) == (str(stop.value), len(answers))
     assert len(answers) < 12 and bool(answers) == (after > 0)
     for answer in answers:
         assert answer.tokens == whole.tokens[answer.index]
