@@ -32,7 +32,7 @@ _MAX_INT_BITS = 2**16
 _MAX_COUNT = 100_000
 # Limit for the input of filters and methods whose time grows faster than their input.
 _MAX_SLOW_SIZE = 2**16
-_SLOW_FILTERS = frozenset({"pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
+_SLOW_FILTERS = frozenset({"int", "pprint", "striptags", "urlize", "wordwrap", "xmlattr"})
 
 
 class TemplateLimitError(Exception):

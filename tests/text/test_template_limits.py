@@ -109,6 +109,7 @@ def test_a_value_counts_before_it_is_used(double, monkeypatch):
         ("{{ messages | tojson(indent=10**9) }}", "asks for more than 100,000"),
         ("{{ (1).to_bytes(10**10, 'big') }}", "asks for more than 100,000"),
         ("{{ 1 | round(10**9, 'ceil') }}", "asks for more than 300"),
+        ("{{ ('f' * 10**6) | int(0, 16) % 7 }}", "filter 'int' gets more than 65,536"),
         ("{{ ('<' * 10**6) | striptags }}", "filter 'striptags' gets more than 65,536"),
         ("{{ 'a'.strip('b' * 10**6) }}", "strips more than 65,536"),
         ("{{ range(99999) | map('center', 99999) | list }}", "too many long texts"),
