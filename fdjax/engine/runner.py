@@ -38,7 +38,6 @@ from fdjax.engine.state import (
 from fdjax.engine.watch import waiting
 from fdjax.pallas_kernels.attention import SharedPages
 from fdjax.sampling.beams import BeamState, are_aligned
-from fdjax.sampling.callbacks import in_processor
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors, Sampling
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -555,8 +554,7 @@ class Runner:
         refuse_forked()
         while True:
             with self._condition:
-                nested = self._advancing == threading.get_ident() or in_processor()
-                if nested and not ready():
+                if self._advancing == threading.get_ident() and not ready():
                     raise RuntimeError(
                         "generate: a logits processor or stopping criterion must not generate with "
                         "the model that calls it; load a second model"

@@ -4,15 +4,6 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-PROCESSOR, CRITERION = "logits processor", "stopping criterion"
-
-_running = threading.local()
-
-
-def in_processor() -> bool:
-    """Whether this thread runs a logits processor. JAX waits for it, so it must not use JAX."""
-    return getattr(_running, "what", None) == PROCESSOR
-
 
 def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
     """Call a caller's function and return its result.
@@ -26,7 +17,6 @@ def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
         an error, or something that is no `Exception`, which would end the requests of others.
         Ctrl-C, a KeyboardInterrupt in the main thread, stays what it is.
     """
-    before, _running.what = getattr(_running, "what", None), what
     try:
         return function(*args)
     except BaseException as error:
@@ -38,5 +28,3 @@ def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
             f"generate: {what} {function} raised {type(error).__name__}; raise another error, "
             "or end a row by a stopping criterion that returns True"
         ) from error
-    finally:
-        _running.what = before

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fdjax.pallas_kernels.row_tiles import in_row_tiles
-from fdjax.sampling.callbacks import PROCESSOR, called
+from fdjax.sampling.callbacks import called
 from fdjax.sampling.processors import edit_logits, where_asked
 from fdjax.sampling.values import Sampling
 
@@ -220,7 +220,7 @@ def _edited(logits, sampling, ids, lengths, steps, processors):
     if processors.edit:
         scores = edit_logits(scores, sampling, ids, lengths, steps)
     for process in processors.custom:
-        scores = called(PROCESSOR, process, ids, lengths, scores)
+        scores = called("logits processor", process, ids, lengths, scores)
         if getattr(scores, "shape", None) != logits.shape:
             raise ValueError(
                 f"generate: a logits processor must return scores [B,V] = {list(logits.shape)}, "
