@@ -56,7 +56,9 @@ _TOKENS_OF_A_CALL = 128
 _PROMPT_TOKENS_BEFORE_FEW_ROWS = 32768
 # Rows of the program that sets tokens which the cache holds already, if there is more than one.
 _BEGINNINGS = 16
-_MANY_SUBMITTED = 256
+# Submitted calls that have ended are left out when there are at least this many calls, and twice as
+# many as after the last time. So submitting takes linear time.
+_LEAST_TO_PRUNE = 256
 # A state shrinks to one of these numbers of rows if that at least halves it, if all sequences fit,
 # and if one of them needs at least this many more steps. Each number of rows needs a program.
 _FEWER_ROWS, _STEPS_OF_FEWER_ROWS = (32, 128), 64
@@ -465,7 +467,7 @@ class Runner:
         self._table_is_old = False
         self._advancing: int | None = None  # the thread that advances the sequences
         self._submitted: collections.deque[Call] = collections.deque()
-        self._many = _MANY_SUBMITTED  # with so many of them, those that have ended are left out
+        self._prune_at = _LEAST_TO_PRUNE
         self._background = False
         self.aborted = False
 
@@ -497,9 +499,9 @@ class Runner:
         self._arrivals.append(call)
         with self._condition:
             self._submitted.append(call)
-            if len(self._submitted) >= self._many:
+            if len(self._submitted) >= self._prune_at:
                 self._submitted = collections.deque(c for c in self._submitted if not c.ended)
-                self._many = max(_MANY_SUBMITTED, 2 * len(self._submitted))
+                self._prune_at = max(_LEAST_TO_PRUNE, 2 * len(self._submitted))
             if not self._background:
                 self._background = True
                 threading.Thread(target=self._run_submitted, name="fdjax", daemon=True).start()

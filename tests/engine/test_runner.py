@@ -1,6 +1,7 @@
 """Any number of sequences on a fake device: none is lost, mixed up or left behind."""
 
 import dataclasses
+import itertools
 import threading
 import types
 
@@ -561,6 +562,25 @@ def test_what_is_submitted_runs_by_itself():
         assert call.ended
         if i != 9:
             check(call.rows[0])
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_submitting_takes_linear_time_and_keeps_few_calls_that_have_ended(monkeypatch, ended):
+    asked = itertools.count()
+
+    class Submitted:
+        @property
+        def ended(self):
+            next(asked)
+            return ended
+
+    engine = Engine()
+    monkeypatch.setattr(engine.runner, "_background", True)  # nothing runs
+    for _ in range(5000):
+        engine.runner.submit(Submitted())
+    assert next(asked) < 3 * 5000
+    kept = len(engine.runner._submitted)
+    assert kept < 256 if ended else kept == 5000
 
 
 def test_a_chunk_tells_the_compiling_since_the_chunk_before(monkeypatch):
