@@ -92,6 +92,9 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--transformers", type=Path, metavar="FOLDER", help="run this checkpoint")
     parser.add_argument("--gpt-fast", action="store_true", help="run the model in PyTorch, too")
+    parser.add_argument(
+        "--peer-seconds", type=float, metavar="S", help="limit of a peer on each number of GPUs"
+    )
     parser.add_argument("--output", type=output_file)
     parser.add_argument("--commit")
     return parser.parse_args(argv)
@@ -104,12 +107,32 @@ def run_peer(name: str, model: Path, args: argparse.Namespace) -> list[dict[str,
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={devices}"]
         command += ["-m", "benchmarks.tensor_parallel_peer", name, str(model), args.dtype]
         command += [str(args.new_tokens), str(args.runs), *args.points]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-        if done.returncode:
-            found.append({"devices": devices, "problem": f"exit code {done.returncode}"})
+        # In a file: processes that outlive the peer could hold a pipe open.
+        with tempfile.TemporaryFile("w+") as output:
+            peer = subprocess.Popen(command, stdout=output)
+            try:
+                code = peer.wait(args.peer_seconds)
+                problem = f"exit code {code}" if code else None
+            except subprocess.TimeoutExpired:
+                problem = f"took more than {args.peer_seconds:g} s"
+                end(peer)
+            output.seek(0)
+            lines = output.read().splitlines()
+        if problem:
+            found.append({"devices": devices, "problem": problem})
         else:
-            found.append(json.loads(done.stdout.splitlines()[-1]))
+            found.append(json.loads(lines[-1]))
     return found
+
+
+def end(launcher: subprocess.Popen, seconds: float = 60) -> None:
+    """Ask PyTorch's launcher to end the processes that it has started, and wait for that."""
+    launcher.terminate()
+    try:
+        launcher.wait(seconds)
+    except subprocess.TimeoutExpired:
+        launcher.kill()
+        launcher.wait()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -216,6 +239,8 @@ def with_sums(plan: Plan, config: DecoderConfig, ranks: int, sums: str | None) -
         return with_one_launch(plan, config, ranks)
     if sums is None:
         return plan
+    # For some shapes the shipped tables choose one launch.
+    plan = plan.with_xla("decode_layers")
     return with_all_reduce(plan, "xla" if sums == "psum" else "mosaic_gpu", config.width, ranks)
 
 
