@@ -28,6 +28,10 @@ MOST_BEAMS = 64
 # log-probabilities. A score below the second constant comes from such a beam.
 _NOTHING, _NEXT_TO_NOTHING = -1e9, -5e8
 
+# Limits of the power of a length by which a sum of scores is divided; and the score where no beam
+# has ended, lower than any such quotient, but finite.
+_DIVISORS, _NONE = (1e-25, 1e25), -1e38
+
 # Up to this many values of a row are compared pair by pair.
 _MOST_COMPARED = 256
 
@@ -59,7 +63,7 @@ class BeamState:
         return cls(
             np.zeros((batch, slots), np.int32),
             np.zeros(batch, np.float32),
-            np.full((batch, width), _NOTHING, np.float32),
+            np.full((batch, width), _NONE, np.float32),
             np.zeros((batch, width, 3), np.int32),
         )
 
@@ -73,7 +77,7 @@ class BeamState:
         more = width - self.width
         if more <= 0:
             return self
-        ended = jnp.pad(self.ended, ((0, 0), (0, more)), constant_values=_NOTHING)
+        ended = jnp.pad(self.ended, ((0, 0), (0, more)), constant_values=_NONE)
         return dataclasses.replace(
             self, ended=ended, ends=jnp.pad(self.ends, ((0, 0), (0, more), (0, 0)))
         )
@@ -195,7 +199,7 @@ def begin(
     anew = moved[:, None]
     state = dataclasses.replace(
         state,
-        ended=jnp.where(anew, _NOTHING, state.ended),
+        ended=jnp.where(anew, _NONE, state.ended),
         ends=jnp.where(anew[:, :, None], 0, state.ends),
     )
     return advance(found, state, sampling, jnp.zeros_like(first), moved)
@@ -285,7 +289,7 @@ def _of_prompts(found: Candidates, members: Array, exists: Array, sampling: Samp
 def _with_ended(state, best, counts, length, sampling):
     """The best ended beams [B, W] including those of this step, and their `ends`."""
     scores = best.scores / _to_length(length, sampling)[:, None]
-    scores = jnp.where(counts, scores, _NOTHING)
+    scores = jnp.where(counts, scores, _NONE)
     lengths = jnp.where(counts, length[:, None], 0)
     ends = jnp.stack([lengths, best.beams, best.tokens], axis=-1)
     ended, at = _largest(jnp.concatenate([state.ended, scores], axis=1), state.width)
@@ -302,8 +306,9 @@ def _is_hopeless(best_going, ended, exists, length, sampling):
 
 
 def _to_length(length, sampling):
-    """[B] the number by which a sum of scores is divided."""
-    return length.astype(jnp.float32) ** sampling.length_penalty
+    """[B] the number by which a sum of scores is divided, limited so that fp32 holds the result."""
+    power = length.astype(jnp.float32) ** sampling.length_penalty
+    return jnp.clip(power, *_DIVISORS)
 
 
 def _largest(values: Array, count: int) -> tuple[Array, Array]:

@@ -24,6 +24,10 @@ pytestmark = pytest.mark.usefixtures("quick_compiles")
 START = 0
 
 
+def power(length: int, config: GenerationConfig) -> float:
+    return min(max(float(length) ** config.length_penalty, 1e-25), 1e25)
+
+
 def search(table: np.ndarray, config: GenerationConfig, draws=None) -> list[tuple[float, list]]:
     """The ended beams (score, tokens), best first.
 
@@ -49,7 +53,7 @@ def search(table: np.ndarray, config: GenerationConfig, draws=None) -> list[tupl
         is_last = step == config.max_new_tokens
         hits = [is_last or tokens[-1] in ends for _, tokens in found]
         new = [
-            (score / step**config.length_penalty, tokens)
+            (score / power(step, config), tokens)
             for (score, tokens), hit in zip(found[:w], hits, strict=False)
             if hit
         ]
@@ -60,7 +64,7 @@ def search(table: np.ndarray, config: GenerationConfig, draws=None) -> list[tupl
             break
         never = config.early_stopping == "never" and config.length_penalty > 0
         length = config.max_new_tokens if never else step
-        if len(ended) == w and going[0][0] / length**config.length_penalty <= ended[-1][0]:
+        if len(ended) == w and going[0][0] / power(length, config) <= ended[-1][0]:
             break
     return ended
 
@@ -153,7 +157,7 @@ def test_searches_on_a_table(seed):
         GenerationConfig(
             max_new_tokens=7,
             num_beams=int(beams),
-            length_penalty=float(rng.choice([-1, 0, 0.6, 1, 2])),
+            length_penalty=float(rng.choice([-100, -25, -1, 0, 0.6, 1, 2, 100])),
             early_stopping=[True, False, "never"][rng.integers(3)],
             eos_token_ids=tuple(rng.choice(12, rng.integers(0, 4), replace=False).tolist()),
             seed=0,
