@@ -121,7 +121,7 @@ class LM:
             )
         self.model = model
         self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
-        self.defaults = defaults.filled()
+        self.defaults = defaults
         self.max_len = max_len
         self.max_batch = max_batch
         self._memory_bytes = memory_bytes
@@ -158,6 +158,15 @@ class LM:
         engine = self._make_engine(self.model, params, *limits, self.prefix_cache)
         self._params, self.engine = params, engine
         self._params_bytes = bytes_of_params(params)
+
+    @property
+    def defaults(self) -> GenerationConfig:
+        """The checkpoint's options. Fields that an assigned one lacks get the option's default."""
+        return self._defaults
+
+    @defaults.setter
+    def defaults(self, defaults: GenerationConfig) -> None:
+        self._defaults = defaults.filled()
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles have neither programs nor caches.
@@ -398,7 +407,8 @@ class LM:
 
         Returns:
           A `RunningRequest`. Iterate over it for the text as it comes, or call `result()` to wait
-          for the whole answer.
+          for the whole answer. An answer of several samples or of beams, also by the checkpoint's
+          defaults, cannot be iterated over.
 
         Raises:
           ValueError: as in `generate`; raised by the call itself.

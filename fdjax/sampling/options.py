@@ -310,7 +310,8 @@ class GenerationConfig:
         with LongRoPE, the length of the prompt plus this number decides which factors are used,
         from the first token on.
       min_new_tokens: end-of-sequence ids are not chosen before this many tokens.
-      do_sample: draw a token from the distribution instead of choosing the likeliest.
+      do_sample: draw a token from the distribution instead of choosing the likeliest. If it is not
+        given, temperature, top_k, top_p, min_p and typical_p turn it on.
       temperature: divides the logits; 0 means greedy. With a temperature alone, tokens are drawn
         from the whole vocabulary. In transformers they are drawn from the 50 likeliest, because its
         default of `top_k` is 50.
@@ -457,21 +458,29 @@ class GenerationConfig:
         """The names of the fields that are given."""
         return self._given
 
+    @property
+    def is_filled(self) -> bool:
+        """Whether every field is given."""
+        return len(self._given) == len(OPTIONS)
+
     def filled(self, defaults: "GenerationConfig | None" = None) -> "GenerationConfig":
         """A copy with a value in every field.
 
         Args:
           defaults: values for the fields that are not given here. Fields that it lacks get the
-            option's own default. If `min_new_tokens` would exceed `max_new_tokens`, the value that
+            option's own default. Options of sampling turn it on, unless the same configuration
+            gives `do_sample`. If `min_new_tokens` would exceed `max_new_tokens`, the value that
             is given here is used for both.
         """
-        if len(self._given) == len(OPTIONS):
+        if self.is_filled:
             return self
         values = dict(_DEFAULTS)
         for config in (defaults, self):
             if config is None:
                 continue
             given = {name: vars(config)[name] for name in config.given}
+            if not config.given.isdisjoint(SAMPLED_OPTIONS):
+                given.setdefault("do_sample", True)
             values |= given
             if values["min_new_tokens"] > values["max_new_tokens"]:
                 wins, yields = "min_new_tokens", "max_new_tokens"
@@ -618,6 +627,9 @@ class GenerationConfig:
                 warnings.warn(
                     f"{source}: {name} {value!r} is not supported and has no effect", stacklevel=3
                 )
+        if not known.keys().isdisjoint(SAMPLED_OPTIONS):
+            # As in transformers, a temperature in a file does not turn sampling on.
+            known.setdefault("do_sample", False)
         try:
             return cls(**known, **({"eos_token_ids": eos} if eos else {}))
         except ValueError as error:

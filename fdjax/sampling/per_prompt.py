@@ -71,19 +71,17 @@ def per_prompt(
         if name not in OPTIONS:
             raise TypeError(f"generate: unknown option {name!r}; {_hint(name)}")
     fresh = np.random.SeedSequence(entropy).generate_state(count).tolist()
-    rows, named = [], set()
+    rows, named = [], set() if config.is_filled else set(config.given)
     seed = defaults.seed if config.seed is UNSET else config.seed
     for i in range(count):
         values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
         values = {name: value for name, value in values.items() if value is not None}
-        named |= values.keys() & {"seed", *SAMPLED_OPTIONS, *BEAM_OPTIONS}
-        if not values.keys().isdisjoint(SAMPLED_OPTIONS):
-            values.setdefault("do_sample", True)
+        named |= values.keys()
         if values.get("seed", seed) is None:
             values["seed"] = fresh[i]
         given = dataclasses.replace(config, **values)
         rows.append((given.filled(defaults), "max_new_tokens" in given.given))
-    unsampled = sorted(named.difference(BEAM_OPTIONS))
+    unsampled = sorted(named & {"seed", *SAMPLED_OPTIONS})
     if unsampled and rows and not any(row.do_sample for row, _ in rows):
         warnings.warn(
             f"{', '.join(unsampled)}: no effect, because do_sample is False; set it, or a "
@@ -131,6 +129,8 @@ def _is_per_prompt(name: str, value: Any) -> bool:
     nesting = OPTIONS[name].depth
     if not nesting:
         return isinstance(value, list)
+    if nesting > 1 and value and all(isinstance(v, list | tuple) and not v for v in value):
+        return True  # the value of one prompt has no empty sequence, so these are empty values
     return _depth(value) > nesting or any(v is None for v in value)
 
 

@@ -65,12 +65,21 @@ def split_options(
     template |= {name: options[name] for name in _TEMPLATE_OPTIONS if name in options}
     done = {*_TEMPLATE_OPTIONS, "chat_template_kwargs"}
     options = {name: value for name, value in options.items() if name not in done}
-    given = options.keys() | (config.given if isinstance(config, GenerationConfig) else set())
-    ends_given = not given.isdisjoint({"eos_token_id", "eos_token_ids"})
+    ends_given = isinstance(config, GenerationConfig) and "eos_token_ids" in config.given
     if not ends_given and (end := tokenizer.eos_token_id) is not None:
         # generation_config.json does not always name this end token.
-        options["eos_token_id"] = tuple(dict.fromkeys((*defaults.eos_token_ids, end)))
+        _fill_ends(options, tuple(dict.fromkeys((*defaults.eos_token_ids, end))))
     return template, options
+
+
+def _fill_ends(options: dict, ends: tuple[int, ...]) -> None:
+    """Give the options these end tokens, for all prompts that have none."""
+    name = "eos_token_id" if "eos_token_id" in options else "eos_token_ids"
+    given = options.get(name)
+    if given is None and name == "eos_token_ids":
+        options[name] = ends
+    elif isinstance(given, list | tuple):
+        options[name] = type(given)(ends if one is None else one for one in given)
 
 
 def as_conversations(

@@ -305,7 +305,8 @@ def test_of_a_minimum_and_a_maximum_the_given_one_wins(given, defaults, least, m
 
 def test_temperature_0_is_greedy():
     assert not GenerationConfig(do_sample=True, temperature=0).sampled
-    assert not GenerationConfig(temperature=0.7).sampled
+    assert not GenerationConfig(do_sample=False, temperature=0.7).sampled
+    assert GenerationConfig(temperature=0.7).sampled
     assert GenerationConfig(do_sample=True, temperature=0.7).sampled
 
 

@@ -1,5 +1,6 @@
 """Options of `LM.generate` and `LM.stream`, end to end."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -19,6 +20,7 @@ from fdjax.engine.engine import Programs
 from fdjax.engine.sequence import GrowingText
 from fdjax.models import describe, random_params
 from fdjax.pallas_kernels.attention import append_decode_attention
+from fdjax.sampling.per_prompt import per_prompt
 from fdjax.text.tokenizer import MissingTokenizerError, Tokenizer
 
 FIXTURES = Path(__file__).parents[1] / "fixtures" / "hf"
@@ -532,7 +534,7 @@ def test_what_was_chosen_is_not_warned_of(lm):
         ({"logit_bias": {3: 10**400}}, "logit_bias of 3 must be a number"),
         ({"temperature": 10**400}, "temperature must be a number"),
         ({"logit_bias": {"a": 1.0}}, "logit_bias must map ids to numbers"),
-        ({"bad_words_ids": [[]]}, "bad_words_ids must hold no empty sequence"),
+        ({"bad_words_ids": [[], [5]]}, "bad_words_ids must hold no empty sequence"),
         ({"bad_words_ids": [3]}, "bad_words_ids must be"),
         ({"bad_words_ids": "no"}, "bad_words_ids must be a sequence"),
         ({"suppress_tokens": [-1]}, "suppress_tokens must be ids"),
@@ -614,14 +616,48 @@ def test_a_minimum_of_the_checkpoint_gives_way(lm):
         other.generate(prompts()[2], max_new_tokens=8, min_new_tokens=20)
 
 
+@pytest.mark.parametrize(
+    ("config", "options", "sampled"),
+    [
+        ({"temperature": 0.5}, {}, True),
+        ({"top_k": 3, "do_sample": False}, {}, False),
+        ({"do_sample": False}, {"temperature": 0.5}, False),
+        ({"do_sample": False}, {"temperature": 0.5, "do_sample": True}, True),
+        ({"temperature": 0.5}, {"do_sample": False}, False),
+        ({"max_new_tokens": 3}, {}, False),
+    ],
+)
+def test_options_of_sampling_turn_it_on_unless_do_sample_is_given(config, options, sampled):
+    config = fdjax.GenerationConfig(**config)
+    asked = bool(config.given & {"temperature", "top_k"} or "temperature" in options)
+    told = pytest.warns(UserWarning, match="no effect, because do_sample is False")
+    with told if asked and not sampled else contextlib.nullcontext():
+        ((found, _),) = per_prompt(fdjax.GenerationConfig().filled(), config, options, 1)
+    assert found.do_sample == sampled
+
+
+def test_defaults_that_lack_fields(lm):
+    """They are filled, so that each call without a seed draws a new one."""
+    other = fdjax.LM(lm.model, lm.params, lm.tokenizer)
+    other.defaults = fdjax.GenerationConfig(eos_token_ids=2)
+    assert other.defaults == fdjax.GenerationConfig(eos_token_ids=2).filled()
+    rows = per_prompt(other.defaults, None, {"temperature": 2.0}, 3)
+    assert len({row.seed for row, _ in rows}) == 3
+
+
+def test_empty_values_per_prompt():
+    rows = per_prompt(fdjax.GenerationConfig().filled(), None, {"bad_words_ids": [[], []]}, 2)
+    assert [row.bad_words_ids for row, _ in rows] == [(), ()]
+
+
 def test_without_generation_config_an_old_config_has_the_defaults():
     old = {"repetition_penalty": 1.3, "top_k": 7, "eos_token_id": 2, "hidden_size": 64}
     from_files = fdjax.GenerationConfig.from_files
     assert from_files({}, old, "a/generation_config.json") == fdjax.GenerationConfig(
-        repetition_penalty=1.3, top_k=7, eos_token_ids=(2,)
+        repetition_penalty=1.3, do_sample=False, top_k=7, eos_token_ids=(2,)
     )
     new = from_files({"top_k": 9}, old, "a/generation_config.json")
-    assert new == fdjax.GenerationConfig(top_k=9, eos_token_ids=(2,))
+    assert new == fdjax.GenerationConfig(do_sample=False, top_k=9, eos_token_ids=(2,))
     with pytest.raises(fdjax.CheckpointError, match=r"^a/config\.json: .*top_k"):
         from_files({}, old | {"top_k": -1}, "a/generation_config.json")
     assert from_files({}, old | {"num_beams": 4}, "a/generation_config.json").num_beams == 4

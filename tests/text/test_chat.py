@@ -304,7 +304,7 @@ def test_options_go_to_the_template_or_to_generate(lm, calls):
     ((prompts, config), options) = calls[0]
     assert (prompts, config) == ([lm.tokenizer.encode("s2xHi", add_special_tokens=False)], None)
     assert (options["max_new_tokens"], options["temperature"]) == (3, 0.5)
-    assert set(options) <= {"max_new_tokens", "temperature", "eos_token_id"}
+    assert set(options) <= {"max_new_tokens", "temperature", "eos_token_ids"}
 
 
 @pytest.mark.parametrize("kwargs", [3, {"messages": []}])
@@ -340,11 +340,14 @@ def test_an_answer_ends_where_tokenizer_config_says(lm, calls, monkeypatch):
     known, pad = lm.defaults.eos_token_ids, lm.tokenizer.eos_token_id
     assert lm.tokenizer.token(pad) == "<pad>" and pad not in known
     lm.chat(HI)
+    lm.chat(HI, eos_token_ids=None)
+    lm.chat([HI, HI], eos_token_ids=[None, [7]])
     lm.chat(HI, eos_token_id=7)
     lm.chat(HI, fdjax.GenerationConfig(max_new_tokens=5))
     lm.chat(HI, fdjax.GenerationConfig(eos_token_ids=7))
-    ends = [options.get("eos_token_id") for _, options in calls]
-    assert ends == [(*known, pad), 7, (*known, pad), None]
+    both = (*known, pad)
+    ends = [options.get("eos_token_ids", options.get("eos_token_id")) for _, options in calls]
+    assert ends == [both, both, [both, [7]], 7, both, None]
 
 
 def test_without_template_or_tokenizer_an_error_says_so(lm, monkeypatch):
