@@ -22,7 +22,7 @@ def read_rope(
     *,
     theta_key: str = "rope_theta",
     default_theta: float = 10000.0,
-    default_partial: float = 1.0,
+    default_partial: float | None = None,
     sections: Sequence[ConfigReader] | None = None,
     aliases: Mapping[str, str] = {},
 ) -> Rope:
@@ -33,7 +33,8 @@ def read_rope(
       head_dim: D.
       theta_key: field with theta outside the sections.
       default_theta: theta if the file has none.
-      default_partial: the share of a head that is rotated, if the file has none.
+      default_partial: the share of a head that is rotated, if the file has none; None if the
+        family rotates whole heads.
       sections: the objects that describe the scaling; default `rope_parameters` and `rope_scaling`.
       aliases: alias → rope type.
 
@@ -48,12 +49,18 @@ def read_rope(
         float,
     )
     places = [(r, "partial_rotary_factor") for r in (reader, *sections)]
-    partial = _agreed(places, default_partial, float)
+    partial = _agreed(places, default_partial or 1.0, float)
     dim = int(head_dim * min(partial, 1.0))
     if partial > 1 or dim < 2 or dim % 2:
         raise CheckpointError(
             f"{reader.source}: 'head_dim' times 'partial_rotary_factor' must be even, at least 2 "
             f"and at most head_dim, got {head_dim} times {partial}"
+        )
+    if default_partial is None and partial != 1:
+        # transformers ignores it or fails, depending on the rope type.
+        raise CheckpointError(
+            f"{reader.source}: 'partial_rotary_factor' must be 1, because models of this type "
+            f"rotate whole heads, got {partial}"
         )
     ropes = {_read_section(reader, section, dim, theta, aliases) for section in sections}
     if len(ropes) > 1:
@@ -144,11 +151,13 @@ def _read_section(
     return rope
 
 
+_ORIGINAL_LENGTH = "original_max_position_embeddings"
+
+
 def _original_length(reader: ConfigReader, section: ConfigReader) -> int:
     """Read the original length: in the section, or outside in Phi models; default the context."""
-    key = "original_max_position_embeddings"
     context = reader.positive("max_position_embeddings", 2048)
-    return _agreed([(section, key), (reader, key)], context, int)
+    return _agreed([(section, _ORIGINAL_LENGTH), (reader, _ORIGINAL_LENGTH)], context, int)
 
 
 def _linear(reader: ConfigReader, section: ConfigReader) -> LinearScaling:
@@ -163,11 +172,13 @@ def _dynamic(reader: ConfigReader, section: ConfigReader) -> Dynamic:
 
 
 def _llama3(reader: ConfigReader, section: ConfigReader) -> Llama3:
+    length = _agreed([(section, _ORIGINAL_LENGTH), (reader, _ORIGINAL_LENGTH)], None, int)
     return Llama3(
         factor=section.positive("factor", kind=float),
         low_freq_factor=section.positive("low_freq_factor", kind=float),
         high_freq_factor=section.positive("high_freq_factor", kind=float),
-        original_max_position=section.positive("original_max_position_embeddings"),
+        # No default: it would be the context, as in transformers, but published files have it.
+        original_max_position=length or section.positive(_ORIGINAL_LENGTH),
     )
 
 

@@ -81,6 +81,10 @@ def run(args: argparse.Namespace) -> int:
     group = args.group or (quantise.default_group(config) if args.bits == 4 else None)
     scales = unnamed_dtype(folder, data) or config.dtype
     quantise.with_formats(config, args.bits, group, scales)  # raises if the group does not divide
+    try:
+        args.output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"quantize: --output cannot be created: {error}") from None
     inputs, reference = None, None
     if texts:
         reference = fdjax.load(str(folder), calibration=False)

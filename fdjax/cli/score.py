@@ -64,9 +64,11 @@ def _lines() -> list[str]:
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("score: give texts or --file, or pipe lines in")
     try:
-        lines = sys.stdin.buffer.read().decode("utf-8-sig").splitlines()
+        text = sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"score: standard input is not UTF-8 at byte {error.start}") from None
+    # `str.splitlines` would also end lines at a form feed, or at U+2028.
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
     if not (texts := [line for line in lines if line.strip()]):
         raise UsageError("score: there is no text")
     return texts

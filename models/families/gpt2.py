@@ -19,6 +19,7 @@ NAMES = GPTJ_NAMES
 DEFAULTS = {
     "activation_function": "gelu_new",
     "layer_norm_epsilon": 1e-5,
+    "n_positions": 1024,
     "tie_word_embeddings": True,
 }
 TENSORS = TensorNames(

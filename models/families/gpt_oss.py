@@ -10,7 +10,7 @@ from fdjax.models.config import (
 )
 from fdjax.models.experts import ONLY_TRAINING, read_routing
 from fdjax.models.name_map import TensorNames
-from fdjax.models.rope import read_rope
+from fdjax.models.rope import read_rope, rope_sections
 from fdjax.pallas_kernels.activations import SWIGLU_ALPHA, SWIGLU_LIMIT
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 
@@ -31,6 +31,15 @@ TENSORS = TensorNames(
     alternating_experts=True,
 )
 _THETA = 150000.0
+# What transformers takes if the file says nothing of scaling.
+_SCALING = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+}
 # Fields that repeat other fields, or have no effect.
 _IGNORABLE = (*ONLY_TRAINING, "experts_per_token", "initial_context_length")
 
@@ -39,7 +48,9 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     """Parse the config.json of a `GptOssForCausalLM`, in the old or the new format."""
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
-    rope = read_rope(reader, head_dim, default_theta=_THETA)
+    sections = rope_sections(reader, "rope_parameters", "rope_scaling")
+    sections = sections or [ConfigReader(dict(_SCALING), reader.source)]
+    rope = read_rope(reader, head_dim, default_theta=_THETA, sections=sections)
     windows = read_windows(reader, lambda i: "full_attention" if i % 2 else "sliding_attention")
     bias = reader.get("attention_bias", bool, True)
     _check_activation(reader)

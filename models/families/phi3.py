@@ -33,7 +33,9 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     dimensions = read_dimensions(reader)
     head_dim = dimensions["head_dim"]
     # Early files use these names for LongRoPE.
-    rope = read_rope(reader, head_dim, aliases={"su": "longrope", "yarn": "longrope"})
+    rope = read_rope(
+        reader, head_dim, default_partial=1.0, aliases={"su": "longrope", "yarn": "longrope"}
+    )
     spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=read_window(reader))
     return read_decoder(
         reader,

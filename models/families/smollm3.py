@@ -33,6 +33,11 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
         reader,
         lambda i: "sliding_attention" if slides and not rotates[i] else "full_attention",
     )
+    if any(windows) and not slides:
+        raise CheckpointError(
+            f"{reader.source}: 'layer_types' has sliding_attention, "
+            "but 'use_sliding_window' is false"
+        )
     return read_decoder(
         reader,
         "smollm3",
@@ -40,7 +45,7 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
             AttentionSpec(
                 scale=head_dim**-0.5,
                 rope=rope if rotated else None,
-                window=window if slides else None,
+                window=window,
             )
             for window, rotated in zip(windows, rotates, strict=True)
         ),

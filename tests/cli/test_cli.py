@@ -452,6 +452,13 @@ def test_scores_are_a_line_for_each_text(run, lm, loaded, tmp_path):
     assert [len(line["logprobs"]) for line in piped_lines] == [
         len(line["ids"]) - 1 for line in piped_lines
     ]
+    # Characters that end a line for Python, but not in a file of lines.
+    code, out, _ = run("score", stdin="a\x0cb\nc\u2028d\r\ne\x85f\n".encode())
+    assert [json.loads(line)["text"] for line in out.splitlines()] == [
+        "a\x0cb",
+        "c\u2028d",
+        "e\x85f",
+    ]
 
 
 def test_a_long_text_is_scored_with_a_stride(run, lm, loaded, monkeypatch):

@@ -17,6 +17,7 @@ from fdjax.models import (
     parse_config,
 )
 from fdjax.models.block import BlockSpec
+from fdjax.models.rope import with_spans
 from fdjax.pallas_kernels.attention import (
     AttentionSpec,
     append_decode_attention,
@@ -164,10 +165,9 @@ def test_a_model_refuses_an_unknown_flag_of_attention():
         ({}, ["attention.rope"]),
         ({"attention_bias": True}, ["attention.rope", "out_bias", "qkv_bias"]),
         # The loader orders the dimensions so that kernels can rotate whole heads.
-        ({"partial_rotary_factor": 0.5}, ["attention.rope"]),
         (
-            {"model_type": "qwen3", "partial_rotary_factor": 0.5},
-            ["attention.partial_rope", "attention.rope", "qk_norm"],
+            {"model_type": "phi3", "partial_rotary_factor": 0.5, "pad_token_id": 0},
+            ["attention.rope"],
         ),
         (
             {"model_type": "mistral", "sliding_window": 64},
@@ -178,6 +178,17 @@ def test_a_model_refuses_an_unknown_flag_of_attention():
 )
 def test_what_a_block_asks_for(change, features):
     assert sorted(layers_features(parse_config(LLAMA | change))) == features
+
+
+def test_a_part_of_a_head_with_a_norm_stays_as_it_is():
+    config = parse_config(LLAMA | {"model_type": "qwen3"})
+    specs = [
+        dataclasses.replace(spec, rope=dataclasses.replace(spec.rope, dim=spec.rope.dim // 2))
+        for spec in config.attention
+    ]
+    config = with_spans(config.with_attention(tuple(specs)))
+    wanted = ["attention.partial_rope", "attention.rope", "qk_norm"]
+    assert sorted(layers_features(config)) == wanted
 
 
 def test_blocks_that_differ_are_named():

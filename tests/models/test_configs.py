@@ -294,7 +294,10 @@ def test_tables_are_those_of_transformers(key):
         table = {
             n: arrays[f"{key}.{n}"] for n in ("positions", "inverse_frequencies", "cos", "sin")
         }
-    (spec,) = parse_config(read(FIXTURES / "rope_configs.json")[key]).attention
+    fields = read(FIXTURES / "rope_configs.json")[key]
+    if "partial_rotary_factor" in fields:
+        fields |= {"model_type": "phi3", "pad_token_id": 0}
+    (spec,) = parse_config(fields).attention
     length = np.full(1, int(key.rpartition(".")[2]), np.int32)
     frequencies = table["inverse_frequencies"]
     if spec.rope.depends_on_length:
@@ -345,8 +348,47 @@ def test_two_places_that_disagree_are_refused(fields, says):
 
 
 def test_a_partial_rotation_is_read_and_not_dropped():
-    assert rope(partial_rotary_factor=0.5).dim == 8
-    assert rope(rope_parameters={"partial_rotary_factor": 0.5}).dim == 8
+    named = {"model_type": "phi3", "pad_token_id": 0}
+    assert rope(**named, partial_rotary_factor=0.5).dim == 8
+    assert rope(**named, rope_parameters={"partial_rotary_factor": 0.5}).dim == 8
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "olmo2", "cohere"])
+@pytest.mark.parametrize("place", ["outside", "rope_parameters"])
+def test_models_that_rotate_whole_heads_refuse_a_part(kind, place):
+    """transformers ignores it in these models."""
+    part = {"partial_rotary_factor": 0.5}
+    message = refusal(config(model_type=kind, **(part if place == "outside" else {place: part})))
+    assert "'partial_rotary_factor' must be 1" in message
+
+
+def test_the_original_length_of_llama3_outside_its_section():
+    """transformers lets it win, so it must agree."""
+    outside = {"original_max_position_embeddings": 2 * LLAMA3["original_max_position_embeddings"]}
+    within = {"rope_type": "llama3", **LLAMA3}
+    assert "original_max_position_embeddings" in refusal(config(rope_scaling=within, **outside))
+    del within["original_max_position_embeddings"]
+    found = rope(rope_scaling=within, **outside).scaling.original_max_position
+    assert found == outside["original_max_position_embeddings"]
+
+
+def test_what_transformers_adds_to_a_file_that_lacks_it():
+    spec = family("gpt_oss", head_dim=16, num_local_experts=4, rope_theta=...).attention[0]
+    assert spec.rope.scaling == Yarn(32.0, 4096, spec.rope.attention_factor, truncate=False)
+    assert (
+        family(
+            "gpt2", rope_theta=..., rms_norm_eps=..., num_key_value_heads=...
+        ).max_position_embeddings
+        == 1024
+    )
+
+
+def test_windows_that_smollm3_does_not_use():
+    kinds = ["sliding_attention", "full_attention"]
+    fields = {"model_type": "smollm3", "layer_types": kinds, "sliding_window": 5}
+    assert "use_sliding_window" in refusal(config(**fields, pad_token_id=0))
+    windows = [s.window for s in parse_config(config(**fields, use_sliding_window=True)).attention]
+    assert windows == [5, None]
 
 
 @pytest.mark.parametrize(

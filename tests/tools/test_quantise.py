@@ -261,6 +261,15 @@ def test_an_interrupted_run_can_be_repeated(tmp_path, monkeypatch):
     assert main(command) == 0
 
 
+def test_a_folder_that_cannot_be_made_is_refused_before_the_model_runs(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    output = str(tmp_path / "file" / "folder")
+    command = ["quantize", str(FIXTURES / "llama3_gqa_tied"), "--group", "16", "--output", output]
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert "quantize: --output cannot be created" in said and "tokens" not in said
+
+
 def test_one_tensor_is_made_at_a_time(tmp_path):
     """Each tensor is in the file before the next one is made."""
     seen = []
