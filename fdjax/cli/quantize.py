@@ -81,17 +81,15 @@ def run(args: argparse.Namespace) -> int:
     group = args.group or (quantise.default_group(config) if args.bits == 4 else None)
     scales = unnamed_dtype(folder, data) or config.dtype
     quantise.with_formats(config, args.bits, group, scales)  # raises if the group does not divide
-    try:
-        args.output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"quantize: --output cannot be created: {error}") from None
     inputs, reference = None, None
     if texts:
         reference = fdjax.load(str(folder), calibration=False)
         observed, compared = _split(reference, texts)
+        _make(args.output)
         say(f"running {sum(map(len, observed)):,} tokens")
         inputs = smoothing.observe(reference.engine, observed)
     elif args.bits == 4 and not args.weights_only:
+        _make(args.output)
         inputs = _inputs_of_own_texts(str(folder))
     began, last = time.perf_counter(), 0
 
@@ -122,6 +120,14 @@ def run(args: argparse.Namespace) -> int:
     if why := quantise.why_transformers_cannot(config):
         say(f"transformers cannot load this model: {why}")
     return 0
+
+
+def _make(folder: Path) -> None:
+    """Create the folder before the model runs, which takes minutes."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"quantize: --output cannot be created: {error}") from None
 
 
 def _inputs_of_own_texts(folder: str) -> list[dict[str, Any]] | None:
