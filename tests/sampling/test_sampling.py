@@ -534,7 +534,9 @@ def test_logprobs_are_not_computed_unasked():
 def test_requests_become_rows_and_unused_rows_are_greedy():
     configs = [
         GenerationConfig(do_sample=True, temperature=0.5, top_k=3, top_p=0.9, seed=2**32 - 1),
-        GenerationConfig(temperature=0.5, eos_token_ids=(1, 2, 3, 4, 5), min_new_tokens=2),
+        GenerationConfig(
+            do_sample=False, temperature=0.5, eos_token_ids=(1, 2, 3, 4, 5), min_new_tokens=2
+        ),
     ]
     rows = per_row(configs, 4)
     # A request without sampling is greedy, whatever its temperature.
