@@ -177,7 +177,7 @@ def _llama3(reader: ConfigReader, section: ConfigReader) -> Llama3:
         factor=section.positive("factor", kind=float),
         low_freq_factor=section.positive("low_freq_factor", kind=float),
         high_freq_factor=section.positive("high_freq_factor", kind=float),
-        # No default: it would be the context, as in transformers, but published files have it.
+        # Required: transformers would take the context, but all published files have this field.
         original_max_position=length or section.positive(_ORIGINAL_LENGTH),
     )
 
