@@ -62,8 +62,6 @@ def _operands(m, k, n, *, norm=False, bias=False, gate=None, residual=False, lay
         dict(m=128, k=4096, n=4096, config=FlatGemmConfig(64, 64, 6, 2, 128)),
         dict(m=96, k=4096, n=12288, norm=True, config=FlatGemmConfig(128, 64, 6, 1, 128)),
         dict(m=128, k=4096, n=22016, config=FlatGemmConfig(192, 64, 4, 1, 128)),
-        dict(m=128, k=4096, n=11008, gate="silu", config=FlatGemmConfig(64, 64, 3, 1, 128, 2)),
-        dict(m=72, k=4096, n=4096, residual=True, config=FlatGemmConfig(64, 64, 6, 2, 128, 4)),
     ],
     ids=str,
 )

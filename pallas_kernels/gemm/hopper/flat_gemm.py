@@ -52,8 +52,6 @@ class FlatGemmConfig:
       stages: largest number of weight tiles in the ring; K or shared memory may allow fewer.
       split: number of blocks that share K, at most 8.
       block_m: largest number of rows of a block, 64 or 128; a tile has no more rows than M needs.
-      share: number of blocks with neighbouring columns that load each tile of x together: each
-        loads a part and sends it to all of them. 1, 2, 4 or 8, and at most 8 times `split`.
     """
 
     block_n: int = 64
@@ -61,7 +59,6 @@ class FlatGemmConfig:
     stages: int = 4
     split: int = 1
     block_m: int = 64
-    share: int = 1
 
     def __post_init__(self):
         if self.block_n < 64 or self.block_n % 64 or self.block_n > 256:
@@ -74,10 +71,6 @@ class FlatGemmConfig:
             raise ValueError(f"flat_gemm: split must be in 1..8, got {self.split}")
         if self.block_m not in (64, 128):
             raise ValueError(f"flat_gemm: block_m must be 64 or 128, got {self.block_m}")
-        if self.share not in (1, 2, 4, 8) or self.share * self.split > 8:
-            raise ValueError(
-                f"flat_gemm: share must be 1, 2, 4 or 8, and at most 8 / split, got {self.share}"
-            )
 
     @classmethod
     def for_shape(
@@ -181,7 +174,6 @@ def _launch(operands, *, eps, centred, gate, activation, dtype, config):
         eps=eps,
         dtype=dtype,
         centred=centred,
-        share=config.share,
     )
     block_k, parts, steps = config.block_k, tile.parts, tile.steps
     weights = {"w": ((parts, block_k, config.block_n), tile.in_dtype)}
@@ -201,9 +193,6 @@ def _launch(operands, *, eps, centred, gate, activation, dtype, config):
             else:
                 tile.fetch(name, ks, slot, arrived)
 
-    def read_by_all(step):
-        return tile.smem["x_read"].at[lax.rem(step, stages)]
-
     def accumulate(*accumulators):  # [block_n, block_m] each
         def step(i, squares):
             slot = lax.rem(i, stages)
@@ -213,22 +202,13 @@ def _launch(operands, *, eps, centred, gate, activation, dtype, config):
                 plgpu.wgmma(accumulator, tile.smem["w"].at[slot, part].T, x.T)
             # The previous step's products have finished reading their tiles. This step's run.
             plgpu.wgmma_wait(parts)
-            if config.share == 1:
-                refill(i - 1, names)
-            else:
-                own = tuple(name for name in names if name != "x")
-                when(i > 0)(lambda: plgpu.barrier_arrive(read_by_all(i - 1)))
-                refill(i - 1, own)
-                # One step later, the other blocks have read it as well, so that none waits.
-                refill(i - 2, ("x",), read_by_all)
-            return squares
+            refill = i - 1 + stages
 
-        def refill(done, names, wait_for=None):
-            @when((done >= 0) & (done + stages < steps))
+            @when((i > 0) & (refill < steps))
             def _():
-                if wait_for is not None:
-                    plgpu.barrier_wait(wait_for(done))
-                fetch(done + stages, lax.rem(done, stages), names)
+                fetch(refill, lax.rem(i - 1, stages), names)
+
+            return squares
 
         squares = lax.fori_loop(0, steps, step, tile.no_squares())
         return [accumulator[...] for accumulator in accumulators], squares
@@ -240,10 +220,6 @@ def _launch(operands, *, eps, centred, gate, activation, dtype, config):
         tile.fetch_late()
         accumulator = plgpu.ACC((tile.block_n, tile.block_m), jnp.float32)
         tile.finish(*pl.run_scoped(accumulate, *[accumulator] * parts))
-        if config.share > 1:
-            # The other blocks must not signal a block that has ended.
-            for step in range(steps - stages, steps - 1):
-                plgpu.barrier_wait(read_by_all(step))
 
     return tile.launch("flat_gemm_kernel", scratch, body)
 

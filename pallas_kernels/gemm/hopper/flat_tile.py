@@ -87,24 +87,21 @@ class FlatTile:
         dtype: Any,
         centred: bool = False,
         unit: int = 64,
-        share: int = 1,
     ):
         """`operands` are arrays by name; x and residual are [groups, rows, ...].
 
-        A product may take as few as `unit` columns of x. `share` neighbours along N load each tile
-        of x together.
+        A product may take as few as `unit` columns of x.
         """
         self.operands = operands
         self.groups, self.m, self.k = operands["x"].shape
         self.n, self.gate, self.eps, self.dtype, self.split = n, gate, eps, dtype, split
-        self.activation, self.centred, self.share = activation, centred, share
+        self.activation, self.centred = activation, centred
         self.in_dtype = operands["x"].dtype
         self.parts = 2 if gate else 1
         self.wide, self.width, self.pieces = wide, width, wide * self.parts
         rows = self.m + _NORM_ROWS * centred
-        # TMA copies tiles of 8 rows. Blocks that load x together take equally many.
-        self.tile_m = min(-(-rows // (8 * share)) * 8 * share, block_m)
-        self.grid = -(-n // (share * wide * width)), -(-self.m // block_m)
+        self.tile_m = min(-(-rows // 8) * 8, block_m)
+        self.grid = -(-n // (wide * width)), -(-self.m // block_m)
         self.block_n, self.block_m = wide * width, self.groups * self.tile_m
         self.unit, self.block_k, self.steps = unit, block_k, -(-self.k // (block_k * split))
         self.normed = "scale" in operands
@@ -183,14 +180,6 @@ class FlatTile:
         }
         scratch["x"] = matrix(*buffers["x"], most=self.unit * self.in_dtype.itemsize)
         scratch["arrived"] = plgpu.Barrier(num_arrivals=copies + self.copies, num_barriers=stages)
-        if self.share > 1:
-            if stages < 3:
-                raise NotImplementedError(
-                    f"matmul: {config} needs three tiles in shared memory at M = {self.m}"
-                )
-            scratch["x_read"] = plgpu.ClusterBarrier(
-                collective_axes=("share",), num_barriers=stages
-            )
         if self.late:
             scratch["late_arrived"] = plgpu.Barrier(num_arrivals=self.late)
         if others:
@@ -208,10 +197,7 @@ class FlatTile:
     @property
     def columns(self) -> Any:
         """This block's columns."""
-        at = lax.axis_index("n")
-        if self.share > 1:
-            at = at * self.share + lax.axis_index("share")
-        return pl.ds(at * self.block_n, self.block_n)
+        return pl.ds(lax.axis_index("n") * self.block_n, self.block_n)
 
     @property
     def rows(self) -> Any:
@@ -229,8 +215,7 @@ class FlatTile:
             return
         for group, tile in enumerate(self._row_tiles()):
             source, target = gmem["x"].at[group, self.rows, ks], smem["x"].at[slot, tile]
-            axes = "share" if self.share > 1 else None
-            plgpu.copy_gmem_to_smem(source, target, arrived, collective_axes=axes)
+            plgpu.copy_gmem_to_smem(source, target, arrived)
 
     def fetch_late(self) -> None:
         """Copy residual and bias."""
@@ -384,8 +369,8 @@ class FlatTile:
             out_type=jax.ShapeDtypeStruct((self.groups, self.m, self.n), self.dtype),
             grid=self.grid,
             grid_names=("n", "m"),
-            cluster=(self.split, self.share)[: 1 + (self.share > 1)],
-            cluster_names=("k", "share")[: 1 + (self.share > 1)],
+            cluster=(self.split,),
+            cluster_names=("k",),
             # All layouts are given. Inferring them would take longer than the rest of the lowering.
             compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         )(*self.operands.values())
