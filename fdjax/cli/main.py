@@ -76,9 +76,11 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help(sys.stderr)
         return 2
     logged = _logged() if getattr(args, "verbose", False) else contextlib.nullcontext()
-    with warnings.catch_warnings(), logged, memory_share(args.gpu_memory_utilization):
+    with warnings.catch_warnings(), logged:
         warnings.showwarning = _show_warning
-        return args.run(args)
+        needed = args.needed_bytes and args.needed_bytes(args)
+        with memory_share(args.gpu_memory_utilization, needed_bytes=needed):
+            return args.run(args)
 
 
 @contextlib.contextmanager
@@ -157,7 +159,9 @@ def _parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if chosen in (None, name):
             module.add_arguments(command)
             _add_memory(command)
-            command.set_defaults(run=module.run, parser=command)
+            # Most commands can use all the memory that JAX can take.
+            needed_bytes = getattr(module, "needed_bytes", None)
+            command.set_defaults(run=module.run, parser=command, needed_bytes=needed_bytes)
     return parser
 
 

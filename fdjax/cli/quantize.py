@@ -1,6 +1,7 @@
 """`fdjax quantize`: writes a checkpoint with weights of 4 or 8 bits."""
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ DESCRIPTION = (
 _PIECE_TOKENS, _LEAST_TOKENS, _LEAST_PIECES = 512, 32, 8
 # The largest number of pieces for the search of scales, and for the comparison.
 _PIECES, _COMPARED = 128, 64
+# Bytes of a GPU beside weights: the cache of the texts, and what the search of scales computes.
+_BESIDE_WEIGHTS = 10 * 10**9
 
 
 def add_arguments(parser: Parser) -> None:
@@ -50,6 +53,29 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--output", type=Path, required=True, metavar="DIR", help="an empty or new folder"
     )
+
+
+def needed_bytes(args: argparse.Namespace) -> int:
+    """Bytes of a GPU's memory that are enough, in order to take less host memory for JAX's tables.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged or not supported.
+    """
+    import jax.numpy as jnp
+
+    from fdjax.models import parse_config, weight_map
+    from fdjax.weights.checkpoint import locate, read_json, unnamed_dtype
+
+    if not args.text and (args.weights_only or args.bits == 8):
+        return _BESIDE_WEIGHTS
+    folder = locate(args.model)
+    data = read_json(folder / "config.json")
+    config = parse_config(data, str(folder / "config.json"))
+    itemsize = jnp.dtype(unnamed_dtype(folder, data) or config.dtype).itemsize
+    shapes = [shape for weight in weight_map(config).values() for _, shape in weight.sources]
+    dense = itemsize * sum(map(math.prod, shapes))
+    # The comparison holds the quantised model as well.
+    return (7 if args.text else 5) * dense // 4 + _BESIDE_WEIGHTS
 
 
 def run(args: argparse.Namespace) -> int:
@@ -90,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         inputs = smoothing.observe(reference.engine, observed)
     elif args.bits == 4 and not args.weights_only:
         _make(args.output)
-        inputs = _inputs_of_own_texts(str(folder))
+        inputs = _inputs_of_own_texts(str(folder), config.max_position_embeddings)
     began, last = time.perf_counter(), 0
 
     def progress(done: int, total: int) -> None:
@@ -130,13 +156,15 @@ def _make(folder: Path) -> None:
         raise ValueError(f"quantize: --output cannot be created: {error}") from None
 
 
-def _inputs_of_own_texts(folder: str) -> list[dict[str, Any]] | None:
+def _inputs_of_own_texts(folder: str, context: int) -> list[dict[str, Any]] | None:
     """Inputs of the layers for texts that the model writes; None if it is too large to run."""
     from fdjax.tools import own_texts, smoothing
 
     try:
-        lm = fdjax.load(folder, calibration=False)
-        tokens = min(own_texts.TOKENS, lm.engine.context - 1)
+        # A cache for more rows or tokens would only take memory.
+        length = min(1 + own_texts.TOKENS, context)
+        lm = fdjax.load(folder, calibration=False, max_batch=own_texts.TEXTS, max_len=length)
+        tokens = length - 1
         say(f"the model writes {own_texts.TEXTS * tokens:,} tokens and runs on them")
         start = lm.tokenizer.bos_token_id if lm.tokenizer else None
         if start is None and lm.tokenizer:

@@ -1,5 +1,6 @@
 """`fdjax quantize` and `load(quantize=...)`: what is lost, and what is written."""
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -387,6 +388,30 @@ def test_the_command_quantises_with_own_texts(two_layers, tmp_path, capsys, monk
         assert ("only the weights are considered" in said) == (name == "too large")
         seen[name] = (tmp_path / name / "model.safetensors").read_bytes()
     assert seen["too large"] == seen["weights"] != seen["own"]
+
+
+@pytest.mark.parametrize(
+    ("options", "needed"),
+    [
+        ([], 13.48e9 * 5 / 4 + 10e9),
+        (["--text", "README.md"], 13.48e9 * 7 / 4 + 10e9),
+        (["--weights-only"], 10e9),
+        (["--bits", "8"], 10e9),
+    ],
+)
+def test_the_command_takes_no_more_of_a_gpu_than_it_needs(tmp_path, monkeypatch, options, needed):
+    """JAX's allocator takes host memory for all that it may hand out."""
+    seen = []
+
+    @contextlib.contextmanager
+    def memory_share(share, *, needed_bytes):
+        seen.append((share, needed_bytes))
+        yield
+
+    monkeypatch.setattr("fdjax.cli.main.memory_share", memory_share)
+    shutil.copy(FIXTURES / "configs" / "llama-2-7b.old.json", tmp_path / "config.json")
+    assert main(["quantize", str(tmp_path), *options, "--output", str(tmp_path / "new")]) == 1
+    assert seen == [(None, pytest.approx(needed, rel=1e-3))]
 
 
 def _raise(error):
