@@ -76,17 +76,19 @@ class Call:
       receive: called with each chunk after the rows have taken their parts, in the thread that
         advances.
       cancelled: whether the caller no longer wants them.
+      taking: whether rows take parts of a chunk that the call has not received yet.
     """
 
     rows: Sequence[RequestState]
     steps: int
     receive: Callable[[Chunk], None]
     cancelled: bool = False
+    taking: bool = False
 
     @property
     def ended(self) -> bool:
         """Whether nothing is left to do."""
-        return self.cancelled or all(row.ended for row in self.rows)
+        return self.cancelled or (not self.taking and all(row.ended for row in self.rows))
 
 
 @dataclasses.dataclass(eq=False)
@@ -928,11 +930,23 @@ class Runner:
         return all(task in scheduler.rows for task in active)
 
     def _read(self) -> None:
-        """Wait for the oldest results and hand them to their owners."""
+        """Wait for the oldest results and hand them to their owners and calls."""
         flying = self._flight.popleft()
         what = "first tokens" if flying.is_first else "tokens of decode steps"
         with waiting(self._engine.watch, what, self._engine.model.ranks):
             chunk = _chunk(flying, self._compile_seconds)
+        calls = {task.call for task in flying.owners if task is not None}
+        try:
+            # A stopping criterion may take long. Meanwhile other threads ask if their calls ended.
+            for call in calls:
+                call.taking = True
+            self._hand_over(chunk, flying)
+        finally:
+            for call in calls:
+                call.taking = False
+
+    def _hand_over(self, chunk: Chunk, flying: InFlight) -> None:
+        """Give each row its part of a chunk, and then each call."""
         parts: dict[Call, list[int]] = {}
         damaged = (chunk.tokens == NOT_FINITE).any(axis=1)
         for i, task in enumerate(flying.owners):

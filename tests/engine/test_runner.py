@@ -564,6 +564,29 @@ def test_what_is_submitted_runs_by_itself():
             check(call.rows[0])
 
 
+def test_a_call_gets_its_last_chunk_while_another_row_takes_the_same_results():
+    engine = Engine()
+    mine = make_row([3], new=20, eos_token_ids=())
+    chunks = engine.runner.run([mine], 4)
+    received = [next(chunks)]
+    reached, released = threading.Event(), threading.Event()
+
+    def slow(tokens):
+        if mine.ended:
+            reached.set()
+            released.wait(60)
+        return False
+
+    other = make_row([4], new=50, eos_token_ids=(), stopping_criteria=(slow,))
+    engine.runner.submit(Call([other], 4, lambda chunk: None))
+    assert reached.wait(60)
+    threading.Timer(0.1, released.set).start()
+    received += chunks
+    assert sum((chunk.tokens >= 0).sum() for chunk in received) == 20
+    engine.runner.join(timeout=60)
+    check(other)
+
+
 @pytest.mark.parametrize("ended", [False, True])
 def test_submitting_takes_linear_time_and_keeps_few_calls_that_have_ended(monkeypatch, ended):
     asked = itertools.count()
