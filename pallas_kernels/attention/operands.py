@@ -104,6 +104,8 @@ def check_attention(
         raise ValueError(f"{op}: H must be a multiple of Hkv, got {h} and {kv_heads}")
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{op}: q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
+    if not jnp.issubdtype(q.dtype, jnp.floating):
+        raise ValueError(f"{op}: q, k, v must be floating point, got {q.dtype}")
     if lengths.shape != (b,):
         raise ValueError(f"{op}: lengths must be [{b}], got {list(lengths.shape)}")
     if not jnp.issubdtype(lengths.dtype, jnp.signedinteger):

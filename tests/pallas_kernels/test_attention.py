@@ -745,6 +745,10 @@ UNFIT = [
         dict(q=jnp.ones((2, 3, 4, 16), jnp.bfloat16)),
         "q, k, v must share a dtype, got bfloat16, float32, float32",
     ),
+    (
+        {name: FITTING[name].astype(jnp.int32) for name in ("q", "k", "v")},
+        "q, k, v must be floating point, got int32",
+    ),
     (dict(lengths=jnp.ones((3,), jnp.int32)), "lengths must be [2], got [3]"),
     (dict(lengths=jnp.ones((2, 1), jnp.int32)), "lengths must be [2], got [2, 1]"),
     (dict(q=jnp.ones((2, 0, 4, 16))), "T must be at least 1, got 0"),
