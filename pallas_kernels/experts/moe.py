@@ -69,6 +69,8 @@ def moe(
     """
     biases = gate_up_bias, down_bias
     _check(x, logits, gate_up, down, bias, biases, live, residual, routing, gate)
+    if not len(x):
+        return x
     formats = tuple(w.format for w in (gate_up, down) if isinstance(w, QTensor))
     key = moe_key(len(x), *x.shape[1:], down.shape[-2], routing, x.dtype.itemsize, formats)
     features = moe_features(routing, gate, biases=down_bias is not None, formats=formats)

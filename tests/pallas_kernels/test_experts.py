@@ -269,6 +269,15 @@ def test_quantised_weights_that_do_not_fit(change, says):
         moe(x, logits, gate_up, down, routing=Routing(6, 2), gate="silu")
 
 
+@pytest.mark.parametrize("keys", [{}, {"plan": INVARIANT}, {"implementation": "mosaic_gpu"}])
+def test_no_rows(keys):
+    x, logits, gate_up, down, _ = operands(2)
+    for residual in (None, x[:0]):
+        options = {"routing": Routing(6, 2), "gate": "silu", "residual": residual}
+        y = moe(x[:0], logits[:0], gate_up, down, **options, **keys)
+        assert (y.shape, y.dtype) == ((0, x.shape[1]), x.dtype)
+
+
 def test_one_bias_alone():
     x, logits, gate_up, down, _ = operands(2)
     options = {"routing": Routing(6, 2), "gate": "silu"}
