@@ -296,6 +296,10 @@ def append_prefill_attention(
         pages,
         sinks=sinks,
     )
+    if offsets.shape != lengths.shape:
+        raise ValueError(
+            f"append_prefill_attention: offsets must be [{len(q)}], got {list(offsets.shape)}"
+        )
     fused, _ = _with_append(
         PREFILL_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
     )

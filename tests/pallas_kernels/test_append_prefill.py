@@ -1,6 +1,7 @@
 """RoPE, write and attention of a prefill chunk equal the three ops one after another."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -176,6 +177,15 @@ def test_interpreted_in_a_stack(layer):
         )
 
     _check_stacked(run, _operands([65, 128], [64, 3], rows=[2, 0], batch=3), layer)
+
+
+def test_offsets_that_do_not_fit_raise():
+    qkv, cache = jnp.zeros((2, 8, 2, 3, 64)), jnp.zeros((2, 2, 8, 64))
+    lengths = jnp.full(2, 8, jnp.int32)
+    for offsets in (jnp.zeros(3, jnp.int32), jnp.zeros(1, jnp.int32), jnp.int32(0)):
+        message = re.escape(f"offsets must be [2], got {list(offsets.shape)}")
+        with pytest.raises(ValueError, match=f"append_prefill_attention: {message}"):
+            append_prefill_attention(qkv, cache, cache, lengths, offsets, spec=AttentionSpec(1.0))
 
 
 def test_rows_that_do_not_fit_raise():
