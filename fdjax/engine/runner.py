@@ -465,7 +465,10 @@ class Runner:
         self._undivided = 0  # prompt tokens since the last decode steps, and `_TOKENS_OF_A_CALL`
         # Numbers of rows that decode steps of this session had, so they need not be compiled.
         self._rows_before: set[int] = set()
-        self._condition = threading.Condition()
+        # Ctrl-C may come inside the `with` of a condition, which then stays locked, but not inside
+        # that of its lock.
+        self._lock = threading.RLock()
+        self._condition = threading.Condition(self._lock)
         self._table_is_old = False
         self._advancing: int | None = None  # the thread that advances the sequences
         self._submitted: collections.deque[Call] = collections.deque()
@@ -499,7 +502,7 @@ class Runner:
     def submit(self, call: Call) -> None:
         """Run a call in the background."""
         self._arrivals.append(call)
-        with self._condition:
+        with self._lock:
             self._submitted.append(call)
             if len(self._submitted) >= self._prune_at:
                 self._submitted = collections.deque(c for c in self._submitted if not c.ended)
@@ -525,14 +528,14 @@ class Runner:
     def cancel(self, call: Call) -> None:
         """End the sequences of a call."""
         call.cancelled = True
-        with self._condition:
+        with self._lock:
             if self._advancing is None:
                 self._settle()
             self._condition.notify_all()
 
     def join(self, timeout: float) -> None:
         """Wait for the background thread, for at most `timeout` seconds."""
-        with self._condition:
+        with self._lock:
             self._condition.wait_for(lambda: not self._background, timeout)
 
     def _run_submitted(self) -> None:
@@ -541,10 +544,10 @@ class Runner:
         try:
             while left:
                 self._advance_until(self._all_submitted_ended)
-                with self._condition:
+                with self._lock:
                     left = self._background = not self._all_submitted_ended()
         finally:
-            with self._condition:
+            with self._lock:
                 self._background = False
                 self._condition.notify_all()
 
@@ -556,32 +559,46 @@ class Runner:
     def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
         """Advance all sequences, in turns with other threads, until `ready` or the time `until`."""
         refuse_forked()
-        while True:
-            with self._condition:
-                if self._advancing == threading.get_ident() and not ready():
-                    raise RuntimeError(
-                        "generate: a logits processor or stopping criterion must not generate with "
-                        "the model that calls it; load a second model"
-                    )
-                left = None if until is None else until - time.monotonic()
-                self._condition.wait_for(lambda: ready() or self._advancing is None, left)
-                if ready():
-                    return
-                if until is not None and time.monotonic() >= until:
-                    raise TimeoutError("generate: no result within the time allowed")
-                self._advancing = threading.get_ident()
-            try:
-                with transfers_allowed():
-                    self._advance()
-            except Exception as error:
-                self._abort(error)
-            except BaseException:
-                self._abort(None)
-                raise
-            finally:
-                with self._condition:
-                    self._advancing = None
-                    self._condition.notify_all()
+        nested = self._advancing == threading.get_ident()
+        try:
+            while self._takes_turn(ready, until):
+                try:
+                    with transfers_allowed():
+                        self._advance()
+                except Exception as error:
+                    self._abort(error)
+                except BaseException:
+                    self._abort(None)
+                    raise
+                self._end_turn()
+        finally:
+            # Ctrl-C may come between any two statements. A nested call has no turn of its own.
+            if not nested:
+                self._end_turn()
+
+    def _takes_turn(self, ready: Callable[[], Any], until: float | None) -> bool:
+        """Wait until this thread may advance. Returns False if `ready` is true by then."""
+        with self._lock:
+            if self._advancing == threading.get_ident() and not ready():
+                raise RuntimeError(
+                    "generate: a logits processor or stopping criterion must not generate with "
+                    "the model that calls it; load a second model"
+                )
+            left = None if until is None else until - time.monotonic()
+            self._condition.wait_for(lambda: ready() or self._advancing is None, left)
+            if ready():
+                return False
+            if until is not None and time.monotonic() >= until:
+                raise TimeoutError("generate: no result within the time allowed")
+            self._advancing = threading.get_ident()
+            return True
+
+    def _end_turn(self) -> None:
+        """Let another thread advance, unless this one did not."""
+        with self._lock:
+            if self._advancing == threading.get_ident():
+                self._advancing = None
+                self._condition.notify_all()
 
     def _advance(self) -> None:
         """Dispatch as much as possible, and read the oldest results."""

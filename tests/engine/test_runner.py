@@ -1,8 +1,12 @@
 """Any number of sequences on a fake device: none is lost, mixed up or left behind."""
 
+import _thread
 import dataclasses
+import gc
 import itertools
+import sys
 import threading
+import time
 import types
 
 import numpy as np
@@ -535,6 +539,40 @@ def test_an_interrupt_ends_its_own_caller_only(monkeypatch):
     for _ in theirs:
         pass
     check(other)
+
+
+def test_an_interrupt_at_any_time_leaves_no_turn_behind(monkeypatch):
+    runner = Engine().runner
+    monkeypatch.setattr(runner, "_advance", lambda: None)
+    interval = sys.getswitchinterval()
+
+    def interrupt(delay):
+        while not running:
+            time.sleep(1e-5)
+        time.sleep(delay)
+        _thread.interrupt_main()
+
+    def some_turns():
+        asked = itertools.count()
+        runner._advance_until(lambda: next(asked) > 3)
+
+    sys.setswitchinterval(1e-6)
+    gc.disable()  # a callback of the garbage collector would lose an interrupt
+    try:
+        for i in range(200):
+            running = []
+            threading.Thread(target=interrupt, args=(1e-5 * i,)).start()
+            with pytest.raises(KeyboardInterrupt):
+                while True:
+                    running.append(True)
+                    some_turns()
+            other = threading.Thread(target=some_turns, daemon=True)
+            other.start()
+            other.join(10)
+            assert not other.is_alive()
+    finally:
+        gc.enable()
+        sys.setswitchinterval(interval)
 
 
 def test_threads_share_the_device():
