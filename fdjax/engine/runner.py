@@ -479,7 +479,9 @@ class Runner:
     @property
     def busy(self) -> bool:
         """Whether any call runs or waits."""
-        return self._session is not None or bool(self._arrivals or self._scheduler.waiting)
+        # Calls that ended before anyone took them stay among the arrivals until the next call.
+        arrived = any(not call.ended for call in list(self._arrivals))
+        return self._session is not None or arrived or bool(self._scheduler.waiting)
 
     def run(self, rows: Sequence[RequestState], steps: int) -> Iterator[Chunk]:
         """Advance rows until all have ended, and yield each chunk after the rows took their parts.

@@ -602,6 +602,16 @@ def test_what_is_submitted_runs_by_itself():
             check(call.rows[0])
 
 
+def test_submitted_calls_that_ended_before_they_ran_are_not_busy():
+    engine = Engine()
+    cancelled = Call([make_row([1])], 4, lambda chunk: None, cancelled=True)
+    empty = Call([make_row([1], new=0)], 4, lambda chunk: None)
+    for call in (cancelled, empty):
+        engine.runner.submit(call)
+    engine.runner.join(timeout=60)
+    assert not engine.runner.busy
+
+
 def test_a_call_gets_its_last_chunk_while_another_row_takes_the_same_results():
     engine = Engine()
     mine = make_row([3], new=20, eos_token_ids=())
