@@ -129,6 +129,8 @@ def _check(x, w, layer, norm, bias, gate, activation, residual) -> tuple[int, in
     k, n = shape[0], shape[-1]
     if x.shape[-1] != k:
         raise ValueError(f"matmul: x {list(x.shape)} and w {list(full)} disagree on K")
+    if not k:
+        raise ValueError("matmul: K must be at least 1, got 0")
     if gate is not None and shape[1] != 2:
         raise ValueError(f"matmul: with gate, w must be [K,2,N], got {list(full)}")
     if not quantised and x.dtype != w.dtype:
