@@ -58,6 +58,9 @@ def build(path: Path, files: TokenizerFiles) -> tokenizers.Tokenizer:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{bos}:0 $A:0", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
+    if files.kind == "GPTNeoXTokenizer" and tokenizer is not stored:
+        # This class ignores the post-processor of the file.
+        tokenizer.post_processor = processors.TemplateProcessing(single="$A:0")
     tokenizer.encode_special_tokens = bool(files.options.get("split_special_tokens"))
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -83,6 +86,8 @@ def _add_tokens(
     tokenizer.add_tokens(tokens)
     if files.kind == "Qwen2Tokenizer" and tokenizer is not stored:
         tokenizer.add_tokens([AddedToken(token.content, special=True) for token in further])
+    if files.kind == "CohereTokenizer" and tokenizer is not stored:
+        tokenizer.add_special_tokens(further)
 
 
 def _added_token(token: StoredToken | AddedToken, *, special: bool = False) -> AddedToken:
@@ -155,6 +160,20 @@ def _gpt_2(model: models.BPE, files: TokenizerFiles) -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def _gpt_neox(model: models.BPE, files: TokenizerFiles) -> tokenizers.Tokenizer:
+    tokenizer = _gpt_2(model, files)
+    tokenizer.normalizer = normalizers.NFC()
+    return tokenizer
+
+
+def _cohere(model: models.BPE, files: TokenizerFiles) -> tokenizers.Tokenizer:
+    tokenizer = _gpt_neox(model, files)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), tokenizer.pre_tokenizer]
+    )
+    return tokenizer
+
+
 def _qwen_2(model: models.BPE, files: TokenizerFiles) -> tokenizers.Tokenizer:
     tokenizer = _bpe(model)
     prefix_space = bool(files.options.get("add_prefix_space"))
@@ -170,8 +189,11 @@ def _qwen_2(model: models.BPE, files: TokenizerFiles) -> tokenizers.Tokenizer:
 
 
 _PIPELINES: dict[str, Callable[[models.BPE, TokenizerFiles], tokenizers.Tokenizer]] = {
+    "CodeGenTokenizer": _gpt_2,
     "CodeLlamaTokenizer": _code_llama,
+    "CohereTokenizer": _cohere,
     "GPT2Tokenizer": _gpt_2,
+    "GPTNeoXTokenizer": _gpt_neox,
     "GemmaTokenizer": _gemma,
     "LlamaTokenizer": _llama,
     "Qwen2Tokenizer": _qwen_2,

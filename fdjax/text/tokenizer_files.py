@@ -16,19 +16,49 @@ StoredToken = str | dict[str, Any]
 
 AS_STORED = "TokenizersBackend"
 _NAMES = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
-# Classes by `model_type`. Llama is missing, because its files declare the class.
+# Classes by `model_type`. Some families are missing, because their files declare the class.
 _REGISTERED = {
+    "cohere": "CohereTokenizer",
+    "cohere2": "CohereTokenizer",
     "gemma2": "GemmaTokenizer",
     "gemma3_text": "GemmaTokenizer",
+    "glm": AS_STORED,
+    "glm4": AS_STORED,
+    "gpt2": "GPT2Tokenizer",
+    "gpt_neox": "GPTNeoXTokenizer",
+    "gptj": "GPT2Tokenizer",
+    "granite": AS_STORED,
+    "granitemoe": AS_STORED,
+    "ministral": AS_STORED,
     "mistral": AS_STORED,
+    "mixtral": AS_STORED,
+    "olmo2": AS_STORED,
+    "olmo3": AS_STORED,
+    "olmoe": "GPTNeoXTokenizer",
+    "opt": "GPT2Tokenizer",
+    "phi": "GPT2Tokenizer",
     "phi3": AS_STORED,
     "qwen2": "Qwen2Tokenizer",
+    "qwen2_moe": "Qwen2Tokenizer",
     "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+    "starcoder2": "GPT2Tokenizer",
 }
 _LLAMA = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
 _END_OF_TEXT = "<|endoftext|>"
+_GPT_2 = dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END_OF_TEXT)
 # Special tokens of a class, unless the files name others.
 _DEFAULTS = {
+    "CodeGenTokenizer": _GPT_2,
+    "CohereTokenizer": {
+        "unk_token": "<UNK>",
+        "bos_token": "<BOS_TOKEN>",
+        "eos_token": "<|END_OF_TURN_TOKEN|>",
+        "pad_token": "<PAD>",
+        "cls_token": "<CLS>",
+        "sep_token": "<SEP>",
+        "mask_token": "<MASK_TOKEN>",
+    },
     "LlamaTokenizer": _LLAMA,
     "CodeLlamaTokenizer": _LLAMA
     | {f"{name}_token": f"▁<{name[:3].upper()}>" for name in ("prefix", "middle", "suffix")}
@@ -36,7 +66,8 @@ _DEFAULTS = {
     "GemmaTokenizer": {
         f"{name}_token": f"<{name}>" for name in ("unk", "bos", "eos", "pad", "mask")
     },
-    "GPT2Tokenizer": dict.fromkeys(("unk_token", "bos_token", "eos_token"), _END_OF_TEXT),
+    "GPT2Tokenizer": _GPT_2,
+    "GPTNeoXTokenizer": _GPT_2 | {"pad_token": "<|padding|>"},
     "Qwen2Tokenizer": dict.fromkeys(("unk_token", "eos_token", "pad_token"), _END_OF_TEXT),
 }
 
