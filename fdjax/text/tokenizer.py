@@ -67,7 +67,9 @@ class Tokenizer:
 
             self._tokenizer = build(path, files)
             added = self._tokenizer.get_added_tokens_decoder()
-            self._special = frozenset(i for i, token in added.items() if token.special)
+            special = {token.content for token in added.values() if token.special}
+            # The entry of a token that a normalizer changes is not its text. Such a token is shown.
+            self._special = frozenset(i for i in added if self.token(i) in special)
 
     def __bool__(self) -> bool:
         return self._tokenizer is not None

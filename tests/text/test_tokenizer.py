@@ -248,6 +248,19 @@ def test_a_silent_id_does_not_part_the_bytes_around_it(case, apart):
         assert "".join(pieces) == tokenizer(case).decode(ids)
 
 
+def test_a_special_token_that_decode_shows_is_not_silent(tmp_path):
+    """A normalizer turns the token into another text, so decoding does not know it as special."""
+    tool = {"content": "<tool>", "special": True, "normalized": True}
+    normalizer = {"type": "Prepend", "prepend": "▁"}
+    files = {"tokenizer_config.json": {"extra_special_tokens": [tool]}}
+    given = Tokenizer(write_folder(tmp_path, "llama2_mha", {"normalizer": normalizer}, files))
+    ids = given.encode("<tool>", add_special_tokens=False)
+    assert len(ids) == 1 and given.decode(ids) == "<tool>"
+    assert not given.is_silent(ids[0])
+    detokenizer = Detokenizer(given)
+    assert detokenizer.push(ids) + detokenizer.push([], last=True) == "<tool>"
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("character", ["é", "€", "🦙"])
 def test_a_character_comes_in_one_piece(case, character):
