@@ -28,6 +28,8 @@ Message = Mapping[str, Any]
 # Appended to a message that is to be continued, to find its end in the rendered text. The space
 # shows whether the template trims the end of a message.
 _OPEN_END = "[this message goes on here] "
+# Names of a message's thoughts. Templates read the first name, and those of gpt-oss the second.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +94,8 @@ class ChatTemplate:
         """Render messages as text. The arguments have the meaning they have in transformers.
 
         Args:
-          messages: dicts with "role" and "content". Keys with the value None are left out.
+          messages: dicts with "role" and "content". Keys with the value None are left out. Thoughts
+            may be given as "reasoning_content", "thinking" or "reasoning".
           tools: JSON schemas of functions that the model may call.
           documents: dicts that the template may show to the model.
           chat_template: the name of one of `templates`, or Jinja source. Default: "tool_use" if
@@ -229,7 +232,17 @@ def _checked(messages: Sequence[Message]) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"chat: message {i} must be a dict with a 'role', got {message!r}")
     plain = _plain("messages", [dict(message) for message in messages])
-    return [{k: v for k, v in message.items() if v is not None} for message in plain]
+    return [
+        _with_thoughts({k: v for k, v in message.items() if v is not None}) for message in plain
+    ]
+
+
+def _with_thoughts(message: dict[str, Any]) -> dict[str, Any]:
+    """The message with its thoughts under each name that templates read."""
+    thoughts = next((message[name] for name in _THOUGHTS if name in message), None)
+    if thoughts is None:
+        return message
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
 def _open_ended(text: str) -> str:
