@@ -32,9 +32,12 @@ def build(path: Path, files: TokenizerFiles) -> tokenizers.Tokenizer:
       files: the content of the files beside it.
 
     Raises:
-      CheckpointError: tokenizer.json is damaged, or a token in another file is.
+      CheckpointError: tokenizer.json is damaged or unreadable, or a token in another file is.
     """
-    refuse_pointer(path)
+    try:
+        refuse_pointer(path)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
     try:
         stored = tokenizers.Tokenizer.from_file(str(path))
     except BaseException as error:

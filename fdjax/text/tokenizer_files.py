@@ -181,7 +181,10 @@ def _kind(folder: Path, options: Mapping[str, Any]) -> str:
 
 
 def _is_byte_level(path: Path) -> bool:
-    return is_there(path) and b'"ByteLevel"' in path.read_bytes()
+    try:
+        return is_there(path) and b'"ByteLevel"' in path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _others(data: Mapping[str, Any]) -> dict[str, StoredToken]:

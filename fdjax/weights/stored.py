@@ -90,12 +90,15 @@ def is_there(path: Path) -> bool:
     """Whether a file exists.
 
     Raises:
-      CheckpointError: the path is a broken link, as in a cleaned-up cache of the hub, or exists but
-        is not a regular file.
+      CheckpointError: the path is a broken link, as in a cleaned-up cache of the hub, exists but is
+        not a regular file, or is in a folder that may not be entered.
     """
-    if path.is_symlink() and not path.exists():
+    try:
+        linked, there = path.is_symlink(), path.exists()
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
+    if linked and not there:
         raise CheckpointError(f"{path}: a broken link; download the checkpoint again")
-    there = path.exists()
     if there:
         _refuse_irregular(path)
     return there

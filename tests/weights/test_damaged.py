@@ -4,6 +4,7 @@ Every case damages one part of a valid checkpoint. The message must name the fil
 tensor or token. The exit code of the command line for such an error is tested in test_cli.
 """
 
+import errno
 import json
 import os
 import struct
@@ -487,6 +488,30 @@ def test_what_is_no_regular_file_is_refused_unread(folder, name, kind):
         path.mkdir()
     what = "a folder" if kind == "folder" else "a pipe or a device"
     with pytest.raises(CheckpointError, match=rf"{name}: must be a regular file, but is {what}$"):
+        load(folder)
+
+
+@pytest.mark.parametrize("kind", ["LlamaTokenizer", "GPT2Tokenizer"])
+def test_a_tokenizer_that_may_not_be_read_is_named(folder, kind, monkeypatch):
+    write_json(folder / "tokenizer_config.json", {"tokenizer_class": kind})
+    opened = Path.open
+
+    def refuse(path, *args, **kwargs):
+        if path.name == TOKENIZER:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    monkeypatch.setattr(Path, "read_bytes", lambda path: refuse(path, "rb").read())
+    with pytest.raises(CheckpointError, match=rf"{TOKENIZER}: cannot be read \(Permission denied"):
+        load(folder)
+
+
+@pytest.mark.parametrize("name", [CONFIG, TOKENIZER, SINGLE])
+def test_a_path_that_may_not_be_looked_at_is_named(folder, name):
+    (folder / name).unlink()
+    (folder / name).symlink_to("x" * 300)
+    with pytest.raises(CheckpointError, match=rf"{name}: cannot be read \(File name too long\)$"):
         load(folder)
 
 
