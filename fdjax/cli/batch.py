@@ -176,9 +176,11 @@ class AnswerFile:
         try:
             run = json.loads(beside.read_text())
         except (OSError, ValueError):
+            run = None
+        if not isinstance(run, dict):
             raise UsageError(
                 f"{self.path} exists without {beside.name}, its settings: name another --output"
-            ) from None
+            )
         for name, value in self._run.items():
             if run.get(name) != value:
                 raise UsageError(

@@ -114,6 +114,14 @@ def test_answers_of_something_else_are_not_mixed(files, capsys, what, tmp_path):
     assert files[1].read_bytes() == before
 
 
+@pytest.mark.parametrize("content", ["", "{", "[]", "null"])
+def test_answers_without_sound_settings_are_left_alone(files, capsys, tmp_path, content):
+    files[1].write_text('{"index": 0}\n')
+    (tmp_path / "out.jsonl.run.json").write_text(content)
+    assert run(files) == 2
+    assert "exists without out.jsonl.run.json, its settings" in capsys.readouterr().err
+
+
 def test_answers_of_other_weights_are_not_mixed(files, by_default, capsys, tmp_path):
     folder = shutil.copytree(by_default, tmp_path / "model")
     assert run(files, "--model", str(folder)) == 0
