@@ -221,12 +221,14 @@ class Tokenizer:
     def _required(self):
         if self._tokenizer is None:
             hint = "pass token ids instead"
-            if self.folder is not None and (self.folder / "tokenizer.model").exists():
-                hint = (
-                    "tokenizer.model alone is not enough: convert it with transformers, "
-                    "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
-                    "or pass token ids"
-                )
+            for name in ("tokenizer.model", "vocab.json"):
+                if self.folder is not None and (self.folder / name).exists():
+                    hint = (
+                        f"{name} alone is not enough: convert it with transformers, "
+                        "AutoTokenizer.from_pretrained(folder).save_pretrained(folder), "
+                        "or pass token ids"
+                    )
+                    break
             where = "this model" if self.folder is None else self.folder
             raise MissingTokenizerError(f"{where}: no tokenizer.json; {hint}")
         return self._tokenizer

@@ -153,13 +153,14 @@ def test_without_a_tokenizer_ids_are_all_there_is(tmp_path):
     assert issubclass(MissingTokenizerError, CheckpointError)
 
 
-def test_a_sentencepiece_model_alone_says_how_to_convert_it(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(b"sentencepiece")
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json"])
+def test_an_older_vocabulary_alone_says_how_to_convert_it(tmp_path, name):
+    (tmp_path / name).write_bytes(b"{}")
     assert not Tokenizer(tmp_path)
     with pytest.raises(MissingTokenizerError) as caught:
         Tokenizer(tmp_path).encode("text")
     message = str(caught.value)
-    assert message.startswith(f"{tmp_path}: no tokenizer.json; tokenizer.model alone is not enough")
+    assert message.startswith(f"{tmp_path}: no tokenizer.json; {name} alone is not enough")
     assert "AutoTokenizer.from_pretrained(folder).save_pretrained(folder)" in message
     assert "pass token ids" in message
     assert "\n" not in message
