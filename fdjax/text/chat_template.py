@@ -101,7 +101,7 @@ class ChatTemplate:
           chat_template: the name of one of `templates`, or Jinja source. Default: "tool_use" if
             there are tools and a template of this name, else "default".
           add_generation_prompt: end the text with the beginning of the assistant's message.
-          continue_final_message: end the text inside the last message.
+          continue_final_message: end the text inside the content of the last message.
           **variables: further variables of the template, such as `enable_thinking`.
 
         Returns:
@@ -111,6 +111,11 @@ class ChatTemplate:
           ValueError: there is no template, it refuses these messages, or it exceeds a limit.
           CheckpointError: the checkpoint's template is not valid Jinja.
         """
+        if not isinstance(continue_final_message, bool | None):
+            raise ValueError(
+                "chat: continue_final_message must be True or False, "
+                f"got {continue_final_message!r}"
+            )
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "chat: add_generation_prompt and continue_final_message exclude each other"

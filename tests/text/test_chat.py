@@ -175,6 +175,8 @@ def test_what_are_no_messages(messages):
 def test_options_that_make_no_sense():
     with pytest.raises(ValueError, match="exclude each other"):
         render("", HI, add_generation_prompt=True, continue_final_message=True)
+    with pytest.raises(ValueError, match="must be True or False, got 'reasoning_content'"):
+        render("{{ messages }}", HI, continue_final_message="reasoning_content")
     with pytest.raises(ValueError, match="must be a text"):
         render("", [{"role": "assistant", "content": ["a"]}], continue_final_message=True)
     with pytest.raises(ValueError, match="does not show"):
