@@ -115,7 +115,7 @@ def _int8_operands(seed, shape):
 
 
 def _int8(q, k, v, lengths):
-    return decode_attention(q, k, v, lengths, spec=_spec(q), implementation="mosaic_gpu_int8")
+    return decode_attention(q, k, v, lengths, spec=_spec(q), implementation="mosaic_gpu")
 
 
 def _int8_reference(q, k, v, lengths):
@@ -127,7 +127,7 @@ def _int8_case(shape):
     return Case(
         name=f"int8 B{b} H{h} Hkv{kv_heads} S{s} D{d}",
         make_args=lambda seed: _int8_operands(seed, shape),
-        implementations={"mosaic_gpu_int8": _int8, "xla": _xla},
+        implementations={"mosaic_gpu": _int8, "xla": _xla},
         reference=_int8_reference,
         bytes=2 * b * kv_heads * s * (d + 4),
         flops=4 * b * h * s * d,

@@ -32,7 +32,8 @@ _LINEAR = ("matmul", "linear_chain", "decode_layers")
 # For each plan: op → the implementation that is forced by name. Plans without a kind of kernel run
 # XLA instead. "without unified maximum" and "without fusion" keep the kernels but change how they
 # run. One launch has a running maximum in any case, so "without unified maximum" runs layer by
-# layer and is to be compared with "without launch".
+# layer and is to be compared with "without launch". "int8 cache" has another cache, which one
+# launch does not read.
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
     "xla": dict.fromkeys((*_LINEAR, "decode_attention", "prefill_attention"), "xla"),
@@ -46,6 +47,7 @@ PLANS: dict[str, dict[str, str]] = {
         ("decode_layers", "decode_attention", "prefill_attention"), "xla"
     ),
     "without fusion": dict.fromkeys(("linear_chain", "decode_layers"), "xla"),
+    "int8 cache": {},
 }
 BREAKDOWN = ("fdjax", *(name for name in PLANS if name.startswith("without")))
 GRID = tuple((b, p) for b in (1, 2, 4, 8, 16, 32, 64) for p in (128, 1024, 4096, 16384))
@@ -96,7 +98,8 @@ def fdjax_rows(
         if name == "without unified maximum":
             running = (dataclasses.replace(spec, unified=False) for spec in config.attention)
             config = config.with_attention(running)
-        models[name] = describe(config, dtype=model.dtype, plan=plan)
+        kv_dtype = "int8" if name == "int8 cache" else None
+        models[name] = describe(config, dtype=model.dtype, plan=plan, kv_dtype=kv_dtype)
     for batch, prompt in points:
         for name, planned in models.items():
             where = f"{name} B{batch} P{prompt}"

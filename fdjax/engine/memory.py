@@ -25,6 +25,7 @@ from fdjax.engine.schedule import (
 )
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_bytes, page_tokens
 from fdjax.models import Model
+from fdjax.pallas_kernels.attention import rows_at_once
 from fdjax.pallas_kernels.dispatch import Features
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
 
@@ -266,16 +267,20 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         # These queries, and in fp32 the results that are sent and received.
         attention += tokens * heads * c.head_dim * (itemsize + 2 * 4)
     row_bytes = c.kv_heads * slots * c.head_dim * itemsize
-    runs = _prefill_implementations(model, rows, tokens // rows, slots)
+    runs = _implementations(model, "prefill_attention", rows, tokens // rows, slots)
     # A copy of the cache of the call's rows, which is gathered, dequantised, or both.
-    if model.kv_dtype or (rows < batch and runs != {"mosaic_gpu"}):
+    if model.kv_dtype and plan.compute_capability is not None and reads_pages(model):
+        # In pages, each block of a packed call is a row.
+        attention += 2 * rows_at_once(max(1, tokens // SLOT_MULTIPLE), slots) * row_bytes
+    elif model.kv_dtype or (rows < batch and runs != {"mosaic_gpu"}):
         attention += 2 * rows * row_bytes
     if "xla" in runs:
         scores = 4 * rows * heads * (tokens // rows) * slots
         # The size also counts a copy of the values with dead slots zeroed.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
-    # A decode step dequantises the cache of all rows, a layer at a time.
-    attention = max(attention, 2 * batch * row_bytes if model.kv_dtype else 0)
+    if model.kv_dtype and not _decodes_int8(model, batch, slots):
+        # A decode step dequantises the cache of all rows, a layer at a time.
+        attention = max(attention, 2 * batch * row_bytes)
     logits = int(_LOGITS * 4 * batch * c.vocab_size)
     if plan.compute_capability is None:
         blas = 0
@@ -364,14 +369,20 @@ def pool_pages(model: Model, *, rows: int, context: int, pool_bytes: int) -> int
     return pages // step * step
 
 
-def _prefill_implementations(model: Model, rows: int, tokens: int, slots: int) -> set[str]:
-    """The implementations that run prefill attention in any layer."""
+def _decodes_int8(model: Model, batch: int, slots: int) -> bool:
+    """Whether decode steps read an int8 cache as it is."""
+    runs = _implementations(model, "decode_attention", batch, 1, slots)
+    return runs == {"mosaic_gpu"} and model.dtype == "bfloat16"
+
+
+def _implementations(model: Model, op: str, rows: int, tokens: int, slots: int) -> set[str]:
+    """The implementations that run attention in any layer."""
     c = model.config
     heads = c.heads * divided_by(model)
     shape = {"b": rows, "t": tokens, "h": heads, "hkv": c.kv_heads, "s": slots, "d": c.head_dim}
     shape["itemsize"] = jnp.dtype(model.dtype).itemsize
     choices = (
-        model.plan.choose("prefill_attention", features, **shape, masks=masks)
+        model.plan.choose(op, features, **shape, masks=masks)
         for features, masks in _attentions(model)
     )
     return {choice.implementation for choice in choices}

@@ -12,6 +12,7 @@ from fdjax.pallas_kernels.attention.divided import (
     append_decode_divided,
     append_prefill_divided,
 )
+from fdjax.pallas_kernels.attention.hopper.widen import rows_at_once
 from fdjax.pallas_kernels.attention.merge import merge_attention
 from fdjax.pallas_kernels.attention.operands import BeamSlots
 from fdjax.pallas_kernels.attention.prefill import PREFILL_ATTENTION, prefill_attention
@@ -45,6 +46,7 @@ __all__ = [
     "merge_attention",
     "prefill_attention",
     "reading_shape",
+    "rows_at_once",
     "split_qkv",
     "with_norms",
 ]

@@ -9,7 +9,7 @@ from jax import Array
 
 from fdjax.pallas_kernels.attention.cache import Cache, features_of
 from fdjax.pallas_kernels.attention.cudnn import DECODE_CUDNN
-from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER, DECODE_INT8_HOPPER
+from fdjax.pallas_kernels.attention.hopper.decode import DECODE_HOPPER
 from fdjax.pallas_kernels.attention.hopper.segments import DECODE_SEGMENTS
 from fdjax.pallas_kernels.attention.operands import (
     BeamSlots,
@@ -22,7 +22,7 @@ from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.attention.xla import DECODE_XLA
 from fdjax.pallas_kernels.dispatch import Dispatch, resolve
 
-DECODE_ATTENTION = (DECODE_HOPPER, DECODE_SEGMENTS, DECODE_CUDNN, DECODE_XLA, DECODE_INT8_HOPPER)
+DECODE_ATTENTION = (DECODE_HOPPER, DECODE_SEGMENTS, DECODE_CUDNN, DECODE_XLA)
 
 MAX_QUERY_TOKENS = 16
 
@@ -51,7 +51,8 @@ def decode_attention(
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
         never affect the result. "cudnn" needs finite values there, because it multiplies them by
-        zero. Both may be a `QuantisedCache`, which "xla" and "cudnn" read.
+        zero. Both may be a `QuantisedCache`. "xla" and "cudnn" dequantise it first, and so does
+        "mosaic_gpu" in float16.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.
@@ -62,7 +63,7 @@ def decode_attention(
       return_lse: also return the logsumexp of the scores, and of the sink if there is one.
       return_reruns: also return the share of the kernel's blocks (row, KV head, split) whose scores
         left the range of the unified maximum, so that they ran again with a running maximum.
-      implementation: "xla" | "cudnn" | "mosaic_gpu" | "mosaic_gpu_int8"; it never falls back.
+      implementation: "xla" | "cudnn" | "mosaic_gpu"; it never falls back.
       plan: chooses if no implementation is named; without either, XLA runs.
 
     Returns:

@@ -23,6 +23,7 @@ from deviceless import (
     while_bodies,
 )
 from fdjax.engine.engine import compiler_options
+from fdjax.engine.memory import workspace_bytes
 from fdjax.engine.scheduler import StateShape
 from fdjax.engine.state import (
     SLOT_MULTIPLE,
@@ -35,6 +36,7 @@ from fdjax.engine.state import (
 from fdjax.engine.step import decode_steps, first_tokens, prompt_logits
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.attention import find_shared
+from fdjax.pallas_kernels.attention.hopper import widen
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.sampling.beams import BeamState
@@ -62,11 +64,11 @@ KERNELS, CHAINED, ONE_LAUNCH = (
 
 
 @functools.cache
-def model(tied, plan=H100):
+def model(tied, plan=H100, kv_dtype=None):
     """Two layers of Llama 3 8B, in full size: a layer more shows no more."""
     data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
     data |= {"num_hidden_layers": 2, "tie_word_embeddings": tied}
-    return describe(parse_config(data), plan=plan)
+    return describe(parse_config(data), plan=plan, kv_dtype=kv_dtype)
 
 
 def room(batch, pages=0):
@@ -75,11 +77,13 @@ def room(batch, pages=0):
 
 
 @functools.cache
-def abstract_state(tied, batch, stacked=False, pages=0):
+def abstract_state(tied, batch, stacked=False, pages=0, kv_dtype=None):
+    m = model(tied, kv_dtype=kv_dtype)
+
     def make():
         if pages:
-            return start_in_pages(init_pool(model(tied), pages), room(batch, pages), SLOTS)
-        return start(init_cache(model(tied), batch, SLOTS, stacked))
+            return start_in_pages(init_pool(m, pages), room(batch, pages), SLOTS)
+        return start(init_cache(m, batch, SLOTS, stacked))
 
     return jax.eval_shape(make)
 
@@ -113,13 +117,13 @@ def outermost_thunks(folder):
     return re.findall(r"^\d+:.*", thunks.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def check_in_place(compiled, tied, batch, *, masked_values, stacked=False, pages=0):
+def check_in_place(compiled, tied, batch, *, masked_values, stacked=False, pages=0, kv_dtype=None):
     """All of the state is updated where it is, and no layer's keys or values are moved.
 
     But for `masked_values`: XLA's attention over a prompt zeroes the values of slots that hold
     nothing, in a buffer of its own, once a layer. That is its price, and not the engine's.
     """
-    state = abstract_state(tied, batch, stacked, pages)
+    state = abstract_state(tied, batch, stacked, pages, kv_dtype)
     assert alias_bytes(compiled) == nbytes(state)
     unlikely = unlikely_buffers(compiled)
     of_a_layer = nbytes(state.kv) // model(tied).config.layers
@@ -132,9 +136,11 @@ def check_in_place(compiled, tied, batch, *, masked_values, stacked=False, pages
     assert not copies, "\n".join(map(str, copies))
 
 
-def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0, shared=None):
+def compiled_chunk(
+    plan, tied, batch, folder, processors=Processors(), pages=0, shared=None, kv_dtype=None
+):
     """A chunk of decode steps, as users get it: one CUDA graph, and all of the state in place."""
-    m = model(tied, plan)
+    m = model(tied, plan, kv_dtype)
     stacked = m.one_launch(batch, SLOTS)
     params = m.abstract_params
     if stacked:
@@ -154,11 +160,12 @@ def compiled_chunk(plan, tied, batch, folder, processors=Processors(), pages=0, 
         )
 
     n = jax.ShapeDtypeStruct((), jnp.int32)
-    state = abstract_state(tied, batch, stacked, pages)
+    state = abstract_state(tied, batch, stacked, pages, kv_dtype)
     args = params, state, abstract_sampling(batch), n, abstract_table(batch, pages), shared
     options = compiler_options(decode_steps) | {"xla_dump_to": str(folder)}
     compiled = compile_for("h100", run, *args, donate_argnums=1, compiler_options=options)
-    check_in_place(compiled, tied, batch, masked_values=False, stacked=stacked, pages=pages)
+    in_place = {"stacked": stacked, "pages": pages, "kv_dtype": kv_dtype}
+    check_in_place(compiled, tied, batch, masked_values=False, **in_place)
     (chunk,) = outermost_thunks(folder)
     assert "kCommandBuffer" in chunk
     return compiled
@@ -232,9 +239,11 @@ def abstract_table(batch, pages):
     return jax.ShapeDtypeStruct((batch, SLOTS // SLOT_MULTIPLE), jnp.int32) if pages else None
 
 
-def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0, loops=False):
+def compiled_prefill(
+    plan, tied, batch, stacked=False, pages=0, blocks=0, loops=False, kv_dtype=None
+):
     """A prefill call as users get it; with `blocks` of 128 tokens that rows share."""
-    m = model(tied, plan)
+    m = model(tied, plan, kv_dtype)
     weights = m.abstract_params
     if loops:
         weights = weights | {"blocks": stacked_shapes(weights)}
@@ -255,7 +264,7 @@ def compiled_prefill(plan, tied, batch, stacked=False, pages=0, blocks=0, loops=
         "h100",
         run,
         weights,
-        abstract_state(tied, batch, stacked, pages),
+        abstract_state(tied, batch, stacked, pages, kv_dtype),
         tokens,
         block,
         block,
@@ -318,6 +327,26 @@ def test_decode_steps_in_pages(plan, batch, tmp_path):
     plan = dataclasses.replace(plan, named=plan.named + IN_PAGES)
     compiled = compiled_chunk(plan, False, batch, tmp_path, pages=PAGES)
     assert temp_bytes(compiled) <= batch * 2**21
+
+
+def test_decode_steps_with_an_int8_cache_in_pages(tmp_path):
+    """Kernels read the codes where they are, and new tokens are written in place."""
+    plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
+    compiled = compiled_chunk(plan, False, 8, tmp_path, pages=PAGES, kv_dtype="int8")
+    assert temp_bytes(compiled) <= 8 * 2**21
+    assert kernel_names(compiled).count("decode_attention") == 2
+
+
+def test_prefill_with_an_int8_cache_in_pages(monkeypatch):
+    """The live pages of a layer are dequantised, here for 4 of 16 rows at a time."""
+    monkeypatch.setattr(widen, "_SLOTS_AT_ONCE", 4 * SLOTS)
+    plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
+    m = model(False, plan, "int8")
+    compiled = compiled_prefill(plan, False, 8, pages=PAGES, blocks=16, kv_dtype="int8")
+    check_in_place(compiled, False, 8, masked_values=False, pages=PAGES, kv_dtype="int8")
+    names = collections.Counter(kernel_names(compiled))
+    assert names["widen_pages"] == names["prefill_attention"] == m.config.layers
+    assert temp_bytes(compiled) <= workspace_bytes(m, 8, 2 * SLOT_MULTIPLE, SLOTS)
 
 
 def test_prefill_with_the_layers_in_a_loop():

@@ -825,8 +825,6 @@ def test_an_unknown_implementation(op):
     with pytest.raises(ValueError) as error:
         _call(op, dict(implementation="triton"))
     names = "xla, cudnn, mosaic_gpu"
-    if op is decode_attention:
-        names += ", mosaic_gpu_int8"
     assert str(error.value) == (
         f"{op.__name__}: implementation must be one of {names}, got 'triton'"
     )

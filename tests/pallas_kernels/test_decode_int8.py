@@ -1,7 +1,7 @@
-"""The kernel of decode attention over an int8 cache: interpreted, and compiled for an H100.
+"""The kernel of decode attention over an int8 cache: interpreted, compiled for an H100, and run.
 
-It has not run on a GPU. The interpreter multiplies no operand in registers, so there the codes of K
-go through shared memory.
+The interpreter multiplies no operand in registers, so there the codes of K go through shared
+memory.
 """
 
 import functools
@@ -18,7 +18,8 @@ from fdjax.pallas_kernels.attention import (
     alibi_slopes,
     decode_attention,
 )
-from fdjax.pallas_kernels.attention.cache import quantise
+from fdjax.pallas_kernels.attention.cache import dequantised, quantise
+from fdjax.pallas_kernels.attention.hopper import decode
 from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, decode_mosaic
 
 from . import oracle
@@ -124,15 +125,26 @@ def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(s):
     check(operands([20, s - 7], t=16, group=1, s=s), interpreted, config=config)
 
 
-def test_float16_is_refused():
-    q, k, v, lengths = operands([1])
+def test_float16_is_dequantised_first(monkeypatch):
+    """The kernel refuses it, because P times a scale may underflow."""
+    pages = np.array([[3, 1], [0, 5], [2, 4]], np.int32)
+    q, k, v, lengths = operands([0, 130, 256], s=256)
+    q = q.astype(np.float16)
     k, v = (QuantisedCache(c.codes, c.scales, jnp.dtype("float16")) for c in (k, v))
     with pytest.raises(NotImplementedError, match="int8_cache needs bfloat16, got float16"):
-        decode_attention(
-            *(q.astype(np.float16), k, v, lengths),
-            spec=AttentionSpec(1.0),
-            implementation="mosaic_gpu_int8",
-        )
+        decode_mosaic(q, k, v, lengths, spec=AttentionSpec(1.0))
+    seen = []
+    monkeypatch.setattr(
+        decode, "decode_mosaic", lambda q, k, v, lengths, **named: seen.append((k, v, named))
+    )
+    pools = in_pages(k, pages), in_pages(v, pages)
+    named = {"layer": 1, "pages": pages}
+    decode.DECODE_HOPPER.run(q, *pools, lengths, batch_invariant=False, **named)
+    *found, named = seen[0]
+    assert named == {"layer": None, "pages": None}
+    for got, cache in zip(found, (k, v), strict=True):
+        assert got.dtype == np.float16
+        np.testing.assert_array_equal(got[1, :, :130], dequantised(cache)[1, :, :130])
 
 
 def compiled(b, t, h, kv_heads, s, d, masks=None, **options):
@@ -193,5 +205,13 @@ def test_the_most_rows_compile(d, splits, cluster):
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_on_a_gpu(d, t, scale):
     case = operands([t, 77, 1000], t=t, kv_heads=3, s=1000, d=d, scale=scale)
-    run = functools.partial(decode_attention, return_lse=True, implementation="mosaic_gpu_int8")
+    run = functools.partial(decode_attention, return_lse=True, implementation="mosaic_gpu")
     check(case, run)
+
+
+@pytest.mark.gpu
+def test_pages_on_a_gpu():
+    pages = np.array([[3, 1], [0, 5], [2, 4]], np.int32)
+    case = operands([1, 130, 256], group=4, kv_heads=2, s=256, d=128)
+    run = functools.partial(decode_attention, return_lse=True, implementation="mosaic_gpu")
+    check(case, run, pages=pages)

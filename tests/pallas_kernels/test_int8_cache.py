@@ -232,25 +232,18 @@ def test_what_reads_it():
     names = ("xla", "cudnn", "mosaic_gpu")
     assert able == {
         *(("prefill_attention", name) for name in names),
-        *(("decode_attention", name) for name in ("xla", "cudnn", "mosaic_gpu_int8")),
+        *(("decode_attention", name) for name in names),
     }
 
 
-def test_a_kernel_that_is_named_refuses():
-    k, v, _ = caches("rows")
-    q, lengths = normal(3, 1, HKV * G, D), np.array([1, 2, 3], np.int32)
-    with pytest.raises(NotImplementedError, match="mosaic_gpu cannot do int8_cache"):
-        decode_attention(q, k, v, lengths, spec=SPEC, implementation="mosaic_gpu")
-
-
-def test_the_plan_of_a_gpu_falls_back():
+def test_the_plan_of_a_gpu_reads_it():
     plan = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
     shape = dict(b=1, t=1, h=32, hkv=8, s=4096, d=128, itemsize=2, masks=0)
     assert plan.choose("decode_attention", **shape).implementation == "mosaic_gpu"
     int8 = cache_features("int8")
-    assert plan.choose("decode_attention", int8, **shape).implementation == "cudnn"
-    named = dataclasses.replace(plan, named=(("decode_attention", "mosaic_gpu_int8"),))
-    assert named.choose("decode_attention", int8, **shape).implementation == "mosaic_gpu_int8"
+    assert plan.choose("decode_attention", int8, **shape).implementation == "mosaic_gpu"
+    older = Plan.for_kind("NVIDIA A100-SXM4-80GB", (8, 0))
+    assert older.choose("decode_attention", int8, **shape).implementation == "cudnn"
     assert plan.choose("decode_attention", int8 | {"beams"}, **shape).implementation == "xla"
     shape["t"] = 512
     assert plan.choose("prefill_attention", int8, **shape).implementation == "mosaic_gpu"

@@ -28,9 +28,7 @@ fp16 ends at 65504 and has no such range, so it uses the running maximum from th
 **int8.** A `QuantisedCache` is read without dequantising it in memory first. Codes become bf16
 without rounding. Codes of K become bf16 in registers. Codes of V go through shared memory, because
 a transposed operand must be in shared memory in 16 bits. The scales of K multiply rows of Sᵀ. The
-scales of V multiply P before it is rounded, and l sums P without them. This part was interpreted
-and compiled, but has not run on a GPU. So no plan chooses it: pass
-`implementation="mosaic_gpu_int8"`.
+scales of V multiply P before it is rounded, and l sums P without them.
 
 It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes. In
 int8 these are 2 · sum(lengths) · Hkv · (D + 4).
@@ -54,9 +52,9 @@ from fdjax.pallas_kernels.attention.hopper.decode_tiles import (
     TILES_FP32,
     byte_tiles,
 )
-from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
+from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled, take_layer
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, never, on_gpu
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 
 _MAX_CLUSTER = 8
 # Shared memory of a block of the grid, without the bytes that Mosaic uses for sums over warps and
@@ -440,8 +438,11 @@ def _append_fits(shape: Shape) -> str | None:
     return _fits(shape)
 
 
-def _run(*operands, batch_invariant, **keywords):
-    return decode_mosaic(*operands, **keywords)
+def _run(q, k, v, lengths, *, batch_invariant, layer, pages, **keywords):
+    if features_of(k) and q.dtype == jnp.float16:  # P times a scale may underflow
+        k, v = take_layer(k, v, layer, pages=pages)
+        layer = pages = None
+    return decode_mosaic(q, k, v, lengths, layer=layer, pages=pages, **keywords)
 
 
 def _run_append(*operands, **keywords):
@@ -459,20 +460,10 @@ APPEND_DECODE_HOPPER = Implementation(
 )
 DECODE_HOPPER = Implementation(
     *("decode_attention", "mosaic_gpu", _run),
-    can=_CAN,
+    can=_CAN | cache_features("int8"),
     fits=_fits,
     heuristic=on_gpu,
     capabilities=_HOPPER,
     config=DecodeAttentionConfig,
     append=APPEND_DECODE_HOPPER,
-)
-DECODE_INT8_HOPPER = Implementation(
-    *("decode_attention", "mosaic_gpu_int8", _run),
-    can=_CAN | cache_features("int8"),
-    needs=cache_features("int8"),
-    fits=_fits,
-    heuristic=never,
-    capabilities=_HOPPER,
-    config=DecodeAttentionConfig,
-    forced=False,
 )

@@ -49,8 +49,9 @@ from jaxlib.mlir.dialects import arith, vector
 from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, check_pages
 from fdjax.pallas_kernels.attention.hopper.prefill_front import WRITE_CHUNK_HOPPER
+from fdjax.pallas_kernels.attention.hopper.widen import can_widen, rows_at_once, widened_pages
 from fdjax.pallas_kernels.attention.merge import merge_parts
-from fdjax.pallas_kernels.attention.operands import slots_are_tiled, take_layer
+from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled, take_layer
 from fdjax.pallas_kernels.attention.prefill_tiles import (
     COLUMN,
     MATRIX,
@@ -561,10 +562,26 @@ def _fits(shape: Shape) -> str | None:
 
 def _run(q, k, v, *live, batch_invariant, layer, rows, pages, **keywords):
     keywords |= {"layer": layer, "rows": rows, "pages": pages, "split_cache": not batch_invariant}
-    if features_of(k):  # the rows' slots are dequantised once and read many times
-        k, v = take_layer(k, v, layer, rows, pages)
-        keywords |= {"layer": None, "rows": None, "pages": None}
-    return prefill_mosaic(q, k, v, *live, **keywords)
+    if not features_of(k):
+        return prefill_mosaic(q, k, v, *live, **keywords)
+    # The rows' slots are dequantised once and read many times.
+    keywords |= {"layer": None, "rows": None, "pages": None}
+    if pages is None or not can_widen(k):
+        return prefill_mosaic(q, *take_layer(k, v, layer, rows, pages), *live, **keywords)
+
+    def attend(group):
+        q, lengths, offsets, table = group
+        found = widened_pages(k, v, lengths, pages=table, layer=layer)
+        keys, values, keywords["pages"] = found
+        return prefill_mosaic(q, keys, values, lengths, offsets, **keywords)
+
+    operands = q, *live, pages
+    count = rows_at_once(len(q), row_slots(k, pages))
+    if count == len(q):
+        return attend(operands)
+    groups = jax.tree.map(lambda a: a.reshape(-1, count, *a.shape[1:]), operands)
+    results = lax.map(attend, groups)
+    return jax.tree.map(lambda a: a.reshape(-1, *a.shape[2:]), results)
 
 
 PREFILL_HOPPER = Implementation(
