@@ -278,7 +278,8 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         scores = 4 * rows * heads * (tokens // rows) * slots
         # The size also counts a copy of the values with dead slots zeroed.
         attention += int(_SCORES_AND_P * min(scores, _SCORES_BYTES)) + rows * row_bytes
-    if model.kv_dtype and not _decodes_int8(model, batch, slots):
+    steps = _implementations(model, "decode_attention", batch, 1, slots)
+    if model.kv_dtype and steps != {"mosaic_gpu"}:
         # A decode step dequantises the cache of all rows, a layer at a time.
         attention = max(attention, 2 * batch * row_bytes)
     logits = int(_LOGITS * 4 * batch * c.vocab_size)
@@ -367,12 +368,6 @@ def pool_pages(model: Model, *, rows: int, context: int, pool_bytes: int) -> int
     # Free memory differs a little from process to process. Programs depend on the number.
     step = 2 ** max(0, pages.bit_length() - 5)
     return pages // step * step
-
-
-def _decodes_int8(model: Model, batch: int, slots: int) -> bool:
-    """Whether decode steps read an int8 cache as it is."""
-    runs = _implementations(model, "decode_attention", batch, 1, slots)
-    return runs == {"mosaic_gpu"} and model.dtype == "bfloat16"
 
 
 def _implementations(model: Model, op: str, rows: int, tokens: int, slots: int) -> set[str]:

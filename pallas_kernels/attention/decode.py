@@ -51,8 +51,7 @@ def decode_attention(
       q: [B, T, H, D], T in 1..16.
       k, v: [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]. Slots at and past `lengths`
         never affect the result. "cudnn" needs finite values there, because it multiplies them by
-        zero. Both may be a `QuantisedCache`. "xla" and "cudnn" dequantise it first, and so does
-        "mosaic_gpu" in float16.
+        zero. Both may be a `QuantisedCache`. "xla" and "cudnn" dequantise it first.
       lengths: [B] int32 live slots, the T new ones included. Length 0 gives zeros.
       spec: the attention; RoPE must have been applied already.
       layer: index into stacked caches.

@@ -4,6 +4,7 @@ The interpreter multiplies no operand in registers, so there the codes of K go t
 memory.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -18,8 +19,7 @@ from fdjax.pallas_kernels.attention import (
     alibi_slopes,
     decode_attention,
 )
-from fdjax.pallas_kernels.attention.cache import dequantised, quantise
-from fdjax.pallas_kernels.attention.hopper import decode
+from fdjax.pallas_kernels.attention.cache import quantise
 from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, decode_mosaic
 
 from . import oracle
@@ -125,34 +125,23 @@ def test_interpreted_where_the_last_block_is_larger_than_what_it_holds(s):
     check(operands([20, s - 7], t=16, group=1, s=s), interpreted, config=config)
 
 
-def test_float16_is_dequantised_first(monkeypatch):
-    """The kernel refuses it, because P times a scale may underflow."""
+@pytest.mark.slow
+def test_interpreted_in_float16():
+    """P times a scale is in bfloat16, because float16 would lose small products."""
     pages = np.array([[3, 1], [0, 5], [2, 4]], np.int32)
-    q, k, v, lengths = operands([0, 130, 256], s=256)
-    q = q.astype(np.float16)
-    k, v = (QuantisedCache(c.codes, c.scales, jnp.dtype("float16")) for c in (k, v))
-    with pytest.raises(NotImplementedError, match="int8_cache needs bfloat16, got float16"):
-        decode_mosaic(q, k, v, lengths, spec=AttentionSpec(1.0))
-    seen = []
-    monkeypatch.setattr(
-        decode, "decode_mosaic", lambda q, k, v, lengths, **named: seen.append((k, v, named))
-    )
-    pools = in_pages(k, pages), in_pages(v, pages)
-    named = {"layer": 1, "pages": pages}
-    decode.DECODE_HOPPER.run(q, *pools, lengths, batch_invariant=False, **named)
-    *found, named = seen[0]
-    assert named == {"layer": None, "pages": None}
-    for got, cache in zip(found, (k, v), strict=True):
-        assert got.dtype == np.float16
-        np.testing.assert_array_equal(got[1, :, :130], dequantised(cache)[1, :, :130])
+    q, k, v, lengths = operands([0, 130, 256], group=2, kv_heads=2, s=256)
+    k, v = (dataclasses.replace(c, dtype=np.dtype("float16")) for c in (k, v))
+    v = dataclasses.replace(v, scales=v.scales * np.float32(2.0**-12))
+    case = q.astype(np.float16), k, v, lengths
+    check(case, interpreted, config=DecodeAttentionConfig(splits=1), pages=pages)
 
 
-def compiled(b, t, h, kv_heads, s, d, masks=None, **options):
+def compiled(b, t, h, kv_heads, s, d, masks=None, dtype="bfloat16", **options):
     from ..deviceless import compile_for
 
     attend = functools.partial(decode_mosaic, spec=AttentionSpec(d**-0.5, **masks or {}), **options)
-    cache = QuantisedCache.abstract((b, kv_heads, s, d), "bfloat16")
-    q = jax.ShapeDtypeStruct((b, t, h, d), jnp.bfloat16)
+    cache = QuantisedCache.abstract((b, kv_heads, s, d), dtype)
+    q = jax.ShapeDtypeStruct((b, t, h, d), dtype)
     return compile_for("h100", attend, q, cache, cache, jax.ShapeDtypeStruct((b,), jnp.int32))
 
 
@@ -164,7 +153,7 @@ def compiled(b, t, h, kv_heads, s, d, masks=None, **options):
         dict(b=1, t=1, h=32, kv_heads=8, s=32768, d=128),
         pytest.param(dict(b=64, t=1, h=32, kv_heads=8, s=1024, d=128), marks=pytest.mark.soak),
         dict(b=8, t=4, h=32, kv_heads=8, s=2048, d=64),
-        dict(b=2, t=1, h=16, kv_heads=8, s=1000, d=256),
+        dict(b=2, t=1, h=16, kv_heads=8, s=1000, d=256, dtype="float16"),
         dict(b=2, t=8, h=32, kv_heads=8, s=2048, d=128),
         dict(b=2, t=16, h=32, kv_heads=8, s=1000, d=64),
         dict(

@@ -25,10 +25,10 @@ check per split, not per score, is enough:
   p ≤ 1, avoids the overflow.
 fp16 ends at 65504 and has no such range, so it uses the running maximum from the start.
 
-**int8.** A `QuantisedCache` is read without dequantising it in memory first. Codes become bf16
-without rounding. Codes of K become bf16 in registers. Codes of V go through shared memory, because
-a transposed operand must be in shared memory in 16 bits. The scales of K multiply rows of Sᵀ. The
-scales of V multiply P before it is rounded, and l sums P without them.
+**int8.** A `QuantisedCache` is read without dequantising it in memory first. 16 bits hold codes
+exactly. Codes of K become 16 bits in registers. Codes of V go through shared memory, because a
+transposed operand must be in shared memory in 16 bits. The scales of K multiply rows of Sᵀ. The
+scales of V multiply P before it is rounded to bf16, also in fp16, and l sums P without them.
 
 It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes. In
 int8 these are 2 · sum(lengths) · Hkv · (D + 4).
@@ -52,7 +52,7 @@ from fdjax.pallas_kernels.attention.hopper.decode_tiles import (
     TILES_FP32,
     byte_tiles,
 )
-from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled, take_layer
+from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 
@@ -158,12 +158,7 @@ def decode_mosaic(
         set for all slots of that block.
       entry_slots: slots of an entry of `pages`, a multiple of `block_kv`; default a whole page.
         Otherwise, entry e is part e % n of page e // n, for n parts of a page.
-
-    Raises:
-      NotImplementedError: float16 with a quantised cache, where P times a scale may underflow.
     """
-    if features_of(k) and q.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"decode_attention: int8_cache needs bfloat16, got {q.dtype}")
     b, t, h, d = q.shape
     kv_heads = k.shape[-3]
     group = h // kv_heads
@@ -291,7 +286,9 @@ def _launch(
         }
     if return_reruns:
         outs["reruns"] = (*grid, config.splits), jnp.int32
-    scratch, unions = _scratch(operands, config, group, staged, padded, norm_eps, return_lse)
+    scratch, unions = _scratch(
+        operands, config, group, staged, padded, norm_eps, return_lse, interpret
+    )
 
     def body(*refs):
         refs = iter(refs)
@@ -346,7 +343,7 @@ def _prepared(operands):
     return {name: value for name, value in operands.items() if value is not None}
 
 
-def _scratch(operands, config, group, staged, padded, norm_eps, return_lse):
+def _scratch(operands, config, group, staged, padded, norm_eps, return_lse, interpret):
     """(buffers and barriers by name, pairs of groups of buffers that share memory).
 
     Buffers that are not needed at the same time share memory. So three blocks of the grid with 64
@@ -359,7 +356,9 @@ def _scratch(operands, config, group, staged, padded, norm_eps, return_lse):
         loaded = plgpu.SMEM((stages, block, d), jnp.int8, transforms=byte_tiles(d))
     else:
         loaded = plgpu.SMEM((stages, block, d), dtype, transforms=TILES)
-    p = {"p": plgpu.SMEM((padded, block), dtype, transforms=TILES)}
+    # float16 has too small a range for P times a scale.
+    of_values = jnp.bfloat16 if int8 else dtype
+    p = {"p": plgpu.SMEM((padded, block), of_values, transforms=TILES)}
     # Without tiling, rows of 32 columns would all begin in the same bank of shared memory.
     partial = TILES_FP32 if padded % 32 == 0 else ()
     result = {
@@ -381,7 +380,9 @@ def _scratch(operands, config, group, staged, padded, norm_eps, return_lse):
     if int8:
         scales = plgpu.SMEM((stages, block), jnp.float32)
         scratch |= {"k_scales": scales, "v_scales": scales}
-        scratch["wide"] = plgpu.SMEM((block, d), dtype, transforms=TILES)
+        scratch["values"] = plgpu.SMEM((block, d), of_values, transforms=TILES)
+        if interpret is not None:  # the interpreter takes no operand of a product from registers
+            scratch["keys"] = plgpu.SMEM((block, d), dtype, transforms=TILES)
     if "qkv" in operands:
         vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 2 * (group + 2)
         if norm_eps is not None:
@@ -438,11 +439,8 @@ def _append_fits(shape: Shape) -> str | None:
     return _fits(shape)
 
 
-def _run(q, k, v, lengths, *, batch_invariant, layer, pages, **keywords):
-    if features_of(k) and q.dtype == jnp.float16:  # P times a scale may underflow
-        k, v = take_layer(k, v, layer, pages=pages)
-        layer = pages = None
-    return decode_mosaic(q, k, v, lengths, layer=layer, pages=pages, **keywords)
+def _run(*operands, batch_invariant, **keywords):
+    return decode_mosaic(*operands, **keywords)
 
 
 def _run_append(*operands, **keywords):

@@ -300,11 +300,11 @@ class _Split:
             return acc[...]
 
         if self.int8:
-            keys = self._widened(keys)
+            keys = self._widened(keys, self.smem["q"].dtype)
             if self.interpreted:
-                self.smem["wide"][...] = keys
+                self.smem["keys"][...] = keys
                 plgpu.commit_smem()
-                keys = self.smem["wide"]
+                keys = self.smem["keys"]
         z = pl.run_scoped(product, plgpu.ACC((self.bk, self.padded), jnp.float32))
         if self.int8:
             z = z * self._scales_of("k_scales", step)
@@ -327,10 +327,10 @@ class _Split:
         """V [block, D] and P [block, R] as a product takes them, P in shared memory."""
         if self.int8:
             # Codes of dead slots are finite.
-            self.smem["wide"][...] = self._widened(values)
-            values = self.smem["wide"]
+            values, wide = self.smem["values"], self._widened(values, self.smem["values"].dtype)
+            values[...] = wide
             p = jnp.where(seen, p * self._scales_of("v_scales", step), 0.0)
-            p = p.astype(self.smem["q"].dtype)
+            p = p.astype(values.dtype)
         else:
             self._zero_dead_values(step, values)
         p_s = self.smem["p"]
@@ -358,10 +358,10 @@ class _Split:
 
     # Caches in int8.
 
-    def _widened(self, codes):
+    def _widened(self, codes, dtype):
         """Codes [block, D] as the left operand of a product, without rounding."""
         found = plgpu.load(codes, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
-        return plgpu.layout_cast(found.astype(self.smem["q"].dtype), TILE)
+        return plgpu.layout_cast(found.astype(dtype), TILE)
 
     def _scales_of(self, name, step):
         """[block, R] the scale of each slot."""
