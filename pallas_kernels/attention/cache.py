@@ -21,7 +21,7 @@ from jax import Array
 
 from fdjax.pallas_kernels.dispatch import NO_FEATURES, Features
 
-_LARGEST = 127
+LARGEST = 127
 
 
 @functools.partial(
@@ -97,10 +97,10 @@ def quantise(values: Array) -> QuantisedCache:
     Zeros give the scale 0. If a value is not finite, its token's whole head becomes so.
     """
     x = values.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(x), axis=-1) / _LARGEST
+    scales = jnp.max(jnp.abs(x), axis=-1) / LARGEST
     usable = ((scales > 0) & jnp.isfinite(scales))[..., None]
     codes = jnp.where(usable, x / jnp.where(usable, scales[..., None], 1), 0)
-    codes = jnp.clip(jnp.round(codes), -_LARGEST, _LARGEST)
+    codes = jnp.clip(jnp.round(codes), -LARGEST, LARGEST)
     return QuantisedCache(codes.astype(jnp.int8), scales, values.dtype)
 
 

@@ -330,11 +330,13 @@ def test_decode_steps_in_pages(plan, batch, tmp_path):
 
 
 def test_decode_steps_with_an_int8_cache_in_pages(tmp_path):
-    """Kernels read the codes where they are, and new tokens are written in place."""
+    """One kernel a layer writes the token and reads the codes, all where they are."""
     plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
     compiled = compiled_chunk(plan, False, 8, tmp_path, pages=PAGES, kv_dtype="int8")
     assert temp_bytes(compiled) <= 8 * 2**21
-    assert kernel_names(compiled).count("decode_attention") == 2
+    layers = model(False).config.layers
+    assert kernel_names(compiled).count("decode_attention") == layers
+    assert not between_layers(compiled, 5 * layers)
 
 
 def test_prefill_with_an_int8_cache_in_pages(monkeypatch):

@@ -17,10 +17,16 @@ from fdjax.pallas_kernels.attention import (
     AttentionSpec,
     QuantisedCache,
     alibi_slopes,
+    append_decode_attention,
     decode_attention,
 )
 from fdjax.pallas_kernels.attention.cache import quantise
-from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, decode_mosaic
+from fdjax.pallas_kernels.attention.hopper.decode import (
+    DecodeAttentionConfig,
+    append_decode_mosaic,
+    decode_mosaic,
+)
+from fdjax.pallas_kernels.rope import Rope, rotation
 
 from . import oracle
 from .test_decode_mosaic import INTERPRET
@@ -134,6 +140,48 @@ def test_interpreted_in_float16():
     v = dataclasses.replace(v, scales=v.scales * np.float32(2.0**-12))
     case = q.astype(np.float16), k, v, lengths
     check(case, interpreted, config=DecodeAttentionConfig(splits=1), pages=pages)
+
+
+def appended(interpret=None, **options):
+    """The caches and o of a token that is appended to pages, by the kernel and by XLA."""
+    pages = np.array([[3, 1], [0, 5], [2, 4], [6, 7]], np.int32)
+    _, k, v, lengths = operands([0, 63, 130, 256], kv_heads=2, group=2, s=256)
+    pools = jax.tree.map(jnp.asarray, (in_pages(k, pages), in_pages(v, pages)))
+    qkv = np.random.default_rng(3).normal(size=(4, 1, 2, 4, 64)).astype(jnp.bfloat16)
+    qkv[1, :, 0, -1] = 0.0
+    cos_sin = rotation(lengths[:, None], Rope(64, 10000.0))
+    named = {"spec": AttentionSpec(0.125), "pages": pages, "layer": 1}
+    o, _, *caches, _ = append_decode_mosaic(
+        *(qkv[:, 0], *pools, lengths),
+        cos=cos_sin[0],
+        sin=cos_sin[1],
+        interpret=interpret,
+        **named,
+        **options,
+    )
+    want, *others = append_decode_attention(qkv, *pools, lengths, rotation=cos_sin, **named)
+    return (o, *caches), (want, *others)
+
+
+def check_appended(found, want):
+    """The last row has no slot left, so its result is not defined."""
+    np.testing.assert_allclose(*(np.float32(o)[:3] for o in (found[0], want[0])), atol=0.02)
+    for got, cache in zip(found[1:], want[1:], strict=True):
+        np.testing.assert_array_equal(got.codes, cache.codes)
+        np.testing.assert_array_equal(got.scales, cache.scales)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, pytest.param(3, marks=pytest.mark.soak)])
+def test_interpreted_append(splits):
+    """The token is quantised as elsewhere, and attention reads the rounded values."""
+    config = DecodeAttentionConfig(splits=splits, stages=2)
+    check_appended(*appended(INTERPRET, config=config))
+
+
+@pytest.mark.gpu
+def test_append_on_a_gpu():
+    check_appended(*appended())
 
 
 def compiled(b, t, h, kv_heads, s, d, masks=None, dtype="bfloat16", **options):

@@ -174,10 +174,8 @@ def decode_mosaic(
         q = q.reshape(b, kv_heads, rows, d)
         q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, 0)))
         q = q.reshape(b, kv_heads * tiles, -1, d)
-    operands = {"q": q, "k": k, "v": v, "lengths": lengths, "pages": pages, "layer": layer}
+    operands = {"q": q, "lengths": lengths, "pages": pages, "layer": layer, **_by_name(k, v)}
     operands |= {"phi": phi, "visible": visible}
-    if features_of(k):
-        operands |= {"k": k.codes, "v": v.codes, "k_scales": k.scales, "v_scales": v.scales}
     static = {"t": t, "group": group, "spec": spec, "return_lse": return_lse}
     o, lse, reruns = _launch(operands, **static, **options)
     if by_token:
@@ -219,8 +217,8 @@ def append_decode_mosaic(
     rotation = jnp.stack(
         [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)], axis=1
     ).reshape(b, 2, d)
-    k, v = jax.new_ref(k), jax.new_ref(v)
-    operands = {"qkv": qkv, "rotation": rotation, "k": k, "v": v, "lengths": lengths}
+    k, v = jax.tree.map(jax.new_ref, (k, v))
+    operands = {"qkv": qkv, "rotation": rotation, "lengths": lengths, **_by_name(k, v)}
     operands |= {"pages": pages, "layer": layer, "phi": phi}
     if sinks is not None:
         rows = query_tiles(group, d)[1]
@@ -234,7 +232,15 @@ def append_decode_mosaic(
     o, lse, reruns = _launch(operands, t=1, group=group, **options)
     o = o[:, :, :group].reshape(b, 1, kv_heads * group, d)
     lse = lse[:, :, :group].reshape(b, 1, -1) if return_lse else None
-    return o, lse, jax.freeze(k), jax.freeze(v), reruns
+    k, v = jax.tree.map(jax.freeze, (k, v))
+    return o, lse, k, v, reruns
+
+
+def _by_name(k, v):
+    """The arrays of caches as the kernel takes them."""
+    if not features_of(k):
+        return {"k": k, "v": v}
+    return {"k": k.codes, "v": v.codes, "k_scales": k.scales, "v_scales": v.scales}
 
 
 def _launch(
@@ -389,6 +395,9 @@ def _scratch(operands, config, group, staged, padded, norm_eps, return_lse, inte
             vectors["norms"] = plgpu.SMEM((2, 2, d), jnp.float32)
             arrivals += 1
         token = {"new": plgpu.SMEM((2, d), dtype), "score": plgpu.SMEM((padded,), jnp.float32)}
+        if int8:
+            token["codes"] = plgpu.SMEM((2, d), jnp.int8)
+            token["new_scales"] = plgpu.SMEM((2,), jnp.float32)
         unions += [(vectors, p), ({"qkv": plgpu.SMEM((staged, 2 * d), dtype)}, token)]
         scratch["q_arrived"] = plgpu.Barrier(num_arrivals=arrivals)
     else:
@@ -452,7 +461,7 @@ _HOPPER = (9, 0), (9, 1)
 
 APPEND_DECODE_HOPPER = Implementation(
     *("append_decode_attention", "mosaic_gpu", _run_append),
-    can=_CAN | {"norms"},
+    can=_CAN | {"norms"} | cache_features("int8"),
     fits=_append_fits,
     capabilities=_HOPPER,
 )

@@ -10,6 +10,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.cache import LARGEST
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, ROW, TILE
 from fdjax.pallas_kernels.hopper.conditional import when
 
@@ -74,7 +75,10 @@ def _load_new(smem, begin):
 
 
 def receive_token(smem, group):
-    """Store the rotated k, and v, of the new token in smem["new"]; returns q·k of all rows, [R]."""
+    """Store the rotated k, and v, of the new token in smem["new"]; returns q·k of all rows, [R].
+
+    For a cache in int8, they are rounded to codes and scales, which are stored, too.
+    """
     padded, d = smem["p"].shape[0], smem["q"].shape[1]
 
     def column(columns, index):
@@ -85,16 +89,32 @@ def receive_token(smem, group):
     value = column(_load_new(smem, 0), group + 1)
     # "new" may lie where "qkv" does.
     plgpu.commit_smem()
+    if "codes" in smem:
+        key, value = (_quantised(smem, i, values) for i, values in enumerate((key, value)))
     for i, values in enumerate((key, value)):
         smem["new"].at[i][...] = values.astype(smem["new"].dtype)
     q = _load_rows(smem["q"].at[pl.ds(0, padded)])
     return (q * lax.broadcast_in_dim(key, (d, padded), [0])).sum(axis=0)
 
 
-def write_token(caches, smem, slot):
+def _quantised(smem, i, values):
+    """Store codes and scale of values [D], as `cache.quantise` does; returns their product."""
+    # The sum is not finite if a value is not.
+    scale = jnp.abs(values).max(axis=0) / LARGEST + (values * 0.0).sum(axis=0)
+    codes = values / jnp.where(scale > 0, scale, 1.0)
+    codes = jnp.clip(jnp.round(codes), -LARGEST, LARGEST)
+    smem["codes"].at[i][...] = codes.astype(jnp.int8)
+    smem["new_scales"][i] = scale
+    return codes * scale
+
+
+def write_token(caches, scales, smem, slot):
     """Begin to write the new k and v to their slot, if the row has it."""
+    new = smem["codes" if scales else "new"]
 
     @when(slot < caches["k"].slots)
     def _():
         for i, cache in enumerate(caches.values()):
-            plgpu.copy_smem_to_gmem(smem["new"].at[i], cache.token(slot))
+            plgpu.copy_smem_to_gmem(new.at[i], cache.token(slot))
+        for i, cache in enumerate(scales.values()):
+            cache.token(slot)[...] = smem["new_scales"][i]

@@ -505,7 +505,7 @@ class _Split:
             plgpu.barrier_arrive(smem["cluster"])
         if self.appends:
             # The last block may contain the slot, so it must have been loaded.
-            write_token(self.caches, smem, self.cached)
+            write_token(self.caches, self.scales, smem, self.cached)
         place = tile_rows(self.row, self.tile, self.padded, self.by_token)
         plgpu.copy_smem_to_gmem(smem["out"], self.outputs["o"].at[place])
         if "lse" in self.outputs:
@@ -531,7 +531,8 @@ class _Split:
         self._save(cond(self.split == 0, lambda: self._with_token(part), lambda: part))
         plgpu.commit_smem()
         if self.appends:
-            when(self.split == 0)(lambda: write_token(self.caches, self.smem, self.cached))
+            write = functools.partial(write_token, self.caches, self.scales, self.smem)
+            when(self.split == 0)(lambda: write(self.cached))
         o_s, l_s, m_s = self.partial
         place = self.row, self.tile, self.split
         plgpu.copy_smem_to_gmem(o_s, self.outputs["o"].at[place])
