@@ -319,7 +319,7 @@ def append_prefill_attention(
         slots = jnp.where(slots < lengths[:, None], slots, row_slots(k_cache, pages))
         index = jnp.arange(len(qkv), dtype=jnp.int32) if rows is None else rows
         k_cache, v_cache = (
-            write(cache, new, index, slots, layer, pages)
+            write(cache, new, index, slots, layer, pages, unique=True)
             for cache, new in ((k_cache, k), (v_cache, v))
         )
     o = prefill_attention(
@@ -442,11 +442,14 @@ def write(
     layer: Array | int | None = None,
     pages: Array | None = None,
     beams: BeamSlots | None = None,
+    *,
+    unique: bool = False,
 ) -> Cache:
     """Write new [R,T,Hkv,D] into cache [B,Hkv,S,D] at rows [R] and those slots [R,T] that exist.
 
     With `layer`, the cache is a stack [L,B,Hkv,S,D]. With `pages` [R,N], it is a pool of pages in
-    place of rows.
+    place of rows. `unique` says that no two tokens go to the same slot of a page, so that XLA needs
+    no atomic operations.
     Every axis but D is indexed. A slice over the heads would make XLA transpose the whole cache.
     """
     heads = jnp.arange(cache.shape[-3], dtype=jnp.int32)
@@ -464,7 +467,7 @@ def write(
 
     def put(cache, new):
         # Rows without work may share a page.
-        unique = pages is None
-        return cache.at[index].set(new.swapaxes(1, 2), mode="drop", unique_indices=unique)
+        alone = unique or pages is None
+        return cache.at[index].set(new.swapaxes(1, 2), mode="drop", unique_indices=alone)
 
     return jax.tree.map(put, cache, stored_in(cache, new))
