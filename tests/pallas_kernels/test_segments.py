@@ -9,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdjax.pallas_kernels.attention import BeamSlots, decode_attention
+from fdjax.pallas_kernels.attention import BeamSlots, QuantisedCache, decode_attention
+from fdjax.pallas_kernels.attention.cache import quantise
 from fdjax.pallas_kernels.attention.hopper.decode import DecodeAttentionConfig, decode_mosaic
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import HOLES
 from fdjax.pallas_kernels.attention.hopper.segments import decode_segments, groups_of
@@ -155,10 +156,24 @@ def operands(searches, *, group, kv_heads, d, slots, aligned=False, dtype=jnp.bf
 FEW = [Search(3, prompt=40, length=50), Search(0, 0, 0), Search(1, 0, length=70)]
 
 
-def check(searches, group, config, *, kv_heads=1, d=64, slots=256, aligned=False, interpret=None):
+def check(
+    searches,
+    group,
+    config,
+    *,
+    kv_heads=1,
+    d=64,
+    slots=256,
+    aligned=False,
+    int8=False,
+    interpret=None,
+):
     """Compare the kernel with XLA, which gathers the positions of each beam."""
     sizes = {"kv_heads": kv_heads, "d": d, "slots": slots}
     given, options = operands(searches, group=group, aligned=aligned, **sizes)
+    if int8:
+        q, k, v, lengths = given
+        given = q, *map(jax.jit(quantise), (k, v)), lengths
     want, want_lse = decode_attention(*given, **options, spec=SPEC, return_lse=True)
     o, lse, reruns = decode_segments(
         *given, **options, spec=SPEC, config=config, return_reruns=True, interpret=interpret
@@ -209,6 +224,12 @@ EACH_END = [
 )
 def test_interpreted_at_each_end_of_a_page(group, kv_heads, config, aligned):
     check(EACH_END, group, config, kv_heads=kv_heads, aligned=aligned, interpret=INTERPRET)
+
+
+@pytest.mark.slow
+def test_interpreted_with_an_int8_cache():
+    config = DecodeAttentionConfig(splits=2, stages=2)
+    check(EACH_END[:5], 1, config, kv_heads=2, aligned=True, int8=True, interpret=INTERPRET)
 
 
 @pytest.mark.slow
@@ -276,14 +297,20 @@ def test_aligned_on_a_gpu(group, config):
     check(EACH_END, group, config, kv_heads=8, d=128, aligned=True)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("d", [64, 128])
+def test_an_int8_cache_on_a_gpu(d):
+    check(EACH_END, 4, None, kv_heads=2, d=d, int8=True)
+
+
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
-    ("shape", "aligned"),
+    ("shape", "aligned", "int8"),
     [
         # Both ways for one shape, and each way for another; other combinations are a grid.
         pytest.param(
-            *(shape, aligned),
-            id=f"{shape}-{'aligned' if aligned else 'general'}",
+            *(shape, aligned, int8),
+            id=f"{shape}-{'aligned' if aligned else 'general'}{'-int8' if int8 else ''}",
             marks=() if aligned in kept else pytest.mark.soak,
         )
         for shape, kept in (
@@ -294,14 +321,17 @@ def test_aligned_on_a_gpu(group, config):
             ((16, 16, 32, 8), (True,)),
         )
         for aligned in (False, True)
+        for int8 in (False, True)
+        if not int8 or (aligned in kept and shape[3] == 8)
     ],
 )
-def test_compiles_for_an_h100_without_spills(shape, aligned, monkeypatch, capfd):
+def test_compiles_for_an_h100_without_spills(shape, aligned, int8, monkeypatch, capfd):
     from ..deviceless import compile_for
 
     b, width, h, kv_heads = shape
     spec = jax.ShapeDtypeStruct
-    pool = spec((200, kv_heads, 128, 128), jnp.bfloat16)
+    shape = 200, kv_heads, 128, 128
+    pool = QuantisedCache.abstract(shape, "bfloat16") if int8 else spec(shape, jnp.bfloat16)
     rows = spec((b,), jnp.int32)
 
     def attend(q, k, v, lengths, pages, sources, prompts, first):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
 from fdjax.pallas_kernels.attention.hopper.decode import (
     DecodeAttentionConfig,
@@ -172,7 +173,8 @@ def _run(*operands, batch_invariant, phi, **keywords):
 
 DECODE_SEGMENTS = Implementation(
     *("decode_attention", "mosaic_gpu", _run),
-    can=frozenset({"beams", "rope", "soft_cap", "phi", "unified", "sinks"}),
+    can=frozenset({"beams", "rope", "soft_cap", "phi", "unified", "sinks"})
+    | cache_features("int8"),
     needs=frozenset({"beams"}),
     fits=_fits,
     heuristic=on_gpu,
