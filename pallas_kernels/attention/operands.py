@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from fdjax.pallas_kernels.attention.cache import Cache, check_caches, dequantised
@@ -110,7 +111,7 @@ def check_attention(
         raise ValueError(f"{op}: lengths must be [{b}], got {list(lengths.shape)}")
     if not jnp.issubdtype(lengths.dtype, jnp.signedinteger):
         raise ValueError(f"{op}: lengths must be signed integers, got {lengths.dtype}")
-    if isinstance(layer, int) and not 0 <= layer < k.shape[0]:
+    if isinstance(layer, int | np.integer) and not 0 <= layer < k.shape[0]:
         raise ValueError(f"{op}: layer must be in 0..{k.shape[0] - 1}, got {layer}")
     s = s if pages is None else s * pages.shape[1]
     if beams is not None:

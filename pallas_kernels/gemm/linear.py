@@ -7,6 +7,7 @@ fused, so that beside the weight only x and y (and a residual) are read or writt
 """
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fdjax.pallas_kernels.activations import ACTIVATIONS, UNGATED
@@ -137,7 +138,7 @@ def _check(x, w, layer, norm, bias, gate, activation, residual) -> tuple[int, in
         raise ValueError(f"matmul: x is {x.dtype} but w is {w.dtype}")
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise ValueError(f"matmul: x and w must be floating point, got {x.dtype}")
-    if isinstance(layer, int) and not 0 <= layer < full[0]:
+    if isinstance(layer, int | np.integer) and not 0 <= layer < full[0]:
         raise ValueError(f"matmul: layer must be in 0..{full[0] - 1}, got {layer}")
     if norm is not None and norm.scale.shape != (k,):
         raise ValueError(f"matmul: norm.scale must be [{k}], got {list(norm.scale.shape)}")

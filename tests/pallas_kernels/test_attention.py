@@ -728,6 +728,8 @@ UNFIT = [
         dict(layer=0),
         "k and v must both be [L,B,Hkv,S,D], got [2, 2, 8, 16] and [2, 2, 8, 16]",
     ),
+    (dict(k=STACKED, v=STACKED, layer=2), "layer must be in 0..1, got 2"),
+    (dict(k=STACKED, v=STACKED, layer=np.int64(-1)), "layer must be in 0..1, got -1"),
     (
         dict(q=jnp.ones((3, 3, 4, 16))),
         "q [3, 3, 4, 16] and k [2, 2, 8, 16] disagree on B or D",

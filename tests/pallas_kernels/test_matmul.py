@@ -389,6 +389,8 @@ GATED, STACK = jnp.ones((64, 2, 32)), jnp.ones((3, 64, 32))
         (X, STACK, dict(layer=0, gate="silu"), "w must be [L,K,2,N], got [3, 64, 32]"),
         (jnp.ones((1, 256)), W, {}, "x [1, 256] and w [64, 32] disagree on K"),
         (jnp.ones((2, 3)), STACK, dict(layer=1), "x [2, 3] and w [3, 64, 32] disagree on K"),
+        (X, STACK, dict(layer=3), "layer must be in 0..2, got 3"),
+        (X, STACK, dict(layer=np.int32(3)), "layer must be in 0..2, got 3"),
         (jnp.ones((2, 0)), jnp.ones((0, 32)), {}, "K must be at least 1, got 0"),
         (
             X,
