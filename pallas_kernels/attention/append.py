@@ -84,6 +84,7 @@ def append_decode_attention(
         pages=pages,
         beams=beams,
         sinks=sinks,
+        rotation=rotation,
     )
     alone = qkv.shape[1] > 1 or beams is not None or return_reruns
     if shared is not None and (pages is None or alone):
@@ -295,6 +296,7 @@ def append_prefill_attention(
         rows,
         pages,
         sinks=sinks,
+        rotation=rotation,
     )
     if offsets.shape != lengths.shape:
         raise ValueError(
@@ -374,6 +376,7 @@ def checked(
     pages: Array | None = None,
     beams: BeamSlots | None = None,
     sinks: Array | None = None,
+    rotation: tuple[Array, Array] | None = None,
 ) -> tuple[Array, Array, Array]:
     """q [B,T,H,D], k and v [B,T,Hkv,D] of qkv [B,T,Hkv,G+2,D].
 
@@ -388,6 +391,14 @@ def checked(
         raise ValueError(
             f"{op}: qkv must have the {k_cache.shape[-3]} KV heads of the cache, got {qkv.shape[2]}"
         )
+    if rotation is not None:
+        b, t, *_, d = qkv.shape
+        cos, sin = (list(a.shape) for a in rotation)
+        if cos != sin or len(cos) != 3 or cos[:2] != [b, t] or 2 * cos[2] > d:
+            raise ValueError(
+                f"{op}: rotation must be cos and sin [{b},{t},N] with N at most {d // 2}, "
+                f"got {cos} and {sin}"
+            )
     return q, k, v
 
 

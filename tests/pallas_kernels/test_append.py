@@ -11,6 +11,7 @@ import pytest
 from fdjax.pallas_kernels.attention import (
     alibi_slopes,
     append_decode_attention,
+    append_prefill_attention,
     attention_reference,
     split_qkv,
     with_norms,
@@ -247,6 +248,26 @@ def test_wrong_shapes_raise(qkv, cache, message):
         append_decode_attention(
             qkv, cache, cache, jnp.zeros((1,), jnp.int32), spec=AttentionSpec(1.0)
         )
+
+
+@pytest.mark.parametrize(
+    ("cos", "sin"),
+    [
+        ((1, 1, 64), (1, 1, 64)),
+        ((1, 2, 32), (1, 2, 32)),
+        ((1, 32), (1, 32)),
+        ((1, 1, 32), (1, 1, 16)),
+    ],
+)
+def test_a_rotation_of_the_wrong_shape_is_refused(cos, sin):
+    qkv, cache = jnp.zeros((1, 1, 2, 3, 64)), jnp.zeros((1, 2, 8, 64))
+    tokens = jnp.zeros(1, jnp.int32)
+    options = {"spec": SPEC, "rotation": (jnp.ones(cos), jnp.ones(sin))}
+    message = f"[1,1,N] with N at most 32, got {[*cos]} and {[*sin]}"
+    with pytest.raises(ValueError, match=f"^append_decode_attention: .*{re.escape(message)}$"):
+        append_decode_attention(qkv, cache, cache, tokens, **options)
+    with pytest.raises(ValueError, match=f"^append_prefill_attention: .*{re.escape(message)}$"):
+        append_prefill_attention(qkv, cache, cache, tokens, tokens, **options)
 
 
 @pytest.mark.deviceless
