@@ -5,7 +5,6 @@ that differ in temperature share a program.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -179,7 +178,8 @@ def next_tokens_and_scores(
     """
     beam = (sampling.num_beams > 1)[:, None]
     finite = jnp.isfinite(first_best(logits)[0])
-    scores = logits - jnp.where(beam, _log_total(logits, batch_invariant)[:, None], 0.0)
+    largest, log_sum = _log_total(logits, batch_invariant)
+    scores = jnp.where(beam, (logits - largest) - log_sum, logits)
     scores = order = _edited(scores, sampling, ids, lengths, steps, processors)
     best, _ = first_best(scores)
     finite &= best < jnp.inf
@@ -348,7 +348,7 @@ def _keep_first(scores, distance, weights, limit):
 def _logprobs(logits, tokens, sampling, batch_invariant):
     b, v = logits.shape
     n = min(MAX_TOP_LOGPROBS, v)
-    total = _log_total(logits, batch_invariant)
+    largest, log_sum = _log_total(logits, batch_invariant)
 
     def likeliest(none):
         index = jnp.arange(v, dtype=jnp.int32)[None]
@@ -359,19 +359,22 @@ def _logprobs(logits, tokens, sampling, batch_invariant):
             after = (logits < last) | ((logits == last) & (index > at))
             found.append(first_best(jnp.where(after, logits, -jnp.inf)))
         best, tokens = (jnp.stack(part, axis=1) for part in zip(*found, strict=True))
-        return best - total[:, None], tokens
+        return (best - largest) - log_sum, tokens
 
     none = jnp.zeros((b, n), jnp.float32), jnp.zeros((b, n), jnp.int32)
     top, top_ids = where_asked(sampling.top_logprobs > 0, likeliest, none)
-    return Logprobs(_at(logits, jnp.maximum(tokens, 0)) - total, top, top_ids)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(tokens, 0)[:, None], axis=-1)
+    return Logprobs(((chosen - largest) - log_sum)[:, 0], top, top_ids)
 
 
 def _log_total(logits, batch_invariant):
-    """[B] the logarithm of the sum of the exponentials."""
-    log_sum = functools.partial(jax.nn.logsumexp, axis=-1)
-    return in_row_tiles(log_sum, logits) if batch_invariant else log_sum(logits)
+    """(largest logit, logarithm of the sum of the exponentials relative to it), each [B, 1].
 
+    They are not added, because a log-probability near 0 would then be rounded like a logit.
+    """
 
-def _at(scores, tokens):
-    """[B] the scores [B, V] of tokens [B]."""
-    return jnp.take_along_axis(scores, tokens[:, None], axis=-1)[:, 0]
+    def of_rows(logits):
+        largest = jnp.max(logits, axis=-1, keepdims=True)
+        return largest, jax.nn.logsumexp(logits - largest, axis=-1, keepdims=True)
+
+    return in_row_tiles(of_rows, logits) if batch_invariant else of_rows(logits)

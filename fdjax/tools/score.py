@@ -268,7 +268,10 @@ def _score_chunk(
         logits = module.logits(hidden, model.plan)
         chosen = jnp.take_along_axis(logits, targets[..., None], axis=-1)[..., 0]
         likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32) == targets
-        return chosen - jax.nn.logsumexp(logits, axis=-1), likeliest
+        # Relative to the largest logit, a log-probability near 0 is not rounded like a logit.
+        largest = jnp.max(logits, axis=-1)
+        log_sum = jax.nn.logsumexp(logits - largest[..., None], axis=-1)
+        return (chosen - largest) - log_sum, likeliest
 
     def blocks(a):
         return jnp.moveaxis(a.reshape(b, t // block, block, *a.shape[2:]), 1, 0)

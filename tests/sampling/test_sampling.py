@@ -523,6 +523,19 @@ def test_logprobs_are_those_of_the_raw_logits(processors):
     np.testing.assert_allclose(logprobs, normal[np.arange(300), tokens], rtol=0, atol=2e-5)
 
 
+def test_logprobs_near_0_are_not_rounded_like_logits():
+    gaps = np.linspace(8, 16, 9, dtype=np.float32)
+    logits = np.full((9, 320), -np.inf, np.float32)
+    logits[:, 5], logits[:, 7] = 30, 30 - gaps
+    values = sampling(9, top_logprobs=2)
+    zeros = np.zeros(9, np.int32)
+    _, logprobs = choose(logits, values, zeros, processors=Processors(logprobs=True))
+    certain = -np.log1p(np.exp(-gaps.astype(np.float64)))
+    np.testing.assert_allclose(logprobs.chosen, certain, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(logprobs.top[:, 0], certain, rtol=0, atol=1e-7)
+    np.testing.assert_allclose(logprobs.top[:, 1], certain - gaps, rtol=1e-6)
+
+
 def test_logprobs_are_not_computed_unasked():
     tokens, logprobs = choose(random_logits(2), sampling(2), np.zeros(2, np.int32), SAMPLE)
     assert logprobs is None and tokens.shape == (2,)

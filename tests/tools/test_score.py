@@ -74,6 +74,19 @@ def test_log_probabilities_are_those_of_transformers(case):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_log_probabilities_near_0_are_not_rounded_like_logits():
+    lm = load()
+    params = {**lm.params, "norm": {"scale": 30 * lm.params["norm"]["scale"]}}
+    (text,) = texts()[:1]
+    every = log_softmax(np.asarray(fdjax.forward(lm.model, params, [text]))[0, :-1])
+    want = every[np.arange(len(text) - 1), text[1:]]
+    got = np.array(fdjax.LM(lm.model, params).score(text).logprobs[0])
+    near = want > -1e-2
+    assert near.sum() > 3
+    np.testing.assert_allclose(got[near], want[near], rtol=1e-3, atol=1e-7)
+
+
 def test_perplexity_is_the_exponential_of_the_mean():
     result = load().score(texts()[1:3])
     for logprobs, perplexity in zip(result.logprobs, result.perplexities, strict=True):
