@@ -586,7 +586,9 @@ class Runner:
                     "generate: a logits processor or stopping criterion must not generate with "
                     "the model that calls it; load a second model"
                 )
-            left = None if until is None else until - time.monotonic()
+            left = None
+            if until is not None:
+                left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
             self._condition.wait_for(lambda: ready() or self._advancing is None, left)
             if ready():
                 return False

@@ -602,6 +602,22 @@ def test_what_is_submitted_runs_by_itself():
             check(call.rows[0])
 
 
+@pytest.mark.parametrize("seconds", [float("inf"), 1e12])
+def test_a_call_may_be_waited_for_without_end(seconds):
+    engine, reached, released = Engine(), threading.Event(), threading.Event()
+
+    def slow(tokens):
+        reached.set()
+        return not released.wait(60)
+
+    call = Call([make_row([3], new=2, stopping_criteria=(slow,))], 4, lambda chunk: None)
+    engine.runner.submit(call)
+    assert reached.wait(60)
+    threading.Timer(0.05, released.set).start()
+    engine.runner.wait(call, timeout=seconds)
+    check(call.rows[0])
+
+
 def test_submitted_calls_that_ended_before_they_ran_are_not_busy():
     engine = Engine()
     cancelled = Call([make_row([1])], 4, lambda chunk: None, cancelled=True)
