@@ -16,6 +16,7 @@ import numpy as np
 
 from fdjax.engine.beams import request_state
 from fdjax.engine.engine import Engine
+from fdjax.engine.generation import check_params
 from fdjax.engine.memory import check_limits, check_load
 from fdjax.engine.mesh import Place
 from fdjax.engine.results import (
@@ -153,7 +154,7 @@ class LM:
             if len(place.devices) != self.model.ranks:
                 place = Place.for_ranks(self.model.ranks)
             params = divided(self.model, params, place.devices)
-        _check_params(params, self.model.abstract_params)
+        check_params(params, self.model.abstract_params)
         limits = self.max_len, self.max_batch, self._memory_bytes
         engine = self._make_engine(self.model, params, *limits, self.prefix_cache)
         self._params, self.engine = params, engine
@@ -647,25 +648,6 @@ def _show(rows: Sequence[RequestState], update: Callable[..., None]) -> None:
     running = sum(row.has_begun and not row.ended for row in rows)
     text = f"{running} running, {len(rows) - done - running} waiting"
     update(done, sum(len(answer.tokens) for answer in _answers(rows)), text)
-
-
-def _check_params(params: Params, wanted: Params) -> None:
-    """Raise ValueError if parameters do not have the structure, shapes and dtypes of the model."""
-    given, want = (
-        {
-            jax.tree_util.keystr(path, simple=True, separator="."): f"{leaf.dtype}{[*leaf.shape]}"
-            for path, leaf in jax.tree.leaves_with_path(tree)
-        }
-        for tree in (params, wanted)
-    )
-    for name in {**want, **given}:
-        if given.get(name) != want.get(name):
-            raise ValueError(
-                f"params: {name} must be {want.get(name, 'absent')}, "
-                f"got {given.get(name, 'nothing')}"
-            )
-    if jax.tree.structure(params) != jax.tree.structure(wanted):
-        raise ValueError("params: must be nested dicts, like those of `LM.params`")
 
 
 def load(

@@ -313,6 +313,8 @@ def refusals():
     attempt("expert", lambda: _described(4, **MIXTURE, intermediate_size=90))
     one = jax.tree.map(np.asarray, lm.params)
     attempt("forward", lambda: fdjax.forward(lm.model, one, np.ones((1, 4), np.int32)))
+    shorter = jax.tree.map(lambda a: a[:2], lm.params)
+    attempt("shape", lambda: fdjax.forward(lm.model, shorter, np.ones((1, 4), np.int32)))
     attempt("module", lambda: lm.model.module(lm.params))
     attempt("params", lambda: setattr(lm, "params", lm.params | {"embed": np.zeros((3, 3))}))
     return said

@@ -45,8 +45,8 @@ def forward(
       [B, T, V] fp32, or [B, last, V].
 
     Raises:
-      ValueError: `ids`, `lengths` or `last` have a wrong shape or are out of range, or several
-        devices share the model and `params` are not on them.
+      ValueError: `ids`, `lengths` or `last` have a wrong shape or are out of range, `params` do not
+        belong to the model, or several devices share the model and `params` are not on them.
     """
     ids, lengths = _checked("forward", ids, lengths, model)
     t = ids.shape[1]
@@ -114,8 +114,8 @@ def generate(
 
     Raises:
       ValueError: shapes disagree, a value is out of range, an option names an id that is not in the
-        vocabulary or works on the host only, or several devices share the model and `params` are
-        not on them.
+        vocabulary or works on the host only, `params` do not belong to the model, or several
+        devices share the model and `params` are not on them.
       TypeError: `config` is not a `GenerationConfig`.
     """
     if not isinstance(config, GenerationConfig):
@@ -165,8 +165,9 @@ def _on_all(
     """Run function(model, params, *args, **static) on every device that shares the model.
 
     Raises:
-      ValueError: the parameters are not on these devices.
+      ValueError: the parameters do not belong to the model, or are not on these devices.
     """
+    check_params(params, model.abstract_params, dtypes=False)
     if model.ranks == 1:
         return function(model, params, *args, **static)
     first = jax.tree.leaves(params)[0]
@@ -193,6 +194,35 @@ def _jitted_on_all(
         out_specs=whole,
         check_vma=False,
     )(params, *args)
+
+
+def check_params(params: Params, wanted: Params, *, dtypes: bool = True) -> None:
+    """Raise ValueError if parameters do not have the structure and shapes of the model.
+
+    Args:
+      params: the parameters.
+      wanted: those of the model, without values.
+      dtypes: whether they must also have the dtypes of the model.
+    """
+
+    def described(leaf):
+        return f"{leaf.dtype if dtypes else ''}{[*np.shape(leaf)]}"
+
+    given, want = (
+        {
+            jax.tree_util.keystr(path, simple=True, separator="."): described(leaf)
+            for path, leaf in jax.tree.leaves_with_path(tree)
+        }
+        for tree in (params, wanted)
+    )
+    for name in {**want, **given}:
+        if given.get(name) != want.get(name):
+            raise ValueError(
+                f"params: {name} must be {want.get(name, 'absent')}, "
+                f"got {given.get(name, 'nothing')}"
+            )
+    if jax.tree.structure(params) != jax.tree.structure(wanted):
+        raise ValueError("params: must be nested dicts, like those of `LM.params`")
 
 
 def _checked(

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import re
 from pathlib import Path
 
 import jax
@@ -143,6 +144,26 @@ def test_values_out_of_range_are_refused(lm, ids, lengths, message):
     # If they are closed over, they are concrete inside a traced function as well.
     with pytest.raises(ValueError, match=message):
         jax.jit(lambda params: fdjax.forward(lm.model, params, ids, lengths))(lm.params)
+
+
+def test_weights_of_another_model_are_refused(lm):
+    ids, config = np.ones((1, 3), np.int32), GenerationConfig(max_new_tokens=2)
+    params = lm.params
+    embed = params.pop("embed")
+    want = re.escape("params: embed must be [320, 64], got ")
+    for wrong, message in (
+        (params, f"{want}nothing"),
+        (params | {"embed": embed[:5]}, want + re.escape("[5, 64]")),
+        (params | {"embed": embed, "head": embed}, r"params: head must be absent, got \[320, 64\]"),
+        (params | {"embed": embed, "blocks": [*params["blocks"].values()]}, "nested dicts"),
+        ({}, r"params: .* must be \[.*\], got nothing"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            fdjax.forward(lm.model, wrong, ids)
+        with pytest.raises(ValueError, match=message):
+            fdjax.generate(lm.model, wrong, ids, config)
+        with pytest.raises(ValueError, match=message):
+            forward(lm.model, wrong, ids)
 
 
 def test_options_that_a_pure_function_refuses(lm):
