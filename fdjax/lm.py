@@ -146,11 +146,9 @@ class LM:
     @params.setter
     @transfers_allowed()
     def params(self, params: Params) -> None:
-        params = jax.tree.map(
-            lambda leaf: leaf if hasattr(leaf, "devices") else jnp.asarray(leaf), params
-        )
-        if self.model.ranks > 1:
-            place = Place.of(jax.tree.leaves(params)[0])
+        params = jax.tree.map_with_path(_as_numbers, params)
+        if self.model.ranks > 1 and (leaves := jax.tree.leaves(params)):
+            place = Place.of(leaves[0])
             if len(place.devices) != self.model.ranks:
                 place = Place.for_ranks(self.model.ranks)
             params = divided(self.model, params, place.devices)
@@ -648,6 +646,19 @@ def _show(rows: Sequence[RequestState], update: Callable[..., None]) -> None:
     running = sum(row.has_begun and not row.ended for row in rows)
     text = f"{running} running, {len(rows) - done - running} waiting"
     update(done, sum(len(answer.tokens) for answer in _answers(rows)), text)
+
+
+def _as_numbers(path: tuple[Any, ...], leaf: Any) -> jax.Array:
+    """A leaf of parameters as an array of JAX; raises ValueError if it has no numbers."""
+    if hasattr(leaf, "devices"):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except (TypeError, ValueError):
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        raise ValueError(
+            f"params: {name} must be an array of numbers, got {type(leaf).__name__}"
+        ) from None
 
 
 def load(

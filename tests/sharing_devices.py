@@ -315,6 +315,7 @@ def refusals():
     attempt("forward", lambda: fdjax.forward(lm.model, one, np.ones((1, 4), np.int32)))
     shorter = jax.tree.map(lambda a: a[:2], lm.params)
     attempt("shape", lambda: fdjax.forward(lm.model, shorter, np.ones((1, 4), np.int32)))
+    attempt("nothing", lambda: setattr(lm, "params", {}))
     attempt("module", lambda: lm.model.module(lm.params))
     attempt("params", lambda: setattr(lm, "params", lm.params | {"embed": np.zeros((3, 3))}))
     return said

@@ -241,6 +241,9 @@ def test_weights_of_another_model_are_refused(lm):
         ({**params, "embed": embed, "head": embed}, r"head must be absent, got float32\["),
         ({**params, "embed": embed, "blocks": [*params["blocks"].values()]}, "nested dicts"),
         ([], "must be .*, got nothing"),
+        ({}, "must be .*, got nothing"),
+        ({"embed": "weights"}, "embed must be an array of numbers, got str"),
+        ({"embed": {"a": object()}}, "embed.a must be an array of numbers, got object"),
     ):
         with pytest.raises(ValueError, match=f"^params: .*{message}"):
             other.params = wrong

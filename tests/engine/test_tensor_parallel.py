@@ -337,6 +337,7 @@ def test_a_device_that_stalls_is_named():
         ("expert", "ValueError: tensor_parallel: must divide the width of an expert 90, got 4"),
         ("forward", "ValueError: forward: params must be on the 2 devices that share the model"),
         ("shape", "ValueError: params: blocks.0.attention.out.bias must be [64], got [2]"),
+        ("nothing", "ValueError: params: blocks.0.attention.out.bias must be float32["),
         ("module", "NotImplementedError: tensor_parallel: each device runs `Model.local`"),
         ("params", "ValueError: params: embed must be float32[256, 64], got float32[3, 3]"),
     ],
