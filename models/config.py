@@ -410,6 +410,11 @@ def read_decoder(
         known = UNGATED_NAMES if fields.get("no_gate") else ACTIVATION_NAMES
         fields["activation"] = reader.one_of("hidden_act", known, "silu")
     config = DecoderConfig.alike(family=family, **fields)
+    if config.tie_embeddings and config.head_bias:
+        raise CheckpointError(
+            f"{reader.source}: 'tie_word_embeddings' true is not supported, because the head has a "
+            "bias; supported: False"
+        )
     reader.finish(ignorable)
     return config
 

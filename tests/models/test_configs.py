@@ -729,6 +729,8 @@ def test_windows(model_type, fields, expected):
             ["disagree"],
         ),
         ("phi3", {"lm_head_bias": True}, ["lm_head_bias"]),
+        ("phi", {"tie_word_embeddings": True}, ["tie_word_embeddings", "the head has a bias"]),
+        ("gptj", {"tie_word_embeddings": True}, ["tie_word_embeddings", "the head has a bias"]),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, ["'short_factor'", "missing"]),
     ],
     ids=str,
