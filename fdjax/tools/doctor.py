@@ -262,11 +262,13 @@ def _cache() -> Finding:
         return Finding("compilation cache", "problem", str(error), "set XDG_CACHE_HOME")
     above = next(p for p in (folder, *folder.parents) if p.exists())
     if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        configured = jax.config.jax_compilation_cache_dir is not None
+        variable = "JAX_COMPILATION_CACHE_DIR" if configured else "XDG_CACHE_HOME"
         return Finding(
             "compilation cache",
             "problem",
             f"{above} cannot be written: every start compiles again",
-            "set XDG_CACHE_HOME to a folder of yours",
+            f"set {variable} to a folder of yours",
         )
     size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     text = f"{folder}, {size / 1e6:.1f} MB"

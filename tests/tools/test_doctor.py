@@ -223,6 +223,10 @@ def test_the_cache_folder(machine, cache_setting, monkeypatch, tmp_path):
     assert found("compilation cache").text == f"{cache}, 3.5 MB"
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache / "program"))
     assert found("compilation cache").status == "problem"
+    assert found("compilation cache").cure == "set XDG_CACHE_HOME to a folder of yours"
+    jax.config.update("jax_compilation_cache_dir", str(cache / "program" / "below"))
+    assert found("compilation cache").cure == "set JAX_COMPILATION_CACHE_DIR to a folder of yours"
+    jax.config.update("jax_compilation_cache_dir", None)
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("no home")))
     assert found("compilation cache") == Finding(
