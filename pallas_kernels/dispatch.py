@@ -207,7 +207,12 @@ class Dispatch:
     implementations: tuple[Implementation, ...] = ()
 
     def __post_init__(self):
+        ops = dict.fromkeys(i.op for i in self.implementations)
         for op, implementation in self.named:
+            if ops and op not in ops:
+                raise ValueError(
+                    f"plan: an op of named must be one of {', '.join(ops)}, got {op!r}"
+                )
             check_name(op, implementation, [i for i in self.implementations if i.op == op])
 
     def of(self, op: str) -> tuple[Implementation, ...]:

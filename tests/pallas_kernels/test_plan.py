@@ -423,6 +423,10 @@ def test_unknown_implementations():
     message = "implementation must be one of xla, cudnn, mosaic_gpu, got 'triton'"
     with pytest.raises(ValueError, match=f"^matmul: {message}$"):
         Plan(named=(("matmul", "triton"),))
+    with pytest.raises(
+        ValueError, match=r"^plan: an op of named must be one of matmul, .*'matmull'$"
+    ):
+        Plan(named=(("matmull", "xla"),))
     with pytest.raises(ValueError, match=f"^some_op: {message}$"):
         resolve(_OP, Plan(), "triton")
     with pytest.raises(ValueError, match=f"^plan: {message}$"):
