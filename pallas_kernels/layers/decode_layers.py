@@ -251,6 +251,15 @@ def _check(x, k, v, lengths, rotation, weights, gate, pages) -> None:
                 f"decode_layers: {name} must be {list(want)} beside x {list(x.shape)} and k "
                 f"{list(k.shape)}, got {list(shapes[name])}"
             )
+    if not jnp.issubdtype(lengths.dtype, jnp.signedinteger):
+        raise ValueError(f"decode_layers: lengths must be signed integers, got {lengths.dtype}")
+    if pages is not None and (
+        pages.ndim != 2 or len(pages) != b or not jnp.issubdtype(pages.dtype, jnp.signedinteger)
+    ):
+        raise ValueError(
+            f"decode_layers: pages must be signed integers [{b},N], got {pages.dtype} "
+            f"{list(pages.shape)}"
+        )
     products = []
     for w in weights.products.values():
         if is_quantised(w):
