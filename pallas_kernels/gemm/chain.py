@@ -97,6 +97,9 @@ def _check(o, x, out, mlp_norm, gate_up, down, next_norm, following, gate) -> No
         raise ValueError(
             f"linear_chain: gate must be one of {', '.join(ACTIVATIONS)}, got {gate!r}"
         )
+    for name, norm in (("mlp_norm", mlp_norm), ("next_norm", next_norm)):
+        if not isinstance(norm, RMSNorm):
+            raise ValueError(f"linear_chain: {name} must be an RMSNorm, got {type(norm).__name__}")
     if x.ndim != 2 or o.ndim != 2:
         raise ValueError(
             f"linear_chain: o and x must be [M,K] and [M,E], got {list(o.shape)}, {list(x.shape)}"

@@ -21,7 +21,7 @@ from fdjax.pallas_kernels.gemm import (
     matmul,
 )
 from fdjax.pallas_kernels.gemm.hopper import linear_chain as hopper_chain
-from fdjax.pallas_kernels.norm import RMSNorm
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
 
 from . import oracle
@@ -126,6 +126,8 @@ def test_xla_is_one_matmul_after_the_other():
         ({"down": (192, 448)}, r"down must be \[448, 192\]"),
         ({"following": (320, 576)}, r"following must be \[192, 576\]"),
         ({"implementation": "triton"}, "implementation must be one of"),
+        ({"mlp_norm": LayerNorm(None, None, 1e-5)}, "mlp_norm must be an RMSNorm"),
+        ({"next_norm": None}, "next_norm must be an RMSNorm, got NoneType"),
     ],
     ids=str,
 )
