@@ -77,8 +77,10 @@ def compare(
       allow_missing: rows of `old` that `new` lacks are not a failure.
 
     Raises:
-      ValueError: the devices differ.
+      ValueError: the devices differ, or `tolerance` is below 0 or NaN.
     """
+    if tolerance is not None and not tolerance >= 0:
+        raise ValueError(f"compare: tolerance must be at least 0, got {tolerance}")
     devices = [(r.environment["device_kind"], r.environment["device_count"]) for r in (old, new)]
     if devices[0] != devices[1] and not allow_device:
         raise ValueError(f"compare: devices must be the same, got {devices[0]} and {devices[1]}")

@@ -452,6 +452,9 @@ def test_command_line(tmp_path, capsys):
     assert cli.main(["compare", old, new]) == 1
     assert "regression" in capsys.readouterr().out
     assert cli.main(["compare", old, new, "--tolerance", "0.2"]) == 0
+    for impossible in ("nan", "-1"):
+        assert cli.main(["compare", old, new, f"--tolerance={impossible}"]) == 2
+        assert "tolerance must be at least 0, got" in capsys.readouterr().err
     assert cli.main(["compare", old, cut_off]) == 1
     assert cli.main(["compare", old, cut_off, "--allow-missing"]) == 0
     assert cli.main(["ceiling", "--bytes", "65536", "--matmul-size", "0"]) == 0
