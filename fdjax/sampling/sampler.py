@@ -375,6 +375,6 @@ def _log_total(logits, batch_invariant):
 
     def of_rows(logits):
         largest = jnp.max(logits, axis=-1, keepdims=True)
-        return largest, jax.nn.logsumexp(logits - largest, axis=-1, keepdims=True)
+        return largest, jnp.log(jnp.exp(logits - largest).sum(axis=-1, keepdims=True))
 
     return in_row_tiles(of_rows, logits) if batch_invariant else of_rows(logits)

@@ -9,7 +9,6 @@ import functools
 import math
 from collections.abc import Iterator, Sequence
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -270,7 +269,7 @@ def _score_chunk(
         likeliest = jnp.argmax(logits, axis=-1).astype(jnp.int32) == targets
         # Relative to the largest logit, a log-probability near 0 is not rounded like a logit.
         largest = jnp.max(logits, axis=-1)
-        log_sum = jax.nn.logsumexp(logits - largest[..., None], axis=-1)
+        log_sum = jnp.log(jnp.exp(logits - largest[..., None]).sum(axis=-1))
         return (chosen - largest) - log_sum, likeliest
 
     def blocks(a):

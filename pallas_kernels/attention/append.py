@@ -20,6 +20,7 @@ from fdjax.pallas_kernels.attention.operands import (
     attention_shape,
     beam_features,
     check_attention,
+    check_offsets,
     no_rotation,
     rotation_features,
     row_slots,
@@ -298,10 +299,7 @@ def append_prefill_attention(
         sinks=sinks,
         rotation=rotation,
     )
-    if offsets.shape != lengths.shape:
-        raise ValueError(
-            f"append_prefill_attention: offsets must be [{len(q)}], got {list(offsets.shape)}"
-        )
+    check_offsets("append_prefill_attention", offsets, len(q))
     fused, _ = _with_append(
         PREFILL_ATTENTION, q, k_cache, spec, rotation, pages, plan, implementation
     )

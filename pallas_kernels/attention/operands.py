@@ -139,6 +139,15 @@ def check_attention(
         raise ValueError(f"{op}: sinks must be {[h] if spec.sinks else None}, got {got}")
 
 
+def check_offsets(op: str, offsets: Array, rows: int) -> None:
+    """Raise ValueError unless there is a slot for the first token of each row."""
+    if offsets.shape != (rows,) or not jnp.issubdtype(offsets.dtype, jnp.signedinteger):
+        raise ValueError(
+            f"{op}: offsets must be signed integers [{rows}], got {offsets.dtype} "
+            f"{list(offsets.shape)}"
+        )
+
+
 def attention_shape(
     q: Array, k: Cache, spec: AttentionSpec, pages: Array | None = None
 ) -> dict[str, int]:

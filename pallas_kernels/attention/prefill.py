@@ -10,7 +10,11 @@ from jax import Array
 from fdjax.pallas_kernels.attention.cache import Cache, features_of
 from fdjax.pallas_kernels.attention.cudnn import PREFILL_CUDNN
 from fdjax.pallas_kernels.attention.hopper.prefill import PREFILL_HOPPER
-from fdjax.pallas_kernels.attention.operands import attention_shape, check_attention
+from fdjax.pallas_kernels.attention.operands import (
+    attention_shape,
+    check_attention,
+    check_offsets,
+)
 from fdjax.pallas_kernels.attention.prefill_ampere import PREFILL_AMPERE
 from fdjax.pallas_kernels.attention.sinks import apply_sinks
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -69,8 +73,7 @@ def prefill_attention(
     b = len(q)
     if offsets is None:
         offsets = jnp.zeros((b,), jnp.int32)
-    if offsets.shape != (b,):
-        raise ValueError(f"prefill_attention: offsets must be [{b}], got {list(offsets.shape)}")
+    check_offsets("prefill_attention", offsets, b)
     if not b:
         return (q, jnp.zeros(q.shape[:3], jnp.float32)) if return_lse else q
     shape = attention_shape(q, k, spec, pages)

@@ -182,8 +182,9 @@ def test_interpreted_in_a_stack(layer):
 def test_offsets_that_do_not_fit_raise():
     qkv, cache = jnp.zeros((2, 8, 2, 3, 64)), jnp.zeros((2, 2, 8, 64))
     lengths = jnp.full(2, 8, jnp.int32)
-    for offsets in (jnp.zeros(3, jnp.int32), jnp.zeros(1, jnp.int32), jnp.int32(0)):
-        message = re.escape(f"offsets must be [2], got {list(offsets.shape)}")
+    for offsets in (jnp.zeros(3, jnp.int32), jnp.zeros(1, jnp.int32), jnp.int32(0), jnp.zeros(2)):
+        got = f"{offsets.dtype} {list(offsets.shape)}"
+        message = re.escape(f"offsets must be signed integers [2], got {got}")
         with pytest.raises(ValueError, match=f"append_prefill_attention: {message}"):
             append_prefill_attention(qkv, cache, cache, lengths, offsets, spec=AttentionSpec(1.0))
 

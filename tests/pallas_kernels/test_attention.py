@@ -809,9 +809,12 @@ def test_too_many_query_tokens_for_decode():
         _call(decode_attention, dict(q=jnp.ones((2, 17, 4, 16))))
 
 
-def test_offsets_of_the_wrong_shape():
-    with pytest.raises(ValueError, match=r"^prefill_attention: offsets must be \[2\], got \[3\]$"):
-        _call(prefill_attention, dict(offsets=jnp.zeros(3, jnp.int32)))
+@pytest.mark.parametrize("offsets", [jnp.zeros(3, jnp.int32), jnp.zeros(2)], ids=["3", "float"])
+def test_offsets_that_do_not_fit(offsets):
+    got = re.escape(f"{offsets.dtype} {list(offsets.shape)}")
+    wanted = r"^prefill_attention: offsets must be signed integers \[2\], got "
+    with pytest.raises(ValueError, match=f"{wanted}{got}$"):
+        _call(prefill_attention, dict(offsets=offsets))
 
 
 def test_scale_has_no_default():
