@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from benchmarks import checkpoints
+from fdjax.bench.ceiling import measure_ceiling
 from fdjax.weights.stored import stored_tensors
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -18,7 +19,7 @@ CONFIG = {
     "intermediate_size": 128,
     "num_attention_heads": 2,
     "num_key_value_heads": 1,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "vocab_size": 96,
     "max_position_embeddings": 64,
     "torch_dtype": "bfloat16",
@@ -42,7 +43,12 @@ def test_layers_are_repeated_in_turns(tmp_path):
 
 
 @pytest.mark.slow
-def test_it_measures(tmp_path):
+def test_it_measures(tmp_path, monkeypatch):
+    def quick_ceiling(total_bytes, **options):
+        assert total_bytes >= 2**24
+        return measure_ceiling(2**16, runs=1, **options)
+
+    monkeypatch.setattr(checkpoints, "measure_ceiling", quick_ceiling)
     file = tmp_path / "config.json"
     file.write_text(json.dumps(CONFIG))
     options = [

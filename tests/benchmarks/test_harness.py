@@ -550,14 +550,30 @@ def test_unfused_attention_is_attention(monkeypatch):
 
 
 @pytest.mark.slow
-def test_the_breakdown_is_measured(config, quick_ceiling, tmp_path):
+@pytest.mark.parametrize(
+    "plans",
+    [
+        # On a CPU, the programs of the others are those of the first.
+        ["fdjax", "without unified maximum", "without fusion"],
+        pytest.param(["breakdown"], marks=pytest.mark.soak),
+    ],
+    ids=["distinct", "all"],
+)
+def test_the_breakdown_is_measured(config, quick_ceiling, tmp_path, plans):
     output = tmp_path / "record.json"
-    options = "--points 1x8 --plans breakdown --new-tokens 3 --runs 1 --dtype float32"
+    options = "--points 1x8 --new-tokens 3 --runs 1 --dtype float32"
     options += " --check tokens"  # another test checks log-probabilities
-    assert end_to_end.main([str(config), *options.split(), "--output", str(output)]) == 0
+    argv = [str(config), *options.split(), "--plans", *plans, "--output", str(output)]
+    assert end_to_end.main(argv) == 0
     rows = records.read(output).rows
-    assert [r.implementation for r in rows if r.case[0] == "d"] == list(end_to_end.BREAKDOWN)
+    measured = list(end_to_end.BREAKDOWN) if plans == ["breakdown"] else plans
+    assert [r.implementation for r in rows if r.case[0] == "d"] == measured
     assert all(row.ok for row in rows)
+
+
+def test_breakdown_names_all_that_do_without_something(config):
+    args = end_to_end.parse_args([str(config), "--plans", "breakdown"])
+    assert tuple(args.plans) == end_to_end.BREAKDOWN
 
 
 # Memory

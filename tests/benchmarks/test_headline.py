@@ -1,16 +1,19 @@
 """The headline command measures missing parts and resumes. Both arms of an ablation are honest."""
 
 import dataclasses
+import importlib
 import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import pytest
 
 from benchmarks import end_to_end, headline, peers
+from fdjax.bench import ceiling
 from fdjax.bench import record as records
 from fdjax.bench.record import Measurement, Record
 from fdjax.bench.timing import Timing
@@ -137,18 +140,33 @@ def test_a_part_ends_when_the_time_is_up(monkeypatch, tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_it_measures(tmp_path):
-    """A small model on a CPU, in its own processes."""
+def test_it_measures(tmp_path, monkeypatch, capsys):
+    """A small model on a CPU. Of the processes, the one that measures is a call here."""
     config = tmp_path / "small.json"
     config.write_text(json.dumps(CONFIG))
     options = "--points 1x8 --plans fdjax xla --peers --new-tokens 3 --runs 2 --dtype float32"
     where = ["--output", str(tmp_path), "--no-draw", "--commit", "c"]
-    command = [sys.executable, "-m", "benchmarks.headline", "--config", str(config)]
-    for expected in ("no record", "measured"):
-        done = subprocess.run(
-            [*command, *options.split(), *where], cwd=ROOT, check=True, capture_output=True
+    words = ["--config", str(config), *options.split(), *where]
+
+    def run(command, *, cwd, timeout):
+        python, m, module, *argv = command
+        assert (python, m, cwd) == (sys.executable, "-m", ROOT) and timeout > 0
+        monkeypatch.setattr(sys, "argv", [module, *argv])
+        return SimpleNamespace(returncode=importlib.import_module(module).main(argv))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(headline.subprocess, "run", run)
+        patch.setattr(
+            ceiling,
+            "measure_ceiling",
+            lambda *a, **k: CEILING | {"read_kernel": "", "clock": "host"},
         )
-        assert f"small_1x8: {expected}" in done.stdout.decode()
+        assert headline.main(words) == 0
+    assert "small_1x8: no record" in capsys.readouterr().out
+    # A process of its own finds the record.
+    command = [sys.executable, "-m", "benchmarks.headline", *words]
+    done = subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+    assert "small_1x8: measured" in done.stdout.decode()
     record = records.read(tmp_path / "headline_small_1x8.json")
     assert {row.implementation for row in record.rows} == {"fdjax", "xla"}
     assert all(row.ok and row.timing["spread_us"] >= 0 for row in record.rows)
