@@ -733,8 +733,9 @@ def test_after_a_warmup_for_a_server_requests_come_and_go_and_compile_nothing(lm
 @pytest.mark.slow
 @pytest.mark.parametrize("streamed", [False, True])
 def test_after_a_warmup_the_call_compiles_nothing(lm, truth, streamed):
-    used = fdjax.LM(dataclasses.replace(lm.model), lm.params, defaults=lm.defaults)  # no programs
-    prompt, options = truth[2][0], {"max_new_tokens": 40, "temperature": 0.8, "min_new_tokens": 2}
+    options = {"defaults": lm.defaults, "max_batch": 4}  # those of other tests
+    used = fdjax.LM(dataclasses.replace(lm.model), lm.params, **options)  # no programs
+    prompt, options = truth[2][0], FULL | {"max_new_tokens": 40, "temperature": 0.8}
     batch = 1 if streamed else 3
     sizes = {"batch": batch, "prompt_tokens": len(prompt), "streamed": streamed}
     assert used.warmup(**sizes, **options) > 0
