@@ -551,6 +551,9 @@ def test_an_interrupt_at_any_time_leaves_no_turn_behind(monkeypatch):
             time.sleep(1e-5)
         time.sleep(delay)
         _thread.interrupt_main()
+        # An interrupt within a callback of C++ is lost.
+        while not caught.wait(5):
+            _thread.interrupt_main()
 
     def some_turns():
         asked = itertools.count()
@@ -560,12 +563,13 @@ def test_an_interrupt_at_any_time_leaves_no_turn_behind(monkeypatch):
     gc.disable()  # a callback of the garbage collector would lose an interrupt
     try:
         for i in range(200):
-            running = []
+            running, caught = [], threading.Event()
             threading.Thread(target=interrupt, args=(1e-5 * i,)).start()
             with pytest.raises(KeyboardInterrupt):
                 while True:
                     running.append(True)
                     some_turns()
+            caught.set()
             other = threading.Thread(target=some_turns, daemon=True)
             other.start()
             other.join(10)

@@ -118,7 +118,7 @@ def test_every_attention_refuses_an_unknown_flag():
     shape = dict(b=1, t=64, h=4, hkv=2, s=256, d=128, itemsize=2, masks=0)
     attentions = [i for i in IMPLEMENTATIONS if "attention" in i.op]
     appends = [i.append for i in attentions if i.append is not None]
-    assert len(attentions) == 9 and len(appends) == 2
+    assert len(attentions) == 8 and len(appends) == 2
     for i in (*attentions, *appends):
         one = shape | {"t": 1} if "decode" in i.op else shape
         assert i.supports(one, NewAttention(0.1).features | i.needs), i
