@@ -546,7 +546,7 @@ def test_an_interrupt_at_any_time_leaves_no_turn_behind(monkeypatch):
     monkeypatch.setattr(runner, "_advance", lambda: None)
     interval = sys.getswitchinterval()
 
-    def interrupt(delay):
+    def interrupt(delay, running, caught):
         while not running:
             time.sleep(1e-5)
         time.sleep(delay)
@@ -564,7 +564,7 @@ def test_an_interrupt_at_any_time_leaves_no_turn_behind(monkeypatch):
     try:
         for i in range(200):
             running, caught = [], threading.Event()
-            threading.Thread(target=interrupt, args=(1e-5 * i,)).start()
+            threading.Thread(target=interrupt, args=(1e-5 * i, running, caught)).start()
             with pytest.raises(KeyboardInterrupt):
                 while True:
                     running.append(True)
