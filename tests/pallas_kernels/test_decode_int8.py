@@ -137,7 +137,7 @@ def test_interpreted_in_float16():
     pages = np.array([[3, 1], [0, 5], [2, 4]], np.int32)
     q, k, v, lengths = operands([0, 130, 256], group=2, kv_heads=2, s=256)
     k, v = (dataclasses.replace(c, dtype=np.dtype("float16")) for c in (k, v))
-    v = dataclasses.replace(v, scales=v.scales * np.float32(2.0**-12))
+    v = dataclasses.replace(v, scales=v.scales * np.float32(2.0**-16))
     case = q.astype(np.float16), k, v, lengths
     check(case, interpreted, config=DecodeAttentionConfig(splits=1), pages=pages)
 
