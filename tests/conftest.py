@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
@@ -155,7 +156,9 @@ def _from_folder(key, backend, module, executable_devices, options):
 
 def _to_folder(key, compile_, given):
     executable = compile_(*given)
-    unfinished = Path(os.environ[_FOLDER], f"{key}.{os.getpid()}")
+    # Several threads may compile the same program.
+    writer = f"{os.getpid()}-{threading.get_ident()}"
+    unfinished = Path(os.environ[_FOLDER], f"{key}.{writer}")
     # Tests may replace functions of `Path`.
     with open(unfinished, "wb") as file:  # noqa: PTH123
         file.write(executable.serialize())
