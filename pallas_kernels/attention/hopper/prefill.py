@@ -561,19 +561,17 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _run(q, k, v, *live, batch_invariant, layer, rows, pages, **keywords):
-    keywords |= {"layer": layer, "rows": rows, "pages": pages, "split_cache": not batch_invariant}
+    keywords["split_cache"] = not batch_invariant
     if not features_of(k):
-        return prefill_mosaic(q, k, v, *live, **keywords)
+        return prefill_mosaic(q, k, v, *live, layer=layer, rows=rows, pages=pages, **keywords)
     # The rows' slots are dequantised once and read many times.
-    keywords |= {"layer": None, "rows": None, "pages": None}
     if pages is None or not can_widen(k):
         return prefill_mosaic(q, *take_layer(k, v, layer, rows, pages), *live, **keywords)
 
     def attend(group):
         q, lengths, offsets, table = group
-        found = widened_pages(k, v, lengths, pages=table, layer=layer)
-        keys, values, keywords["pages"] = found
-        return prefill_mosaic(q, keys, values, lengths, offsets, **keywords)
+        keys, values, table = widened_pages(k, v, lengths, pages=table, layer=layer)
+        return prefill_mosaic(q, keys, values, lengths, offsets, pages=table, **keywords)
 
     operands = q, *live, pages
     count = rows_at_once(len(q), row_slots(k, pages))
