@@ -187,9 +187,9 @@ def _two_terms(scale: ir.Value, short: bool) -> list[ir.Value]:
 def _scaled(codes: ir.Value, factor: list[ir.Value] | ir.Value) -> ir.Value:
     """A pair of codes times a scale: the terms of `_two_terms` for bfloat16, fp32 for float16."""
     if isinstance(factor, list):
-        product = _word(0x80008000)
+        product = constant(0x80008000)
         for term in factor:
-            product = _ptx("fma.rn.bf16x2 $0, $1, $2, $3", codes, term, product)
+            product = ptx("fma.rn.bf16x2 $0, $1, $2, $3", codes, term, product)
         return product
     pair, single = ir.VectorType.get((2,), ir.F16Type.get()), ir.F32Type.get()
     codes = mgpu_utils.bitcast(codes, pair)
@@ -200,14 +200,14 @@ def _scaled(codes: ir.Value, factor: list[ir.Value] | ir.Value) -> ir.Value:
         )
         for i in (0, 1)
     )
-    return _ptx("cvt.rn.f16x2.f32 $0, $1, $2", high, low, kinds="f")
+    return ptx("cvt.rn.f16x2.f32 $0, $1, $2", high, low, kinds="f")
 
 
 def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[ir.Value]]:
     """A thread's words of some instructions: one for int4, two for 8 bits."""
     i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    thread = arith.remui(mgpu_utils.thread_idx(), _word(_THREADS))
-    thread = arith.index_cast(index, arith.muli(thread, _word(4)))
+    thread = arith.remui(mgpu_utils.thread_idx(), constant(_THREADS))
+    thread = arith.index_cast(index, arith.muli(thread, constant(4)))
     flat = mgpu_utils.memref_fold(ref, 0, 3)
     each = BITS[kind] // 4  # words of an instruction
     words = []
@@ -246,22 +246,22 @@ def _powers(exponents: mgpu.FragmentedArray) -> list[ir.Value]:
     powers = []
     for register in exponents.registers.flat:
         exponent = vector.extract(register, dynamic_position=[], static_position=[0])
-        powers.append(arith.muli(exponent, _word(1 << 7 | 1 << 23)))
+        powers.append(arith.muli(exponent, constant(1 << 7 | 1 << 23)))
     return powers
 
 
-def _word(value: int) -> ir.Value:
+def constant(value: int) -> ir.Value:
     return mgpu_utils.c(value - (value >> 31 << 32), ir.IntegerType.get_signless(32))
 
 
-def _ptx(code: str, *operands: ir.Value, kinds: str = "r") -> ir.Value:
+def ptx(code: str, *operands: ir.Value, kinds: str = "r") -> ir.Value:
     constraints = ",".join(["=r", *[kinds] * len(operands)])
     return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), f"{code};", constraints)
 
 
-def _and_or(word: ir.Value, mask: int, base: ir.Value) -> ir.Value:
+def and_or(word: ir.Value, mask: int, base: ir.Value) -> ir.Value:
     """(word & mask) | base in one instruction."""
-    return _ptx("lop3.b32 $0, $1, $2, $3, 0xEA", word, _word(mask), base)
+    return ptx("lop3.b32 $0, $1, $2, $3, 0xEA", word, constant(mask), base)
 
 
 def _pair_type(dtype: Any) -> str:
@@ -275,13 +275,13 @@ def _unpack_int4(words: list[ir.Value], dtype: Any, offsets: list[ir.Value] | No
         base, one, middle = 0x43004300, 0x3F803F80, 0xC308C308
     else:
         base, one, middle = 0x64006400, 0x3C003C00, 0xE408E408
-    offsets = offsets or [_word(middle)] * 2
+    offsets = offsets or [constant(middle)] * 2
     values = []
     for i in range(4):
-        shifted = arith.shrui(word, _word(4 * i)) if i else word
-        based = _and_or(shifted, 0x000F000F, _word(base))
+        shifted = arith.shrui(word, constant(4 * i)) if i else word
+        based = and_or(shifted, 0x000F000F, constant(base))
         code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
-        values.append(_ptx(code, based, _word(one), offsets[i % 2]))
+        values.append(ptx(code, based, constant(one), offsets[i % 2]))
     return values
 
 
@@ -302,22 +302,22 @@ def _unpack_int8(
         values = []
         for word in words:
             for byte in (0, 1):
-                shifted = arith.shrui(word, _word(8)) if byte else word
-                based = _and_or(shifted, 0x007F007F, _word(0x43004300))
+                shifted = arith.shrui(word, constant(8)) if byte else word
+                based = and_or(shifted, 0x007F007F, constant(0x43004300))
                 code = "lop3.b32 $0, $1, $2, $3, 0x6A"  # (word & mask) ^ base
-                offset = _ptx(code, shifted, _word(0x00800080), _word(0xC380C380))
+                offset = ptx(code, shifted, constant(0x00800080), constant(0xC380C380))
                 values.append(
-                    _ptx("fma.rn.bf16x2 $0, $1, $2, $3", based, _word(0x3F803F80), offset)
+                    ptx("fma.rn.bf16x2 $0, $1, $2, $3", based, constant(0x3F803F80), offset)
                 )
         return values
-    single, power = ir.F32Type.get(), _word(0x4B000000)
+    single, power = ir.F32Type.get(), constant(0x4B000000)
     offsets = offsets or [mgpu_utils.c(-(2.0**23) - 128, single)] * 2
     values = []
     for word in words:
         for byte in (0, 1):
             low, high = (
                 arith.addf(
-                    arith.bitcast(single, _ptx(f"prmt.b32 $0, $1, $2, {0x7650 + b}", word, power)),
+                    arith.bitcast(single, ptx(f"prmt.b32 $0, $1, $2, {0x7650 + b}", word, power)),
                     offsets[byte],
                 )
                 for b in (byte, byte + 2)
@@ -325,7 +325,7 @@ def _unpack_int8(
             if scales:
                 low, high = (arith.mulf(value, scales[byte]) for value in (low, high))
             code = f"cvt.rn.{_pair_type(dtype)}.f32 $0, $1, $2"
-            values.append(_ptx(code, high, low, kinds="f"))
+            values.append(ptx(code, high, low, kinds="f"))
     return values
 
 
@@ -334,11 +334,11 @@ def _unpack_fp8(words: list[ir.Value], dtype: Any, offsets: None):
     shift, power = (4, 0x7B807B80) if dtype == jnp.bfloat16 else (1, 0x5C005C00)
     values = []
     for word in words:
-        for moved in (arith.shli(word, _word(8)), word):
-            rest = arith.shrui(arith.andi(moved, _word(0x7F007F00)), _word(shift))
-            small = _and_or(moved, 0x80008000, rest)
+        for moved in (arith.shli(word, constant(8)), word):
+            rest = arith.shrui(arith.andi(moved, constant(0x7F007F00)), constant(shift))
+            small = and_or(moved, 0x80008000, rest)
             code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
-            values.append(_ptx(code, small, _word(power), _word(0x80008000)))
+            values.append(ptx(code, small, constant(power), constant(0x80008000)))
     return values
 
 
@@ -348,23 +348,23 @@ def _unpack_fp4(words: list[ir.Value], dtype: Any, powers: list[ir.Value] | None
     `bricks` says where the bits are.
     """
     (word,) = words
-    power = _word(0x7E807E80 if dtype == jnp.bfloat16 else 0x74007400)
-    second = arith.andi(arith.shli(word, _word(2)), _word(0x80C080C0))
+    power = constant(0x7E807E80 if dtype == jnp.bfloat16 else 0x74007400)
+    second = arith.andi(arith.shli(word, constant(2)), constant(0x80C080C0))
     smalls = [
-        arith.andi(arith.shli(word, _word(6)), _word(0x81C081C0)),
-        _and_or(arith.shrui(word, _word(6)), 0x01000100, second),
-        arith.andi(word, _word(0x81C081C0)),
-        arith.andi(_ptx("shf.r.wrap.b32 $0, $1, $1, 4", word), _word(0x81C081C0)),
+        arith.andi(arith.shli(word, constant(6)), constant(0x81C081C0)),
+        and_or(arith.shrui(word, constant(6)), 0x01000100, second),
+        arith.andi(word, constant(0x81C081C0)),
+        arith.andi(ptx("shf.r.wrap.b32 $0, $1, $1, 4", word), constant(0x81C081C0)),
     ]
     values = []
     for i, small in enumerate(smalls):
         if dtype != jnp.bfloat16:
-            rest = arith.shli(arith.andi(small, _word(0x01C001C0)), _word(3))
-            small = _and_or(small, 0x80008000, rest)
+            rest = arith.shli(arith.andi(small, constant(0x01C001C0)), constant(3))
+            small = and_or(small, 0x80008000, rest)
         code = f"fma.rn.{_pair_type(dtype)} $0, $1, $2, $3"
-        value = _ptx(code, small, power, _word(0x80008000))
+        value = ptx(code, small, power, constant(0x80008000))
         if powers:
-            value = _ptx(code, value, powers[i % 2], _word(0x80008000))
+            value = ptx(code, value, powers[i % 2], constant(0x80008000))
         values.append(value)
     return values
 

@@ -386,9 +386,6 @@ def _scratch(operands, config, group, staged, padded, norm_eps, return_lse, inte
     if int8:
         scales = plgpu.SMEM((stages, block), jnp.float32)
         scratch |= {"k_scales": scales, "v_scales": scales}
-        scratch["values"] = plgpu.SMEM((block, d), of_values, transforms=TILES)
-        if interpret is not None:  # the interpreter takes no operand of a product from registers
-            scratch["keys"] = plgpu.SMEM((block, d), dtype, transforms=TILES)
     if "qkv" in operands:
         vectors, arrivals = {"rotation": plgpu.SMEM((2, d), jnp.float32)}, 1 + 2 * (group + 2)
         if norm_eps is not None:

@@ -17,7 +17,9 @@ from fdjax.pallas_kernels.attention.hopper.decode_front import (
 )
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, ROW, TILE
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
+from fdjax.pallas_kernels.hopper.codes import beside_codes, codes, in_order, transposed_codes
 from fdjax.pallas_kernels.hopper.conditional import cond, when
+from fdjax.pallas_kernels.hopper.fragments import loaded_right
 
 # A split is healthy if its denominator is within 2^±64.
 _SAFE_LOG2 = 64
@@ -160,6 +162,9 @@ class _Split:
                 score = receive_token(self.smem, self.group)
                 self.smem["score"][...] = self._log2_scores(score)
 
+        if self.int8:
+            self.queries = self._right(self.smem["q"].at[pl.ds(0, self.padded)])
+
     def _query_rows(self):
         """[block, R] the index among the head's G·T query rows of each column."""
         rows = plgpu.broadcasted_iota(jnp.int32, (self.bk, self.padded), 1, layout=TILE)
@@ -300,14 +305,10 @@ class _Split:
             return acc[...]
 
         if self.int8:
-            keys = self._widened(keys, self.smem["q"].dtype)
-            if self.interpreted:
-                self.smem["keys"][...] = keys
-                plgpu.commit_smem()
-                keys = self.smem["keys"]
-        z = pl.run_scoped(product, plgpu.ACC((self.bk, self.padded), jnp.float32))
-        if self.int8:
+            z = self._product(self._keys(keys), self.queries, self._blank(self.bk))
             z = z * self._scales_of("k_scales", step)
+        else:
+            z = pl.run_scoped(product, plgpu.ACC((self.bk, self.padded), jnp.float32))
         z = self._log2_scores(z)
         seen, distance = self._visible(step)
         if "slopes" in self.inputs:
@@ -323,16 +324,9 @@ class _Split:
         p = jnp.where(seen, jnp.exp2(z - self._down(m, self.bk)), 0.0)
         return p.astype(self.p_dtype)
 
-    def _factors(self, step, p, seen, values):
+    def _factors(self, step, p, values):
         """V [block, D] and P [block, R] as a product takes them, P in shared memory."""
-        if self.int8:
-            # Codes of dead slots are finite.
-            values, wide = self.smem["values"], self._widened(values, self.smem["values"].dtype)
-            values[...] = wide
-            p = jnp.where(seen, p * self._scales_of("v_scales", step), 0.0)
-            p = p.astype(values.dtype)
-        else:
-            self._zero_dead_values(step, values)
+        self._zero_dead_values(step, values)
         p_s = self.smem["p"]
         p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
         plgpu.commit_smem()
@@ -358,10 +352,38 @@ class _Split:
 
     # Caches in int8.
 
-    def _widened(self, codes, dtype):
-        """Codes [block, D] as the left operand of a product, without rounding."""
-        found = plgpu.load(codes, layout=plgpu.Layout.WGMMA_UPCAST_2X, optimized=False)
-        return plgpu.layout_cast(found.astype(dtype), TILE)
+    def _keys(self, keys):
+        """Codes of K [block, D] as a left operand."""
+        dtype = self.smem["q"].dtype
+        return keys[...].astype(dtype) if self.interpreted else codes(keys, dtype)
+
+    def _right(self, q):
+        """Queries [R, D] as the right operand for `_keys`."""
+        return q[...].T if self.interpreted else beside_codes(q)
+
+    def _product(self, left, right, total):
+        """left · right + total, of operands in registers."""
+        if self.interpreted:
+            return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
+        return plgpu.mma(total, left, right)
+
+    def _add_values(self, o, step, p, seen, values):
+        """o [D, R] and the product of values and P [block, R]; `_in_order` restores its rows."""
+        p_s = self.smem["p"]
+        # Codes of dead slots are finite.
+        p = jnp.where(seen, p * self._scales_of("v_scales", step), 0.0).astype(p_s.dtype)
+        # Loaded first: the compiler moves no load past the barrier of a store.
+        if self.interpreted:
+            left = values[...].astype(p.dtype).T
+        else:
+            left = transposed_codes(values, p.dtype)
+        p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
+        # All codes are read: the next ones may be loaded into their place.
+        plgpu.commit_smem()
+        return self._product(left, p_s[...].T if self.interpreted else loaded_right(p_s), o)
+
+    def _in_order(self, o):
+        return in_order(o) if self.int8 and not self.interpreted else o
 
     def _scales_of(self, name, step):
         """[block, R] the scale of each slot."""
@@ -398,7 +420,7 @@ class _Split:
 
         def accumulate(acc):
             def step(i, keys, values, carry):
-                l, m = carry
+                o, l, m = carry
                 z, seen = self._scores(i, keys)
                 m = cond(
                     i == 0,
@@ -406,19 +428,25 @@ class _Split:
                     lambda: plgpu.layout_cast(m, ROW),
                 )
                 p = self._exponentials(z, seen, m)
-                plgpu.wgmma(acc, *self._factors(i, p, seen, values))
+                if acc is None:
+                    return self._add_values(o, i, p, seen, values), l + p, m
+                plgpu.wgmma(acc, *self._factors(i, p, values))
                 l = l + p.astype(jnp.float32)
                 plgpu.wgmma_wait(0)
-                return l, m
+                return o, l, m
 
             if "phi" in self.inputs:
                 m = self._per_row(self.inputs["phi"]).max(axis=0) * LOG2E
             else:
                 m = plgpu.layout_cast(jnp.zeros((self.padded,), jnp.float32), ROW)
-            l, m = self._pipeline(step, (no_sum, m), first_pass=True)
-            return acc[...], l, m
+            o = self._blank(self.d) if acc is None else None
+            o, l, m = self._pipeline(step, (o, no_sum, m), first_pass=True)
+            return self._in_order(o) if acc is None else acc[...], l, m
 
-        o, l, m = pl.run_scoped(accumulate, plgpu.ACC((self.d, self.padded), jnp.float32))
+        if self.int8:
+            o, l, m = accumulate(None)
+        else:
+            o, l, m = pl.run_scoped(accumulate, plgpu.ACC((self.d, self.padded), jnp.float32))
         return o, l.sum(axis=0), m
 
     def _attend_with_running_maximum(self, no_sum):
@@ -429,10 +457,12 @@ class _Split:
             z, seen = self._scores(i, keys)
             m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
             p = self._exponentials(z, seen, m_new)
-            factors = self._factors(i, p, seen, values)
+            factors = None if self.int8 else self._factors(i, p, values)
             rescale = jnp.exp2(m - m_new)
             l = l * self._down(rescale, self.bk) + p.astype(jnp.float32)
             o = o * self._down(rescale, self.d)
+            if self.int8:
+                return self._add_values(o, i, p, seen, values), l, m_new
 
             def product(acc):
                 plgpu.wgmma(acc, *factors)
@@ -444,7 +474,7 @@ class _Split:
         o = self._blank(self.d)
         m = plgpu.layout_cast(jnp.full((self.padded,), LOWEST, jnp.float32), ROW)
         o, l, m = self._pipeline(step, (o, no_sum, m), first_pass=not self.config.unified)
-        return o, l.sum(axis=0), m
+        return self._in_order(o), l.sum(axis=0), m
 
     def _is_unsafe(self, o, l):
         """Whether a row's sums of the unified maximum are out of range."""
