@@ -133,7 +133,10 @@ def in_order(y: Array) -> Array:
         odd = arith.cmpi(arith.CmpIPredicate.ne, arith.remui(row, constant(2)), constant(0))
         sources = [
             arith.addi(arith.muli(arith.divui(row, constant(2)), constant(4)), column),
-            arith.addi(arith.muli(arith.divui(row, constant(2)), constant(4)), arith.addi(column, constant(16))),
+            arith.addi(
+                arith.muli(arith.divui(row, constant(2)), constant(4)),
+                arith.addi(column, constant(16)),
+            ),
         ]
         registers, pair = [], ir.VectorType.get((2,), ir.F32Type.get())
         for two_rows in y.registers.reshape(-1, 2):

@@ -19,6 +19,7 @@ from fdjax.pallas_kernels.attention.hopper.decode import (
     DecodeAttentionConfig,
     decode_mosaic,
     default_config,
+    int8_config,
     query_tiles,
 )
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
@@ -230,13 +231,14 @@ def test_impossible_configs_raise(config):
         DecodeAttentionConfig(**config)
 
 
-def test_default_configs_fit_and_reach_every_slot():
+@pytest.mark.parametrize(("choose", "itemsize"), [(default_config, 2), (int8_config, 1)])
+def test_default_configs_fit_and_reach_every_slot(choose, itemsize):
     for b in (1, 2, 3, 8, 17, 64):
         for kv_heads in (1, 2, 8, 32, 40):
             for s in (1, 64, 128, 1000, 8192, 131072):
                 for d in (64, 128, 256):
-                    config = default_config(b, kv_heads, s, d)
-                    assert config.stages * config.block_kv * d * 4 <= 200 * 1024
+                    config = choose(b, kv_heads, s, d)
+                    assert config.stages * config.block_kv * d * 2 * itemsize <= 200 * 1024
                     assert config.splits * 64 < s + 64 * 8 or config.splits == 1
 
 

@@ -26,9 +26,8 @@ check per split, not per score, is enough:
 fp16 ends at 65504 and has no such range, so it uses the running maximum from the start.
 
 **int8.** A `QuantisedCache` is read without dequantising it in memory first. 16 bits hold codes
-exactly. Codes of K become 16 bits in registers. Codes of V go through shared memory, because a
-transposed operand must be in shared memory in 16 bits. The scales of K multiply rows of Sᵀ. The
-scales of V multiply P before it is rounded to bf16, also in fp16, and l sums P without them.
+exactly, and codes become 16 bits in registers, see `codes`. The scales of K multiply rows of Sᵀ.
+The scales of V multiply P before it is rounded to bf16, also in fp16, and l sums P without them.
 
 It must read the live part of the cache once: 2 · sum(lengths) · Hkv · D · itemsize bytes. In
 int8 these are 2 · sum(lengths) · Hkv · (D + 4).
@@ -69,7 +68,7 @@ class DecodeAttentionConfig:
     Attributes:
       splits: number of parts that a row's cache is cut into.
       block_kv: slots per step, a multiple of 64.
-      stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory.
+      stages: steps in flight, each 2 · block_kv · D · 2 bytes of shared memory, or half in int8.
       cluster: the splits of a row form a thread block cluster and combine through its shared
         memory; otherwise a second, small kernel combines them.
       unified: use the unified maximum; False uses a running maximum, as FlashDecoding does.
@@ -122,12 +121,34 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
     )
 
 
-def _stages(wanted: int, block_kv: int, *, d: int, rows: int) -> int:
+def int8_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> DecodeAttentionConfig:
+    """The fastest for int8 on an H200 (benchmarks/LOG.md), with the arguments of `default_config`.
+
+    A step has half the bytes, but takes as many instructions. So it needs twice as many blocks.
+    """
+    stages = functools.partial(_stages, d=d, rows=rows, itemsize=1)
+    heads = b * kv_heads
+    if heads > 64:
+        return DecodeAttentionConfig(splits=1, stages=stages(2 if heads >= 160 else 4, 64))
+    blocks = 256 if heads <= 32 and s > 2048 else 128
+    splits = min(_MAX_CLUSTER, 2 ** math.floor(math.log2(blocks / heads)), -(-s // 64))
+    if heads * splits <= 64 and s >= 16384:
+        return DecodeAttentionConfig(128 // heads, block_kv=128, stages=stages(4, 128))
+    if s // splits > 256:
+        wanted = 4 if heads * splits <= 64 else 2
+        return DecodeAttentionConfig(
+            splits, block_kv=128, stages=stages(wanted, 128), cluster=splits > 1
+        )
+    return DecodeAttentionConfig(splits, stages=stages(4, 64), cluster=splits > 1)
+
+
+def _stages(wanted: int, block_kv: int, *, d: int, rows: int, itemsize: int = 2) -> int:
     """Stages with the bytes that `wanted` take at D = 128, or as many as fit into shared memory."""
     # q, k and v of the new token as loaded, twice, and as rotated; and P or rotation and norms in
     # fp32.
     others = 6 * rows * d + max(2 * rows * block_kv, 24 * d)
-    return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // (4 * block_kv * d)))
+    stage = 2 * block_kv * d * itemsize + (8 * block_kv if itemsize == 1 else 0)  # and scales
+    return max(1, min(wanted * 128 // d, (_SMEM_BYTES - others) // stage))
 
 
 _STATIC = ("spec", "config", "return_reruns", "interpret", "entry_slots")
@@ -271,7 +292,11 @@ def _launch(
     staged = -(-(group + 2) // 8) * 8 if "qkv" in operands else padded
     # A row reads the slots of its window, and some of the block in which the window begins.
     reach = s if spec.window is None else min(s, spec.window + 64)
-    config = config or default_config(b, kv_heads * tiles, reach, d, staged)
+    if config is None:
+        choose = int8_config if "k_scales" in operands else default_config
+        config = choose(b, kv_heads * tiles, reach, d, staged)
+        if pages is not None and (entry_slots or k.shape[-2]) % config.block_kv:
+            config = dataclasses.replace(config, block_kv=64)
     # With `visible`, the kernel cannot distinguish a query that sees no slot of a split from one
     # whose scores are out of range.
     if dtype == jnp.float16 or not spec.unified or "visible" in operands:
