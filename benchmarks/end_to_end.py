@@ -32,8 +32,7 @@ _LINEAR = ("matmul", "linear_chain", "decode_layers")
 # For each plan: op → the implementation that is forced by name. Plans without a kind of kernel run
 # XLA instead. "without unified maximum" and "without fusion" keep the kernels but change how they
 # run. One launch has a running maximum in any case, so "without unified maximum" runs layer by
-# layer and is to be compared with "without launch". "int8 cache" has another cache, which one
-# launch does not read.
+# layer and is to be compared with "without launch". Plans with "int8 cache" have another cache.
 PLANS: dict[str, dict[str, str]] = {
     "fdjax": {},
     "xla": dict.fromkeys((*_LINEAR, "decode_attention", "prefill_attention"), "xla"),
@@ -48,6 +47,7 @@ PLANS: dict[str, dict[str, str]] = {
     ),
     "without fusion": dict.fromkeys(("linear_chain", "decode_layers"), "xla"),
     "int8 cache": {},
+    "int8 cache without launch": {"decode_layers": "xla"},
 }
 BREAKDOWN = ("fdjax", *(name for name in PLANS if name.startswith("without")))
 GRID = tuple((b, p) for b in (1, 2, 4, 8, 16, 32, 64) for p in (128, 1024, 4096, 16384))
@@ -98,7 +98,7 @@ def fdjax_rows(
         if name == "without unified maximum":
             running = (dataclasses.replace(spec, unified=False) for spec in config.attention)
             config = config.with_attention(running)
-        kv_dtype = "int8" if name == "int8 cache" else None
+        kv_dtype = "int8" if name.startswith("int8 cache") else None
         models[name] = describe(config, dtype=model.dtype, plan=plan, kv_dtype=kv_dtype)
     for batch, prompt in points:
         for name, planned in models.items():

@@ -251,10 +251,12 @@ def _powers(exponents: mgpu.FragmentedArray) -> list[ir.Value]:
 
 
 def constant(value: int) -> ir.Value:
+    """A word."""
     return mgpu_utils.c(value - (value >> 31 << 32), ir.IntegerType.get_signless(32))
 
 
 def ptx(code: str, *operands: ir.Value, kinds: str = "r") -> ir.Value:
+    """The word that an instruction makes of operands, whose kinds are constraints of PTX."""
     constraints = ",".join(["=r", *[kinds] * len(operands)])
     return llvm.inline_asm(ir.IntegerType.get_signless(32), list(operands), f"{code};", constraints)
 

@@ -18,6 +18,7 @@ from jax import Array
 from fdjax.pallas_kernels.activations import ACTIVATIONS
 from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.attention.append import append_decode_attention
+from fdjax.pallas_kernels.attention.cache import Cache, check_caches, features_of
 from fdjax.pallas_kernels.attention.operands import row_slots
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Dispatch, Features, Implementation, resolve
@@ -61,8 +62,8 @@ class LayerWeights(NamedTuple):
 
 def decode_layers(
     x: Array,
-    k: Array,
-    v: Array,
+    k: Cache,
+    v: Cache,
     lengths: Array,
     rotation: tuple[Array, Array],
     weights: LayerWeights,
@@ -74,7 +75,7 @@ def decode_layers(
     ranks: int = 1,
     implementation: str | None = None,
     plan: Dispatch | None = None,
-) -> tuple[Array, Array, Array]:
+) -> tuple[Array, Cache, Cache]:
     """Run one new token of each row through all layers.
 
     Each layer computes x = x + attention(norm(x) @ qkv) @ out, then x = x + mlp(norm(x)) @ down. It
@@ -82,8 +83,8 @@ def decode_layers(
 
     Args:
       x: [B, E], the embedded tokens.
-      k, v: [L, B, Hkv, S, D], caches, or pools of `pages`; updated in place if they are donated or
-        carried by a loop.
+      k, v: [L, B, Hkv, S, D], caches, or pools of `pages`, or quantised ones; updated in place if
+        they are donated or carried by a loop.
       lengths: [B] int32 slots filled before this call. The token goes to the next slot, if the
         cache has one.
       rotation: (cos, sin) of `rope.rotation` at the tokens' positions, [B, 1, D/2] fp32 each.
@@ -109,7 +110,8 @@ def decode_layers(
     """
     _check(x, k, v, lengths, rotation, weights, gate, pages)
     key = layers_key(len(x), weights, k.shape, row_slots(k, pages)) | ranks_key(ranks)
-    features = _formats(weights).features | ({"tensor_parallel"} if ranks > 1 else set())
+    features = _formats(weights).features | features_of(k)
+    features |= {"tensor_parallel"} if ranks > 1 else set()
     key["itemsize"] = x.dtype.itemsize
     chosen, config = resolve(DECODE_LAYERS, plan, implementation, features, **key)
     return chosen.run(
@@ -251,6 +253,7 @@ def _check(x, k, v, lengths, rotation, weights, gate, pages) -> None:
                 f"decode_layers: {name} must be {list(want)} beside x {list(x.shape)} and k "
                 f"{list(k.shape)}, got {list(shapes[name])}"
             )
+    check_caches("decode_layers", k, v)
     if not jnp.issubdtype(lengths.dtype, jnp.signedinteger):
         raise ValueError(f"decode_layers: lengths must be signed integers, got {lengths.dtype}")
     if pages is not None and (

@@ -6,6 +6,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from fdjax.pallas_kernels.attention.cache import Cache, features_of
+
 
 class CacheRow:
     """Keys or values of one KV head of a row.
@@ -82,6 +84,13 @@ class CacheRow:
             parts = jnp.int32(self._parts)
             page, slot = lax.div(page, parts), slot + lax.rem(page, parts) * self._size
         return page, slot
+
+
+def by_name(k: Cache, v: Cache) -> dict[str, Any]:
+    """The arrays of caches by the names that kernels give them."""
+    if not features_of(k):
+        return {"k": k, "v": v}
+    return {"k": k.codes, "v": v.codes, "k_scales": k.scales, "v_scales": v.scales}
 
 
 def check_pages(

@@ -42,8 +42,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.attention.cache import cache_features, features_of
-from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
+from fdjax.pallas_kernels.attention.cache import cache_features
+from fdjax.pallas_kernels.attention.hopper.cache_row import by_name, check_pages
 from fdjax.pallas_kernels.attention.hopper.decode_combine import combine
 from fdjax.pallas_kernels.attention.hopper.decode_kernel import decode_kernel
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import (
@@ -195,7 +195,7 @@ def decode_mosaic(
         q = q.reshape(b, kv_heads, rows, d)
         q = jnp.pad(q, ((0, 0), (0, 0), (0, missing), (0, 0)))
         q = q.reshape(b, kv_heads * tiles, -1, d)
-    operands = {"q": q, "lengths": lengths, "pages": pages, "layer": layer, **_by_name(k, v)}
+    operands = {"q": q, "lengths": lengths, "pages": pages, "layer": layer, **by_name(k, v)}
     operands |= {"phi": phi, "visible": visible}
     static = {"t": t, "group": group, "spec": spec, "return_lse": return_lse}
     o, lse, reruns = _launch(operands, **static, **options)
@@ -239,7 +239,7 @@ def append_decode_mosaic(
         [jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1)], axis=1
     ).reshape(b, 2, d)
     k, v = jax.tree.map(jax.new_ref, (k, v))
-    operands = {"qkv": qkv, "rotation": rotation, "lengths": lengths, **_by_name(k, v)}
+    operands = {"qkv": qkv, "rotation": rotation, "lengths": lengths, **by_name(k, v)}
     operands |= {"pages": pages, "layer": layer, "phi": phi}
     if sinks is not None:
         rows = query_tiles(group, d)[1]
@@ -255,13 +255,6 @@ def append_decode_mosaic(
     lse = lse[:, :, :group].reshape(b, 1, -1) if return_lse else None
     k, v = jax.tree.map(jax.freeze, (k, v))
     return o, lse, k, v, reruns
-
-
-def _by_name(k, v):
-    """The arrays of caches as the kernel takes them."""
-    if not features_of(k):
-        return {"k": k, "v": v}
-    return {"k": k.codes, "v": v.codes, "k_scales": k.scales, "v_scales": v.scales}
 
 
 def _launch(

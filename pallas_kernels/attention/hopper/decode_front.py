@@ -5,6 +5,8 @@ columns from D/2 on are then the row with its halves exchanged, so that RoPE is 
 x cos + swapped(x) sin. The scales of norms are loaded in both ways, too.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -90,22 +92,28 @@ def receive_token(smem, group):
     # "new" may lie where "qkv" does.
     plgpu.commit_smem()
     if "codes" in smem:
-        key, value = (_quantised(smem, i, values) for i, values in enumerate((key, value)))
+        key, value = (_rounded(smem, i, values) for i, values in enumerate((key, value)))
     for i, values in enumerate((key, value)):
         smem["new"].at[i][...] = values.astype(smem["new"].dtype)
     q = _load_rows(smem["q"].at[pl.ds(0, padded)])
     return (q * lax.broadcast_in_dim(key, (d, padded), [0])).sum(axis=0)
 
 
-def _quantised(smem, i, values):
-    """Store codes and scale of values [D], as `cache.quantise` does; returns their product."""
-    # The sum is not finite if a value is not.
-    scale = jnp.abs(values).max(axis=0) / LARGEST + (values * 0.0).sum(axis=0)
-    codes = values / jnp.where(scale > 0, scale, 1.0)
-    codes = jnp.clip(jnp.round(codes), -LARGEST, LARGEST)
+def _rounded(smem, i, values):
+    """Store codes and scale of values [D]; returns their product."""
+    (codes,), scale = rounded_to_codes([values])
     smem["codes"].at[i][...] = codes.astype(jnp.int8)
     smem["new_scales"][i] = scale
     return codes * scale
+
+
+def rounded_to_codes(parts):
+    """Codes and scale of a token's head, given in parts [n] fp32, as `cache.quantise` does."""
+    largest = functools.reduce(jnp.maximum, map(jnp.abs, parts)).max(axis=0)
+    # The sum is not finite if a value is not.
+    scale = largest / LARGEST + sum(part * 0.0 for part in parts).sum(axis=0)
+    codes = (part / jnp.where(scale > 0, scale, 1.0) for part in parts)
+    return [jnp.clip(jnp.round(part), -LARGEST, LARGEST) for part in codes], scale
 
 
 def write_token(caches, scales, smem, slot):

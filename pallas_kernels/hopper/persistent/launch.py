@@ -44,6 +44,7 @@ def launch(
     approx_math: bool = False,
     packing: Packing | None = None,
     words: dict[str, int] | None = None,
+    codes: bool = False,
 ) -> dict[str, Array]:
     """Run a kernel of 132 blocks, which must all run at once.
 
@@ -62,6 +63,7 @@ def launch(
       packing: how weights are quantised, if they are.
       words: if one row is sent in words: index of a result's first word in the operand "words", by
         the name of the result. See `words`.
+      codes: see `with_rings`.
 
     Returns:
       The results by name.
@@ -75,15 +77,16 @@ def launch(
         raise ValueError(
             f"{name}: registers must be at most {at_start} on average, got {per_warpgroup}"
         )
-    scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies, packing)
+    scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies, packing, codes)
 
     def kernel(*refs):
         gmem = dict(zip((*operands, *results), refs, strict=True))
         pl.run_scoped(functools.partial(body, gmem), **scratch, collective_axes="warpgroup")
 
     def body(gmem, **smem):
-        if packing:
-            smem["w"], smem["words"] = smem["w"]
+        if packing or codes:
+            for view in smem.pop("w"):
+                smem |= view
         warpgroup = lax.axis_index("warpgroup")
         index = warpgroup if computing > 1 else 0
         block = Block(

@@ -65,7 +65,12 @@ def computing_warpgroups(packing: Packing | None) -> int:
 
 
 def with_rings(
-    memory: Memory, rows: int, dtype: Any, copies: int, packing: Packing | None = None
+    memory: Memory,
+    rows: int,
+    dtype: Any,
+    copies: int,
+    packing: Packing | None = None,
+    codes: bool = False,
 ) -> dict[str, Any] | None:
     """Scratch of a kernel: `memory`, a ring of bricks of x, and a ring of tiles in the rest.
 
@@ -75,9 +80,12 @@ def with_rings(
       dtype: dtype of x and of the weights.
       copies: number of copies that fill one tile.
       packing: how weights are quantised, if they are.
+      codes: whether a slot of the ring may hold keys and values in int8: "codes" [slots,4,64,128],
+        and "code_scales" [slots,128,64] in the same memory. Codes take the first half of it.
 
     Returns:
-      Scratch by name, or None if the rest has no room for two tiles.
+      Scratch by name, or None if the rest has no room for two tiles. "w" may be several views of
+      the same memory, each a dictionary.
     """
     width = 2 * BRICK if packing else BRICK
     matrices = memory.matrices | {"x": ((X_SLOTS, rows, width), dtype)}
@@ -89,9 +97,15 @@ def with_rings(
     if slots < 2:
         return None
     rings = {"w": matrix((slots, TILE_BRICKS * BRICK, BRICK), dtype)}
+    views = []
     if packing:
         words = plgpu.SMEM((slots, packing.bricks, *brick_words(packing.kind)), jnp.int32)
-        rings["w"] = plgpu.RefUnion(rings["w"], words)
+        views.append({"words": words})
+    if codes:
+        views.append({"codes": matrix((slots, TILE_BRICKS, BRICK, 2 * BRICK), jnp.int8)})
+        views.append({"code_scales": plgpu.SMEM((slots, 2 * BRICK, BRICK), jnp.float32)})
+    if views:
+        rings["w"] = plgpu.RefUnion({"w": rings["w"]}, *views)
     if scale_rows:
         rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
     users = computing_warpgroups(packing)

@@ -16,7 +16,8 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fdjax.pallas_kernels.attention.hopper.cache_row import check_pages
+from fdjax.pallas_kernels.attention.cache import cache_features
+from fdjax.pallas_kernels.attention.hopper.cache_row import by_name, check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape
 from fdjax.pallas_kernels.hopper.persistent import words
@@ -88,13 +89,12 @@ def layers_mosaic(
     x32 = x.astype(jnp.float32)
     next_x = (x32 * weights.attention_norm[:1].astype(jnp.float32)).astype(dtype)
     squares = (x32 * x32).reshape(len(x), width // BRICK, BRICK).sum(axis=2).T
-    k, v = jax.new_ref(k), jax.new_ref(v)
+    k, v = (jax.tree.map(jax.new_ref, cache) for cache in (k, v))
     operands = {
         "x": x,
         "next_x": next_x,
         "next_squares": squares,
-        "k": k,
-        "v": v,
+        **by_name(k, v),
         "lengths": lengths.astype(jnp.int32),
         "pages": None if pages is None else pages.astype(jnp.int32),
         "cos": cos.reshape(m, d // 2),
@@ -126,7 +126,7 @@ def layers_mosaic(
         ranks=ranks,
         config=config,
     )
-    return x[:m], jax.freeze(k), jax.freeze(v)
+    return x[:m], *(jax.tree.map(jax.freeze, cache) for cache in (k, v))
 
 
 def _products(weights) -> dict[str, jax.Array]:
@@ -158,6 +158,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
     heads, hidden, n = sizes["heads"], sizes["hidden"], sizes["n"]
     parts = n // (kv_heads * d)
     group = parts - 2
+    int8 = "k_scales" in operands
     stages = _stages(
         *(rows, width, heads, hidden, n),
         *(kv_heads, group, slots),
@@ -167,6 +168,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
         packing=packing,
         ranks=ranks,
         clusters=config.clusters,
+        int8=int8,
     )
     results = {"x_out": ((padded, width), dtype)}
     next_x, next_squares = operands.pop("next_x"), operands.pop("next_squares")
@@ -210,12 +212,13 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
     made = launch(
         *("layers_kernel", operands, results, stages),
         layers=layers,
-        memory=memory | heads_memory(dtype),
+        memory=memory | heads_memory(dtype, int8),
         config=config,
         registers=_PACKED_REGISTERS if packing else _REGISTERS,
         approx_math=True,
         packing=packing,
         words=first_words,
+        codes=int8,
     )
     return made["x_out"]
 
@@ -236,13 +239,14 @@ def _stages(
     packing=None,
     ranks=1,
     clusters=1,
+    int8=False,
 ):
     # Blocks that share a head finish it sooner. With many heads, sharing would only add work.
     split = 2 if m * kv_heads <= CLUSTERS else 1
     clusters = max(1, min(clusters, CLUSTERS // (m * kv_heads)))
     return (
         projection("qkv", width=width, n=n, eps=eps, packing=packing),
-        Heads(m, kv_heads, group, cache_slots, split, scale, clusters),
+        Heads(m, kv_heads, group, cache_slots, split, scale, clusters, int8),
         *after_attention(
             width=width,
             heads=heads,
@@ -278,7 +282,7 @@ def _fits(shape: Shape) -> str | None:
         packing = _packing_of(kind, group, jnp.float32, m)
     sizes = m, width, heads, hidden, n, shape["hkv"], parts - 2, shape["s"]
     stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0, packing=packing)
-    others = heads_memory(jnp.bfloat16)
+    others = heads_memory(jnp.bfloat16, int8=True)  # which takes more
     return room_for(stages, rows=m, width=width, others=others, packing=packing)
 
 
@@ -319,7 +323,8 @@ LAYERS_HOPPER = Implementation(
     *("decode_layers", "mosaic_gpu", layers_mosaic),
     # Features of a decoder block. The kernel uses a running maximum and ignores φ.
     can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"})
-    | {"weight.int4", "weight.int8", f"weight.layout.{BRICKS}"},
+    | {"weight.int4", "weight.int8", f"weight.layout.{BRICKS}"}
+    | cache_features("int8"),
     fits=_fits,
     heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),

@@ -5,6 +5,9 @@ heads, the two blocks of a cluster share a head: they take its tiles in turn and
 through shared memory. With very few heads, several clusters share one, and the first of them merges
 their results through global memory. The new token is put into its place in the last tile in shared
 memory, so that attention need not wait until the cache holds it.
+
+A cache in int8 is multiplied from registers, see `codes`. A tile of 64 slots takes half a slot of
+the ring. The new token is rounded, and its score is computed apart.
 """
 
 import dataclasses
@@ -17,8 +20,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
+from fdjax.pallas_kernels.attention.hopper.decode_front import rounded_to_codes
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
+from fdjax.pallas_kernels.hopper.codes import beside_codes, codes, in_order, transposed_codes
 from fdjax.pallas_kernels.hopper.conditional import cond, when
+from fdjax.pallas_kernels.hopper.fragments import loaded_right
 from fdjax.pallas_kernels.hopper.persistent import exchange, words
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
@@ -36,7 +42,8 @@ class Heads(Stage):
     """Attention of queries, key and value "y" [M,Hkv,G+2,D], with the result "o" [M,Hkv,G,D].
 
     "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
-    tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key.
+    tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key. With
+    `int8`, "k_scales" and "v_scales" are the scales of the caches.
 
     If several clusters share a head, all but the first send their results to "parts"
     [M,Hkv,clusters-1,4] places, see `new_parts`.
@@ -47,6 +54,7 @@ class Heads(Stage):
       split: number of blocks of a cluster that share a KV head.
       scale: multiplies q·k.
       clusters: number of clusters that share a KV head; more than one only if `split` is 2.
+      int8: whether the caches are in int8.
     """
 
     rows: int
@@ -56,8 +64,9 @@ class Heads(Stage):
     split: int
     scale: float
     clusters: int = 1
+    int8: bool = False
 
-    copies = 4  # halves of keys and of values
+    copies = 4  # halves of keys and of values, or codes and scales
 
     @property
     def tiles(self) -> int:
@@ -105,7 +114,7 @@ class Heads(Stage):
             row, head = self._head(block, i)
             rank = self._rank(block, i)
             tiles_in_all, mine = self._cache_tiles(block, i, gmem["lengths"][row])
-            caches = [CacheRow(gmem, name, row, head, layer) for name in "kv"]
+            caches = self._caches(gmem, row, head, layer)
 
             def bring(j, carry):
                 count, tiles = carry
@@ -116,6 +125,11 @@ class Heads(Stage):
                     if self.clusters > 1:  # a block without a tile loads an existing one
                         tile = jnp.minimum(tile, tiles_in_all - 1)
                     start = tile * BRICK
+                    if self.int8:
+                        found = [cache.block(start, BRICK) for cache in caches]
+                        targets = [block.smem["codes"].at[slot, i] for i in range(2)]
+                        targets += [_scales(block, slot, i) for i in range(2)]
+                        return list(zip(found, targets, strict=True))
                     sources = [
                         cache.block(start, BRICK).at[:, bricks(half, 1)]
                         for cache in caches
@@ -129,6 +143,13 @@ class Heads(Stage):
             return lax.fori_loop(0, mine, bring, carry)
 
         return lax.fori_loop(0, share.count, bring_head, (jnp.int32(0), tiles))
+
+    def _caches(self, gmem, row, head, layer) -> list[CacheRow]:
+        """Keys and values of a KV head, and their scales."""
+        found = [CacheRow(gmem, name, row, head, layer) for name in "kv"]
+        if self.int8:
+            found += [CacheRow(gmem, f"{n}_scales", row, head, layer, axis=-1) for n in "kv"]
+        return found
 
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load queries, key and value of the new token."""
@@ -246,10 +267,17 @@ class Heads(Stage):
         turned = a * cos - b * sin, b * cos + a * sin
         columns = plgpu.broadcasted_iota(jnp.int32, a.shape, 1, layout=LAYOUT)
         for half in range(2):
-            put(smem["q"].at[half], turned[half])
-            for which, values in ((0, turned[half]), (1, halves[half])):
-                token = jnp.where(columns == self.group + which, values, 0.0).sum(axis=1)
-                smem["new"].at[2 * which + half][...] = token.astype(block.dtype)
+            put(smem["q"].at[:, bricks(half, 1)], turned[half])
+        for which, values in enumerate((turned, halves)):
+            chosen = columns == self.group + which
+            token = [jnp.where(chosen, half, 0.0).sum(axis=1) for half in values]
+            token = [half.astype(block.dtype) for half in token]
+            if self.int8:
+                token = _rounded(block, which, token)
+                if which == 0:
+                    smem["score"][...] = _score(block, turned, token)
+            for half in range(2):
+                smem["new"].at[2 * which + half][...] = token[half].astype(block.dtype)
         plgpu.commit_smem()
 
     def _attend(self, block, layer, i, filled, w_used, arrive_before) -> None:
@@ -263,15 +291,22 @@ class Heads(Stage):
         pairs = lax.div(mine, 2)
         carry = blank, blank, blank, lowest
         step = functools.partial(self._step, block, rank, filled, w_used, tiles_in_all)
+        if self.int8:
+            blank_o = plgpu.layout_cast(jnp.zeros((HEAD_DIM, PARTS), jnp.float32), LAYOUT)
+            carry = blank_o, blank, lowest
+            q = beside_codes(block.smem["q"])
+            step = functools.partial(self._step_of_codes, block, rank, filled, w_used, q)
         carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
         one = functools.partial(step, 2 * pairs, 1)
         *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
 
         arrive_before()
         last_is_mine = lax.rem(tiles_in_all - 1, self.sharing) == rank
-        when(last_is_mine & (filled < self.cache_slots))(
-            lambda: _write_token(block, layer, row, head, filled)
-        )
+        if self.int8:
+            o, l, m = self._with_token(block, in_order(*o), l, m, last_is_mine)
+        write = _write_codes if self.int8 else _write_token
+        caches = self._caches(block.gmem, row, head, layer)
+        when(last_is_mine & (filled < self.cache_slots))(lambda: write(block, caches, filled))
         if self.split == 1:
             self._store(block, layer, row, head, o, l)
             return
@@ -337,7 +372,7 @@ class Heads(Stage):
         def products(*accs):
             for tile, acc in zip(tiles, accs, strict=True):
                 for half in range(2):
-                    plgpu.wgmma(acc, tile[half], smem["q"].at[half].T)
+                    plgpu.wgmma(acc, tile[half], smem["q"].at[:, bricks(half, 1)].T)
             plgpu.wgmma_wait(0)
             return [acc[...] * (self.scale * LOG2E) for acc in accs]
 
@@ -367,6 +402,59 @@ class Heads(Stage):
             plgpu.barrier_arrive(smem["w_used"].at[slot])
         return *(a * rescale + b for a, b in zip(o, new, strict=True)), l, m_new
 
+    def _step_of_codes(self, block, rank, filled, w_used, q, first, count, j, carry):
+        """`_step` for int8. The carry is o [128, 8], not `in_order` yet, l and m."""
+        smem = block.smem
+        o, l, m = carry
+        at = [first + j * count + i for i in range(count)]
+        places = [block.w_slot(w_used + i) for i in at]
+        inside = plgpu.broadcasted_iota(jnp.int32, (BRICK, PARTS), 0, layout=LAYOUT)
+        blank = plgpu.layout_cast(jnp.zeros((BRICK, PARTS), jnp.float32), LAYOUT)
+
+        def scales(slot, which):
+            found = load(_scales(block, slot, which), LAYOUT.reduce(1))
+            return lax.broadcast_in_dim(found, blank.shape, [0])
+
+        scores, seen = [], []
+        for i, slot in zip(at, places, strict=True):
+            plgpu.barrier_wait(smem["w_arrived"].at[slot])
+            z = plgpu.mma(blank, codes(smem["codes"].at[slot, 0], block.dtype), q)
+            z = z * scales(slot, 0) * (self.scale * LOG2E)
+            seen.append(inside + (rank + self.sharing * i) * BRICK < filled)
+            scores.append(jnp.where(seen[-1], z, LOWEST))
+        m_new = jnp.maximum(m, functools.reduce(jnp.maximum, scores).max(axis=0))
+        rescale = jnp.exp2(m - m_new)
+        l = l * _down(rescale)
+        # float16 has too small a range for P times a scale.
+        values = [transposed_codes(smem["codes"].at[slot, 1], jnp.bfloat16) for slot in places]
+        for i, (s, z, slot) in enumerate(zip(seen, scores, places, strict=True)):
+            p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0)
+            l = l + p
+            put(smem["p"].at[i], jnp.where(s, p * scales(slot, 1), 0.0))
+        plgpu.commit_smem()
+        for slot in places:
+            plgpu.barrier_arrive(smem["w_used"].at[slot])
+        o = o * lax.broadcast_in_dim(rescale, o.shape, [1])
+        for i, left in enumerate(values):
+            o = plgpu.mma(o, left, loaded_right(smem["p"].at[i]))
+        return o, l, m_new
+
+    def _with_token(self, block, o, l, m, is_mine):
+        """Add the new token, in int8, to (o [128, 8], l, m), if it is this block's."""
+        score = load(block.smem["score"], LAYOUT.reduce(0)) * (self.scale * LOG2E)
+        top = jnp.where(is_mine, jnp.maximum(m, score), m)
+        weight = jnp.where(is_mine, jnp.exp2(score - top), 0.0)
+        rescale, weight = _down(jnp.exp2(m - top)), _down(weight)
+        first = plgpu.broadcasted_iota(jnp.int32, l.shape, 0, layout=LAYOUT) == 0
+        l = l * rescale + jnp.where(first, weight, 0.0)
+        halves = []
+        for half in range(2):
+            value = load(block.smem["new"].at[2 + half], LAYOUT.reduce(1))
+            value = lax.broadcast_in_dim(value, weight.shape, [0])
+            part = o[half * BRICK : (half + 1) * BRICK]
+            halves.append(part * rescale + weight * value)
+        return halves, l, top
+
 
 def _down(values: Array) -> Array:
     """Broadcast values [R] to [64, R]."""
@@ -389,13 +477,43 @@ def _add_token(token, tile, inside) -> None:
     plgpu.commit_smem()
 
 
-def _write_token(block, layer, row, head, slot) -> None:
+def _write_token(block, caches, slot) -> None:
     """Write the new key and value to the cache."""
     for b in range(4):
-        cache = CacheRow(block.gmem, "kv"[b // 2], row, head, layer)
-        target = cache.token(slot).at[bricks(b % 2, 1)]
+        target = caches[b // 2].token(slot).at[bricks(b % 2, 1)]
         plgpu.copy_smem_to_gmem(block.smem["new"].at[b], target)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _write_codes(block, caches, slot) -> None:
+    """Write the new key and value to a cache in int8, with their scales."""
+    for i in range(2):
+        plgpu.copy_smem_to_gmem(block.smem["new_codes"].at[i], caches[i].token(slot))
+        caches[2 + i].token(slot)[...] = block.smem["new_scales"][i]
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _scales(block, slot, which) -> Any:
+    """Scales [64] of the keys or values of a tile in int8, behind its codes."""
+    return block.smem["code_scales"].at[slot, BRICK + which]
+
+
+def _rounded(block, which, token) -> list[Array]:
+    """Keep codes and scale of the new key or value, given in halves [64]; returns their product."""
+    found, scale = rounded_to_codes([half.astype(jnp.float32) for half in token])
+    for half, values in enumerate(found):
+        block.smem["new_codes"].at[which, bricks(half, 1)][...] = values.astype(jnp.int8)
+    block.smem["new_scales"][which] = scale
+    return [values * scale for values in found]
+
+
+def _score(block, turned, key) -> Array:
+    """q·k [8] of the new token, given both in halves."""
+    products = (
+        half.astype(block.dtype).astype(jnp.float32) * lax.broadcast_in_dim(k, half.shape, [0])
+        for half, k in zip(turned, key, strict=True)
+    )
+    return sum(products).sum(axis=0)
 
 
 def _merged(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -438,15 +556,21 @@ def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
     return exchange.empty_places((rows, kv_heads, clusters - 1, 4), PARTS)
 
 
-def heads_memory(dtype: Any) -> Memory:
+def heads_memory(dtype: Any, int8: bool = False) -> Memory:
     """Shared memory of `Heads`."""
+    token = {
+        "score": ((PARTS,), jnp.float32),
+        "new_codes": ((2, HEAD_DIM), jnp.int8),
+        "new_scales": ((2,), jnp.float32),
+    }
     return Memory(
         matrices={
-            "q": ((2, PARTS, BRICK), dtype),
-            "p": ((2, PARTS, BRICK), dtype),
+            "q": ((PARTS, HEAD_DIM), dtype),
+            "p": ((2, PARTS, BRICK), jnp.bfloat16 if int8 else dtype),
             "o": ((2, PARTS, BRICK), dtype),
             "part": ((4, BRICK, PARTS), jnp.float32),
         },
-        vectors={"new": ((4, BRICK), dtype)},  # halves of key and value of a new token
+        # Halves of key and value of a new token.
+        vectors={"new": ((4, BRICK), dtype)} | (token if int8 else {}),
         barriers={"part_arrived": 4},
     )
