@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from fdjax.pallas_kernels.attention.cache import quantise
+from fdjax.pallas_kernels.attention.cache import dequantised, quantise
 from fdjax.pallas_kernels.layers import DecodeLayersConfig, LayerWeights, decode_layers
 from fdjax.pallas_kernels.plan import Choice, Entry, Plan, can_chain
 from fdjax.pallas_kernels.quantised import WeightFormat, dequantise, random_quantised
@@ -323,7 +323,7 @@ def test_kernel_is_as_exact_as_xla(rows, shape, dtype):
 )
 def test_reads_and_writes_int8(rows, shape, clusters, dtype):
     operands = _int8_operands(rows, **shape, layers=2, slots=512, dtype=dtype)
-    k, v = (np.asarray(c.codes * c.scales[..., None], np.float64) for c in _caches(operands))
+    k, v = (np.asarray(dequantised(c), np.float64) for c in _caches(operands))
     exact = _exact(**operands | {"k": k, "v": v})
     xla = jax.jit(_run)(operands)
     lengths = np.asarray(operands["lengths"])[:, None]

@@ -109,9 +109,7 @@ def _rounded(smem, i, values):
 
 def rounded_to_codes(parts):
     """Codes and scale of a token's head, given in parts [n] fp32, as `cache.quantise` does."""
-    largest = functools.reduce(jnp.maximum, map(jnp.abs, parts)).max(axis=0)
-    # The sum is not finite if a value is not.
-    scale = largest / LARGEST + sum(part * 0.0 for part in parts).sum(axis=0)
+    scale = functools.reduce(jnp.maximum, map(jnp.abs, parts)).max(axis=0) / LARGEST
     codes = (part / jnp.where(scale > 0, scale, 1.0) for part in parts)
     return [jnp.clip(jnp.round(part), -LARGEST, LARGEST) for part in codes], scale
 

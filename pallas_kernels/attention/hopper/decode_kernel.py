@@ -17,7 +17,13 @@ from fdjax.pallas_kernels.attention.hopper.decode_front import (
 )
 from fdjax.pallas_kernels.attention.hopper.decode_tiles import COLUMN, ROW, TILE
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.hopper.codes import beside_codes, codes, in_order, transposed_codes
+from fdjax.pallas_kernels.hopper.codes import (
+    beside_codes,
+    codes,
+    in_order,
+    multiplied,
+    transposed_codes,
+)
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 from fdjax.pallas_kernels.hopper.fragments import loaded_right
 
@@ -305,8 +311,7 @@ class _Split:
             return acc[...]
 
         if self.int8:
-            z = self._product(self._keys(keys), self.queries, self._blank(self.bk))
-            z = z * self._scales_of("k_scales", step)
+            z = self._products(keys) * self._scales_of("k_scales", step)
         else:
             z = pl.run_scoped(product, plgpu.ACC((self.bk, self.padded), jnp.float32))
         z = self._log2_scores(z)
@@ -352,35 +357,30 @@ class _Split:
 
     # Caches in int8.
 
-    def _keys(self, keys):
-        """Codes of K [block, D] as a left operand."""
-        dtype = self.smem["q"].dtype
-        return keys[...].astype(dtype) if self.interpreted else codes(keys, dtype)
-
     def _right(self, q):
-        """Queries [R, D] as the right operand for `_keys`."""
+        """Queries [R, D] as the right operand of `_products`."""
         return q[...].T if self.interpreted else beside_codes(q)
 
-    def _product(self, left, right, total):
-        """left · right + total, of operands in registers."""
+    def _products(self, keys):
+        """[block, R] the products of codes of K [block, D] and the queries."""
+        dtype = self.smem["q"].dtype
         if self.interpreted:
-            return total + jnp.dot(left, right, preferred_element_type=jnp.float32)
-        return plgpu.mma(total, left, right)
+            return _dot(keys[...].astype(dtype), self.queries)
+        return multiplied(codes(keys, dtype), self.queries)
 
     def _add_values(self, o, step, p, seen, values):
         """o [D, R] and the product of values and P [block, R]; `_in_order` restores its rows."""
         p_s = self.smem["p"]
         # Codes of dead slots are finite.
         p = jnp.where(seen, p * self._scales_of("v_scales", step), 0.0).astype(p_s.dtype)
-        # Loaded first: the compiler moves no load past the barrier of a store.
         if self.interpreted:
-            left = values[...].astype(p.dtype).T
-        else:
-            left = transposed_codes(values, p.dtype)
+            o = o + _dot(values[...].astype(p.dtype).T, p)
+            plgpu.commit_smem()  # the interpreter wants a fence before new codes are loaded
+            return o
+        # Loaded first: the compiler moves no load past the barrier of a store.
+        left = transposed_codes(values, p.dtype)
         p_s.T[...] = plgpu.layout_cast(p, plgpu.Layout.WGMMA_TRANSPOSED)
-        # All codes are read: the next ones may be loaded into their place.
-        plgpu.commit_smem()
-        return self._product(left, p_s[...].T if self.interpreted else loaded_right(p_s), o)
+        return plgpu.mma(o, left, loaded_right(p_s))
 
     def _in_order(self, o):
         return in_order(o) if self.int8 and not self.interpreted else o
@@ -569,3 +569,7 @@ class _Split:
         plgpu.copy_smem_to_gmem(l_s, self.outputs["lm"].at[*place, 0])
         plgpu.copy_smem_to_gmem(m_s, self.outputs["lm"].at[*place, 1])
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _dot(a, b):
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)

@@ -16,7 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fdjax.pallas_kernels.attention.cache import cache_features
+from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import by_name, check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape
@@ -105,9 +105,11 @@ def layers_mosaic(
     }
     operands = {name: operand for name, operand in operands.items() if operand is not None}
     slots = row_slots(k, pages)
+    shared = max(n for n in (1, 2, 4) if n <= _most_clusters(m, k.shape[2], slots))
     if config is None:
-        most = _most_clusters(m, k.shape[2], slots)
-        config = DecodeLayersConfig(clusters=max(n for n in (1, 2, 4) if n <= most))
+        config = DecodeLayersConfig(clusters=shared)
+    elif features_of(k):  # tables are measured without int8, whose tiles take longer to compute
+        config = dataclasses.replace(config, clusters=max(config.clusters, shared))
     packed = isinstance(weights.out, QTensor)
     sizes = {
         "heads": weights.out.shape[-2],

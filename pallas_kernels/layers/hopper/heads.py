@@ -22,7 +22,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
 from fdjax.pallas_kernels.attention.hopper.decode_front import rounded_to_codes
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
-from fdjax.pallas_kernels.hopper.codes import beside_codes, codes, in_order, transposed_codes
+from fdjax.pallas_kernels.hopper.codes import (
+    beside_codes,
+    codes,
+    in_order,
+    multiplied,
+    transposed_codes,
+)
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 from fdjax.pallas_kernels.hopper.fragments import loaded_right
 from fdjax.pallas_kernels.hopper.persistent import exchange, words
@@ -416,9 +422,10 @@ class Heads(Stage):
             return lax.broadcast_in_dim(found, blank.shape, [0])
 
         scores, seen = [], []
-        for i, slot in zip(at, places, strict=True):
+        for slot in places:
             plgpu.barrier_wait(smem["w_arrived"].at[slot])
-            z = plgpu.mma(blank, codes(smem["codes"].at[slot, 0], block.dtype), q)
+        for i, slot in zip(at, places, strict=True):
+            z = multiplied(codes(smem["codes"].at[slot, 0], block.dtype), q)
             z = z * scales(slot, 0) * (self.scale * LOG2E)
             seen.append(inside + (rank + self.sharing * i) * BRICK < filled)
             scores.append(jnp.where(seen[-1], z, LOWEST))
@@ -431,7 +438,6 @@ class Heads(Stage):
             p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0)
             l = l + p
             put(smem["p"].at[i], jnp.where(s, p * scales(slot, 1), 0.0))
-        plgpu.commit_smem()
         for slot in places:
             plgpu.barrier_arrive(smem["w_used"].at[slot])
         o = o * lax.broadcast_in_dim(rescale, o.shape, [1])
