@@ -190,7 +190,7 @@ def _run_xla(x, k, v, lengths, *rotation, weights, eps, gate, scale, pages, rank
         return all_reduce(matmul(product, weight), "products", residual=x)
 
     kv_heads, d = k.shape[2], k.shape[4]
-    for layer in range(len(k)):
+    for layer in range(k.shape[0]):
         w = jax.tree.map(operator.itemgetter(layer), weights)
         qkv = w.qkv if is_quantised(w.qkv) else w.qkv.reshape(len(w.qkv), -1)
         qkv = matmul(x, qkv, norm=RMSNorm(w.attention_norm, eps))
