@@ -84,11 +84,10 @@ def beside_codes(ref: Any) -> Array:
         registers = []
         for four in loaded.registers.reshape(m // 8, k // 16).T.flat:
             pairs = mgpu_utils.bitcast(four, ir.VectorType.get((2,), _i32()))
-            low, high = (
-                vector.extract(pairs, dynamic_position=[], static_position=[i]) for i in (0, 1)
-            )
+            halves = _element(pairs, 0), _element(pairs, 1)
+            # Columns 0 and 2 of four, then 1 and 3.
             registers += [
-                ptx(f"prmt.b32 $0, $1, $2, {order}", low, high) for order in ("0x5410", "0x7632")
+                ptx(f"prmt.b32 $0, $1, $2, {order}", *halves) for order in ("0x5410", "0x7632")
             ]
         return _fragment(registers, (k, m), layout, dtype)
 
@@ -140,27 +139,15 @@ def in_order(y: Array) -> Array:
         lane = arith.remui(mgpu_utils.thread_idx(), constant(32))
         row, column = arith.divui(lane, constant(4)), arith.remui(lane, constant(4))
         odd = arith.cmpi(arith.CmpIPredicate.ne, arith.remui(row, constant(2)), constant(0))
-        sources = [
-            arith.addi(arith.muli(arith.divui(row, constant(2)), constant(4)), column),
-            arith.addi(
-                arith.muli(arith.divui(row, constant(2)), constant(4)),
-                arith.addi(column, constant(16)),
-            ),
-        ]
-        registers, pair = [], ir.VectorType.get((2,), ir.F32Type.get())
-        for two_rows in y.registers.reshape(-1, 2):
-            values = [
-                [
-                    vector.extract(register, dynamic_position=[], static_position=[i])
-                    for register in two_rows
-                ]
-                for i in (0, 1)
-            ]
-            for source in sources:
+        half = arith.addi(arith.muli(arith.divui(row, constant(2)), constant(4)), column)
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        registers = []
+        for rows in y.registers.reshape(-1, 2):
+            for source in (half, arith.addi(half, constant(16))):
                 found = []
-                for even_odd in values:
-                    even, other = (_from_lane(value, source) for value in even_odd)
-                    found.append(arith.select(odd, other, even))
+                for i in (0, 1):  # its two columns
+                    first, second = (_from_lane(_element(r, i), source) for r in rows)
+                    found.append(arith.select(odd, second, first))
                 registers.append(vector.from_elements(pair, found))
         return mgpu.FragmentedArray(
             _registers=np.array(registers, dtype=object).reshape(y.registers.shape),
@@ -227,6 +214,10 @@ def _fragment(
         _layout=layout,
         _is_signed=None,
     )
+
+
+def _element(values: ir.Value, i: int) -> ir.Value:
+    return vector.extract(values, dynamic_position=[], static_position=[i])
 
 
 def _from_lane(value: ir.Value, lane: ir.Value) -> ir.Value:

@@ -339,6 +339,13 @@ def test_decode_steps_with_an_int8_cache_in_pages(tmp_path):
     assert not between_layers(compiled, 5 * layers)
 
 
+@pytest.mark.soak
+def test_one_launch_with_an_int8_cache_in_pages(tmp_path):
+    plan = dataclasses.replace(ONE_LAUNCH, named=ONE_LAUNCH.named + IN_PAGES)
+    compiled = compiled_chunk(plan, False, 1, tmp_path, pages=PAGES, kv_dtype="int8")
+    assert kernel_names(compiled).count("layers_kernel") == 1
+
+
 def test_prefill_with_an_int8_cache_in_pages(monkeypatch):
     """The live pages of a layer are dequantised, here for 4 of 16 rows at a time."""
     monkeypatch.setattr(widen, "_SLOTS_AT_ONCE", 4 * SLOTS)
