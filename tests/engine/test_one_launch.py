@@ -114,15 +114,20 @@ def test_tokens_are_those_of_layer_after_layer(plain, launched, launches, option
 
 
 @pytest.mark.slow
-def test_tokens_of_a_quantised_model_are_those_of_layer_after_layer(plain, launches):
+@pytest.mark.parametrize(("weights", "kv_dtype"), [("int4", None), (None, "int8")])
+def test_tokens_of_a_quantised_model_are_those_of_layer_after_layer(
+    weights, kv_dtype, plain, launches
+):
     config = plain.config
-    formats = {
-        ("blocks", i, *linear.path, "weight"): WeightFormat("int4", 32)
-        for i, block in enumerate(config.blocks)
-        for linear in block.linears.values()
-    }
+    if weights is not None:
+        formats = {
+            ("blocks", i, *linear.path, "weight"): WeightFormat(weights, 32)
+            for i, block in enumerate(config.blocks)
+            for linear in block.linears.values()
+        }
+        config = config.with_formats(formats)
     models = [
-        describe(config.with_formats(formats), dtype="float32", plan=plan)
+        describe(config, dtype="float32", plan=plan, kv_dtype=kv_dtype)
         for plan in (
             Plan(batch_invariant=True),
             dataclasses.replace(
