@@ -174,6 +174,13 @@ def test_refuses_what_does_not_fit(change, message):
         jax.eval_shape(functools.partial(_run, **options), operands)
 
 
+def test_refuses_one_cache_in_int8():
+    operands = jax.eval_shape(lambda: _int8_operands(1, **SMALL))
+    operands["v"] = jax.ShapeDtypeStruct(operands["k"].shape, "bfloat16")
+    with pytest.raises(ValueError, match="^decode_layers: k and v must both be quantised"):
+        jax.eval_shape(lambda: _run(operands))
+
+
 def test_refuses_mixed_dtypes():
     operands = jax.eval_shape(lambda: _operands(2, **SMALL))
     operands["k"] = jax.ShapeDtypeStruct(operands["k"].shape, jnp.float32)

@@ -233,6 +233,7 @@ def test_what_reads_it():
     assert able == {
         *(("prefill_attention", name) for name in names),
         *(("decode_attention", name) for name in names),
+        *(("decode_layers", name) for name in ("xla", "mosaic_gpu")),
     }
 
 
