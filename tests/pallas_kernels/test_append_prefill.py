@@ -1,6 +1,7 @@
 """RoPE, write and attention of a prefill chunk equal the three ops one after another."""
 
 import functools
+import itertools
 import re
 
 import jax
@@ -12,6 +13,7 @@ from fdjax.pallas_kernels.attention import (
     alibi_slopes,
     append_prefill_attention,
 )
+from fdjax.pallas_kernels.attention.cache import quantise
 from fdjax.pallas_kernels.attention.hopper.prefill_front import write_chunk_mosaic
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import NAMES
@@ -179,6 +181,56 @@ def test_interpreted_in_a_stack(layer):
     _check_stacked(run, _operands([65, 128], [64, 3], rows=[2, 0], batch=3), layer)
 
 
+def _check_codes(operands, write):
+    """write(*operands) with caches in int8 must keep the codes of `quantise`, and other slots."""
+    qkv, *caches, lengths, offsets, cos_sin, rows = operands
+    caches = [jax.jit(quantise)(jnp.nan_to_num(cache)) for cache in caches]
+    q, *after = write(qkv, *caches, lengths, offsets, cos_sin, rows)
+    rotated_q, *new = rotated(qkv, cos_sin)
+    for cache, got, want in zip(caches, after, map(jax.jit(quantise), new), strict=True):
+        untouched = np.ones(cache.shape[:-1], bool)
+        for i, row in enumerate(rows):
+            live = lengths[i] - offsets[i]
+            if live <= 0:
+                continue
+            padded = min(-(-live // TILE) * TILE, qkv.shape[1])
+            untouched[row, :, offsets[i] : offsets[i] + padded] = False
+            written = row, slice(None), slice(offsets[i], offsets[i] + live)
+            np.testing.assert_allclose(
+                got.scales[written], want.scales[i, :live].swapaxes(0, 1), rtol=1e-2
+            )
+            # q and k are rounded to bfloat16 before they are rounded to codes.
+            codes = np.int32(got.codes[written]) - np.int32(want.codes[i, :live].swapaxes(0, 1))
+            assert abs(codes).max() <= 1 and (codes != 0).mean() < 0.02
+            if q is not None:
+                np.testing.assert_allclose(
+                    np.float32(q)[i, :live], np.float32(rotated_q)[i, :live], atol=0.02, rtol=0.01
+                )
+        for a, b in ((got.codes, cache.codes), (got.scales, cache.scales)):
+            np.testing.assert_array_equal(np.asarray(a)[untouched], np.asarray(b)[untouched])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES[1:3], ids=str)
+def test_interpreted_codes(shape):
+    def write(qkv, k, v, lengths, offsets, cos_sin, rows):
+        return write_chunk_mosaic(
+            *(qkv, k, v, lengths, offsets, *cos_sin), rows=rows, interpret=INTERPRET
+        )
+
+    _check_codes(_operands(**shape), write)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES[:4], ids=str)
+def test_codes_on_a_gpu(shape):
+    def write(qkv, k, v, lengths, offsets, cos_sin, rows):
+        run = functools.partial(_run, implementation="mosaic_gpu")
+        return None, *run(qkv, k, v, lengths, offsets, cos_sin, rows)[1:]
+
+    _check_codes(_operands(**shape), write)
+
+
 def test_offsets_that_do_not_fit_raise():
     qkv, cache = jnp.zeros((2, 8, 2, 3, 64)), jnp.zeros((2, 2, 8, 64))
     lengths = jnp.full(2, 8, jnp.int32)
@@ -201,25 +253,30 @@ def test_rows_that_do_not_fit_raise():
 
 @pytest.mark.deviceless
 @pytest.mark.parametrize(
-    ("group", "stacked"),
+    ("group", "stacked", "int8"),
     [
         # Each value occurs once; other combinations are a grid.
-        pytest.param(*case, marks=() if case in ((1, False), (4, True)) else pytest.mark.soak)
-        for case in ((1, False), (1, True), (4, False), (4, True))
+        pytest.param(
+            *case, marks=() if case in ((1, False, True), (4, True, False)) else pytest.mark.soak
+        )
+        for case in itertools.product((1, 4), (False, True), (False, True))
     ],
 )
-def test_the_caches_stay_where_they_are(group, stacked):
+def test_the_caches_stay_where_they_are(group, stacked, int8):
     from ..deviceless import alias_bytes, compile_for, large_copies
 
     def make():
         operands = _operands([64, 1], [0, 5], rows=[3, 1], batch=4, d=128, kv_heads=8, group=group)
-        if not stacked:
-            return operands
-        qkv, k, v, *rest = operands
-        return qkv, *_in_stacks(1, k, v), *rest, np.int32(1)
+        qkv, *caches = operands[:3]
+        rest, layer = operands[3:], ()
+        if stacked:
+            caches, layer = _in_stacks(1, *caches), (np.int32(1),)
+        if int8:
+            caches = map(quantise, caches)
+        return qkv, *caches, *rest, *layer
 
     run = functools.partial(_run, implementation="mosaic_gpu")
     compiled = compile_for("h100", run, *jax.eval_shape(make), donate_argnums=(1, 2))
-    nbytes = 4 * 8 * 256 * 128 * 2
+    nbytes = 4 * 8 * 256 * (132 if int8 else 256)
     assert alias_bytes(compiled) == 2 * nbytes * (LAYERS if stacked else 1)
     assert not large_copies(compiled, nbytes // 8)

@@ -177,7 +177,7 @@ def test_refuses_what_does_not_fit(change, message):
 def test_refuses_one_cache_in_int8():
     operands = jax.eval_shape(lambda: _int8_operands(1, **SMALL))
     operands["v"] = jax.ShapeDtypeStruct(operands["k"].shape, "bfloat16")
-    with pytest.raises(ValueError, match="^decode_layers: k and v must both be quantised"):
+    with pytest.raises(ValueError, match=r"^decode_layers: k and v must both be quantised"):
         jax.eval_shape(lambda: _run(operands))
 
 

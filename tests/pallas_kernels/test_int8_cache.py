@@ -252,9 +252,10 @@ def test_the_plan_of_a_gpu_reads_it():
 
 @pytest.mark.deviceless
 @pytest.mark.parametrize("kind", ["rows", "pages of layers"])
-def test_prompts_compile_for_an_h100(kind):
+def test_prompts_compile_for_an_h100(kind, monkeypatch):
     from ..deviceless import compile_for
 
+    monkeypatch.setattr(f"{__name__}.PAGE", 128)  # that of other tests is smaller than a block
     k, v, named = caches(kind, s=128)
     qkv = normal(3, 64, HKV, G + 2, D)
     offsets, lengths = np.array([[0, 64, 0], [9, 128, 64]], np.int32)

@@ -108,9 +108,15 @@ def _rounded(smem, i, values):
 
 
 def rounded_to_codes(parts):
-    """Codes and scale of a token's head, given in parts [n] fp32, as `cache.quantise` does."""
-    scale = functools.reduce(jnp.maximum, map(jnp.abs, parts)).max(axis=0) / LARGEST
-    codes = (part / jnp.where(scale > 0, scale, 1.0) for part in parts)
+    """Codes and scale of a token's head, given in parts [n] fp32, as `cache.quantise` does.
+
+    For several tokens, parts are [tokens, n].
+    """
+    scale = functools.reduce(jnp.maximum, map(jnp.abs, parts)).max(axis=-1) / LARGEST
+    divisor = jnp.where(scale > 0, scale, 1.0)
+    if parts[0].ndim > 1:
+        divisor = lax.broadcast_in_dim(divisor, parts[0].shape, [0])
+    codes = (part / divisor for part in parts)
     return [jnp.clip(jnp.round(part), -LARGEST, LARGEST) for part in codes], scale
 
 

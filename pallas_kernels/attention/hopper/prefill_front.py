@@ -4,7 +4,8 @@ It must read and write q, k and v once, 2·R·T·(H + 2·Hkv)·D elements. XLA n
 twice the time.
 
 A block handles 64 tokens of a KV head: queries, key and value, each as two tiles [64, D/2]. TMA
-loads the tiles to shared memory, q and k are rotated there, and TMA stores them.
+loads the tiles to shared memory, q and k are rotated there, and TMA stores them. For a cache in
+int8, k and v are rounded to codes and scales in between.
 """
 
 import functools
@@ -15,7 +16,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, check_pages
+from fdjax.pallas_kernels.attention.cache import cache_features, features_of
+from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, by_name, check_pages
+from fdjax.pallas_kernels.attention.hopper.decode_front import rounded_to_codes
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import TILE, byte_tiles
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape
@@ -35,7 +39,8 @@ def write_chunk_mosaic(
 
     Args:
       qkv: [R, T, Hkv, G+2, D], T a multiple of 64, D of 64 or 128.
-      k, v: caches [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D]; updated in place.
+      k, v: caches [B, Hkv, S, D], or with `layer` a stack [L, B, Hkv, S, D], also quantised;
+        updated in place.
       lengths: [R] int32 live slots, the chunk included; later tokens are padding. Padding may
         overwrite slots up to the next multiple of 64 tokens, which hold no live token.
       offsets: [R] int32 slot of the first token; offsets + T <= S.
@@ -54,7 +59,14 @@ def write_chunk_mosaic(
     held = min(parts, _PARTS)
     groups = -(-parts // held)
 
+    int8 = bool(features_of(k))
+    rounded = {
+        "codes": plgpu.SMEM((2, 2, _TOKENS, half), jnp.int8, transforms=byte_tiles(half)),
+        "scales": plgpu.SMEM((2, _TOKENS), jnp.float32),
+    }
+    k, v = (jax.tree.map(jax.new_ref, cache) for cache in (k, v))
     named = {
+        **by_name(k, v),
         "rows": None if rows is None else rows.astype(jnp.int32),
         "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
         "pages": None if pages is None else pages.astype(jnp.int32),
@@ -62,9 +74,9 @@ def write_chunk_mosaic(
     named = {name: operand for name, operand in named.items() if operand is not None}
     check_pages("append_prefill_attention", k, pages, _TOKENS)
 
-    def body(qkv, k, v, lengths, offsets, cos, sin, *refs):
-        *others, q, tiles, arrived = refs
-        inputs = {"k": k, "v": v} | dict(zip(named, others, strict=True))
+    def body(qkv, lengths, offsets, cos, sin, *refs):
+        *others, q, tiles, rounded, arrived = refs
+        inputs = dict(zip(named, others, strict=True))
         row, block, index = (lax.axis_index(name) for name in ("row", "tokens", "head"))
         # `first` is static if there is one group, and so are the conditions below.
         head, first = index, 0
@@ -90,6 +102,21 @@ def write_chunk_mosaic(
             for source, to in halves(tile, target):
                 plgpu.copy_smem_to_gmem(source, to)
 
+        def store_codes(tile, at, target, target_scales):
+            codes, scales = (rounded[name].at[at] for name in ("codes", "scales"))
+            parts = (plgpu.load(tile.at[i], layout=TILE, optimized=False) for i in range(2))
+            found, scale = rounded_to_codes([part.astype(jnp.float32) for part in parts])
+            for i, values in enumerate(found):
+                # A thread then stores four neighbours as a word. 16 bits hold codes exactly.
+                values = values.astype(jnp.bfloat16)
+                values = plgpu.layout_cast(values, plgpu.Layout.WGMMA_UPCAST_2X)
+                codes.at[i][...] = values.astype(jnp.float32).astype(jnp.int8)
+            scales[...] = scale
+            plgpu.commit_smem()
+            for i in range(2):
+                plgpu.copy_smem_to_gmem(codes.at[i], target.at[:, pl.ds(i * half, half)])
+            plgpu.copy_smem_to_gmem(scales, target_scales)
+
         slot = offsets[row] + block * _TOKENS
 
         @when(slot < lengths[row])
@@ -111,24 +138,28 @@ def write_chunk_mosaic(
                 def _():
                     store(tile, q.at[row, tokens, head * group + part])
 
-                for at, name in ((group, "k"), (group + 1, "v")):
+                for at, name in enumerate("kv"):
 
-                    @when(part == at)
-                    def _(name=name):
+                    @when(part == group + at)
+                    def _(at=at, name=name):
                         of_cache = inputs["rows"][row] if "rows" in inputs else row
-                        cache = CacheRow(inputs, name, of_cache, head)
-                        store(tile, cache.block(slot, _TOKENS))
+                        target = CacheRow(inputs, name, of_cache, head).block(slot, _TOKENS)
+                        if not int8:
+                            store(tile, target)
+                            return
+                        scales = CacheRow(inputs, f"{name}_scales", of_cache, head, axis=-1)
+                        store_codes(tile, at, target, scales.block(slot, _TOKENS))
 
             each(finish)
             plgpu.wait_smem_to_gmem(0)
 
-    k, v = jax.new_ref(k), jax.new_ref(v)
     q = plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((r, t, kv_heads * group, d), qkv.dtype),
         kernel_name="write_chunk",
         scratch_types=(
             plgpu.SMEM((held, 2, _TOKENS, half), qkv.dtype),
+            rounded if int8 else {},
             plgpu.Barrier(num_arrivals=2, num_barriers=held),
         ),
         grid=(kv_heads * groups, t // _TOKENS, r),
@@ -136,8 +167,8 @@ def write_chunk_mosaic(
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
         interpret=interpret,
-    )(qkv, k, v, *(a.astype(jnp.int32) for a in (lengths, offsets)), cos, sin, *named.values())
-    return q, jax.freeze(k), jax.freeze(v)
+    )(qkv, *(a.astype(jnp.int32) for a in (lengths, offsets)), cos, sin, *named.values())
+    return q, *(jax.tree.map(jax.freeze, cache) for cache in (k, v))
 
 
 def _fits(shape: Shape) -> str | None:
@@ -154,7 +185,7 @@ def _run(*operands, rows, layer, pages):
 
 WRITE_CHUNK_HOPPER = Implementation(
     *("append_prefill_attention", "mosaic_gpu", _run),
-    can=ALL_FEATURES,
+    can=ALL_FEATURES | cache_features("int8"),
     fits=_fits,
     capabilities=((9, 0), (9, 1)),
 )
