@@ -113,6 +113,7 @@ def append_decode_attention(
             return_reruns=return_reruns,
         )
     else:
+        shared = jax.tree.map(jnp.asarray, shared)
         own, tokens = shared.own(pages, lengths, k_cache.shape[-2])
         o, lse, *caches, reruns = attend(
             *(k_cache, v_cache, tokens),

@@ -155,6 +155,17 @@ def test_reading_them_once_changes_nothing(plain):
     same(*both(given, options, spec))
 
 
+def test_the_arrays_of_the_host_need_no_jit():
+    given, options = operands(ROWS)
+    shared = find_shared(options["pages"], 4)
+    run = functools.partial(append_decode_attention, **options, spec=AttentionSpec(0.125))
+    want, got = (
+        jax.eval_shape(run, *given),
+        jax.eval_shape(functools.partial(run, shared=shared), *given),
+    )
+    assert got == want
+
+
 @pytest.mark.slow
 def test_of_a_quantised_cache():
     given, options = operands(ROWS)
