@@ -50,8 +50,15 @@ class Plan(Dispatch):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.prompt_tiles is not None and self.prompt_tiles < 1:
-            raise ValueError(f"plan: prompt_tiles must be positive, got {self.prompt_tiles}")
+        ops = dict.fromkeys(i.op for i in (*IMPLEMENTATIONS, *self.implementations))
+        for op in self.only_xla:
+            if op not in ops:
+                raise ValueError(
+                    f"plan: an op of only_xla must be one of {', '.join(ops)}, got {op!r}"
+                )
+        tiles = self.prompt_tiles
+        if tiles is not None and not (type(tiles) is int and tiles > 0):
+            raise ValueError(f"plan: prompt_tiles must be a positive integer, got {tiles!r}")
 
     @classmethod
     def for_device(

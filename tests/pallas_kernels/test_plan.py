@@ -181,9 +181,10 @@ def test_another_weight_is_not_near(tmp_path, change):
     assert choice.source == "heuristic"
 
 
-def test_calls_have_at_least_one_tile():
-    with pytest.raises(ValueError, match="prompt_tiles must be positive, got 0"):
-        Plan(prompt_tiles=0)
+@pytest.mark.parametrize("tiles", [0, 1.5, True])
+def test_calls_have_at_least_one_tile(tiles):
+    with pytest.raises(ValueError, match=f"prompt_tiles must be a positive integer, got {tiles}"):
+        Plan(prompt_tiles=tiles)
 
 
 def test_a_named_implementation_overrides_the_table(tmp_path):
@@ -427,6 +428,10 @@ def test_unknown_implementations():
         ValueError, match=r"^plan: an op of named must be one of matmul, .*'matmull'$"
     ):
         Plan(named=(("matmull", "xla"),))
+    with pytest.raises(
+        ValueError, match=r"^plan: an op of only_xla must be one of matmul, .*'matmull'$"
+    ):
+        Plan().with_xla("matmull")
     with pytest.raises(ValueError, match=f"^some_op: {message}$"):
         resolve(_OP, Plan(), "triton")
     with pytest.raises(ValueError, match=f"^plan: {message}$"):
