@@ -64,11 +64,17 @@ def all_reduce(
       Like x.
 
     Raises:
-      ValueError: shapes or dtypes disagree.
+      ValueError: shapes or dtypes disagree, or there is no such axis.
       NotImplementedError: the named implementation cannot do this.
 
     Sends x to each other device, and receives as much: (ranks - 1) times its bytes each way.
     """
+    try:
+        ranks = lax.axis_size(AXIS)
+    except NameError:
+        raise ValueError(
+            f"all_reduce: call it inside a jax.shard_map over the axis {AXIS!r}"
+        ) from None
     for what, addend, want in (("bias", bias, x.shape[-1:]), ("residual", residual, x.shape)):
         if addend is not None and (addend.shape != want or addend.dtype != x.dtype):
             raise ValueError(
@@ -78,7 +84,7 @@ def all_reduce(
     key = {
         "m": math.prod(x.shape[:-1]),
         "width": x.shape[-1],
-        "ranks": lax.axis_size(AXIS),
+        "ranks": ranks,
         "itemsize": x.dtype.itemsize,
     }
     chosen, _ = resolve(ALL_REDUCE, plan, implementation, **key)

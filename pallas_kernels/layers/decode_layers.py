@@ -109,6 +109,8 @@ def decode_layers(
     Costs the bytes of `weights`, and 2·L·sum(lengths)·Hkv·D·itemsize bytes of the cache.
     """
     _check(x, k, v, lengths, rotation, weights, gate, pages)
+    if not len(x):
+        return x, k, v
     key = layers_key(len(x), weights, k.shape, row_slots(k, pages)) | ranks_key(ranks)
     features = _formats(weights).features | features_of(k)
     features |= {"tensor_parallel"} if ranks > 1 else set()
@@ -230,6 +232,11 @@ def _check(x, k, v, lengths, rotation, weights, gate, pages) -> None:
             f"[L,F,E], got {[list(shape) for shape in (x.shape, k.shape, qkv, down)]}"
         )
     (b, width), (layers, _, kv_heads, slots, d) = x.shape, k.shape
+    if 0 in (layers, width, kv_heads, slots, d):
+        raise ValueError(
+            f"decode_layers: x {list(x.shape)} and k {list(k.shape)} must not be empty, except for "
+            "the number of rows"
+        )
     parts, hidden = math.prod(qkv[2:]) // (kv_heads * d), down[1]
     by_head = (kv_heads, parts, d) if len(qkv) == 5 else (kv_heads * parts * d,)
     shapes |= {"k": k.shape, "v": v.shape, "lengths": lengths.shape}

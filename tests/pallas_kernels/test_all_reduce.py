@@ -81,6 +81,13 @@ def test_what_does_not_belong_together_is_refused(bias, residual, says):
         on(mesh, "xla")(np.zeros((1, 2, 8), np.float32), bias, residual)
 
 
+def test_one_device_alone_has_no_sum():
+    with pytest.raises(
+        ValueError, match=r"^all_reduce: call it inside a jax.shard_map over .* 'tp'"
+    ):
+        all_reduce(np.zeros((2, 8), np.float32), "test")
+
+
 @pytest.mark.deviceless
 @pytest.mark.parametrize(("ranks", "m", "added"), [(2, 1, True), (8, 32, False)])
 def test_the_kernel_compiles_without_spills(ranks, m, added, capfd, monkeypatch):

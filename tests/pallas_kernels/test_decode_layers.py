@@ -149,6 +149,7 @@ def test_a_quantised_weight_of_another_size_is_refused():
     ("change", "message"),
     [
         ({"gate": "relu6"}, "gate must be one of"),
+        ({"k": (3, 2, 0, 256, 128)}, r"k \[3, 2, 0, 256, 128\] must not be empty"),
         ({"x": (2, 1, 512)}, r"x, k, qkv and down must be \[B,E\]"),
         ({"k": (3, 2, 2, 200, 128)}, r"v must be \[3, 2, 2, 200, 128\] beside .* got .*256"),
         ({"lengths": (3,)}, r"lengths must be \[2\]"),
@@ -179,6 +180,17 @@ def test_refuses_one_cache_in_int8():
     operands["v"] = jax.ShapeDtypeStruct(operands["k"].shape, "bfloat16")
     with pytest.raises(ValueError, match=r"^decode_layers: k and v must both be quantised"):
         jax.eval_shape(lambda: _run(operands))
+
+
+@pytest.mark.parametrize("pages", [None, np.zeros((0, 2), np.int32)], ids=["apart", "pages"])
+def test_no_rows(pages):
+    operands = jax.eval_shape(lambda: _operands(1, **SMALL))
+    empty = jax.tree.map(lambda a: jnp.zeros((0, *a.shape[1:]), a.dtype), operands)
+    cache = jnp.zeros((3, 0 if pages is None else 2, 2, 256, 128), jnp.bfloat16)
+    operands |= {name: empty[name] for name in ("x", "lengths", "rotation")}
+    operands |= {"k": cache, "v": cache}
+    got = jax.eval_shape(functools.partial(_run, pages=pages), operands)
+    assert [a.shape for a in got] == [(0, 512), cache.shape, cache.shape]
 
 
 def test_refuses_mixed_dtypes():
