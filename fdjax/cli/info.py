@@ -65,9 +65,12 @@ def add_arguments(parser: Parser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
+    from fdjax.sampling.beams import MOST_BEAMS
     from fdjax.tools.info import model_info
 
     model, _ = model_of(args)
+    if args.beams > (most := min(MOST_BEAMS, model.config.vocab_size)):
+        raise UsageError(f"info: --beams must be at most {most}, got {args.beams}")
     memory_bytes = args.memory
     if memory_bytes is None and args.device is not None:
         share = args.gpu_memory_utilization or DEFAULT_SHARE

@@ -757,6 +757,7 @@ def test_a_wrong_option_is_found_before_anything_is_loaded(run, loaded, options)
         (["info", "--context", "1000000000000"], None),
         (["info", "--beams", "2", "--new-tokens", "512"], None),
         (["info", "--beams", "2", "--context", "128"], None),
+        (["info", "--beams", "65"], None),
         (["bench", "--batch", "0"], None),
         (["bench", "--new-tokens", "1"], None),
         (["bench", "--runs", "0"], None),
