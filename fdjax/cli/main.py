@@ -38,7 +38,8 @@ _COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code.
 
-    The code is 0 for success, 1 for a failure, 2 for wrong arguments, 130 for an interrupt.
+    The code is 0 for success, 1 for a failure, 2 for wrong arguments, 130 for an interrupt, 141 if
+    the reader of the output has closed the pipe.
 
     Args:
       argv: the arguments without the name of the program; default those of this process.
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)
         return 130
     except BrokenPipeError:
-        return 0  # the reader has closed the pipe
+        return 141  # the reader has closed the pipe; shells report a SIGPIPE so
     except UsageError as error:
         return _fail(error, 2)
     except (ValueError, NotImplementedError, OSError, FloatingPointError) as error:

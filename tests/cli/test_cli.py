@@ -1006,7 +1006,7 @@ def pipe_without_reader():
 def test_a_reader_that_has_seen_enough(lm, loaded, monkeypatch, capsys, print_to, command):
     monkeypatch.setattr(lm, "stream", lambda *a, **k: iter(["some", "text"]))
     print_to(pipe_without_reader())
-    assert main(command) == 0
+    assert main(command) == 141
     assert capsys.readouterr().err == ""
 
 
