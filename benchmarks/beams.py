@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.arguments import read_config
 from benchmarks.peers import random_transformer, versions
 from benchmarks.serving import CONFIG
 from fdjax.bench.ceiling import measure_ceiling
@@ -253,7 +254,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print a table, and print the record as the last line."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = parse_args(argv)
-    config = CONFIG if args.config is None else json.loads(args.config.read_text())
+    config = CONFIG if args.config is None else read_config(args.config)
     if args.as_peer:
         for line in search_by_transformers(config, args):
             print(line, flush=True)

@@ -22,6 +22,7 @@ import ml_dtypes
 import numpy as np
 
 import fdjax
+from benchmarks.arguments import read_config
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.model import model_rows
 from fdjax.bench.record import Record, emit, environment
@@ -127,7 +128,7 @@ def _own_bytes(pid: int) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    data = json.loads(args.config.read_text())
+    data = read_config(args.config)
     layers = data["num_hidden_layers"]
     costs: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:

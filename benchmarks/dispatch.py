@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.arguments import read_config
 from fdjax.bench.record import environment
 from fdjax.bench.timing import Timing
 from fdjax.engine.engine import Engine
@@ -62,7 +63,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    config = json.loads(Path(args.config).read_text()) if args.config else CONFIG
+    config = read_config(Path(args.config)) if args.config else CONFIG
     model = describe(parse_config(config), dtype="bfloat16")
     params, _stacks = random_stacked_params(model)
     engine = Engine(model, params)

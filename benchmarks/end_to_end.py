@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import json
 import math
 import re
 import sys
@@ -23,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import peers
+from benchmarks.arguments import read_config
 from fdjax.bench.record import Measurement, Record, emit, environment, read, write
 from fdjax.system.files import output_file
 
@@ -414,7 +414,7 @@ def read_model(args: argparse.Namespace):
     """Describe the model that the command line names."""
     from fdjax.models import describe, parse_config
 
-    config = parse_config(json.loads(args.config.read_text()))
+    config = parse_config(read_config(args.config))
     config = config.with_attention(config.attention[: args.layers])
     if args.weights or args.head or args.experts:
         config = with_weights(config, args.weights, args.head, args.experts)

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from benchmarks.arguments import read_config
 from benchmarks.end_to_end import PLANS, Point, parse_point
 from benchmarks.peers import PEERS
 from benchmarks.table import HEADLINE, RESULTS, folder_of
@@ -72,6 +73,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def parts_of(args: argparse.Namespace) -> list[Part]:
     """The requested parts, in the order in which they are measured."""
     if args.config:
+        read_config(args.config)
         points = args.points or [part.point for part in PARTS[:2]]
         return [Part(args.config.stem, args.config, point) for point in points]
     wanted = [part for part in PARTS if not args.models or part.name in args.models]

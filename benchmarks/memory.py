@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.arguments import read_config
 from benchmarks.end_to_end import Point, parse_point, say
 from fdjax.bench.record import environment
 from fdjax.engine import step
@@ -159,7 +160,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    model = describe(parse_config(json.loads(args.config.read_text())), dtype=args.dtype)
+    model = describe(parse_config(read_config(args.config)), dtype=args.dtype)
     memory_bytes = free_memory_bytes()
     points = sorted(args.points, key=lambda p: _total(model, p))
     params = random_params(model)

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.arguments import read_config
 from fdjax.lm import LM
 from fdjax.models import describe, parse_config, random_params
 
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--runs", type=int, default=7)
     args = parser.parse_args(argv)
-    config = parse_config(json.loads(args.config.read_text()))
+    config = parse_config(read_config(args.config))
     model = describe(config, dtype="bfloat16")
     lm = LM(model, random_params(model))
     rng = np.random.default_rng(0)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.arguments import read_config
 from fdjax.bench.record import environment
 from fdjax.system.files import output_file, write_whole
 
@@ -49,7 +50,7 @@ def measure_lengths(args: argparse.Namespace) -> list[dict]:
     from fdjax.sampling.options import GenerationConfig
 
     plan = Plan.for_device().with_xla("decode_layers")
-    config = parse_config(json.loads(args.config.read_text()))
+    config = parse_config(read_config(args.config))
     model = describe(config, dtype=args.dtype, plan=plan)
     params = random_params(model)
     asked = GenerationConfig(max_new_tokens=args.new_tokens, do_sample=False)

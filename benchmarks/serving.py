@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from benchmarks import arrivals, prefixes
+from benchmarks.arguments import read_config
 from benchmarks.request_mix import requests
 from benchmarks.serving_bound import bound
 from fdjax.bench.ceiling import measure_ceiling
@@ -166,7 +167,7 @@ def peer(config: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    config = json.loads(args.config.read_text()) if args.config else CONFIG
+    config = read_config(args.config) if args.config else CONFIG
     record: dict[str, Any] = {"peer": peer(config, args)} if args.peer else {}
     model = describe(parse_config(config), dtype=args.dtype)
     prompts, new = requests(args.requests, model.config.vocab_size, args.scale)

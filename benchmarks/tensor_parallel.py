@@ -20,6 +20,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.arguments import read_config
 from fdjax.bench.ceiling import measure_ceiling
 from fdjax.bench.experts import chosen_experts
 from fdjax.bench.model import model_rows
@@ -138,7 +139,7 @@ def end(launcher: subprocess.Popen, seconds: float = 60) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     points = [tuple(map(int, point.split("x"))) for point in args.points]
-    config = json.loads(args.config.read_text()) if args.config else CONFIG
+    config = read_config(args.config) if args.config else CONFIG
     parsed = parse_config(config)
     context = parsed.max_position_embeddings
     # Before minutes go by until the first of these points.

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.arguments import read_config
 from benchmarks.end_to_end import parse_point
 from benchmarks.request_mix import requests
 from benchmarks.tensor_parallel import CONFIG, SUMS, random_lm, with_sums
@@ -126,7 +127,7 @@ def report(what: str, began: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
-    config = json.loads(args.config.read_text()) if args.config else CONFIG
+    config = read_config(args.config) if args.config else CONFIG
     plan = Plan.for_device(table=args.table)
     plan = with_sums(plan, parse_config(config), args.devices, args.sums)
     # A prompt that is in the cache is computed by other kernels, and rounded elsewhere.

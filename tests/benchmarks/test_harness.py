@@ -58,6 +58,26 @@ CEILING = {
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "no such file"),
+        ("{", "not valid JSON"),
+        ("{}", "model_type is missing"),
+        (json.dumps(CONFIG | {"hidden_size": 0}), "hidden_size"),
+    ],
+)
+def test_a_config_that_describes_no_model_is_one_line(tmp_path, capsys, text, message):
+    path = tmp_path / "config.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as exit:
+        end_to_end.main([str(path)])
+    err = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert err.count("\n") == 1 and message in err
+
+
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "small.json"
