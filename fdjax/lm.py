@@ -723,7 +723,8 @@ def load(
         one line, names the file and the problem.
       ValueError: an argument is out of range, or processes that share the model load different
         models or options.
-      TypeError: `model` is not a path, `plan` is not a `Plan`, or `device` is not a JAX device.
+      TypeError: `model` is not a path, `plan` is not a `Plan`, `device` is not a JAX device, or a
+        switch is neither True nor False.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.
     """
@@ -737,6 +738,14 @@ def load(
         raise TypeError(f"load: plan must be a Plan, such as Plan.for_device(), got {plan!r}")
     if device is not None and not isinstance(device, jax.Device):
         raise TypeError(f"load: device must be one of jax.devices(), got {device!r}")
+    for name, value, default in (
+        ("prefix_cache", prefix_cache, True),
+        ("calibration", calibration, True),
+        ("compilation_cache", compilation_cache, None),
+        ("progress", progress, None),
+    ):
+        if value is not default and not isinstance(value, bool):
+            raise TypeError(f"load: {name} must be True or False, got {value!r}")
     place = _place(tensor_parallel, device)
     refuse_forked()
     platform.warn_of_idle_gpu()

@@ -567,6 +567,9 @@ def test_what_is_no_configuration_or_plan_is_refused(lm):
         fdjax.load(7)
     with pytest.raises(TypeError, match="plan must be a Plan"):
         load(plan="xla")
+    for name in ("prefix_cache", "calibration", "compilation_cache", "progress"):
+        with pytest.raises(TypeError, match=f"{name} must be True or False, got 'no'"):
+            fdjax.load("tiny", **{name: "no"})
 
 
 @pytest.mark.parametrize(
