@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import peers
-from benchmarks.arguments import read_config
-from fdjax.bench.record import Measurement, Record, emit, environment, read, write
+from benchmarks.arguments import read_config, rows_of
+from fdjax.bench.record import Measurement, Record, emit, environment, write
 from fdjax.system.files import output_file
 
 # Ops that multiply by weights.
@@ -347,7 +347,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     began = time.monotonic()
     args = parse_args(argv)
     if args.of:
-        print(summary([row for path in args.of for row in read(path).rows]))
+        print(summary(rows_of(args.of)))
         return 0
     if args.compile_into:
         return compile_only(args)

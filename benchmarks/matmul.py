@@ -12,8 +12,9 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 
+from benchmarks.arguments import rows_of
 from fdjax.bench.ceiling import measure_ceiling
-from fdjax.bench.record import Measurement, Record, emit, environment, read, write
+from fdjax.bench.record import Measurement, Record, emit, environment, write
 from fdjax.models import LinearShape
 from fdjax.pallas_kernels.gemm import matmul, matmul_reference
 from fdjax.pallas_kernels.plan import Plan
@@ -147,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Measure, print the summary, and print the record as the last line."""
     args = parse_args(argv)
     if args.of:
-        print(summary([row for path in args.of for row in read(path).rows]))
+        print(summary(rows_of(args.of)))
         return 0
     plan = Plan.for_device(table=args.table)
     before = measure_ceiling(matmul_size=0)

@@ -78,6 +78,18 @@ def test_a_config_that_describes_no_model_is_one_line(tmp_path, capsys, text, me
     assert err.count("\n") == 1 and message in err
 
 
+@pytest.mark.parametrize("text", [None, "{}"])
+def test_a_record_that_is_none_is_one_line(tmp_path, capsys, text):
+    path = tmp_path / "record.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(SystemExit) as exit:
+        end_to_end.main(["--of", str(path)])
+    err = capsys.readouterr().err
+    assert exit.value.code == 2
+    assert err.count("\n") == 1 and str(path) in err
+
+
 @pytest.fixture
 def config(tmp_path):
     path = tmp_path / "small.json"
