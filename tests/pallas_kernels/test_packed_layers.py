@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fdjax.pallas_kernels.attention.cache import quantise
 from fdjax.pallas_kernels.layers import LayerWeights, formats_of
 from fdjax.pallas_kernels.layers.hopper import decode_layers
 from fdjax.pallas_kernels.layers.hopper.decode_layers import layers_mosaic
@@ -81,20 +82,25 @@ _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 
 
 @pytest.mark.deviceless
-def test_compiles_in_place_and_fits_into_the_instruction_cache(monkeypatch, capfd):
+@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.soak)])
+def test_compiles_in_place_and_fits_into_the_instruction_cache(int8, monkeypatch, capfd):
     from deviceless import alias_bytes, code_bytes, compile_for, large_copies
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
 
     shape = (1, "int4", 128)
     state, _, packed = jax.eval_shape(lambda: _operands(*shape, **LLAMA2_7B))
-    x, k, v, *rest = state
+    x, *caches, rest = *state[:3], state[3:]
+    if int8:
+        caches = jax.eval_shape(lambda: [quantise(jnp.zeros(c.shape, c.dtype)) for c in caches])
+    k, v = caches
 
     def run(k, v, x, rest, packed):
         return _run(x, k, v, *rest, weights=packed)
 
     compiled = compile_for("h100", run, k, v, x, rest, packed, donate_argnums=(0, 1))
-    assert alias_bytes(compiled) == 4 * k.size
+    cache_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(k))
+    assert alias_bytes(compiled) == 2 * cache_bytes
     assert not large_copies(compiled, 2**20)
     _, version, ptx = capfd.readouterr().out.partition(".version")
     # If it is larger, each layer reads all of it from the L2 cache again.

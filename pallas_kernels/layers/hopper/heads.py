@@ -302,9 +302,13 @@ class Heads(Stage):
             carry = blank_o, blank, lowest
             q = beside_codes(block.smem["q"])
             step = functools.partial(self._step_of_codes, block, rank, filled, w_used, q)
-        carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
-        one = functools.partial(step, 2 * pairs, 1)
-        *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
+        if self.int8 and not isinstance(block.index, int):
+            # Code that unpacks weights leaves no room in the instruction cache for pairs of tiles.
+            *o, l, m = lax.fori_loop(0, mine, functools.partial(step, 0, 1), carry)
+        else:
+            carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
+            one = functools.partial(step, 2 * pairs, 1)
+            *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
 
         arrive_before()
         last_is_mine = lax.rem(tiles_in_all - 1, self.sharing) == rank
