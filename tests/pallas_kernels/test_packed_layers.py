@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fdjax.pallas_kernels.attention.cache import quantise
+from fdjax.pallas_kernels.attention.cache import dequantised, quantise
 from fdjax.pallas_kernels.layers import LayerWeights, formats_of
 from fdjax.pallas_kernels.layers.hopper import decode_layers
 from fdjax.pallas_kernels.layers.hopper.decode_layers import layers_mosaic
@@ -162,15 +162,20 @@ def test_more_registers_than_a_block_has_are_refused(monkeypatch):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize(("rows", "kind", "group", "shape"), CASES, ids=str)
-def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape):
+def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape, int8):
     if not can_chain(jax.devices()[0]):
         pytest.skip("the blocks of the kernel would not all run at once here, and wait forever")
     state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, **shape))()
+    if int8:
+        x, k, v, *rest = state
+        state = x, quantise(k), quantise(v), *rest
     run = jax.jit(_run)
     want, k_want, _ = run(*state, weights=dense)
     got, k_got, _ = run(*state, weights=packed)
     want, got = (np.asarray(a, np.float32) for a in (want, got))
     # Sums in another order round intermediate results to other neighbours in bfloat16.
     assert np.abs(got - want).max() <= 2**-5 * want.std()
-    assert np.abs(np.asarray(k_got - k_want, np.float32)).max() <= 2**-5
+    k_got, k_want = (np.asarray(dequantised(k), np.float32) for k in (k_got, k_want))
+    assert np.abs(k_got - k_want).max() <= 2**-5
