@@ -14,6 +14,7 @@ from fdjax.engine.state import SLOT_MULTIPLE, init_cache, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import Attend, Model, Params
 from fdjax.pallas_kernels.attention import prefill_attention, split_qkv, with_norms
+from fdjax.pallas_kernels.attention.cache import dequantised, quantise
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import apply_rope
@@ -29,8 +30,9 @@ def forward(
     lengths: Array | None = None,
     *,
     last: int | None = None,
+    kv_dtype: str | None = None,
 ) -> Array:
-    """Logits at every position, without a cache. Pure and jittable (`model`, `last` static).
+    """Logits at every position, without a cache. Pure and jittable; all but arrays is static.
 
     Inside `jax.jit`, values of `ids` and `lengths` cannot be checked. Values out of range give
     logits without meaning.
@@ -40,36 +42,48 @@ def forward(
       ids: [B, T] integers of the vocabulary.
       lengths: [B] integers in 1..T, valid tokens per row, default T; logits past them mean nothing.
       last: only the logits of this many positions at the end of T.
+      kv_dtype: "int8" rounds keys and values as a cache in int8 does.
 
     Returns:
       [B, T, V] fp32, or [B, last, V].
 
     Raises:
-      ValueError: `ids`, `lengths` or `last` have a wrong shape or are out of range, `params` do not
-        belong to the model, or several devices share the model and `params` are not on them.
+      ValueError: `ids`, `lengths` or `last` have a wrong shape or are out of range, `kv_dtype` is
+        unknown, `params` do not belong to the model, or several devices share the model and
+        `params` are not on them.
     """
+    if kv_dtype not in (None, "int8"):
+        raise ValueError(f"forward: kv_dtype must be int8 or None, got {kv_dtype!r}")
     ids, lengths = _checked("forward", ids, lengths, model)
     t = ids.shape[1]
     if last is not None and not 0 < last <= t:
         raise ValueError(f"forward: last must be in 1..{t}, got {last}")
-    return _on_all("forward", _forward, model, params, ids, lengths, last=last)
+    static = {"last": last, "kv_dtype": kv_dtype}
+    return _on_all("forward", _forward, model, params, ids, lengths, **static)
 
 
 def _forward(
-    model: Model, params: Params, ids: Array, lengths: Array, *, last: int | None
+    model: Model,
+    params: Params,
+    ids: Array,
+    lengths: Array,
+    *,
+    last: int | None,
+    kv_dtype: str | None,
 ) -> Array:
     module = model.module(params)
-    attend = attend_without_cache(lengths, model.plan)
+    attend = attend_without_cache(lengths, model.plan, kv_dtype)
     hidden, _ = module(ids, [None] * model.config.layers, attend, model.plan, starts=None)
     return module.logits(hidden if last is None else hidden[:, -last:], model.plan)
 
 
-def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
+def attend_without_cache(lengths: Array, plan: Plan, kv_dtype: str | None = None) -> Attend:
     """Attention within whole texts, as a function that returns caches unchanged.
 
     Args:
       lengths: [B] int32 valid tokens of each text.
       plan: chooses the implementations.
+      kv_dtype: see `forward`.
     """
 
     def attend(spec, kv, qkv, sinks=None, norms=None):
@@ -81,6 +95,8 @@ def attend_without_cache(lengths: Array, plan: Plan) -> Attend:
                 apply_rope(a, positions, spec.rope, prompt=lengths, limit=lengths) for a in (q, k)
             )
         k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
+        if kv_dtype is not None:
+            k, v = (dequantised(quantise(a)) for a in (k, v))
         return prefill_attention(q, k, v, lengths, spec=spec, sinks=sinks, plan=plan), kv
 
     return attend
@@ -181,7 +197,7 @@ def _on_all(
     return _jitted_on_all(function, model, params, *args, **static)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("last", "config"))
+@functools.partial(jax.jit, static_argnums=(0, 1), static_argnames=("last", "kv_dtype", "config"))
 def _jitted_on_all(
     function: Callable[..., Array], model: Model, params: Params, *args: Array, **static
 ) -> Array:

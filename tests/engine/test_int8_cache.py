@@ -86,6 +86,23 @@ def test_the_pool_holds_int8(lm):
     assert nbytes(kv) == lm.engine.pool.count * page_bytes(lm.model)
 
 
+@pytest.mark.slow
+def test_forward_rounds_like_the_cache(lm):
+    prompt = [7, 8, 9]
+    result = lm.generate([prompt, prompt], max_new_tokens=4, **OPTIONS)
+    tokens = np.array(result.tokens[0])
+    ids = jnp.asarray([[*prompt, *tokens[:-1]]], jnp.int32)
+
+    def logprobs(kv_dtype):
+        run = jax.jit(lambda params: fdjax.forward(lm.model, params, ids, kv_dtype=kv_dtype))
+        return np.asarray(jax.nn.log_softmax(run(lm.params)[0, -4:]))[np.arange(4), tokens]
+
+    np.testing.assert_allclose(logprobs("int8"), result.logprobs[0], atol=1e-4)
+    assert abs(logprobs(None) - result.logprobs[0]).max() > 1e-4
+    with pytest.raises(ValueError, match=r"^forward: kv_dtype must be int8 or None, got 'int4'"):
+        fdjax.forward(lm.model, lm.params, ids, kv_dtype="int4")
+
+
 def close(got, want):
     """Keys that round to another code change log-probabilities by little."""
     assert got.tokens == want.tokens
