@@ -284,11 +284,15 @@ class LM:
           The seconds spent compiling.
 
         Raises:
-          ValueError: a size is not a positive integer; or as in `generate`.
+          ValueError: a size is not a positive integer, or prompts have no room; or as in
+            `generate`.
         """
         for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"warmup: {name} must be a positive integer, got {size!r}")
+        most = self.engine.max_len or self.config.max_position_embeddings
+        if prompt_tokens >= most:
+            raise ValueError(f"warmup: prompt_tokens must be less than {most}, got {prompt_tokens}")
         batches = [[prompt_tokens] * batch]
         if smaller:
             batches = self.engine.batches_up_to(batch, prompt_tokens)

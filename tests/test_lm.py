@@ -753,8 +753,13 @@ def test_after_a_warmup_the_call_compiles_nothing(lm, truth, streamed):
         others = [prompt[::-1], prompt[1:]]
         assert used.generate([prompt, *others], **options).stats.compile_seconds == 0
     assert set(used.program_counts().values()) == {1}
-    with pytest.raises(ValueError, match="warmup: batch must be a positive integer, got 0"):
-        used.warmup(batch=0)
+    most = used.engine.max_len or used.config.max_position_embeddings
+    for sizes, message in (
+        ({"batch": 0}, "batch must be a positive integer, got 0"),
+        ({"prompt_tokens": most}, f"prompt_tokens must be less than {most}, got {most}"),
+    ):
+        with pytest.raises(ValueError, match=f"^warmup: {message}"):
+            used.warmup(**sizes)
 
 
 @pytest.mark.slow
