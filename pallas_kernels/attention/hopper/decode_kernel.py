@@ -32,6 +32,8 @@ _SAFE_LOG2 = 64
 # m moves to the maximum of the first block if that is further away from φ than this, in log2.
 _NEAR_LOG2 = 32
 _LARGEST = 2.0**126
+# Most query rows that stay in registers beside an int8 cache. More would spill.
+_HELD_QUERIES = 16
 # A bit of `visible`. It is set for all slots of a block of `block_kv` if no query sees some slot of
 # the block.
 HOLES = -(2**31)
@@ -168,8 +170,8 @@ class _Split:
                 score = receive_token(self.smem, self.group)
                 self.smem["score"][...] = self._log2_scores(score)
 
-        if self.int8:
-            self.queries = self._right(self.smem["q"].at[pl.ds(0, self.padded)])
+        if self.int8 and self.padded <= _HELD_QUERIES:
+            self.queries = self._right()
 
     def _query_rows(self):
         """[block, R] the index among the head's G·T query rows of each column."""
@@ -357,16 +359,18 @@ class _Split:
 
     # Caches in int8.
 
-    def _right(self, q):
-        """Queries [R, D] as the right operand of `_products`."""
-        return q[...].T if self.interpreted else beside_codes(q)
+    def _right(self):
+        """Queries as the right operand of `_products`."""
+        queries = self.smem["q"].at[pl.ds(0, self.padded)]
+        return queries[...].T if self.interpreted else beside_codes(queries)
 
     def _products(self, keys):
         """[block, R] the products of codes of K [block, D] and the queries."""
         dtype = self.smem["q"].dtype
+        queries = self.queries if self.padded <= _HELD_QUERIES else self._right()
         if self.interpreted:
-            return _dot(keys[...].astype(dtype), self.queries)
-        return multiplied(codes(keys, dtype), self.queries)
+            return _dot(keys[...].astype(dtype), queries)
+        return multiplied(codes(keys, dtype), queries)
 
     def _add_values(self, o, step, p, seen, values):
         """o [D, R] and the product of values and P [block, R]; `_in_order` restores its rows."""
