@@ -106,9 +106,11 @@ def entry_of(
     if not found:
         raise ValueError(f"{where}: {row['implementation']!r} does not implement {op}")
     for kind, mapping in (("shape", shape), ("config", config or {})):
-        wrong = [f"{k!r}: {v!r}" for k, v in mapping.items() if type(v) is not int]
-        if wrong:
-            raise ValueError(f"{where}: a {kind} must hold integers, got {', '.join(wrong)}")
+        valid = {k for k, v in mapping.items() if type(v) is int and abs(v) < 2**63}
+        if wrong := [f"{k!r}: {v!r}" for k, v in mapping.items() if k not in valid]:
+            raise ValueError(
+                f"{where}: a {kind} must hold integers below 2^63, got {', '.join(wrong)}"
+            )
     if config is not None:
         _check_config(row, revisions, where, found, revisions_of(implementations))
     choice = Choice(

@@ -82,7 +82,18 @@ def table_in_use(device_kind: str, path: str | Path | None = None) -> dict[str, 
     if path is None and not (path := shipped_table_path(device_kind)).exists():
         raise FileNotFoundError(f"tune: no table is shipped for {device_kind!r}")
     read_table(path, log_level=logging.INFO)  # the explanation shows other versions anyway
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    table = json.loads(Path(path).read_text(encoding="utf-8"))
+    for entry in table["entries"]:
+        times = entry.get("microseconds", {})
+        if not (isinstance(times, dict) and all(map(_is_time, times.values()))):
+            raise ValueError(
+                f"dataflow table {path}: microseconds must be numbers from 0 to 1e12, got {times!r}"
+            )
+    return table
+
+
+def _is_time(us: Any) -> bool:
+    return us is None or (type(us) in (int, float) and 0 <= us <= 1e12)
 
 
 def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: str) -> str:
@@ -101,7 +112,7 @@ def explain(table: Mapping[str, Any], shapes: Mapping[str, LinearShape], dtype: 
     where = table.get("provenance", {})
     device, versions = where.get("device_kind", "unknown device"), where.get("versions", {})
     lines = [
-        f"{device}, JAX {versions.get('jax', 'unknown')}, {where.get('date', 'undated')[:10]}",
+        f"{device}, JAX {versions.get('jax', 'unknown')}, {where.get('date', 'undated')!s:.10}",
         f"{dtype}, microseconds on the device, * is what runs",
     ]
     for name, shape in shapes.items():

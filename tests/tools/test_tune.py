@@ -406,6 +406,22 @@ def test_explain_needs_no_provenance_and_no_times(table):
     assert "         xla      -*" in text
 
 
+@pytest.mark.parametrize("date", [None, 20261121, {}], ids=str)
+def test_explain_takes_any_date(table, date):
+    table["provenance"]["date"] = date
+    assert explain(table, {"one": PLAIN}, "bfloat16").startswith(f"a GPU, JAX 0.11.2, {date}\n")
+
+
+@pytest.mark.parametrize(
+    "times", [None, [1.0], {"xla": "x"}, {"xla": 10**400}, {"xla": []}], ids=str
+)
+def test_a_table_with_wrong_times_is_not_explained(table, tmp_path, times):
+    table["entries"] = [table["entries"][0] | {"microseconds": times}]
+    write_table(table, tmp_path / "table.json")
+    with pytest.raises(ValueError, match=r"dataflow table .*: microseconds must be numbers from 0"):
+        table_in_use("cpu", tmp_path / "table.json")
+
+
 def test_the_shipped_table_covers_the_models_it_was_made_for():
     plan = Plan.for_kind(H100, (9, 0))
     table = table_in_use(H100)
