@@ -49,7 +49,7 @@ from fdjax.pallas_kernels.attention.cache import dequantised, stored_in
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import apply_rope
 from fdjax.system.process import transfers_allowed
-from fdjax.text.prompts import Prompt, as_several
+from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
 from fdjax.weights.calibration import SAFE_LOG2, Calibration, LayerCalibration
 
@@ -115,8 +115,8 @@ def gather(
         raise NotImplementedError("calibrate: the model must not span several processes")
     limit = engine.context
     context = min(limit, _CONTEXT) if context is None else context
-    if not 1 < context <= limit:
-        raise ValueError(f"calibrate: context must be from 2 to {limit}, got {context}")
+    if not (isinstance(context, int | np.integer) and 1 < context <= limit):
+        raise ValueError(f"calibrate: context must be from 2 to {limit}, got {context!r}")
     texts, _ = as_several(texts, "calibrate: texts")
     pieces = [
         piece
@@ -180,18 +180,14 @@ def pieces_of(
       context: largest number of tokens in a piece.
 
     Raises:
-      ValueError: an id is outside the vocabulary, or `context` is too small.
+      ValueError: the text is neither text nor ids, an id is outside the vocabulary, or `context` is
+        too small.
     """
-    prefix: list[int] = []
-    vocab_size = engine.model.config.vocab_size
-    ids = list(text)
-    if isinstance(text, str):
-        ids, prefix = tokenizer.encode(text), tokenizer.encode("")
-        prefix = prefix if ids[: len(prefix)] == prefix else []
-    if unknown := [t for t in ids if not 0 <= t < vocab_size]:
-        raise ValueError(
-            f"calibrate: text {i} has id {unknown[0]}, the vocabulary is 0..{vocab_size - 1}"
-        )
+    if isinstance(text, str | Sequence) and not text:
+        return []
+    ids = token_ids(text, tokenizer, engine.model.config.vocab_size, f"calibrate: text {i}")
+    prefix = tokenizer.encode("") if isinstance(text, str) else []
+    prefix = prefix if ids[: len(prefix)] == prefix else []
     step = context - len(prefix)
     if step < 1:
         raise ValueError(
