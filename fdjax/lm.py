@@ -611,10 +611,15 @@ class LM:
         limit = self.max_len or self.config.max_position_embeddings
         if len(ids) + config.max_new_tokens <= limit:
             return config
-        if self.max_len is not None and (asked or len(ids) >= limit):
+        if self.max_len is not None and len(ids) >= limit:
+            raise ValueError(
+                f"generate: prompt {i} has {len(ids)} tokens and no room to grow in max_len "
+                f"{limit}; shorten it, or load with a larger max_len"
+            )
+        if self.max_len is not None and asked:
             raise ValueError(
                 f"generate: prompt {i} has {len(ids)} tokens and may grow by "
-                f"{config.max_new_tokens}, more than max_len {self.max_len}; lower max_new_tokens"
+                f"{config.max_new_tokens}, more than max_len {limit}; lower max_new_tokens"
             )
         if len(ids) >= limit:
             raise ValueError(
