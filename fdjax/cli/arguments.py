@@ -86,10 +86,10 @@ def byte_count(text: str) -> int:
     """Parse a number of bytes, such as 80GB or 512MiB."""
     units = {"": 1, "MB": 10**6, "GB": 10**9, "MIB": 2**20, "GIB": 2**30}
     found = re.fullmatch(r"(\d+(?:\.\d*)?) ?([KMGTiB]*)", text.strip(), re.IGNORECASE)
-    nbytes = int(float(found[1]) * units.get(found[2].upper(), 0)) if found else 0
-    if nbytes < 1:
+    nbytes = float(found[1]) * units.get(found[2].upper(), 0) if found else 0
+    if not 1 <= nbytes < 2**63:
         raise argparse.ArgumentTypeError(f"must be a size such as 80GB or 512MiB, got {text!r}")
-    return nbytes
+    return int(nbytes)
 
 
 def _number(kind: type, accepts: Callable[..., bool], what: str) -> Callable[[str], float]:

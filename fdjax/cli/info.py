@@ -24,7 +24,11 @@ def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     parser.add_argument("model", nargs="?", default=EMBEDDED, type=model_name, help=MODEL_OR_CONFIG)
     parser.add_argument(
-        "--batch", type=integer(1), metavar="B", default=1, help="rows at once; default: 1"
+        "--batch",
+        type=integer(1, 2**31 - 1),
+        metavar="B",
+        default=1,
+        help="rows at once; default: 1",
     )
     parser.add_argument(
         "--context",

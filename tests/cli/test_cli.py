@@ -754,6 +754,7 @@ def test_a_wrong_option_is_found_before_anything_is_loaded(run, loaded, options)
         (["doctor", "--batch", "1"], None),
         (["info", ""], None),
         (["info", "--batch", "0"], None),
+        (["info", "--batch", "9" * 400], None),
         (["info", "--context", "1000000000000"], None),
         (["info", "--beams", "2", "--new-tokens", "512"], None),
         (["info", "--beams", "2", "--context", "128"], None),

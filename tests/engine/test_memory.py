@@ -349,7 +349,7 @@ def test_the_command_line_says_what_would_fit(capsys):
     assert "for 2 x 256 tokens" in text
 
 
-@pytest.mark.parametrize("size", ["", "0", "-1GB", "80 parsecs", "GB", "1TB", "inf"])
+@pytest.mark.parametrize("size", ["", "0", "-1GB", "80 parsecs", "GB", "1TB", "inf", "9" * 400])
 def test_a_size_that_is_none_is_misuse(capsys, size):
     with pytest.raises(SystemExit) as error:
         main(["info", "--memory", size])
