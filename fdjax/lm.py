@@ -101,14 +101,14 @@ class LM:
             that returns the engine.
 
         Raises:
-          ValueError: `max_len` or `max_batch` is not a positive integer, or `max_len` exceeds a
-            learned table of positions; or the parameters do not belong to the model.
+          ValueError: `max_len`, `max_batch` or `memory_bytes` is not a positive integer, `max_len`
+            exceeds a learned table of positions, or the parameters do not belong to the model.
 
         Warns:
           UserWarning: `max_len` exceeds the model's max_position_embeddings.
         """
         limit = model.config.max_position_embeddings
-        check_limits(max_batch=max_batch, max_len=max_len)
+        check_limits(max_batch=max_batch, max_len=max_len, memory_bytes=memory_bytes)
         if max_len is not None and max_len > limit:
             if model.config.position_offset is not None:
                 raise ValueError(

@@ -198,7 +198,7 @@ def test_max_len(lm):
         load(max_len=1024)
     with pytest.raises(ValueError, match="max_len must be positive, got 0"):
         load(max_len=0)
-    for name in ("max_len", "max_batch"):
+    for name in ("max_len", "max_batch", "memory_bytes"):
         for wrong, says in ((-1, "positive"), (1.5, "an integer"), ("8", "an integer")):
             with pytest.raises(ValueError, match=f"{name} must be {says}, got {wrong!r}"):
                 fresh(lm, **{name: wrong})
