@@ -66,10 +66,9 @@ def rms_norm(x: Array, scale: Array, *, eps: float, ranks: int = 1) -> Array:
       [..., K] in the dtype of x.
 
     Raises:
-      ValueError: scale is not [K].
+      ValueError: x is not floating point, or scale is not [K].
     """
-    if scale.shape != x.shape[-1:]:
-        raise ValueError(f"rms_norm: scale must be [{x.shape[-1]}], got {list(scale.shape)}")
+    _check("rms_norm", x, scale=scale)
     x32 = x.astype(jnp.float32)
     mean_square = jnp.mean(jnp.square(x32), axis=-1, keepdims=True)
     if ranks > 1:
@@ -91,13 +90,9 @@ def layer_norm(x: Array, scale: Array, bias: Array | None = None, *, eps: float)
       [..., K] in the dtype of x.
 
     Raises:
-      ValueError: scale or bias is not [K].
+      ValueError: x is not floating point, or scale or bias is not [K].
     """
-    for name, weights in (("scale", scale), ("bias", bias)):
-        if weights is not None and weights.shape != x.shape[-1:]:
-            raise ValueError(
-                f"layer_norm: {name} must be [{x.shape[-1]}], got {list(weights.shape)}"
-            )
+    _check("layer_norm", x, scale=scale, bias=bias)
     x32 = x.astype(jnp.float32)
     centred = x32 - jnp.mean(x32, axis=-1, keepdims=True)
     y = centred * lax.rsqrt(jnp.mean(jnp.square(centred), axis=-1, keepdims=True) + eps)
@@ -105,3 +100,11 @@ def layer_norm(x: Array, scale: Array, bias: Array | None = None, *, eps: float)
     if bias is not None:
         y = y + jnp.broadcast_to(bias.astype(jnp.float32), y.shape)
     return y.astype(x.dtype)
+
+
+def _check(op: str, x: Array, **weights: Array | None) -> None:
+    if not x.ndim or not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"{op}: x must be floating point [...,K], got {x.dtype} {list(x.shape)}")
+    for name, one in weights.items():
+        if one is not None and one.shape != x.shape[-1:]:
+            raise ValueError(f"{op}: {name} must be [{x.shape[-1]}], got {list(one.shape)}")

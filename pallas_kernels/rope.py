@@ -320,13 +320,15 @@ def apply_rope(
       [B, T, H, D] in the dtype of x; angles and rotation are computed in fp32.
 
     Raises:
-      ValueError: shapes disagree, or see `rotation`.
+      ValueError: shapes disagree, x is not floating point, or see `rotation`.
     """
     if x.ndim != 4 or positions.shape != x.shape[:2]:
         raise ValueError(
             f"apply_rope: x must be [B,T,H,D] and positions [B,T], got {list(x.shape)} "
             f"and {list(positions.shape)}"
         )
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise ValueError(f"apply_rope: x must be floating point, got {x.dtype}")
     if (size := rope.span or rope.dim) > x.shape[-1]:
         raise ValueError(f"apply_rope: rope.dim {size} exceeds the head dim {x.shape[-1]}")
     return rotate(x, *rotation(positions, rope, prompt=prompt, limit=limit))

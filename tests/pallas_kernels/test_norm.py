@@ -112,3 +112,10 @@ def test_layer_norm_ignores_a_constant(platform):
 def test_layer_norm_of_the_wrong_shape(scale, bias):
     with pytest.raises(ValueError, match=r"^layer_norm: (scale|bias) must be \[64\], got"):
         layer_norm(jnp.ones((2, 64)), jnp.ones(scale), jnp.ones(bias), eps=1e-5)
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 64), "int32"), ((), "float32")], ids=str)
+def test_what_cannot_be_normalised(norm, shape, dtype):
+    with pytest.raises(ValueError, match=rf"^{norm.__name__}: x must be .* got {dtype} \["):
+        norm(jnp.ones(shape, dtype), jnp.ones(64), eps=1e-5)

@@ -271,6 +271,8 @@ def test_operands_that_do_not_fit():
         ValueError, match=r"^apply_rope: x must be .* got \[1, 2, 64\] and \[1, 2\]$"
     ):
         apply_rope(jnp.ones((1, 2, 64)), jnp.zeros((1, 2), jnp.int32), Rope(64, 1e4))
+    with pytest.raises(ValueError, match=r"^apply_rope: x must be floating point, got int32$"):
+        apply_rope(jnp.ones((1, 1, 1, 64), jnp.int32), jnp.zeros((1, 1), jnp.int32), Rope(64, 1e4))
 
 
 def test_ropes_are_equal_by_value():
