@@ -35,7 +35,8 @@ def apply_sinks(
     sinks = sinks.astype(jnp.float32)[None]
 
     def apply(o, lse):
-        share = jax.nn.sigmoid(lse - sinks)
+        # Without a slot, both may be -inf, whose difference is NaN.
+        share = jnp.where(lse == -jnp.inf, 0.0, jax.nn.sigmoid(lse - sinks))
         o = (o.astype(jnp.float32) * share[..., None]).astype(o.dtype)
         return o, jnp.logaddexp(lse, sinks)
 

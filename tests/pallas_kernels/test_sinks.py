@@ -117,3 +117,7 @@ def test_sinks_far_from_all_scores():
     got, total = apply_sinks(o.at[:, :, 2].set(0.0), lse, jnp.array([-1e4, 1e4, 3.0]))
     np.testing.assert_array_equal(got[0, 0], [[1, 1], [0, 0], [0, 0]])
     np.testing.assert_array_equal(total[0, 0], [5.0, 1e4, 3.0])
+    # A head without a sink.
+    got, total = apply_sinks(o.at[:, :, 2].set(0.0), lse, jnp.full(3, -jnp.inf))
+    np.testing.assert_array_equal(got[0, 0], [[1, 1], [1, 1], [0, 0]])
+    np.testing.assert_array_equal(total[0, 0], [5.0, 5.0, -jnp.inf])
