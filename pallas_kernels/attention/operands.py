@@ -127,8 +127,8 @@ def check_attention(
             raise ValueError(f"{op}: {axis} must be at least 1, got {size}")
     if not spec.scale > 0:
         raise ValueError(f"{op}: scale must be positive, got {spec.scale}")
-    if spec.window is not None and spec.window < 1:
-        raise ValueError(f"{op}: window must be at least 1, got {spec.window}")
+    if spec.window is not None and not 1 <= spec.window < 2**31:
+        raise ValueError(f"{op}: window must be from 1 to 2^31 - 1, got {spec.window}")
     if spec.soft_cap is not None and not spec.soft_cap > 0:
         raise ValueError(f"{op}: soft_cap must be positive, got {spec.soft_cap}")
     for name, unit, values in (("alibi", "slopes", spec.alibi), ("phi", "values", spec.phi)):
