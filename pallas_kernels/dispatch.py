@@ -207,6 +207,15 @@ class Dispatch:
     implementations: tuple[Implementation, ...] = ()
 
     def __post_init__(self):
+        for pair in self.named:
+            if isinstance(pair, str) or len(pair) != 2:
+                raise ValueError(
+                    f"plan: named must hold pairs of op and implementation, got {pair!r}"
+                )
+        # A list would make the plan unhashable.
+        object.__setattr__(self, "named", tuple(map(tuple, self.named)))
+        for name in ("table", "only_xla", "implementations"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         ops = dict.fromkeys(i.op for i in self.implementations)
         for op, implementation in self.named:
             if ops and op not in ops:

@@ -187,6 +187,18 @@ def test_calls_have_at_least_one_tile(tiles):
         Plan(prompt_tiles=tiles)
 
 
+def test_a_plan_of_lists_is_a_plan_of_tuples():
+    plan = Plan(named=[["matmul", "xla"]], only_xla=["linear_chain"], table=[])
+    assert plan == Plan(named=(("matmul", "xla"),), only_xla=("linear_chain",))
+    assert plan.choose("matmul", **GEMM) == Choice("xla", source="named")
+
+
+@pytest.mark.parametrize("named", [("matmul", "xla"), {"matmul": "xla"}, [("matmul",)]], ids=str)
+def test_named_must_hold_pairs(named):
+    with pytest.raises(ValueError, match=r"^plan: named must hold pairs .*, got .*'matmul'"):
+        Plan(named=named)
+
+
 def test_a_named_implementation_overrides_the_table(tmp_path):
     table = read_table(_write(tmp_path / "table.json", [("matmul", GEMM, "mosaic_gpu")]))
     plan = _h100(named=(("matmul", "xla"),), table=table)
