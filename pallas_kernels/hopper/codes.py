@@ -119,7 +119,7 @@ def transposed_codes(ref: Any, dtype: Any) -> Array:
 def put_codes(ref: Any, values: Array) -> None:
     """Store codes [M, K] int8 in `LAYOUT` into shared memory with `transforms_of(K, 1)`.
 
-    Mosaic's own stores refuse a pattern in which threads wait for each other, as here.
+    Mosaic's own store refuses patterns with bank conflicts, as this one.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms_of(ref.shape[-1], 1)), LAYOUT))
@@ -141,7 +141,7 @@ def multiplied(left: Array, right: Array) -> Array:
 def in_order(y: Array) -> Array:
     """A product [M, N] fp32 of `transposed_codes`, in `LAYOUT`, with its rows in order.
 
-    Row r of 16 was row 2 r, or 2 r - 15 from 8 on.
+    Of each 16 rows, row r of y is row 2 r of the result, or row 2 r - 15 if r is 8 or more.
     """
 
     @plgpu.inline_mgpu(

@@ -122,9 +122,11 @@ def default_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> Deco
 
 
 def int8_config(b: int, kv_heads: int, s: int, d: int, rows: int = 8) -> DecodeAttentionConfig:
-    """The fastest for int8 on an H200 (benchmarks/LOG.md), with the arguments of `default_config`.
+    """The default for int8, with the arguments of `default_config`.
 
-    A step has half the bytes, but takes as many instructions. So it needs twice as many blocks.
+    A step has half the bytes, but takes as many instructions, so there are twice as many blocks.
+    Measured for attention alone on an H200 at D = 128 (benchmarks/LOG.md). Within a decode step,
+    other configurations were as fast for one row.
     """
     stages = functools.partial(_stages, d=d, rows=rows, itemsize=1)
     heads = b * kv_heads

@@ -461,7 +461,8 @@ class _Split:
             z, seen = self._scores(i, keys)
             m_new = jnp.maximum(m, jnp.where(seen, z, LOWEST).max(axis=0))
             p = self._exponentials(z, seen, m_new)
-            factors = None if self.int8 else self._factors(i, p, values)
+            if not self.int8:
+                factors = self._factors(i, p, values)
             rescale = jnp.exp2(m - m_new)
             l = l * self._down(rescale, self.bk) + p.astype(jnp.float32)
             o = o * self._down(rescale, self.d)
