@@ -179,6 +179,35 @@ def test_interpreted_append(splits):
     check_appended(*appended(INTERPRET, config=config))
 
 
+def scales_of_what_is_not_finite(interpret=None):
+    """The scales of new keys and values [2 rows], the first with NaN, the second with infinity."""
+    _, k, v, lengths = operands([3, 5], group=2, s=64)
+    k, v = (jax.tree.map(jnp.asarray, cache) for cache in (k, v))
+    qkv = np.ones((2, 1, 4, 64), jnp.bfloat16)
+    qkv[0, 0, 2:, 7], qkv[1, 0, 2:, 40] = np.nan, np.inf
+    cos, sin = rotation(lengths[:, None], Rope(64, 10000.0))
+    config = DecodeAttentionConfig(splits=1, stages=2)
+    _, _, *caches, _ = append_decode_mosaic(
+        *(qkv, k, v, lengths),
+        cos=cos,
+        sin=sin,
+        spec=AttentionSpec(0.125),
+        config=config,
+        interpret=interpret,
+    )
+    return np.stack([cache.scales[np.arange(2), 0, lengths] for cache in caches])
+
+
+@pytest.mark.slow
+def test_interpreted_append_of_what_is_not_finite():
+    assert not np.isfinite(scales_of_what_is_not_finite(INTERPRET)).any()
+
+
+@pytest.mark.gpu
+def test_append_of_what_is_not_finite_on_a_gpu():
+    assert not np.isfinite(scales_of_what_is_not_finite()).any()
+
+
 @pytest.mark.gpu
 def test_append_on_a_gpu():
     check_appended(*appended())
