@@ -7,7 +7,9 @@ Processes of `torch.distributed` may share a model by tensor parallelism: each h
 heads and of the MLP, and the whole embedding and head.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,10 +81,27 @@ class Block(nn.Module):
         self.gate, self.up = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
 
-    def forward(self, x: Tensor, *where: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, *where: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The residual stream is x + y [B,T,E].
+
+        Whoever reads it adds, so that Inductor can add in the kernel of the norm also where each
+        block is compiled by itself.
+        """
+        x = x + y
         x = x + summed(self.attention(self.attention_norm(x), *where), self.ranks)
         y = self.mlp_norm(x)
-        return x + summed(self.down(F.silu(self.gate(y)) * self.up(y)), self.ranks)
+        return x, summed(self.down(F.silu(self.gate(y)) * self.up(y)), self.ranks)
+
+
+class Head(nn.Module):
+    def __init__(self, config: dict[str, Any]):
+        super().__init__()
+        self.norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
+        self.linear = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Logits [B,V] of the residual stream x + y [B,E]."""
+        return self.linear(self.norm(x + y))
 
 
 class Llama(nn.Module):
@@ -105,10 +124,9 @@ class Llama(nn.Module):
         self.blocks = nn.ModuleList(
             Block(config, ranks) for _ in range(config["num_hidden_layers"])
         )
-        self.norm = nn.RMSNorm(config["hidden_size"], config["rms_norm_eps"])
-        self.head = nn.Linear(config["hidden_size"], config["vocab_size"], bias=False)
+        self.head = Head(config)
         if config.get("tie_word_embeddings"):
-            self.head.weight = self.embed.weight
+            self.head.linear.weight = self.embed.weight
 
     @torch.no_grad()
     def make_cache(self, batch: int, slots: int) -> None:
@@ -125,14 +143,30 @@ class Llama(nn.Module):
         causal = torch.ones(slots, slots, dtype=torch.bool, device=device).tril()
         self.register_buffer("causal", causal, persistent=False)
 
-    def forward(self, ids: Tensor, positions: Tensor, prompt: bool) -> Tensor:
-        """Logits [B,V] after the last of the ids [B,T], whose positions are [T]."""
+    def forward(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        prompt: bool,
+        run_block: Callable = Block.forward,
+        run_head: Callable = Head.forward,
+    ) -> Tensor:
+        """Logits [B,V] after the last of the ids [B,T], whose positions are [T].
+
+        Args:
+          ids: the tokens.
+          positions: their positions.
+          prompt: whether they begin at the start; else T = 1.
+          run_block: runs a `Block`.
+          run_head: runs the `Head`.
+        """
         mask = None if prompt else self.causal[positions]
         rotation = self.rotations[:, positions]
         x = self.embed(ids)
+        y = torch.zeros_like(x)
         for block in self.blocks:
-            x = block(x, rotation, positions, mask)
-        return self.head(self.norm(x[:, -1]))
+            x, y = run_block(block, x, y, rotation, positions, mask)
+        return run_head(self.head, x[:, -1], y[:, -1])
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
@@ -147,7 +181,8 @@ class Generator:
 
     Args:
       model: the model with its weights.
-      mode: mode of torch.compile for the step; None runs eagerly.
+      mode: mode of torch.compile for the step; None runs eagerly. "blocks" compiles one block for
+        all, which takes seconds however many there are, and records the step as a CUDA graph.
       compile_prefill: whether the prefill is compiled, too, if the step is. gpt-fast does not by
         default. For Llama 2 7B, compiling both takes three minutes.
     """
@@ -157,10 +192,14 @@ class Generator:
     ):
         self.model = model
         self._prefill, self._step = self._first, self._next
-        if mode:
-            inductor_config.coordinate_descent_tuning = True
-            if compile_prefill:
-                self._prefill = torch.compile(self._first, fullgraph=True)
+        if not mode:
+            return
+        inductor_config.coordinate_descent_tuning = True
+        if compile_prefill:
+            self._prefill = torch.compile(self._first, fullgraph=True)
+        if mode == "blocks":
+            self._step = Recorded(model)
+        else:
             self._step = torch.compile(self._next, mode=mode, fullgraph=True)
 
     def _first(self, ids: Tensor, positions: Tensor) -> Tensor:
@@ -181,6 +220,46 @@ class Generator:
             tokens.append(token)
             position += 1
         return torch.cat(tokens, dim=1)
+
+
+class Recorded:
+    """The decode step of a model as a CUDA graph, recorded when it is first called.
+
+    On a CPU it runs without a graph.
+    """
+
+    def __init__(self, model: Llama):
+        self._logits = functools.partial(
+            model,
+            prompt=False,
+            run_block=torch.compile(Block.forward, fullgraph=True),
+            run_head=torch.compile(Head.forward, fullgraph=True),
+        )
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def _step(self, token: Tensor, position: Tensor) -> Tensor:
+        return self._logits(token, position).argmax(-1, keepdim=True)
+
+    def __call__(self, token: Tensor, position: Tensor) -> Tensor:
+        """The next tokens [B,1]. The next call overwrites them."""
+        if token.device.type != "cuda":
+            return self._step(token, position)
+        if self._graph is None:
+            self._token, self._position = token.clone(), position.clone()
+            other = torch.cuda.Stream()
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                for _ in range(3):
+                    self._step(self._token, self._position)
+            torch.cuda.current_stream().wait_stream(other)
+            self._graph = torch.cuda.CUDAGraph()
+            # NCCL's own threads may call CUDA meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._next = self._step(self._token, self._position)
+        self._token.copy_(token)
+        self._position.copy_(position)
+        self._graph.replay()
+        return self._next
 
 
 def random_model(config: dict[str, Any], dtype: str, device: str, ranks: int = 1) -> Llama:
@@ -238,9 +317,9 @@ def quantise(model: nn.Module) -> None:
 
 def load_transformers(model: Llama, weights: dict[str, Tensor]) -> None:
     """Take the weights of a transformers Llama, by the names of its state dict."""
-    ours = {"embed.weight": weights["model.embed_tokens.weight"], "norm.weight": None}
-    ours["norm.weight"] = weights["model.norm.weight"]
-    ours["head.weight"] = weights.get("lm_head.weight", ours["embed.weight"])
+    ours = {"embed.weight": weights["model.embed_tokens.weight"]}
+    ours["head.norm.weight"] = weights["model.norm.weight"]
+    ours["head.linear.weight"] = weights.get("lm_head.weight", ours["embed.weight"])
     names = {
         "attention_norm": "input_layernorm",
         "mlp_norm": "post_attention_layernorm",
