@@ -61,10 +61,7 @@ def write_chunk_mosaic(
     groups = -(-parts // held)
 
     int8 = bool(features_of(k))
-    rounded = {
-        "codes": plgpu.SMEM((2, 2, _TOKENS, half), jnp.int8, transforms=byte_tiles(half)),
-        "scales": plgpu.SMEM((2, _TOKENS), jnp.float32),
-    }
+    rounded = plgpu.SMEM((2, 2, _TOKENS, half), jnp.int8, transforms=byte_tiles(half))
     k, v = (jax.tree.map(jax.new_ref, cache) for cache in (k, v))
     named = {
         **by_name(k, v),
@@ -104,7 +101,7 @@ def write_chunk_mosaic(
                 plgpu.copy_smem_to_gmem(source, to)
 
         def store_codes(tile, at, target, target_scales):
-            codes, scales = (rounded[name].at[at] for name in ("codes", "scales"))
+            codes = rounded.at[at]
             parts = (plgpu.load(tile.at[i], layout=TILE, optimized=False) for i in range(2))
             found, scale = rounded_to_codes([part.astype(jnp.float32) for part in parts])
             for i, values in enumerate(found):
@@ -113,11 +110,11 @@ def write_chunk_mosaic(
                     put_codes(codes.at[i], values)
                 else:
                     codes.at[i][...] = values
-            scales[...] = scale
             plgpu.commit_smem()
             for i in range(2):
                 plgpu.copy_smem_to_gmem(codes.at[i], target.at[:, pl.ds(i * half, half)])
-            plgpu.copy_smem_to_gmem(scales, target_scales)
+            # TMA would copy one dimension in multiples of 16 bytes only, from any slot on.
+            target_scales[...] = scale
 
         slot = offsets[row] + block * _TOKENS
 
@@ -161,7 +158,7 @@ def write_chunk_mosaic(
         kernel_name="write_chunk",
         scratch_types=(
             plgpu.SMEM((held, 2, _TOKENS, half), qkv.dtype),
-            rounded if int8 else {},
+            rounded if int8 else (),
             plgpu.Barrier(num_arrivals=2, num_barriers=held),
         ),
         grid=(kv_heads * groups, t // _TOKENS, r),
