@@ -80,8 +80,8 @@ def with_rings(
       dtype: dtype of x and of the weights.
       copies: number of copies that fill one tile.
       packing: how weights are quantised, if they are.
-      codes: whether a slot of the ring may hold keys and values in int8: "codes" [slots,4,64,128],
-        and "code_scales" [slots,128,64] in the same memory. Codes take the first half of it.
+      codes: whether a slot of the ring may hold keys and values in int8: "codes" [slots,4,64,128]
+        in the same memory.
 
     Returns:
       Scratch by name, or None if the rest has no room for two tiles. "w" may be several views of
@@ -103,7 +103,6 @@ def with_rings(
         views.append({"words": words})
     if codes:
         views.append({"codes": matrix((slots, TILE_BRICKS, BRICK, 2 * BRICK), jnp.int8)})
-        views.append({"code_scales": plgpu.SMEM((slots, 2 * BRICK, BRICK), jnp.float32)})
     if views:
         rings["w"] = plgpu.RefUnion({"w": rings["w"]}, *views)
     if scale_rows:

@@ -208,13 +208,14 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
     if (clusters := stages[1].clusters) > 1:
         operands["parts"] = new_parts(rows, kv_heads, clusters)
     products = [stage for stage in stages if isinstance(stage, Product)]
+    sends_words = first_words is not None
     memory = products_memory(
-        products, rows=padded, width=width, dtype=dtype, sends_words=first_words is not None
+        products, rows=padded, width=width, dtype=dtype, sends_words=sends_words
     )
     made = launch(
         *("layers_kernel", operands, results, stages),
         layers=layers,
-        memory=memory | heads_memory(dtype, int8),
+        memory=memory | heads_memory(dtype, int8, sends_words),
         config=config,
         registers=_PACKED_REGISTERS if packing else _REGISTERS,
         approx_math=True,

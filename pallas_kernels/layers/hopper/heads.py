@@ -6,8 +6,9 @@ through shared memory. With very few heads, several clusters share one, and the 
 their results through global memory. The new token is put into its place in the last tile in shared
 memory, so that attention need not wait until the cache holds it.
 
-A cache in int8 is multiplied from registers, see `codes`. A tile of 64 slots takes half a slot of
-the ring. The new token is rounded, and its score is computed apart.
+A cache in int8 is multiplied from registers, see `codes`. Its tiles have 128 slots, so that they
+fill a slot of the ring, and their scales are loaded into registers one tile ahead. The new token is
+rounded, and its score is computed apart.
 """
 
 import dataclasses
@@ -41,6 +42,7 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
 
 HEAD_DIM = 2 * BRICK
 PARTS = 8  # rows of a tile: the queries of a KV head, its key and its value
+_SCORE = pl.ds(0, PARTS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,12 +74,17 @@ class Heads(Stage):
     clusters: int = 1
     int8: bool = False
 
-    copies = 4  # halves of keys and of values, or codes and scales
+    copies = 4  # halves of keys and of values
 
     @property
     def tiles(self) -> int:
         """Number of clusters' shares in the KV heads of all rows."""
         return self.rows * self.kv_heads * self.clusters
+
+    @property
+    def tile(self) -> int:
+        """Slots of a tile of the cache."""
+        return 2 * BRICK if self.int8 else BRICK
 
     @property
     def sharing(self) -> int:
@@ -106,7 +113,7 @@ class Heads(Stage):
 
     def _cache_tiles(self, block: Block, i: Array, filled: Array) -> tuple[Array, Array]:
         """Number of tiles, the new token's included, and number of this block's, at least one."""
-        tiles = lax.div(filled, BRICK) + 1
+        tiles = lax.div(filled, self.tile) + 1
         mine = lax.div(tiles - self._rank(block, i) + self.sharing - 1, self.sharing)
         return tiles, jnp.maximum(mine, 1)
 
@@ -119,7 +126,8 @@ class Heads(Stage):
         def bring_head(i, carry):
             row, head = self._head(block, i)
             rank = self._rank(block, i)
-            tiles_in_all, mine = self._cache_tiles(block, i, gmem["lengths"][row])
+            filled = gmem["lengths"][row]
+            tiles_in_all, mine = self._cache_tiles(block, i, filled)
             caches = self._caches(gmem, row, head, layer)
 
             def bring(j, carry):
@@ -128,14 +136,14 @@ class Heads(Stage):
 
                 def copies(slot):
                     tile = rank + self.sharing * j
+                    if self.int8:
+                        starts = [self._code_start(2 * tile + half, filled) for half in range(2)]
+                        sources = [cache.block(s, BRICK) for cache in caches for s in starts]
+                        targets = [block.smem["codes"].at[slot, at] for at in range(4)]
+                        return list(zip(sources, targets, strict=True))
                     if self.clusters > 1:  # a block without a tile loads an existing one
                         tile = jnp.minimum(tile, tiles_in_all - 1)
                     start = tile * BRICK
-                    if self.int8:
-                        found = [cache.block(start, BRICK) for cache in caches]
-                        targets = [block.smem["codes"].at[slot, i] for i in range(2)]
-                        targets += [_scales(block, slot, i) for i in range(2)]
-                        return list(zip(found, targets, strict=True))
                     sources = [
                         cache.block(start, BRICK).at[:, bricks(half, 1)]
                         for cache in caches
@@ -151,11 +159,17 @@ class Heads(Stage):
         return lax.fori_loop(0, share.count, bring_head, (jnp.int32(0), tiles))
 
     def _caches(self, gmem, row, head, layer) -> list[CacheRow]:
-        """Keys and values of a KV head, and their scales."""
-        found = [CacheRow(gmem, name, row, head, layer) for name in "kv"]
-        if self.int8:
-            found += [CacheRow(gmem, f"{n}_scales", row, head, layer, axis=-1) for n in "kv"]
-        return found
+        """Keys and values of a KV head."""
+        return [CacheRow(gmem, name, row, head, layer) for name in "kv"]
+
+    def _scales(self, gmem, row, head, layer) -> list[CacheRow]:
+        """Scales of keys and values of a KV head."""
+        return [CacheRow(gmem, f"{n}_scales", row, head, layer, axis=-1) for n in "kv"]
+
+    def _code_start(self, half: Array, filled: Array) -> Array:
+        """First slot of half a tile in int8, or of an existing half if the row ends before."""
+        last = jnp.minimum(lax.div(filled, BRICK), self.cache_slots // BRICK - 1)
+        return jnp.minimum(half, last) * BRICK
 
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load queries, key and value of the new token."""
@@ -281,7 +295,7 @@ class Heads(Stage):
             if self.int8:
                 token = _rounded(block, which, token)
                 if which == 0:
-                    smem["score"][...] = _score(block, turned, token)
+                    smem["token"].at[_SCORE][...] = _score(block, turned, token)
             for half in range(2):
                 smem["new"].at[2 * which + half][...] = token[half].astype(block.dtype)
         plgpu.commit_smem()
@@ -291,32 +305,19 @@ class Heads(Stage):
         row, head = self._head(block, i)
         tiles_in_all, mine = self._cache_tiles(block, i, filled)
         rank = self._rank(block, i)
-
-        blank = plgpu.layout_cast(jnp.zeros((BRICK, PARTS), jnp.float32), LAYOUT)
-        lowest = plgpu.layout_cast(jnp.full((PARTS,), LOWEST, jnp.float32), LAYOUT.reduce(0))
-        pairs = lax.div(mine, 2)
-        carry = blank, blank, blank, lowest
-        step = functools.partial(self._step, block, rank, filled, w_used, tiles_in_all)
         if self.int8:
-            blank_o = plgpu.layout_cast(jnp.zeros((HEAD_DIM, PARTS), jnp.float32), LAYOUT)
-            carry = blank_o, blank, lowest
-            q = beside_codes(block.smem["q"])
-            step = functools.partial(self._step_of_codes, block, rank, filled, w_used, q)
-        if self.int8 and not isinstance(block.index, int):
-            # Code that unpacks weights leaves no room in the instruction cache for pairs of tiles.
-            *o, l, m = lax.fori_loop(0, mine, functools.partial(step, 0, 1), carry)
+            o, l, m = self._attend_codes(block, layer, i, filled, w_used)
         else:
-            carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
-            one = functools.partial(step, 2 * pairs, 1)
-            *o, l, m = lax.fori_loop(0, lax.rem(mine, 2), one, carry)
-
+            *o, l, m = self._attend_values(block, rank, filled, w_used, tiles_in_all, mine)
         arrive_before()
         last_is_mine = lax.rem(tiles_in_all - 1, self.sharing) == rank
-        if self.int8:
-            o, l, m = self._with_token(block, in_order(*o), l, m, last_is_mine)
-        write = _write_codes if self.int8 else _write_token
         caches = self._caches(block.gmem, row, head, layer)
-        when(last_is_mine & (filled < self.cache_slots))(lambda: write(block, caches, filled))
+        write = functools.partial(_write_token, block, caches, filled)
+        if self.int8:
+            o, l, m = self._with_token(block, in_order(o), l, m, last_is_mine)
+            scales = self._scales(block.gmem, row, head, layer)
+            write = functools.partial(_write_codes, block, caches, scales, filled)
+        when(last_is_mine & (filled < self.cache_slots))(write)
         if self.split == 1:
             self._store(block, layer, row, head, o, l)
             return
@@ -361,6 +362,15 @@ class Heads(Stage):
         for half in range(2):
             target = block.gmem["o"].at[row, head, pl.ds(block.zero, PARTS), bricks(half, 1)]
             plgpu.copy_smem_to_gmem(block.smem["o"].at[half], target)
+
+    def _attend_values(self, block, rank, filled, w_used, tiles_in_all, mine) -> list[Array]:
+        """Attention in 16 bits: o in two halves [64, 8], l [64, 8] and m [8]."""
+        pairs = lax.div(mine, 2)
+        step = functools.partial(self._step, block, rank, filled, w_used, tiles_in_all)
+        carry = _blank(BRICK), _blank(BRICK), _blank(BRICK), _lowest()
+        carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
+        one = functools.partial(step, 2 * pairs, 1)
+        return lax.fori_loop(0, lax.rem(mine, 2), one, carry)
 
     def _step(self, block, rank, filled, w_used, tiles_in_all, first, count, j, carry):
         """Attention to `count` tiles at once, which waits less often than one tile at a time.
@@ -412,46 +422,72 @@ class Heads(Stage):
             plgpu.barrier_arrive(smem["w_used"].at[slot])
         return *(a * rescale + b for a, b in zip(o, new, strict=True)), l, m_new
 
-    def _step_of_codes(self, block, rank, filled, w_used, q, first, count, j, carry):
-        """`_step` for int8. The carry is o [128, 8], not `in_order` yet, l and m."""
-        smem = block.smem
-        o, l, m = carry
-        at = [first + j * count + i for i in range(count)]
-        places = [block.w_slot(w_used + i) for i in at]
+    def _attend_codes(self, block, layer, i, filled, w_used) -> tuple[Array, Array, Array]:
+        """Attention in int8: o [128, 8], not `in_order` yet, l [64, 8] and m [8]."""
+        smem, rank = block.smem, self._rank(block, i)
+        scale_rows = self._scales(block.gmem, *self._head(block, i), layer)
+        mine = self._cache_tiles(block, i, filled)[1]
+        q = beside_codes(smem["q"])
         inside = plgpu.broadcasted_iota(jnp.int32, (BRICK, PARTS), 0, layout=LAYOUT)
-        blank = plgpu.layout_cast(jnp.zeros((BRICK, PARTS), jnp.float32), LAYOUT)
+        # Code that unpacks weights leaves no room in the instruction cache for whole tiles.
+        halves = 2 if isinstance(block.index, int) else 1
 
-        def scales(slot, which):
-            found = load(_scales(block, slot, which), LAYOUT.reduce(1))
-            return lax.broadcast_in_dim(found, blank.shape, [0])
+        def places(j):
+            """(number of the tile, half of it) for step j."""
+            if halves == 2:
+                return [(j, 0), (j, 1)]
+            return [(lax.div(j, 2), lax.rem(j, 2))]
 
-        scores, seen = [], []
-        for slot in places:
-            plgpu.barrier_wait(smem["w_arrived"].at[slot])
-        for i, slot in zip(at, places, strict=True):
-            z = multiplied(codes(smem["codes"].at[slot, 0], block.dtype), q)
-            z = z * scales(slot, 0) * (self.scale * LOG2E)
-            seen.append(inside + (rank + self.sharing * i) * BRICK < filled)
-            scores.append(jnp.where(seen[-1], z, LOWEST))
-        m_new = jnp.maximum(m, functools.reduce(jnp.maximum, scores).max(axis=0))
-        rescale = jnp.exp2(m - m_new)
-        l = l * _down(rescale)
-        # float16 has too small a range for P times a scale.
-        values = [transposed_codes(smem["codes"].at[slot, 1], jnp.bfloat16) for slot in places]
-        for i, (s, z, slot) in enumerate(zip(seen, scores, places, strict=True)):
-            p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0)
-            l = l + p
-            put(smem["p"].at[i], jnp.where(s, p * scales(slot, 1), 0.0))
-        for slot in places:
-            plgpu.barrier_arrive(smem["w_used"].at[slot])
-        o = o * lax.broadcast_in_dim(rescale, o.shape, [1])
-        for i, left in enumerate(values):
-            o = plgpu.mma(o, left, loaded_right(smem["p"].at[i]))
-        return o, l, m_new
+        def number(tile, half):
+            """Number of 64 slots in the row."""
+            return 2 * (rank + self.sharing * tile) + half
+
+        def scales_of(j):
+            starts = [self._code_start(number(*place), filled) for place in places(j)]
+            return [
+                plgpu.load(of.block(start, BRICK), layout=LAYOUT.reduce(1), optimized=False)
+                for of in scale_rows
+                for start in starts
+            ]
+
+        def step(j, carry):
+            (o, l, m), scales = carry
+            following = scales_of(j + 1)
+            scales = [lax.broadcast_in_dim(s, l.shape, [0]) for s in scales]
+            at = [(block.w_slot(w_used + tile), tile, half) for tile, half in places(j)]
+            slot, _, half = at[0]
+            when(half == 0)(lambda: plgpu.barrier_wait(smem["w_arrived"].at[slot]))
+            scores, seen = [], []
+            for (_, tile, half), scale in zip(at, scales, strict=False):
+                z = multiplied(codes(smem["codes"].at[slot, half], block.dtype), q)
+                z = z * scale * (self.scale * LOG2E)
+                seen.append(inside + number(tile, half) * BRICK < filled)
+                scores.append(jnp.where(seen[-1], z, LOWEST))
+            m_new = jnp.maximum(m, functools.reduce(jnp.maximum, scores).max(axis=0))
+            rescale = jnp.exp2(m - m_new)
+            l = l * _down(rescale)
+            values = []
+            for n, (s, z, scale) in enumerate(zip(seen, scores, scales[halves:], strict=True)):
+                half = at[n][2]
+                # float16 has too small a range for P times a scale.
+                values.append(transposed_codes(smem["codes"].at[slot, 2 + half], jnp.bfloat16))
+                p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0)
+                l = l + p
+                put(smem["p"].at[n], jnp.where(s, p * scale, 0.0))
+            half = at[-1][2]
+            when(half == 1)(lambda: plgpu.barrier_arrive(smem["w_used"].at[slot]))
+            o = o * lax.broadcast_in_dim(rescale, o.shape, [1])
+            for n, left in enumerate(values):
+                o = plgpu.mma(o, left, loaded_right(smem["p"].at[n]))
+            return (o, l, m_new), following
+
+        carry = (_blank(HEAD_DIM), _blank(BRICK), _lowest()), scales_of(jnp.int32(0))
+        steps = mine if halves == 2 else 2 * mine
+        return lax.fori_loop(0, steps, step, carry)[0]
 
     def _with_token(self, block, o, l, m, is_mine):
         """Add the new token, in int8, to (o [128, 8], l, m), if it is this block's."""
-        score = load(block.smem["score"], LAYOUT.reduce(0)) * (self.scale * LOG2E)
+        score = load(block.smem["token"].at[_SCORE], LAYOUT.reduce(0)) * (self.scale * LOG2E)
         top = jnp.where(is_mine, jnp.maximum(m, score), m)
         weight = jnp.where(is_mine, jnp.exp2(score - top), 0.0)
         rescale, weight = _down(jnp.exp2(m - top)), _down(weight)
@@ -464,6 +500,14 @@ class Heads(Stage):
             part = o[half * BRICK : (half + 1) * BRICK]
             halves.append(part * rescale + weight * value)
         return halves, l, top
+
+
+def _blank(rows: int) -> Array:
+    return plgpu.layout_cast(jnp.zeros((rows, PARTS), jnp.float32), LAYOUT)
+
+
+def _lowest() -> Array:
+    return plgpu.layout_cast(jnp.full((PARTS,), LOWEST, jnp.float32), LAYOUT.reduce(0))
 
 
 def _down(values: Array) -> Array:
@@ -495,17 +539,12 @@ def _write_token(block, caches, slot) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _write_codes(block, caches, slot) -> None:
+def _write_codes(block, caches, scales, slot) -> None:
     """Write the new key and value to a cache in int8, with their scales."""
     for i in range(2):
         plgpu.copy_smem_to_gmem(block.smem["new_codes"].at[i], caches[i].token(slot))
-        caches[2 + i].token(slot)[...] = block.smem["new_scales"][i]
+        scales[i].token(slot)[...] = block.smem["token"][PARTS + i]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-
-def _scales(block, slot, which) -> Any:
-    """Scales [64] of the keys or values of a tile in int8, behind its codes."""
-    return block.smem["code_scales"].at[slot, BRICK + which]
 
 
 def _rounded(block, which, token) -> list[Array]:
@@ -513,7 +552,7 @@ def _rounded(block, which, token) -> list[Array]:
     found, scale = rounded_to_codes([half.astype(jnp.float32) for half in token])
     for half, values in enumerate(found):
         block.smem["new_codes"].at[which, bricks(half, 1)][...] = values.astype(jnp.int8)
-    block.smem["new_scales"][which] = scale
+    block.smem["token"][PARTS + which] = scale
     return [values * scale for values in found]
 
 
@@ -566,19 +605,19 @@ def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
     return exchange.empty_places((rows, kv_heads, clusters - 1, 4), PARTS)
 
 
-def heads_memory(dtype: Any, int8: bool = False) -> Memory:
+def heads_memory(dtype: Any, int8: bool = False, sends_words: bool = False) -> Memory:
     """Shared memory of `Heads`."""
+    results = {} if sends_words else {"o": ((2, PARTS, BRICK), dtype)}
     token = {
-        "score": ((PARTS,), jnp.float32),
         "new_codes": ((2, HEAD_DIM), jnp.int8),
-        "new_scales": ((2,), jnp.float32),
+        "token": ((2 * PARTS,), jnp.float32),  # its scores, then the scales of key and value
     }
     return Memory(
         matrices={
             "q": ((PARTS, HEAD_DIM), dtype),
             "p": ((2, PARTS, BRICK), jnp.bfloat16 if int8 else dtype),
-            "o": ((2, PARTS, BRICK), dtype),
             "part": ((4, BRICK, PARTS), jnp.float32),
+            **results,
         },
         # Halves of key and value of a new token.
         vectors={"new": ((4, BRICK), dtype)} | (token if int8 else {}),
