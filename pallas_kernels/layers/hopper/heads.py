@@ -225,20 +225,22 @@ class Heads(Stage):
                 block.signal(layer)
 
         def fetch(i):
-            """Length, cos and sin for head number i, from global memory; requested early."""
+            """Length, cos, sin and first scales for head i, from global memory; requested early."""
             row, _ = self._head(block, i)
+            filled = block.gmem["lengths"][row]
             rotation = (
                 plgpu.load(block.gmem[name].at[row], layout=LAYOUT.reduce(1), optimized=False)
                 for name in ("cos", "sin")
             )
-            return block.gmem["lengths"][row], *rotation
+            scales = self._scales_of(block, layer, i, filled, jnp.int32(0)) if self.int8 else ()
+            return filled, *rotation, *scales
 
         def one(i, carry):
-            (w_used, x_used), (filled, cos, sin) = carry
+            (w_used, x_used), (filled, cos, sin, *scales) = carry
             self._receive(block, cos, sin, x_used)
             following = fetch(i + 1)
             before = functools.partial(arrive, i - 1)
-            self._attend(block, layer, i, filled, w_used, before)
+            self._attend(block, layer, i, filled, w_used, scales, before)
             x_used += 2 // block.x_bricks
             return (w_used + self._cache_tiles(block, i, filled)[1], x_used), following
 
@@ -300,13 +302,13 @@ class Heads(Stage):
                 smem["new"].at[2 * which + half][...] = token[half].astype(block.dtype)
         plgpu.commit_smem()
 
-    def _attend(self, block, layer, i, filled, w_used, arrive_before) -> None:
+    def _attend(self, block, layer, i, filled, w_used, scales, arrive_before) -> None:
         """Attention of a KV head of a row to this block's tiles of slots."""
         row, head = self._head(block, i)
         tiles_in_all, mine = self._cache_tiles(block, i, filled)
         rank = self._rank(block, i)
         if self.int8:
-            o, l, m = self._attend_codes(block, layer, i, filled, w_used)
+            o, l, m = self._attend_codes(block, layer, i, filled, w_used, scales)
         else:
             *o, l, m = self._attend_values(block, rank, filled, w_used, tiles_in_all, mine)
         arrive_before()
@@ -422,68 +424,72 @@ class Heads(Stage):
             plgpu.barrier_arrive(smem["w_used"].at[slot])
         return *(a * rescale + b for a, b in zip(o, new, strict=True)), l, m_new
 
-    def _attend_codes(self, block, layer, i, filled, w_used) -> tuple[Array, Array, Array]:
+    def _halves(self, block, j) -> list[tuple[Array, Array | int]]:
+        """(number of the block's tile, half of it) for what step j of `_attend_codes` computes.
+
+        Code that unpacks weights leaves no room in the instruction cache for whole tiles.
+        """
+        if isinstance(block.index, int):
+            return [(j, 0), (j, 1)]
+        return [(lax.div(j, 2), lax.rem(j, 2))]
+
+    def _place(self, block, i, tile, half) -> Array:
+        """Which 64 slots of the row half a tile of this block is."""
+        return 2 * (self._rank(block, i) + self.sharing * tile) + half
+
+    def _scales_of(self, block, layer, i, filled, j) -> list[Array]:
+        """Load the scales [64] of the keys of each of the `_halves`, then of the values."""
+        places = [self._place(block, i, *half) for half in self._halves(block, j)]
+        return [
+            plgpu.load(
+                scales.block(self._code_start(place, filled), BRICK),
+                layout=LAYOUT.reduce(1),
+                optimized=False,
+            )
+            for scales in self._scales(block.gmem, *self._head(block, i), layer)
+            for place in places
+        ]
+
+    def _attend_codes(self, block, layer, i, filled, w_used, scales) -> tuple[Array, Array, Array]:
         """Attention in int8: o [128, 8], not `in_order` yet, l [64, 8] and m [8]."""
-        smem, rank = block.smem, self._rank(block, i)
-        scale_rows = self._scales(block.gmem, *self._head(block, i), layer)
-        mine = self._cache_tiles(block, i, filled)[1]
+        smem = block.smem
         q = beside_codes(smem["q"])
         inside = plgpu.broadcasted_iota(jnp.int32, (BRICK, PARTS), 0, layout=LAYOUT)
-        # Code that unpacks weights leaves no room in the instruction cache for whole tiles.
-        halves = 2 if isinstance(block.index, int) else 1
-
-        def places(j):
-            """(number of the tile, half of it) for step j."""
-            if halves == 2:
-                return [(j, 0), (j, 1)]
-            return [(lax.div(j, 2), lax.rem(j, 2))]
-
-        def number(tile, half):
-            """Number of 64 slots in the row."""
-            return 2 * (rank + self.sharing * tile) + half
-
-        def scales_of(j):
-            starts = [self._code_start(number(*place), filled) for place in places(j)]
-            return [
-                plgpu.load(of.block(start, BRICK), layout=LAYOUT.reduce(1), optimized=False)
-                for of in scale_rows
-                for start in starts
-            ]
 
         def step(j, carry):
-            (o, l, m), scales = carry
-            following = scales_of(j + 1)
-            scales = [lax.broadcast_in_dim(s, l.shape, [0]) for s in scales]
-            at = [(block.w_slot(w_used + tile), tile, half) for tile, half in places(j)]
-            slot, _, half = at[0]
-            when(half == 0)(lambda: plgpu.barrier_wait(smem["w_arrived"].at[slot]))
+            o, l, m, *scales = carry
+            following = self._scales_of(block, layer, i, filled, j + 1)
+            of_keys, of_values = _in_two([lax.broadcast_in_dim(s, l.shape, [0]) for s in scales])
+            halves = self._halves(block, j)
+            slot = block.w_slot(w_used + halves[0][0])
+            when(halves[0][1] == 0)(lambda: plgpu.barrier_wait(smem["w_arrived"].at[slot]))
             scores, seen = [], []
-            for (_, tile, half), scale in zip(at, scales, strict=False):
+            for (tile, half), scale in zip(halves, of_keys, strict=True):
                 z = multiplied(codes(smem["codes"].at[slot, half], block.dtype), q)
                 z = z * scale * (self.scale * LOG2E)
-                seen.append(inside + number(tile, half) * BRICK < filled)
+                seen.append(inside + self._place(block, i, tile, half) * BRICK < filled)
                 scores.append(jnp.where(seen[-1], z, LOWEST))
             m_new = jnp.maximum(m, functools.reduce(jnp.maximum, scores).max(axis=0))
             rescale = jnp.exp2(m - m_new)
             l = l * _down(rescale)
-            values = []
-            for n, (s, z, scale) in enumerate(zip(seen, scores, scales[halves:], strict=True)):
-                half = at[n][2]
-                # float16 has too small a range for P times a scale.
-                values.append(transposed_codes(smem["codes"].at[slot, 2 + half], jnp.bfloat16))
+            # float16 has too small a range for P times a scale.
+            values = [
+                transposed_codes(smem["codes"].at[slot, 2 + half], jnp.bfloat16)
+                for _, half in halves
+            ]
+            for n, (s, z, scale) in enumerate(zip(seen, scores, of_values, strict=True)):
                 p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0)
                 l = l + p
                 put(smem["p"].at[n], jnp.where(s, p * scale, 0.0))
-            half = at[-1][2]
-            when(half == 1)(lambda: plgpu.barrier_arrive(smem["w_used"].at[slot]))
+            when(halves[-1][1] == 1)(lambda: plgpu.barrier_arrive(smem["w_used"].at[slot]))
             o = o * lax.broadcast_in_dim(rescale, o.shape, [1])
             for n, left in enumerate(values):
                 o = plgpu.mma(o, left, loaded_right(smem["p"].at[n]))
-            return (o, l, m_new), following
+            return o, l, m_new, *following
 
-        carry = (_blank(HEAD_DIM), _blank(BRICK), _lowest()), scales_of(jnp.int32(0))
-        steps = mine if halves == 2 else 2 * mine
-        return lax.fori_loop(0, steps, step, carry)[0]
+        steps = self._cache_tiles(block, i, filled)[1] * (2 // len(self._halves(block, 0)))
+        carry = _blank(HEAD_DIM), _blank(BRICK), _lowest(), *scales
+        return lax.fori_loop(0, steps, step, carry)[:3]
 
     def _with_token(self, block, o, l, m, is_mine):
         """Add the new token, in int8, to (o [128, 8], l, m), if it is this block's."""
@@ -500,6 +506,11 @@ class Heads(Stage):
             part = o[half * BRICK : (half + 1) * BRICK]
             halves.append(part * rescale + weight * value)
         return halves, l, top
+
+
+def _in_two(items: list[Array]) -> tuple[list[Array], list[Array]]:
+    """Both halves of a list."""
+    return items[: len(items) // 2], items[len(items) // 2 :]
 
 
 def _blank(rows: int) -> Array:
