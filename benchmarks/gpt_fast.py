@@ -195,18 +195,24 @@ class Generator:
         if not mode:
             return
         inductor_config.coordinate_descent_tuning = True
-        if compile_prefill:
-            self._prefill = torch.compile(self._first, fullgraph=True)
         if mode == "blocks":
-            self._step = Recorded(model)
+            parts = {
+                "run_block": torch.compile(Block.forward, fullgraph=True, dynamic=False),
+                "run_head": torch.compile(Head.forward, fullgraph=True, dynamic=False),
+            }
+            if compile_prefill:
+                self._prefill = functools.partial(self._first, **parts)
+            self._step = Recorded(functools.partial(self._next, **parts))
         else:
+            if compile_prefill:
+                self._prefill = torch.compile(self._first, fullgraph=True)
             self._step = torch.compile(self._next, mode=mode, fullgraph=True)
 
-    def _first(self, ids: Tensor, positions: Tensor) -> Tensor:
-        return self.model(ids, positions, True).argmax(-1, keepdim=True)
+    def _first(self, ids: Tensor, positions: Tensor, **parts) -> Tensor:
+        return self.model(ids, positions, True, **parts).argmax(-1, keepdim=True)
 
-    def _next(self, token: Tensor, position: Tensor) -> Tensor:
-        return self.model(token, position, False).argmax(-1, keepdim=True)
+    def _next(self, token: Tensor, position: Tensor, **parts) -> Tensor:
+        return self.model(token, position, False, **parts).argmax(-1, keepdim=True)
 
     @torch.no_grad()
     def __call__(self, ids: Tensor, new_tokens: int) -> Tensor:
@@ -223,22 +229,14 @@ class Generator:
 
 
 class Recorded:
-    """The decode step of a model as a CUDA graph, recorded when it is first called.
+    """A decode step (token, position) → token as a CUDA graph, recorded when it is first called.
 
     On a CPU it runs without a graph.
     """
 
-    def __init__(self, model: Llama):
-        self._logits = functools.partial(
-            model,
-            prompt=False,
-            run_block=torch.compile(Block.forward, fullgraph=True),
-            run_head=torch.compile(Head.forward, fullgraph=True),
-        )
+    def __init__(self, step: Callable[[Tensor, Tensor], Tensor]):
+        self._step = step
         self._graph: torch.cuda.CUDAGraph | None = None
-
-    def _step(self, token: Tensor, position: Tensor) -> Tensor:
-        return self._logits(token, position).argmax(-1, keepdim=True)
 
     def __call__(self, token: Tensor, position: Tensor) -> Tensor:
         """The next tokens [B,1]. The next call overwrites them."""

@@ -26,6 +26,7 @@ _TRANSFORMERS: dict[str, dict[str, Any]] = {
 _INT4 = "gpt-fast, int4"
 _GPT_FAST = {
     "gpt-fast": "reduce-overhead",
+    "gpt-fast, by block": "blocks",
     "gpt-fast, max-autotune": "max-autotune",
     _INT4: "max-autotune",
 }

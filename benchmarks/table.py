@@ -29,6 +29,7 @@ PEERS = {
     "xla": "XLA",
     "hf static, compiled": "transformers, compiled",
     "gpt-fast": "PyTorch like gpt-fast",
+    "gpt-fast, by block": "the same, by block",
     "gpt-fast, max-autotune": "the same, max-autotune",
     "gpt-fast, int4": "the same, int4",
     "hf eager": "transformers, eager",
