@@ -42,7 +42,7 @@ PARTS = (
     *(Part("llama3_8b", LLAMA3_8B, point) for point in ((1, 1024), (8, 1024))),
 )
 PLAN_NAMES = ("fdjax", "cudnn")
-PEER_NAMES = ("hf static, compiled", "gpt-fast")
+PEER_NAMES = ("hf static, compiled", "gpt-fast", "gpt-fast, by block")
 # Expected seconds of the first part; later ones are expected to take as long as the longest.
 _SECONDS_OF_A_PART = 150.0
 

@@ -29,12 +29,12 @@ PEERS = {
     "xla": "XLA",
     "hf static, compiled": "transformers, compiled",
     "gpt-fast": "PyTorch like gpt-fast",
-    "gpt-fast, by block": "the same, by block",
+    "gpt-fast, by block": "PyTorch by block",
     "gpt-fast, max-autotune": "the same, max-autotune",
     "gpt-fast, int4": "the same, int4",
     "hf eager": "transformers, eager",
 }
-_README_PEERS = ("cudnn", "hf static, compiled", "gpt-fast")
+_README_PEERS = ("cudnn", "hf static, compiled", "gpt-fast", "gpt-fast, by block")
 _OURS = ("Batch × prompt", "First token", "Decode step", "Of the ceiling")
 
 

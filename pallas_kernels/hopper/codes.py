@@ -116,19 +116,6 @@ def transposed_codes(ref: Any, dtype: Any) -> Array:
     return run(ref)
 
 
-def put_codes(ref: Any, values: Array) -> None:
-    """Store codes [M, K] int8 in `LAYOUT` into shared memory with `transforms_of(K, 1)`.
-
-    Mosaic's own store refuses patterns with bank conflicts, as this one.
-    """
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(transforms_of(ref.shape[-1], 1)), LAYOUT))
-    def run(_, ref, values):
-        values.store_tiled(ref, _swizzle(ref, 1), optimized=False)
-
-    run(ref, values)
-
-
 def multiplied(left: Array, right: Array) -> Array:
     """left [M, K] · right [K, N], K a multiple of 32. Its halves do not wait for each other."""
     m, k = left.shape

@@ -19,11 +19,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow, by_name, check_pages
 from fdjax.pallas_kernels.attention.hopper.decode_front import rounded_to_codes
-from fdjax.pallas_kernels.attention.hopper.decode_tiles import TILE, byte_tiles
+from fdjax.pallas_kernels.attention.hopper.decode_tiles import TILE
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape
-from fdjax.pallas_kernels.hopper.codes import put_codes
 from fdjax.pallas_kernels.hopper.conditional import when
 
 _TOKENS = 64
@@ -61,7 +60,8 @@ def write_chunk_mosaic(
     groups = -(-parts // held)
 
     int8 = bool(features_of(k))
-    rounded = plgpu.SMEM((2, 2, _TOKENS, half), jnp.int8, transforms=byte_tiles(half))
+    # Not in tiles of 8 tokens: TMA could store them only from a multiple of 8 slots on.
+    rounded = plgpu.SMEM((2, 2, _TOKENS, half), jnp.int8)
     k, v = (jax.tree.map(jax.new_ref, cache) for cache in (k, v))
     named = {
         **by_name(k, v),
@@ -105,11 +105,7 @@ def write_chunk_mosaic(
             parts = (plgpu.load(tile.at[i], layout=TILE, optimized=False) for i in range(2))
             found, scale = rounded_to_codes([part.astype(jnp.float32) for part in parts])
             for i, values in enumerate(found):
-                values = values.astype(jnp.int8)
-                if interpret is None:
-                    put_codes(codes.at[i], values)
-                else:
-                    codes.at[i][...] = values
+                codes.at[i][...] = values.astype(jnp.int8)
             plgpu.commit_smem()
             for i in range(2):
                 plgpu.copy_smem_to_gmem(codes.at[i], target.at[:, pl.ds(i * half, half)])
