@@ -116,6 +116,19 @@ def transposed_codes(ref: Any, dtype: Any) -> Array:
     return run(ref)
 
 
+def put_codes(ref: Any, values: Array) -> None:
+    """Store codes [M, K] int8 in `LAYOUT` into shared memory without transforms.
+
+    Mosaic's own store also loads what was there, and refuses patterns with bank conflicts, as this.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    def run(_, ref, values):
+        values.store_untiled(ref, optimized=False)
+
+    run(ref, values)
+
+
 def multiplied(left: Array, right: Array) -> Array:
     """left [M, K] · right [K, N], K a multiple of 32. Its halves do not wait for each other."""
     m, k = left.shape

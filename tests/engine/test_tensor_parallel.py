@@ -17,6 +17,8 @@ from fdjax.models import describe, parse_config
 
 from ..models.test_gpt_oss import in_mxfp4, written
 
+pytestmark = pytest.mark.usefixtures("quick_compiles")
+
 TESTS = Path(__file__).parents[1]
 FIXTURES = TESTS / "fixtures"
 # Each runs in a process of its own, see there.

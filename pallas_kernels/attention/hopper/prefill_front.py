@@ -23,6 +23,7 @@ from fdjax.pallas_kernels.attention.hopper.decode_tiles import TILE
 from fdjax.pallas_kernels.attention.operands import slots_are_tiled
 from fdjax.pallas_kernels.attention.spec import ALL_FEATURES
 from fdjax.pallas_kernels.dispatch import Implementation, Shape
+from fdjax.pallas_kernels.hopper.codes import put_codes
 from fdjax.pallas_kernels.hopper.conditional import when
 
 _TOKENS = 64
@@ -105,7 +106,11 @@ def write_chunk_mosaic(
             parts = (plgpu.load(tile.at[i], layout=TILE, optimized=False) for i in range(2))
             found, scale = rounded_to_codes([part.astype(jnp.float32) for part in parts])
             for i, values in enumerate(found):
-                codes.at[i][...] = values.astype(jnp.int8)
+                values = values.astype(jnp.int8)
+                if interpret is None:
+                    put_codes(codes.at[i], values)
+                else:
+                    codes.at[i][...] = values
             plgpu.commit_smem()
             for i in range(2):
                 plgpu.copy_smem_to_gmem(codes.at[i], target.at[:, pl.ds(i * half, half)])
