@@ -698,3 +698,15 @@ def test_a_damaged_description_of_nf4_is_refused(tmp_path, state):
     save(tmp_path / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match="does not describe a weight of shape"):
         fdjax.load(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["absmax", "quant_map", "nested_absmax", "nested_quant_map"])
+def test_nf4_with_values_that_are_not_finite_is_refused(tmp_path, name):
+    folder = FIXTURES / ("bnb_nf4_nested" if name.startswith("nested") else "bnb_nf4")
+    tensors = tensors_of(folder)
+    name = f"model.layers.0.self_attn.q_proj.weight.{name}"
+    tensors[name] = np.full_like(tensors[name], np.nan)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    save(tmp_path / "model.safetensors", tensors)
+    with pytest.raises(CheckpointError, match=f"{name}' has values that are not finite"):
+        fdjax.load(str(tmp_path))

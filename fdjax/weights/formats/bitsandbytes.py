@@ -58,12 +58,12 @@ class BitsAndBytes:
             absmax = read_scales(scale)
             if nested:
                 outer = np.repeat(read_scales(used[3]), described["nested_blocksize"])[:blocks]
-                inner = used[4].view()[scale.view()]
+                inner = read_scales(used[4])[scale.view()]
                 absmax = inner * outer + np.float32(described["nested_offset"])
             codes = packed.view().reshape(-1)
             codes = np.stack([codes >> 4, codes & 15], axis=-1).reshape(-1)[:count]
             scales = np.repeat(absmax, described["blocksize"])[:count]
-            return (values.view()[codes] * scales).reshape(shape)
+            return (read_scales(values)[codes] * scales).reshape(shape)
 
         names = (*(tensor.name for tensor in used), state)
         return StoredLinear(shape, names, None, read, "bitsandbytes")
