@@ -700,6 +700,7 @@ def test_a_damaged_description_of_nf4_is_refused(tmp_path, state):
         fdjax.load(str(tmp_path))
 
 
+@pytest.mark.filterwarnings("ignore:.*are dequantised:UserWarning")
 @pytest.mark.parametrize("name", ["absmax", "quant_map", "nested_absmax", "nested_quant_map"])
 def test_nf4_with_values_that_are_not_finite_is_refused(tmp_path, name):
     folder = FIXTURES / ("bnb_nf4_nested" if name.startswith("nested") else "bnb_nf4")
