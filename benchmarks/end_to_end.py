@@ -87,19 +87,8 @@ def fdjax_rows(
     from fdjax.engine.engine import Engine
     from fdjax.engine.memory import plan_memory
     from fdjax.lm import LM
-    from fdjax.models import describe
-    from fdjax.pallas_kernels.plan import Plan
 
-    device = Plan.for_device()
-    models = {}
-    for name in plan_names:
-        plan = dataclasses.replace(device, named=tuple(named(device, model, name).items()))
-        config = model.config
-        if name == "without unified maximum":
-            running = (dataclasses.replace(spec, unified=False) for spec in config.attention)
-            config = config.with_attention(running)
-        kv_dtype = "int8" if name.startswith("int8 cache") else None
-        models[name] = describe(config, dtype=model.dtype, plan=plan, kv_dtype=kv_dtype)
+    models = {name: planned_model(model, name) for name in plan_names}
     for batch, prompt in points:
         for name, planned in models.items():
             where = f"{name} B{batch} P{prompt}"
@@ -152,6 +141,21 @@ def fdjax_rows(
             # Frees the cache before the next one is allocated.
             del lm
             gc.collect()
+
+
+def planned_model(model, name: str):
+    """The model with a plan of `PLANS`."""
+    from fdjax.models import describe
+    from fdjax.pallas_kernels.plan import Plan
+
+    device = Plan.for_device()
+    plan = dataclasses.replace(device, named=tuple(named(device, model, name).items()))
+    config = model.config
+    if name == "without unified maximum":
+        running = (dataclasses.replace(spec, unified=False) for spec in config.attention)
+        config = config.with_attention(running)
+    kv_dtype = "int8" if name.startswith("int8 cache") else None
+    return describe(config, dtype=model.dtype, plan=plan, kv_dtype=kv_dtype)
 
 
 def named(device, model, name: str) -> dict[str, str]:
