@@ -7,4 +7,4 @@ CLUSTERS = MULTIPROCESSORS // 2
 BRICK = 64  # a brick: this many rows and columns of a weight, or columns of x
 TILE_BRICKS = 4  # bricks of a slot in the ring of weights, 32 kB
 X_SLOTS = 12  # slots in the ring of x
-SMEM_BYTES = 224 * 1024 + 512  # shared memory of a block, less its barriers
+SMEM_BYTES = 227 * 1024 - 2376  # shared memory of a block, less its barriers
