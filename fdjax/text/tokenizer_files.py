@@ -114,7 +114,11 @@ class TokenizerFiles:
         extra = options.get("extra_special_tokens") or options.get("additional_special_tokens")
         extra = _expect(extra or [], list | dict, "extra_special_tokens", path)
         specific = _others(older) | _others(options) | (extra if isinstance(extra, dict) else {})
-        extra = [] if isinstance(extra, dict) else extra
+        if isinstance(extra, dict):
+            # These have roles, so the list of others may have its older name beside them.
+            name = "additional_special_tokens"
+            extra = [] if older.keys() & {"extra_special_tokens", name} else options.get(name)
+            extra = _expect(extra or [], list, name, path)
         if not extra or "extra_special_tokens" in older:
             more = older.get("extra_special_tokens") or older.get("additional_special_tokens") or []
             more = _expect(more, list, "extra_special_tokens", older_path)

@@ -262,6 +262,21 @@ def test_a_special_token_that_decode_shows_is_not_silent(tmp_path):
     assert detokenizer.push(ids) + detokenizer.push([], last=True) == "<tool>"
 
 
+def test_special_tokens_with_and_without_a_role_are_added(tmp_path):
+    """As in transformers: a dict names some, and the list with the older name has the others."""
+    names = {"image_token": "<image>"}
+    options = {"extra_special_tokens": names, "additional_special_tokens": ["<tool>"]}
+    files = {"tokenizer_config.json": options}
+    given = Tokenizer(write_folder(tmp_path, "llama2_mha", {}, files))
+    assert len(given.encode("<image><tool>", add_special_tokens=False)) == 2
+    assert given.special_tokens["image_token"] == "<image>"
+    # An older file replaces the list.
+    files["special_tokens_map.json"] = {"additional_special_tokens": ["<other>"]}
+    given = Tokenizer(write_folder(tmp_path, "llama2_mha", {}, files))
+    assert len(given.encode("<image><other>", add_special_tokens=False)) == 2
+    assert len(given.encode("<tool>", add_special_tokens=False)) > 1
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("character", ["é", "€", "🦙"])
 def test_a_character_comes_in_one_piece(case, character):
