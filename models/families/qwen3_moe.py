@@ -29,7 +29,9 @@ def parse_config(reader: ConfigReader) -> DecoderConfig:
     dimensions = read_dimensions(reader)
     head_dim, width = dimensions["head_dim"], dimensions.pop("mlp_width")
     rope = read_rope(reader, head_dim)
-    window = read_window(reader) if reader.get("use_sliding_window", bool, False) else None
+    slides = reader.get("use_sliding_window", bool, False)
+    reader.get("sliding_window", int, None)
+    window = read_window(reader) if slides else None
     spec = AttentionSpec(scale=head_dim**-0.5, rope=rope, window=window)
     bias = reader.get("attention_bias", bool, False)
     layers = read_layers(reader)

@@ -656,6 +656,9 @@ QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 24}
         ("gemma2", {"layer_types": ["full_attention"] * 4}, [None] * 4),
         ("gemma3_text", {}, [4096] * 4),
         ("gemma3_text", {"sliding_window_pattern": 3}, [4096, 4096, None, 4096]),
+        ("qwen3_moe", {"num_experts": 8}, [None] * 4),
+        ("qwen3_moe", {"num_experts": 8, "sliding_window": 24}, [None] * 4),
+        ("qwen3_moe", {"num_experts": 8} | QWEN_WINDOW, [24] * 4),
         *(
             case
             for kind in ("qwen2", "qwen3")
