@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import Parser, integer, model_name
+from fdjax.cli.arguments import Parser, UsageError, integer, model_name
 from fdjax.cli.shared import EMBEDDED, MODEL, read_text, say
 
 HELP = "write a checkpoint with weights of 4 or 8 bits"
@@ -93,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
     from fdjax.weights.stored import stored_tensors
 
     if args.weights_only and args.text:
-        raise ValueError("quantize: --weights-only does not use --text")
+        raise UsageError("quantize: --weights-only does not use --text")
     # Everything is checked first, because a large model takes minutes.
     texts = [read_text(path) for path in args.text or ()]
     folder = locate(args.model)

@@ -481,7 +481,7 @@ def test_the_command_refuses_what_it_cannot_do(tmp_path, capsys):
     short.write_text("Once.", encoding="utf-8")
     assert main(["quantize", "--text", str(short), "--output", output]) == 1
     assert "the text must have more than" in capsys.readouterr().err
-    assert main(["quantize", "--text", str(short), "--weights-only", "--output", output]) == 1
+    assert main(["quantize", "--text", str(short), "--weights-only", "--output", output]) == 2
     assert "--weights-only does not use --text" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["quantize", "--bits", "3", "--output", output])
