@@ -44,6 +44,7 @@ __all__ = [
     "chain_shape",
     "describe",
     "export_tensors",
+    "head_tensor",
     "ignored_tensors",
     "layers_features",
     "layers_shape",
@@ -111,6 +112,11 @@ def weight_map(config: DecoderConfig) -> WeightMap:
 def renamed_tensors(config: DecoderConfig) -> Mapping[str, str]:
     """Patterns in names of checkpoint tensors → replacements to get the names in `weight_map`."""
     return _tensor_names(config).renamed
+
+
+def head_tensor(config: DecoderConfig) -> str:
+    """The checkpoint tensor of the head. A checkpoint of a tied model may also have it."""
+    return f"{_tensor_names(config).head}.weight"
 
 
 def _tensor_names(config: DecoderConfig) -> TensorNames:

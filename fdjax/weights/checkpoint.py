@@ -24,6 +24,7 @@ from fdjax.models import (
     DecoderConfig,
     Model,
     Params,
+    head_tensor,
     ignored_tensors,
     renamed_tensors,
     weight_map,
@@ -217,11 +218,13 @@ def load_params(
     weights = weight_map(model.config)
     stored = by_our_names(folder, model.config)
     linears = _stored_linears(folder, model.config, stored)
-    ignored = ignored_tensors(model.config)
+    ignored, head = ignored_tensors(model.config), head_tensor(model.config)
+    if model.config.tie_embeddings:
+        ignored = (*ignored, re.escape(head))
     check_tensors(stored, weights, (*ignored, *[_OTHER_SCALES] * bool(linears)), linears)
     if model.config.tie_embeddings:
         ((embedding, _),) = weights["embed",].sources
-        _check_tied(stored, embedding)
+        _check_tied(stored, head, embedding)
     _warn_of_dequantised(folder, linears, model.config)
     views = {
         name: stored[name].view(FLOATS)
@@ -468,8 +471,8 @@ def _with_base(stored: dict[str, StoredTensor], weights: WeightMap) -> dict[str,
     return {name if name in needed else f"{base}.{name}": t for name, t in stored.items()}
 
 
-def _check_tied(stored: dict[str, StoredTensor], embedding: str) -> None:
-    head, embed = stored.get("lm_head.weight"), stored[embedding]
+def _check_tied(stored: dict[str, StoredTensor], name: str, embedding: str) -> None:
+    head, embed = stored.get(name), stored[embedding]
     if head is None or 0 in head.shape:
         return
     same = (head.shape, head.dtype) == (embed.shape, embed.dtype)

@@ -300,6 +300,21 @@ def test_a_tied_model_has_no_head_whether_or_not_the_file_has_one(tmp_path, with
     assert_same_bits(leaf(params, "embed"), tensors["model.embed_tokens.weight"], "embed")
 
 
+@pytest.mark.parametrize("same", [True, False])
+def test_a_tied_head_may_have_another_name(tmp_path, same):
+    shutil.copytree(FIXTURES / "gpt_neox", tmp_path, dirs_exist_ok=True)
+    tensors = read_all(tmp_path)
+    embedding = tensors["gpt_neox.embed_in.weight"]
+    write(tmp_path / SINGLE, tensors | {"embed_out.weight": embedding if same else -embedding})
+    data = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
+    tied = json.dumps(data | {"tie_word_embeddings": True})
+    (tmp_path / "config.json").write_text(tied, encoding="utf-8")
+    if same:
+        assert "head" not in load(tmp_path)
+    else:
+        refusal(tmp_path, "tensor 'embed_out.weight' differs from", "'tie_word_embeddings' to")
+
+
 @pytest.mark.parametrize("how", ["value", "shape", "dtype"])
 def test_a_head_of_its_own_is_not_dropped_for_a_config_that_ties_it(tmp_path, how):
     tensors = make_single(tmp_path, tie_word_embeddings=True)
