@@ -1,8 +1,9 @@
 """All-reduce of a decode step between GPUs: `python -m benchmarks.all_reduce`.
 
 Each implementation sums the rows of a step again and again in a CUDA graph. The time of one sum is
-the slope between a few and many sums. Peers are NCCL and symmetric memory in PyTorch, also in a
-graph, in processes that end before JAX starts.
+the slope between a few and many sums. "in one kernel" does the same in one kernel, by the exchange
+of the launch of all layers, with the residual and the sums of squares that it needs. Peers are NCCL
+and symmetric memory in PyTorch, also in a graph, in processes that end before JAX starts.
 """
 
 import argparse
@@ -18,7 +19,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdjax.bench.record import environment
@@ -26,9 +29,13 @@ from fdjax.engine.engine import compiler_options
 from fdjax.engine.step import decode_steps
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.all_reduce import all_reduce
+from fdjax.pallas_kernels.hopper.persistent import exchange
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT, matrix, put
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.system.files import output_file, write_whole
 
+IN_ONE_KERNEL = "in one kernel"
 SHAPES = ((1, 4096), (8, 4096), (32, 4096), (1, 5120), (1, 8192), (32, 8192))
 COUNTS = (64, 1088)
 _CONFIG = {
@@ -44,7 +51,7 @@ _CONFIG = {
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--implementations", nargs="+", default=["xla", "mosaic_gpu"], metavar="NAME"
+        "--implementations", nargs="+", default=["xla", "mosaic_gpu", IN_ONE_KERNEL], metavar="NAME"
     )
     parser.add_argument("--counts", type=int, nargs=2, default=COUNTS, help="sums of a call")
     parser.add_argument("--runs", type=int, default=7)
@@ -77,6 +84,8 @@ def microseconds(name: str, m: int, width: int, args: argparse.Namespace) -> dic
     for count in args.counts:
 
         def repeat(x, count=count):
+            if name == IN_ONE_KERNEL:
+                return means_in_one_kernel(x, x, count)[0]
             once = functools.partial(all_reduce, name="benchmark", implementation=name)
             return lax.fori_loop(0, count, lambda _, y: once(y, residual=x), x)
 
@@ -90,6 +99,61 @@ def microseconds(name: str, m: int, width: int, args: argparse.Namespace) -> dic
         medians.append(statistics.median(times[3:]))
     few, many = args.counts
     return {"us": 1e6 * (medians[1] - medians[0]) / (many - few), "seconds": medians}
+
+
+def means_in_one_kernel(x: Array, residual: Array, rounds: int) -> tuple[Array, Array]:
+    """The mean over devices plus a residual, again and again in one kernel.
+
+    Args:
+      x, residual: [M, width] in half precision, width a multiple of 64 and at most 64 · 132.
+      rounds: number of rounds, even. Each rounds the sum as a layer rounds the residual stream.
+
+    Returns:
+      (the last x [M, width], the sums of its squares over 64 columns, added up over the rounds
+      [width / 64, M] fp32).
+    """
+    ranks, (m, width) = lax.axis_size(AXIS), x.shape
+    padded = -(-m // 8) * 8
+    columns = (jnp.pad(a, ((0, padded - m), (0, 0))).T for a in (x, residual))
+
+    def kernel(x, residual, inbox, y, sums, of_tile, square_row):
+        tile = lax.axis_index("tile")
+        own = pl.ds(tile * BRICK, BRICK)
+        value, added = (
+            plgpu.load(ref.at[own], layout=LAYOUT, optimized=False).astype(jnp.float32)
+            for ref in (x, residual)
+        )
+
+        def layer(at, carry):
+            value, squares = carry
+            for which in range(exchange.ROUNDS):
+                total = exchange.Exchange(ranks, which).sum({"inbox": inbox}, at, tile, value)
+                value = (total * (1 / ranks) + added).astype(x.dtype).astype(jnp.float32)
+                squares += jnp.sum(value * value, axis=0)
+            return value, squares
+
+        squares = plgpu.layout_cast(jnp.zeros((padded,), jnp.float32), LAYOUT.reduce(0))
+        value, squares = lax.fori_loop(0, rounds // exchange.ROUNDS, layer, (value, squares))
+        put(of_tile, value)
+        square_row[...] = squares
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(of_tile, y.at[:, own])
+        plgpu.copy_smem_to_gmem(square_row, sums.at[tile])
+        plgpu.wait_smem_to_gmem(0)
+
+    y, squares = plgpu.kernel(
+        kernel,
+        out_type=[
+            jax.ShapeDtypeStruct((padded, width), x.dtype),
+            jax.ShapeDtypeStruct((width // BRICK, padded), jnp.float32),
+        ],
+        kernel_name="means_in_one_kernel",
+        scratch_types=(matrix((padded, BRICK), x.dtype), plgpu.SMEM((padded,), jnp.float32)),
+        grid=(width // BRICK,),
+        grid_names=("tile",),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    )(*columns, exchange.new_inbox(ranks, padded, width))
+    return y[:m], squares[:, :m]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
