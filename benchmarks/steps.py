@@ -155,16 +155,15 @@ def step_samples(
 ) -> tuple[list[float], int]:
     """(microseconds of a step in each run, the bytes that a step must read).
 
-    A run is the difference of a call with all steps and a call with one, so that it leaves out what
-    a call costs the host.
+    Of each call, the shortest call with a single step is subtracted, and with it what a call costs
+    the host.
     """
     engine = Engine(model, params)
     call = caller(engine, rows, context, steps)
-    samples = []
-    for run in range(runs + 2):
-        seconds = [call(n) for n in (steps, 1)]
-        if run > 1:
-            samples.append(1e6 * (seconds[0] - seconds[1]) / (steps - 1))
+    for _ in range(2):
+        call(steps)
+    single = min(call(1) for _ in range(5))
+    samples = [1e6 * (call(steps) - single) / (steps - 1) for _ in range(runs)]
     nbytes = step_bytes(model, *bytes_of_params(params), rows)
     nbytes += rows * context * cache_bytes(model.local, 1, 1)
     engine.release()
