@@ -50,9 +50,10 @@ def test_a_small_run(config, tmp_path, monkeypatch):
         for plan in ("fdjax", "int8 cache")
         for point in ("B1 P20", "B3 P300")
     ]
-    bf, _, int8, _ = (row.bytes for row in record.rows)
-    # Keys and values of 20 tokens: 2 heads of 16 values, then as many codes with a scale of a head.
-    assert bf - int8 == 20 * 2 * 2 * (16 * 4 - (16 + 4))
+    plain, int8 = np.split(np.array([row.bytes for row in record.rows]), 2)
+    # Keys and values of a token: 2 heads of 16 values in fp32, then of 16 codes and a scale.
+    tokens = np.array([20 - 2.5, 3 * (300 - 2.5)])
+    assert (plain - int8 == tokens * 2 * 2 * (16 * 4 - (16 + 4))).all()
 
 
 def test_a_call_reads_its_context(monkeypatch):

@@ -42,7 +42,7 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
 
 HEAD_DIM = 2 * BRICK
 PARTS = 8  # rows of a tile: the queries of a KV head, its key and its value
-_SCORE = pl.ds(0, PARTS)
+_SCORE = pl.ds(0, PARTS)  # where "token" has the scores of the new token
 
 
 @dataclasses.dataclass(frozen=True)
@@ -434,7 +434,7 @@ class Heads(Stage):
         return [(lax.div(j, 2), lax.rem(j, 2))]
 
     def _place(self, block, i, tile, half) -> Array:
-        """Which 64 slots of the row half a tile of this block is."""
+        """Index in the row of the 64 slots that are this half of this block's tile."""
         return 2 * (self._rank(block, i) + self.sharing * tile) + half
 
     def _scales_of(self, block, layer, i, filled, j) -> list[Array]:
