@@ -53,7 +53,8 @@ class Block:
     """The block in which a stage runs.
 
     Attributes:
-      index: this warpgroup's index among those that compute.
+      computing: number of warpgroups that compute.
+      index: this warpgroup's index among them.
       gmem, smem: references to global and shared memory, by name.
       stages: the stages of one layer.
       layers: number of layers.
@@ -77,10 +78,11 @@ class Block:
         stages: Sequence[Work],
         layers: int,
         config: Any,
-        index: Array | int = 0,
+        computing: int = 1,
         words: dict[str, int] | None = None,
     ):
-        self.gmem, self.smem, self.index = gmem, smem, index
+        self.gmem, self.smem, self.computing = gmem, smem, computing
+        self.index = lax.axis_index("warpgroup") if computing > 1 else 0
         self.stages, self.layers, self.config = stages, layers, config
         self.cluster, self.rank = lax.axis_index("cluster"), lax.axis_index("rank")
         self.zero = self.rank * 0
@@ -104,6 +106,13 @@ class Block:
     def sends_words(self) -> bool:
         """Whether results are sent in words, so that nothing waits for a barrier of all blocks."""
         return bool(self.words)
+
+    def by(self, index: int, run: Callable[[], None]) -> None:
+        """Let one of the warpgroups that compute run this. A single one runs everything."""
+        if self.computing == 1:
+            run()
+        else:
+            when(self.index == index)(run)
 
     # Layers. A single layer is unrolled, so that its index is static.
 
@@ -187,6 +196,15 @@ class Block:
             target = target.at[pl.ds(0, source.shape[0])]
         plgpu.copy_gmem_to_smem(source, target, self.smem["x_arrived"].at[slot])
         return loaded + 1
+
+    def pass_by(self, ring: str, slot: Array) -> None:
+        """Wait for a slot of ring "w" or "x" and release it.
+
+        A warpgroup must wait for every slot, also for those that it does not need: a barrier tells
+        it only whether one phase is over, the next one to wait for.
+        """
+        plgpu.barrier_wait(self.smem[f"{ring}_arrived"].at[slot])
+        plgpu.barrier_arrive(self.smem[f"{ring}_used"].at[slot])
 
     # Within the block: when weights of the next stage may be requested.
 

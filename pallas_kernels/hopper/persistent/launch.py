@@ -1,8 +1,8 @@
 """A persistent kernel: stages repeated for every layer, run by several warpgroups of each block.
 
-One warpgroup computes, or two with quantised weights. One loads the results of other blocks. One
-loads the rest, mostly weights. These loads continue while blocks wait for each other, as long as
-shared memory has room.
+One warpgroup computes, or two with quantised weights or an int8 cache. One loads the results of
+other blocks. One loads the rest, mostly weights. These loads continue while blocks wait for each
+other, as long as shared memory has room.
 
 A layer's code must fit into the instruction cache of 128 kB, or every layer reads all of it again
 (benchmarks/LOG.md, 2026-11-27). So the two warpgroups that compute run the same code.
@@ -70,7 +70,7 @@ def launch(
     """
     rows = len(operands["x"])
     copies = max(stage.copies for stage in stages)
-    computing = computing_warpgroups(packing)
+    computing = computing_warpgroups(packing, codes)
     per_warpgroup = *registers[:1] * computing, *registers[1:]
     at_start = 65536 // (128 * len(per_warpgroup)) // 8 * 8
     if sum(per_warpgroup) > at_start * len(per_warpgroup):  # they would wait for them forever
@@ -88,13 +88,12 @@ def launch(
             for view in smem.pop("w"):
                 smem |= view
         warpgroup = lax.axis_index("warpgroup")
-        index = warpgroup if computing > 1 else 0
         block = Block(
             *(gmem, smem),
             stages=stages,
             layers=layers,
             config=config,
-            index=index,
+            computing=computing,
             words=words,
         )
         conditions = (
@@ -136,7 +135,7 @@ def _compute(block: Block) -> None:
         return used
 
     if "sums_read" in block.smem:
-        when(block.index == 0)(lambda: plgpu.barrier_arrive(block.smem["sums_read"]))
+        block.by(0, lambda: plgpu.barrier_arrive(block.smem["sums_read"]))
     # Counts tiles of the ring and slots of x.
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
 

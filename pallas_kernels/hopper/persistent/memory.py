@@ -59,9 +59,12 @@ class Packing:
         return TILE_BRICKS * 16 // BITS[self.kind]
 
 
-def computing_warpgroups(packing: Packing | None) -> int:
-    """Number of warpgroups that compute. One cannot unpack as fast as memory delivers."""
-    return 2 if packing else 1
+def computing_warpgroups(packing: Packing | None, codes: bool = False) -> int:
+    """Number of warpgroups that compute, see `with_rings`.
+
+    One cannot unpack weights, keys and values as fast as memory delivers.
+    """
+    return 2 if packing or codes else 1
 
 
 def with_rings(
@@ -107,7 +110,7 @@ def with_rings(
         rings["w"] = plgpu.RefUnion({"w": rings["w"]}, *views)
     if scale_rows:
         rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
-    users = computing_warpgroups(packing)
+    users = computing_warpgroups(packing, codes)
     return {
         **{name: matrix(*buffer) for name, buffer in matrices.items()},
         **rings,

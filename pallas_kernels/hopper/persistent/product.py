@@ -254,6 +254,23 @@ class Product(Stage):
         finish: Callable[[list[Array]], None],
     ) -> None:
         """Call `finish` with this block's share of a tile's sums: [64, padded] for each piece."""
+        block.by(0, lambda: finish(self._products(block, i, used)))
+        if block.computing > 1:  # the others help with other stages only
+            block.by(1, lambda: self._pass_by(block, used))
+
+    def _pass_by(self, block: Block, used: Pair) -> None:
+        """Wait and arrive at the barriers of a tile's products as if this warpgroup computed."""
+        w_used, x_used = used
+
+        def pass_step(step, _):
+            block.pass_by("w", block.w_slot(w_used + step))
+            for k in range(self.deep):
+                block.pass_by("x", block.x_slot(x_used + step * self.deep + k))
+
+        lax.fori_loop(0, self.steps, pass_step, None)
+
+    def _products(self, block: Block, i: Array, used: Pair) -> list[Array]:
+        """The sums of `_multiply`, by a single warpgroup."""
         smem = block.smem
         w_used, x_used = used
         middle = self.steps // 2
@@ -288,7 +305,7 @@ class Product(Stage):
             return [accumulator[...] for accumulator in accumulators]
 
         accumulator = plgpu.ACC((BRICK, block.padded), jnp.float32)
-        finish(pl.run_scoped(accumulate, *[accumulator] * self.pieces))
+        return pl.run_scoped(accumulate, *[accumulator] * self.pieces)
 
     def _prepare(self, block: Block) -> None:
         """Turn sums of squares into the norm's factors, while weights are in flight."""

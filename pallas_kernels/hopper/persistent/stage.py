@@ -38,5 +38,5 @@ class Stage(Work, abc.ABC):
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
         """Compute the stage; `used` counts tiles of the ring and bricks of x since the start.
 
-        With quantised weights, two warpgroups do so at once: see `Block.index`.
+        Several warpgroups may do so at once: see `Block.index`.
         """

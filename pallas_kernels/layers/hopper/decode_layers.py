@@ -45,6 +45,7 @@ from fdjax.pallas_kernels.quantised import BITS, BRICKS, QTensor
 
 # Registers of each warpgroup, see `launch`.
 _REGISTERS = 240, 128, 120
+_CODES_REGISTERS = 168, 104, 72
 _PACKED_REGISTERS = 184, 72, 72
 
 # Quantised weights: the largest number of rows, and groups of rows that share a scale; 0 is all.
@@ -212,12 +213,13 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
     memory = products_memory(
         products, rows=padded, width=width, dtype=dtype, sends_words=sends_words
     )
+    registers = _PACKED_REGISTERS if packing else _CODES_REGISTERS if int8 else _REGISTERS
     made = launch(
         *("layers_kernel", operands, results, stages),
         layers=layers,
         memory=memory | heads_memory(dtype, int8, sends_words),
         config=config,
-        registers=_PACKED_REGISTERS if packing else _REGISTERS,
+        registers=registers,
         approx_math=True,
         packing=packing,
         words=first_words,

@@ -20,8 +20,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from fdjax.pallas_kernels.attention.cache import LARGEST
 from fdjax.pallas_kernels.attention.hopper.cache_row import CacheRow
-from fdjax.pallas_kernels.attention.hopper.decode_front import rounded_to_codes
 from fdjax.pallas_kernels.attention.scores import LOG2E, LOWEST
 from fdjax.pallas_kernels.hopper.codes import (
     beside_codes,
@@ -38,11 +38,14 @@ from fdjax.pallas_kernels.hopper.persistent.memory import Memory
 from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
+from fdjax.pallas_kernels.hopper.reduction import WORDS, over_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
 
 HEAD_DIM = 2 * BRICK
 PARTS = 8  # rows of a tile: the queries of a KV head, its key and its value
-_SCORE = pl.ds(0, PARTS)  # where "token" has the scores of the new token
+# Where "reduced" has the scales of key and value of a new token, by column, and its scores.
+_SCALES = 4 * WORDS
+_SCORES = _SCALES + PARTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,13 +205,7 @@ class Heads(Stage):
         )
 
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Compute attention of this block's KV heads, by the first warpgroup."""
-        attend = functools.partial(self._attend_heads, block, layer, used)
-        if isinstance(block.index, int):
-            return attend()
-        return cond(block.index == 0, attend, functools.partial(self._pass_by, block, used))
-
-    def _attend_heads(self, block: Block, layer: Layer, used: Pair) -> Pair:
+        """Compute attention of this block's KV heads."""
         mine = block.share(self).count
 
         def store_is_under_way(i):
@@ -245,32 +242,13 @@ class Heads(Stage):
             return (w_used + self._cache_tiles(block, i, filled)[1], x_used), following
 
         used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
-        arrive(mine - 1)
-        when(mine > 0)(block.mark_done)
+
+        def finish():
+            arrive(mine - 1)
+            when(mine > 0)(block.mark_done)
+
+        block.by(0, finish)
         return used
-
-    def _pass_by(self, block: Block, used: Pair) -> Pair:
-        """Arrive at the barriers as if this warpgroup computed."""
-        smem = block.smem
-
-        def pass_by(arrived, used, slot):
-            plgpu.barrier_wait(smem[arrived].at[slot])
-            plgpu.barrier_arrive(smem[used].at[slot])
-
-        def pass_tile(at, _):
-            pass_by("w_arrived", "w_used", block.w_slot(at))
-
-        def one(i, used):
-            w_used, x_used = used
-            x_after = x_used + 2 // block.x_bricks
-            for at in range(2 // block.x_bricks):
-                pass_by("x_arrived", "x_used", block.x_slot(x_used + at))
-            filled = block.gmem["lengths"][self._head(block, i)[0]]
-            w_after = w_used + self._cache_tiles(block, i, filled)[1]
-            lax.fori_loop(w_used, w_after, pass_tile, None)
-            return w_after, x_after
-
-        return lax.fori_loop(0, block.share(self).count, one, used)
 
     def _receive(self, block, cos, sin, x_used) -> None:
         """Receive queries and the new token, and apply RoPE."""
@@ -287,19 +265,52 @@ class Heads(Stage):
             plgpu.barrier_arrive(smem["x_used"].at[slot])
         a, b = halves
         turned = a * cos - b * sin, b * cos + a * sin
-        columns = plgpu.broadcasted_iota(jnp.int32, a.shape, 1, layout=LAYOUT)
-        for half in range(2):
-            put(smem["q"].at[:, bricks(half, 1)], turned[half])
-        for which, values in enumerate((turned, halves)):
-            chosen = columns == self.group + which
-            token = [jnp.where(chosen, half, 0.0).sum(axis=1) for half in values]
-            token = [half.astype(block.dtype) for half in token]
-            if self.int8:
-                token = _rounded(block, which, token)
-                if which == 0:
-                    smem["token"].at[_SCORE][...] = _score(block, turned, token)
+
+        def begin():
             for half in range(2):
-                smem["new"].at[2 * which + half][...] = token[half].astype(block.dtype)
+                put(smem["q"].at[:, bricks(half, 1)], turned[half])
+            if not self.int8:
+                for which, values in enumerate((turned, halves)):
+                    for half in range(2):
+                        token = _column(values[half], self.group + which)
+                        smem["new"].at[2 * which + half][...] = token.astype(block.dtype)
+            plgpu.commit_smem()
+            if block.computing > 1:
+                plgpu.barrier_arrive(smem["q_made"])
+
+        def follow():
+            if self.int8:
+                self._round_token(block, turned, halves)
+            plgpu.barrier_wait(smem["q_made"])
+
+        block.by(0, begin)
+        if block.computing > 1:
+            block.by(1, follow)
+
+    def _round_token(self, block, turned, halves) -> None:
+        """Keep codes, scales and scores of the new key and value, which are columns of halves."""
+        smem = block.smem
+        columns = plgpu.broadcasted_iota(jnp.int32, halves[0].shape, 1, layout=LAYOUT)
+        values = [
+            jnp.where(columns == self.group, t, h).astype(block.dtype).astype(jnp.float32)
+            for t, h in zip(turned, halves, strict=True)
+        ]
+        largest = functools.reduce(jnp.maximum, map(jnp.abs, values))
+        scale = over_rows(largest, "max", _memory(block, 0)) / LARGEST
+        divisor = _down(jnp.where(scale > 0, scale, 1.0))
+        rounded = [jnp.clip(jnp.round(v / divisor), -LARGEST, LARGEST) for v in values]
+        for which in range(2):
+            for half in range(2):
+                place = smem["new_codes"].at[which, bricks(half, 1)]
+                place[...] = _column(rounded[half], self.group + which).astype(jnp.int8)
+        smem["reduced"].at[pl.ds(_SCALES, PARTS)][...] = scale
+        products = (
+            q.astype(block.dtype).astype(jnp.float32)
+            * lax.broadcast_in_dim(_column(c * _down(scale), self.group), q.shape, [0])
+            for q, c in zip(turned, rounded, strict=True)
+        )
+        scores = over_rows(sum(products), "sum", _memory(block, 1))
+        smem["reduced"].at[pl.ds(_SCORES, PARTS)][...] = scores
         plgpu.commit_smem()
 
     def _attend(self, block, layer, i, filled, w_used, scales, arrive_before) -> None:
@@ -309,33 +320,46 @@ class Heads(Stage):
         rank = self._rank(block, i)
         if self.int8:
             o, l, m = self._attend_codes(block, layer, i, filled, w_used, scales)
+            o = in_order(o)
+            result = o[:BRICK], o[BRICK:], l, _down(m)
         else:
             *o, l, m = self._attend_values(block, rank, filled, w_used, tiles_in_all, mine)
-        arrive_before()
-        last_is_mine = lax.rem(tiles_in_all - 1, self.sharing) == rank
+            result = *o, l, _down(m)
+        token_is_mine = lax.rem(tiles_in_all - 1, self.sharing) == rank
         caches = self._caches(block.gmem, row, head, layer)
         write = functools.partial(_write_token, block, caches, filled)
         if self.int8:
-            o, l, m = self._with_token(block, in_order(o), l, m, last_is_mine)
-            scales = self._scales(block.gmem, row, head, layer)
-            write = functools.partial(_write_codes, block, caches, scales, filled)
-        when(last_is_mine & (filled < self.cache_slots))(write)
-        if self.split == 1:
-            self._store(block, layer, row, head, o, l)
-            return
-        finish = functools.partial(self._store, block, layer, row, head)
-        if self.clusters > 1:
-            finish = functools.partial(self._merge_clusters, block, layer, i, row, head)
-        _merge(block, i, o, l, m, finish)
+            new_scales = self._scales(block.gmem, row, head, layer)
+            write = functools.partial(_write_codes, block, self.group, caches, new_scales, filled)
+        write = functools.partial(when(token_is_mine & (filled < self.cache_slots)), write)
 
-    def _merge_clusters(self, block, layer, i, row, head, o, l, top) -> None:
+        def follow():
+            added = self._with_token(block, result, token_is_mine) if self.int8 else result
+            self._hand_over(block, i, added)
+            if self.int8:
+                write()
+
+        def finish():
+            arrive_before()
+            store = functools.partial(self._store, block, layer, row, head)
+            if self.clusters > 1:
+                store = functools.partial(self._merge_clusters, block, layer, i, row, head)
+            self._merge(block, i, result, store)
+            if not self.int8:
+                write()
+
+        if block.computing > 1:
+            block.by(1, follow)
+        block.by(0, finish)
+
+    def _merge_clusters(self, block, layer, i, row, head, mine) -> None:
         """Merge the results of all clusters that share the head in the first of them."""
         parts, part = block.gmem["parts"].at[row, head], self._part(block, i)
         flag = words.flag_of(layer)
 
         @when(part > 0)
         def _():
-            for at, values in enumerate((*o, l, top)):
+            for at, values in enumerate(mine):
                 exchange.send(parts.at[part - 1, at], values, flag)
 
         @when(part == 0)
@@ -345,11 +369,12 @@ class Heads(Stage):
                 found = (exchange.receive(place, (BRICK, PARTS), flag) for place in places)
                 return _merged(carry, tuple(found))
 
-            *merged, total, _ = lax.fori_loop(0, self.clusters - 1, add, (*o, l, top))
-            self._store(block, layer, row, head, merged, total)
+            merged = lax.fori_loop(0, self.clusters - 1, add, mine)
+            self._store(block, layer, row, head, merged)
 
-    def _store(self, block, layer, row, head, o, l, top=None) -> None:
+    def _store(self, block, layer, row, head, result) -> None:
         """Begin to store the result of a KV head, o over the sum of l."""
+        *o, l, _ = result
         inverse = _down(1.0 / l.sum(axis=0))
         results = [part * inverse for part in o]
         if block.sends_words:
@@ -366,10 +391,24 @@ class Heads(Stage):
             plgpu.copy_smem_to_gmem(block.smem["o"].at[half], target)
 
     def _attend_values(self, block, rank, filled, w_used, tiles_in_all, mine) -> list[Array]:
-        """Attention in 16 bits: o in two halves [64, 8], l [64, 8] and m [8]."""
-        pairs = lax.div(mine, 2)
+        """Attention in 16 bits: o in two halves [64, 8], l [64, 8] and m [8].
+
+        One warpgroup takes two tiles at once, or two take them in turn.
+        """
         step = functools.partial(self._step, block, rank, filled, w_used, tiles_in_all)
         carry = _blank(BRICK), _blank(BRICK), _blank(BRICK), _lowest()
+        if block.computing > 1:
+
+            def one_of_two(j, carry):
+                def pass_by():
+                    block.pass_by("w", block.w_slot(w_used + j))
+                    return carry
+
+                attend = functools.partial(step, j, 1, 0, carry)
+                return cond(lax.rem(j, 2) == block.index, attend, pass_by)
+
+            return lax.fori_loop(0, mine, one_of_two, carry)
+        pairs = lax.div(mine, 2)
         carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
         one = functools.partial(step, 2 * pairs, 1)
         return lax.fori_loop(0, lax.rem(mine, 2), one, carry)
@@ -403,19 +442,20 @@ class Heads(Stage):
         inside = plgpu.broadcasted_iota(jnp.int32, (BRICK, PARTS), 0, layout=LAYOUT)
         seen = [inside + (rank + self.sharing * i) * BRICK <= filled for i in at]
         tops = [jnp.where(s, z, LOWEST) for s, z in zip(seen, scores, strict=True)]
-        m_new = jnp.maximum(m, functools.reduce(jnp.maximum, tops).max(axis=0))
+        top = over_rows(functools.reduce(jnp.maximum, tops), "max", _memory(block, 0))
+        m_new = jnp.maximum(m, top)
         rescale = _down(jnp.exp2(m - m_new))
         l = l * rescale
         for i, (s, z) in enumerate(zip(seen, scores, strict=True)):
             p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0).astype(block.dtype)
-            put(smem["p"].at[i], p)
+            put(smem["p"].at[i + block.index], p)
             l = l + p.astype(jnp.float32)
         plgpu.commit_smem()
 
         def weighted(*accs):
             for i, tile in enumerate(tiles):
                 for half, acc in enumerate(accs):
-                    plgpu.wgmma(acc, tile[2 + half].T, smem["p"].at[i].T)
+                    plgpu.wgmma(acc, tile[2 + half].T, smem["p"].at[i + block.index].T)
             plgpu.wgmma_wait(0)
             return [acc[...] for acc in accs]
 
@@ -424,93 +464,117 @@ class Heads(Stage):
             plgpu.barrier_arrive(smem["w_used"].at[slot])
         return *(a * rescale + b for a, b in zip(o, new, strict=True)), l, m_new
 
-    def _halves(self, block, j) -> list[tuple[Array, Array | int]]:
-        """(number of the block's tile, half of it) for what step j of `_attend_codes` computes.
+    def _half(self, block, i, tile) -> Array:
+        """Index in the row of this warpgroup's 64 slots of this block's tile."""
+        return 2 * (self._rank(block, i) + self.sharing * tile) + block.index
 
-        Code that unpacks weights leaves no room in the instruction cache for whole tiles.
-        """
-        if isinstance(block.index, int):
-            return [(j, 0), (j, 1)]
-        return [(lax.div(j, 2), lax.rem(j, 2))]
-
-    def _place(self, block, i, tile, half) -> Array:
-        """Index in the row of the 64 slots that are this half of this block's tile."""
-        return 2 * (self._rank(block, i) + self.sharing * tile) + half
-
-    def _scales_of(self, block, layer, i, filled, j) -> list[Array]:
-        """Load the scales [64] of the keys of each of the `_halves`, then of the values."""
-        places = [self._place(block, i, *half) for half in self._halves(block, j)]
+    def _scales_of(self, block, layer, i, filled, tile) -> list[Array]:
+        """Load the scales [64] of keys and values of this warpgroup's half of a tile."""
+        start = self._code_start(self._half(block, i, tile), filled)
         return [
-            plgpu.load(
-                scales.block(self._code_start(place, filled), BRICK),
-                layout=LAYOUT.reduce(1),
-                optimized=False,
-            )
+            plgpu.load(scales.block(start, BRICK), layout=LAYOUT.reduce(1), optimized=False)
             for scales in self._scales(block.gmem, *self._head(block, i), layer)
-            for place in places
         ]
 
     def _attend_codes(self, block, layer, i, filled, w_used, scales) -> tuple[Array, Array, Array]:
-        """Attention in int8: o [128, 8], not `in_order` yet, l [64, 8] and m [8]."""
+        """Attention in int8 to half of each tile: o [128, 8], l [64, 8] and m [8].
+
+        o is not `in_order` yet.
+        """
         smem = block.smem
         q = beside_codes(smem["q"])
         inside = plgpu.broadcasted_iota(jnp.int32, (BRICK, PARTS), 0, layout=LAYOUT)
 
-        def step(j, carry):
+        def step(tile, carry):
             o, l, m, *scales = carry
-            following = self._scales_of(block, layer, i, filled, j + 1)
-            of_keys, of_values = _in_two([lax.broadcast_in_dim(s, l.shape, [0]) for s in scales])
-            halves = self._halves(block, j)
-            slot = block.w_slot(w_used + halves[0][0])
-            when(halves[0][1] == 0)(lambda: plgpu.barrier_wait(smem["w_arrived"].at[slot]))
-            scores, seen = [], []
-            for (tile, half), scale in zip(halves, of_keys, strict=True):
-                z = multiplied(codes(smem["codes"].at[slot, half], block.dtype), q)
-                z = z * scale * (self.scale * LOG2E)
-                seen.append(inside + self._place(block, i, tile, half) * BRICK < filled)
-                scores.append(jnp.where(seen[-1], z, LOWEST))
-            m_new = jnp.maximum(m, functools.reduce(jnp.maximum, scores).max(axis=0))
+            following = self._scales_of(block, layer, i, filled, tile + 1)
+            of_keys, of_values = (lax.broadcast_in_dim(s, l.shape, [0]) for s in scales)
+            slot = block.w_slot(w_used + tile)
+            plgpu.barrier_wait(smem["w_arrived"].at[slot])
+            z = multiplied(codes(smem["codes"].at[slot, block.index], block.dtype), q)
+            z = z * of_keys * (self.scale * LOG2E)
+            seen = inside + self._half(block, i, tile) * BRICK < filled
+            z = jnp.where(seen, z, LOWEST)
+            m_new = jnp.maximum(m, over_rows(z, "max", _memory(block, 0)))
             rescale = jnp.exp2(m - m_new)
-            l = l * _down(rescale)
             # float16 has too small a range for P times a scale.
-            values = [
-                transposed_codes(smem["codes"].at[slot, 2 + half], jnp.bfloat16)
-                for _, half in halves
-            ]
-            for n, (s, z, scale) in enumerate(zip(seen, scores, of_values, strict=True)):
-                p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0)
-                l = l + p
-                put(smem["p"].at[n], jnp.where(s, p * scale, 0.0))
-            when(halves[-1][1] == 1)(lambda: plgpu.barrier_arrive(smem["w_used"].at[slot]))
+            left = transposed_codes(smem["codes"].at[slot, 2 + block.index], jnp.bfloat16)
+            plgpu.barrier_arrive(smem["w_used"].at[slot])
+            p = jnp.where(seen, jnp.exp2(z - _down(m_new)), 0.0)
+            put(smem["p"].at[block.index], jnp.where(seen, p * of_values, 0.0))
+            plgpu.commit_smem()
             o = o * lax.broadcast_in_dim(rescale, o.shape, [1])
-            for n, left in enumerate(values):
-                o = plgpu.mma(o, left, loaded_right(smem["p"].at[n]))
-            return o, l, m_new, *following
+            o = plgpu.mma(o, left, loaded_right(smem["p"].at[block.index]))
+            return o, l * _down(rescale) + p, m_new, *following
 
-        steps = self._cache_tiles(block, i, filled)[1] * (2 // len(self._halves(block, 0)))
+        steps = self._cache_tiles(block, i, filled)[1]
         carry = _blank(HEAD_DIM), _blank(BRICK), _lowest(), *scales
         return lax.fori_loop(0, steps, step, carry)[:3]
 
-    def _with_token(self, block, o, l, m, is_mine):
-        """Add the new token, in int8, to (o [128, 8], l, m), if it is this block's."""
-        score = load(block.smem["token"].at[_SCORE], LAYOUT.reduce(0)) * (self.scale * LOG2E)
+    def _with_token(self, block, result, is_mine) -> tuple[Array, ...]:
+        """Add the new token, in int8, to (o in two halves, l, maximum), if it is this block's."""
+        *o, l, m = result
+        scores = block.smem["reduced"].at[pl.ds(_SCORES, PARTS)]
+        score = _down(load(scores, LAYOUT.reduce(0)) * (self.scale * LOG2E))
         top = jnp.where(is_mine, jnp.maximum(m, score), m)
         weight = jnp.where(is_mine, jnp.exp2(score - top), 0.0)
-        rescale, weight = _down(jnp.exp2(m - top)), _down(weight)
+        rescale = jnp.exp2(m - top)
         first = plgpu.broadcasted_iota(jnp.int32, l.shape, 0, layout=LAYOUT) == 0
         l = l * rescale + jnp.where(first, weight, 0.0)
-        halves = []
-        for half in range(2):
-            value = load(block.smem["new"].at[2 + half], LAYOUT.reduce(1))
-            value = lax.broadcast_in_dim(value, weight.shape, [0])
-            part = o[half * BRICK : (half + 1) * BRICK]
-            halves.append(part * rescale + weight * value)
-        return halves, l, top
+        codes = block.smem["new_codes"].at[1]
+        values = (load(codes.at[bricks(half, 1)], LAYOUT.reduce(1)) for half in range(2))
+        values = (lax.broadcast_in_dim(value, weight.shape, [0]) for value in values)
+        weight *= block.smem["reduced"][_SCALES + self.group + 1]
+        halves = (part * rescale + weight * value for part, value in zip(o, values, strict=True))
+        return *halves, l, top
 
+    def _hand_over(self, block, i, mine) -> None:
+        """Give the result of the second warpgroup to the first, merged with the other block's."""
+        part = block.smem["part"]
+        if self.split > 1:
 
-def _in_two(items: list[Array]) -> tuple[list[Array], list[Array]]:
-    """Both halves of a list."""
-    return items[: len(items) // 2], items[len(items) // 2 :]
+            def with_other():
+                plgpu.barrier_wait(block.smem["part_arrived"])
+                return _merged(mine, tuple(load(part.at[at]) for at in range(4)))
+
+            mine = cond(self._is_owner(block, i), with_other, lambda: mine)
+        for at, values in enumerate(mine):
+            part.at[at][...] = values
+        plgpu.barrier_arrive(block.smem["handed_over"])
+
+    def _merge(self, block, i, mine, finish) -> None:
+        """Merge the results of all warpgroups of the cluster; its owner `finish`es them."""
+        part = block.smem["part"]
+
+        def merged(arrived):
+            plgpu.barrier_wait(block.smem[arrived])
+            return _merged(mine, tuple(load(part.at[at]) for at in range(4)))
+
+        if block.computing > 1:  # `_hand_over` has received the other block's
+            mine = merged("handed_over")
+        if self.split == 1:
+            finish(mine)
+            return
+
+        @when(~self._is_owner(block, i))
+        def _():
+            for at, values in enumerate(mine):
+                plgpu.async_store_smem(
+                    values,
+                    part.at[at],
+                    barrier=block.smem["part_arrived"],
+                    cluster_idx=1 - block.rank,
+                    cluster_dim="rank",
+                    optimized=False,
+                )
+
+        @when(self._is_owner(block, i))
+        def _():
+            finish(mine if block.computing > 1 else merged("part_arrived"))
+
+    def _is_owner(self, block, i) -> Array:
+        """Whether this block finishes its cluster's head number i."""
+        return lax.rem(i, 2) == block.rank
 
 
 def _blank(rows: int) -> Array:
@@ -550,30 +614,23 @@ def _write_token(block, caches, slot) -> None:
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _write_codes(block, caches, scales, slot) -> None:
+def _write_codes(block, group, caches, scales, slot) -> None:
     """Write the new key and value to a cache in int8, with their scales."""
     for i in range(2):
         plgpu.copy_smem_to_gmem(block.smem["new_codes"].at[i], caches[i].token(slot))
-        scales[i].token(slot)[...] = block.smem["token"][PARTS + i]
+        scales[i].token(slot)[...] = block.smem["reduced"][_SCALES + group + i]
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _rounded(block, which, token) -> list[Array]:
-    """Keep codes and scale of the new key or value, given in halves [64]; returns their product."""
-    found, scale = rounded_to_codes([half.astype(jnp.float32) for half in token])
-    for half, values in enumerate(found):
-        block.smem["new_codes"].at[which, bricks(half, 1)][...] = values.astype(jnp.int8)
-    block.smem["token"][PARTS + which] = scale
-    return [values * scale for values in found]
+def _column(columns: Array, index: int) -> Array:
+    """One of columns [64, 8]."""
+    at = plgpu.broadcasted_iota(jnp.int32, columns.shape, 1, layout=LAYOUT)
+    return jnp.where(at == index, columns, 0.0).sum(axis=1)
 
 
-def _score(block, turned, key) -> Array:
-    """q·k [8] of the new token, given both in halves."""
-    products = (
-        half.astype(block.dtype).astype(jnp.float32) * lax.broadcast_in_dim(k, half.shape, [0])
-        for half, k in zip(turned, key, strict=True)
-    )
-    return sum(products).sum(axis=0)
+def _memory(block, which: int) -> Any:
+    """One of two pieces of this warpgroup's memory for `over_rows`."""
+    return block.smem["reduced"].at[pl.ds((2 * block.index + which) * WORDS, WORDS)]
 
 
 def _merged(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
@@ -586,31 +643,6 @@ def _merged(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
     return *(a * weight + b * weight_other for a, b in pairs), top
 
 
-def _merge(block, i, o, l, m, finish) -> None:
-    """Merge the parts of two blocks, each with its own maximum; one `finish`es (o, l, maximum)."""
-    smem = block.smem
-    owner = lax.rem(i, 2)
-
-    @when(owner != block.rank)
-    def _():
-        for at, values in enumerate((*o, l, _down(m))):
-            plgpu.async_store_smem(
-                values,
-                smem["part"].at[at],
-                barrier=smem["part_arrived"],
-                cluster_idx=owner,
-                cluster_dim="rank",
-                optimized=False,
-            )
-
-    @when(owner == block.rank)
-    def _():
-        plgpu.barrier_wait(smem["part_arrived"])
-        other = tuple(load(smem["part"].at[at]) for at in range(4))
-        *merged, total, top = _merged((*o, l, _down(m)), other)
-        finish(merged, total, top)
-
-
 def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
     """Empty places for "parts": o in two halves, l, the maximum; each [64, 8], for one launch."""
     return exchange.empty_places((rows, kv_heads, clusters - 1, 4), PARTS)
@@ -619,10 +651,10 @@ def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
 def heads_memory(dtype: Any, int8: bool = False, sends_words: bool = False) -> Memory:
     """Shared memory of `Heads`."""
     results = {} if sends_words else {"o": ((2, PARTS, BRICK), dtype)}
-    token = {
-        "new_codes": ((2, HEAD_DIM), jnp.int8),
-        "token": ((2 * PARTS,), jnp.float32),  # its scores, then the scales of key and value
-    }
+    if int8:
+        token = {"new_codes": ((2, HEAD_DIM), jnp.int8)}
+    else:
+        token = {"new": ((4, BRICK), dtype)}  # halves of key and value of a new token
     return Memory(
         matrices={
             "q": ((PARTS, HEAD_DIM), dtype),
@@ -630,7 +662,7 @@ def heads_memory(dtype: Any, int8: bool = False, sends_words: bool = False) -> M
             "part": ((4, BRICK, PARTS), jnp.float32),
             **results,
         },
-        # Halves of key and value of a new token.
-        vectors={"new": ((4, BRICK), dtype)} | (token if int8 else {}),
-        barriers={"part_arrived": 4},
+        # For two warpgroups: `_memory`, and scales and scores of the new token.
+        vectors=token | {"reduced": ((4 * WORDS + 2 * PARTS,), jnp.float32)},
+        barriers={"part_arrived": 4, "q_made": 1, "handed_over": 1},
     )

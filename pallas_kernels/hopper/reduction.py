@@ -1,0 +1,72 @@
+"""Reduces an array of a warpgroup over its rows.
+
+All warpgroups that run the same code share the memory that Mosaic's own reductions use across
+warps, so two of them cannot reduce at once. Here, each brings its own.
+"""
+
+from typing import Any
+
+import numpy as np
+from jax import Array
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from fdjax.pallas_kernels.hopper.fragments import constant
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT
+
+COLUMNS = 8
+WORDS = 4 * COLUMNS  # fp32 values of the memory that a reduction takes
+
+_OPS = {"sum": arith.addf, "max": arith.maximumf}
+_LANES_OF_A_COLUMN = 4, 8, 16
+
+
+def over_rows(x: Array, op: str, memory: Any) -> Array:
+    """Sum or maximum of all rows of x.
+
+    Args:
+      x: [64, 8] fp32 in `LAYOUT`.
+      op: "sum" | "max".
+      memory: shared memory [32] fp32 of this warpgroup alone. Between two uses of it, all threads
+        of the warpgroup must meet at another barrier, such as `plgpu.commit_smem`.
+
+    Returns:
+      [8] in `LAYOUT.reduce(0)`.
+    """
+    combine = _OPS[op]
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), LAYOUT),
+        return_type=plgpu.ShapeDtypeStruct((COLUMNS,), x.dtype, layout=LAYOUT.reduce(0)),
+    )
+    def run(_, memory, x):
+        # A thread has two columns of two rows. The lanes of its column differ in their rows.
+        first, second = x.registers.flat
+        value = combine(first, second)
+        for distance in _LANES_OF_A_COLUMN:
+            value = combine(value, mgpu_utils.shfl_bfly(value, distance))
+        thread = arith.remui(mgpu_utils.thread_idx(), constant(128))
+        warp = arith.divui(thread, constant(32))
+        column = arith.muli(arith.remui(thread, constant(4)), constant(2))
+
+        def place(warp):
+            at = arith.addi(arith.muli(warp, constant(COLUMNS)), column)
+            return [arith.index_cast(ir.IndexType.get(), at)]
+
+        vector.store(value, memory, place(warp))
+        mgpu_utils.warpgroup_barrier()
+        parts = [vector.load(value.type, memory, place(constant(w))) for w in range(4)]
+        total = combine(combine(parts[0], parts[1]), combine(parts[2], parts[3]))
+        layout = x.layout.reduce((0,))
+        return mgpu.FragmentedArray(
+            _registers=np.array([total], dtype=object).reshape(layout.registers_shape((COLUMNS,))),
+            _layout=layout,
+            _is_signed=None,
+        )
+
+    if x.shape != (64, COLUMNS):
+        raise ValueError(f"must have the shape (64, {COLUMNS}), got {x.shape}")
+    return run(memory, x)
