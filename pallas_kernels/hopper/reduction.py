@@ -1,4 +1,4 @@
-"""Reduces an array of a warpgroup over its rows.
+"""Reduces an array of a warpgroup over its rows, and lets its threads meet.
 
 All warpgroups that run the same code share the memory that Mosaic's own reductions use across
 warps, so two of them cannot reduce at once. Here, each brings its own.
@@ -20,6 +20,20 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 COLUMNS = 8
 WORDS = 4 * COLUMNS  # fp32 values of the memory that a reduction takes
 
+
+def meet() -> None:
+    """Let all threads of the warpgroup see what each has stored to shared memory.
+
+    TMA and wgmma see it only after `plgpu.commit_smem`, which takes longer.
+    """
+
+    @plgpu.inline_mgpu()
+    def run(_):
+        mgpu_utils.warpgroup_barrier()
+
+    run()
+
+
 _OPS = {"sum": arith.addf, "max": arith.maximumf}
 _LANES_OF_A_COLUMN = 4, 8, 16
 
@@ -31,7 +45,7 @@ def over_rows(x: Array, op: str, memory: Any) -> Array:
       x: [64, 8] fp32 in `LAYOUT`.
       op: "sum" | "max".
       memory: shared memory [32] fp32 of this warpgroup alone. Between two uses of it, all threads
-        of the warpgroup must meet at another barrier, such as `plgpu.commit_smem`.
+        of the warpgroup must `meet`, or at another barrier, such as that of `plgpu.commit_smem`.
 
     Returns:
       [8] in `LAYOUT.reduce(0)`.

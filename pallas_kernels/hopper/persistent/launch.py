@@ -122,7 +122,10 @@ def launch(
         num_threads=len(per_warpgroup),
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(
-            approx_math=approx_math, lowering_semantics=plgpu.LoweringSemantics.Lane
+            approx_math=approx_math,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            # Stages let threads meet where one needs what another has stored.
+            unsafe_no_auto_barriers=True,
         ),
     )(*operands.values())
     return dict(zip(results, made, strict=True))
@@ -138,6 +141,7 @@ def _compute(block: Block) -> None:
         block.by(0, lambda: plgpu.barrier_arrive(block.smem["sums_read"]))
     # Counts tiles of the ring and slots of x.
     block.for_layers(run, (jnp.int32(0), jnp.int32(0)))
+    plgpu.wait_smem_to_gmem(0)
 
 
 def _bring_x(block: Block) -> None:

@@ -38,7 +38,7 @@ from fdjax.pallas_kernels.hopper.persistent.memory import Memory
 from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
-from fdjax.pallas_kernels.hopper.reduction import WORDS, over_rows
+from fdjax.pallas_kernels.hopper.reduction import WORDS, meet, over_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
 
 HEAD_DIM = 2 * BRICK
@@ -253,6 +253,7 @@ class Heads(Stage):
     def _receive(self, block, cos, sin, x_used) -> None:
         """Receive queries and the new token, and apply RoPE."""
         smem = block.smem
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last token has left shared memory
         cos, sin = (lax.broadcast_in_dim(a, (BRICK, PARTS), [0]) for a in (cos, sin))
         halves = []
         slots = [block.x_slot(x_used + at) for at in range(2 // block.x_bricks)]
@@ -260,7 +261,6 @@ class Heads(Stage):
             plgpu.barrier_wait(smem["x_arrived"].at[slot])
             for at in range(block.x_bricks):
                 halves.append(load(smem["x"].at[slot, pl.ds(0, PARTS), bricks(at, 1)].T))
-        plgpu.commit_smem()
         for slot in slots:
             plgpu.barrier_arrive(smem["x_used"].at[slot])
         a, b = halves
@@ -274,7 +274,7 @@ class Heads(Stage):
                     for half in range(2):
                         token = _column(values[half], self.group + which)
                         smem["new"].at[2 * which + half][...] = token.astype(block.dtype)
-            plgpu.commit_smem()
+            meet() if self.int8 else plgpu.commit_smem()
             if block.computing > 1:
                 plgpu.barrier_arrive(smem["q_made"])
 
@@ -311,7 +311,7 @@ class Heads(Stage):
         )
         scores = over_rows(sum(products), "sum", _memory(block, 1))
         smem["reduced"].at[pl.ds(_SCORES, PARTS)][...] = scores
-        plgpu.commit_smem()
+        meet()
 
     def _attend(self, block, layer, i, filled, w_used, scales, arrive_before) -> None:
         """Attention of a KV head of a row to this block's tiles of slots."""
@@ -502,7 +502,7 @@ class Heads(Stage):
             plgpu.barrier_arrive(smem["w_used"].at[slot])
             p = jnp.where(seen, jnp.exp2(z - _down(m_new)), 0.0)
             put(smem["p"].at[block.index], jnp.where(seen, p * of_values, 0.0))
-            plgpu.commit_smem()
+            meet()
             o = o * lax.broadcast_in_dim(rescale, o.shape, [1])
             o = plgpu.mma(o, left, loaded_right(smem["p"].at[block.index]))
             return o, l * _down(rescale) + p, m_new, *following
@@ -607,19 +607,18 @@ def _add_token(token, tile, inside) -> None:
 
 
 def _write_token(block, caches, slot) -> None:
-    """Write the new key and value to the cache."""
+    """Begin to write the new key and value to the cache."""
     for b in range(4):
         target = caches[b // 2].token(slot).at[bricks(b % 2, 1)]
         plgpu.copy_smem_to_gmem(block.smem["new"].at[b], target)
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _write_codes(block, group, caches, scales, slot) -> None:
-    """Write the new key and value to a cache in int8, with their scales."""
+    """Begin to write the new key and value to a cache in int8, with their scales."""
+    plgpu.commit_smem()
     for i in range(2):
         plgpu.copy_smem_to_gmem(block.smem["new_codes"].at[i], caches[i].token(slot))
         scales[i].token(slot)[...] = block.smem["reduced"][_SCALES + group + i]
-    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _column(columns: Array, index: int) -> Array:
