@@ -7,6 +7,7 @@ takes the time of one write over NVLink, without fences and signals. NCCL calls 
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -28,7 +29,7 @@ ROUNDS = 2
 
 _THREADS = 128
 # Registers of a thread that one loop polls. Each holds two values.
-_POLLED = 4
+_POLLED = 8
 
 _SEND = """{
 .reg .b64 first, second;
@@ -67,13 +68,14 @@ class Exchange:
         flag = jnp.int32(layer) + 1
         for other in (lax.rem(me + i, self.ranks) for i in range(1, self.ranks)):
             if loops_back:
-                send(inbox.at[other, tile], value, flag)
+                send(inbox.at[other, tile], [value], flag)
             else:
-                send(plgpu.remote_ref(inbox, {AXIS: other}).at[me, tile], value, flag)
+                send(plgpu.remote_ref(inbox, {AXIS: other}).at[me, tile], [value], flag)
         total = None
         for rank in range(self.ranks):
             # The own place stays empty: nothing is waited for there.
-            theirs = receive(inbox.at[rank, tile], value.shape, jnp.where(me == rank, 0, flag))
+            expected = jnp.where(me == rank, 0, flag)
+            (theirs,) = receive(inbox.at[rank, tile], 1, value.shape, expected)
             part = jnp.where(me == rank, value, theirs)
             total = part if total is None else total + part
         return total
@@ -85,18 +87,23 @@ def new_inbox(ranks: int, rows: int, width: int) -> Any:
 
 
 def empty_places(shape: tuple[int, ...], rows: int) -> Any:
-    """A reference to empty places [..., M/4, 128, 4] for values [64, M], for one launch."""
+    """A reference to empty places [..., M/4, 128, 4], for one launch.
+
+    A place has room for an array [64, M], or for several with M columns in all.
+    """
     return jax.new_ref(jnp.zeros((*shape, BRICK * rows // (2 * _THREADS), _THREADS, 4), jnp.int32))
 
 
-def send(place: Any, value: Array, flag: Array) -> None:
-    """Write values [64, M] in fp32 and `LAYOUT` to a place, with their flags."""
+def send(place: Any, values: Sequence[Array], flag: Array) -> None:
+    """Write arrays [64, M] in fp32 and `LAYOUT` to a place, with their flags."""
+    layouts = [LAYOUT] * len(values)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT, plgpu.Layout.WG_SPLAT))
-    def run(_, inbox, value, flag):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT, *layouts))
+    def run(_, inbox, flag, *values):
         at, word = _places(inbox), ir.IntegerType.get_signless(32)
         (flag,) = flag.registers.flat
-        for i, register in enumerate(value.registers.flat):
+        registers = [register for value in values for register in value.registers.flat]
+        for i, register in enumerate(registers):
             pair = (
                 arith.bitcast(
                     word, vector.extract(register, dynamic_position=[], static_position=[j])
@@ -105,15 +112,15 @@ def send(place: Any, value: Array, flag: Array) -> None:
             )
             mgpu_utils.inline_ptx(_SEND, at(i), *pair, flag, has_side_effects=True)
 
-    run(place, value, flag)
+    run(place, flag, *values)
 
 
-def receive(place: Any, shape: tuple[int, ...], flag: Array) -> Array:
-    """Wait for values with this flag; 0 is the flag of an empty place."""
+def receive(place: Any, count: int, shape: tuple[int, ...], flag: Array) -> list[Array]:
+    """Wait for `count` arrays of a shape with this flag; 0 is the flag of an empty place."""
+    made = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=LAYOUT)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=LAYOUT),
+        arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT), return_type=[made] * count
     )
     def run(_, inbox, flag):
         at, single = _places(inbox), ir.F32Type.get()
@@ -122,24 +129,26 @@ def receive(place: Any, shape: tuple[int, ...], flag: Array) -> Array:
         pairs = ir.MemRefType(inbox.type).shape[0]
         registers = []
         for first in range(0, pairs, _POLLED):
-            count = min(_POLLED, pairs - first)
-            addresses = [at(first + i) for i in range(count)]
+            polled = min(_POLLED, pairs - first)
+            addresses = [at(first + i) for i in range(polled)]
             words = mgpu_utils.inline_ptx(
-                *(_poll(count), *addresses, flag),
-                result_types=[word] * 2 * count,
+                *(_poll(polled), *addresses, flag),
+                result_types=[word] * 2 * polled,
                 has_side_effects=True,
             )
             values = [arith.bitcast(single, value) for value in words]
             registers += [
-                vector.from_elements(pair, values[i : i + 2]) for i in range(0, 2 * count, 2)
+                vector.from_elements(pair, values[i : i + 2]) for i in range(0, 2 * polled, 2)
             ]
-        return mgpu.FragmentedArray(
-            _registers=np.array(registers, dtype=object).reshape(
-                mgpu.WGMMA_LAYOUT.registers_shape(shape)
-            ),
-            _layout=mgpu.WGMMA_LAYOUT,
-            _is_signed=None,
-        )
+        layout = mgpu.WGMMA_LAYOUT
+        return [
+            mgpu.FragmentedArray(
+                _registers=part.reshape(layout.registers_shape(shape)),
+                _layout=layout,
+                _is_signed=None,
+            )
+            for part in np.split(np.array(registers, dtype=object), count)
+        ]
 
     return run(place, flag)
 

@@ -16,7 +16,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from fdjax.pallas_kernels.attention.cache import cache_features
+from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import by_name, check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape
@@ -109,6 +109,8 @@ def layers_mosaic(
     shared = max(n for n in (1, 2, 4) if n <= _most_clusters(m, k.shape[2], slots))
     if config is None:
         config = DecodeLayersConfig(clusters=shared)
+    elif features_of(k):  # tables are measured without int8, whose tiles take longer to compute
+        config = dataclasses.replace(config, clusters=max(config.clusters, shared))
     packed = isinstance(weights.out, QTensor)
     sizes = {
         "heads": weights.out.shape[-2],

@@ -57,7 +57,7 @@ class Heads(Stage):
     `int8`, "k_scales" and "v_scales" are the scales of the caches.
 
     If several clusters share a head, all but the first send their results to "parts"
-    [M,Hkv,clusters-1,4] places, see `new_parts`.
+    [M,Hkv,clusters-1] places, see `new_parts`.
 
     Attributes:
       rows, kv_heads, group: M, Hkv, G.
@@ -359,14 +359,12 @@ class Heads(Stage):
 
         @when(part > 0)
         def _():
-            for at, values in enumerate(mine):
-                exchange.send(parts.at[part - 1, at], values, flag)
+            exchange.send(parts.at[part - 1], mine, flag)
 
         @when(part == 0)
         def _():
             def add(other, carry):
-                places = (parts.at[other, at] for at in range(4))
-                found = (exchange.receive(place, (BRICK, PARTS), flag) for place in places)
+                found = exchange.receive(parts.at[other], 4, (BRICK, PARTS), flag)
                 return _merged(carry, tuple(found))
 
             merged = lax.fori_loop(0, self.clusters - 1, add, mine)
@@ -644,7 +642,7 @@ def _merged(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ..
 
 def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
     """Empty places for "parts": o in two halves, l, the maximum; each [64, 8], for one launch."""
-    return exchange.empty_places((rows, kv_heads, clusters - 1, 4), PARTS)
+    return exchange.empty_places((rows, kv_heads, clusters - 1), 4 * PARTS)
 
 
 def heads_memory(dtype: Any, int8: bool = False, sends_words: bool = False) -> Memory:
