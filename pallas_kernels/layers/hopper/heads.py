@@ -6,9 +6,12 @@ through shared memory. With very few heads, several clusters share one, and the 
 their results through global memory. The new token is put into its place in the last tile in shared
 memory, so that attention need not wait until the cache holds it.
 
+If two warpgroups compute, they share the tiles of their block. The first one rotates the queries
+and finishes the head; the second hands its result over, merged with that of the other block.
+
 A cache in int8 is multiplied from registers, see `codes`. Its tiles have 128 slots, so that they
-fill a slot of the ring, and their scales are loaded into registers one tile ahead. The new token is
-rounded, and its score is computed apart.
+fill a slot of the ring; each warpgroup takes half of each. Their scales are loaded into registers
+one tile ahead. The second warpgroup rounds the new token, and computes its score apart.
 """
 
 import dataclasses
@@ -205,7 +208,7 @@ class Heads(Stage):
         )
 
     def compute(self, block: Block, layer: Layer, used: Pair) -> Pair:
-        """Compute attention of this block's KV heads."""
+        """Compute attention of this block's KV heads. With `int8`, two warpgroups must do so."""
         mine = block.share(self).count
 
         def store_is_under_way(i):
