@@ -54,6 +54,9 @@ COLOURS = {
     "without attention": "tab:red",
     "naive": "tab:red",
     "segments": OURS,
+    "one launch": OURS,
+    "one launch, 2 tiles": "tab:cyan",
+    "psum": "0.75",
     "transformers": "tab:red",
 }
 
@@ -63,6 +66,7 @@ class Results:
 
     def __init__(self, folder: Path, tables: Path = TABLES):
         self.end_to_end: list[Record] = []
+        self.several_devices: list[Record] = []
         self.kernels: dict[str, Record] = {}
         self.memory: list[dict[str, Any]] = []
         self.calibration: list[dict[str, Any]] = []
@@ -99,7 +103,9 @@ class Results:
                 # Records of the headline command come last and replace earlier ones.
                 place = len(self.default_path) if path.stem.startswith(HEADLINE) else 0
                 self.default_path.insert(place, record)
-            if "model" in record.config:
+            if "devices" in record.config:
+                self.several_devices.append(record)
+            elif isinstance(record.config.get("model"), str):
                 self.end_to_end.append(record)
             elif "family" not in record.config:
                 self.kernels[path.stem] = record
@@ -410,6 +416,43 @@ def headline(results: Results) -> Figure | None:
         panels, (steps, firsts), ("decode step, ms", "first token, ms"), strict=True
     ):
         _bars(axes, dict(sorted(found.items())), label)
+    return figure
+
+
+def tensor_parallel(results: Results) -> Figure | None:
+    """Speed of two devices over one of the same run; FastAttention Figs. 10, 16 and 17: in tiles.
+
+    The paper has eight devices, and compares only prompts with and without tiles.
+    """
+    speeds: dict[str, dict[tuple[int, ...], dict[str, float]]]
+    speeds = {"decode step": {}, "first token": {}}
+    for record in sorted(results.several_devices, key=lambda r: r.environment["date"]):
+        times: dict[str, dict[str, float]] = {}
+        for row in record.rows:
+            if row.timing:
+                times.setdefault(row.case, {})[row.implementation] = row.timing["median_us"]
+        layers, width = (record.config["model"][n] for n in ("num_hidden_layers", "hidden_size"))
+        for case, found in times.items():
+            what, batch, prompt = case.rsplit(maxsplit=2)
+            ratios = {
+                name.removeprefix("2 devices, "): found["1 devices"] / time
+                for name, time in found.items()
+                if "1 devices" in found and name.startswith("2 devices")
+            }
+            if ratios:
+                point = width, layers, int(batch[1:]), int(prompt[1:])
+                speeds[what].setdefault(point, {}).update(ratios)
+    if not speeds["decode step"]:
+        return None
+    figure, panels = _panels(2, (5.2, 1 + 0.5 * len(speeds["decode step"])))
+    for axes, (what, by_point) in zip(panels, speeds.items(), strict=True):
+        groups = {
+            _where(f"{layers} layers of {width}\n", *point): ratios
+            for (width, layers, *point), ratios in sorted(by_point.items())
+        }
+        _bars(axes, groups, f"{what}: speed of two devices over one")
+        axes.axvline(1, color="0.5", linewidth=0.8)
+        axes.legend(fontsize=7, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     return figure
 
 
@@ -762,6 +805,7 @@ FIGURES: dict[str, Callable[[Results], Figure | None]] = {
     function.__name__: function
     for function in (
         headline,
+        tensor_parallel,
         first_and_each,
         softmax_inputs,
         block_n,
