@@ -182,6 +182,7 @@ def close(got, want):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_beginning_is_computed_once(lm, uncached):
     beginning = [i % 400 + 3 for i in range(300)]
     lm.generate([*beginning, 7], max_new_tokens=2, **OPTIONS)

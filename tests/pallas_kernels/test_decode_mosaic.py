@@ -201,6 +201,7 @@ def test_without_a_unified_maximum(monkeypatch):
     assert set(configs) == {RUNNING_MAXIMUM}
 
 
+@pytest.mark.slow
 def test_large_values_do_not_overflow_the_unified_sum():
     q, k, v, lengths = _operands([130])
     q[:], k[0, 0, :130] = 1.0, 2.75  # p = 2^31.7, in range

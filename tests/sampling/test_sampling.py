@@ -392,6 +392,7 @@ def test_draws_follow_the_softmax_whatever_sets_them_apart(vary, values):
         assert chi_square(got, wrong) > 4
 
 
+@pytest.mark.slow
 def test_seeds_indices_and_steps_all_set_draws_apart():
     """A few draws from a wide flat row agree by chance with probability 1 in 4096."""
     batch, wide = 500, 4096

@@ -152,8 +152,10 @@ sys.exit(main())
     "module",
     [
         "argparse",
-        "jax_plugins",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("numpy", "jax", "fdjax.lm")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("jax_plugins", "numpy", "jax", "fdjax.lm")
+        ),
     ],
 )
 def test_the_command_line_ends_without_a_traceback(module):

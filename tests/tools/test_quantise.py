@@ -120,6 +120,7 @@ def test_rows_are_quantised_alike_in_parts(monkeypatch):
         np.testing.assert_array_equal(whole.scales, parts.scales)
 
 
+@pytest.mark.slow
 def test_texts_are_observed_alike_in_any_number_at_once(monkeypatch):
     config = parse_config(read_json(FIXTURES / "llama2_mha" / "config.json"))
     model = describe(config, dtype="float32", plan=Plan())
