@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         read_json,
         unnamed_dtype,
     )
-    from fdjax.weights.stored import stored_tensors
+    from fdjax.weights.stored import DTYPES, stored_tensors
 
     if args.weights_only and args.text:
         raise UsageError("quantize: --weights-only does not use --text")
@@ -136,7 +136,8 @@ def run(args: argparse.Namespace) -> int:
         progress=progress,
     )
     seconds = time.perf_counter() - began
-    before = sum(tensor.nbytes for tensor in stored_tensors(folder).values())
+    tensors = stored_tensors(folder).values()
+    before = sum(tensor.nbytes for tensor in tensors if tensor.dtype in DTYPES)
     print(f"size          {gigabytes(written)}, {before / written:.2f} times less than before")
     print(f"seconds       {seconds:.1f}")
     if reference is not None:

@@ -617,7 +617,7 @@ class GenerationConfig:
             eos = _ids("eos_token_id", eos if isinstance(eos, list) else [eos])
         except ValueError:
             raise CheckpointError(f"{source}: eos_token_id must be ids, got {eos!r}") from None
-        if not generation:
+        if not (generation or Path(source).exists()):
             generation, source = config, str(Path(source).with_name("config.json"))
         names = {name for name, option in OPTIONS.items() if option.in_files}
         known = {n: generation[n] for n in names if generation.get(n) is not None}

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from jax import Array
 
 from fdjax.engine.engine import Engine
 from fdjax.engine.generation import forward
-from fdjax.models import CheckpointError, DecoderConfig, Model, weight_map
+from fdjax.models import CheckpointError, DecoderConfig, Model, ignored_tensors, weight_map
 from fdjax.models.name_map import AllExperts, WeightMap
 from fdjax.pallas_kernels.quantised import WeightFormat, word_rows
 from fdjax.system.process import transfers_allowed
@@ -88,10 +89,17 @@ def quantise_checkpoint(
         for name, _ in weight.sources
     }
     copied = {name for linear in in_mxfp4.values() for name in linear.names}
+    # Masks of integers or booleans, which many old checkpoints have and no model needs.
+    masks = {
+        name
+        for name, tensor in stored.items()
+        if tensor.dtype not in FLOATS
+        and any(re.fullmatch(pattern, name) for pattern in ignored_tensors(config))
+    }
     named = [
         dataclasses.replace(tensor, name=name)
         for name, tensor in stored.items()
-        if name not in copied
+        if name not in copied and name not in masks
     ]
     groups = [
         _packed(tensor, *formats[tensor.name], changes)

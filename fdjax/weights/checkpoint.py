@@ -87,6 +87,12 @@ def locate(
     if not name_or_path:
         raise CheckpointError("no checkpoint named; give a folder or a hub id like 'owner/name'")
     path = user_path(name_or_path)
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        pass
+    except OSError as error:
+        raise CheckpointError(f"{name_or_path}: cannot be read ({error.strerror})") from None
     if revision is not None and (path.exists() or name_or_path == EMBEDDED):
         raise CheckpointError(
             f"{name_or_path}: revision {revision!r} is only for hub ids, but this is a local path"
@@ -506,8 +512,9 @@ def unnamed_dtype(folder: Path, config: dict[str, Any]) -> str | None:
     if named or not has_weights(folder):
         return None
     matrices = [tensor for tensor in stored_tensors(folder).values() if len(tensor.shape) > 1]
-    # Integers are codes of quantised weights.
-    dtypes = {tensor.dtype for tensor in matrices if not tensor.dtype.startswith(("I", "U"))}
+    # Integers are codes of quantised weights, or masks, which may also be booleans.
+    others = "I", "U", "BOOL"
+    dtypes = {tensor.dtype for tensor in matrices if not tensor.dtype.startswith(others)}
     names = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
     return names.get(dtypes.pop()) if len(dtypes) == 1 else None
 

@@ -650,6 +650,15 @@ def test_empty_values_per_prompt():
     assert [row.bad_words_ids for row, _ in rows] == [(), ()]
 
 
+def test_an_empty_generation_config_is_one(tmp_path):
+    """As in transformers, config.json then gives only the end-of-sequence ids."""
+    path = tmp_path / "generation_config.json"
+    path.write_text("{}")
+    old = {"repetition_penalty": 1.3, "eos_token_id": 2}
+    found = fdjax.GenerationConfig.from_files({}, old, str(path))
+    assert found == fdjax.GenerationConfig(eos_token_ids=(2,))
+
+
 def test_without_generation_config_an_old_config_has_the_defaults():
     old = {"repetition_penalty": 1.3, "top_k": 7, "eos_token_id": 2, "hidden_size": 64}
     from_files = fdjax.GenerationConfig.from_files

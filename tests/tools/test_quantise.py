@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import fdjax
 from fdjax.cli.main import main
@@ -26,7 +27,13 @@ from fdjax.pallas_kernels.quantised import BITS, WeightFormat, dequantise, is_qu
 from fdjax.tools import quantise as tool
 from fdjax.tools import smoothing
 from fdjax.tools.own_texts import own_texts
-from fdjax.weights.checkpoint import load_params, locate, quantised_config, read_json
+from fdjax.weights.checkpoint import (
+    load_params,
+    locate,
+    quantised_config,
+    read_json,
+    unnamed_dtype,
+)
 from fdjax.weights.formats.layer import Codes, dequantised, pack_rows, unpack_rows
 from fdjax.weights.quantise import quantise
 from fdjax.weights.stored import stored_tensors
@@ -766,3 +773,28 @@ def test_weights_that_are_stored_transposed(bits, tmp_path):
             error = np.abs(got - np.asarray(theirs).reshape(got.shape))
             bar = (0.12 if bits == 4 else 0.012) * np.abs(theirs).mean()
             assert error.mean() < bar, path
+
+
+@pytest.mark.parametrize("case", ["gptj", "gpt_neox"])
+def test_masks_of_old_checkpoints_are_left_out(case, tmp_path):
+    """Published checkpoints of these families have a mask of booleans in each layer."""
+    folder, output = tmp_path / "in", tmp_path / "out"
+    shutil.copytree(FIXTURES / case, folder)
+    tensors = {name: t.view() for name, t in stored_tensors(folder).items()}
+    layer = "transformer.h.0.attn." if case == "gptj" else "gpt_neox.layers.0.attention."
+    masks = {f"{layer}bias": np.tril(np.ones((1, 1, 8, 8), bool))}
+    masks |= {f"{layer}masked_bias": np.array(-1e9, np.float32)}
+    save_file(tensors | masks, folder / "model.safetensors")
+    command = ["quantize", str(folder), "--weights-only", "--group", "8", "--output", str(output)]
+    assert main(command) == 0
+    assert f"{layer}bias" not in stored_tensors(output)
+    assert fdjax.load(str(output), compilation_cache=False, progress=False).config.weight_formats
+
+
+def test_masks_do_not_count_for_the_dtype(tmp_path):
+    config = {"model_type": "gptj"}
+    save_file(
+        {"w": np.ones((2, 2), np.float16), "h.0.attn.bias": np.ones((1, 1, 2, 2), bool)},
+        tmp_path / "model.safetensors",
+    )
+    assert unnamed_dtype(tmp_path, config) == "float16"

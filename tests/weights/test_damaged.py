@@ -573,3 +573,9 @@ def test_a_tokenizer_with_more_ids_than_the_model(folder):
             method("a new b")
         with pytest.raises(ValueError, match=r"has id 12, the vocabulary is 0\.\.11$"):
             method([3, 12])
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x" * 300 + "/y"])
+def test_a_name_too_long_for_a_folder(name):
+    with pytest.raises(CheckpointError, match=r"cannot be read \(File name too long\)$"):
+        fdjax.load(name)

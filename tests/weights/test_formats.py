@@ -7,6 +7,7 @@ here, packed by loops over codes.
 import hashlib
 import json
 import re
+import shutil
 import struct
 import warnings
 from pathlib import Path
@@ -15,12 +16,15 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 import fdjax
 from fdjax.models import CheckpointError, describe, parse_config, weight_map
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import dequantise, is_quantised
 from fdjax.weights.checkpoint import load_params, quantised_config, read_json
+from fdjax.weights.formats.scheme import scheme_of
+from fdjax.weights.stored import stored_tensors
 from marks import slow_unless_fast
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
@@ -711,3 +715,24 @@ def test_nf4_with_values_that_are_not_finite_is_refused(tmp_path, name):
     save(tmp_path / "model.safetensors", tensors)
     with pytest.raises(CheckpointError, match=f"{name}' has values that are not finite"):
         fdjax.load(str(tmp_path))
+
+
+def test_zeros_of_channels_may_have_one_axis(tmp_path):
+    """As the scales may."""
+    source = FIXTURES / "ct_int8_naive_asymmetric"
+    tensors = {name: t.view() for name, t in stored_tensors(source).items()}
+    flat = {
+        name: value.reshape(-1) if name.endswith(("_scale", "_zero_point")) else value
+        for name, value in tensors.items()
+    }
+    save_file(flat, tmp_path / "model.safetensors")
+    shutil.copyfile(source / "config.json", tmp_path / "config.json")
+    ours, theirs = weights_of(tmp_path), weights_of(source)
+    for name, weight in theirs.items():
+        np.testing.assert_array_equal(ours[name], weight)
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "mxfp4", "compressed-tensors"])
+def test_a_format_without_a_description_is_refused(method):
+    with pytest.raises(CheckpointError, match="'quantization_config' must be an object"):
+        scheme_of({"quantization_config": method})

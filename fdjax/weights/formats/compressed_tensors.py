@@ -266,7 +266,8 @@ def _naive(group: Group, module: str, shape, stored: Stored, source: str) -> Sto
     def read():
         zeros = None
         if zero is not None:
-            zeros = np.broadcast_to(zero.view().astype(np.int32) + 128, (n, len(columns)))
+            zeros = zero.view().astype(np.int32) + 128
+            zeros = expand_scales(zeros, [n], columns, group.block)
         return _codes(words_of(weight), scale, zeros, [n], columns, group.block)
 
     form = WeightFormat(group.kind, k // len(columns), zero is not None, scale_dtype(scale))

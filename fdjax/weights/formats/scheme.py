@@ -42,6 +42,11 @@ def scheme_of(data: Mapping[str, Any], source: str = "config.json") -> Scheme | 
             f"{source}: 'quantization_config' of {method!r} is not supported; "
             f"supported: {', '.join(FORMATS)}. Or use the unquantised checkpoint"
         )
+    if not isinstance(described, dict):
+        raise CheckpointError(
+            f"{source}: 'quantization_config' must be an object that describes the format, "
+            f"got {described!r}"
+        )
     return FORMATS[method].parse(described, f"{source}: 'quantization_config'")
 
 
