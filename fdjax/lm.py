@@ -381,7 +381,7 @@ class LM:
         """
         refused: dict[int, Exception] = {}
         given, _ = as_several(prompts, "generate: prompts")
-        requests = self._requests(given, config, options, self.defaults, refused) if given else []
+        requests = self._requests(given, config, options, self.defaults, refused)
         rows = self._states(requests)
         for i, error in refused.items():
             nothing = Request(np.zeros(0, np.int32), self.defaults, i)

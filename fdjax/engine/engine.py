@@ -1,6 +1,5 @@
 """The engine: compiles the programs, holds the cache and runs batches of rows."""
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -16,7 +15,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import get_opaque_trace_state
 from jax.sharding import PartitionSpec
 
 from fdjax.engine import step
@@ -58,6 +56,7 @@ from fdjax.pallas_kernels.ranks import observed
 from fdjax.sampling.sampler import NOT_FINITE, Processors
 from fdjax.system.device_memory import gigabytes
 from fdjax.system.process import refuse_forked
+from fdjax.system.traces import refuse_trace
 from fdjax.weights.stacked import layer_slices, stack_layers
 
 _CONCURRENT = "xla_gpu_command_buffer_scheduling_mode"
@@ -442,7 +441,7 @@ class Engine:
 
         A cache of rows is stacked if `may_stack` and decode steps run in one launch.
         """
-        _refuse_trace()
+        refuse_trace()
         if shape.pages:
             return self._take_pages(shape)
         batch, slots = shape.rows, shape.slots
@@ -703,33 +702,6 @@ def _on_host(out: Any) -> Any:
     return jax.device_put(out, jax.memory.Space.Host)
 
 
-@jax.jit
-def _nothing() -> jax.Array:
-    return jnp.zeros(())
-
-
-def _trace_state() -> Any:
-    return get_opaque_trace_state(convention="flax")
-
-
-@functools.cache
-def _outside_of_traces() -> Any:
-    """The trace state of a new thread, in which nothing is traced."""
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(_trace_state).result()
-
-
-def _refuse_trace() -> None:
-    # Running a program takes 0.2 ms, so the trace state is compared first. `jax.grad` and
-    # `jax.vmap` also change it, but they trace only operations on their own arguments.
-    if _trace_state() == _outside_of_traces():
-        return
-    if isinstance(_nothing(), jax.core.Tracer):
-        raise RuntimeError(
-            "generate: LM.generate cannot be called inside a JAX trace; use fdjax.generate there"
-        ) from None
-
-
 def _is_finite(tokens: np.ndarray | jax.Array) -> bool:
     """Whether all tokens of a chunk come from finite logits."""
     return not (np.asarray(tokens) == NOT_FINITE).any()
@@ -738,5 +710,5 @@ def _is_finite(tokens: np.ndarray | jax.Array) -> bool:
 def _raise_failure(rows: Sequence[RequestState]) -> None:
     for row in rows:
         if row.error is not None:
-            _refuse_trace()
+            refuse_trace()
             raise row.error

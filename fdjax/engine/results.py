@@ -163,13 +163,14 @@ class GenerateResult(Sequence[Generation]):
         """The result of requests."""
         rows = [answer for row in requests for answer in row.answers]
         asked = [row.request.config.return_logprobs for row in rows]
-        scores = [row.score for row in rows]
+        answers = [row.answer(with_text=with_text) for row in rows]
+        scores = [answer.score for answer in answers]
         return cls(
-            tokens=[row.tokens for row in rows],
-            texts=[row.text for row in rows] if with_text else None,
-            finish_reasons=[row.finish_reason for row in rows],
-            logprobs=None if set(asked) <= {None} else [row.logprobs for row in rows],
-            top_logprobs=[row.top_logprobs for row in rows] if any(asked) else None,
+            tokens=[answer.tokens for answer in answers],
+            texts=[answer.text for answer in answers] if with_text else None,
+            finish_reasons=[answer.finish_reason for answer in answers],
+            logprobs=None if set(asked) <= {None} else [answer.logprobs for answer in answers],
+            top_logprobs=[answer.top_logprobs for answer in answers] if any(asked) else None,
             stats=timer.stats(requests),
             sequences_scores=None if set(scores) <= {None} else scores,
         )
@@ -220,16 +221,17 @@ class IndexedGeneration(Generation):
     def of(cls, row: RequestState, *, with_text: bool) -> "IndexedGeneration":
         """The result of one request."""
         asked = row.request.config.return_logprobs
+        answer = row.answer(with_text=with_text)
         return cls(
             index=row.request.prompt,
             sample=row.request.sample,
-            tokens=row.tokens,
-            text=row.text if with_text else None,
-            finish_reason=row.finish_reason,
-            logprobs=None if asked is None else row.logprobs,
-            top_logprobs=row.top_logprobs if asked else None,
+            tokens=answer.tokens,
+            text=answer.text,
+            finish_reason=answer.finish_reason,
+            logprobs=None if asked is None else answer.logprobs,
+            top_logprobs=answer.top_logprobs if asked else None,
             error=row.error,
-            sequences_score=row.score,
+            sequences_score=answer.score,
         )
 
 

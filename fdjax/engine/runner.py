@@ -40,7 +40,9 @@ from fdjax.pallas_kernels.attention import SharedPages
 from fdjax.sampling.beams import BeamState, are_aligned
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors, Sampling
+from fdjax.system.device_memory import free
 from fdjax.system.process import refuse_forked, transfers_allowed
+from fdjax.system.traces import refuse_trace
 
 # Decode steps of a chunk while a caller streams an answer.
 STREAM_STEPS = 4
@@ -382,6 +384,10 @@ class Session:
         reruns, beams = (None, *more) if self._has_beams else (*more, None, None)[:2]
         return program.compile_seconds, (tokens, logprobs, reruns, beams)
 
+    def discard(self) -> None:
+        """Free the state, see `free`."""
+        free(self._state)
+
     @property
     def state(self) -> DecodeState:
         """The state after all dispatched programs, without the beams."""
@@ -561,6 +567,8 @@ class Runner:
     def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
         """Advance all sequences, in turns with other threads, until `ready` or the time `until`."""
         refuse_forked()
+        # Here, because inside a trace the programs of all callers would fail.
+        refuse_trace()
         nested = self._advancing == threading.get_ident()
         try:
             while self._takes_turn(ready, until):
@@ -809,6 +817,8 @@ class Runner:
         if self._scheduler.shape is None and error is not None:
             for task in self._scheduler.waiting:
                 task.row.error = error
+        if self._session is not None:
+            self._session.discard()
         self._engine.leave_state(None, [])
         self._forget()
 

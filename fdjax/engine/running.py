@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import types
 import weakref
 from collections.abc import Iterator
 
@@ -25,6 +26,7 @@ class RunningRequest(Iterator[str]):
         self._timer = timer
         self._with_text = with_text
         self._call = Call(rows, steps, timer.chunk)
+        self._traceback: types.TracebackType | None = None
         _running.add(self)
         runner.submit(self._call)
 
@@ -84,7 +86,10 @@ class RunningRequest(Iterator[str]):
     def _raise_error(self) -> None:
         for row in self._rows:
             if row.error is not None:
-                raise row.error
+                # Each `raise` adds the frames of its callers to the traceback of an exception.
+                if self._traceback is None:
+                    self._traceback = row.error.__traceback__
+                raise row.error.with_traceback(self._traceback)
 
 
 _running: weakref.WeakSet[RunningRequest] = weakref.WeakSet()

@@ -3,6 +3,7 @@
 import dataclasses
 import threading
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -62,6 +63,20 @@ class Chunk:
         return dataclasses.replace(self, tokens=self.tokens[index], logprobs=logprobs, top=top)
 
 
+class Answer(NamedTuple):
+    """An answer so far, or all of it. Later tokens of the request do not change it.
+
+    Attributes: see `RequestState`.
+    """
+
+    tokens: list[int]
+    text: str | None
+    finish_reason: str | None
+    logprobs: list[float]
+    top_logprobs: list[dict[int, float]]
+    score: float | None
+
+
 class RequestState:
     """The tokens of one request, gathered from chunks until the request ends.
 
@@ -96,7 +111,8 @@ class RequestState:
         self.error: BaseException | None = None
         self.score: float | None = None
         self._tokenizer = tokenizer
-        self._lock = threading.Lock()  # one thread takes chunks while another reads the text
+        # One thread takes chunks while another reads the text, or a stopping criterion does.
+        self._lock = threading.RLock()
         self._stop_tokens = frozenset(config.eos_token_ids)
         self._text = None
         if streamed or config.stop_strings:
@@ -177,6 +193,18 @@ class RequestState:
     def text(self) -> str:
         """The text so far, cut at the start of a stop string, or at its end if it is included."""
         return self._tokenizer.decode(self.tokens) if self._text is None else self._text.whole
+
+    def answer(self, *, with_text: bool) -> Answer:
+        """The answer so far, whose parts belong together."""
+        with self._lock:
+            return Answer(
+                tokens=[*self.tokens],
+                text=self.text if with_text else None,
+                finish_reason=self.finish_reason,
+                logprobs=[*self.logprobs],
+                top_logprobs=[*self.top_logprobs],
+                score=self.score,
+            )
 
     def take(self, chunk: Chunk, row: int) -> None:
         """Take this request's part of a chunk. Tokens after its end are dropped.

@@ -1,6 +1,7 @@
-"""The memory of a device: total and free."""
+"""The memory of a device: total, free, and how to free it."""
 
 import os
+from typing import Any
 
 import jax
 
@@ -32,3 +33,12 @@ def free_memory_bytes(device: jax.Device | None = None) -> int | None:
 def gigabytes(count: int) -> str:
     """Format a number of bytes in decimal units, such as "1.500 GB" or "12.000 MB"."""
     return f"{count / 1e9:.3f} GB" if count >= 1e9 else f"{count / 1e6:.3f} MB"
+
+
+def free(tree: Any) -> None:
+    """Free the arrays of a tree now, although the traceback of an error may refer to them.
+
+    Somebody may keep that for long: a notebook keeps that of the last error.
+    """
+    for array in jax.tree.leaves(tree):
+        array.delete()

@@ -48,6 +48,7 @@ from fdjax.pallas_kernels.attention import prefill_attention, split_qkv, with_no
 from fdjax.pallas_kernels.attention.cache import dequantised, stored_in
 from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.pallas_kernels.rope import apply_rope
+from fdjax.system.device_memory import free
 from fdjax.system.process import transfers_allowed
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
@@ -214,19 +215,22 @@ def _observe_batch(engine: Engine, pieces: Sequence[list[int]], rows: int, slots
         row[: len(piece)] = piece
     cache = init_cache(engine.local, rows, slots, zeros=engine.place.zeros)
     offset = 0
-    for width in widths:
-        cache, observed = _observe_chunk(
-            engine.model,
-            engine.place,
-            engine.tree,
-            cache,
-            ids[:, offset : offset + width],
-            np.clip(lengths - offset, 0, width),
-            np.int32(offset),
-            lengths,
-        )
-        yield ScoreStatistics(*map(np.stack, zip(*jax.device_get(observed), strict=True)))
-        offset += width
+    try:
+        for width in widths:
+            cache, observed = _observe_chunk(
+                engine.model,
+                engine.place,
+                engine.tree,
+                cache,
+                ids[:, offset : offset + width],
+                np.clip(lengths - offset, 0, width),
+                np.int32(offset),
+                lengths,
+            )
+            yield ScoreStatistics(*map(np.stack, zip(*jax.device_get(observed), strict=True)))
+            offset += width
+    finally:
+        free(cache)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)

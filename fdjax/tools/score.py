@@ -23,7 +23,9 @@ from fdjax.engine.state import LayerCache, abstract_state, init_cache, kv_specs
 from fdjax.engine.step import attend_prefill
 from fdjax.models import Model, Params
 from fdjax.pallas_kernels.rope import rotation
+from fdjax.system.device_memory import free
 from fdjax.system.process import refuse_forked, transfers_allowed
+from fdjax.system.traces import refuse_trace
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
 
@@ -78,6 +80,7 @@ def score(
       See `LM.score`.
     """
     refuse_forked()
+    refuse_trace("score")
     limit = engine.context
     if not _is_integer(batch_size) or batch_size < 1:
         raise ValueError(f"score: batch_size must be a positive integer, got {batch_size}")
@@ -179,18 +182,21 @@ def _score_batch(
     program = _program(engine)
     chunks = []
     offset = 0
-    for width in widths:
-        cache, *chunk = program(
-            engine.tree,
-            cache,
-            ids[:, offset : offset + width],
-            ids[:, offset + 1 : offset + width + 1],
-            np.clip(lengths - offset, 0, width),
-            np.full_like(lengths, offset),
-            lengths,
-        )
-        chunks.append(chunk)
-        offset += width
+    try:
+        for width in widths:
+            cache, *chunk = program(
+                engine.tree,
+                cache,
+                ids[:, offset : offset + width],
+                ids[:, offset + 1 : offset + width + 1],
+                np.clip(lengths - offset, 0, width),
+                np.full_like(lengths, offset),
+                lengths,
+            )
+            chunks.append(chunk)
+            offset += width
+    finally:
+        free(cache)
     logprobs, likeliest = (np.concatenate(c, axis=1) for c in zip(*chunks, strict=True))
     scored = []
     for row, window in enumerate(windows):

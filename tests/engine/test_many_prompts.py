@@ -4,9 +4,11 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import itertools
 import pickle
 import threading
+import traceback
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +20,12 @@ from fdjax.engine import runner
 from fdjax.engine.sequence import Request, RequestState
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.text.tokenizer import MissingTokenizerError
+from fdjax.tools import calibrate, score
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
 OPTIONS = {"eos_token_id": None, "do_sample": False, "return_logprobs": True}
+NEW_3 = OPTIONS | {"max_new_tokens": 3}
 
 
 @pytest.fixture(scope="module")
@@ -570,3 +574,98 @@ def test_the_error_of_a_submitted_request_is_raised_where_it_is_waited_for(lm, e
     with pytest.raises(raised):
         collections.deque(request, maxlen=0)
     assert len(lm.generate([5, 6], max_new_tokens=2).tokens[0]) == 2
+
+
+def bytes_of_arrays():
+    gc.collect()
+    return sum(array.nbytes for array in jax.live_arrays())
+
+
+def test_a_kept_error_keeps_no_cache(lm, monkeypatch):
+    def failing(ids, lengths, scores):
+        raise KeyError("mine")
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    lm.release()
+    before, kept = bytes_of_arrays(), []
+    with pytest.raises(KeyError) as error:
+        lm.generate([5, 6], max_new_tokens=3, logits_processors=[failing])
+    kept.append(error.value)
+    monkeypatch.setattr(runner.Session, "decode", interrupted)
+    with pytest.raises(fdjax.Interrupted) as stop:
+        lm.generate([5, 6], **NEW_3)
+    kept.append(stop.value)
+    for module, name, broken, call in (
+        (score, "_program", lambda engine: interrupted, lambda: lm.score([5, 6])),
+        (
+            calibrate,
+            "_observe_chunk",
+            interrupted,
+            lambda: calibrate.gather(lm.engine, lm.tokenizer, ["Once"]),
+        ),
+    ):
+        monkeypatch.setattr(module, name, broken)
+        with pytest.raises(KeyboardInterrupt) as stop:
+            call()
+        kept.append(stop.value)
+    monkeypatch.undo()
+    lm.release()
+    assert bytes_of_arrays() < before + 2**16
+    same(lm.generate([5, 6], **NEW_3), 0, lm.generate([5, 6], **NEW_3))
+
+
+def test_a_result_does_not_change(lm):
+    stream = lm.stream("Once", max_new_tokens=30, **OPTIONS)
+    next(stream)
+    early = stream.result
+    count = len(early.tokens[0])
+    list(stream)
+    assert len(early.tokens[0]) == len(early.logprobs[0]) == count < 30
+    assert early.texts == [lm.tokenizer.decode(early.tokens[0])]
+
+
+def test_a_criterion_reads_its_own_request(lm):
+    found = []
+
+    def reading(tokens):
+        if len(tokens) == 4:
+            found.append(next(request))
+        return False
+
+    start = threading.Event()
+    criteria = [lambda tokens: start.wait(10) and False, reading]
+    request = lm.submit("Once", max_new_tokens=9, stopping_criteria=criteria, **OPTIONS)
+    start.set()
+    result = request.result(60)
+    assert len(result.tokens[0]) == 9 and result.text.startswith(found[0])
+
+
+def test_a_call_inside_a_trace_leaves_others_alone(lm):
+    whole = lm.generate("Once", max_new_tokens=30, **OPTIONS)
+    stream = lm.stream("Once", max_new_tokens=30, **OPTIONS)
+    text = next(stream)
+    for call in (lambda: lm.generate([5, 6], max_new_tokens=3), lambda: lm.score([5, 6])):
+        with pytest.raises(RuntimeError, match="inside a JAX trace"):
+            jax.jit(lambda x, call=call: call() and x)(1.0)
+    assert text + "".join(stream) == whole.text
+    assert stream.result.logprobs == whole.logprobs
+
+
+def test_an_error_does_not_grow(lm):
+    def failing(tokens):
+        raise KeyError("mine")
+
+    request, depths = lm.submit([5, 6], max_new_tokens=3, stopping_criteria=[failing]), []
+    for _ in range(3):
+        with pytest.raises(KeyError) as error:
+            request.result(60)
+        depths.append(len(traceback.extract_tb(error.value.__traceback__)))
+    assert depths[0] == depths[1] == depths[2]
+
+
+def test_options_are_checked_without_prompts(lm):
+    assert list(lm.generate_iter([])) == []
+    with pytest.raises(TypeError, match="bogus"):
+        lm.generate_iter([], bogus=1)

@@ -184,6 +184,9 @@ class Device:
                 out[r] = self.choose(row)
         return 0.0, (out,)
 
+    def discard(self):
+        pass
+
     def decode(self, steps, most):
         assert 0 < steps <= most
         out = np.full((len(self.rows), most), -1, np.int32)
