@@ -263,6 +263,9 @@ class TextStream(Iterator[str]):
         self._timer = timer
         _open.add(self)
 
+    def __repr__(self) -> str:
+        return f"TextStream({len(self._row.tokens)} tokens)"
+
     def __next__(self) -> str:
         return next(self._pieces)
 

@@ -567,9 +567,9 @@ class Runner:
     def _advance_until(self, ready: Callable[[], Any], until: float | None = None) -> None:
         """Advance all sequences, in turns with other threads, until `ready` or the time `until`."""
         refuse_forked()
-        # Here, because inside a trace the programs of all callers would fail.
-        refuse_trace()
         nested = self._advancing == threading.get_ident()
+        if not nested:  # inside a trace, the programs of all callers would fail
+            refuse_trace()
         try:
             while self._takes_turn(ready, until):
                 try:

@@ -30,6 +30,12 @@ class RunningRequest(Iterator[str]):
         _running.add(self)
         runner.submit(self._call)
 
+    def __repr__(self) -> str:
+        state = "running"
+        if self.done:
+            state = "failed" if any(row.error for row in self._rows) else "ended"
+        return f"RunningRequest({state}, {sum(len(row.tokens) for row in self._rows)} tokens)"
+
     @property
     def done(self) -> bool:
         """Whether the request has ended: finished, failed or cancelled."""

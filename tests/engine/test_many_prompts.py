@@ -581,6 +581,7 @@ def bytes_of_arrays():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_a_kept_error_keeps_no_cache(lm, monkeypatch):
     def failing(ids, lengths, scores):
         raise KeyError("mine")
@@ -624,6 +625,7 @@ def test_a_result_does_not_change(lm):
     list(stream)
     assert len(early.tokens[0]) == len(early.logprobs[0]) == count < 30
     assert early.texts == [lm.tokenizer.decode(early.tokens[0])]
+    assert repr(stream) == "TextStream(30 tokens)"
 
 
 def test_a_criterion_reads_its_own_request(lm):
@@ -640,6 +642,7 @@ def test_a_criterion_reads_its_own_request(lm):
     start.set()
     result = request.result(60)
     assert len(result.tokens[0]) == 9 and result.text.startswith(found[0])
+    assert repr(request) == "RunningRequest(ended, 9 tokens)"
 
 
 def test_a_call_inside_a_trace_leaves_others_alone(lm):
@@ -663,6 +666,7 @@ def test_an_error_does_not_grow(lm):
             request.result(60)
         depths.append(len(traceback.extract_tb(error.value.__traceback__)))
     assert depths[0] == depths[1] == depths[2]
+    assert repr(request) == "RunningRequest(failed, 1 tokens)"
 
 
 def test_options_are_checked_without_prompts(lm):

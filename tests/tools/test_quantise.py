@@ -775,7 +775,7 @@ def test_weights_that_are_stored_transposed(bits, tmp_path):
             assert error.mean() < bar, path
 
 
-@pytest.mark.parametrize("case", ["gptj", "gpt_neox"])
+@pytest.mark.parametrize("case", ["gptj", pytest.param("gpt_neox", marks=pytest.mark.slow)])
 def test_masks_of_old_checkpoints_are_left_out(case, tmp_path):
     """Published checkpoints of these families have a mask of booleans in each layer."""
     folder, output = tmp_path / "in", tmp_path / "out"
