@@ -38,7 +38,8 @@ def gigabytes(count: int) -> str:
 def free(tree: Any) -> None:
     """Free the arrays of a tree now, although the traceback of an error may refer to them.
 
-    Somebody may keep that for long: a notebook keeps that of the last error.
+    Somebody may keep that for long: a notebook keeps that of the last error. NumPy arrays stay.
     """
     for array in jax.tree.leaves(tree):
-        array.delete()
+        if isinstance(array, jax.Array):
+            array.delete()

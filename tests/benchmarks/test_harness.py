@@ -945,12 +945,13 @@ def test_figures_are_drawn_from_records(results, tables, monkeypatch, tmp_path, 
     assert plots.main(["--results", str(results)]) == 0
     assert not (results / "figures").exists()
     drawn = {path.name for path in (tmp_path / "figures").iterdir()}
-    # test_segments.py draws these.
-    elsewhere = [name for name in plots.FIGURES if name.startswith(("segment_", "beams_"))]
+    # test_segments.py and test_plots.py draw these.
+    others = "segment_", "beams_", "tensor_parallel"
+    elsewhere = [name for name in plots.FIGURES if name.startswith(others)]
     here = plots.FIGURES.keys() - elsewhere
     assert drawn == {f"{name}.{suffix}" for name in here for suffix in ("png", "svg")}
     said = capsys.readouterr().out
-    assert said.count("no record") == len(elsewhere) == 5
+    assert said.count("no record") == len(elsewhere) == 6
     first = (tmp_path / "figures" / "memory.svg").read_text()
     assert "weights" in first or "<path" in first
 
