@@ -20,6 +20,9 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 COLUMNS = 8
 WORDS = 4 * COLUMNS  # fp32 values of the memory that a reduction takes
 
+_OPS = {"sum": arith.addf, "max": arith.maximumf}
+_LANES_OF_A_COLUMN = 4, 8, 16
+
 
 def meet() -> None:
     """Let all threads of the warpgroup see what each has stored to shared memory.
@@ -34,10 +37,6 @@ def meet() -> None:
     run()
 
 
-_OPS = {"sum": arith.addf, "max": arith.maximumf}
-_LANES_OF_A_COLUMN = 4, 8, 16
-
-
 def over_rows(x: Array, op: str, memory: Any) -> Array:
     """Sum or maximum of all rows of x.
 
@@ -45,7 +44,7 @@ def over_rows(x: Array, op: str, memory: Any) -> Array:
       x: [64, 8] fp32 in `LAYOUT`.
       op: "sum" | "max".
       memory: shared memory [32] fp32 of this warpgroup alone. Between two uses of it, all threads
-        of the warpgroup must `meet`, or at another barrier, such as that of `plgpu.commit_smem`.
+        of the warpgroup must meet once more: by `meet`, or by `plgpu.commit_smem`.
 
     Returns:
       [8] in `LAYOUT.reduce(0)`.

@@ -277,7 +277,10 @@ class Heads(Stage):
                     for half in range(2):
                         token = _column(values[half], self.group + which)
                         smem["new"].at[2 * which + half][...] = token.astype(block.dtype)
-            meet() if self.int8 else plgpu.commit_smem()
+            if self.int8:
+                meet()
+            else:  # wgmma and TMA read it
+                plgpu.commit_smem()
             if block.computing > 1:
                 plgpu.barrier_arrive(smem["q_made"])
 
