@@ -64,7 +64,7 @@ def unpacked(
         offsets = _offsets(arrays[0], kind, half) if zeros is not None else None
         powers = [_powers(array) for array in arrays[: len(exponents)]]
         registers = []
-        for i, words in enumerate(_load_words(ref, kind, start // _ROWS, width // _ROWS)):
+        for i, words in enumerate(loaded_words(ref, kind, start // _ROWS, width // _ROWS)):
             # Two columns, 8 apart, of two rows; then the same columns of the rows 8 further on.
             factors = powers[i * _ROWS // 32] if powers else offsets
             made = _UNPACK[kind](words, dtype, factors)
@@ -118,7 +118,7 @@ def dequantised(
         if not wide and dtype == jnp.bfloat16:
             factors = [[_two_terms(scale, short) for scale in columns] for columns in factors]
         registers = []
-        for i, words in enumerate(_load_words(ref, kind, start // _ROWS, width // _ROWS)):
+        for i, words in enumerate(loaded_words(ref, kind, start // _ROWS, width // _ROWS)):
             group = i * _ROWS * len(scales) // width
             offset = offsets[group] if offsets else None
             if wide:
@@ -151,6 +151,28 @@ def multiplied(left: Array, right: Array) -> Array:
     """
     blank = plgpu.layout_cast(jnp.zeros((BRICK, right.shape[1]), jnp.float32), LAYOUT)
     return plgpu.mma(blank, left, right)
+
+
+def loaded_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[ir.Value]]:
+    """A thread's words of some instructions of 16 rows: one for int4, two for 8 bits."""
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    thread = arith.remui(mgpu_utils.thread_idx(), constant(_THREADS))
+    thread = arith.index_cast(index, arith.muli(thread, constant(4)))
+    flat = mgpu_utils.memref_fold(ref, 0, 3)
+    each = BITS[kind] // 4  # words of an instruction
+    words = []
+    at, end = first * each, (first + count) * each
+    while at < end:
+        # Four words of a thread lie side by side.
+        quad, inside = divmod(at, 4)
+        size = min(4 - inside, end - at)
+        offset = mgpu_utils.c(quad * 4 * _THREADS + inside, index)
+        loaded = vector.load(ir.VectorType.get((size,), i32), flat, [arith.addi(thread, offset)])
+        words += [
+            vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(size)
+        ]
+        at += size
+    return [words[i : i + each] for i in range(0, len(words), each)]
 
 
 def _fragment(registers: list[ir.Value], width: int, layout: Any) -> mgpu.FragmentedArray:
@@ -201,28 +223,6 @@ def _scaled(codes: ir.Value, factor: list[ir.Value] | ir.Value) -> ir.Value:
         for i in (0, 1)
     )
     return ptx("cvt.rn.f16x2.f32 $0, $1, $2", high, low, kinds="f")
-
-
-def _load_words(ref: ir.Value, kind: str, first: int, count: int) -> list[list[ir.Value]]:
-    """A thread's words of some instructions: one for int4, two for 8 bits."""
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    thread = arith.remui(mgpu_utils.thread_idx(), constant(_THREADS))
-    thread = arith.index_cast(index, arith.muli(thread, constant(4)))
-    flat = mgpu_utils.memref_fold(ref, 0, 3)
-    each = BITS[kind] // 4  # words of an instruction
-    words = []
-    at, end = first * each, (first + count) * each
-    while at < end:
-        # Four words of a thread lie side by side.
-        quad, inside = divmod(at, 4)
-        size = min(4 - inside, end - at)
-        offset = mgpu_utils.c(quad * 4 * _THREADS + inside, index)
-        loaded = vector.load(ir.VectorType.get((size,), i32), flat, [arith.addi(thread, offset)])
-        words += [
-            vector.extract(loaded, dynamic_position=[], static_position=[i]) for i in range(size)
-        ]
-        at += size
-    return [words[i : i + each] for i in range(0, len(words), each)]
 
 
 def _offsets(zeros: mgpu.FragmentedArray, kind: str, half: ir.Type) -> list[ir.Value]:

@@ -11,7 +11,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.persistent import counters
-from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, TILE_BRICKS
+from fdjax.pallas_kernels.hopper.persistent.sizes import (
+    BRICK,
+    CLUSTERS,
+    TILE_BRICKS,
+    TOKEN_SLOTS,
+)
 
 Layer = int | Array
 Pair = tuple[Array, Array]
@@ -64,6 +69,7 @@ class Block:
       zero: a traced 0. A slice that starts here may reach past the end of an array, where TMA
         fills in zeros.
       padded: rows of x, rounded up to a multiple of 8.
+      digits: whether x comes in digits, see `digits`.
       x_bricks: number of bricks of columns in a slot of the ring of x.
       rows: the slice that selects all `padded` rows.
       dtype: dtype of x and of the weights.
@@ -87,8 +93,11 @@ class Block:
         self.cluster, self.rank = lax.axis_index("cluster"), lax.axis_index("rank")
         self.zero = self.rank * 0
         self.words = words or {}
-        self.x_slots, self.padded, width = smem["x"].shape
-        self.x_bricks, self.dtype = width // BRICK, smem["x"].dtype
+        _, self.padded, _ = smem["residual"].shape
+        self.dtype = smem["residual"].dtype
+        self.digits = "digits" in smem
+        self._x = smem["digits" if self.digits else "x"]
+        self.x_slots, self.x_bricks = self._x.shape[0], 2 if self.digits else 1
         self.rows = pl.ds(pl.multiple_of(self.zero, 8), self.padded)
         self._slots = smem["w"].shape[0]
         self._copies = max(stage.copies for stage in stages)
@@ -191,11 +200,24 @@ class Block:
         def _():
             plgpu.barrier_wait(self.smem["x_used"].at[slot])
 
-        target = self.smem["x"].at[slot]
-        if source.shape[0] != self.padded:
+        target = self._x.at[slot]
+        if source.shape[0] != target.shape[0]:
             target = target.at[pl.ds(0, source.shape[0])]
         plgpu.copy_gmem_to_smem(source, target, self.smem["x_arrived"].at[slot])
         return loaded + 1
+
+    # The ring of new tokens, if x comes in digits.
+
+    def bring_token(self, at: Array, source: Any) -> None:
+        """Request new token number `at`, counted since the kernel began."""
+        slot = lax.rem(at, TOKEN_SLOTS)
+
+        @when(at >= TOKEN_SLOTS)
+        def _():
+            plgpu.barrier_wait(self.smem["token_used"].at[slot])
+
+        arrived = self.smem["token_arrived"].at[slot]
+        plgpu.copy_gmem_to_smem(source, self.smem["token"].at[slot], arrived)
 
     def pass_by(self, ring: str, slot: Array) -> None:
         """Wait for a slot of ring "w" or "x" and release it.
@@ -252,12 +274,11 @@ def bricks(start: Array | int, count: int) -> Any:
     return pl.ds(start * BRICK, count * BRICK)
 
 
-def brick_of(ref: Any, rows: Any, at: Array, count: int = 1) -> Any:
-    """Bricks `at` · `count` to (`at` + 1) · `count` of the columns N of [M,N] or [M,_,_,D]."""
+def brick_of(ref: Any, rows: Any, at: Array) -> Any:
+    """Brick number `at` of the columns N of [M,N] or [M,_,_,D]."""
     if len(ref.shape) == 2:
-        return ref.at[rows, bricks(at * count, count)]
+        return ref.at[rows, bricks(at, 1)]
     _, _, parts, d = ref.shape
-    of_part = d // (BRICK * count)
-    whole = of_part * parts
-    head, part = lax.div(at, whole), lax.rem(lax.div(at, of_part), parts)
-    return ref.at[rows, head, part, bricks(lax.rem(at, of_part) * count, count)]
+    of_part = d // BRICK
+    head, part = lax.div(at, of_part * parts), lax.rem(lax.div(at, of_part), parts)
+    return ref.at[rows, head, part, bricks(lax.rem(at, of_part), 1)]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from fdjax.pallas_kernels.dispatch import Shape, needs_half
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
+from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS
 from fdjax.pallas_kernels.hopper.persistent.exchange import ROUNDS, Exchange
 from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.packed_product import PackedProduct
@@ -105,14 +106,24 @@ def products_memory(
             "squares": ((square_tiles, BRICK, rows), jnp.float32),
         }
         arrivals = dict.fromkeys(("mlp_squares_arrived", "next_squares_arrived"), square_tiles)
+    sums, made = {}, {}
+    if packed:
+        sums = {"sums": ((most, BRICK, rows), jnp.float32)}
+        pieces = max(stage.wide for stage in stages if stage.results)
+        places = stages[0].packing.places
+        made = {
+            "made": ((pieces, places, DIGIT_WORDS), jnp.int32),  # digits of results
+            "largest": ((pieces, 4 * rows), jnp.float32),
+        }
     return Memory(
         matrices={
             "residual": ((rounds, rows, BRICK), dtype),  # the residual stream, this block's part
             "partial": ((max(shared, default=1), BRICK, rows), jnp.float32),
             **stored,
-            **({"sums": ((most, BRICK, rows), jnp.float32)} if packed else {}),
+            **sums,
         },
         vectors={
+            **made,
             "square_row": ((rows,), jnp.float32),
             "factors": ((rows,), jnp.float32),
         },

@@ -7,9 +7,19 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import brick_words
-from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, SMEM_BYTES, TILE_BRICKS, X_SLOTS
+from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS
+from fdjax.pallas_kernels.hopper.persistent.sizes import (
+    BRICK,
+    PARTS,
+    SMEM_BYTES,
+    TILE_BRICKS,
+    TOKEN_SLOTS,
+    X_SLOTS,
+)
 from fdjax.pallas_kernels.hopper.tiles import matrix, shared_bytes
 from fdjax.pallas_kernels.quantised import BITS
+
+_DIGIT_BYTES = 24 * 1024  # of the ring of digits, if that is enough for six slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,12 +56,14 @@ class Packing:
       group: number of rows that share a scale, or None for one scale per column.
       scales: dtype of the scales.
       wide: largest number of columns of a product's tile, in bricks.
+      places: places of the digits of a brick of x, see `digits`.
     """
 
     kind: str
     group: int | None
     scales: Any
     wide: int
+    places: int
 
     @property
     def bricks(self) -> int:
@@ -77,6 +89,9 @@ def with_rings(
 ) -> dict[str, Any] | None:
     """Scratch of a kernel: `memory`, a ring of bricks of x, and a ring of tiles in the rest.
 
+    With packed weights, "digits" [slots,2,places,20] is the ring of bricks of x, and "token" a ring
+    for queries, key and value of a new token.
+
     Args:
       memory: memory that the stages need.
       rows: rows of x, a multiple of 8.
@@ -90,12 +105,22 @@ def with_rings(
       Scratch by name, or None if the rest has no room for two tiles. "w" may be several views of
       the same memory, each a dictionary.
     """
-    width = 2 * BRICK if packing else BRICK
-    matrices = memory.matrices | {"x": ((X_SLOTS, rows, width), dtype)}
+    users = computing_warpgroups(packing, codes)
+    matrices, vectors, barriers = dict(memory.matrices), dict(memory.vectors), {}
+    x_slots = X_SLOTS
+    if packing:
+        matrices["token"] = (TOKEN_SLOTS, PARTS, 2 * BRICK), dtype
+        x_slots = max(_DIGIT_BYTES // (2 * packing.places * DIGIT_WORDS * 4), 6)
+        x_slots = min(x_slots, X_SLOTS)
+        vectors["digits"] = (x_slots, 2, packing.places, DIGIT_WORDS), jnp.int32
+        barriers["token_arrived"] = plgpu.Barrier(num_barriers=TOKEN_SLOTS)
+        barriers["token_used"] = plgpu.Barrier(num_arrivals=users, num_barriers=TOKEN_SLOTS)
+    else:
+        matrices["x"] = (x_slots, rows, BRICK), dtype
     slot_bytes = TILE_BRICKS * BRICK * BRICK * dtype.itemsize
     scale_rows = packing.bricks * BRICK // packing.group if packing and packing.group else 0
     scale_bytes = scale_rows * BRICK * packing.scales.itemsize if scale_rows else 0
-    room = SMEM_BYTES - shared_bytes(matrices | memory.vectors) - 1024 * bool(scale_rows)
+    room = SMEM_BYTES - shared_bytes(matrices | vectors) - 1024 * bool(scale_rows)
     slots = room // (slot_bytes + scale_bytes)
     if slots < 2:
         return None
@@ -110,15 +135,15 @@ def with_rings(
         rings["w"] = plgpu.RefUnion({"w": rings["w"]}, *views)
     if scale_rows:
         rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
-    users = computing_warpgroups(packing, codes)
     return {
         **{name: matrix(*buffer) for name, buffer in matrices.items()},
         **rings,
-        **{name: plgpu.SMEM(*buffer) for name, buffer in memory.vectors.items()},
+        **{name: plgpu.SMEM(*buffer) for name, buffer in vectors.items()},
         **{name: plgpu.Barrier(num_arrivals=n) for name, n in memory.barriers.items()},
+        **barriers,
         "w_arrived": plgpu.Barrier(num_arrivals=copies, num_barriers=slots),
         "w_used": plgpu.Barrier(num_arrivals=users, num_barriers=slots),
-        "x_arrived": plgpu.Barrier(num_barriers=X_SLOTS),
-        "x_used": plgpu.Barrier(num_arrivals=users, num_barriers=X_SLOTS),
+        "x_arrived": plgpu.Barrier(num_barriers=x_slots),
+        "x_used": plgpu.Barrier(num_arrivals=users, num_barriers=x_slots),
         "done": plgpu.Barrier(),
     }

@@ -1,9 +1,10 @@
 """A linear layer with quantised weights as a stage of a persistent kernel.
 
-Packed bricks arrive in the ring of weights and are unpacked in registers, while the tensor cores
-multiply other bricks. Scales are applied to the sums of each group of rows, in fp32. One
-warpgroup cannot unpack as fast as memory delivers: instructions of a warp wait for each other. So
-two share the bricks of a tile, and one hands its sums to the other through shared memory.
+Packed bricks arrive in the ring of weights and are unpacked to int8 in registers, while the tensor
+cores multiply other bricks. x comes in int8 as well, see `digits`. Scales are applied to the sums
+of each brick, in fp32. One warpgroup cannot unpack as fast as memory delivers: instructions of a
+warp wait for each other. So two share the bricks of a tile, and one hands its sums to the other
+through shared memory.
 """
 
 import dataclasses
@@ -17,7 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.fragments import left_of, loaded_right, multiplied, unpacked
+from fdjax.pallas_kernels.hopper.digits import multiplied_digits, put_digits
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Copies, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
@@ -34,6 +35,11 @@ class PackedProduct(Product):
     """
 
     packing: Packing | None = None
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Names of the results that later products read."""
+        return (self.y,) if self.gate else (self.scaled.x,) if self.scaled else ()
 
     @property
     def copies(self) -> int:
@@ -67,6 +73,18 @@ class PackedProduct(Product):
         """Scales of some columns, in global memory."""
         part = (part,) if self.gate else ()
         return block.gmem[f"{self.weight}_scales"].at[layer, groups, *part, columns]
+
+    def x_source(self, block: Block, at: Array) -> Any:
+        """Two bricks of x."""
+        return block.gmem[self.x].at[pl.ds(2 * at, 2)]
+
+    def _put(self, block: Block, name: str, c: int, at: Array, value: Array) -> tuple[Any, Any]:
+        """Put a column of bricks of a result into shared memory, in digits for later products."""
+        if name not in self.results:
+            return super()._put(block, name, c, at, value)
+        source = block.smem["made"].at[c]
+        put_digits(source, value, block.smem["largest"].at[c])
+        return source, block.gmem[name].at[at]
 
     def _multiply(
         self,
@@ -113,15 +131,11 @@ class PackedProduct(Product):
         """
         smem, group, odd = block.smem, self.packing.group, block.index
         w_used, x_used = used
-        x_slots, layout = self.deep // 2, left_of(block.dtype)
+        x_slots = self.deep // 2
         # Slots of x between two waits: enough for four bricks of the weight, if that divides.
         together = -(-4 // self.pieces)
         together = together if x_slots % together == 0 else x_slots
         blank = plgpu.layout_cast(jnp.zeros((BRICK, block.padded), jnp.float32), LAYOUT)
-
-        def weight(slot, piece, at):
-            words = smem["words"].at[slot, pl.ds(piece * self.deep + 2 * at + odd, 1)]
-            return unpacked(words, self.packing.kind, block.dtype, 0, BRICK, layout=layout)
 
         def product(step, totals):
             if self.norm:
@@ -138,26 +152,29 @@ class PackedProduct(Product):
             return totals
 
         def products(step, slot, part, totals):
-            totals = list(totals)
             ats = [part * together + at for at in range(together)]
             places = [block.x_slot(x_used + step * x_slots + at) for at in ats]
             for place in places:
                 plgpu.barrier_wait(smem["x_arrived"].at[place])
-            rights = [loaded_right(smem["x"].at[p, :, bricks(odd, 1)]) for p in places]
+            for at, place in zip(ats, places, strict=True):
+                first = 2 * at + odd
+                words = [
+                    smem["words"].at[slot, pl.ds(piece * self.deep + first, 1)]
+                    for piece in range(self.pieces)
+                ]
+                of_group = scales(slot, lax.div(first * BRICK, group)) if group else []
+                x = smem["digits"].at[place, odd]
+                totals = multiplied_digits(totals, words, x, of_group, self.packing.kind)
             for place in places:
                 plgpu.barrier_arrive(smem["x_used"].at[place])
-            for at, right in zip(ats, rights, strict=True):
-                for piece in range(self.pieces):
-                    value = multiplied(weight(slot, piece, at), right)
-                    if group:
-                        scale = scales(slot, piece, lax.div((2 * at + odd) * BRICK, group))
-                        value = value * lax.broadcast_in_dim(scale, value.shape, [0])
-                    totals[piece] += value
             return totals
 
-        def scales(slot, piece, at):
-            part, column = divmod(piece, self.wide)
-            row = (part * self._groups + at) * self.wide + column
-            return load(smem["scales"].at[slot, row], LAYOUT.reduce(1))
+        def scales(slot, at):
+            rows = (
+                (part * self._groups + at) * self.wide + column
+                for part in range(self.parts)
+                for column in range(self.wide)
+            )
+            return [load(smem["scales"].at[slot, row], LAYOUT.reduce(1)) for row in rows]
 
         return lax.fori_loop(0, self.steps, product, [blank] * self.pieces)

@@ -8,6 +8,7 @@ the same columns of it in every product that adds to it.
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -159,14 +160,17 @@ class Product(Stage):
 
         def bring(i, loaded):
             at = share.rank * each + lax.rem(i, each)
-            source = brick_of(block.gmem[self.x], block.rows, at, block.x_bricks)
-            return block.bring_brick(loaded, source)
+            return block.bring_brick(loaded, self.x_source(block, at))
 
         # Residual and squares are needed later than the first bricks of x.
         ahead = jnp.minimum(share.count * each, block.x_slots)
         loaded = lax.fori_loop(0, ahead, bring, loaded)
         when(share.count > 0)(functools.partial(self._bring_rest, block, layer))
         return lax.fori_loop(ahead, share.count * each, bring, loaded)
+
+    def x_source(self, block: Block, at: Array) -> Any:
+        """Number `at` of the pieces of x that fill a slot of its ring."""
+        return brick_of(block.gmem[self.x], block.rows, at)
 
     def row_input(self, block: Block) -> RowInput:
         """This block's share of x, if it comes in words."""
@@ -385,21 +389,29 @@ class Product(Stage):
 
     def _store(self, block, tile, values) -> None:
         """Begin to store results that do not belong to the residual stream."""
-        smem, y = block.smem, block.gmem[self.y]
-        targets = [brick_of(y, block.rows, tile * self.wide + c) for c in range(self.wide)]
-        for c, value in enumerate(values):
-            put(smem["y"].at[c], value)
+        copies = [
+            self._put(block, self.y, c, tile * self.wide + c, value)
+            for c, value in enumerate(values)
+        ]
         plgpu.commit_smem()
-        for c, target in enumerate(targets):
-            plgpu.copy_smem_to_gmem(smem["y"].at[c], target)
+        for copy in copies:
+            plgpu.copy_smem_to_gmem(*copy)
 
     def _store_scaled(self, block, tile, values) -> None:
         """Begin to store x · scale and the sums of squares."""
         gmem, smem = block.gmem, block.smem
         scaled, squares = values
-        put(smem["y"].at[0], scaled)
+        copy = self._put(block, self.scaled.x, 0, tile, scaled)
         smem["square_row"][...] = squares
         plgpu.commit_smem()
-        target = gmem[self.scaled.x].at[block.rows, bricks(tile, 1)]
-        plgpu.copy_smem_to_gmem(smem["y"].at[0], target)
+        plgpu.copy_smem_to_gmem(*copy)
         plgpu.copy_smem_to_gmem(smem["square_row"], gmem[self.scaled.squares].at[tile])
+
+    def _put(self, block: Block, name: str, c: int, at: Array, value: Array) -> tuple[Any, Any]:
+        """Put column of bricks number `at` of a result into piece c of shared memory.
+
+        Returns the arguments of `copy_smem_to_gmem`.
+        """
+        source = block.smem["y"].at[c]
+        put(source, value)
+        return source, brick_of(block.gmem[name], block.rows, at)

@@ -20,6 +20,7 @@ from fdjax.pallas_kernels.attention.cache import cache_features, features_of
 from fdjax.pallas_kernels.attention.hopper.cache_row import by_name, check_pages
 from fdjax.pallas_kernels.attention.operands import row_slots, slots_are_tiled
 from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape
+from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, as_digits, places
 from fdjax.pallas_kernels.hopper.persistent import words
 from fdjax.pallas_kernels.hopper.persistent.counters import new_counters
 from fdjax.pallas_kernels.hopper.persistent.exchange import new_inbox
@@ -33,10 +34,9 @@ from fdjax.pallas_kernels.hopper.persistent.linear_layers import (
 )
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
-from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, CLUSTERS, PARTS
 from fdjax.pallas_kernels.layers.hopper.heads import (
     HEAD_DIM,
-    PARTS,
     Heads,
     heads_memory,
     new_parts,
@@ -88,7 +88,9 @@ def layers_mosaic(
     width, dtype = x.shape[1], x.dtype
     x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     x32 = x.astype(jnp.float32)
-    next_x = (x32 * weights.attention_norm[:1].astype(jnp.float32)).astype(dtype)
+    packed = isinstance(weights.out, QTensor)
+    next_x = x32 * weights.attention_norm[:1].astype(jnp.float32)
+    next_x = as_digits(next_x[: 1 if m == 1 else None]) if packed else next_x.astype(dtype)
     squares = (x32 * x32).reshape(len(x), width // BRICK, BRICK).sum(axis=2).T
     k, v = (jax.tree.map(jax.new_ref, cache) for cache in (k, v))
     operands = {
@@ -111,7 +113,6 @@ def layers_mosaic(
         config = DecodeLayersConfig(clusters=shared)
     elif features_of(k):  # tables are measured without int8, whose tiles take longer to compute
         config = dataclasses.replace(config, clusters=max(config.clusters, shared))
-    packed = isinstance(weights.out, QTensor)
     sizes = {
         "heads": weights.out.shape[-2],
         "hidden": weights.down.shape[-2],
@@ -151,7 +152,8 @@ def _packing(weights, rows) -> Packing | None:
 
 def _packing_of(kind: str, group: int, scales, rows: int) -> Packing:
     # Sums of more columns would not fit into registers.
-    return Packing(kind, group or None, jnp.dtype(scales), 48 // (-(-rows // 8) * 8))
+    wide = 48 // (-(-rows // 8) * 8)
+    return Packing(kind, group or None, jnp.dtype(scales), wide, places(rows))
 
 
 def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
@@ -204,6 +206,9 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
             "mlp_squares": ((width // BRICK, padded), jnp.float32),
             "hidden": ((padded, hidden), dtype),
         }
+        if packing:
+            for name, columns in {"o": heads, "mlp_x": width, "hidden": hidden}.items():
+                results[name] = (columns // BRICK, packing.places, DIGIT_WORDS), jnp.int32
     if ranks > 1:
         operands["inbox"] = new_inbox(ranks, padded, width)
     if (clusters := stages[1].clusters) > 1:
@@ -217,7 +222,7 @@ def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, c
     made = launch(
         *("layers_kernel", operands, results, stages),
         layers=layers,
-        memory=memory | heads_memory(dtype, int8, sends_words),
+        memory=memory | heads_memory(dtype, int8, sends_words, bool(packing)),
         config=config,
         registers=registers,
         approx_math=True,
@@ -287,7 +292,8 @@ def _fits(shape: Shape) -> str | None:
         packing = _packing_of(kind, group, jnp.float32, m)
     sizes = m, width, heads, hidden, n, shape["hkv"], parts - 2, shape["s"]
     stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0, packing=packing)
-    others = heads_memory(jnp.bfloat16, int8=True)  # which takes more
+    # An int8 cache takes more.
+    others = heads_memory(jnp.bfloat16, int8=True, digits=bool(packing))
     return room_for(stages, rows=m, width=width, others=others, packing=packing)
 
 

@@ -34,18 +34,18 @@ from fdjax.pallas_kernels.hopper.codes import (
     transposed_codes,
 )
 from fdjax.pallas_kernels.hopper.conditional import cond, when
+from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, place, places, put_digits
 from fdjax.pallas_kernels.hopper.fragments import loaded_right
 from fdjax.pallas_kernels.hopper.persistent import exchange, words
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
 from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
-from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, PARTS, TOKEN_SLOTS
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
 from fdjax.pallas_kernels.hopper.reduction import WORDS, meet, over_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load, put
 
 HEAD_DIM = 2 * BRICK
-PARTS = 8  # rows of a tile: the queries of a KV head, its key and its value
 # Where "reduced" has the scales of key and value of a new token, by column, and its scores.
 _SCALES = 4 * WORDS
 _SCORES = _SCALES + PARTS
@@ -54,6 +54,8 @@ _SCORES = _SCALES + PARTS
 @dataclasses.dataclass(frozen=True)
 class Heads(Stage):
     """Attention of queries, key and value "y" [M,Hkv,G+2,D], with the result "o" [M,Hkv,G,D].
+
+    If products need x in digits, so is "o" [Hkv·G·D/64,places,20].
 
     "k" and "v" [L,M,Hkv,S,D], or pools of "pages" [M,N], hold the keys and values of earlier
     tokens; "lengths" [M] has their numbers. "cos" and "sin" [M,D/2] rotate queries and key. With
@@ -180,17 +182,20 @@ class Heads(Stage):
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load queries, key and value of the new token."""
 
+        mine = block.share(self).count
+
         def bring(i, loaded):
             row, head = self._head(block, i)
-            for at in range(2 // block.x_bricks):
-                # TMA zero-fills missing parts.
-                parts = pl.ds(block.zero, PARTS)
-                columns = bricks(at * block.x_bricks, block.x_bricks)
-                source = block.gmem["y"].at[row, head, parts, columns]
-                loaded = block.bring_brick(loaded, source)
+            # TMA zero-fills missing parts.
+            source = block.gmem["y"].at[row, head, pl.ds(block.zero, PARTS)]
+            if block.digits:
+                block.bring_token(layer * mine + i, source)
+                return loaded
+            for half in range(2):
+                loaded = block.bring_brick(loaded, source.at[:, bricks(half, 1)])
             return loaded
 
-        return lax.fori_loop(0, block.share(self).count, bring, loaded)
+        return lax.fori_loop(0, mine, bring, loaded)
 
     def row_input(self, block: Block) -> RowInput:
         """Queries, key and value of the new token, if they come in words."""
@@ -237,11 +242,12 @@ class Heads(Stage):
 
         def one(i, carry):
             (w_used, x_used), (filled, cos, sin, *scales) = carry
-            self._receive(block, cos, sin, x_used)
+            place = layer * mine + i if block.digits else x_used
+            self._receive(block, cos, sin, self._token(block, place))
             following = fetch(i + 1)
             before = functools.partial(arrive, i - 1)
             self._attend(block, layer, i, filled, w_used, scales, before)
-            x_used += 2 // block.x_bricks
+            x_used += 0 if block.digits else 2
             return (w_used + self._cache_tiles(block, i, filled)[1], x_used), following
 
         used, _ = lax.fori_loop(0, mine, one, (used, fetch(jnp.int32(0))))
@@ -253,19 +259,29 @@ class Heads(Stage):
         block.by(0, finish)
         return used
 
-    def _receive(self, block, cos, sin, x_used) -> None:
-        """Receive queries and the new token, and apply RoPE."""
+    def _token(self, block, at) -> list[Array]:
+        """Halves [64, 8] of queries, key and value, from place `at` of their ring on."""
+        smem = block.smem
+        if block.digits:
+            slot = lax.rem(at, TOKEN_SLOTS)
+            plgpu.barrier_wait(smem["token_arrived"].at[slot])
+            halves = [load(smem["token"].at[slot, :, bricks(half, 1)].T) for half in range(2)]
+            plgpu.barrier_arrive(smem["token_used"].at[slot])
+            return halves
+        halves = []
+        slots = [block.x_slot(at + half) for half in range(2)]
+        for slot in slots:
+            plgpu.barrier_wait(smem["x_arrived"].at[slot])
+            halves.append(load(smem["x"].at[slot, pl.ds(0, PARTS)].T))
+        for slot in slots:
+            plgpu.barrier_arrive(smem["x_used"].at[slot])
+        return halves
+
+    def _receive(self, block, cos, sin, halves) -> None:
+        """Apply RoPE to queries and the new token, and keep both."""
         smem = block.smem
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last token has left shared memory
         cos, sin = (lax.broadcast_in_dim(a, (BRICK, PARTS), [0]) for a in (cos, sin))
-        halves = []
-        slots = [block.x_slot(x_used + at) for at in range(2 // block.x_bricks)]
-        for slot in slots:
-            plgpu.barrier_wait(smem["x_arrived"].at[slot])
-            for at in range(block.x_bricks):
-                halves.append(load(smem["x"].at[slot, pl.ds(0, PARTS), bricks(at, 1)].T))
-        for slot in slots:
-            plgpu.barrier_arrive(smem["x_used"].at[slot])
         a, b = halves
         turned = a * cos - b * sin, b * cos + a * sin
 
@@ -387,12 +403,30 @@ class Heads(Stage):
                 values, flag = values.astype(block.dtype), words.flag_of(layer)
                 words.send(block.gmem["words"], first, values, flag, self.group, HEAD_DIM)
             return
+        if block.digits:
+            self._store_digits(block, row, head, results)
+            return
         for half, values in enumerate(results):
             put(block.smem["o"].at[half], values)
         plgpu.commit_smem()
         for half in range(2):
             target = block.gmem["o"].at[row, head, pl.ds(block.zero, PARTS), bricks(half, 1)]
             plgpu.copy_smem_to_gmem(block.smem["o"].at[half], target)
+
+    def _store_digits(self, block, row, head, results) -> None:
+        """Begin to store the result of a KV head in digits."""
+        made = block.smem["o_digits"]
+        for half, values in enumerate(results):
+            put_digits(made.at[half], values, _memory(block, half))
+        plgpu.commit_smem()
+
+        def store(query, _):
+            for half in range(2):
+                brick = 2 * (head * self.group + query) + half
+                target = block.gmem["o"].at[brick, pl.ds(place(row), 2)]
+                plgpu.copy_smem_to_gmem(made.at[half, pl.ds(place(query), 2)], target)
+
+        lax.fori_loop(0, self.group, store, None)
 
     def _attend_values(self, block, rank, filled, w_used, tiles_in_all, mine) -> list[Array]:
         """Attention in 16 bits: o in two halves [64, 8], l [64, 8] and m [8].
@@ -651,9 +685,11 @@ def new_parts(rows: int, kv_heads: int, clusters: int) -> Any:
     return exchange.empty_places((rows, kv_heads, clusters - 1), 4 * PARTS)
 
 
-def heads_memory(dtype: Any, int8: bool = False, sends_words: bool = False) -> Memory:
-    """Shared memory of `Heads`."""
-    results = {} if sends_words else {"o": ((2, PARTS, BRICK), dtype)}
+def heads_memory(
+    dtype: Any, int8: bool = False, sends_words: bool = False, digits: bool = False
+) -> Memory:
+    """Shared memory of `Heads`. `sends_words` and `digits` are properties of `Block`."""
+    results = {} if sends_words or digits else {"o": ((2, PARTS, BRICK), dtype)}
     if int8:
         token = {"new_codes": ((2, HEAD_DIM), jnp.int8)}
     else:
@@ -666,6 +702,8 @@ def heads_memory(dtype: Any, int8: bool = False, sends_words: bool = False) -> M
             **results,
         },
         # For two warpgroups: `_memory`, and scales and scores of the new token.
-        vectors=token | {"reduced": ((4 * WORDS + 2 * PARTS,), jnp.float32)},
+        vectors=token
+        | {"reduced": ((4 * WORDS + 2 * PARTS,), jnp.float32)}
+        | ({"o_digits": ((2, places(PARTS), DIGIT_WORDS), jnp.int32)} if digits else {}),
         barriers={"part_arrived": 4, "q_made": 1, "handed_over": 1},
     )

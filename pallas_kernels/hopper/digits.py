@@ -1,0 +1,297 @@
+"""Activations as pairs of int8 digits, so that Hopper multiplies quantised weights as integers.
+
+int4 becomes int8 in 3 instructions for 8 codes, where bfloat16 takes 11. Tensor cores then need
+activations in int8, too. A value x is written as s · (128 · high + low), where s belongs to the 64
+columns of a brick in one row: their largest |x| over 16256. The error is at most s / 2, less than
+what rounding the largest of them to bfloat16 makes. Sums of products of digits are exact in int32.
+
+The digits of a brick of columns are int32 words [places, 20]. Two places of a row follow each
+other: its high and its low digits, 64 bytes each, then s, then zeros. So each place begins in
+another bank of shared memory. Rows 0 and 1 of 8 lie 8 places apart: so a thread finds the results
+of both digits of the two columns that `LAYOUT` gives to it. Columns are in the order in which a
+word of `bricks` has its rows.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, memref, vector
+
+from fdjax.pallas_kernels.bricks import BRICK
+from fdjax.pallas_kernels.hopper.fragments import constant, loaded_words, ptx
+from fdjax.pallas_kernels.hopper.reduction import COLUMNS, WORDS, over_rows
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT
+
+DIGIT_WORDS = 20
+_SCALE = 16  # index of s among the words of a place
+_BASE_BITS = 7
+_LARGEST = 127 << _BASE_BITS
+# |x| below this counts as 0: its inverse would not be finite.
+_SMALLEST = 1e-30
+# Rows of 16 of a brick of weights that share 4 bytes, and their distance to the next 4 bytes.
+_ORDER = [2 * t + i for t in range(4) for i in (0, 8, 1, 9)]
+
+_LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
+_MULTIPLY = (
+    "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
+    "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+
+_ADD_PRODUCT = "fma.rn.f32 $0, $1, $2, $3;"
+
+
+def places(rows: int) -> int:
+    """Number of places for some rows of x. Odd rows have places only if there are several."""
+    return 8 if rows == 1 else 16 * -(-rows // 8)
+
+
+def place(row: int | Array) -> int | Array:
+    """The place of the high digits of a row; the next one has the low digits."""
+    return 16 * (row // 8) + 8 * (row % 2) + 2 * (row % 8 // 2)
+
+
+def as_digits(x: Array) -> Array:
+    """Digits [K/64, places, 20] int32 of x [M, K]."""
+    m, k = x.shape
+    x = x.astype(jnp.float32).reshape(m, k // BRICK, BRICK)
+    largest = jnp.abs(x).max(axis=2, keepdims=True)
+    whole = jnp.round(x * _inverse(largest)).astype(jnp.int32)
+    high = (whole + (1 << _BASE_BITS - 1)) >> _BASE_BITS
+    digits = jnp.stack([high, whole - (high << _BASE_BITS)], axis=2)
+    digits = digits.reshape(m, -1, 2, 4, 16)[..., np.array(_ORDER)].astype(jnp.int8)
+    words = lax.bitcast_convert_type(digits.reshape(m, -1, 2, BRICK // 4, 4), jnp.int32)
+    scale = lax.bitcast_convert_type(largest / _LARGEST, jnp.int32)[:, :, None]
+    scale = jnp.pad(scale, ((0, 0), (0, 0), (0, 1), (0, DIGIT_WORDS - _SCALE - 1)))
+    words = jnp.concatenate([words, scale], axis=3).transpose(1, 0, 2, 3)
+    made = jnp.zeros((k // BRICK, places(m), DIGIT_WORDS), jnp.int32)
+    at = np.array([place(row) + digit for row in range(m) for digit in (0, 1)])
+    return made.at[:, at].set(words.reshape(k // BRICK, 2 * m, DIGIT_WORDS))
+
+
+def _inverse(largest: Array) -> Array:
+    return jnp.where(largest > _SMALLEST, _LARGEST / largest, 0.0)
+
+
+def put_digits(target: Any, values: Array, memory: Any) -> None:
+    """Store the digits of a brick of columns into shared memory.
+
+    Args:
+      target: reference to int32 words [places, 20].
+      values: [64, M] fp32 in `LAYOUT`, M a multiple of 8: the transposed brick. With 8 places, only
+        its even columns are stored.
+      memory: shared memory [4 M] fp32, see `over_rows`.
+    """
+    eights = [values[:, c : c + COLUMNS] for c in range(0, values.shape[1], COLUMNS)]
+    scales, inverses = [], []
+    for i, eight in enumerate(eights):
+        part = memory.at[pl.ds(i * WORDS, WORDS)]
+        largest = over_rows(jnp.abs(eight), "max", part)
+        scales.append(largest / _LARGEST)
+        inverses.append(_inverse(largest))
+    of_columns = [LAYOUT.reduce(0)] * len(eights)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), *[LAYOUT] * len(eights), *of_columns, *of_columns)
+    )
+    def run(_, target, *arrays):
+        n = len(arrays) // 3
+        halves = _halves_of(target)
+        warp, lane = _warp_and_lane()
+        row, column = arith.divui(lane, constant(4)), arith.remui(lane, constant(4))
+        # Two successive bytes: rows r and r + 8 of the warp's 16 rows.
+        own = arith.addi(arith.muli(warp, constant(8)), row)
+        count = 2 if ir.MemRefType(target.type).shape[0] > 8 else 1
+        for i, (eight, scale, inverse) in enumerate(
+            zip(arrays[:n], arrays[n : 2 * n], arrays[2 * n :], strict=True)
+        ):
+            for odd in range(count):
+                first = arith.addi(arith.muli(column, constant(2)), constant(16 * i + 8 * odd))
+                first = arith.muli(first, constant(DIGIT_WORDS))
+                factor = _element(inverse.registers.flat[0], odd)
+                pairs = [
+                    _digits(arith.mulf(_element(register, odd), factor))
+                    for register in eight.registers.flat
+                ]
+                at = arith.addi(arith.muli(first, constant(2)), own)
+                for digit, bytes_ in enumerate(zip(*pairs, strict=True)):
+                    place_at = arith.addi(at, constant(2 * DIGIT_WORDS * digit))
+                    memref.store(_two_bytes(*bytes_), halves, [_index(place_at)])
+                bits = mgpu_utils.bitcast(_element(scale.registers.flat[0], odd), _i32())
+                at = arith.addi(first, constant(_SCALE))
+                memref.store(bits, mgpu_utils.memref_fold(target, 0, 2), [_index(at)])
+
+    run(target, *eights, *scales, *inverses)
+
+
+def multiplied_digits(
+    totals: Sequence[Array], bricks: Sequence[Any], x: Any, scales: Sequence[Array], kind: str
+) -> list[Array]:
+    """totals + scales · (bricks · x), for several bricks and one brick of columns of x.
+
+    Args:
+      totals: [64, M] fp32 in `LAYOUT` for each brick.
+      bricks: references to packed words [1, 2 or 4, 256] in shared memory.
+      x: reference to digits [places, 20] in shared memory.
+      scales: of the columns of each brick, [64] fp32 in `LAYOUT.reduce(1)`; or none.
+      kind: "int4" | "int8", with zero points 8 and 128.
+    """
+    n = len(totals)
+    made = [plgpu.ShapeDtypeStruct(t.shape, jnp.float32, layout=LAYOUT) for t in totals]
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            *[plgpu.RefType()] * (n + 1),
+            *[LAYOUT] * n,
+            *[LAYOUT.reduce(1)] * len(scales),
+        ),
+        return_type=made,
+    )
+    def run(_, *arrays):
+        bricks, x, totals, scales = arrays[:n], arrays[n], arrays[n + 1 :][:n], arrays[2 * n + 1 :]
+        tiles = ir.MemRefType(x.type).shape[0] // 8
+        rights, of_rows = _right_operands(x, tiles, _FACTOR[kind])
+        results = []
+        for i, (brick, total) in enumerate(zip(bricks, totals, strict=True)):
+            lefts = _LEFT[kind](loaded_words(brick, kind, 0, 4))
+            factors = [_element(r, 0) for r in scales[i].registers.flat] if scales else [None] * 2
+            registers = [_elements(register) for register in total.registers.flat]
+            for tile, (right, of_row) in enumerate(zip(rights, of_rows, strict=True)):
+                sums = [constant(0)] * 4
+                for half in range(2):
+                    operands = *lefts[half], *right[2 * half : 2 * half + 2], *sums
+                    sums = mgpu_utils.inline_ptx(
+                        _MULTIPLY, *operands, result_types=[_i32()] * 4, convergent=True
+                    )
+                eight, odd = divmod(tile, 2)
+                for row, factor in enumerate(factors):  # rows r and r + 8 of a warp's 16
+                    value = _whole(sums[2 * row], sums[2 * row + 1])
+                    scale = of_row if factor is None else arith.mulf(of_row, factor)
+                    pair = registers[2 * eight + row]
+                    pair[odd] = mgpu_utils.inline_ptx(
+                        _ADD_PRODUCT, value, scale, pair[odd], result_types=ir.F32Type.get()
+                    )
+            pair = ir.VectorType.get((2,), ir.F32Type.get())
+            registers = [vector.from_elements(pair, values) for values in registers]
+            results.append(
+                mgpu.FragmentedArray(
+                    _registers=np.array(registers, dtype=object).reshape(total.registers.shape),
+                    _layout=total.layout,
+                    _is_signed=None,
+                )
+            )
+        return results
+
+    return run(*bricks, x, *totals, *scales)
+
+
+def _right_operands(
+    x: ir.Value, tiles: int, factor: float
+) -> tuple[list[tuple[ir.Value, ...]], list[ir.Value]]:
+    """For each 8 places: digits as right operands, and s of a thread's row times a factor."""
+    _, lane = _warp_and_lane()
+    # Of four matrices of 8 places and 16 columns, each lane names one place of one.
+    place, quarter = arith.remui(lane, constant(8)), arith.divui(lane, constant(8))
+    own = arith.addi(
+        arith.muli(place, constant(DIGIT_WORDS)), arith.muli(quarter, constant(BRICK // 16))
+    )
+    pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(x), [own], _i32())
+    words = mgpu_utils.memref_fold(x, 0, 2)
+    column = arith.muli(arith.remui(lane, constant(4)), constant(2 * DIGIT_WORDS))
+    rights, of_rows = [], []
+    for tile in range(tiles):
+        first = tile * 8 * DIGIT_WORDS
+        address = mgpu_utils.getelementptr(pointer, [first], _i32())
+        rights.append(
+            mgpu_utils.inline_ptx(
+                _LOAD, address, result_types=[_i32()] * 4, has_side_effects=True, convergent=True
+            )
+        )
+        at = _index(arith.addi(column, constant(first + _SCALE)))
+        scale = mgpu_utils.bitcast(memref.load(words, [at]), ir.F32Type.get())
+        of_rows.append(arith.mulf(scale, mgpu_utils.c(factor, ir.F32Type.get())))
+    return rights, of_rows
+
+
+def _left_int4(words: list[list[ir.Value]]) -> list[list[ir.Value]]:
+    """16 (code - 8) as the left operands of two products: the high half of each byte."""
+    lefts = []
+    for (word,) in words:
+        for moved in (arith.shli(word, constant(4)), word):
+            # (word ^ first) & second
+            code = "lop3.b32 $0, $1, $2, $3, 0x28"
+            lefts.append(ptx(code, moved, constant(0x80808080), constant(0xF0F0F0F0)))
+    return [lefts[:4], lefts[4:]]
+
+
+def _left_int8(words: list[list[ir.Value]]) -> list[list[ir.Value]]:
+    """code - 128 as the left operands of two products."""
+    lefts = []
+    for pair in words:
+        codes = [arith.xori(word, constant(0x80808080)) for word in pair]
+        lefts += [ptx(f"prmt.b32 $0, $1, $2, {o}", *codes) for o in ("0x6240", "0x7351")]
+    return [lefts[:4], lefts[4:]]
+
+
+_LEFT = {"int4": _left_int4, "int8": _left_int8}
+_FACTOR = {"int4": 1 / 16, "int8": 1.0}
+
+
+def _digits(value: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """High and low digits of a value between -16256 and 16256, rounded."""
+    whole = ptx("cvt.rni.s32.f32 $0, $1", value, kinds="f")
+    high = arith.shrsi(arith.addi(whole, constant(1 << _BASE_BITS - 1)), constant(_BASE_BITS))
+    return high, arith.subi(whole, arith.shli(high, constant(_BASE_BITS)))
+
+
+def _whole(high: ir.Value, low: ir.Value) -> ir.Value:
+    """128 · high + low in fp32."""
+    whole = arith.addi(arith.shli(high, constant(_BASE_BITS)), low)
+    return arith.sitofp(ir.F32Type.get(), whole)
+
+
+def _two_bytes(first: ir.Value, second: ir.Value) -> ir.Value:
+    """The low bytes of two words side by side."""
+    both = ptx("prmt.b32 $0, $1, $2, 0x0040", first, second)
+    return arith.trunci(ir.IntegerType.get_signless(16), both)
+
+
+def _halves_of(words: ir.Value) -> ir.Value:
+    """A flat view of int32 words in 16 bits."""
+    kind = ir.MemRefType(words.type)
+    halves = ir.MemRefType.get(
+        (2 * int(np.prod(kind.shape)),),
+        ir.IntegerType.get_signless(16),
+        memory_space=kind.memory_space,
+    )
+    return mgpu_utils.ptr_as_memref(mgpu_utils.memref_ptr(words), halves)
+
+
+def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
+    """Index of the warp in its warpgroup, and of the thread in its warp."""
+    thread = mgpu_utils.thread_idx()
+    warp = arith.remui(arith.divui(thread, constant(32)), constant(4))
+    return warp, arith.remui(thread, constant(32))
+
+
+def _elements(register: ir.Value) -> list[ir.Value]:
+    return [_element(register, i) for i in range(2)]
+
+
+def _element(register: ir.Value, i: int) -> ir.Value:
+    return vector.extract(register, dynamic_position=[], static_position=[i])
+
+
+def _index(value: ir.Value) -> ir.Value:
+    return arith.index_cast(ir.IndexType.get(), value)
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
