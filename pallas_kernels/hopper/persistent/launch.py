@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.block import Block
 from fdjax.pallas_kernels.hopper.persistent.memory import (
     Memory,
@@ -87,6 +88,7 @@ def launch(
         if packing or codes:
             for view in smem.pop("w"):
                 smem |= view
+        handover.start(smem["arrivals"])
         warpgroup = lax.axis_index("warpgroup")
         block = Block(
             *(gmem, smem),

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from fdjax.pallas_kernels.dispatch import Shape, needs_half
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS
+from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.exchange import ROUNDS, Exchange
 from fdjax.pallas_kernels.hopper.persistent.memory import NO_MEMORY, Memory, Packing, with_rings
 from fdjax.pallas_kernels.hopper.persistent.packed_product import PackedProduct
@@ -108,7 +109,7 @@ def products_memory(
         arrivals = dict.fromkeys(("mlp_squares_arrived", "next_squares_arrived"), square_tiles)
     sums, made = {}, {}
     if packed:
-        sums = {"sums": ((most, BRICK, rows), jnp.float32)}
+        sums = {"sums": handover.places(most, rows)}
         pieces = max(stage.wide for stage in stages if stage.results)
         places = stages[0].packing.places
         made = {
@@ -118,11 +119,11 @@ def products_memory(
     return Memory(
         matrices={
             "residual": ((rounds, rows, BRICK), dtype),  # the residual stream, this block's part
-            "partial": ((max(shared, default=1), BRICK, rows), jnp.float32),
             **stored,
-            **sums,
         },
         vectors={
+            "partial": handover.places(max(shared, default=1), rows),
+            **sums,
             **made,
             "square_row": ((rows,), jnp.float32),
             "factors": ((rows,), jnp.float32),
@@ -131,7 +132,6 @@ def products_memory(
             "residual_arrived": rounds,
             **arrivals,
             **({"sums_made": 1, "sums_read": 1} if packed else {}),
-            **{stage.partial_arrived: stage.pieces for stage in stages if stage.split > 1},
         },
     )
 

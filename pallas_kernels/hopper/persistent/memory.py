@@ -8,6 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import brick_words
 from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS
+from fdjax.pallas_kernels.hopper.persistent.handover import arrivals
 from fdjax.pallas_kernels.hopper.persistent.sizes import (
     BRICK,
     PARTS,
@@ -106,7 +107,8 @@ def with_rings(
       the same memory, each a dictionary.
     """
     users = computing_warpgroups(packing, codes)
-    matrices, vectors, barriers = dict(memory.matrices), dict(memory.vectors), {}
+    matrices, barriers = dict(memory.matrices), {}
+    vectors = memory.vectors | {"arrivals": arrivals(2)}
     x_slots = X_SLOTS
     if packing:
         matrices["token"] = (TOKEN_SLOTS, PARTS, 2 * BRICK), dtype

@@ -19,6 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.digits import multiplied_digits, put_digits
+from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Copies, Layer, Pair, bricks
 from fdjax.pallas_kernels.hopper.persistent.memory import Packing
 from fdjax.pallas_kernels.hopper.persistent.product import Product
@@ -101,14 +102,14 @@ class PackedProduct(Product):
         @when(block.index == 1)
         def _():
             plgpu.barrier_wait(smem["sums_read"])
-            for piece, value in enumerate(sums):
-                smem["sums"].at[piece][...] = value
+            handover.put(smem["sums"], sums)
             plgpu.barrier_arrive(smem["sums_made"])
 
         @when(block.index == 0)
         def _():
             plgpu.barrier_wait(smem["sums_made"])
-            totals = [value + load(smem["sums"].at[piece]) for piece, value in enumerate(sums)]
+            others = handover.take(smem["sums"], self.pieces, block.padded)
+            totals = [one + other for one, other in zip(sums, others, strict=True)]
             plgpu.barrier_arrive(smem["sums_read"])
             finish(totals if self.packing.group else self._scaled(block, layer, tile, totals))
 

@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
-from fdjax.pallas_kernels.hopper.persistent import words
+from fdjax.pallas_kernels.hopper.persistent import handover, words
 from fdjax.pallas_kernels.hopper.persistent.block import (
     Block,
     Copies,
@@ -26,6 +26,7 @@ from fdjax.pallas_kernels.hopper.persistent.block import (
     bricks,
 )
 from fdjax.pallas_kernels.hopper.persistent.exchange import Exchange
+from fdjax.pallas_kernels.hopper.persistent.handover import Arrivals
 from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
@@ -94,6 +95,8 @@ class Product(Stage):
     scaled: Scaled | None = None
     exchange: Exchange | None = None
 
+    arrivals = 0
+
     @property
     def parts(self) -> int:
         """2 for gate and up, 1 without a gate."""
@@ -108,11 +111,6 @@ class Product(Stage):
     def copies(self) -> int:
         """Number of copies that fill a tile."""
         return self.pieces
-
-    @property
-    def partial_arrived(self) -> str:
-        """Barrier of the partial sums of the other block of a cluster."""
-        return f"partial_arrived_{self.pieces}"
 
     @property
     def tiles(self) -> int:
@@ -235,15 +233,8 @@ class Product(Stage):
 
         @when(owner != block.rank)
         def _():
-            for c, product in enumerate(products):
-                plgpu.async_store_smem(
-                    product,
-                    smem["partial"].at[c],
-                    barrier=smem[self.partial_arrived],
-                    cluster_idx=owner,
-                    cluster_dim="rank",
-                    optimized=False,
-                )
+            arrivals = Arrivals(smem["arrivals"], self.arrivals)
+            handover.send(smem["partial"], products, arrivals, owner, block.columns)
             block.finish_tile(self, i)
 
         when(owner == block.rank)(lambda: self._finish(block, layer, i, tile, products, scale))
@@ -328,9 +319,10 @@ class Product(Stage):
         smem = block.smem
         total = list(products)
         if self.split > 1:
-            plgpu.barrier_wait(smem[self.partial_arrived])
-            for c in range(self.pieces):
-                total[c] += load(smem["partial"].at[c])
+            arrivals = Arrivals(smem["arrivals"], self.arrivals)
+            handover.wait(arrivals, block.handed_over(layer, self, i))
+            others = handover.take(smem["partial"], self.pieces, block.padded)
+            total = [one + other for one, other in zip(total, others, strict=True)]
         if self.norm:
             factors = plgpu.load(smem["factors"], layout=LAYOUT.reduce(0), optimized=False)
             total = [t * lax.broadcast_in_dim(factors, t.shape, [1]) for t in total]

@@ -36,8 +36,9 @@ from fdjax.pallas_kernels.hopper.codes import (
 from fdjax.pallas_kernels.hopper.conditional import cond, when
 from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, place, places, put_digits
 from fdjax.pallas_kernels.hopper.fragments import loaded_right
-from fdjax.pallas_kernels.hopper.persistent import exchange, words
+from fdjax.pallas_kernels.hopper.persistent import exchange, handover, words
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
+from fdjax.pallas_kernels.hopper.persistent.handover import Arrivals
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
 from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, PARTS, TOKEN_SLOTS
@@ -83,6 +84,7 @@ class Heads(Stage):
     int8: bool = False
 
     copies = 4  # halves of keys and of values
+    arrivals = 1
 
     @property
     def tiles(self) -> int:
@@ -357,7 +359,7 @@ class Heads(Stage):
 
         def follow():
             added = self._with_token(block, result, token_is_mine) if self.int8 else result
-            self._hand_over(block, i, added)
+            self._hand_over(block, layer, i, added)
             if self.int8:
                 write()
 
@@ -366,7 +368,7 @@ class Heads(Stage):
             store = functools.partial(self._store, block, layer, row, head)
             if self.clusters > 1:
                 store = functools.partial(self._merge_clusters, block, layer, i, row, head)
-            self._merge(block, i, result, store)
+            self._merge(block, layer, i, result, store)
             if not self.int8:
                 write()
 
@@ -566,49 +568,39 @@ class Heads(Stage):
         halves = (part * rescale + weight * value for part, value in zip(o, values, strict=True))
         return *halves, l, top
 
-    def _hand_over(self, block, i, mine) -> None:
+    def _hand_over(self, block, layer, i, mine) -> None:
         """Give the result of the second warpgroup to the first, merged with the other block's."""
-        part = block.smem["part"]
         if self.split > 1:
-
-            def with_other():
-                plgpu.barrier_wait(block.smem["part_arrived"])
-                return _merged(mine, tuple(load(part.at[at]) for at in range(4)))
-
-            mine = cond(self._is_owner(block, i), with_other, lambda: mine)
-        for at, values in enumerate(mine):
-            part.at[at][...] = values
+            received = functools.partial(self._received, block, layer, i, mine)
+            mine = cond(self._is_owner(block, i), received, lambda: mine)
+        handover.put(block.smem["part"], mine)
         plgpu.barrier_arrive(block.smem["handed_over"])
 
-    def _merge(self, block, i, mine, finish) -> None:
+    def _received(self, block, layer, i, mine) -> tuple[Array, ...]:
+        """A result merged with that of the other block of the cluster."""
+        handover.wait(self._arrivals(block), block.handed_over(layer, self, i))
+        return _merged(mine, handover.take(block.smem["part"], 4, PARTS))
+
+    def _arrivals(self, block) -> Arrivals:
+        return Arrivals(block.smem["arrivals"], self.arrivals)
+
+    def _merge(self, block, layer, i, mine, finish) -> None:
         """Merge the results of all warpgroups of the cluster; its owner `finish`es them."""
         part = block.smem["part"]
-
-        def merged(arrived):
-            plgpu.barrier_wait(block.smem[arrived])
-            return _merged(mine, tuple(load(part.at[at]) for at in range(4)))
-
         if block.computing > 1:  # `_hand_over` has received the other block's
-            mine = merged("handed_over")
+            plgpu.barrier_wait(block.smem["handed_over"])
+            mine = _merged(mine, handover.take(part, 4, PARTS))
         if self.split == 1:
             finish(mine)
             return
 
         @when(~self._is_owner(block, i))
         def _():
-            for at, values in enumerate(mine):
-                plgpu.async_store_smem(
-                    values,
-                    part.at[at],
-                    barrier=block.smem["part_arrived"],
-                    cluster_idx=1 - block.rank,
-                    cluster_dim="rank",
-                    optimized=False,
-                )
+            handover.send(part, mine, self._arrivals(block), 1 - block.rank, self.group)
 
         @when(self._is_owner(block, i))
         def _():
-            finish(mine if block.computing > 1 else merged("part_arrived"))
+            finish(mine if block.computing > 1 else self._received(block, layer, i, mine))
 
     def _is_owner(self, block, i) -> Array:
         """Whether this block finishes its cluster's head number i."""
@@ -698,12 +690,12 @@ def heads_memory(
         matrices={
             "q": ((PARTS, HEAD_DIM), dtype),
             "p": ((2, PARTS, BRICK), jnp.bfloat16 if int8 else dtype),
-            "part": ((4, BRICK, PARTS), jnp.float32),
             **results,
         },
         # For two warpgroups: `_memory`, and scales and scores of the new token.
         vectors=token
+        | {"part": handover.places(4, PARTS)}
         | {"reduced": ((4 * WORDS + 2 * PARTS,), jnp.float32)}
         | ({"o_digits": ((2, places(PARTS), DIGIT_WORDS), jnp.int32)} if digits else {}),
-        barriers={"part_arrived": 4, "q_made": 1, "handed_over": 1},
+        barriers={"q_made": 1, "handed_over": 1},
     )

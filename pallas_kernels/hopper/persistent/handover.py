@@ -1,0 +1,216 @@
+"""Hands arrays in fp32 from one warpgroup to another, of the same block or of its cluster.
+
+Both have the same layout, so a thread's four values of 8 columns stay together: 16 bytes in shared
+memory, in the order of the threads. To another block, each 16 bytes are a packet. Packets take most
+of the time, so columns that nobody needs are not sent.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils as mgpu_utils
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
+
+from fdjax.pallas_kernels.hopper.fragments import constant
+from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT
+
+_THREADS = 128
+_COLUMNS = 8  # of a place
+_BYTES = 16  # of a thread in a place
+_EACH = 4
+
+_SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$1, $2, $3, $4}, [$5];"
+_ARRIVE = "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [$0], $1;"
+_WAIT = """{
+.reg .pred done;
+AGAIN:
+mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1;
+@!done bra AGAIN;
+}"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arrivals:
+    """A barrier for what the other block sends. One phase ends with each `send`.
+
+    Attributes:
+      memory: shared memory of all barriers, see `arrivals`.
+      index: which of them.
+    """
+
+    memory: Any
+    index: int
+
+
+def arrivals(count: int) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of shared memory for barriers."""
+    return (count, 2), jnp.int32
+
+
+def start(memory: Any) -> None:
+    """Prepare barriers. All threads of both blocks must call this before they part."""
+    (count, _) = memory.shape
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_, memory):
+        first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
+        for i in range(count):
+            at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(memory), [2 * i], _i32())
+            mgpu_utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at, predicate=first)
+        for code in (
+            "fence.mbarrier_init.release.cluster;",
+            "barrier.cluster.arrive.release.aligned;",
+            "barrier.cluster.wait.acquire.aligned;",
+        ):
+            mgpu_utils.inline_ptx(code, has_side_effects=True, convergent=True)
+
+    run(memory)
+
+
+def places(arrays: int, columns: int) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of shared memory for arrays [64, columns], 8 of which divide `columns`."""
+    return (arrays * columns // _COLUMNS, _THREADS, _EACH), jnp.float32
+
+
+def put(memory: Any, values: Sequence[Array]) -> None:
+    """Store arrays [64, M] in `LAYOUT` for a warpgroup of the same block."""
+    eights = _eights(values)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[LAYOUT] * len(eights)))
+    def run(_, memory, *eights):
+        for i, eight in enumerate(eights):
+            single = ir.VectorType.get((_EACH,), ir.F32Type.get())
+            vector.store(vector.from_elements(single, _values(eight)), memory, _place(i))
+
+    run(memory, *eights)
+
+
+def take(memory: Any, arrays: int, columns: int) -> list[Array]:
+    """Load arrays [64, columns] that were put or sent."""
+    n = columns // _COLUMNS
+    made = plgpu.ShapeDtypeStruct((BRICK, columns), jnp.float32, layout=LAYOUT)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=[made] * arrays)
+    def run(_, memory):
+        quad = ir.VectorType.get((_EACH,), ir.F32Type.get())
+        pair = ir.VectorType.get((2,), ir.F32Type.get())
+        layout, results = LAYOUT.to_mgpu(), []
+        for first in range(0, arrays * n, n):
+            registers = []
+            for i in range(first, first + n):
+                found = vector.load(quad, memory, _place(i))
+                found = [_element(found, j) for j in range(_EACH)]
+                registers += [vector.from_elements(pair, found[j : j + 2]) for j in (0, 2)]
+            shape = layout.registers_shape((BRICK, columns))
+            results.append(
+                mgpu.FragmentedArray(
+                    _registers=np.array(registers, dtype=object).reshape(shape),
+                    _layout=layout,
+                    _is_signed=None,
+                )
+            )
+        return results
+
+    return run(memory)
+
+
+def send(memory: Any, values: Sequence[Array], to: Arrivals, rank: Array, columns: int) -> None:
+    """Store arrays [64, M] into the memory of the other block, and arrive at its barrier.
+
+    Args:
+      memory: this block's memory of the same name.
+      values: arrays in `LAYOUT`.
+      to: this block's barrier of the same name.
+      rank: index of the other block in the cluster.
+      columns: number of columns that are needed. What `take` finds in the others is undefined.
+    """
+    each = values[0].shape[1] // _COLUMNS
+    sent = [(i, columns - i % each * _COLUMNS) for i in range(each * len(values))]
+    sent = [(i, min(n, _COLUMNS)) for i, n in sent if n > 0]
+    eights = _eights(values)
+    eights = [eights[i] for i, _ in sent]
+    # Two columns are a thread's, in each of 8 rows of 4 warps.
+    size = sum(-(-n // 2) * 32 * _BYTES for _, n in sent)
+
+    @plgpu.inline_mgpu(
+        arg_types=(
+            plgpu.RefType(),
+            plgpu.RefType(),
+            plgpu.Layout.WG_SPLAT,
+            *[LAYOUT] * len(eights),
+        )
+    )
+    def run(_, memory, barriers, rank, *eights):
+        (rank,) = rank.registers.flat
+        place = mgpu_utils.getelementptr(
+            mgpu_utils.memref_ptr(memory), [arith.muli(_thread(), constant(_EACH))], _i32()
+        )
+        barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * to.index], _i32())
+        place, barrier = (
+            mgpu_utils.inline_ptx(
+                "mapa.shared::cluster.u32 $0, $1, $2;", pointer, rank, result_types=_i32()
+            )
+            for pointer in (place, barrier)
+        )
+        mgpu_utils.inline_ptx(
+            *(_ARRIVE, barrier, constant(size)),
+            predicate=arith.cmpi(arith.CmpIPredicate.eq, _thread(), constant(0)),
+        )
+        column = arith.muli(arith.remui(_thread(), constant(4)), constant(2))
+        for (i, n), eight in zip(sent, eights, strict=True):
+            at = arith.addi(place, constant(i * _THREADS * _BYTES))
+            words = [arith.bitcast(_i32(), value) for value in _values(eight)]
+            is_needed = arith.cmpi(arith.CmpIPredicate.slt, column, constant(n))
+            mgpu_utils.inline_ptx(_SEND, at, *words, barrier, predicate=is_needed)
+
+    run(memory, to.memory, rank, *eights)
+
+
+def wait(at: Arrivals, before: Array) -> None:
+    """Wait until something was sent once more than `before`."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
+    def run(_, barriers, before):
+        (before,) = before.registers.flat
+        barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * at.index], _i32())
+        parity = arith.andi(before, constant(1))
+        mgpu_utils.inline_ptx(_WAIT, barrier, parity, has_side_effects=True)
+
+    run(at.memory, before)
+
+
+def _eights(values: Sequence[Array]) -> list[Array]:
+    return [v[:, c : c + _COLUMNS] for v in values for c in range(0, v.shape[1], _COLUMNS)]
+
+
+def _place(i: int) -> list[ir.Value]:
+    """Indices of this thread's values in place i."""
+    index = ir.IndexType.get()
+    at = arith.index_cast(index, _thread())
+    return [mgpu_utils.c(i, index), at, mgpu_utils.c(0, index)]
+
+
+def _values(eight: mgpu.FragmentedArray) -> list[ir.Value]:
+    """A thread's four values."""
+    return [_element(register, j) for register in eight.registers.flat for j in range(2)]
+
+
+def _thread() -> ir.Value:
+    """Index of the thread in its warpgroup."""
+    return arith.remui(mgpu_utils.thread_idx(), constant(_THREADS))
+
+
+def _element(register: ir.Value, i: int) -> ir.Value:
+    return vector.extract(register, dynamic_position=[], static_position=[i])
+
+
+def _i32() -> ir.Type:
+    return ir.IntegerType.get_signless(32)
