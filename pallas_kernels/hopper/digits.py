@@ -18,7 +18,6 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils as mgpu_utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -27,7 +26,7 @@ from jaxlib.mlir.dialects import arith, memref, vector
 
 from fdjax.pallas_kernels.bricks import BRICK
 from fdjax.pallas_kernels.hopper.fragments import constant, loaded_words, ptx
-from fdjax.pallas_kernels.hopper.reduction import COLUMNS, WORDS, over_rows
+from fdjax.pallas_kernels.hopper.reduction import COLUMNS, all_over_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 
 DIGIT_WORDS = 20
@@ -77,25 +76,32 @@ def as_digits(x: Array) -> Array:
 
 
 def _inverse(largest: Array) -> Array:
-    return jnp.where(largest > _SMALLEST, _LARGEST / largest, 0.0)
+    """What values are multiplied by before they are rounded."""
+    root = lax.rsqrt(largest)  # a kernel takes longer to divide
+    return jnp.where(largest > _SMALLEST, _LARGEST * root * root, 0.0)
 
 
-def put_digits(target: Any, values: Array, memory: Any) -> None:
-    """Store the digits of a brick of columns into shared memory.
+def put_digits(targets: Sequence[Any], bricks: Sequence[Array], memory: Any) -> None:
+    """Store the digits of bricks of columns into shared memory.
 
     Args:
-      target: reference to int32 words [places, 20].
-      values: [64, M] fp32 in `LAYOUT`, M a multiple of 8: the transposed brick. With 8 places, only
-        its even columns are stored.
-      memory: shared memory [4 M] fp32, see `over_rows`.
+      targets: a reference to int32 words [places, 20] for each brick.
+      bricks: [64, M] fp32 in `LAYOUT`, M a multiple of 8: transposed. With 8 places, only the even
+        columns are stored.
+      memory: shared memory [4 M] fp32 for each brick, see `all_over_rows`.
     """
-    eights = [values[:, c : c + COLUMNS] for c in range(0, values.shape[1], COLUMNS)]
-    scales, inverses = [], []
-    for i, eight in enumerate(eights):
-        part = memory.at[pl.ds(i * WORDS, WORDS)]
-        largest = over_rows(jnp.abs(eight), "max", part)
-        scales.append(largest / _LARGEST)
-        inverses.append(_inverse(largest))
+    eights = [b[:, c : c + COLUMNS] for b in bricks for c in range(0, b.shape[1], COLUMNS)]
+    largest = all_over_rows([jnp.abs(eight) for eight in eights], "max", memory)
+    each = len(eights) // len(bricks)
+    for i, target in enumerate(targets):
+        some = slice(i * each, (i + 1) * each)
+        _put(target, eights[some], largest[some])
+
+
+def _put(target: Any, eights: list[Array], largest: list[Array]) -> None:
+    """Store the digits of a brick, whose columns have these largest values."""
+    scales = [x * (1 / _LARGEST) for x in largest]
+    inverses = [_inverse(x) for x in largest]
     of_columns = [LAYOUT.reduce(0)] * len(eights)
 
     @plgpu.inline_mgpu(

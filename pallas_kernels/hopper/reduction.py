@@ -4,6 +4,7 @@ All warpgroups that run the same code share the memory that Mosaic's own reducti
 warps, so two of them cannot reduce at once. Here, each brings its own.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,37 +50,51 @@ def over_rows(x: Array, op: str, memory: Any) -> Array:
     Returns:
       [8] in `LAYOUT.reduce(0)`.
     """
+    return all_over_rows([x], op, memory)[0]
+
+
+def all_over_rows(xs: Sequence[Array], op: str, memory: Any) -> list[Array]:
+    """`over_rows` of several arrays, which take as long as one. `memory` has room for each."""
     combine = _OPS[op]
+    made = plgpu.ShapeDtypeStruct((COLUMNS,), xs[0].dtype, layout=LAYOUT.reduce(0))
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), LAYOUT),
-        return_type=plgpu.ShapeDtypeStruct((COLUMNS,), x.dtype, layout=LAYOUT.reduce(0)),
+        arg_types=(plgpu.RefType(), *[LAYOUT] * len(xs)), return_type=[made] * len(xs)
     )
-    def run(_, memory, x):
+    def run(_, memory, *xs):
         # A thread has two columns of two rows. The lanes of its column differ in their rows.
-        first, second = x.registers.flat
-        value = combine(first, second)
+        values = [combine(*x.registers.flat) for x in xs]
         for distance in _LANES_OF_A_COLUMN:
-            value = combine(value, mgpu_utils.shfl_bfly(value, distance))
+            others = [mgpu_utils.shfl_bfly(value, distance) for value in values]
+            values = [combine(*pair) for pair in zip(values, others, strict=True)]
         thread = arith.remui(mgpu_utils.thread_idx(), constant(128))
         warp = arith.divui(thread, constant(32))
         column = arith.muli(arith.remui(thread, constant(4)), constant(2))
 
-        def place(warp):
+        def place(i, warp):
             at = arith.addi(arith.muli(warp, constant(COLUMNS)), column)
+            at = arith.addi(at, constant(i * WORDS))
             return [arith.index_cast(ir.IndexType.get(), at)]
 
-        vector.store(value, memory, place(warp))
+        for i, value in enumerate(values):
+            vector.store(value, memory, place(i, warp))
         mgpu_utils.warpgroup_barrier()
-        parts = [vector.load(value.type, memory, place(constant(w))) for w in range(4)]
-        total = combine(combine(parts[0], parts[1]), combine(parts[2], parts[3]))
-        layout = x.layout.reduce((0,))
-        return mgpu.FragmentedArray(
-            _registers=np.array([total], dtype=object).reshape(layout.registers_shape((COLUMNS,))),
-            _layout=layout,
-            _is_signed=None,
-        )
+        layout = xs[0].layout.reduce((0,))
+        results = []
+        for i, value in enumerate(values):
+            parts = [vector.load(value.type, memory, place(i, constant(w))) for w in range(4)]
+            total = combine(combine(parts[0], parts[1]), combine(parts[2], parts[3]))
+            registers = np.array([total], dtype=object)
+            results.append(
+                mgpu.FragmentedArray(
+                    _registers=registers.reshape(layout.registers_shape((COLUMNS,))),
+                    _layout=layout,
+                    _is_signed=None,
+                )
+            )
+        return results
 
-    if x.shape != (64, COLUMNS):
-        raise ValueError(f"must have the shape (64, {COLUMNS}), got {x.shape}")
-    return run(memory, x)
+    for x in xs:
+        if x.shape != (64, COLUMNS):
+            raise ValueError(f"must have the shape (64, {COLUMNS}), got {x.shape}")
+    return run(memory, *xs)

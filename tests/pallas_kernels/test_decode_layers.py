@@ -66,7 +66,7 @@ def _run(operands, **options):
     return decode_layers(**operands, **options)
 
 
-def _exact(x, k, v, lengths, rotation, weights):
+def exact_results(x, k, v, lengths, rotation, weights):
     """(x, k, v) in float64, with the new token in each cache."""
     x, k, v = (np.asarray(a).astype(np.float64) for a in (x, k, v))
     rows = np.arange(len(x))
@@ -101,7 +101,7 @@ def _error(got, want):
 def test_xla_is_right(rows):
     shape = SMALL | dict(width=64, hidden=96)
     operands = jax.jit(lambda: _operands(rows, **shape, layers=2, slots=192, dtype="float32"))()
-    for got, want in zip(jax.jit(_run)(operands), _exact(**operands), strict=True):
+    for got, want in zip(jax.jit(_run)(operands), exact_results(**operands), strict=True):
         assert _error(got, want) < 1e-5
 
 
@@ -303,7 +303,7 @@ def multiprocessors():
 def test_kernel_is_as_exact_as_xla(rows, shape, dtype):
     layers = 1 if shape["width"] == 4096 else 3  # large layers take long in float64
     operands = _operands(rows, **shape, layers=layers, dtype=dtype)
-    exact = _exact(**operands)
+    exact = exact_results(**operands)
     xla = jax.jit(_run)(operands)
     # Unfilled slots must not affect the result, whatever they hold.
     slots = np.arange(operands["k"].shape[3])
@@ -343,7 +343,7 @@ def test_kernel_is_as_exact_as_xla(rows, shape, dtype):
 def test_reads_and_writes_int8(rows, shape, clusters, dtype):
     operands = _int8_operands(rows, **shape, layers=2, slots=512, dtype=dtype)
     k, v = (np.asarray(dequantised(c), np.float64) for c in _caches(operands))
-    exact = _exact(**operands | {"k": k, "v": v})
+    exact = exact_results(**operands | {"k": k, "v": v})
     xla = jax.jit(_run)(operands)
     lengths = np.asarray(operands["lengths"])[:, None]
     filled = (np.arange(512) < lengths)[None, :, None]
@@ -395,7 +395,7 @@ def test_clusters_share_a_head(rows, shape, clusters):
     operands = _operands(rows, **shape, layers=2, slots=1024)
     lengths = [(700, 0, 63, 1023, 64)[i % 5] for i in range(rows)]
     operands["lengths"] = jnp.asarray(lengths, jnp.int32)
-    exact = _exact(**operands)
+    exact = exact_results(**operands)
     xla = jax.jit(_run)(operands)
     filled = np.arange(1024) < np.asarray(lengths)[:, None]
     for name in "kv":

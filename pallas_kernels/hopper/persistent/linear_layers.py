@@ -114,7 +114,7 @@ def products_memory(
         places = stages[0].packing.places
         made = {
             "made": ((pieces, places, DIGIT_WORDS), jnp.int32),  # digits of results
-            "largest": ((pieces, 4 * rows), jnp.float32),
+            "largest": ((4 * pieces * rows,), jnp.float32),
         }
     return Memory(
         matrices={

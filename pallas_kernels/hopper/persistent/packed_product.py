@@ -79,13 +79,13 @@ class PackedProduct(Product):
         """Two bricks of x."""
         return block.gmem[self.x].at[pl.ds(2 * at, 2)]
 
-    def _put(self, block: Block, name: str, c: int, at: Array, value: Array) -> tuple[Any, Any]:
-        """Put a column of bricks of a result into shared memory, in digits for later products."""
+    def _put(self, block: Block, name: str, first: Array, values: list[Array]) -> Copies:
+        """As for `Product`, but results that later products read are put in digits."""
         if name not in self.results:
-            return super()._put(block, name, c, at, value)
-        source = block.smem["made"].at[c]
-        put_digits(source, value, block.smem["largest"].at[c])
-        return source, block.gmem[name].at[at]
+            return super()._put(block, name, first, values)
+        sources = [block.smem["made"].at[c] for c in range(len(values))]
+        put_digits(sources, values, block.smem["largest"])
+        return [(source, block.gmem[name].at[first + c]) for c, source in enumerate(sources)]
 
     def _multiply(
         self,

@@ -381,10 +381,7 @@ class Product(Stage):
 
     def _store(self, block, tile, values) -> None:
         """Begin to store results that do not belong to the residual stream."""
-        copies = [
-            self._put(block, self.y, c, tile * self.wide + c, value)
-            for c, value in enumerate(values)
-        ]
+        copies = self._put(block, self.y, tile * self.wide, values)
         plgpu.commit_smem()
         for copy in copies:
             plgpu.copy_smem_to_gmem(*copy)
@@ -393,17 +390,20 @@ class Product(Stage):
         """Begin to store x · scale and the sums of squares."""
         gmem, smem = block.gmem, block.smem
         scaled, squares = values
-        copy = self._put(block, self.scaled.x, 0, tile, scaled)
+        (copy,) = self._put(block, self.scaled.x, tile, [scaled])
         smem["square_row"][...] = squares
         plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(*copy)
         plgpu.copy_smem_to_gmem(smem["square_row"], gmem[self.scaled.squares].at[tile])
 
-    def _put(self, block: Block, name: str, c: int, at: Array, value: Array) -> tuple[Any, Any]:
-        """Put column of bricks number `at` of a result into piece c of shared memory.
+    def _put(self, block: Block, name: str, first: Array, values: list[Array]) -> Copies:
+        """Put columns of bricks of a result, from number `first` on, into shared memory.
 
-        Returns the arguments of `copy_smem_to_gmem`.
+        Returns what to copy to global memory.
         """
-        source = block.smem["y"].at[c]
-        put(source, value)
-        return source, brick_of(block.gmem[name], block.rows, at)
+        copies = []
+        for c, value in enumerate(values):
+            source = block.smem["y"].at[c]
+            put(source, value)
+            copies.append((source, brick_of(block.gmem[name], block.rows, first + c)))
+        return copies

@@ -418,8 +418,7 @@ class Heads(Stage):
     def _store_digits(self, block, row, head, results) -> None:
         """Begin to store the result of a KV head in digits."""
         made = block.smem["o_digits"]
-        for half, values in enumerate(results):
-            put_digits(made.at[half], values, _memory(block, half))
+        put_digits([made.at[half] for half in range(2)], results, _memory(block, 0, 2))
         plgpu.commit_smem()
 
         def store(query, _):
@@ -657,9 +656,9 @@ def _column(columns: Array, index: int) -> Array:
     return jnp.where(at == index, columns, 0.0).sum(axis=1)
 
 
-def _memory(block, which: int) -> Any:
-    """One of two pieces of this warpgroup's memory for `over_rows`."""
-    return block.smem["reduced"].at[pl.ds((2 * block.index + which) * WORDS, WORDS)]
+def _memory(block, which: int, count: int = 1) -> Any:
+    """Some of two pieces of this warpgroup's memory for `over_rows`, from number `which` on."""
+    return block.smem["reduced"].at[pl.ds((2 * block.index + which) * WORDS, count * WORDS)]
 
 
 def _merged(one: tuple[Array, ...], other: tuple[Array, ...]) -> tuple[Array, ...]:
