@@ -432,38 +432,34 @@ class Heads(Stage):
     def _attend_values(self, block, rank, filled, w_used, tiles_in_all, mine) -> list[Array]:
         """Attention in 16 bits: o in two halves [64, 8], l [64, 8] and m [8].
 
-        A warpgroup takes two tiles at once. Two warpgroups do so in turn.
+        One warpgroup takes two tiles at once, or two take them in turn.
         """
-        pairs = lax.div(mine, 2)
-
-        def some(start, count, j, carry):
-            first = start + j * count
-            attend = functools.partial(
-                self._step, block, rank, filled, w_used, tiles_in_all, first, count, carry
-            )
-
-            def pass_by():
-                for i in range(count):
-                    block.pass_by("w", block.w_slot(w_used + first + i))
-                return carry
-
-            if block.computing == 1:
-                return attend()
-            return cond(lax.rem(lax.div(first, 2), 2) == block.index, attend, pass_by)
-
+        step = functools.partial(self._step, block, rank, filled, w_used, tiles_in_all)
         carry = _blank(BRICK), _blank(BRICK), _blank(BRICK), _lowest()
-        carry = lax.fori_loop(0, pairs, functools.partial(some, 0, 2), carry)
-        one = functools.partial(some, 2 * pairs, 1)
+        if block.computing > 1:
+
+            def one_of_two(j, carry):
+                def pass_by():
+                    block.pass_by("w", block.w_slot(w_used + j))
+                    return carry
+
+                attend = functools.partial(step, j, 1, 0, carry)
+                return cond(lax.rem(j, 2) == block.index, attend, pass_by)
+
+            return lax.fori_loop(0, mine, one_of_two, carry)
+        pairs = lax.div(mine, 2)
+        carry = lax.fori_loop(0, pairs, functools.partial(step, 0, 2), carry)
+        one = functools.partial(step, 2 * pairs, 1)
         return lax.fori_loop(0, lax.rem(mine, 2), one, carry)
 
-    def _step(self, block, rank, filled, w_used, tiles_in_all, first, count, carry):
+    def _step(self, block, rank, filled, w_used, tiles_in_all, first, count, j, carry):
         """Attention to `count` tiles at once, which waits less often than one tile at a time.
 
         The carry is o in two halves [64, 8], l [64, 8] as partial sums in each row, and m [8].
         """
         smem = block.smem
         *o, l, m = carry
-        at = [first + i for i in range(count)]
+        at = [first + j * count + i for i in range(count)]
         places = [block.w_slot(w_used + i) for i in at]
         tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in places]
         for i, slot in zip(at, places, strict=True):
@@ -491,14 +487,14 @@ class Heads(Stage):
         l = l * rescale
         for i, (s, z) in enumerate(zip(seen, scores, strict=True)):
             p = jnp.where(s, jnp.exp2(z - _down(m_new)), 0.0).astype(block.dtype)
-            put(smem["p"].at[i + 2 * block.index], p)
+            put(smem["p"].at[i + block.index], p)
             l = l + p.astype(jnp.float32)
         plgpu.commit_smem()
 
         def weighted(*accs):
             for i, tile in enumerate(tiles):
                 for half, acc in enumerate(accs):
-                    plgpu.wgmma(acc, tile[2 + half].T, smem["p"].at[i + 2 * block.index].T)
+                    plgpu.wgmma(acc, tile[2 + half].T, smem["p"].at[i + block.index].T)
             plgpu.wgmma_wait(0)
             return [acc[...] for acc in accs]
 
@@ -692,7 +688,7 @@ def heads_memory(
     return Memory(
         matrices={
             "q": ((PARTS, HEAD_DIM), dtype),
-            "p": ((4 if digits else 2, PARTS, BRICK), jnp.bfloat16 if int8 else dtype),
+            "p": ((2, PARTS, BRICK), jnp.bfloat16 if int8 else dtype),
             **results,
         },
         # For two warpgroups: `_memory`, and scales and scores of the new token.
