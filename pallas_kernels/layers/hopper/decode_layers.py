@@ -5,7 +5,8 @@ layer after the other. Between two of them is a barrier of all blocks; one row i
 instead, see `persistent.words`. One warpgroup computes, or two if weights or caches are quantised.
 One loads the inputs of products. One loads weights, keys and values through a single ring. These
 do not depend on the results of other blocks, so their loads continue while blocks wait for each
-other. See `chain_mosaic` for the products, `heads` for attention.
+other. See `chain_mosaic` for the products, `heads` for attention, `digits` for the activations
+beside quantised weights.
 
 Weights and caches are stacked over the layers: separate arrays would need hundreds of descriptors.
 """
