@@ -417,7 +417,8 @@ class LM:
           ValueError: as in `generate`; raised by the call itself.
           NotImplementedError: the model spans several processes.
         """
-        if not as_several(prompt, "submit: prompt")[1]:
+        prompts, is_one = as_several(prompt, "submit: prompt")
+        if not is_one:
             raise ValueError("submit: takes one prompt, a text or token ids")
         if self.engine.place.spans_processes:
             raise NotImplementedError(
@@ -425,7 +426,7 @@ class LM:
                 "generate in each process"
             )
         timer = Timer(self.model, self._params_bytes)
-        requests = self._requests(prompt, config, options, self.defaults)
+        requests = self._requests(prompts, config, options, self.defaults)
         has_text = bool(self.tokenizer)
         rows = self._states(requests, streamed=has_text)
         return RunningRequest(self.engine.runner, rows, STREAM_STEPS, timer, with_text=has_text)
@@ -449,11 +450,12 @@ class LM:
           ValueError: as in `generate`; raised by the call itself, before the first piece.
           MissingTokenizerError: the checkpoint has no tokenizer.
         """
-        if not as_several(prompt, "stream: prompt")[1]:
+        prompts, is_one = as_several(prompt, "stream: prompt")
+        if not is_one:
             raise ValueError("stream: takes one prompt, a text or token ids")
         timer = Timer(self.model, self._params_bytes)
         one = dataclasses.replace(self.defaults, num_return_sequences=1, num_beams=1)
-        requests = self._requests(prompt, config, options, one)
+        requests = self._requests(prompts, config, options, one)
         if requests[0].config.num_beams > 1:
             raise ValueError(
                 "stream: num_beams must be 1, because the text of a search is known at its end"

@@ -174,6 +174,15 @@ def test_what_are_no_prompts_is_refused_at_the_call(lm, prompts):
         lm.generate_iter(prompts)
 
 
+def test_ids_may_come_from_an_iterator(lm, truth):
+    ids, tokens = truth[1]
+    stream = lm.stream(iter(ids), max_new_tokens=4, **GREEDY)
+    list(stream)
+    request = lm.submit(iter(ids), max_new_tokens=4, **GREEDY)
+    for result in (stream.result, request.result(timeout=120)):
+        assert result.tokens == [tokens[:4]]
+
+
 def test_ids_may_be_arrays(lm, truth):
     ids, tokens = truth[1]
     want = [tokens[:4]]
