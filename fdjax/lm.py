@@ -37,6 +37,7 @@ from fdjax.sampling.per_prompt import per_prompt
 from fdjax.system import platform
 from fdjax.system import progress as progress_bars
 from fdjax.system.process import refuse_forked, transfers_allowed
+from fdjax.system.traces import refuse_trace
 from fdjax.text.conversation import as_conversations, chat_ids, split_options
 from fdjax.text.prompts import Prompt, as_several, token_ids
 from fdjax.text.tokenizer import Tokenizer
@@ -140,12 +141,14 @@ class LM:
         Raises:
           ValueError: assigned weights do not belong to this model. The message names the first
             wrong one.
+          RuntimeError: weights are assigned inside a JAX trace.
         """
         return jax.tree.map(lambda leaf: leaf, self._params)
 
     @params.setter
     @transfers_allowed()
     def params(self, params: Params) -> None:
+        refuse_trace("params")
         params = jax.tree.map_with_path(_as_numbers, params)
         if self.model.ranks > 1 and (leaves := jax.tree.leaves(params)):
             place = Place.of(leaves[0])
@@ -661,15 +664,14 @@ def _show(rows: Sequence[RequestState], update: Callable[..., None]) -> None:
 
 def _as_numbers(path: tuple[Any, ...], leaf: Any) -> jax.Array:
     """A leaf of parameters as an array of JAX; raises ValueError if it has no numbers."""
-    if hasattr(leaf, "devices"):
-        return leaf
-    try:
-        return jnp.asarray(leaf)
-    except (TypeError, ValueError):
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        raise ValueError(
-            f"params: {name} must be an array of numbers, got {type(leaf).__name__}"
-        ) from None
+    # `jax.grad` and `jax.vmap` replace arrays by tracers outside of a trace.
+    if not isinstance(leaf, jax.core.Tracer):
+        if hasattr(leaf, "devices"):
+            return leaf
+        with contextlib.suppress(TypeError, ValueError):
+            return jnp.asarray(leaf)
+    name = jax.tree_util.keystr(path, simple=True, separator=".")
+    raise ValueError(f"params: {name} must be an array of numbers, got {type(leaf).__name__}")
 
 
 def load(
@@ -738,6 +740,7 @@ def load(
         switch is neither True nor False.
       MemoryError: the weights, or `max_batch` rows of `max_len` tokens beside them, do not fit;
         nothing has been allocated.
+      RuntimeError: it is called inside a JAX trace.
     """
     if dtype is not None and dtype not in ("bfloat16", "float16", "float32"):
         raise ValueError(f"load: dtype must be bfloat16, float16 or float32, got {dtype!r}")
@@ -759,6 +762,7 @@ def load(
             raise TypeError(f"load: {name} must be True or False, got {value!r}")
     place = _place(tensor_parallel, device)
     refuse_forked()
+    refuse_trace("load")
     platform.warn_of_idle_gpu()
     platform.log_memory_share()
     if compilation_cache is None:

@@ -1102,6 +1102,34 @@ def test_a_call_in_a_traced_function_is_refused_and_leaves_nothing_behind(lm, re
     assert other.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens == want
 
 
+@pytest.mark.parametrize("weights", ["traced", "own"])
+def test_a_traced_function_cannot_assign_weights(lm, weights):
+    other = fresh(lm)
+    want = lm.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens
+
+    @jax.jit
+    def assign(params):
+        other.params = params if weights == "traced" else lm.params
+
+    with pytest.raises(RuntimeError, match=r"^params: weights cannot be assigned inside a JAX"):
+        assign(lm.params)
+    assert other.generate([5, 6, 7], max_new_tokens=3, **CHECKED).tokens == want
+
+
+def test_weights_are_arrays_and_not_those_of_a_gradient(lm):
+    def assign(scale):
+        fresh(lm).params = jax.tree.map(lambda leaf: scale * leaf, lm.params)
+        return scale
+
+    with pytest.raises(ValueError, match=r"^params: blocks\.0\.\S+ must be an array of numbers"):
+        jax.grad(assign)(1.0)
+
+
+def test_a_traced_function_cannot_load():
+    with pytest.raises(RuntimeError, match=r"^load: a model cannot be loaded inside a JAX trace"):
+        jax.eval_shape(load)
+
+
 def test_a_transfer_guard_is_the_users(lm, truth):
     """Transfers of fdjax are allowed, but not those of the reader of a stream."""
     prompt, tokens = truth[1]

@@ -14,8 +14,13 @@ def _nothing() -> jax.Array:
     return jnp.zeros(())
 
 
-# The pure function that does the work of a method of `LM` inside a trace.
-_PURE = {"generate": "generate", "score": "forward"}
+# The error of each operation, which says what to do instead.
+_REFUSALS = {
+    "generate": "LM.generate cannot be called inside a JAX trace; use fdjax.generate there",
+    "score": "LM.score cannot be called inside a JAX trace; use fdjax.forward there",
+    "load": "a model cannot be loaded inside a JAX trace; load it before",
+    "params": "weights cannot be assigned inside a JAX trace; pass them to fdjax.forward",
+}
 
 
 def _trace_state() -> Any:
@@ -30,12 +35,10 @@ def _outside_of_traces() -> Any:
 
 
 def refuse_trace(op: str = "generate") -> None:
-    """Raise RuntimeError inside a JAX trace, where `LM` cannot run its programs."""
+    """Raise RuntimeError inside a JAX trace, where `LM` cannot run programs or take weights."""
     # Running a program takes 0.2 ms, so the trace state is compared first. `jax.grad` and
     # `jax.vmap` also change it, but they trace only operations on their own arguments.
     if _trace_state() == _outside_of_traces():
         return
     if isinstance(_nothing(), jax.core.Tracer):
-        raise RuntimeError(
-            f"{op}: LM.{op} cannot be called inside a JAX trace; use fdjax.{_PURE[op]} there"
-        ) from None
+        raise RuntimeError(f"{op}: {_REFUSALS[op]}") from None
