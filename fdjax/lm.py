@@ -727,8 +727,9 @@ def load(
         False uses none.
       calibration: use the file that `fdjax calibrate` wrote beside the checkpoint, if there is one.
         It changes the speed, never a result.
-      compilation_cache: keep compiled programs on disk between runs. Default: yes, unless JAX's
-        cache is configured already, or processes share the model. False turns it off.
+      compilation_cache: turn on the cache that keeps compiled programs on disk between runs.
+        Default: yes, unless JAX's cache is configured already, or processes share the model. All
+        models of a process share the cache, so False does not turn it off for others.
       progress: show a progress bar; default only if standard error is a terminal.
 
     Raises:

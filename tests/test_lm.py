@@ -1200,6 +1200,8 @@ def test_load_turns_the_compilation_cache_on_only_if_unset(cache_setting, monkey
     load(compilation_cache=None)
     assert Path(jax.config.jax_compilation_cache_dir) == tmp_path / "fdjax" / "xla"
     assert (tmp_path / "fdjax" / "xla").is_dir()
+    load(compilation_cache=False)  # other models still use it
+    assert jax.config.jax_compilation_cache_dir is not None
     jax.config.update("jax_compilation_cache_dir", "elsewhere")
     load(compilation_cache=None)
     assert jax.config.jax_compilation_cache_dir == "elsewhere"
