@@ -109,7 +109,9 @@ class LM:
           UserWarning: `max_len` exceeds the model's max_position_embeddings.
         """
         limit = model.config.max_position_embeddings
-        check_limits(max_batch=max_batch, max_len=max_len, memory_bytes=memory_bytes)
+        max_batch, max_len, memory_bytes = check_limits(
+            max_batch=max_batch, max_len=max_len, memory_bytes=memory_bytes
+        )
         if max_len is not None and max_len > limit:
             if model.config.position_offset is not None:
                 raise ValueError(

@@ -1187,6 +1187,12 @@ def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):
     assert load(gpu_memory_utilization=0.5, max_len=64).max_len == 64
 
 
+def test_limits_may_be_integers_of_numpy():
+    lm = load(max_batch=np.int64(4), max_len=np.int32(64))
+    assert len(lm.generate([5, 6, 7], max_new_tokens=2, **CHECKED).tokens[0]) == 2
+    assert type(lm.max_batch) is type(lm.max_len) is int
+
+
 def test_load_takes_a_path(lm):
     assert load(CASE, dtype="float32").config == lm.config
     with pytest.raises(fdjax.CheckpointError, match="nowhere: no such folder"):

@@ -177,7 +177,7 @@ def check_load(
       ValueError: an argument is out of range.
       MemoryError: the weights do not fit, or not together with the given batch and length.
     """
-    check_limits(max_batch=max_batch, max_len=max_len)
+    max_batch, max_len = check_limits(max_batch=max_batch, max_len=max_len)
     share = gpu_memory_utilization
     is_number = isinstance(share, numbers.Real) and not isinstance(share, bool)
     if share is not None and not (is_number and 0 < share <= 1):
@@ -195,8 +195,8 @@ def check_load(
     return max_len, memory_bytes
 
 
-def check_limits(**limits: Any) -> None:
-    """Raise ValueError if a limit is neither a positive integer nor None."""
+def check_limits(**limits: Any) -> list[int | None]:
+    """The limits as Python integers; raises ValueError if one is neither positive nor None."""
     for name, value in limits.items():
         if value is None:
             continue
@@ -204,6 +204,7 @@ def check_limits(**limits: Any) -> None:
             raise ValueError(f"load: {name} must be an integer, got {value!r}")
         if value < 1:
             raise ValueError(f"load: {name} must be positive, got {value}")
+    return [None if value is None else int(value) for value in limits.values()]
 
 
 def largest_batch(model: Model, *, max_len: int, memory_bytes: int) -> int:
