@@ -476,18 +476,23 @@ class Engine:
 
     def _take_pages(self, shape: StateShape) -> DecodeState:
         """A state whose cache is the pool. The pool keeps its content if possible."""
-        kept = None if self.reusable is None else self.reusable.state
-        pool = None if kept is None else jax.tree.leaves(kept.kv)[0]
-        if kept is None or pool.shape[1] != shape.pages or pool.is_deleted():
-            kept = None
-            self._open_pool(shape.pages)
-        state, self.reusable = self.reusable.state, None
+        # `fitting_rows` may drop the reusable state at any time, in another thread.
+        (state, _), self.reusable = self.reusable or (None, []), None
+        pool = None if state is None else jax.tree.leaves(state.kv)[0]
+        if state is None or pool.shape[1] != shape.pages or pool.is_deleted():
+            state = pool = None  # frees the old pool
+            state = self._open_pool(shape.pages)
+            self.reusable = None
         if (state.batch, state.slots) == (shape.room, shape.slots):
             return state
         return self._on_devices(start_in_pages(state.kv, shape.room, shape.slots))
 
-    def _open_pool(self, pages: int) -> None:
-        """Allocate a pool of this many pages, or of fewer if the free memory is fragmented."""
+    def _open_pool(self, pages: int) -> DecodeState:
+        """Allocate a pool of this many pages, or of fewer if the free memory is fragmented.
+
+        Returns:
+          A state with this pool. It is also the reusable state.
+        """
         self.reusable = None
         while True:
             fits = True
@@ -506,7 +511,9 @@ class Engine:
         size = self.page_tokens
         logger.info("cache of %d pages of %d tokens", pages, size)
         self.pool = PagePool(pages, size=size, prefix_cache=self._prefix_cache)
-        self.reusable = ReusableState(start_in_pages(kv, 1, SLOT_MULTIPLE), [])
+        state = start_in_pages(kv, 1, SLOT_MULTIPLE)
+        self.reusable = ReusableState(state, [])
+        return state
 
     def program(
         self,

@@ -532,6 +532,19 @@ def test_a_prompt_that_fails_has_an_error_and_the_others_their_answers(lm):
         lm.generate_iter(["Hello"], temperature=-1)
 
 
+def test_a_score_of_another_thread_may_drop_the_state_that_a_call_takes(lm, load, monkeypatch):
+    other = load()
+    open_pool = other.engine._open_pool
+
+    def open_and_drop(pages):
+        state = open_pool(pages)
+        other.engine.reusable = None  # as `score` does
+        return state
+
+    monkeypatch.setattr(other.engine, "_open_pool", open_and_drop)
+    assert other.generate([5, 6], **NEW_3).tokens == lm.generate([5, 6], **NEW_3).tokens
+
+
 def test_what_is_submitted(lm):
     text = "Once upon a time"
     expected = lm.generate(text, max_new_tokens=20, do_sample=False)
