@@ -24,7 +24,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
-from fdjax.pallas_kernels.bricks import BRICK
+from fdjax.pallas_kernels.bricks import BITS, BRICK
 from fdjax.pallas_kernels.hopper.fragments import constant, loaded_words, ptx
 from fdjax.pallas_kernels.hopper.reduction import COLUMNS, all_over_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
@@ -138,16 +138,22 @@ def _put(target: Any, eights: list[Array], largest: list[Array]) -> None:
 
 
 def multiplied_digits(
-    totals: Sequence[Array], bricks: Sequence[Any], x: Any, scales: Sequence[Array], kind: str
+    totals: Sequence[Array],
+    bricks: Sequence[Any],
+    x: Any,
+    kind: str,
+    scales: Sequence[Array] = (),
+    zeros: Sequence[Array] = (),
 ) -> list[Array]:
-    """totals + scales · (bricks · x), for several bricks and one brick of columns of x.
+    """totals + scales · ((bricks - zeros) · x), for several bricks and one brick of columns of x.
 
     Args:
       totals: [64, M] fp32 in `LAYOUT` for each brick.
       bricks: references to packed words [1, 2 or 4, 256] in shared memory.
       x: reference to digits [places, 20] in shared memory.
-      scales: of the columns of each brick, [64] fp32 in `LAYOUT.reduce(1)`; or none.
-      kind: "int4" | "int8", with zero points 8 and 128.
+      kind: "int4" | "int8".
+      scales: of the columns of each brick, [64] fp32 in `LAYOUT.reduce(1)`; default 1.
+      zeros: as scales; default 8 for int4, 128 for int8. They multiply the sum of x.
     """
     n = len(totals)
     made = [plgpu.ShapeDtypeStruct(t.shape, jnp.float32, layout=LAYOUT) for t in totals]
@@ -156,34 +162,37 @@ def multiplied_digits(
         arg_types=(
             *[plgpu.RefType()] * (n + 1),
             *[LAYOUT] * n,
-            *[LAYOUT.reduce(1)] * len(scales),
+            *[LAYOUT.reduce(1)] * (len(scales) + len(zeros)),
         ),
         return_type=made,
     )
     def run(_, *arrays):
-        bricks, x, totals, scales = arrays[:n], arrays[n], arrays[n + 1 :][:n], arrays[2 * n + 1 :]
+        bricks, x, totals, columns = arrays[:n], arrays[n], arrays[n + 1 :][:n], arrays[2 * n + 1 :]
+        columns = [[_element(register, 0) for register in c.registers.flat] for c in columns]
+        scales_of, zeros_of = columns[: len(scales)], columns[len(scales) :]
         tiles = ir.MemRefType(x.type).shape[0] // 8
         rights, of_rows = _right_operands(x, tiles, _FACTOR[kind])
+        of_x = []
+        if zeros:
+            one = [constant(_ONES[kind])] * 4
+            of_x = [_whole(*_products([one, one], right)[:2]) for right in rights]
         results = []
         for i, (brick, total) in enumerate(zip(bricks, totals, strict=True)):
             lefts = _LEFT[kind](loaded_words(brick, kind, 0, 4))
-            factors = [_element(r, 0) for r in scales[i].registers.flat] if scales else [None] * 2
+            factors = scales_of[i] if scales else [None] * 2
             registers = [_elements(register) for register in total.registers.flat]
             for tile, (right, of_row) in enumerate(zip(rights, of_rows, strict=True)):
-                sums = [constant(0)] * 4
-                for half in range(2):
-                    operands = *lefts[half], *right[2 * half : 2 * half + 2], *sums
-                    sums = mgpu_utils.inline_ptx(
-                        _MULTIPLY, *operands, result_types=[_i32()] * 4, convergent=True
-                    )
+                sums = _products(lefts, right)
                 eight, odd = divmod(tile, 2)
                 for row, factor in enumerate(factors):  # rows r and r + 8 of a warp's 16
                     value = _whole(sums[2 * row], sums[2 * row + 1])
+                    if zeros:
+                        middle = mgpu_utils.c(float(2 ** (BITS[kind] - 1)), ir.F32Type.get())
+                        below = arith.subf(middle, zeros_of[i][row])
+                        value = _fma(below, of_x[tile], value)
                     scale = of_row if factor is None else arith.mulf(of_row, factor)
                     pair = registers[2 * eight + row]
-                    pair[odd] = mgpu_utils.inline_ptx(
-                        _ADD_PRODUCT, value, scale, pair[odd], result_types=ir.F32Type.get()
-                    )
+                    pair[odd] = _fma(value, scale, pair[odd])
             pair = ir.VectorType.get((2,), ir.F32Type.get())
             registers = [vector.from_elements(pair, values) for values in registers]
             results.append(
@@ -195,7 +204,18 @@ def multiplied_digits(
             )
         return results
 
-    return run(*bricks, x, *totals, *scales)
+    return run(*bricks, x, *totals, *scales, *zeros)
+
+
+def _products(lefts: list[list[ir.Value]], right: Sequence[ir.Value]) -> Sequence[ir.Value]:
+    """Sums of a thread: high and low digits of row r of the warp's 16, then of row r + 8."""
+    sums: Sequence[ir.Value] = [constant(0)] * 4
+    for half, left in enumerate(lefts):
+        operands = *left, *right[2 * half : 2 * half + 2], *sums
+        sums = mgpu_utils.inline_ptx(
+            _MULTIPLY, *operands, result_types=[_i32()] * 4, convergent=True
+        )
+    return sums
 
 
 def _right_operands(
@@ -248,6 +268,7 @@ def _left_int8(words: list[list[ir.Value]]) -> list[list[ir.Value]]:
 
 _LEFT = {"int4": _left_int4, "int8": _left_int8}
 _FACTOR = {"int4": 1 / 16, "int8": 1.0}
+_ONES = {"int4": 0x10101010, "int8": 0x01010101}  # 1 as a left operand
 
 
 def _digits(value: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -255,6 +276,11 @@ def _digits(value: ir.Value) -> tuple[ir.Value, ir.Value]:
     whole = ptx("cvt.rni.s32.f32 $0, $1", value, kinds="f")
     high = arith.shrsi(arith.addi(whole, constant(1 << _BASE_BITS - 1)), constant(_BASE_BITS))
     return high, arith.subi(whole, arith.shli(high, constant(_BASE_BITS)))
+
+
+def _fma(a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
+    """a · b + c in fp32."""
+    return mgpu_utils.inline_ptx(_ADD_PRODUCT, a, b, c, result_types=ir.F32Type.get())
 
 
 def _whole(high: ir.Value, low: ir.Value) -> ir.Value:

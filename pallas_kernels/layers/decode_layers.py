@@ -149,7 +149,8 @@ class Formats(NamedTuple):
 
     Attributes:
       features: features that an implementation must support.
-      key: entry of the key: kind → group, 0 for groups of all rows. Empty for plain weights.
+      key: entries of the key: kind → group, 0 for groups of all rows; "zeros" if there are any.
+        Empty for plain weights.
     """
 
     features: Features
@@ -173,7 +174,7 @@ def formats_of(weights: Iterable[tuple[int, WeightFormat | None]]) -> Formats:
     if kind is None:
         return Formats(features, {})
     form, group = kind
-    return Formats(features, {form.kind: group})
+    return Formats(features, {form.kind: group} | ({"zeros": 1} if form.zeros else {}))
 
 
 def _formats(weights: LayerWeights) -> Formats:

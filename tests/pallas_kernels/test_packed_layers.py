@@ -32,25 +32,31 @@ def _shapes(width, hidden, heads, kv_heads):
     }
 
 
-def _weight(key, kind, group, shape):
+def _weight(key, kind, group, shape, zeros):
     """A stack of weights whose values bfloat16 holds: scales are powers of two."""
-    plain = WeightFormat(kind, group or shape[0], scales="bfloat16").empty(shape)
+    plain = WeightFormat(kind, group or shape[0], zeros, scales="bfloat16").empty(shape)
 
     def one(key):
-        codes, exponents = jax.random.split(key)
+        codes, exponents, middles = jax.random.split(key, 3)
         codes = jax.random.randint(codes, shape, 0, 2 ** BITS[kind], jnp.int32)
         size = round(np.log2(shape[0] ** 0.5 * 2 ** BITS[kind] / 4))
         exponents = jax.random.randint(exponents, plain.scales.shape, -2, 1) - size
         scales = jnp.exp2(exponents.astype(jnp.float32)).astype(jnp.bfloat16)
-        return dataclasses.replace(plain, words=pack(codes, kind), scales=scales)
+        made = dataclasses.replace(plain, words=pack(codes, kind), scales=scales)
+        if zeros:
+            at = jax.random.randint(middles, scales.shape, 0, 2 ** BITS[kind], jnp.int32)
+            made = dataclasses.replace(made, zeros=at.astype(jnp.bfloat16))
+        return made
 
     return jax.vmap(one)(jax.random.split(key, LAYERS))
 
 
-def _operands(rows, kind, group, *, width, hidden, heads, kv_heads):
+def _operands(rows, kind, group, zeros=False, *, width, hidden, heads, kv_heads):
     keys = iter(jax.random.split(jax.random.key(0), 9))
     shapes = _shapes(width, hidden, heads, kv_heads)
-    packed = {name: _weight(next(keys), kind, group, shape) for name, shape in shapes.items()}
+    packed = {
+        name: _weight(next(keys), kind, group, shape, zeros) for name, shape in shapes.items()
+    }
     dense = {name: jax.vmap(lambda q: dequantise(q, "bfloat16"))(w) for name, w in packed.items()}
     dense["qkv"] = dense["qkv"].reshape(LAYERS, width, kv_heads, -1, 128)
     bricks = {
@@ -75,22 +81,28 @@ def _operands(rows, kind, group, *, width, hidden, heads, kv_heads):
 SMALL = dict(width=1024, hidden=1536, heads=8, kv_heads=2)
 LLAMA2_7B = dict(width=4096, hidden=11008, heads=32, kv_heads=32)
 CASES = [
-    (1, "int4", 128, SMALL),
-    (8, "int4", 64, SMALL),
-    (5, "int8", None, SMALL),
-    (16, "int4", 128, LLAMA2_7B),
+    (1, "int4", 128, False, SMALL),
+    (1, "int4", 128, True, LLAMA2_7B),
+    (8, "int4", 64, False, SMALL),
+    (8, "int4", 64, True, SMALL),
+    (5, "int8", None, False, SMALL),
+    (3, "int8", 64, True, SMALL),
+    (16, "int4", 128, False, LLAMA2_7B),
 ]
 _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 
 
 @pytest.mark.deviceless
-@pytest.mark.parametrize("int8", [False, pytest.param(True, marks=pytest.mark.soak)])
-def test_compiles_in_place_and_fits_into_the_instruction_cache(int8, monkeypatch, capfd):
+@pytest.mark.parametrize(
+    ("zeros", "int8"),
+    [(False, False), (True, False), pytest.param(True, True, marks=pytest.mark.soak)],
+)
+def test_compiles_in_place_and_fits_into_the_instruction_cache(zeros, int8, monkeypatch, capfd):
     from deviceless import alias_bytes, code_bytes, compile_for, large_copies
 
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
 
-    shape = (1, "int4", 128)
+    shape = (1, "int4", 128, zeros)
     state, _, packed = jax.eval_shape(lambda: _operands(*shape, **LLAMA2_7B))
     x, *caches, rest = *state[:3], state[3:]
     if int8:
@@ -117,10 +129,11 @@ def test_compiles_in_place_and_fits_into_the_instruction_cache(int8, monkeypatch
         (WeightFormat("int4", 64, layout=BRICKS), False, "mosaic_gpu"),
         # Nothing was measured.
         (WeightFormat("int8", 64, layout=BRICKS), False, "xla"),
+        (WeightFormat("int4", 128, zeros=True, layout=BRICKS), False, "xla"),
         # The kernel cannot do these.
         (WeightFormat("int4", 32, layout=BRICKS), False, "xla"),
         (WeightFormat("int4", 128), False, "xla"),
-        (WeightFormat("int4", 128, zeros=True, layout=BRICKS), False, "xla"),
+        (WeightFormat("int4", 4096, zeros=True, layout=BRICKS), False, "xla"),
         (WeightFormat("int4", 128, layout=BRICKS), True, "xla"),
     ],
     ids=str,
@@ -146,6 +159,11 @@ def test_formats_of_products():
     names = ["weight.int4", "weight.layout.plain"]
     assert found((64, None), (128, None)) == ([], {})
     assert found((256, int4), (512, int4)) == (names, {"int4": 128})
+    zeros = WeightFormat("int4", 128, zeros=True)
+    assert found((256, zeros), (512, zeros)) == (
+        ["weight.int4", "weight.layout.plain", "weight.zeros"],
+        {"int4": 128, "zeros": 1},
+    )
     # A group of all rows is 0, however many these are.
     assert found((128, int4), (128, int4)) == (names, {"int4": 0})
     int8 = [(k, WeightFormat("int8", k)) for k in (64, 256)]
@@ -165,11 +183,11 @@ def test_more_registers_than_a_block_has_are_refused(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize(("rows", "kind", "group", "shape"), CASES, ids=str)
-def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape, int8):
+@pytest.mark.parametrize(("rows", "kind", "group", "zeros", "shape"), CASES, ids=str)
+def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, zeros, shape, int8):
     if not can_chain(jax.devices()[0]):
         pytest.skip("the blocks of the kernel would not all run at once here, and wait forever")
-    state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, **shape))()
+    state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, zeros, **shape))()
     if int8:
         x, k, v, *rest = state
         state = x, quantise(k), quantise(v), *rest
@@ -186,12 +204,14 @@ def test_results_are_those_of_the_kernel_for_bfloat16(rows, kind, group, shape, 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("outlier", [1, 300])
-@pytest.mark.parametrize(("rows", "kind", "group"), [(1, "int4", 128), (8, "int8", None)])
-def test_is_as_accurate_as_the_kernel_for_bfloat16(rows, kind, group, outlier):
+@pytest.mark.parametrize(
+    ("rows", "kind", "group", "zeros"), [(1, "int4", 128, True), (8, "int8", None, False)]
+)
+def test_is_as_accurate_as_the_kernel_for_bfloat16(rows, kind, group, zeros, outlier):
     """Beside float64, also if one value of x is much larger than the others."""
     if not can_chain(jax.devices()[0]):
         pytest.skip("the blocks of the kernel would not all run at once here, and wait forever")
-    state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, **SMALL))()
+    state, dense, packed = jax.jit(lambda: _operands(rows, kind, group, zeros, **SMALL))()
     x, k, v, lengths, cos, sin = state
     x = x.at[:, 70].multiply(outlier)
     want, *_ = exact_results(x, k, v, lengths, (cos, sin), dense)

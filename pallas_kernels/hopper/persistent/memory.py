@@ -58,6 +58,7 @@ class Packing:
       scales: dtype of the scales.
       wide: largest number of columns of a product's tile, in bricks.
       places: places of the digits of a brick of x, see `digits`.
+      zeros: whether each group has a zero, beside its scale.
     """
 
     kind: str
@@ -65,6 +66,14 @@ class Packing:
     scales: Any
     wide: int
     places: int
+    zeros: bool = False
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """Names of what each group of a column has."""
+        if not self.group:
+            return ()
+        return ("scales", "zeros") if self.zeros else ("scales",)
 
     @property
     def bricks(self) -> int:
@@ -120,10 +129,11 @@ def with_rings(
     else:
         matrices["x"] = (x_slots, rows, BRICK), dtype
     slot_bytes = TILE_BRICKS * BRICK * BRICK * dtype.itemsize
-    scale_rows = packing.bricks * BRICK // packing.group if packing and packing.group else 0
-    scale_bytes = scale_rows * BRICK * packing.scales.itemsize if scale_rows else 0
-    room = SMEM_BYTES - shared_bytes(matrices | vectors) - 1024 * bool(scale_rows)
-    slots = room // (slot_bytes + scale_bytes)
+    factors = packing.factors if packing else ()
+    factor_rows = packing.bricks * BRICK // packing.group if factors else 0
+    factor_bytes = factor_rows * BRICK * packing.scales.itemsize if factors else 0
+    room = SMEM_BYTES - shared_bytes(matrices | vectors) - 1024 * len(factors)
+    slots = room // (slot_bytes + factor_bytes * len(factors))
     if slots < 2:
         return None
     rings = {"w": matrix((slots, TILE_BRICKS * BRICK, BRICK), dtype)}
@@ -135,8 +145,8 @@ def with_rings(
         views.append({"codes": matrix((slots, TILE_BRICKS, BRICK, 2 * BRICK), jnp.int8)})
     if views:
         rings["w"] = plgpu.RefUnion({"w": rings["w"]}, *views)
-    if scale_rows:
-        rings["scales"] = plgpu.SMEM((slots, scale_rows, BRICK), packing.scales)
+    for name in factors:
+        rings[name] = plgpu.SMEM((slots, factor_rows, BRICK), packing.scales)
     return {
         **{name: matrix(*buffer) for name, buffer in matrices.items()},
         **rings,

@@ -31,6 +31,8 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT, load
 class PackedProduct(Product):
     """x · weight, with bricks [L·parts·N/64, K/64, ...] and scales [L, G, N] or [L, G, 2, N].
 
+    Zeros, if there are any, have the shape of scales.
+
     Attributes:
       packing: how the weights are quantised.
     """
@@ -44,8 +46,8 @@ class PackedProduct(Product):
 
     @property
     def copies(self) -> int:
-        """Number of copies that fill a tile: bricks, and scales if groups have their own."""
-        return self.parts * (2 if self.packing.group else 1)
+        """Number of copies that fill a tile: bricks, and what each group has."""
+        return self.parts * (1 + len(self.packing.factors))
 
     @property
     def _groups(self) -> int:
@@ -55,7 +57,7 @@ class PackedProduct(Product):
     def tile_copies(
         self, block: Block, layer: Layer, tile: Array, at: Array, slot: Array
     ) -> Copies:
-        """Copies of bricks and their scales into a slot."""
+        """Copies of bricks, and of their scales and zeros, into a slot."""
         smem, wide, deep, copies = block.smem, self.wide, self.deep, []
         for part in range(self.parts):
             # Past the end lie other bricks or zeros. They make columns that do not exist.
@@ -63,17 +65,20 @@ class PackedProduct(Product):
             source = block.gmem[self.weight].at[columns, pl.ds(at * deep, deep)]
             target = smem["words"].at[slot, pl.ds(part * wide * deep, wide * deep)]
             copies.append((source, target.reshape(wide, deep, *target.shape[1:])))
-            if self.packing.group:
+            for name in self.packing.factors:
                 groups, rows = pl.ds(at * self._groups, self._groups), wide * self._groups
-                source = self._scales(block, layer, groups, part, bricks(tile * wide, wide))
-                target = smem["scales"].at[slot, pl.ds(part * rows, rows)]
+                columns = bricks(tile * wide, wide)
+                source = self._factors(name, block, layer, groups, part, columns)
+                target = smem[name].at[slot, pl.ds(part * rows, rows)]
                 copies.append((source, target.reshape(self._groups, wide * BRICK)))
         return copies
 
-    def _scales(self, block: Block, layer: Layer, groups: Any, part: int, columns: Any) -> Any:
-        """Scales of some columns, in global memory."""
+    def _factors(
+        self, name: str, block: Block, layer: Layer, groups: Any, part: int, columns: Any
+    ) -> Any:
+        """Scales or zeros of some columns, in global memory."""
         part = (part,) if self.gate else ()
-        return block.gmem[f"{self.weight}_scales"].at[layer, groups, *part, columns]
+        return block.gmem[f"{self.weight}_{name}"].at[layer, groups, *part, columns]
 
     def x_source(self, block: Block, at: Array) -> Any:
         """Two bricks of x."""
@@ -120,7 +125,7 @@ class PackedProduct(Product):
             part, column = divmod(piece, self.wide)
             # The last tile may reach past the end.
             inside = jnp.minimum(tile * self.wide + column, self.n - 1)
-            source = self._scales(block, layer, 0, part, bricks(inside, 1))
+            source = self._factors("scales", block, layer, 0, part, bricks(inside, 1))
             scale = plgpu.load(source, layout=LAYOUT.reduce(1), optimized=False)
             scaled.append(total * lax.broadcast_in_dim(scale.astype(jnp.float32), total.shape, [0]))
         return scaled
@@ -163,19 +168,22 @@ class PackedProduct(Product):
                     smem["words"].at[slot, pl.ds(piece * self.deep + first, 1)]
                     for piece in range(self.pieces)
                 ]
-                of_group = scales(slot, lax.div(first * BRICK, group)) if group else []
+                of_group = {
+                    name: factors(name, slot, lax.div(first * BRICK, group))
+                    for name in self.packing.factors
+                }
                 x = smem["digits"].at[place, odd]
-                totals = multiplied_digits(totals, words, x, of_group, self.packing.kind)
+                totals = multiplied_digits(totals, words, x, self.packing.kind, **of_group)
             for place in places:
                 plgpu.barrier_arrive(smem["x_used"].at[place])
             return totals
 
-        def scales(slot, at):
+        def factors(name, slot, at):
             rows = (
                 (part * self._groups + at) * self.wide + column
                 for part in range(self.parts)
                 for column in range(self.wide)
             )
-            return [load(smem["scales"].at[slot, row], LAYOUT.reduce(1)) for row in rows]
+            return [load(smem[name].at[slot, row], LAYOUT.reduce(1)) for row in rows]
 
         return lax.fori_loop(0, self.steps, product, [blank] * self.pieces)

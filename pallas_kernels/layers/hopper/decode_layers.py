@@ -141,20 +141,24 @@ def _products(weights) -> dict[str, jax.Array]:
         named["qkv"] = weights.qkv.reshape(*weights.qkv.shape[:2], -1)
         return named
     words = {name: w.words.reshape(-1, *w.words.shape[-3:]) for name, w in named.items()}
-    return words | {f"{name}_scales": w.scales for name, w in named.items()}
+    factors = {f"{name}_scales": w.scales for name, w in named.items()}
+    if weights.out.zeros is not None:
+        factors |= {f"{name}_zeros": w.zeros for name, w in named.items()}
+    return words | factors
 
 
 def _packing(weights, rows) -> Packing | None:
     w = weights.out
     if not isinstance(w, QTensor):
         return None
-    return _packing_of(w.kind, 0 if w.group == w.shape[0] else w.group, w.scales.dtype, rows)
+    group = 0 if w.group == w.shape[0] else w.group
+    return _packing_of(w.kind, group, w.scales.dtype, rows, w.zeros is not None)
 
 
-def _packing_of(kind: str, group: int, scales, rows: int) -> Packing:
+def _packing_of(kind: str, group: int, scales, rows: int, zeros: bool) -> Packing:
     # Sums of more columns would not fit into registers.
     wide = 48 // (-(-rows // 8) * 8)
-    return Packing(kind, group or None, jnp.dtype(scales), wide, places(rows))
+    return Packing(kind, group or None, jnp.dtype(scales), wide, places(rows), zeros)
 
 
 def _launch(operands, *, rows, slots, sizes, gate, eps, scale, packing, ranks, config):
@@ -290,7 +294,9 @@ def _fits(shape: Shape) -> str | None:
                 f"takes quantised weights on one device, with up to {_MAX_PACKED_ROWS} rows and "
                 f"groups of 64, 128 or all rows, got {m} rows and groups of {group or 'all'}"
             )
-        packing = _packing_of(kind, group, jnp.float32, m)
+        if "zeros" in shape and not group:
+            return "takes zeros only with groups of 64 or 128 rows"
+        packing = _packing_of(kind, group, jnp.float32, m, "zeros" in shape)
     sizes = m, width, heads, hidden, n, shape["hkv"], parts - 2, shape["s"]
     stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0, packing=packing)
     # An int8 cache takes more.
@@ -299,12 +305,13 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """True for int4 and up to 8 rows.
+    """True for int4 without zeros and up to 8 rows.
 
     One row was faster in the same run, 8 rows than an earlier record (benchmarks/LOG.md,
-    2026-11-27). More rows were not measured.
+    2026-11-27). More rows were not measured. Zeros have not run on a GPU.
     """
-    return capability is not None and "int4" in shape and shape["m"] <= 8
+    is_measured = "int4" in shape and "zeros" not in shape and shape["m"] <= 8
+    return capability is not None and is_measured
 
 
 # The fastest on an H100 and on an H200, whose memory is faster.
@@ -335,7 +342,7 @@ LAYERS_HOPPER = Implementation(
     *("decode_layers", "mosaic_gpu", layers_mosaic),
     # Features of a decoder block. The kernel uses a running maximum and ignores φ.
     can=frozenset({"attention.rope", "attention.phi", "attention.unified", "tensor_parallel"})
-    | {"weight.int4", "weight.int8", f"weight.layout.{BRICKS}"}
+    | {"weight.int4", "weight.int8", "weight.zeros", f"weight.layout.{BRICKS}"}
     | cache_features("int8"),
     fits=_fits,
     heuristic=_heuristic,
