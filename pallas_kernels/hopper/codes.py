@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from fdjax.pallas_kernels.hopper.fragments import and_or, constant, left_of, ptx
+from fdjax.pallas_kernels.hopper.fragments import and_or, constant, element, i32, left_of, ptx
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, transforms_of
 
 # A thread has two slots of a pair of codes in a register, a warp 8 pairs.
@@ -83,8 +83,8 @@ def beside_codes(ref: Any) -> Array:
         )
         registers = []
         for four in loaded.registers.reshape(m // 8, k // 16).T.flat:
-            pairs = mgpu_utils.bitcast(four, ir.VectorType.get((2,), _i32()))
-            halves = _element(pairs, 0), _element(pairs, 1)
+            pairs = mgpu_utils.bitcast(four, ir.VectorType.get((2,), i32()))
+            halves = element(pairs, 0), element(pairs, 1)
             # Columns 0 and 2 of four, then 1 and 3.
             registers += [
                 ptx(f"prmt.b32 $0, $1, $2, {order}", *halves) for order in ("0x5410", "0x7632")
@@ -159,7 +159,7 @@ def in_order(y: Array) -> Array:
             for source in (half, arith.addi(half, constant(16))):
                 found = []
                 for i in (0, 1):  # its two columns
-                    first, second = (_from_lane(_element(r, i), source) for r in rows)
+                    first, second = (_from_lane(element(r, i), source) for r in rows)
                     found.append(arith.select(odd, second, first))
                 registers.append(vector.from_elements(pair, found))
         return mgpu.FragmentedArray(
@@ -191,7 +191,7 @@ def _load(pairs: ir.Value, layout: mgpu.TiledLayout) -> np.ndarray:
     loaded = mgpu.FragmentedArray.load_tiled(
         pairs, max(shape[-2:]) * 2, layout=layout, is_signed=True, optimized=False
     )
-    words = [mgpu_utils.bitcast(register, _i32()) for register in loaded.registers.flat]
+    words = [mgpu_utils.bitcast(register, i32()) for register in loaded.registers.flat]
     return np.array(words, dtype=object)
 
 
@@ -229,19 +229,11 @@ def _fragment(
     )
 
 
-def _element(values: ir.Value, i: int) -> ir.Value:
-    return vector.extract(values, dynamic_position=[], static_position=[i])
-
-
 def _from_lane(value: ir.Value, lane: ir.Value) -> ir.Value:
     """Another lane's value in fp32."""
-    bits = mgpu_utils.bitcast(value, _i32())
+    bits = mgpu_utils.bitcast(value, i32())
     code = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff"
     moved = mgpu_utils.inline_ptx(
-        f"{code};", bits, lane, result_types=_i32(), convergent=True, has_side_effects=True
+        f"{code};", bits, lane, result_types=i32(), convergent=True, has_side_effects=True
     )
     return mgpu_utils.bitcast(moved, value.type)
-
-
-def _i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)

@@ -2,14 +2,14 @@
 
 int4 becomes int8 in 3 instructions for 8 codes, where bfloat16 takes 11. Tensor cores then need
 activations in int8, too. A value x is written as s · (128 · high + low), where s belongs to the 64
-columns of a brick in one row: their largest |x| over 16256. The error is at most s / 2, less than
+columns of a brick in one row: their largest |x| over 16256. The error is about s / 2, less than
 what rounding the largest of them to bfloat16 makes. Sums of products of digits are exact in int32.
 
-The digits of a brick of columns are int32 words [places, 20]. Two places of a row follow each
-other: its high and its low digits, 64 bytes each, then s, then zeros. So each place begins in
-another bank of shared memory. Rows 0 and 1 of 8 lie 8 places apart: so a thread finds the results
-of both digits of the two columns that `LAYOUT` gives to it. Columns are in the order in which a
-word of `bricks` has its rows.
+The digits of a brick of columns are int32 words [places, 20]. A row has two places, one after the
+other: 64 bytes of high digits and s, then 64 bytes of low digits. Their other words mean nothing,
+they make each place begin in another bank of shared memory. Rows 0 and 1 of 8 lie 8 places apart:
+so a thread finds the results of both digits of the two columns that `LAYOUT` gives to it. Columns
+are in the order in which a word of `bricks` has its rows.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, vector
 
 from fdjax.pallas_kernels.bricks import BITS, BRICK
-from fdjax.pallas_kernels.hopper.fragments import constant, loaded_words, ptx
+from fdjax.pallas_kernels.hopper.fragments import constant, element, i32, loaded_words, ptx
 from fdjax.pallas_kernels.hopper.reduction import COLUMNS, all_over_rows
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 
@@ -33,7 +33,7 @@ DIGIT_WORDS = 20
 _SCALE = 16  # index of s among the words of a place
 _BASE_BITS = 7
 _LARGEST = 127 << _BASE_BITS
-# |x| below this counts as 0: its inverse would not be finite.
+# |x| below this counts as 0, so that inverses are finite.
 _SMALLEST = 1e-30
 # Rows of 16 of a brick of weights that share 4 bytes, and their distance to the next 4 bytes.
 _ORDER = [2 * t + i for t in range(4) for i in (0, 8, 1, 9)]
@@ -121,16 +121,16 @@ def _put(target: Any, eights: list[Array], largest: list[Array]) -> None:
             for odd in range(count):
                 first = arith.addi(arith.muli(column, constant(2)), constant(16 * i + 8 * odd))
                 first = arith.muli(first, constant(DIGIT_WORDS))
-                factor = _element(inverse.registers.flat[0], odd)
+                factor = element(inverse.registers.flat[0], odd)
                 pairs = [
-                    _digits(arith.mulf(_element(register, odd), factor))
+                    _digits(arith.mulf(element(register, odd), factor))
                     for register in eight.registers.flat
                 ]
                 at = arith.addi(arith.muli(first, constant(2)), own)
                 for digit, bytes_ in enumerate(zip(*pairs, strict=True)):
                     place_at = arith.addi(at, constant(2 * DIGIT_WORDS * digit))
                     memref.store(_two_bytes(*bytes_), halves, [_index(place_at)])
-                bits = mgpu_utils.bitcast(_element(scale.registers.flat[0], odd), _i32())
+                bits = mgpu_utils.bitcast(element(scale.registers.flat[0], odd), i32())
                 at = arith.addi(first, constant(_SCALE))
                 memref.store(bits, mgpu_utils.memref_fold(target, 0, 2), [_index(at)])
 
@@ -168,7 +168,7 @@ def multiplied_digits(
     )
     def run(_, *arrays):
         bricks, x, totals, columns = arrays[:n], arrays[n], arrays[n + 1 :][:n], arrays[2 * n + 1 :]
-        columns = [[_element(register, 0) for register in c.registers.flat] for c in columns]
+        columns = [[element(register, 0) for register in c.registers.flat] for c in columns]
         scales_of, zeros_of = columns[: len(scales)], columns[len(scales) :]
         tiles = ir.MemRefType(x.type).shape[0] // 8
         rights, of_rows = _right_operands(x, tiles, _FACTOR[kind])
@@ -213,7 +213,7 @@ def _products(lefts: list[list[ir.Value]], right: Sequence[ir.Value]) -> Sequenc
     for half, left in enumerate(lefts):
         operands = *left, *right[2 * half : 2 * half + 2], *sums
         sums = mgpu_utils.inline_ptx(
-            _MULTIPLY, *operands, result_types=[_i32()] * 4, convergent=True
+            _MULTIPLY, *operands, result_types=[i32()] * 4, convergent=True
         )
     return sums
 
@@ -228,16 +228,16 @@ def _right_operands(
     own = arith.addi(
         arith.muli(place, constant(DIGIT_WORDS)), arith.muli(quarter, constant(BRICK // 16))
     )
-    pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(x), [own], _i32())
+    pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(x), [own], i32())
     words = mgpu_utils.memref_fold(x, 0, 2)
     column = arith.muli(arith.remui(lane, constant(4)), constant(2 * DIGIT_WORDS))
     rights, of_rows = [], []
     for tile in range(tiles):
         first = tile * 8 * DIGIT_WORDS
-        address = mgpu_utils.getelementptr(pointer, [first], _i32())
+        address = mgpu_utils.getelementptr(pointer, [first], i32())
         rights.append(
             mgpu_utils.inline_ptx(
-                _LOAD, address, result_types=[_i32()] * 4, has_side_effects=True, convergent=True
+                _LOAD, address, result_types=[i32()] * 4, has_side_effects=True, convergent=True
             )
         )
         at = _index(arith.addi(column, constant(first + _SCALE)))
@@ -314,16 +314,8 @@ def _warp_and_lane() -> tuple[ir.Value, ir.Value]:
 
 
 def _elements(register: ir.Value) -> list[ir.Value]:
-    return [_element(register, i) for i in range(2)]
-
-
-def _element(register: ir.Value, i: int) -> ir.Value:
-    return vector.extract(register, dynamic_position=[], static_position=[i])
+    return [element(register, i) for i in range(2)]
 
 
 def _index(value: ir.Value) -> ir.Value:
     return arith.index_cast(ir.IndexType.get(), value)
-
-
-def _i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)

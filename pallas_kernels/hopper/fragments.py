@@ -250,9 +250,19 @@ def _powers(exponents: mgpu.FragmentedArray) -> list[ir.Value]:
     return powers
 
 
+def i32() -> ir.Type:
+    """The type of a word."""
+    return ir.IntegerType.get_signless(32)
+
+
 def constant(value: int) -> ir.Value:
     """A word."""
-    return mgpu_utils.c(value - (value >> 31 << 32), ir.IntegerType.get_signless(32))
+    return mgpu_utils.c(value - (value >> 31 << 32), i32())
+
+
+def element(values: ir.Value, i: int) -> ir.Value:
+    """Element i of a vector."""
+    return vector.extract(values, dynamic_position=[], static_position=[i])
 
 
 def ptx(code: str, *operands: ir.Value, kinds: str = "r") -> ir.Value:

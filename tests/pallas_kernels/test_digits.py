@@ -4,9 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import BRICK, pack_bricks
-from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, as_digits, place, places
+from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, as_digits, place, places, put_digits
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 from fdjax.pallas_kernels.quantised import BITS
 
 
@@ -87,3 +89,47 @@ def test_digits_are_in_the_order_of_bricks(kind):
 def test_one_program_makes_the_same_digits():
     x = jax.random.normal(jax.random.key(0), (3, 2 * BRICK), jnp.bfloat16)
     np.testing.assert_array_equal(jax.jit(as_digits)(x), as_digits(x))
+
+
+def _put(x):
+    """Digits [2, places, 20] that a kernel makes of x [2, 64, M]."""
+    bricks, _, rows = x.shape
+    memory = plgpu.SMEM((4 * bricks * rows,), jnp.float32)
+
+    def kernel(x, y, digits, memory):
+        values = [plgpu.load(x.at[i], layout=LAYOUT, optimized=False) for i in range(bricks)]
+        put_digits([digits.at[i] for i in range(bricks)], values, memory)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(digits, y)
+        plgpu.wait_smem_to_gmem(0)
+
+    shape = bricks, places(rows), DIGIT_WORDS
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct(shape, jnp.int32),
+        scratch_types=(plgpu.SMEM(shape, jnp.int32), memory),
+        compiler_params=plgpu.CompilerParams(
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+            approx_math=True,
+            unsafe_no_auto_barriers=True,
+        ),
+    )(x)
+
+
+@pytest.mark.deviceless
+def test_compiles():
+    from deviceless import compile_for
+
+    compile_for("h100", _put, jax.ShapeDtypeStruct((2, BRICK, 16), jnp.float32))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 16])
+def test_a_kernel_makes_digits_of_the_same_values(rows):
+    x = np.random.default_rng(0).standard_normal((rows, 2 * BRICK)).astype(np.float32)
+    x[3] = 0
+    x[4, 7] *= 1e4
+    made = _put(jnp.asarray(x.reshape(rows, 2, BRICK).transpose(1, 2, 0)))
+    step = np.abs(x).reshape(rows, 2, BRICK).max(axis=2) / (127 * 128)
+    error = np.abs(_values(made, rows) - x).reshape(rows, 2, BRICK).max(axis=2)
+    assert (error <= 0.52 * step).all()

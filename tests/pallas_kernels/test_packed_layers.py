@@ -80,6 +80,7 @@ def _operands(rows, kind, group, zeros=False, *, width, hidden, heads, kv_heads)
 
 SMALL = dict(width=1024, hidden=1536, heads=8, kv_heads=2)
 LLAMA2_7B = dict(width=4096, hidden=11008, heads=32, kv_heads=32)
+QWEN25_1B = dict(width=1536, hidden=8960, heads=12, kv_heads=2)
 CASES = [
     (1, "int4", 128, False, SMALL),
     (1, "int4", 128, True, LLAMA2_7B),
@@ -88,6 +89,8 @@ CASES = [
     (5, "int8", None, False, SMALL),
     (3, "int8", 64, True, SMALL),
     (16, "int4", 128, False, LLAMA2_7B),
+    (2, "int4", 128, False, QWEN25_1B),
+    (16, "int4", 64, False, QWEN25_1B),
 ]
 _run = functools.partial(layers_mosaic, eps=1e-5, gate="silu", scale=128**-0.5)
 

@@ -30,14 +30,14 @@ class Work:
       tiles: number of tiles that the stage's work is cut into; blocks take them in turn.
       split: number of blocks of a cluster that share a tile.
       copies: number of asynchronous copies that fill one tile of the ring.
-      arrivals: index of the barrier for what the other block of a cluster hands over.
+      barrier: index of the barrier for what the other block of a cluster sends, see `handover`.
       norm, residual: see `Product`; None for other stages.
     """
 
     tiles: int
     split: int
     copies: int
-    arrivals: int
+    barrier: int
     norm: Any = None
     residual: str | None = None
 
@@ -74,7 +74,7 @@ class Block:
       digits: whether x comes in digits, see `digits`.
       x_bricks: number of bricks of columns in a slot of the ring of x.
       rows: the slice that selects all `padded` rows.
-      columns: number of rows of x that are needed: 1, or `padded`.
+      columns: number of rows of x that somebody needs.
       dtype: dtype of x and of the weights.
       words: if one row is sent in words: index of a result's first word, by its name. See `words`.
     """
@@ -87,6 +87,7 @@ class Block:
         stages: Sequence[Work],
         layers: int,
         config: Any,
+        columns: int,
         computing: int = 1,
         words: dict[str, int] | None = None,
     ):
@@ -99,7 +100,7 @@ class Block:
         _, self.padded, _ = smem["residual"].shape
         self.dtype = smem["residual"].dtype
         self.digits = "digits" in smem
-        self.columns = 1 if words or (self.digits and smem["digits"].shape[2] == 8) else self.padded
+        self.columns = columns
         self._x = smem["digits" if self.digits else "x"]
         self.x_slots, self.x_bricks = self._x.shape[0], 2 if self.digits else 1
         self.rows = pl.ds(pl.multiple_of(self.zero, 8), self.padded)
@@ -134,7 +135,7 @@ class Block:
         """
         before, each = jnp.int32(0), jnp.int32(0)
         for other in self.stages:
-            if other.split == 1 or other.arrivals != stage.arrivals:
+            if other.split == 1 or other.barrier != stage.barrier:
                 continue
             if other is stage:
                 before = each

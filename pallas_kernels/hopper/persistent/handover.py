@@ -18,7 +18,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from fdjax.pallas_kernels.hopper.fragments import constant
+from fdjax.pallas_kernels.hopper.fragments import constant, element, i32
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 
@@ -26,6 +26,7 @@ _THREADS = 128
 _COLUMNS = 8  # of a place
 _BYTES = 16  # of a thread in a place
 _EACH = 4
+_BARRIERS = 2
 
 _SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$1, $2, $3, $4}, [$5];"
 _ARRIVE = "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [$0], $1;"
@@ -37,12 +38,16 @@ mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1;
 }"""
 
 
+# Indices of barriers: those of products and of attention.
+PRODUCTS, ATTENTION = range(_BARRIERS)
+
+
 @dataclasses.dataclass(frozen=True)
-class Arrivals:
+class Barrier:
     """A barrier for what the other block sends. One phase ends with each `send`.
 
     Attributes:
-      memory: shared memory of all barriers, see `arrivals`.
+      memory: shared memory of all barriers, see `barriers`.
       index: which of them.
     """
 
@@ -50,20 +55,19 @@ class Arrivals:
     index: int
 
 
-def arrivals(count: int) -> tuple[tuple[int, ...], Any]:
-    """Shape and dtype of shared memory for barriers."""
-    return (count, 2), jnp.int32
+def barriers() -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of shared memory for all barriers."""
+    return (_BARRIERS, 2), jnp.int32
 
 
 def start(memory: Any) -> None:
-    """Prepare barriers. All threads of both blocks must call this before they part."""
-    (count, _) = memory.shape
+    """Prepare all barriers. All threads of both blocks must call this before they part."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_, memory):
         first = arith.cmpi(arith.CmpIPredicate.eq, mgpu_utils.thread_idx(), constant(0))
-        for i in range(count):
-            at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(memory), [2 * i], _i32())
+        for i in range(_BARRIERS):
+            at = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(memory), [2 * i], i32())
             mgpu_utils.inline_ptx("mbarrier.init.shared::cta.b64 [$0], 1;", at, predicate=first)
         for code in (
             "fence.mbarrier_init.release.cluster;",
@@ -107,7 +111,7 @@ def take(memory: Any, arrays: int, columns: int) -> list[Array]:
             registers = []
             for i in range(first, first + n):
                 found = vector.load(quad, memory, _place(i))
-                found = [_element(found, j) for j in range(_EACH)]
+                found = [element(found, j) for j in range(_EACH)]
                 registers += [vector.from_elements(pair, found[j : j + 2]) for j in (0, 2)]
             shape = layout.registers_shape((BRICK, columns))
             results.append(
@@ -122,7 +126,7 @@ def take(memory: Any, arrays: int, columns: int) -> list[Array]:
     return run(memory)
 
 
-def send(memory: Any, values: Sequence[Array], to: Arrivals, rank: Array, columns: int) -> None:
+def send(memory: Any, values: Sequence[Array], to: Barrier, rank: Array, columns: int) -> None:
     """Store arrays [64, M] into the memory of the other block, and arrive at its barrier.
 
     Args:
@@ -151,12 +155,12 @@ def send(memory: Any, values: Sequence[Array], to: Arrivals, rank: Array, column
     def run(_, memory, barriers, rank, *eights):
         (rank,) = rank.registers.flat
         place = mgpu_utils.getelementptr(
-            mgpu_utils.memref_ptr(memory), [arith.muli(_thread(), constant(_EACH))], _i32()
+            mgpu_utils.memref_ptr(memory), [arith.muli(_thread(), constant(_EACH))], i32()
         )
-        barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * to.index], _i32())
+        barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * to.index], i32())
         place, barrier = (
             mgpu_utils.inline_ptx(
-                "mapa.shared::cluster.u32 $0, $1, $2;", pointer, rank, result_types=_i32()
+                "mapa.shared::cluster.u32 $0, $1, $2;", pointer, rank, result_types=i32()
             )
             for pointer in (place, barrier)
         )
@@ -167,22 +171,27 @@ def send(memory: Any, values: Sequence[Array], to: Arrivals, rank: Array, column
         column = arith.muli(arith.remui(_thread(), constant(4)), constant(2))
         for (i, n), eight in zip(sent, eights, strict=True):
             at = arith.addi(place, constant(i * _THREADS * _BYTES))
-            words = [arith.bitcast(_i32(), value) for value in _values(eight)]
+            words = [arith.bitcast(i32(), value) for value in _values(eight)]
             is_needed = arith.cmpi(arith.CmpIPredicate.slt, column, constant(n))
             mgpu_utils.inline_ptx(_SEND, at, *words, barrier, predicate=is_needed)
 
     run(memory, to.memory, rank, *eights)
 
 
-def wait(at: Arrivals, before: Array) -> None:
-    """Wait until something was sent once more than `before`."""
+def wait(at: Barrier, before: Array) -> None:
+    """Wait until something was sent once more than `before`.
+
+    A barrier tells only the parity of its phases. So all threads meet here: none may still wait for
+    this phase when the other block sends again.
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def run(_, barriers, before):
         (before,) = before.registers.flat
-        barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * at.index], _i32())
+        barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * at.index], i32())
         parity = arith.andi(before, constant(1))
         mgpu_utils.inline_ptx(_WAIT, barrier, parity, has_side_effects=True)
+        mgpu_utils.warpgroup_barrier()
 
     run(at.memory, before)
 
@@ -200,17 +209,9 @@ def _place(i: int) -> list[ir.Value]:
 
 def _values(eight: mgpu.FragmentedArray) -> list[ir.Value]:
     """A thread's four values."""
-    return [_element(register, j) for register in eight.registers.flat for j in range(2)]
+    return [element(register, j) for register in eight.registers.flat for j in range(2)]
 
 
 def _thread() -> ir.Value:
     """Index of the thread in its warpgroup."""
     return arith.remui(mgpu_utils.thread_idx(), constant(_THREADS))
-
-
-def _element(register: ir.Value, i: int) -> ir.Value:
-    return vector.extract(register, dynamic_position=[], static_position=[i])
-
-
-def _i32() -> ir.Type:
-    return ir.IntegerType.get_signless(32)

@@ -19,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.digits import places
 from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.block import Block
 from fdjax.pallas_kernels.hopper.persistent.memory import (
@@ -78,7 +79,10 @@ def launch(
         raise ValueError(
             f"{name}: registers must be at most {at_start} on average, got {per_warpgroup}"
         )
-    scratch = with_rings(memory, -(-rows // 8) * 8, operands["x"].dtype, copies, packing, codes)
+    padded = -(-rows // 8) * 8
+    one_row = words or rows == 1 or (packing and packing.places == places(1))
+    columns = 1 if one_row else padded
+    scratch = with_rings(memory, padded, operands["x"].dtype, copies, packing, codes)
 
     def kernel(*refs):
         gmem = dict(zip((*operands, *results), refs, strict=True))
@@ -88,13 +92,14 @@ def launch(
         if packing or codes:
             for view in smem.pop("w"):
                 smem |= view
-        handover.start(smem["arrivals"])
+        handover.start(smem["handover"])
         warpgroup = lax.axis_index("warpgroup")
         block = Block(
             *(gmem, smem),
             stages=stages,
             layers=layers,
             config=config,
+            columns=columns,
             computing=computing,
             words=words,
         )

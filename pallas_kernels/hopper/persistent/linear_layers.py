@@ -100,13 +100,13 @@ def products_memory(
     most = max(stage.pieces for stage in stages)
     shared = {stage.pieces for stage in stages if stage.split > 1}
     if sends_words:
-        stored, arrivals = {}, {"factor_arrived": 1}
+        stored, arrived = {}, {"factor_arrived": 1}
     else:
         stored = {
             "y": ((wide, rows, BRICK), dtype),
             "squares": ((square_tiles, BRICK, rows), jnp.float32),
         }
-        arrivals = dict.fromkeys(("mlp_squares_arrived", "next_squares_arrived"), square_tiles)
+        arrived = dict.fromkeys(("mlp_squares_arrived", "next_squares_arrived"), square_tiles)
     sums, made = {}, {}
     if packed:
         sums = {"sums": handover.places(most, rows)}
@@ -130,7 +130,7 @@ def products_memory(
         },
         barriers={
             "residual_arrived": rounds,
-            **arrivals,
+            **arrived,
             **({"sums_made": 1, "sums_read": 1} if packed else {}),
         },
     )

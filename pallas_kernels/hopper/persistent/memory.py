@@ -8,7 +8,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import brick_words
 from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS
-from fdjax.pallas_kernels.hopper.persistent.handover import arrivals
+from fdjax.pallas_kernels.hopper.persistent import handover
 from fdjax.pallas_kernels.hopper.persistent.sizes import (
     BRICK,
     PARTS,
@@ -53,7 +53,7 @@ class Packing:
     """How the weights of a kernel are quantised.
 
     Attributes:
-      kind: "int4" | "int8" | "fp8".
+      kind: "int4" | "int8".
       group: number of rows that share a scale, or None for one scale per column.
       scales: dtype of the scales.
       wide: largest number of columns of a product's tile, in bricks.
@@ -117,7 +117,7 @@ def with_rings(
     """
     users = computing_warpgroups(packing, codes)
     matrices, barriers = dict(memory.matrices), {}
-    vectors = memory.vectors | {"arrivals": arrivals(2)}
+    vectors = memory.vectors | {"handover": handover.barriers()}
     x_slots = X_SLOTS
     if packing:
         matrices["token"] = (TOKEN_SLOTS, PARTS, 2 * BRICK), dtype

@@ -80,6 +80,15 @@ class PackedProduct(Product):
         part = (part,) if self.gate else ()
         return block.gmem[f"{self.weight}_{name}"].at[layer, groups, *part, columns]
 
+    def slots_at_once(self, ring: int) -> int:
+        """Slots of x between two waits: enough for four bricks of the weight, if possible.
+
+        They divide the slots of a tile, and are fewer than the ring has, or none would be released.
+        """
+        x_slots, wanted = self.deep // 2, -(-4 // self.pieces)
+        possible = [n for n in range(1, min(x_slots, ring - 1) + 1) if x_slots % n == 0]
+        return next((n for n in possible if n >= wanted), possible[-1])
+
     def x_source(self, block: Block, at: Array) -> Any:
         """Two bricks of x."""
         return block.gmem[self.x].at[pl.ds(2 * at, 2)]
@@ -138,9 +147,7 @@ class PackedProduct(Product):
         smem, group, odd = block.smem, self.packing.group, block.index
         w_used, x_used = used
         x_slots = self.deep // 2
-        # Slots of x between two waits: enough for four bricks of the weight, if that divides.
-        together = -(-4 // self.pieces)
-        together = together if x_slots % together == 0 else x_slots
+        together = self.slots_at_once(block.x_slots)
         blank = plgpu.layout_cast(jnp.zeros((BRICK, block.padded), jnp.float32), LAYOUT)
 
         def product(step, totals):
@@ -159,10 +166,10 @@ class PackedProduct(Product):
 
         def products(step, slot, part, totals):
             ats = [part * together + at for at in range(together)]
-            places = [block.x_slot(x_used + step * x_slots + at) for at in ats]
-            for place in places:
-                plgpu.barrier_wait(smem["x_arrived"].at[place])
-            for at, place in zip(ats, places, strict=True):
+            of_x = [block.x_slot(x_used + step * x_slots + at) for at in ats]
+            for x_slot in of_x:
+                plgpu.barrier_wait(smem["x_arrived"].at[x_slot])
+            for at, x_slot in zip(ats, of_x, strict=True):
                 first = 2 * at + odd
                 words = [
                     smem["words"].at[slot, pl.ds(piece * self.deep + first, 1)]
@@ -172,10 +179,10 @@ class PackedProduct(Product):
                     name: factors(name, slot, lax.div(first * BRICK, group))
                     for name in self.packing.factors
                 }
-                x = smem["digits"].at[place, odd]
+                x = smem["digits"].at[x_slot, odd]
                 totals = multiplied_digits(totals, words, x, self.packing.kind, **of_group)
-            for place in places:
-                plgpu.barrier_arrive(smem["x_used"].at[place])
+            for x_slot in of_x:
+                plgpu.barrier_arrive(smem["x_used"].at[x_slot])
             return totals
 
         def factors(name, slot, at):

@@ -26,7 +26,6 @@ from fdjax.pallas_kernels.hopper.persistent.block import (
     bricks,
 )
 from fdjax.pallas_kernels.hopper.persistent.exchange import Exchange
-from fdjax.pallas_kernels.hopper.persistent.handover import Arrivals
 from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.persistent.stage import Stage
@@ -95,7 +94,7 @@ class Product(Stage):
     scaled: Scaled | None = None
     exchange: Exchange | None = None
 
-    arrivals = 0
+    barrier = handover.PRODUCTS
 
     @property
     def parts(self) -> int:
@@ -233,8 +232,8 @@ class Product(Stage):
 
         @when(owner != block.rank)
         def _():
-            arrivals = Arrivals(smem["arrivals"], self.arrivals)
-            handover.send(smem["partial"], products, arrivals, owner, block.columns)
+            barrier = handover.Barrier(smem["handover"], self.barrier)
+            handover.send(smem["partial"], products, barrier, owner, block.columns)
             block.finish_tile(self, i)
 
         when(owner == block.rank)(lambda: self._finish(block, layer, i, tile, products, scale))
@@ -319,8 +318,8 @@ class Product(Stage):
         smem = block.smem
         total = list(products)
         if self.split > 1:
-            arrivals = Arrivals(smem["arrivals"], self.arrivals)
-            handover.wait(arrivals, block.handed_over(layer, self, i))
+            barrier = handover.Barrier(smem["handover"], self.barrier)
+            handover.wait(barrier, block.handed_over(layer, self, i))
             others = handover.take(smem["partial"], self.pieces, block.padded)
             total = [one + other for one, other in zip(total, others, strict=True)]
         if self.norm:

@@ -299,7 +299,7 @@ def _fits(shape: Shape) -> str | None:
         packing = _packing_of(kind, group, jnp.float32, m, "zeros" in shape)
     sizes = m, width, heads, hidden, n, shape["hkv"], parts - 2, shape["s"]
     stages = _stages(*sizes, gate="silu", eps=0.0, scale=1.0, packing=packing)
-    # An int8 cache takes more.
+    # An int8 cache takes at least as much.
     others = heads_memory(jnp.bfloat16, int8=True, digits=bool(packing))
     return room_for(stages, rows=m, width=width, others=others, packing=packing)
 

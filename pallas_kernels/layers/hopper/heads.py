@@ -38,7 +38,6 @@ from fdjax.pallas_kernels.hopper.digits import DIGIT_WORDS, place, places, put_d
 from fdjax.pallas_kernels.hopper.fragments import loaded_right
 from fdjax.pallas_kernels.hopper.persistent import exchange, handover, words
 from fdjax.pallas_kernels.hopper.persistent.block import Block, Layer, Pair, bricks
-from fdjax.pallas_kernels.hopper.persistent.handover import Arrivals
 from fdjax.pallas_kernels.hopper.persistent.memory import Memory
 from fdjax.pallas_kernels.hopper.persistent.row_input import RowInput
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK, PARTS, TOKEN_SLOTS
@@ -84,7 +83,7 @@ class Heads(Stage):
     int8: bool = False
 
     copies = 4  # halves of keys and of values
-    arrivals = 1
+    barrier = handover.ATTENTION
 
     @property
     def tiles(self) -> int:
@@ -244,8 +243,8 @@ class Heads(Stage):
 
         def one(i, carry):
             (w_used, x_used), (filled, cos, sin, *scales) = carry
-            place = layer * mine + i if block.digits else x_used
-            self._receive(block, cos, sin, self._token(block, place))
+            at = layer * mine + i if block.digits else x_used
+            self._receive(block, cos, sin, self._token(block, at))
             following = fetch(i + 1)
             before = functools.partial(arrive, i - 1)
             self._attend(block, layer, i, filled, w_used, scales, before)
@@ -325,8 +324,8 @@ class Heads(Stage):
         rounded = [jnp.clip(jnp.round(v / divisor), -LARGEST, LARGEST) for v in values]
         for which in range(2):
             for half in range(2):
-                place = smem["new_codes"].at[which, bricks(half, 1)]
-                place[...] = _column(rounded[half], self.group + which).astype(jnp.int8)
+                target = smem["new_codes"].at[which, bricks(half, 1)]
+                target[...] = _column(rounded[half], self.group + which).astype(jnp.int8)
         smem["reduced"].at[pl.ds(_SCALES, PARTS)][...] = scale
         products = (
             q.astype(block.dtype).astype(jnp.float32)
@@ -460,9 +459,9 @@ class Heads(Stage):
         smem = block.smem
         *o, l, m = carry
         at = [first + j * count + i for i in range(count)]
-        places = [block.w_slot(w_used + i) for i in at]
-        tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in places]
-        for i, slot in zip(at, places, strict=True):
+        slots = [block.w_slot(w_used + i) for i in at]
+        tiles = [[smem["w"].at[slot, bricks(b, 1)] for b in range(4)] for slot in slots]
+        for i, slot in zip(at, slots, strict=True):
             which = rank + self.sharing * i
             plgpu.barrier_wait(smem["w_arrived"].at[slot])
             inside = filled - which * BRICK
@@ -499,7 +498,7 @@ class Heads(Stage):
             return [acc[...] for acc in accs]
 
         new = pl.run_scoped(weighted, *[accumulator] * 2)
-        for slot in places:
+        for slot in slots:
             plgpu.barrier_arrive(smem["w_used"].at[slot])
         return *(a * rescale + b for a, b in zip(o, new, strict=True)), l, m_new
 
@@ -577,11 +576,11 @@ class Heads(Stage):
 
     def _received(self, block, layer, i, mine) -> tuple[Array, ...]:
         """A result merged with that of the other block of the cluster."""
-        handover.wait(self._arrivals(block), block.handed_over(layer, self, i))
+        handover.wait(self._barrier(block), block.handed_over(layer, self, i))
         return _merged(mine, handover.take(block.smem["part"], 4, PARTS))
 
-    def _arrivals(self, block) -> Arrivals:
-        return Arrivals(block.smem["arrivals"], self.arrivals)
+    def _barrier(self, block) -> handover.Barrier:
+        return handover.Barrier(block.smem["handover"], self.barrier)
 
     def _merge(self, block, layer, i, mine, finish) -> None:
         """Merge the results of all warpgroups of the cluster; its owner `finish`es them."""
@@ -595,7 +594,7 @@ class Heads(Stage):
 
         @when(~self._is_owner(block, i))
         def _():
-            handover.send(part, mine, self._arrivals(block), 1 - block.rank, self.group)
+            handover.send(part, mine, self._barrier(block), 1 - block.rank, self.group)
 
         @when(self._is_owner(block, i))
         def _():
