@@ -618,6 +618,21 @@ def test_a_function_of_the_caller_does_not_end_our_loop(lm, truth, what, error):
     assert used.generate(truth[1][0], max_new_tokens=4, **GREEDY).tokens == [truth[1][1][:4]]
 
 
+class EndsLoops:
+    def __bool__(self):
+        raise StopIteration
+
+
+@pytest.mark.parametrize("result", [np.array([1, 2]), EndsLoops()], ids=type)
+def test_a_stopping_criterion_that_is_neither_true_nor_false(lm, truth, result):
+    def unclear(tokens):
+        return result
+
+    message = "^generate: stopping criterion .*unclear.* must return True or False, got "
+    with pytest.raises(ValueError, match=message + type(result).__name__):
+        lm.generate(truth[1][0], max_new_tokens=4, stopping_criteria=unclear, **GREEDY)
+
+
 @pytest.mark.parametrize("what", ["stopping_criteria", "logits_processors"])
 @pytest.mark.parametrize("how", ["generate", "stream", "submit"])
 def test_a_function_of_the_caller_must_not_generate(lm, truth, what, how):

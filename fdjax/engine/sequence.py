@@ -11,7 +11,7 @@ from fdjax.engine.pages import page_count
 from fdjax.engine.schedule import least_slots
 from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.sampling.beams import BeamResults
-from fdjax.sampling.callbacks import called
+from fdjax.sampling.callbacks import is_true
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.sampler import ALL_FORBIDDEN
 from fdjax.text.tokenizer import Detokenizer, Tokenizer
@@ -244,7 +244,7 @@ class RequestState:
                 self.finish_reason = "stop"
         # Each criterion gets its own list, so that changing it does not change the result.
         criteria = config.stopping_criteria
-        if any(called("stopping criterion", c, list(self.tokens)) for c in criteria):
+        if any(is_true("stopping criterion", c, list(self.tokens)) for c in criteria):
             self.finish_reason = "stop"
         if self.finish_reason is None and len(self.tokens) >= config.max_new_tokens:
             self.finish_reason = "length"

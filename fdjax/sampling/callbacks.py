@@ -28,3 +28,22 @@ def called(what: str, function: Callable[..., Any], *args: Any) -> Any:
             f"generate: {what} {function} raised {type(error).__name__}; raise another error, "
             "or end a row by a stopping criterion that returns True"
         ) from error
+
+
+def is_true(what: str, function: Callable[..., Any], *args: Any) -> bool:
+    """Call a caller's function and return whether its result is true.
+
+    Args:
+      what, function, *args: see `called`.
+
+    Raises:
+      ValueError: the result is neither true nor false.
+      RuntimeError: see `called`.
+    """
+    result = called(what, function, *args)
+    try:
+        return bool(result)
+    except Exception as error:
+        raise ValueError(
+            f"generate: {what} {function} must return True or False, got {type(result).__name__}"
+        ) from error
