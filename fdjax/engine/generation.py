@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import numbers
 from collections.abc import Callable
 
 import jax
@@ -56,8 +57,9 @@ def forward(
         raise ValueError(f"forward: kv_dtype must be int8 or None, got {kv_dtype!r}")
     ids, lengths = _checked("forward", ids, lengths, model)
     t = ids.shape[1]
-    if last is not None and not 0 < last <= t:
-        raise ValueError(f"forward: last must be in 1..{t}, got {last}")
+    is_integer = isinstance(last, numbers.Integral) and not isinstance(last, bool)
+    if last is not None and not (is_integer and 0 < last <= t):
+        raise ValueError(f"forward: last must be an integer in 1..{t}, got {last!r}")
     static = {"last": last, "kv_dtype": kv_dtype}
     return _on_all("forward", _forward, model, params, ids, lengths, **static)
 

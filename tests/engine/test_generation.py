@@ -226,9 +226,10 @@ def test_the_last_logits_of_forward(lm):
     np.testing.assert_allclose(last, whole[:, -4:], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("last", [0, -1, 8])
-def test_more_last_logits_than_there_are(lm, last):
-    with pytest.raises(ValueError, match=rf"forward: last must be in 1\.\.7, got {last}"):
+@pytest.mark.parametrize("last", [0, -1, 8, 1.5, "a", True])
+def test_a_number_of_last_logits_that_there_cannot_be(lm, last):
+    message = rf"forward: last must be an integer in 1\.\.7, got {last!r}"
+    with pytest.raises(ValueError, match=message):
         fdjax.forward(lm.model, lm.params, np.ones((2, 7), np.int32), last=last)
 
 
