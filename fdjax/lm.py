@@ -104,6 +104,7 @@ class LM:
         Raises:
           ValueError: `max_len`, `max_batch` or `memory_bytes` is not a positive integer, `max_len`
             exceeds a learned table of positions, or the parameters do not belong to the model.
+          TypeError: `defaults` is not a `GenerationConfig`.
 
         Warns:
           UserWarning: `max_len` exceeds the model's max_position_embeddings.
@@ -124,7 +125,7 @@ class LM:
                 stacklevel=3,
             )
         self.model = model
-        self.tokenizer = Tokenizer() if tokenizer is None else tokenizer
+        self.tokenizer = tokenizer
         self.defaults = defaults
         self.max_len = max_len
         self.max_batch = max_batch
@@ -164,12 +165,27 @@ class LM:
         self._params_bytes = bytes_of_params(params)
 
     @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer. It is false if there is none, also after None is assigned."""
+        return self._tokenizer
+
+    @tokenizer.setter
+    def tokenizer(self, tokenizer: Tokenizer | None) -> None:
+        self._tokenizer = Tokenizer() if tokenizer is None else tokenizer
+
+    @property
     def defaults(self) -> GenerationConfig:
-        """The checkpoint's options. Fields that an assigned one lacks get the option's default."""
+        """The checkpoint's options. Fields that an assigned one lacks get the option's default.
+
+        Raises:
+          TypeError: something else than a `GenerationConfig` is assigned.
+        """
         return self._defaults
 
     @defaults.setter
     def defaults(self, defaults: GenerationConfig) -> None:
+        if not isinstance(defaults, GenerationConfig):
+            raise TypeError(f"defaults: must be a GenerationConfig, got {defaults!r}")
         self._defaults = defaults.filled()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -426,6 +426,14 @@ def test_defaults_are_those_of_the_checkpoint(lm):
     )
 
 
+@pytest.mark.parametrize("defaults", [None, {"temperature": 1.0}])
+def test_defaults_must_be_a_configuration(lm, defaults):
+    used = fresh(lm)
+    with pytest.raises(TypeError, match="defaults: must be a GenerationConfig, got "):
+        used.defaults = defaults
+    assert used.defaults == lm.defaults
+
+
 @pytest.mark.slow
 def test_what_a_configuration_does_not_give_is_the_checkpoints(lm, truth):
     """As in transformers. `fdjax.generate` has no checkpoint whose defaults it could use."""
@@ -663,10 +671,12 @@ def test_a_logits_processor_may_be_to_blame(lm, truth):
 # --- no tokenizer
 
 
-@pytest.mark.parametrize("how", ["no file", "none given"])
+@pytest.mark.parametrize("how", ["no file", "none given", "none assigned"])
 def test_without_a_tokenizer_ids_work(lm, truth, how):
     bare = load(FIXTURES / "llama_bias").tokenizer if how == "no file" else None
-    lm = fresh(lm, tokenizer=bare)
+    lm = fresh(lm, tokenizer=lm.tokenizer if how == "none assigned" else bare)
+    if how == "none assigned":
+        lm.tokenizer = None
     result = lm.generate(truth[1][0], max_new_tokens=5, **GREEDY)
     assert (result.tokens, result.texts) == ([truth[1][1][:5]], None)
     with pytest.raises(ValueError, match="tokenizer"):
