@@ -127,10 +127,10 @@ class LM:
         self.model = model
         self.tokenizer = tokenizer
         self.defaults = defaults
-        self.max_len = max_len
-        self.max_batch = max_batch
+        self._max_len = max_len
+        self._max_batch = max_batch
         self._memory_bytes = memory_bytes
-        self.prefix_cache = prefix_cache
+        self._prefix_cache = prefix_cache
         self._make_engine = make_engine
         self.params = params
 
@@ -159,10 +159,25 @@ class LM:
                 place = Place.for_ranks(self.model.ranks)
             params = divided(self.model, params, place.devices)
         check_params(params, self.model.abstract_params)
-        limits = self.max_len, self.max_batch, self._memory_bytes
-        engine = self._make_engine(self.model, params, *limits, self.prefix_cache)
+        limits = self._max_len, self._max_batch, self._memory_bytes
+        engine = self._make_engine(self.model, params, *limits, self._prefix_cache)
         self._params, self.engine = params, engine
         self._params_bytes = bytes_of_params(params)
+
+    @property
+    def max_len(self) -> int | None:
+        """Cache slots per row, or None to size the cache by the prompts. It cannot be changed."""
+        return self._max_len
+
+    @property
+    def max_batch(self) -> int | None:
+        """Largest number of rows that run at once, or None. It cannot be changed."""
+        return self._max_batch
+
+    @property
+    def prefix_cache(self) -> bool:
+        """Whether prompts share the cache of a common beginning. It cannot be changed."""
+        return self._prefix_cache
 
     @property
     def tokenizer(self) -> Tokenizer:

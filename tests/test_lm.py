@@ -1218,6 +1218,12 @@ def test_limits_may_be_integers_of_numpy():
     assert type(lm.max_batch) is type(lm.max_len) is int
 
 
+@pytest.mark.parametrize("name", ["max_len", "max_batch", "prefix_cache"])
+def test_what_the_engine_is_made_for_cannot_be_changed(lm, name):
+    with pytest.raises(AttributeError, match=f"'{name}' of 'LM' object has no setter"):
+        setattr(fresh(lm), name, 1)
+
+
 def test_load_takes_a_path(lm):
     assert load(CASE, dtype="float32").config == lm.config
     with pytest.raises(fdjax.CheckpointError, match="nowhere: no such folder"):
