@@ -231,6 +231,17 @@ def test_without_a_number_of_new_tokens_max_len_is_filled(lm):
     assert len(filled.tokens[0]) == 10
 
 
+def test_the_defaults_as_configuration_ask_for_no_number_of_new_tokens(lm):
+    small = fresh(lm, max_len=100)
+    for config in (small.defaults, dataclasses.replace(small.defaults, do_sample=False)):
+        assert len(small.generate([5] * 90, config, eos_token_id=None).tokens[0]) == 10
+    more = dataclasses.replace(small.defaults, max_new_tokens=11)
+    with pytest.raises(ValueError, match="may grow by 11"):
+        small.generate([5] * 90, more)
+    with pytest.raises(ValueError, match="may grow by 128"):
+        small.generate([5] * 90, small.defaults, max_new_tokens=128)
+
+
 @pytest.mark.slow
 def test_containers_of_weights_are_copies(lm):
     other = fresh(lm)

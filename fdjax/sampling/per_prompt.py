@@ -48,7 +48,7 @@ def per_prompt(
       entropy: a random number, from which the seeds come that are not given; default a fresh one.
 
     Returns:
-      For each prompt (configuration with a value in every field, whether the caller gave
+      For each prompt (configuration with a value in every field, whether the caller asks for
       `max_new_tokens`).
 
     Raises:
@@ -73,6 +73,9 @@ def per_prompt(
     fresh = np.random.SeedSequence(entropy).generate_state(count).tolist()
     rows, named = [], set() if config.is_filled else set(config.given)
     seed = defaults.seed if config.seed is UNSET else config.seed
+    # A configuration made from the defaults has their number of tokens, but does not ask for it.
+    from_defaults = config.is_filled and config.max_new_tokens == defaults.max_new_tokens
+    asks = "max_new_tokens" in config.given and not from_defaults
     for i in range(count):
         values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
         values = {name: value for name, value in values.items() if value is not None}
@@ -80,7 +83,7 @@ def per_prompt(
         if values.get("seed", seed) is None:
             values["seed"] = fresh[i]
         given = dataclasses.replace(config, **values)
-        rows.append((given.filled(defaults), "max_new_tokens" in given.given))
+        rows.append((given.filled(defaults), asks or "max_new_tokens" in values))
     unsampled = sorted(named & {"seed", *SAMPLED_OPTIONS})
     if unsampled and rows and not any(row.do_sample for row, _ in rows):
         warnings.warn(
