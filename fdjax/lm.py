@@ -33,7 +33,7 @@ from fdjax.engine.sequence import Request, RequestState
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig
-from fdjax.sampling.per_prompt import per_prompt
+from fdjax.sampling.per_prompt import in_lists, per_prompt
 from fdjax.system import platform
 from fdjax.system import progress as progress_bars
 from fdjax.system.process import refuse_forked, transfers_allowed
@@ -320,8 +320,8 @@ class LM:
           The seconds spent compiling.
 
         Raises:
-          ValueError: a size is not a positive integer, or prompts have no room; or as in
-            `generate`.
+          ValueError: a size is not a positive integer, prompts have no room, or `smaller` is True
+            and an option has one value per prompt; or as in `generate`.
         """
         for name, size in (("batch", batch), ("prompt_tokens", prompt_tokens)):
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
@@ -330,6 +330,11 @@ class LM:
         if prompt_tokens >= most:
             raise ValueError(f"warmup: prompt_tokens must be less than {most}, got {prompt_tokens}")
         batches = [[prompt_tokens] * batch]
+        if smaller and batch > 1 and (names := in_lists(options)):
+            raise ValueError(
+                f"warmup: {names[0]} must have one value for all prompts if smaller is True, got "
+                "one value per prompt"
+            )
         if smaller:
             batches = self.engine.batches_up_to(batch, prompt_tokens)
         # Random prompts, so that none begins with tokens that another has in the cache.
@@ -340,7 +345,7 @@ class LM:
             timer = Timer(self.model, self._params_bytes)
             requests = [
                 dataclasses.replace(request, config=self._of_two_tokens(request.config))
-                for request in self._requests(prompts, config, dict(options), self.defaults)
+                for request in self._requests(prompts, config, options, self.defaults)
             ]
             rows = self._run(requests, timer, steps)
             seconds += timer.stats(rows).compile_seconds

@@ -718,6 +718,20 @@ def test_a_second_call_compiles_nothing(lm, truth):
     assert not names
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"max_new_tokens": [3, 4]}, "max_new_tokens"),
+        ({"temperature": np.ones(2)}, "temperature"),
+        ({"eos_token_id": [[3], [4]]}, "eos_token_ids"),
+    ],
+)
+def test_a_warmup_for_a_server_takes_one_value_for_all_prompts(lm, options, name):
+    message = f"warmup: {name} must have one value for all prompts if smaller is True"
+    with pytest.raises(ValueError, match=message):
+        lm.warmup(smaller=True, batch=2, **options)
+
+
 @pytest.mark.parametrize("prompt_tokens", [100, 300, 500])
 def test_a_warmup_has_every_size_of_call_that_a_shorter_prompt_has(lm, prompt_tokens):
     def sizes(length):

@@ -35,7 +35,7 @@ _INSTEAD = {
 def per_prompt(
     defaults: GenerationConfig,
     config: GenerationConfig | None,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
     count: int,
     entropy: int | None = None,
 ) -> list[tuple[GenerationConfig, bool]]:
@@ -62,14 +62,7 @@ def per_prompt(
     config = GenerationConfig() if config is None else config
     if not isinstance(config, GenerationConfig):
         raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")
-    if "eos_token_id" in options:
-        if "eos_token_ids" in options:
-            raise TypeError("generate: eos_token_id and eos_token_ids are one option, got both")
-        eos = options.pop("eos_token_id")
-        options["eos_token_ids"] = () if eos is None else eos
-    for name in options:
-        if name not in OPTIONS:
-            raise TypeError(f"generate: unknown option {name!r}; {_hint(name)}")
+    options = _known(options)
     fresh = np.random.SeedSequence(entropy).generate_state(count).tolist()
     rows, named = [], set() if config.is_filled else set(config.given)
     seed = defaults.seed if config.seed is UNSET else config.seed
@@ -99,6 +92,32 @@ def per_prompt(
     return rows
 
 
+def in_lists(options: Mapping[str, Any]) -> list[str]:
+    """The names of the options that are lists of one value per prompt.
+
+    Raises:
+      TypeError: as in `per_prompt`.
+    """
+    return [name for name, value in _known(options).items() if _is_per_prompt(name, value)]
+
+
+def _known(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options by their names in `OPTIONS`, with lists in place of arrays."""
+    options = {
+        name: value.tolist() if isinstance(value, np.ndarray | jax.Array) else value
+        for name, value in options.items()
+    }
+    if "eos_token_id" in options:
+        if "eos_token_ids" in options:
+            raise TypeError("generate: eos_token_id and eos_token_ids are one option, got both")
+        eos = options.pop("eos_token_id")
+        options["eos_token_ids"] = () if eos is None else eos
+    for name in options:
+        if name not in OPTIONS:
+            raise TypeError(f"generate: unknown option {name!r}; {_hint(name)}")
+    return options
+
+
 def _hint(unknown: str) -> str:
     """Advice for a caller who gives an unknown option."""
     if unknown in _INSTEAD:
@@ -113,8 +132,6 @@ def _hint(unknown: str) -> str:
 
 def _of_prompt(name: str, value: Any, i: int, count: int) -> Any:
     """The value of an option for prompt `i` of `count`."""
-    if isinstance(value, np.ndarray | jax.Array):
-        value = value.tolist()
     if _is_per_prompt(name, value):
         if len(value) != count:
             raise ValueError(
