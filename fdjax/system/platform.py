@@ -20,13 +20,15 @@ logger = logging.getLogger("fdjax")
 def compilation_cache_folder() -> Path:
     """The folder of compiled programs: JAX's configured one, else one in the user's cache folder.
 
+    A relative `XDG_CACHE_HOME` is ignored, as its specification asks for.
+
     Raises:
       RuntimeError: there is no home directory.
     """
     if jax.config.jax_compilation_cache_dir is not None:
         return Path(jax.config.jax_compilation_cache_dir)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "fdjax" / "xla"
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    return (base if base.is_absolute() else Path.home() / ".cache") / "fdjax" / "xla"
 
 
 def enable_compilation_cache(folder: Path | None = None) -> None:

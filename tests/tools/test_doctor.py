@@ -234,6 +234,13 @@ def test_the_cache_folder(machine, cache_setting, monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.parametrize("base", ["", "relative"])
+def test_a_cache_folder_must_be_absolute(cache_setting, monkeypatch, tmp_path, base):
+    monkeypatch.setenv("XDG_CACHE_HOME", base)
+    monkeypatch.setattr(Path, "home", lambda: tmp_path)
+    assert platform.compilation_cache_folder() == tmp_path / ".cache" / "fdjax" / "xla"
+
+
 def test_damaged_programs_are_to_be_deleted(machine, cache_setting, tmp_path):
     machine()
     cache = tmp_path / "fdjax" / "xla"
