@@ -53,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
         if not text.strip():
             raise UsageError("score: a text is empty")
     lm = load_model(args)
+    context = lm.engine.context
+    if args.stride is not None and args.stride >= context:
+        raise UsageError(f"score: --stride must be less than {context}, the model's context")
     result = lm.score(contents, stride=args.stride, batch_size=args.batch_size)
     for i, named in enumerate(texts):
         print(json.dumps(dict([named]) | _scores(result, i, args.tokens)))

@@ -474,6 +474,12 @@ def test_a_long_text_is_scored_with_a_stride(run, lm, loaded, monkeypatch):
     assert calls == [((["x"],), {"stride": 8, "batch_size": 2})]
 
 
+def test_a_stride_must_be_less_than_the_context(run, lm, loaded):
+    code, out, err = run("score", "--stride", str(lm.engine.context), "x")
+    assert (code, out) == (2, "")
+    assert is_one_line(err) and "--stride must be less than" in err
+
+
 def test_chat_options_reach_the_model(run, asked, tmp_path):
     (tmp_path / "mine.jinja").write_bytes(codecs.BOM_UTF8 + b"{{ messages }}")
     options = "--max-new-tokens 6 --temperature 1.5 --top-k 20 --top-p 0.9 --seed 7".split()
