@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from fdjax.models import CheckpointError
@@ -58,8 +59,10 @@ _NOT_HONOURED = {
 
 
 def _plain(value):
-    """Convert a NumPy scalar to a Python scalar."""
-    return value.item() if isinstance(value, np.generic) else value
+    """Convert a NumPy scalar, or an array without dimensions, to a Python scalar."""
+    is_array = isinstance(value, np.ndarray | jax.Array) and not isinstance(value, jax.core.Tracer)
+    is_scalar = isinstance(value, np.generic) or (is_array and value.ndim == 0)
+    return value.item() if is_scalar else value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +190,7 @@ def _biases(name, value):
     for pair in pairs:
         if len(_items(name, pair)) != 2 or not _is_id(pair[0]):
             raise ValueError(f"generate: {name} must map ids to numbers, got {value!r}")
-        _real("in [-100, 100]", lambda x: -100 <= x <= 100)(f"{name} of {pair[0]}", pair[1])
-        biases[int(pair[0])] = float(pair[1])
+        biases[int(pair[0])] = float(_bias(f"{name} of {pair[0]}", pair[1]))
     return tuple(sorted(biases.items()))
 
 
@@ -249,6 +251,7 @@ _factor = _real("in [1e-30, 1e30]", lambda r: 1e-30 <= r <= 1e30)
 _share = _real("in (0, 1]", lambda p: 0 < p <= 1)
 _penalty = _real("in [-2, 2]", lambda x: -2 <= x <= 2)
 _beams = _integer(1, MOST_BEAMS + 1, f"in [1, {MOST_BEAMS}]")
+_bias = _real("in [-100, 100]", lambda x: -100 <= x <= 100)
 _exponent = _real("in [-100, 100]", lambda x: -100 <= x <= 100)
 # The values of `early_stopping`. The device gets the position in this list.
 _EARLY = {"false": False, "true": True, "never": "never"}

@@ -280,6 +280,22 @@ def test_scalars_of_numpy_are_numbers():
     assert given == plain and type(given.max_new_tokens) is int
 
 
+@pytest.mark.parametrize("array", [np.array, jnp.array])
+def test_arrays_without_dimensions_are_numbers(array):
+    given = GenerationConfig(
+        do_sample=array(True),
+        temperature=array(0.5),
+        max_new_tokens=array(3),
+        logit_bias={5: array(2.0)},
+    )
+    plain = GenerationConfig(do_sample=True, temperature=0.5, max_new_tokens=3, logit_bias={5: 2.0})
+    assert given == plain and type(given.max_new_tokens) is int
+    with pytest.raises(ValueError, match="temperature must be a number"):
+        GenerationConfig(temperature=array([0.5]))
+    with pytest.raises(ValueError, match="temperature must be a number"):
+        jax.jit(lambda t: GenerationConfig(temperature=t).temperature)(array(0.5))
+
+
 def test_values_at_the_edges():
     GenerationConfig(max_new_tokens=0)
     GenerationConfig(max_new_tokens=5, min_new_tokens=5, temperature=0, top_p=1, seed=2**32 - 1)
