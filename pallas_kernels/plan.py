@@ -104,8 +104,11 @@ class Plan(Dispatch):
 
         Raises:
           ValueError: `implementation` is unknown, or see `read_table`.
+          TypeError: `device_kind` is not a name.
           NotImplementedError: `implementation` or the table needs an NVIDIA GPU.
         """
+        if not isinstance(device_kind, str):
+            raise TypeError(f"for_kind: takes a name, got {device_kind!r}; see for_device")
         if implementation in ("cudnn", "mosaic_gpu") and compute_capability is None:
             raise NotImplementedError(
                 f"plan: {implementation} needs an NVIDIA GPU, got {device_kind!r}"

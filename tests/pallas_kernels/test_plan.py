@@ -523,6 +523,9 @@ def test_the_plan_of_a_device():
 
     with pytest.raises(TypeError, match=r"takes a jax\.Device, .* see for_kind"):
         Plan.for_device(H100)
+    for wrong in (None, device):
+        with pytest.raises(TypeError, match=r"for_kind: takes a name, .* see for_device"):
+            Plan.for_kind(wrong)
 
     class Gpu:
         platform, device_kind, compute_capability = "gpu", H100, "9.0"
