@@ -231,6 +231,7 @@ def test_without_a_number_of_new_tokens_max_len_is_filled(lm):
     assert len(filled.tokens[0]) == 10
 
 
+@pytest.mark.slow
 def test_the_defaults_as_configuration_ask_for_no_number_of_new_tokens(lm):
     small = fresh(lm, max_len=100)
     for config in (small.defaults, dataclasses.replace(small.defaults, do_sample=False)):

@@ -65,6 +65,7 @@ def test_the_bound_of_one_request_is_that_of_its_parts(tied):
     assert found.seconds == found.prefill_seconds + found.decode_seconds
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.tuples(st.integers(1, 60), st.integers(1, 60)), min_size=1, max_size=12),

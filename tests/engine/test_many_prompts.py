@@ -295,6 +295,7 @@ def test_other_weights_share_nothing(lm, load):
     assert not other.generate(ids, max_new_tokens=2, **OPTIONS).stats.cached_tokens
 
 
+@pytest.mark.slow
 def test_release_frees_the_cache(lm):
     ids = [3, 4, 5] * 60
     want = lm.generate(ids, max_new_tokens=3, **OPTIONS)
@@ -441,6 +442,7 @@ def test_a_damaged_row_changes_no_other(lm):
         assert rows[i].tokens == alone.tokens[i]
 
 
+@pytest.mark.slow
 def test_threads_get_the_answers_of_one_by_one(lm):
     ids = prompts(12)
     alone = [lm.generate(one, max_new_tokens=5, **OPTIONS).tokens[0] for one in ids]
@@ -564,6 +566,7 @@ def test_what_is_submitted(lm):
         lm.submit([text, text])
 
 
+@pytest.mark.slow
 def test_the_text_of_a_submitted_request_needs_a_tokenizer(lm):
     request = fdjax.LM(lm.model, lm.params).submit([5, 6], max_new_tokens=2)
     with pytest.raises(MissingTokenizerError, match="no tokenizer"):

@@ -378,6 +378,7 @@ def test_a_stop_string_ends_the_text_before_it(lm):
         assert "".join(pieces) == result.text
 
 
+@pytest.mark.slow
 def test_a_stop_string_may_be_part_of_the_text(lm):
     prompt = prompts()[2]
     whole = lm.generate(prompt, max_new_tokens=60, **GREEDY).text
@@ -608,6 +609,7 @@ def test_a_field_that_asks_for_nothing_is_not_told(nothing):
     fdjax.GenerationConfig.from_files({"sequence_bias": nothing}, {}, "here")
 
 
+@pytest.mark.slow
 def test_a_minimum_of_the_checkpoint_gives_way(lm):
     defaults = fdjax.GenerationConfig(max_new_tokens=64, min_new_tokens=20)
     other = fdjax.LM(lm.model, lm.params, lm.tokenizer, defaults=defaults)
