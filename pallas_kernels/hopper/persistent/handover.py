@@ -91,8 +91,8 @@ def put(memory: Any, values: Sequence[Array]) -> None:
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), *[LAYOUT] * len(eights)))
     def run(_, memory, *eights):
         for i, eight in enumerate(eights):
-            single = ir.VectorType.get((_EACH,), ir.F32Type.get())
-            vector.store(vector.from_elements(single, _values(eight)), memory, _place(i))
+            quad = ir.VectorType.get((_EACH,), ir.F32Type.get())
+            vector.store(vector.from_elements(quad, _values(eight)), memory, _place(i))
 
     run(memory, *eights)
 

@@ -80,6 +80,7 @@ def launch(
             f"{name}: registers must be at most {at_start} on average, got {per_warpgroup}"
         )
     padded = -(-rows // 8) * 8
+    # `rows` may be padded.
     one_row = words or rows == 1 or (packing and packing.places == places(1))
     columns = 1 if one_row else padded
     scratch = with_rings(memory, padded, operands["x"].dtype, copies, packing, codes)

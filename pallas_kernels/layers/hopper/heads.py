@@ -182,7 +182,6 @@ class Heads(Stage):
 
     def bring_x(self, block: Block, layer: Layer, loaded: Array) -> Array:
         """Load queries, key and value of the new token."""
-
         mine = block.share(self).count
 
         def bring(i, loaded):
