@@ -35,7 +35,7 @@ _BASE_BITS = 7
 _LARGEST = 127 << _BASE_BITS
 # |x| below this counts as 0, so that inverses are finite.
 _SMALLEST = 1e-30
-# Rows of 16 of a brick of weights that share 4 bytes, and their distance to the next 4 bytes.
+# 16 columns of x in the order of their bytes: four successive ones meet the codes of one word.
 _ORDER = [2 * t + i for t in range(4) for i in (0, 8, 1, 9)]
 
 _LOAD = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {$0, $1, $2, $3}, [$4];"
@@ -43,7 +43,6 @@ _MULTIPLY = (
     "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 "
     "{$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
 )
-
 _ADD_PRODUCT = "fma.rn.f32 $0, $1, $2, $3;"
 
 
@@ -223,10 +222,10 @@ def _right_operands(
 ) -> tuple[list[tuple[ir.Value, ...]], list[ir.Value]]:
     """For each 8 places: digits as right operands, and s of a thread's row times a factor."""
     _, lane = _warp_and_lane()
-    # Of four matrices of 8 places and 16 columns, each lane names one place of one.
-    place, quarter = arith.remui(lane, constant(8)), arith.divui(lane, constant(8))
+    # ldmatrix loads four matrices of 8 places and 16 columns. Each lane names one place of one.
+    of_matrix, matrix = arith.remui(lane, constant(8)), arith.divui(lane, constant(8))
     own = arith.addi(
-        arith.muli(place, constant(DIGIT_WORDS)), arith.muli(quarter, constant(BRICK // 16))
+        arith.muli(of_matrix, constant(DIGIT_WORDS)), arith.muli(matrix, constant(BRICK // 16))
     )
     pointer = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(x), [own], i32())
     words = mgpu_utils.memref_fold(x, 0, 2)
@@ -247,7 +246,7 @@ def _right_operands(
 
 
 def _left_int4(words: list[list[ir.Value]]) -> list[list[ir.Value]]:
-    """16 (code - 8) as the left operands of two products: the high half of each byte."""
+    """16 (code - 8) as the left operands of two products: a code is the high half of a byte."""
     lefts = []
     for (word,) in words:
         for moved in (arith.shli(word, constant(4)), word):

@@ -37,7 +37,6 @@ mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [$0], $1;
 @!done bra AGAIN;
 }"""
 
-
 # Indices of barriers: those of products and of attention.
 PRODUCTS, ATTENTION = range(_BARRIERS)
 
