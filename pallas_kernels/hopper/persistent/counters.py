@@ -16,7 +16,11 @@ def new_counters(layers: int) -> Any:
 
 
 def signal(counter: Any) -> None:
-    """Count a tile as finished, once all threads of the warpgroup have arrived."""
+    """Count a tile as finished, once all threads of the warpgroup have arrived.
+
+    The count is a release, which takes 900 cycles, although TMA has stored the results before. It is
+    needed: without it, 57 of 5 000 runs differed (benchmarks/LOG.md, 2026-11-29).
+    """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def run(_, counter):
@@ -33,7 +37,8 @@ def wait(counter: Any, tiles: int) -> None:
     def run(_, counter):
         semaphore = mgpu.SemaphoreRef(mgpu.memref_ptr(counter))
         semaphore.wait(tiles, decrement=False, memory_scope="gpu")
-        # TMA reads what the other blocks wrote.
-        mgpu.inline_ptx("fence.proxy.async;", has_side_effects=True)
+        # TMA reads what the other blocks wrote. Without ".global", the compiler would add a fence
+        # that takes hundreds of cycles.
+        mgpu.inline_ptx("fence.proxy.async.global;", has_side_effects=True)
 
     run(counter)

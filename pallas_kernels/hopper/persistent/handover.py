@@ -29,7 +29,7 @@ _EACH = 4
 _BARRIERS = 2
 
 _SEND = "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0], {$1, $2, $3, $4}, [$5];"
-_ARRIVE = "mbarrier.arrive.expect_tx.release.cluster.shared::cluster.b64 _, [$0], $1;"
+_EXPECT = "mbarrier.arrive.expect_tx.shared::cta.b64 _, [$0], $1;"
 _WAIT = """{
 .reg .pred done;
 AGAIN:
@@ -43,7 +43,7 @@ PRODUCTS, ATTENTION = range(_BARRIERS)
 
 @dataclasses.dataclass(frozen=True)
 class Barrier:
-    """A barrier for what the other block sends. One phase ends with each `send`.
+    """A barrier for what the other block sends. One phase ends with each `receive`.
 
     Attributes:
       memory: shared memory of all barriers, see `barriers`.
@@ -97,7 +97,7 @@ def put(memory: Any, values: Sequence[Array]) -> None:
 
 
 def take(memory: Any, arrays: int, columns: int) -> list[Array]:
-    """Load arrays [64, columns] that were put or sent."""
+    """Load arrays [64, columns] that were put."""
     n = columns // _COLUMNS
     made = plgpu.ShapeDtypeStruct((BRICK, columns), jnp.float32, layout=LAYOUT)
 
@@ -126,22 +126,18 @@ def take(memory: Any, arrays: int, columns: int) -> list[Array]:
 
 
 def send(memory: Any, values: Sequence[Array], to: Barrier, rank: Array, columns: int) -> None:
-    """Store arrays [64, M] into the memory of the other block, and arrive at its barrier.
+    """Store arrays [64, M] into the memory of the other block, which must call `receive`.
 
     Args:
       memory: this block's memory of the same name.
       values: arrays in `LAYOUT`.
       to: this block's barrier of the same name.
       rank: index of the other block in the cluster.
-      columns: number of columns that are needed. What `take` finds in the others is undefined.
+      columns: number of columns that are needed. What `receive` finds in the others is undefined.
     """
-    each = values[0].shape[1] // _COLUMNS
-    sent = [(i, columns - i % each * _COLUMNS) for i in range(each * len(values))]
-    sent = [(i, min(n, _COLUMNS)) for i, n in sent if n > 0]
+    needed = _needed(len(values), values[0].shape[1], columns)
     eights = _eights(values)
-    eights = [eights[i] for i, _ in sent]
-    # Two columns are a thread's, in each of 8 rows of 4 warps.
-    size = sum(-(-n // 2) * 32 * _BYTES for _, n in sent)
+    eights = [eights[i] for i in needed]
 
     @plgpu.inline_mgpu(
         arg_types=(
@@ -163,12 +159,8 @@ def send(memory: Any, values: Sequence[Array], to: Barrier, rank: Array, columns
             )
             for pointer in (place, barrier)
         )
-        mgpu_utils.inline_ptx(
-            *(_ARRIVE, barrier, constant(size)),
-            predicate=arith.cmpi(arith.CmpIPredicate.eq, _thread(), constant(0)),
-        )
         column = arith.muli(arith.remui(_thread(), constant(4)), constant(2))
-        for (i, n), eight in zip(sent, eights, strict=True):
+        for (i, n), eight in zip(needed.items(), eights, strict=True):
             at = arith.addi(place, constant(i * _THREADS * _BYTES))
             words = [arith.bitcast(i32(), value) for value in _values(eight)]
             is_needed = arith.cmpi(arith.CmpIPredicate.slt, column, constant(n))
@@ -177,22 +169,46 @@ def send(memory: Any, values: Sequence[Array], to: Barrier, rank: Array, columns
     run(memory, to.memory, rank, *eights)
 
 
-def wait(at: Barrier, before: Array) -> None:
-    """Wait until something was sent once more than `before`.
+def receive(
+    memory: Any, arrays: int, width: int, at: Barrier, before: Array, columns: int
+) -> list[Array]:
+    """Wait for what the other block sends, and load it.
+
+    This block, not the other one, tells the barrier how many bytes will arrive: the other one would
+    have to arrive with a release for the cluster, which takes 900 cycles. Packets may come before
+    that: the barrier counts them, and its phase ends only after this block has arrived.
 
     A barrier tells only the parity of its phases. So all threads meet here: none may still wait for
     this phase when the other block sends again.
+
+    Args:
+      memory, columns: as for `send`.
+      arrays, width: arrays [64, width] are sent.
+      at: this block's barrier.
+      before: how often this block has received with this barrier.
     """
+    # Two columns are a thread's, in each of 8 rows of 4 warps.
+    packets = sum(-(-n // 2) * 32 for n in _needed(arrays, width, columns).values())
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT))
     def run(_, barriers, before):
         (before,) = before.registers.flat
         barrier = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(barriers), [2 * at.index], i32())
+        first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), constant(0))
+        mgpu_utils.inline_ptx(_EXPECT, barrier, constant(packets * _BYTES), predicate=first)
         parity = arith.andi(before, constant(1))
         mgpu_utils.inline_ptx(_WAIT, barrier, parity, has_side_effects=True)
         mgpu_utils.warpgroup_barrier()
 
     run(at.memory, before)
+    return take(memory, arrays, width)
+
+
+def _needed(arrays: int, width: int, columns: int) -> dict[int, int]:
+    """Of each place that is sent: number of columns that are needed."""
+    each = width // _COLUMNS
+    left = {i: columns - i % each * _COLUMNS for i in range(each * arrays)}
+    return {i: min(n, _COLUMNS) for i, n in left.items() if n > 0}
 
 
 def _eights(values: Sequence[Array]) -> list[Array]:

@@ -319,8 +319,10 @@ class Product(Stage):
         total = list(products)
         if self.split > 1:
             barrier = handover.Barrier(smem["handover"], self.barrier)
-            handover.wait(barrier, block.handed_over(layer, self, i))
-            others = handover.take(smem["partial"], self.pieces, block.padded)
+            before = block.handed_over(layer, self, i)
+            others = handover.receive(
+                *(smem["partial"], self.pieces, block.padded, barrier, before, block.columns)
+            )
             total = [one + other for one, other in zip(total, others, strict=True)]
         if self.norm:
             factors = plgpu.load(smem["factors"], layout=LAYOUT.reduce(0), optimized=False)

@@ -575,8 +575,8 @@ class Heads(Stage):
 
     def _received(self, block, layer, i, mine) -> tuple[Array, ...]:
         """A result merged with that of the other block of the cluster."""
-        handover.wait(self._barrier(block), block.handed_over(layer, self, i))
-        return _merged(mine, handover.take(block.smem["part"], 4, PARTS))
+        at, before = self._barrier(block), block.handed_over(layer, self, i)
+        return _merged(mine, handover.receive(block.smem["part"], 4, PARTS, at, before, self.group))
 
     def _barrier(self, block) -> handover.Barrier:
         return handover.Barrier(block.smem["handover"], self.barrier)
