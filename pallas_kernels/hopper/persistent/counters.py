@@ -18,8 +18,8 @@ def new_counters(layers: int) -> Any:
 def signal(counter: Any) -> None:
     """Count a tile as finished, once all threads of the warpgroup have arrived.
 
-    The count is a release, which takes 900 cycles, although TMA has stored the results before. It is
-    needed: without it, 57 of 5 000 runs differed (benchmarks/LOG.md, 2026-11-29).
+    The count is a release, which takes 900 cycles, although TMA has stored the results before. It
+    is needed: without it, 57 of 5 000 runs differed (benchmarks/LOG.md, 2026-11-29).
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
