@@ -192,6 +192,7 @@ class Engine:
         regular = not any(s.rope and s.rope.depends_on_length for s in model.config.attention)
         self._prefix_cache = prefix_cache and regular
         self.pool: PagePool | None = None
+        self._most_pages_of: dict[int, int] = {}
         self.reusable: ReusableState | None = None
         self.runner = Runner(self)
         self.watch: Watch | None = None
@@ -278,7 +279,9 @@ class Engine:
             # The pool takes all free memory at once. So programs are not compiled for other sizes.
             self._open_pool(self._most_pages(slots))
         pages = 0 if self.pool is None else self.pool.count
-        limit = pages if known else self._most_pages(slots)
+        if not known and slots not in self._most_pages_of:  # it takes a third of the host's time
+            self._most_pages_of[slots] = self._most_pages(slots)
+        limit = pages if known else self._most_pages_of[slots]
         # One page more, because page 0 is never handed out.
         if max(needs) >= limit:
             longest = max(needs) * self.page_tokens
