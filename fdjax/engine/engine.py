@@ -192,7 +192,7 @@ class Engine:
         regular = not any(s.rope and s.rope.depends_on_length for s in model.config.attention)
         self._prefix_cache = prefix_cache and regular
         self.pool: PagePool | None = None
-        self._most_pages_of: dict[int, int] = {}
+        self._pages_of: dict[int, int] = {}
         self.reusable: ReusableState | None = None
         self.runner = Runner(self)
         self.watch: Watch | None = None
@@ -279,9 +279,7 @@ class Engine:
             # The pool takes all free memory at once. So programs are not compiled for other sizes.
             self._open_pool(self._most_pages(slots))
         pages = 0 if self.pool is None else self.pool.count
-        if not known and slots not in self._most_pages_of:  # it takes a third of the host's time
-            self._most_pages_of[slots] = self._most_pages(slots)
-        limit = pages if known else self._most_pages_of[slots]
+        limit = pages if known else self._most_pages(slots)
         # One page more, because page 0 is never handed out.
         if max(needs) >= limit:
             longest = max(needs) * self.page_tokens
@@ -306,6 +304,13 @@ class Engine:
 
     def _most_pages(self, slots: int) -> int:
         """Largest number of pages that fits into memory and that a batch could use."""
+        if self.model.plan.compute_capability is not None:  # free memory changes
+            return self._planned_pages(slots)
+        if slots not in self._pages_of:  # counting takes a third of the host's time for a call
+            self._pages_of[slots] = self._planned_pages(slots)
+        return self._pages_of[slots]
+
+    def _planned_pages(self, slots: int) -> int:
         context = max(slots, self.max_len or self.model.config.max_position_embeddings)
         sizes = {"rows": self._planned_rows, "context": context}
         if self.memory_bytes is None:

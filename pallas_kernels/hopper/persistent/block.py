@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
-from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.conditional import stay_rolled, when
 from fdjax.pallas_kernels.hopper.persistent import counters
 from fdjax.pallas_kernels.hopper.persistent.sizes import (
     BRICK,
@@ -184,6 +184,7 @@ class Block:
             plgpu.barrier_wait(self.smem["w_used"].at[slot])
 
         def await_tile(_, seen):
+            stay_rolled()
             plgpu.barrier_wait(self.smem["w_arrived"].at[self.w_slot(seen)])
             return seen + 1
 
