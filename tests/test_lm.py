@@ -654,7 +654,9 @@ def test_a_stopping_criterion_that_is_neither_true_nor_false(lm, truth, result):
 
 
 @pytest.mark.parametrize("what", ["stopping_criteria", "logits_processors"])
-@pytest.mark.parametrize("how", ["generate", "stream", "submit"])
+@pytest.mark.parametrize(
+    "how", ["generate", "stream", pytest.param("submit", marks=pytest.mark.slow)]
+)
 def test_a_function_of_the_caller_must_not_generate(lm, truth, what, how):
     used = fresh(lm)
 

@@ -134,6 +134,7 @@ def test_takes_no_more_steps_than_the_result_has_room_for():
     assert (tokens >= 0).all() and (after.steps == 1 + MAX_STEPS).all()
 
 
+@pytest.mark.slow
 def test_rows_after_the_first_are_left_as_they_are():
     model, _, steps = programs()
     state, sampling = two_rows(32, 32)
