@@ -29,10 +29,18 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def hint(self, unknown: Sequence[str]) -> str:
-        """Suggest an option for the first unknown one, in the words of `did_you_mean`."""
+        """Say what may be meant by unknown arguments, in the words of `did_you_mean`."""
         options = [name for action in self._actions for name in action.option_strings]
-        given = next((word for word in unknown if word.startswith("-")), "")
-        return did_you_mean(given.partition("=")[0], options)
+        places = [action.dest for action in self._actions if not action.option_strings]
+        given = next((word for word in unknown if word.startswith("-")), "").partition("=")[0]
+        # Commands about a model take it first, the others as an option.
+        if given == "--model" and "model" in places:
+            return ", the model comes without --model"
+        if not given and not places and "--model" in options:
+            return f", did you mean --model {unknown[0]}?"
+        if not given and places == ["prompt"]:
+            return ", put the whole prompt in quotes"
+        return did_you_mean(given, options)
 
     def error(self, message):
         """Print the message and exit with code 2."""

@@ -820,7 +820,18 @@ def test_version(run):
         ),
         (
             "generate hi you",
-            "fdjax generate: error: unrecognized arguments: you; see fdjax generate --help",
+            "fdjax generate: error: unrecognized arguments: "
+            "you, put the whole prompt in quotes; see fdjax generate --help",
+        ),
+        (
+            "info --model here",
+            "fdjax info: error: unrecognized arguments: "
+            "--model, the model comes without --model; see fdjax info --help",
+        ),
+        (
+            "chat here",
+            "fdjax chat: error: unrecognized arguments: "
+            "here, did you mean --model here?; see fdjax chat --help",
         ),
         ("--xyz", "fdjax: error: unrecognized arguments: --xyz; see fdjax --help"),
         (
