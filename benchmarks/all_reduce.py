@@ -1,9 +1,11 @@
-"""All-reduce of a decode step between GPUs: `python -m benchmarks.all_reduce`.
+"""All-reduce of decode steps and prompts between GPUs: `python -m benchmarks.all_reduce`.
 
-Each implementation sums the rows of a step again and again in a CUDA graph. The time of one sum is
-the slope between a few and many sums. "in one kernel" does the same in one kernel, by the exchange
-of the launch of all layers, with the residual and the sums of squares that it needs. Peers are NCCL
-and symmetric memory in PyTorch, also in a graph, in processes that end before JAX starts.
+Each implementation sums rows again and again in a CUDA graph, one sum right after the other as in
+the layers of a step. The time of one sum is the slope between a few and many sums. "mosaic_gpu" is
+our kernel with a mailbox, as in decode steps; "without mailbox" as in prompts. "in one kernel" does
+the same in one kernel, by the exchange of the launch of all layers, with the residual and the sums
+of squares that it needs. Peers are NCCL and symmetric memory in PyTorch, also in a graph, in
+processes that end before JAX starts.
 """
 
 import argparse
@@ -28,7 +30,7 @@ from fdjax.bench.record import environment
 from fdjax.engine.engine import compiler_options
 from fdjax.engine.step import decode_steps
 from fdjax.models import describe, parse_config
-from fdjax.pallas_kernels.all_reduce import all_reduce
+from fdjax.pallas_kernels.all_reduce import all_reduce, mailbox
 from fdjax.pallas_kernels.hopper.persistent import exchange
 from fdjax.pallas_kernels.hopper.persistent.sizes import BRICK
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT, matrix, put
@@ -36,8 +38,14 @@ from fdjax.pallas_kernels.ranks import AXIS
 from fdjax.system.files import output_file, write_whole
 
 IN_ONE_KERNEL = "in one kernel"
-SHAPES = ((1, 4096), (8, 4096), (32, 4096), (1, 5120), (1, 8192), (32, 8192))
+WITHOUT_MAILBOX = "mosaic_gpu, without mailbox"
+IMPLEMENTATIONS = ("xla", "mosaic_gpu", WITHOUT_MAILBOX, IN_ONE_KERNEL)
+SHAPES = ("1x4096", "8x4096", "32x4096", "1x5120", "1x8192", "32x8192", "512x4096", "4096x4096")
 COUNTS = (64, 1088)
+# Sums in a turn of the loop, about as many as a step of 32 layers has.
+_UNROLLED = 32
+# The exchange in one kernel has a block for each 64 columns, with all rows in registers.
+_MOST_ROWS_IN_ONE_KERNEL = 32
 _CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -51,8 +59,9 @@ _CONFIG = {
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--implementations", nargs="+", default=["xla", "mosaic_gpu", IN_ONE_KERNEL], metavar="NAME"
+        "--implementations", nargs="+", default=IMPLEMENTATIONS, choices=IMPLEMENTATIONS
     )
+    parser.add_argument("--shapes", nargs="+", default=SHAPES, metavar="MxE", help="rows and width")
     parser.add_argument("--counts", type=int, nargs=2, default=COUNTS, help="sums of a call")
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16")
@@ -65,7 +74,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def peers(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Microseconds in PyTorch, or the reason why there are none."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=gpu"]
-    command += ["-m", "benchmarks.all_reduce_peer", *(f"{m}x{width}" for m, width in SHAPES)]
+    command += ["-m", "benchmarks.all_reduce_peer", *args.shapes]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         return [{"problem": f"exit code {done.returncode}"}]
@@ -80,14 +89,22 @@ def microseconds(name: str, m: int, width: int, args: argparse.Namespace) -> dic
     options = compiler_options(decode_steps, describe(parse_config(_CONFIG), tensor_parallel=ranks))
     # Sums of zeros remain zeros. The tests check that sums are right.
     x = jax.device_put(jnp.zeros((m, width), args.dtype), NamedSharding(mesh, whole))
+    if name == IN_ONE_KERNEL and m > _MOST_ROWS_IN_ONE_KERNEL:
+        raise NotImplementedError(f"needs at most {_MOST_ROWS_IN_ONE_KERNEL} rows")
     medians = []
     for count in args.counts:
 
         def repeat(x, count=count):
             if name == IN_ONE_KERNEL:
                 return means_in_one_kernel(x, x, count)[0]
-            once = functools.partial(all_reduce, name="benchmark", implementation=name)
-            return lax.fori_loop(0, count, lambda _, y: once(y, residual=x), x)
+            once = functools.partial(
+                all_reduce, name="benchmark", implementation=name.split(",")[0]
+            )
+            named = None if name == WITHOUT_MAILBOX else name
+            with mailbox(m, width, x.dtype, named=named):
+                return lax.fori_loop(
+                    0, count, lambda _, y: once(y, residual=x), x, unroll=_UNROLLED
+                )
 
         many = jax.shard_map(repeat, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False)
         call = jax.jit(many).lower(x).compile(options)
@@ -160,19 +177,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     of_peers = [] if args.no_peers else peers(args)
     rows = []
-    for m, width in SHAPES:
+    for shape in args.shapes:
+        m, width = map(int, shape.split("x"))
         for name in args.implementations:
             row = {"m": m, "width": width, "implementation": name}
             try:
                 row |= microseconds(name, m, width, args)
-            except NotImplementedError as error:
-                row["problem"] = str(error)
+            except (NotImplementedError, jax.errors.JaxRuntimeError) as error:
+                row["problem"] = str(error).splitlines()[0]
             rows.append(row)
             print(row, file=sys.stderr, flush=True)
     rows += of_peers
     for row in rows:
         if "us" in row:
-            print(f"{row['m']:3} x {row['width']}  {row['implementation']:28} {row['us']:6.2f} us")
+            print(f"{row['m']:4} x {row['width']}  {row['implementation']:28} {row['us']:6.2f} us")
     record = {"environment": environment(args.commit), "all_reduce": rows}
     print(json.dumps(record))
     if args.output:

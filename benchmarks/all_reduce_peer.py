@@ -55,9 +55,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         symmetric.rendezvous(shared, group)
         shared.zero_()
         one_shot = functools.partial(torch.ops.symm_mem.one_shot_all_reduce, shared, "sum", group)
+        two_shot = functools.partial(torch.ops.symm_mem.two_shot_all_reduce_, shared, "sum", group)
         for name, run in (
             ("PyTorch, NCCL", functools.partial(dist.all_reduce, x)),
             ("PyTorch, symmetric memory", one_shot),
+            ("PyTorch, symmetric memory, two shots", two_shot),
         ):
             row = {"m": m, "width": width, "implementation": name}
             try:

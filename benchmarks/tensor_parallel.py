@@ -246,12 +246,12 @@ def with_sums(plan: Plan, config: DecoderConfig, ranks: int, sums: str | None) -
 
 
 def with_all_reduce(plan: Plan, name: str, width: int, ranks: int) -> Plan:
-    """A plan that uses this implementation to sum the few rows of a decode step."""
+    """A plan that uses this implementation to sum, in decode steps and prompts."""
     shape = {"width": width, "ranks": ranks, "itemsize": 2}
     choice = Choice(name, source="table")
     entries = (
         Entry("all_reduce", tuple(sorted((shape | {"m": m}).items())), choice)
-        for m in (1, 2, 4, 8, 16, 32, 64)
+        for m in (2**i for i in range(15))
     )
     return dataclasses.replace(plan, table=(*plan.table, *entries))
 

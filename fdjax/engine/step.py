@@ -3,6 +3,7 @@
 All are pure functions of the state and more. `Engine` jits them with the state donated.
 """
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from fdjax.engine.state import (
     restart,
 )
 from fdjax.models import AttentionSpec, Decoder, Model, Params
+from fdjax.pallas_kernels.all_reduce import mailbox
 from fdjax.pallas_kernels.attention import (
     BeamSlots,
     SharedPages,
@@ -172,16 +174,18 @@ def prompt_logits(
 
     last_tokens = jnp.maximum(lengths - 1, 0)
     wanted = {"starts": offsets, "last": last_tokens}
-    if layers is not None:
-        hidden, kv = module.in_loop(tokens, state.kv, layers, attend_to(None), model.plan, **wanted)
-    elif tiles == 1:
-        hidden, kv = module(tokens, state.kv, attend_to(None), model.plan, **wanted)
-    else:
-        size = len(tokens) // tiles
-        # The last blocks first: these have the smallest offsets.
-        parts = [slice(i * size, (i + 1) * size) for i in reversed(range(tiles))]
-        parts = [(part, _before_next(attend_to(part))) for part in parts]
-        hidden, kv = module.in_tiles(tokens, state.kv, parts, model.plan, **wanted)
+    plan, kv = model.plan, state.kv
+    with _sums_of(model, tokens.size // tiles):
+        if layers is not None:
+            hidden, kv = module.in_loop(tokens, kv, layers, attend_to(None), plan, **wanted)
+        elif tiles == 1:
+            hidden, kv = module(tokens, kv, attend_to(None), plan, **wanted)
+        else:
+            size = len(tokens) // tiles
+            # The last blocks first: these have the smallest offsets.
+            parts = [slice(i * size, (i + 1) * size) for i in reversed(range(tiles))]
+            parts = [(part, _before_next(attend_to(part))) for part in parts]
+            hidden, kv = module.in_tiles(tokens, kv, parts, plan, **wanted)
     hidden = hidden if owners is None else hidden[last]
     slots = _positions(offsets, t)
     slots = jnp.where(slots < block_ends[:, None], slots, state.slots)
@@ -245,6 +249,13 @@ def first_tokens(
     results = _beam_results(state, everyone, tokens[:, None], parents[:, None])
     results = jax.tree.map(lambda a: a[index], results)
     return state, jnp.where(final, first, -1), logprobs, results
+
+
+def _sums_of(model: Model, rows: int) -> contextlib.AbstractContextManager[None]:
+    """Where the layers of several devices sum up to so many rows; 0 if they do not call the op."""
+    if model.ranks == 1 or rows == 0:
+        return contextlib.nullcontext()
+    return mailbox(rows, model.config.width, model.dtype, plan=model.plan)
 
 
 def _before_next(attend):
@@ -412,7 +423,8 @@ def decode_steps(
     state = dataclasses.replace(state, progress=tuple(state.progress))
     parents = None if state.beams is None else tokens
     carry = state, tokens, logprobs, parents, *reruns
-    state, tokens, logprobs, parents, *reruns = lax.while_loop(goes_on, step, carry)
+    with _sums_of(model, b if layers is None else 0):
+        state, tokens, logprobs, parents, *reruns = lax.while_loop(goes_on, step, carry)
     state = dataclasses.replace(state, progress=jnp.stack(state.progress))
     results = map(jnp.stack, reruns)
     if state.beams is not None:

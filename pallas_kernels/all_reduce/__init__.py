@@ -1,5 +1,5 @@
 """`all_reduce`: the sum of the devices' arrays, on each device."""
 
-from fdjax.pallas_kernels.all_reduce.all_reduce import ALL_REDUCE, all_reduce
+from fdjax.pallas_kernels.all_reduce.all_reduce import ALL_REDUCE, all_reduce, mailbox
 
-__all__ = ["ALL_REDUCE", "all_reduce"]
+__all__ = ["ALL_REDUCE", "all_reduce", "mailbox"]

@@ -3,14 +3,47 @@
 Tensor parallelism needs two of them in each layer (Shoeybi et al. 2019, Megatron-LM, section 3).
 """
 
+import contextlib
+import contextvars
 import math
+from collections.abc import Iterator
+from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fdjax.pallas_kernels.all_reduce.hopper.one_shot import fits, one_shot
+from fdjax.pallas_kernels.all_reduce.hopper.mailbox import Mailbox, fits, open_mailbox, sum_through
 from fdjax.pallas_kernels.dispatch import Dispatch, Implementation, never, resolve
 from fdjax.pallas_kernels.ranks import AXIS, all_sum, announced
+
+_mailbox = contextvars.ContextVar[Mailbox | None]("mailbox", default=None)
+
+
+@contextlib.contextmanager
+def mailbox(
+    m: int, width: int, dtype: Any, *, plan: Dispatch | None = None, named: str | None = None
+) -> Iterator[None]:
+    """Sums of up to `m` rows, traced inside this block, need no barrier between the devices.
+
+    They share a mailbox, which all devices open here, for as long as the program runs. Call it
+    where `all_reduce` is called, outside of loops.
+
+    Args:
+      m, width, dtype: shape [m, width] and dtype of the largest sum.
+      plan, named: `plan` and `implementation` of `all_reduce`. No mailbox opens unless they choose
+        our kernel for the largest sum.
+    """
+    chosen, _ = resolve(ALL_REDUCE, plan, named, **_key(m, width, dtype))
+    before = _mailbox.set(open_mailbox(m, width) if chosen.run is _mosaic else None)
+    try:
+        yield
+    finally:
+        _mailbox.reset(before)
+
+
+def _key(m: int, width: int, dtype: Any) -> dict[str, int]:
+    itemsize = jnp.dtype(dtype).itemsize
+    return {"m": m, "width": width, "ranks": lax.axis_size(AXIS), "itemsize": itemsize}
 
 
 def _xla(x: Array, bias: Array | None, residual: Array | None, name: str) -> Array:
@@ -21,7 +54,10 @@ def _xla(x: Array, bias: Array | None, residual: Array | None, name: str) -> Arr
 
 
 def _mosaic(x: Array, bias: Array | None, residual: Array | None, name: str) -> Array:
-    return one_shot(announced(x, name), bias, residual)
+    x, box = announced(x, name), _mailbox.get()
+    if box is None or not box.holds(x):
+        box = open_mailbox(math.prod(x.shape[:-1]), x.shape[-1])
+    return sum_through(box, x, bias, residual)
 
 
 ALL_REDUCE = (
@@ -70,7 +106,7 @@ def all_reduce(
     Sends x to each other device, and receives as much: (ranks - 1) times its bytes each way.
     """
     try:
-        ranks = lax.axis_size(AXIS)
+        key = _key(math.prod(x.shape[:-1]), x.shape[-1], x.dtype)
     except NameError:
         raise ValueError(
             f"all_reduce: call it inside a jax.shard_map over the axis {AXIS!r}"
@@ -81,11 +117,5 @@ def all_reduce(
                 f"all_reduce: {what} must be {x.dtype}{list(want)}, "
                 f"got {addend.dtype}{list(addend.shape)}"
             )
-    key = {
-        "m": math.prod(x.shape[:-1]),
-        "width": x.shape[-1],
-        "ranks": ranks,
-        "itemsize": x.dtype.itemsize,
-    }
     chosen, _ = resolve(ALL_REDUCE, plan, implementation, **key)
     return chosen.run(x, bias, residual, name)

@@ -276,11 +276,11 @@ def test_collective_operations_of_a_decode_step(name, tied, sums):
 
 
 @pytest.mark.parametrize(
-    ("batch", "blocks", "tiles"),
-    [(1, 1, 2), pytest.param(8, 16, 1, marks=pytest.mark.soak), (8, 16, 2)],
+    ("batch", "blocks", "tiles", "all_reduce"),
+    [(1, 1, 2, "xla"), (8, 16, 1, "mosaic_gpu"), (8, 16, 2, "xla")],
 )
-def test_prefill_in_pages(batch, blocks, tiles):
-    m = model(False, tiles=tiles)
+def test_prefill_in_pages(batch, blocks, tiles, all_reduce):
+    m = model(False, tiles=tiles, all_reduce=all_reduce)
     block, row = abstract(blocks), abstract(batch)
     host = abstract(blocks, SLOT_MULTIPLE), block, block
     table = abstract(batch, SLOTS // SLOT_MULTIPLE)
@@ -295,8 +295,11 @@ def test_prefill_in_pages(batch, blocks, tiles):
     args = batch, 300, *host, table, row, block, row
     program, state = compiled(packed, m, *args, tiled=ran > 1)
     check_in_place(program, state, m)
-    # The sums of tiles are not joined.
-    assert collectives(program) == {"all-reduce": 2 * LAYERS * ran, "all-gather": 1}
+    if all_reduce == "xla":  # the sums of tiles are not joined
+        assert collectives(program) == {"all-reduce": 2 * LAYERS * ran, "all-gather": 1}
+    else:
+        assert collectives(program) == {"all-gather": 1}
+        assert kernel_names(program).count("all_reduce") == 2 * LAYERS
 
 
 def test_prefill_with_divided_tokens():

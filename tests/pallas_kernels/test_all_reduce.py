@@ -4,16 +4,18 @@ The kernel cannot be interpreted, because the interpreter knows no other devices
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from deviceless import compile_for, mesh_of
-from fdjax.pallas_kernels.all_reduce import ALL_REDUCE, all_reduce
-from fdjax.pallas_kernels.all_reduce.hopper.one_shot import fits
+from fdjax.pallas_kernels.all_reduce import ALL_REDUCE, all_reduce, mailbox
+from fdjax.pallas_kernels.all_reduce.hopper.mailbox import fits
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.ranks import AXIS
 
@@ -45,12 +47,13 @@ def test_only_a_table_or_its_name_chooses_the_kernel():
         ({"width": 4097}, "multiple of 512, got 4097"),
         ({"itemsize": 4}, "bfloat16"),
         ({"ranks": 16}, "at most 8 devices, got 16"),
-        ({"m": 128}, "at most 524288 bytes, got 1048576"),
+        ({"m": 128}, "at most 524288 bytes for more than 2 devices, got 1048576"),
     ],
 )
 def test_what_the_kernel_refuses(changes, says):
     shape = dict(m=64, width=4096, ranks=8, itemsize=2)
     assert fits(shape) is None
+    assert fits(shape | {"m": 8192, "ranks": 2}) is None
     assert says in fits(shape | changes)
 
 
@@ -88,8 +91,53 @@ def test_one_device_alone_has_no_sum():
         all_reduce(np.zeros((2, 8), np.float32), "test")
 
 
+def through_mailbox(x, residual):
+    """Sums of x [1,N,M,E] of this device, and of the first half of the rows, in one loop."""
+    m, width = x.shape[2:]
+    first = slice((m + 1) // 2)
+    once = functools.partial(all_reduce, name="test", implementation="mosaic_gpu")
+
+    def both(x):
+        return once(x, residual=residual), once(x[first], residual=residual[first])
+
+    with mailbox(m, width, x.dtype, named="mosaic_gpu"):
+        return jax.tree.map(lambda y: y[None], lax.map(both, x[0]))
+
+
+def mailbox_on(mesh):
+    return jax.jit(
+        jax.shard_map(
+            through_mailbox,
+            mesh=mesh,
+            in_specs=(DIVIDED, WHOLE),
+            out_specs=DIVIDED,
+            check_vma=False,
+        )
+    )
+
+
 @pytest.mark.deviceless
-@pytest.mark.parametrize(("ranks", "m", "added"), [(2, 1, True), (8, 32, False)])
+@pytest.mark.parametrize(
+    ("ranks", "m", "width"), [(2, 1, 4096), pytest.param(8, 32, 8192, marks=pytest.mark.soak)]
+)
+def test_a_mailbox_stays_where_it_is(ranks, m, width, capfd, monkeypatch):
+    """Devices write to it at any time, so XLA may not copy it. A sum is one kernel."""
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
+    mesh = mesh_of("h100", ranks, AXIS)
+    x = jax.ShapeDtypeStruct((ranks, 4, m, width), BF16, sharding=NamedSharding(mesh, DIVIDED))
+    residual = jax.ShapeDtypeStruct((m, width), BF16)
+    program = compile_for("h100", mailbox_on(mesh), x, residual, n_devices=ranks, axis=AXIS)
+    text = program.as_text()
+    assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
+    places = rf"s32\[2,{ranks - 1},{m * width // 512},1,128,2\]"
+    assert re.search(rf"= {places}\S* fusion", text)
+    assert not re.search(rf"= {places}\S* copy", text)
+    dumped = capfd.readouterr()
+    assert "0 bytes spill stores, 0 bytes spill loads" in dumped.out + dumped.err
+
+
+@pytest.mark.deviceless
+@pytest.mark.parametrize(("ranks", "m", "added"), [(2, 1, True), (8, 32, False), (2, 4096, True)])
 def test_the_kernel_compiles_without_spills(ranks, m, added, capfd, monkeypatch):
     monkeypatch.setenv("MOSAIC_GPU_DUMP_PTXAS", "1")
     mesh = mesh_of("h100", ranks, AXIS)
@@ -100,14 +148,41 @@ def test_the_kernel_compiles_without_spills(ranks, m, added, capfd, monkeypatch)
     compiled = compile_for(
         *("h100", on(mesh, "mosaic_gpu"), x, bias, residual), n_devices=ranks, axis=AXIS
     )
-    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 1
+    # It opens a mailbox, because none is open.
+    assert compiled.as_text().count('custom_call_target="mosaic_gpu_v2"') == 2
     dumped = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in dumped.out + dumped.err
 
 
 @pytest.mark.multigpu
-@pytest.mark.parametrize("m", [1, 3, 32, 64])
-@pytest.mark.parametrize("width", [512, 4096, 8192])
+@pytest.mark.parametrize("m", [1, 32, 128])
+@pytest.mark.parametrize("width", [512, 5120, 8192])
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
+def test_sums_through_a_mailbox(m, width, dtype):
+    ranks = jax.local_device_count()
+    if not ALL_REDUCE[0].supports(dict(m=m, width=width, ranks=ranks, itemsize=2)):
+        pytest.skip("more bytes than one shot is for")
+    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    function = mailbox_on(mesh)
+    rng = np.random.default_rng(m)
+    for n in (7, 100):  # odd and even numbers of sums
+        x = rng.standard_normal((ranks, n, m, width)).astype(dtype)
+        residual = rng.standard_normal((m, width)).astype(dtype)
+        want = x.astype(np.float64).sum(0) + residual.astype(np.float64)
+        for found in function(x, residual):
+            found = np.asarray(found)
+            np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
+            check_rounded_once(found[0], want[:, : found.shape[2]])
+
+
+def check_rounded_once(found, want):
+    eps = float(jnp.finfo(found.dtype).eps)
+    np.testing.assert_allclose(found.astype(np.float64), want, rtol=eps / 2, atol=1e-5)
+
+
+@pytest.mark.multigpu
+@pytest.mark.parametrize("m", [1, 3, 32, 64, 700])
+@pytest.mark.parametrize("width", [512, 5120, 8192])
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])
 def test_sums_of_gpus(m, width, dtype):
     ranks = jax.local_device_count()
@@ -127,6 +202,4 @@ def test_sums_of_gpus(m, width, dtype):
         want = x.astype(np.float64).sum(0)
         want += sum(a.astype(np.float64) for a in (bias, residual) if a is not None)
         np.testing.assert_array_equal(found, np.broadcast_to(found[0], found.shape))
-        # Rounded once.
-        eps = float(jnp.finfo(dtype).eps)
-        np.testing.assert_allclose(found[0].astype(np.float64), want, rtol=eps / 2, atol=1e-5)
+        check_rounded_once(found[0], want)
