@@ -1,11 +1,11 @@
 """All-reduce of decode steps and prompts between GPUs: `python -m benchmarks.all_reduce`.
 
-Each implementation sums rows again and again in a CUDA graph, one sum right after the other as in
-the layers of a step. The time of one sum is the slope between a few and many sums. "mosaic_gpu" is
-our kernel with a mailbox, as in decode steps; "without mailbox" as in prompts. "in one kernel" does
-the same in one kernel, by the exchange of the launch of all layers, with the residual and the sums
-of squares that it needs. Peers are NCCL and symmetric memory in PyTorch, also in a graph, in
-processes that end before JAX starts.
+Each implementation sums rows again and again, those of a decode step in a CUDA graph, one sum right
+after the other as in its layers. The time of one sum is the slope between a few and many sums.
+"mosaic_gpu" is our kernel with a mailbox for all sums, as in the model; "without mailbox" opens one
+for each. "in one kernel" does the same in one kernel, by the exchange of the launch of all layers,
+with the residual and the sums of squares that it needs. Peers are NCCL and symmetric memory in
+PyTorch, also in a graph, in processes that end before JAX starts.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fdjax.bench.record import environment
 from fdjax.engine.engine import compiler_options
-from fdjax.engine.step import decode_steps
+from fdjax.engine.step import decode_steps, prompt_logits
 from fdjax.models import describe, parse_config
 from fdjax.pallas_kernels.all_reduce import all_reduce, mailbox
 from fdjax.pallas_kernels.hopper.persistent import exchange
@@ -46,6 +46,7 @@ COUNTS = (64, 1088)
 _UNROLLED = 32
 # The exchange in one kernel has a block for each 64 columns, with all rows in registers.
 _MOST_ROWS_IN_ONE_KERNEL = 32
+_FEWEST_ROWS_OF_PROMPTS = 128
 _CONFIG = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -86,7 +87,9 @@ def microseconds(name: str, m: int, width: int, args: argparse.Namespace) -> dic
     ranks = jax.local_device_count()
     mesh = Mesh(np.array(jax.local_devices()), (AXIS,))
     whole = PartitionSpec()
-    options = compiler_options(decode_steps, describe(parse_config(_CONFIG), tensor_parallel=ranks))
+    # Programs of prompts are not captured in a graph with their loop.
+    function = decode_steps if m < _FEWEST_ROWS_OF_PROMPTS else prompt_logits
+    options = compiler_options(function, describe(parse_config(_CONFIG), tensor_parallel=ranks))
     # Sums of zeros remain zeros. The tests check that sums are right.
     x = jax.device_put(jnp.zeros((m, width), args.dtype), NamedSharding(mesh, whole))
     if name == IN_ONE_KERNEL and m > _MOST_ROWS_IN_ONE_KERNEL:
@@ -101,7 +104,7 @@ def microseconds(name: str, m: int, width: int, args: argparse.Namespace) -> dic
                 all_reduce, name="benchmark", implementation=name.split(",")[0]
             )
             named = None if name == WITHOUT_MAILBOX else name
-            with mailbox(m, width, x.dtype, named=named):
+            with mailbox(m, width, x.dtype, after=x, named=named):
                 return lax.fori_loop(
                     0, count, lambda _, y: once(y, residual=x), x, unroll=_UNROLLED
                 )

@@ -892,17 +892,24 @@ class Model:
     def prompt_tiles(self, blocks: int, tokens: int) -> int:
         """Tiles of a call of prompts with so many blocks of `tokens` tokens each.
 
-        While the sums of one tile travel, another is computed (FastAttention, section 4.2). On two
-        H200, two tiles of 2 048 tokens are faster than one of 4 096, and tiles of 512 are slower
-        (benchmarks/LOG.md, 2026-11-27).
+        While XLA's sums of one tile travel, another is computed (FastAttention, section 4.2). On
+        two H200, two tiles of 2 048 tokens are faster than one of 4 096, and tiles of 512 are
+        slower (benchmarks/LOG.md, 2026-11-27). With sums by our kernel, which takes less time and
+        all multiprocessors, one tile is faster.
         """
         if self.ranks == 1:
             return 1
         tiles = self.plan.prompt_tiles
         if tiles is None:
             on_gpu = self.plan.compute_capability is not None
-            tiles = 2 if on_gpu and blocks * tokens >= _TOKENS_OF_TILES else 1
+            many = blocks * tokens >= _TOKENS_OF_TILES
+            tiles = 2 if on_gpu and many and self._sums_by_xla(blocks * tokens) else 1
         return 1 if blocks % tiles else tiles
+
+    def _sums_by_xla(self, tokens: int) -> bool:
+        itemsize = jnp.dtype(self.dtype).itemsize
+        shape = {"m": tokens, "width": self.config.width, "ranks": self.ranks, "itemsize": itemsize}
+        return self.plan.choose("all_reduce", **shape).implementation == "xla"
 
     @property
     def one_launch_possible(self) -> bool:

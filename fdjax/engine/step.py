@@ -175,7 +175,7 @@ def prompt_logits(
     last_tokens = jnp.maximum(lengths - 1, 0)
     wanted = {"starts": offsets, "last": last_tokens}
     plan, kv = model.plan, state.kv
-    with _sums_of(model, tokens.size // tiles):
+    with _sums_of(model, tokens.size // tiles, after=tokens):
         if layers is not None:
             hidden, kv = module.in_loop(tokens, kv, layers, attend_to(None), plan, **wanted)
         elif tiles == 1:
@@ -251,11 +251,11 @@ def first_tokens(
     return state, jnp.where(final, first, -1), logprobs, results
 
 
-def _sums_of(model: Model, rows: int) -> contextlib.AbstractContextManager[None]:
+def _sums_of(model: Model, rows: int, *, after: Array) -> contextlib.AbstractContextManager[None]:
     """Where the layers of several devices sum up to so many rows; 0 if they do not call the op."""
     if model.ranks == 1 or rows == 0:
         return contextlib.nullcontext()
-    return mailbox(rows, model.config.width, model.dtype, plan=model.plan)
+    return mailbox(rows, model.config.width, model.dtype, after=after, plan=model.plan)
 
 
 def _before_next(attend):
@@ -423,7 +423,7 @@ def decode_steps(
     state = dataclasses.replace(state, progress=tuple(state.progress))
     parents = None if state.beams is None else tokens
     carry = state, tokens, logprobs, parents, *reruns
-    with _sums_of(model, b if layers is None else 0):
+    with _sums_of(model, b if layers is None else 0, after=state.tokens):
         state, tokens, logprobs, parents, *reruns = lax.while_loop(goes_on, step, carry)
     state = dataclasses.replace(state, progress=jnp.stack(state.progress))
     results = map(jnp.stack, reruns)

@@ -202,9 +202,8 @@ def test_decode_steps_with_divided_tokens(batch, tmp_path):
     assert "kCommandBuffer" in chunk
     check_in_place(program, state, m)
     assert kernel_names(program).count("decode_attention") == LAYERS
-    sums, gathers = 2 * LAYERS, LAYERS + 1
-    wanted = {"all-reduce": sums, "all-gather": gathers, "all-to-all": LAYERS}
-    assert collectives(program) == wanted
+    assert kernel_names(program).count("all_reduce") == 2 * LAYERS
+    assert collectives(program) == {"all-gather": LAYERS + 1, "all-to-all": LAYERS}
 
 
 @pytest.mark.soak
@@ -314,5 +313,5 @@ def test_prefill_with_divided_tokens():
     check_in_place(program, state, m)
     # The pages before the block, and the block.
     assert kernel_names(program).count("prefill_attention") == 2 * LAYERS
-    wanted = {"all-reduce": 2 * LAYERS, "all-gather": LAYERS + 1, "all-to-all": LAYERS}
-    assert collectives(program) == wanted
+    assert kernel_names(program).count("all_reduce") == 2 * LAYERS
+    assert collectives(program) == {"all-gather": LAYERS + 1, "all-to-all": LAYERS}

@@ -164,9 +164,10 @@ def test_kernels_for_several_layers_run_by_a_table_or_not_at_all():
 @pytest.mark.parametrize(
     ("ranks", "tiles", "blocks", "want"),
     [
-        (2, None, 32, 2),
-        (2, None, 31, 1),  # fewer than 4096 tokens
-        (2, None, 33, 1),  # not divisible
+        (2, None, 32, 1),  # our kernel sums
+        (4, None, 32, 2),
+        (4, None, 31, 1),  # fewer than 4096 tokens
+        (4, None, 33, 1),  # not divisible
         (1, None, 32, 1),
         (2, 4, 8, 4),
         (2, 4, 6, 1),

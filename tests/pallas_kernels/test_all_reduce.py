@@ -34,11 +34,17 @@ def test_sums_of_fake_devices(ranks):
         assert error < 1e-5 and not differs
 
 
-def test_only_a_table_or_its_name_chooses_the_kernel():
-    h100 = Plan.for_kind("NVIDIA H100 80GB HBM3", (9, 0))
-    shape = dict(m=1, width=4096, ranks=2, itemsize=2)
-    assert h100.choose("all_reduce", **shape).implementation == "xla"
-    assert ALL_REDUCE[0].supports(shape, capability=(9, 0))
+@pytest.mark.parametrize("m", [1, 4096])
+def test_which_devices_use_the_kernel(m):
+    """Those with NVLink; more than two have not been measured."""
+
+    def chosen(kind, **changes):
+        shape = dict(m=m, width=4096, ranks=2, itemsize=2) | changes
+        return Plan.for_kind(kind, (9, 0)).choose("all_reduce", **shape).implementation
+
+    assert chosen("NVIDIA H100 80GB HBM3") == chosen("NVIDIA H200") == "mosaic_gpu"
+    assert chosen("NVIDIA H200", ranks=4) == chosen("NVIDIA H200", itemsize=4) == "xla"
+    assert chosen("NVIDIA H100 PCIe") == chosen("NVIDIA H100 NVL") == "xla"
 
 
 @pytest.mark.parametrize(
@@ -100,7 +106,7 @@ def through_mailbox(x, residual):
     def both(x):
         return once(x, residual=residual), once(x[first], residual=residual[first])
 
-    with mailbox(m, width, x.dtype, named="mosaic_gpu"):
+    with mailbox(m, width, x.dtype, after=x, named="mosaic_gpu"):
         return jax.tree.map(lambda y: y[None], lax.map(both, x[0]))
 
 

@@ -78,10 +78,11 @@ class Mailbox(NamedTuple):
         return x.size <= most and x.shape[-1] % self.elements == 0
 
 
-def open_mailbox(m: int, width: int) -> Mailbox:
+def open_mailbox(m: int, width: int, after: Array) -> Mailbox:
     """An empty mailbox for sums of up to `m` rows; all devices must open it together.
 
-    It lasts as long as the program that opens it.
+    It lasts as long as the program that opens it. Each mailbox of a program needs another array
+    `after`. Otherwise XLA could open one for two, and copy it while devices write to it.
     """
     elements = _elements(m, width)
     words = 2 if elements % (8 * _THREADS) else 4
@@ -98,7 +99,7 @@ def open_mailbox(m: int, width: int) -> Mailbox:
         out_type=[],
         kernel_name="open_mailbox",
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    )(mailbox.places)
+    )(after, mailbox.places)
     return mailbox
 
 
@@ -109,7 +110,8 @@ def _elements(m: int, width: int) -> int:
     return max(e for e in range(_STEP, _MOST_ELEMENTS + 1, _STEP) if width % e == 0)
 
 
-def _open(places):
+def _open(after, places):
+    del after
     other = lax.rem(lax.axis_index(AXIS) + 1, lax.axis_size(AXIS))
     first = plgpu.remote_ref(places, {AXIS: other}).at[0, _place_at(other), 0, 0, :, 0]
     first[...] = jnp.full(first.shape, _EMPTY, jnp.int32)
@@ -214,8 +216,9 @@ def _receive(place: Any, like: Array, layout: Any) -> Array:
         count = ir.MemRefType(place.type).shape[0]
         word, element = ir.IntegerType.get_signless(32), mgpu_utils.dtype_to_ir_type(like.dtype)
         addresses = [at(i) for i in range(count)]
+        last = [at(count - 1, last_of_warp=True)] if count > 1 else []
         words = mgpu_utils.inline_ptx(
-            *(_poll(count, n), *addresses),
+            *(_poll(count, n), *addresses, *last),
             result_types=[word] * n * count,
             has_side_effects=True,
         )
@@ -240,13 +243,23 @@ def _receive(place: Any, like: Array, layout: Any) -> Array:
 
 
 def _places(places: ir.Value):
-    """(function of i that returns the address of this thread's register i, words of it)."""
+    """(function of i that returns the address of this thread's register i, words of it).
+
+    With `last_of_warp`, it returns the address of the last word of the warp's last thread.
+    """
     *_, threads, words = ir.MemRefType(places.type).shape
     word = ir.IntegerType.get_signless(32)
     thread = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(threads, word))
-    offset = arith.muli(thread, mgpu_utils.c(words, word))
-    own = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(places), [offset], word)
-    return lambda i: mgpu_utils.getelementptr(own, [i * threads * words], word), words
+    first = mgpu_utils.memref_ptr(places)
+
+    def at(i: int, last_of_warp: bool = False) -> ir.Value:
+        of = arith.ori(thread, mgpu_utils.c(31, word)) if last_of_warp else thread
+        offset = arith.muli(of, mgpu_utils.c(words, word))
+        at_thread = mgpu_utils.getelementptr(first, [offset], word)
+        more = i * threads * words + (words - 1 if last_of_warp else 0)
+        return mgpu_utils.getelementptr(at_thread, [more], word)
+
+    return at, words
 
 
 def _store(how: str, words: int) -> str:
@@ -256,9 +269,17 @@ def _store(how: str, words: int) -> str:
 
 
 def _poll(count: int, words: int) -> str:
-    """PTX that loads `count` registers of so many words until none of them is empty."""
+    """PTX that loads `count` registers of so many words until none of them is empty.
+
+    With several, a warp first waits for the last word of all. If it loaded all of them again and
+    again, that would take more of the memory's time than the values.
+    """
     names = [f"word{i}" for i in range(count * words)]
-    lines = [f".reg .b32 {', '.join(names)};", ".reg .pred waits;", "AGAIN:"]
+    lines = [f".reg .b32 {', '.join(names)};", ".reg .pred waits;"]
+    if count > 1:
+        lines += ["EARLY:", f"ld.relaxed.sys.global.b32 word0, [${len(names) + count}];"]
+        lines += [f"setp.eq.s32 waits, word0, {_EMPTY};", "@waits bra EARLY;"]
+    lines.append("AGAIN:")
     for i in range(count):
         loaded = ", ".join(names[i * words : (i + 1) * words])
         lines.append(f"ld.relaxed.sys.global.v{words}.b32 {{{loaded}}}, [${len(names) + i}];")
