@@ -23,7 +23,7 @@ from fdjax.models.block import DECODER_CAN, BlockSpec, LinearSpec
 from fdjax.models.config import DecoderConfig
 from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, token_ranks, whole_config
-from fdjax.pallas_kernels.all_reduce import all_reduce
+from fdjax.pallas_kernels.all_reduce import all_reduce, sum_shape
 from fdjax.pallas_kernels.attention.cache import cache_features
 from fdjax.pallas_kernels.attention.spec import AttentionSpec
 from fdjax.pallas_kernels.dispatch import Features, refuse_unknown
@@ -903,12 +903,12 @@ class Model:
         if tiles is None:
             on_gpu = self.plan.compute_capability is not None
             many = blocks * tokens >= _TOKENS_OF_TILES
-            tiles = 2 if on_gpu and many and self._sums_by_xla(blocks * tokens) else 1
+            tiles = 2 if on_gpu and many and self.sums_by_xla(blocks * tokens) else 1
         return 1 if blocks % tiles else tiles
 
-    def _sums_by_xla(self, tokens: int) -> bool:
-        itemsize = jnp.dtype(self.dtype).itemsize
-        shape = {"m": tokens, "width": self.config.width, "ranks": self.ranks, "itemsize": itemsize}
+    def sums_by_xla(self, rows: int) -> bool:
+        """Whether the devices that share the model sum so many rows by XLA."""
+        shape = sum_shape(rows, self.config.width, self.dtype, self.ranks)
         return self.plan.choose("all_reduce", **shape).implementation == "xla"
 
     @property

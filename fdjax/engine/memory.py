@@ -25,6 +25,7 @@ from fdjax.engine.schedule import (
 )
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_bytes, page_tokens
 from fdjax.models import Model
+from fdjax.pallas_kernels.all_reduce import mailbox_bytes
 from fdjax.pallas_kernels.attention import rows_at_once
 from fdjax.pallas_kernels.dispatch import Features
 from fdjax.system.device_memory import free_memory_bytes, gigabytes
@@ -288,7 +289,10 @@ def workspace_bytes(model: Model, batch: int, max_len: int, slots: int) -> int:
         blas = 0
     else:
         blas = _CUBLAS_BYTES.get(plan.compute_capability, _CUBLAS_BYTES_OTHER_GPU)
-    return max(mlp, attention, logits) + blas + _dequantised_bytes(model)
+    sums = 0
+    if model.ranks > 1 and not model.sums_by_xla(tokens):
+        sums = mailbox_bytes(tokens, c.width, model.ranks)
+    return max(mlp, attention, logits) + blas + sums + _dequantised_bytes(model)
 
 
 def _dequantised_bytes(model: Model) -> int:

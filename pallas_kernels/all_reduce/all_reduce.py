@@ -40,7 +40,7 @@ def mailbox(
       plan, named: `plan` and `implementation` of `all_reduce`. No mailbox opens unless they choose
         our kernel for the largest sum.
     """
-    chosen, _ = resolve(ALL_REDUCE, plan, named, **_key(m, width, dtype))
+    chosen, _ = resolve(ALL_REDUCE, plan, named, **sum_shape(m, width, dtype, lax.axis_size(AXIS)))
     before = _mailbox.set(open_mailbox(m, width, after) if chosen.run is _mosaic else None)
     try:
         yield
@@ -48,9 +48,9 @@ def mailbox(
         _mailbox.reset(before)
 
 
-def _key(m: int, width: int, dtype: Any) -> dict[str, int]:
-    itemsize = jnp.dtype(dtype).itemsize
-    return {"m": m, "width": width, "ranks": lax.axis_size(AXIS), "itemsize": itemsize}
+def sum_shape(m: int, width: int, dtype: Any, ranks: int) -> dict[str, int]:
+    """The shape by which a plan chooses how devices sum [m, width]."""
+    return {"m": m, "width": width, "ranks": ranks, "itemsize": jnp.dtype(dtype).itemsize}
 
 
 def _xla(x: Array, bias: Array | None, residual: Array | None, name: str) -> Array:
@@ -67,10 +67,9 @@ def _mosaic(x: Array, bias: Array | None, residual: Array | None, name: str) -> 
     return sum_through(box, x, bias, residual)
 
 
-def _was_measured(shape: Shape, capability: Capability | None) -> bool:
-    return (
-        shape["ranks"] == 2
-    )  # faster than XLA from 1 to 4096 rows (benchmarks/LOG.md, 2026-11-29)
+def _two_devices(shape: Shape, capability: Capability | None) -> bool:
+    # Faster than XLA from 1 to 4096 rows; more devices were not measured (benchmarks/LOG.md).
+    return shape["ranks"] == 2
 
 
 ALL_REDUCE = (
@@ -79,7 +78,7 @@ ALL_REDUCE = (
         "mosaic_gpu",
         _mosaic,
         fits=fits,
-        heuristic=_was_measured,
+        heuristic=_two_devices,
         capabilities=((9, 0), (9, 1)),
         forced=False,
     ),
@@ -119,7 +118,7 @@ def all_reduce(
     Sends x to each other device, and receives as much: (ranks - 1) times its bytes each way.
     """
     try:
-        key = _key(math.prod(x.shape[:-1]), x.shape[-1], x.dtype)
+        key = sum_shape(math.prod(x.shape[:-1]), x.shape[-1], x.dtype, lax.axis_size(AXIS))
     except NameError:
         raise ValueError(
             f"all_reduce: call it inside a jax.shard_map over the axis {AXIS!r}"

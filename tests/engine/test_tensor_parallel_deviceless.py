@@ -21,8 +21,10 @@ from deviceless import (
     kernel_names,
     large_copies,
     mesh_of,
+    temp_bytes,
 )
 from fdjax.engine.engine import compiler_options
+from fdjax.engine.memory import workspace_bytes
 from fdjax.engine.mesh import Place, is_spec
 from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, start_in_pages
 from fdjax.engine.state import state_specs as specs_of_state
@@ -299,6 +301,7 @@ def test_prefill_in_pages(batch, blocks, tiles, all_reduce):
     else:
         assert collectives(program) == {"all-gather": 1}
         assert kernel_names(program).count("all_reduce") == 2 * LAYERS
+        assert temp_bytes(program) <= workspace_bytes(m.local, batch, SLOTS, SLOTS)
 
 
 def test_prefill_with_divided_tokens():

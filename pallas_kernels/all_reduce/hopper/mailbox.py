@@ -103,6 +103,11 @@ def open_mailbox(m: int, width: int, after: Array) -> Mailbox:
     return mailbox
 
 
+def mailbox_bytes(m: int, width: int, ranks: int) -> int:
+    """Bytes that a mailbox for [m, width] in half precision takes on each device."""
+    return 2 * (ranks - 1) * m * width * 2
+
+
 def _elements(m: int, width: int) -> int:
     """Elements of a block: a part of a row."""
     if 2 * m * width <= _FEW_BYTES:
@@ -216,9 +221,8 @@ def _receive(place: Any, like: Array, layout: Any) -> Array:
         count = ir.MemRefType(place.type).shape[0]
         word, element = ir.IntegerType.get_signless(32), mgpu_utils.dtype_to_ir_type(like.dtype)
         addresses = [at(i) for i in range(count)]
-        last = [at(count - 1, last_of_warp=True)] if count > 1 else []
         words = mgpu_utils.inline_ptx(
-            *(_poll(count, n), *addresses, *last),
+            *(_poll(count, n), *addresses),
             result_types=[word] * n * count,
             has_side_effects=True,
         )
@@ -243,23 +247,13 @@ def _receive(place: Any, like: Array, layout: Any) -> Array:
 
 
 def _places(places: ir.Value):
-    """(function of i that returns the address of this thread's register i, words of it).
-
-    With `last_of_warp`, it returns the address of the last word of the warp's last thread.
-    """
+    """(function of i that returns the address of this thread's register i, words of it)."""
     *_, threads, words = ir.MemRefType(places.type).shape
     word = ir.IntegerType.get_signless(32)
     thread = arith.remui(mgpu_utils.thread_idx(), mgpu_utils.c(threads, word))
-    first = mgpu_utils.memref_ptr(places)
-
-    def at(i: int, last_of_warp: bool = False) -> ir.Value:
-        of = arith.ori(thread, mgpu_utils.c(31, word)) if last_of_warp else thread
-        offset = arith.muli(of, mgpu_utils.c(words, word))
-        at_thread = mgpu_utils.getelementptr(first, [offset], word)
-        more = i * threads * words + (words - 1 if last_of_warp else 0)
-        return mgpu_utils.getelementptr(at_thread, [more], word)
-
-    return at, words
+    offset = arith.muli(thread, mgpu_utils.c(words, word))
+    own = mgpu_utils.getelementptr(mgpu_utils.memref_ptr(places), [offset], word)
+    return lambda i: mgpu_utils.getelementptr(own, [i * threads * words], word), words
 
 
 def _store(how: str, words: int) -> str:
@@ -269,17 +263,9 @@ def _store(how: str, words: int) -> str:
 
 
 def _poll(count: int, words: int) -> str:
-    """PTX that loads `count` registers of so many words until none of them is empty.
-
-    With several, a warp first waits for the last word of all. If it loaded all of them again and
-    again, that would take more of the memory's time than the values.
-    """
+    """PTX that loads `count` registers of so many words until none of them is empty."""
     names = [f"word{i}" for i in range(count * words)]
-    lines = [f".reg .b32 {', '.join(names)};", ".reg .pred waits;"]
-    if count > 1:
-        lines += ["EARLY:", f"ld.relaxed.sys.global.b32 word0, [${len(names) + count}];"]
-        lines += [f"setp.eq.s32 waits, word0, {_EMPTY};", "@waits bra EARLY;"]
-    lines.append("AGAIN:")
+    lines = [f".reg .b32 {', '.join(names)};", ".reg .pred waits;", "AGAIN:"]
     for i in range(count):
         loaded = ", ".join(names[i * words : (i + 1) * words])
         lines.append(f"ld.relaxed.sys.global.v{words}.b32 {{{loaded}}}, [${len(names) + i}];")
