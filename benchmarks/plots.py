@@ -56,7 +56,10 @@ COLOURS = {
     "segments": OURS,
     "one launch": OURS,
     "one launch, 2 tiles": "tab:cyan",
+    "all-reduce kernel": "tab:orange",
+    "all-reduce kernel, 2 tiles": "tab:brown",
     "psum": "0.75",
+    "psum, 2 tiles": "0.5",
     "transformers": "tab:red",
 }
 
