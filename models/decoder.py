@@ -44,7 +44,7 @@ from fdjax.pallas_kernels.quantised import (
     is_quantised,
     random_quantised,
 )
-from fdjax.pallas_kernels.ranks import AXIS, all_columns, all_sum, only_first
+from fdjax.pallas_kernels.ranks import AXIS, all_columns, only_first
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import by_row
 
@@ -303,7 +303,7 @@ class Experts(nnx.Module):
         if self.shared is not None:
             y = y + self._shared(hidden, plan)
         if self.ranks > 1:
-            y = all_sum(y, "experts")
+            return all_reduce(y, "experts", residual=residual, plan=plan)
         return y if residual is None else residual + y
 
     def _shared(self, hidden: Array, plan: Plan) -> Array:
@@ -661,7 +661,7 @@ class Decoder(nnx.Module):
 
     def embedded(self, tokens: Array, starts: Array | None, plan: Plan) -> Array:
         """tokens [B,T], at positions from starts [B] on → [B,T,E]."""
-        x = self._rows(tokens)
+        x = self._rows(tokens, plan)
         if (scale := self.config.embedding_scale) != 1:
             # For a single row, XLA would merge this factor with the factor of the first norm. It
             # would then round differently than in a batch.
@@ -677,7 +677,7 @@ class Decoder(nnx.Module):
             )
         return x if self.embed_norm is None else self.embed_norm(x, plan)
 
-    def _rows(self, tokens: Array) -> Array:
+    def _rows(self, tokens: Array, plan: Plan) -> Array:
         """Rows of the embedding: [B,T] → [B,T,E]. Devices share it if it is also the head."""
         embed = self.embed[...]
         if len(embed) == self.config.vocab_size:
@@ -685,7 +685,7 @@ class Decoder(nnx.Module):
         index = tokens - lax.axis_index(AXIS) * len(embed)
         own = (index >= 0) & (index < len(embed))
         rows = jnp.take(embed, jnp.where(own, index, 0), axis=0)
-        return all_sum(jnp.where(own[..., None], rows, 0), "embedding")
+        return all_reduce(jnp.where(own[..., None], rows, 0), "embedding", plan=plan)
 
     def in_one_launch(
         self,

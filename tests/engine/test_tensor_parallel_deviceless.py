@@ -162,7 +162,7 @@ def check_in_place(program, state, m):
         pytest.param(1, False, 0, "xla", marks=pytest.mark.soak),
         (8, True, 0, "xla"),
         pytest.param(1, False, 300, "xla", marks=pytest.mark.soak),
-        (8, False, 300, "mosaic_gpu"),
+        (8, True, 300, "mosaic_gpu"),
     ],
 )
 def test_decode_steps(batch, tied, pages, all_reduce, tmp_path):
@@ -179,7 +179,7 @@ def test_decode_steps(batch, tied, pages, all_reduce, tmp_path):
     assert "kCommandBuffer" in chunk
     check_in_place(program, state, m)
     # A tied embedding is divided by the vocabulary, so its rows are summed too.
-    by_xla = 2 * LAYERS * (all_reduce == "xla") + tied
+    by_xla = (2 * LAYERS + tied) * (all_reduce == "xla")
     assert collectives(program).pop("all-reduce", 0) == by_xla
     assert collectives(program)["all-gather"] == 1
 
@@ -255,27 +255,31 @@ def test_decode_steps_in_one_launch(batch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "tied", "sums"),
+    ("name", "tied", "sums", "squares"),
     [
         # The squares of Q and K travel together.
-        ("olmo-2-7b", False, 3 * LAYERS),
+        ("olmoe-1b-7b", False, 2 * LAYERS, LAYERS),
         *(
             pytest.param(*case, marks=pytest.mark.soak)
             for case in (
-                ("bloom-7b1", True, 2 * LAYERS + 1),
-                ("mixtral-8x7b", False, 2 * LAYERS),
-                ("olmoe-1b-7b", False, 3 * LAYERS),
-                ("qwen1.5-moe-a2.7b", False, 2 * LAYERS),
+                ("bloom-7b1", True, 2 * LAYERS + 1, 0),
+                ("mixtral-8x7b", False, 2 * LAYERS, 0),
+                ("olmo-2-7b", False, 2 * LAYERS, LAYERS),
+                ("qwen1.5-moe-a2.7b", False, 2 * LAYERS, 0),
             )
         ),
     ],
 )
-def test_collective_operations_of_a_decode_step(name, tied, sums):
-    m = model(tied, name)
+@pytest.mark.parametrize("all_reduce", [pytest.param("xla", marks=pytest.mark.soak), "mosaic_gpu"])
+def test_collective_operations_of_a_decode_step(name, tied, sums, squares, all_reduce):
+    m = model(tied, name, all_reduce=all_reduce)
     program, _ = compiled(
         *(decode_steps, m, 1, 0, abstract_sampling(1), abstract()), max_steps=STEPS
     )
-    assert collectives(program) == {"all-reduce": sums, "all-gather": 1}
+    by_xla = squares + sums * (all_reduce == "xla")
+    assert collectives(program).pop("all-reduce", 0) == by_xla
+    assert collectives(program)["all-gather"] == 1
+    assert kernel_names(program).count("all_reduce") == sums * (all_reduce == "mosaic_gpu")
 
 
 @pytest.mark.parametrize(

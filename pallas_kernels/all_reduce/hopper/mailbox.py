@@ -93,7 +93,7 @@ def open_mailbox(m: int, width: int, after: Array) -> Mailbox:
         jax.new_ref(jnp.zeros((blocks,), jnp.int32)),
     )
     # No device may write before all others have emptied their places. XLA lets the devices wait for
-    # each other before a kernel that reaches the memory of others, unless the kernel says otherwise.
+    # each other before a kernel that uses the memory of others, unless the kernel says otherwise.
     plgpu.kernel(
         _open,
         out_type=[],
