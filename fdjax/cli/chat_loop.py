@@ -6,7 +6,6 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 from fdjax.cli.chat_input import QUOTES, piped, read_message, typed
@@ -15,6 +14,7 @@ from fdjax.lm import LM
 from fdjax.system import interrupts
 from fdjax.system.files import check_writable, write_whole
 from fdjax.text.conversation import chat_ids
+from fdjax.weights.checkpoint import user_path
 
 logger = logging.getLogger("fdjax")
 
@@ -176,7 +176,7 @@ def _system(conversation: Conversation, text: str) -> None:
 def _save(conversation: Conversation, name: str) -> None:
     if not name:
         raise ValueError("chat: /save needs the name of a file")
-    path = Path(name).expanduser()
+    path = user_path(name)
     check_writable(path)
     write_whole(path, json.dumps(conversation.whole, indent=1, ensure_ascii=False) + "\n")
     say(f"{len(conversation.whole)} messages written to {path}")

@@ -402,6 +402,8 @@ def test_a_conversation_is_saved_as_messages(run, asked, tmp_path):
     for command in ("/save", f"/save {tmp_path}"):
         code, _, err = run("chat", stdin=command.encode())
         assert (code, is_one_line(err)) == (1, True)
+    expected = 1, "", "fdjax: error: ~no-such-user/x: no such user\n"
+    assert run("chat", stdin=b"/save ~no-such-user/x") == expected
 
 
 def test_a_quoted_message_has_several_lines(run, asked):
