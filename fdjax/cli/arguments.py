@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import re
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,9 +61,17 @@ def model_name(text: str) -> str:
     return text
 
 
+def utf8_text(text: str) -> str:
+    """Parse a text, which is UTF-8 in every locale. Python decodes arguments by the locale."""
+    try:
+        return os.fsencode(text).decode("utf-8-sig")
+    except UnicodeError as error:
+        raise argparse.ArgumentTypeError(f"is not UTF-8 at byte {error.start}") from None
+
+
 def some_text(text: str) -> str:
-    """Parse a text that must not be empty."""
-    if not text:
+    """Parse a text that must not be empty, as `utf8_text` does."""
+    if not (text := utf8_text(text)):
         raise argparse.ArgumentTypeError("must be a text, got nothing")
     return text
 

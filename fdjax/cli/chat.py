@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from fdjax.cli.arguments import Parser
+from fdjax.cli.arguments import Parser, utf8_text
 from fdjax.cli.shared import (
     add_model,
     add_sampling,
@@ -28,7 +28,9 @@ CHAT_TOKENS = 1024
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
     add_model(parser)
-    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument(
+        "--system", type=utf8_text, metavar="TEXT", help="a system message to begin with"
+    )
     parser.add_argument(
         "--chat-template", metavar="T", help="a Jinja file, or the name of a template of the model"
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError, integer, some_text
+from fdjax.cli.arguments import Parser, UsageError, integer, some_text, utf8_text
 from fdjax.cli.batch import run_batch
 from fdjax.cli.shared import (
     add_model,
@@ -26,7 +26,7 @@ logger = logging.getLogger("fdjax")
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("prompt", nargs="?", help="default: standard input")
+    parser.add_argument("prompt", nargs="?", type=utf8_text, help="default: standard input")
     parser.add_argument(
         "--input",
         type=Path,
@@ -152,15 +152,13 @@ def _prompt(given: str | None) -> str:
         if sys.stdin is None or sys.stdin.isatty():
             raise UsageError("generate: give a prompt, or pipe one in")
         data = sys.stdin.buffer.read().removesuffix(b"\n").removesuffix(b"\r")
-    try:
-        if given is not None:  # surrogates stand for bytes that Python could not decode
-            data = given.encode("utf-8", "surrogateescape")
-        text = data.decode("utf-8-sig")
-    except UnicodeError as error:
-        raise UsageError(f"generate: prompt is not UTF-8 at byte {error.start}") from None
-    if not text.strip():
+        try:
+            given = data.decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise UsageError(f"generate: prompt is not UTF-8 at byte {error.start}") from None
+    if not given.strip():
         raise UsageError("generate: the prompt is empty")
-    return text
+    return given
 
 
 def _samples(prompt: str, result: "fdjax.GenerateResult") -> Iterator[dict[str, Any]]:

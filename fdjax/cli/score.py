@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fdjax.cli.arguments import Parser, UsageError, integer
+from fdjax.cli.arguments import Parser, UsageError, integer, utf8_text
 from fdjax.cli.shared import add_model, load_model, read_text
 
 HELP = "perplexity of texts, as JSON lines"
@@ -19,7 +19,9 @@ DESCRIPTION = (
 
 def add_arguments(parser: Parser) -> None:
     """Add the arguments of the command."""
-    parser.add_argument("texts", nargs="*", metavar="TEXT", help="default: standard input's lines")
+    parser.add_argument(
+        "texts", nargs="*", type=utf8_text, metavar="TEXT", help="default: standard input's lines"
+    )
     parser.add_argument(
         "--file",
         action="append",

@@ -782,11 +782,43 @@ def test_misuse_is_one_line_and_exit_code_2(run, loaded, argv, stdin):
     assert is_one_line(err)
 
 
-def test_an_argument_in_another_locale_is_utf8_all_the_same(run, loaded):
-    # Python turns UTF-8 bytes into this if it takes the locale's encoding to be ASCII.
-    mangled = "wave 🌊".encode().decode("ascii", "surrogateescape")
-    code, out, _ = run("generate", "--json", "--max-new-tokens", "1", mangled)
-    assert (code, json.loads(out)["prompt"]) == (0, "wave 🌊")
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_arguments_in_another_locale_are_utf8_all_the_same(
+    run, lm, loaded, asked, monkeypatch, encoding
+):
+    text = "wave 🌊"
+    # Python makes this of an argument if the locale has this encoding.
+    mangled = text.encode().decode(encoding, "surrogateescape")
+    monkeypatch.setattr(os, "fsencode", lambda name: name.encode(encoding, "surrogateescape"))
+    monkeypatch.setattr(lm, "stream", lambda prompt, stop_strings: iter([prompt, *stop_strings]))
+    assert run("generate", mangled, "--stop", mangled) == (0, f"{text}{text}\n", "")
+    assert run("generate", mangled, "--system", mangled)[0] == 0
+    assert run("chat", "--system", mangled, "--stop", mangled, stdin=b"hi")[0] == 0
+    assert [messages for messages, _ in asked] == [
+        [("system", text), ("user", text)],
+        [("system", text), ("user", "hi")],
+    ]
+    assert asked[1][1]["stop_strings"] == [text]
+    result = types.SimpleNamespace(perplexities=[2.0], tokens=[[5]], logprobs=[[]])
+    monkeypatch.setattr(lm, "score", lambda texts, **_: result)
+    code, out, _ = run("score", mangled)
+    assert (code, json.loads(out)["text"]) == (0, text)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "generate hi --stop X",
+        "generate hi --system X",
+        "chat --stop X",
+        "chat --system X",
+        "score X",
+    ],
+)
+def test_a_text_that_is_not_utf8_is_misuse(run, loaded, argv):
+    code, out, err = run(*(word.replace("X", "a\udcff") for word in argv.split()))
+    assert (code, out, loaded) == (2, "", [])
+    assert is_one_line(err) and "is not UTF-8 at byte 1" in err
 
 
 def test_no_command_is_answered_with_help(run):
