@@ -10,6 +10,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 import sys
 import time
@@ -277,7 +278,7 @@ def _digest_of_settings(folder: Path) -> str:
     found = itertools.chain.from_iterable(folder.glob(pattern) for pattern in _SETTINGS)
     digest = hashlib.sha256()
     for path in sorted(path for path in found if path.is_file()):
-        digest.update(str(path.relative_to(folder)).encode() + b"\0")
+        digest.update(os.fsencode(path.relative_to(folder)) + b"\0")
         digest.update(hashlib.sha256(path.read_bytes()).digest())
     return digest.hexdigest()
 

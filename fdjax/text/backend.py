@@ -36,10 +36,12 @@ def build(path: Path, files: TokenizerFiles) -> tokenizers.Tokenizer:
     """
     try:
         refuse_pointer(path)
+        # `from_file` refuses a path that is not UTF-8.
+        stored = tokenizers.Tokenizer.from_str(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from None
-    try:
-        stored = tokenizers.Tokenizer.from_file(str(path))
+    except CheckpointError:
+        raise
     except BaseException as error:
         if not isinstance(error, Exception) and not is_failure(error):
             raise

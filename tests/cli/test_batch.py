@@ -147,6 +147,14 @@ def test_a_folder_that_is_no_checkpoint_is_named(files, capsys, tmp_path):
     assert not files[1].exists()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="file names must be UTF-8")
+def test_a_model_with_names_that_are_not_utf8(files, by_default, tmp_path):
+    folder = shutil.copytree(by_default, tmp_path / "\udcff")
+    (folder / "\udcfe.json").touch()
+    assert run(files, "--model", str(folder)) == 0
+    assert run(files, "--model", str(folder)) == 0
+
+
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 import shutil
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -180,6 +181,14 @@ def test_a_damaged_tokenizer_json(tmp_path, content):
     message = str(caught.value)
     assert message.startswith(f"{tmp_path / 'tokenizer.json'}: not a tokenizer (")
     assert "\n" not in message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="file names must be UTF-8")
+def test_a_folder_whose_name_is_not_utf8(tmp_path):
+    folder = tmp_path / "\udcff"
+    folder.mkdir()
+    shutil.copy(FIXTURES / "llama2_mha/tokenizer.json", folder)
+    assert Tokenizer(folder).encode(SAMPLES[0]) == tokenizer("llama2_mha").encode(SAMPLES[0])
 
 
 # --- growing text
