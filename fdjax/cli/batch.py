@@ -20,7 +20,8 @@ from typing import Any, BinaryIO
 
 import fdjax
 from fdjax.cli.arguments import UsageError
-from fdjax.cli.shared import load_model, sampling_of, with_room
+from fdjax.cli.shared import load_model, model_of, sampling_of, with_room
+from fdjax.engine.mesh import Place
 from fdjax.engine.results import IndexedGeneration
 from fdjax.models import CheckpointError
 from fdjax.system import progress
@@ -49,8 +50,11 @@ class Line:
 
 def run_batch(args: argparse.Namespace) -> int:
     """Answer the prompts that have no answer yet, and return the exit code."""
+    # Everything is checked before a file is made.
     data = _read(args.input)
     lines = list(_lines(data, args.input))
+    model_of(args)
+    Place.for_ranks(args.tensor_parallel)
     options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
     with AnswerFile(args.output, _run_of(args, data, options)) as answers:
         left = [i for i in range(len(lines)) if i not in answers.done]
@@ -129,15 +133,17 @@ class AnswerFile:
         self.done: set[int] = set()
 
     def __enter__(self) -> "AnswerFile":
-        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
-            raise UsageError(f"generate: --output {self.path}: not a file")
+        beside = Path(f"{self.path}.run.json")
         try:
+            for path in (self.path, beside):
+                if path.exists() and not path.is_file():
+                    raise UsageError(f"generate: --output {path}: not a file")
             self._file = self.path.open("ab")
         except OSError as error:
-            raise UsageError(f"generate: --output {self.path}: {error.strerror}") from None
+            raise UsageError(f"generate: --output {error.filename}: {error.strerror}") from None
         try:
             _lock(self._file, self.path)
-            self._resume(self.path.with_name(self.path.name + ".run.json"))
+            self._resume(beside)
         except BaseException:
             self._file.close()
             raise

@@ -76,13 +76,14 @@ def run(args: argparse.Namespace) -> int:
             raise UsageError("generate: --input and --output belong together")
         if args.prompt is not None:
             raise UsageError("generate: give a prompt or --input, not both")
+        check_options(args)
         return run_batch(args)
     if args.logprobs is not None and not args.json:
         raise UsageError("generate: --logprobs needs --json")
     prompt, options = _prompt(args.prompt), sampling_of(args)
     several = {"num_return_sequences": args.num_return_sequences}
     if args.num_return_sequences > 1 or "num_beams" in options:
-        check_options(args.model, options | several | {"return_logprobs": args.logprobs})
+        check_options(args)
     lm = load_model(args)
     options = with_room(options, lm.defaults.max_new_tokens)
     generate, stream, given = lm.generate, lm.stream, prompt
@@ -117,12 +118,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_options(model: str, options: dict[str, Any]) -> None:
-    """Check that options fit together, before the weights are read.
-
-    Args:
-      model: folder or hub id.
-      options: options of the command line, which override those of the checkpoint.
+def check_options(args: argparse.Namespace) -> None:
+    """Check that options fit together and to those of the checkpoint, before the weights are read.
 
     Raises:
       UsageError: they do not fit together.
@@ -131,7 +128,9 @@ def check_options(model: str, options: dict[str, Any]) -> None:
     from fdjax.sampling.per_prompt import per_prompt
     from fdjax.weights.checkpoint import locate, read_json
 
-    folder = locate(model, weights=False)
+    options = sampling_of(args) | {"num_return_sequences": args.num_return_sequences}
+    options |= {"return_logprobs": args.logprobs}
+    folder = locate(args.model, weights=False)
     path = folder / "generation_config.json"
     defaults = GenerationConfig.from_files(
         read_json(path, required=False), read_json(folder / "config.json"), str(path)

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import functools
 import importlib
 import logging
 import os
@@ -78,7 +79,8 @@ def _run(argv: Sequence[str] | None) -> int:
         return 2
     logged = _logged() if getattr(args, "verbose", False) else contextlib.nullcontext()
     with warnings.catch_warnings(), logged:
-        warnings.showwarning = _show_warning
+        # A command may check something that it later loads, with the same warnings.
+        warnings.showwarning = functools.partial(_show_warning, set())
         needed = args.needed_bytes and args.needed_bytes(args)
         with memory_share(args.gpu_memory_utilization, needed_bytes=needed):
             return args.run(args)
@@ -133,10 +135,14 @@ def _flush() -> None:
         raise
 
 
-def _show_warning(message, category, filename, lineno, file=None, line=None):
+def _show_warning(shown, message, category, filename, lineno, file=None, line=None):
+    """Print a warning whose text is not in `shown`, and add it."""
     from fdjax.models.readable import readable
 
-    print(f"fdjax: warning: {readable(message)}", file=file or sys.stderr)
+    text = readable(message)
+    if text not in shown:
+        print(f"fdjax: warning: {text}", file=file or sys.stderr)
+    shown.add(text)
 
 
 def _parser(chosen: str | None = None) -> argparse.ArgumentParser:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 
+import jax
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -251,9 +252,37 @@ def test_arguments_that_do_not_go_together(files, capsys):
     assert main(["generate", "--input", str(files[0]), "--output", "/absent/out"]) == 2
     assert "/absent/out: No such file" in capsys.readouterr().err
     assert main(["generate", "--input", str(files[0]), "--output", "."]) == 2
-    assert ".: Is a directory" in capsys.readouterr().err
+    assert ".: not a file" in capsys.readouterr().err
     assert main(["generate", "--input", str(files[0]), "--output", os.devnull]) == 2
     assert f"{os.devnull}: not a file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        ("--num-return-sequences 2", 2, "needs a --temperature above 0"),
+        ("--num-beams 2 --num-return-sequences 3", 2, "must be at most num_beams (2), got 3"),
+        ("--table absent.json", 1, "absent.json"),
+        ("--tensor-parallel 3", 1, "tensor_parallel"),
+        ("--tensor-parallel 2", 1, "tensor_parallel needs 2 devices"),
+    ],
+)
+def test_options_are_checked_first(files, capsys, tmp_path, monkeypatch, options, code, message):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    monkeypatch.setattr(fdjax, "load", pytest.fail)
+    assert run(files, *options.split()) == code
+    assert message in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [files[0]]
+
+
+def test_an_output_that_cannot_be_is_found_before_a_file_is_made(files, capsys, tmp_path):
+    long = tmp_path / ("x" * 250)  # no room for the settings beside it
+    assert run((files[0], long)) == 2
+    assert f"--output {long}.run.json: File name too long" in capsys.readouterr().err
+    (tmp_path / "out.jsonl.run.json").mkdir()
+    assert run(files) == 2
+    assert "out.jsonl.run.json: not a file" in capsys.readouterr().err
+    assert not long.exists() and not files[1].exists()
 
 
 def kill_and_resume(files, model, kills, prompts):
