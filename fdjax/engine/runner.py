@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
+import numbers
 import operator
 import threading
 import time
@@ -528,8 +529,16 @@ class Runner:
           call: a call of `run` or `submit`.
           ready: function that returns whether to stop waiting.
           timeout: seconds after which to raise TimeoutError.
+
+        Raises:
+          ValueError: `timeout` is not a number.
         """
-        until = None if timeout is None else time.monotonic() + timeout
+        until = None
+        if timeout is not None:
+            is_real = isinstance(timeout, numbers.Real) and not isinstance(timeout, bool)
+            if not is_real or not -math.inf <= timeout <= math.inf:  # NaN
+                raise ValueError(f"result: timeout must be a number of seconds, got {timeout!r}")
+            until = time.monotonic() + float(min(max(timeout, 0), threading.TIMEOUT_MAX))
         self._advance_until(lambda: call.ended or ready(), until)
         return bool(ready())
 

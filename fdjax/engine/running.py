@@ -79,6 +79,7 @@ class RunningRequest(Iterator[str]):
 
         Raises:
           TimeoutError: the request takes longer. It continues.
+          ValueError: `timeout` is not a number.
           Exception: the error that ended the request.
         """
         self._runner.wait(self._call, timeout=timeout)

@@ -552,13 +552,17 @@ def test_what_is_submitted(lm):
     expected = lm.generate(text, max_new_tokens=20, do_sample=False)
     requests = [lm.submit(text, max_new_tokens=20, do_sample=False) for _ in range(3)]
     assert "".join(requests[0]) == expected.text
-    for request in requests:
-        result = request.result(timeout=120)
+    for request, timeout in zip(requests, (120, float("inf"), 10**400), strict=True):
+        result = request.result(timeout)
         assert request.done and result.tokens == expected.tokens
         assert result.text == expected.text and result.stats.decode_tokens == 20
     long = lm.submit(text, max_new_tokens=400, do_sample=False, eos_token_id=None)
-    with pytest.raises(TimeoutError):
-        long.result(timeout=0)
+    for timeout in (0, -(10**400)):
+        with pytest.raises(TimeoutError):
+            long.result(timeout)
+    for timeout in ("1", float("nan"), True):
+        with pytest.raises(ValueError, match=f"must be a number of seconds, got {timeout!r}"):
+            long.result(timeout=timeout)
     next(long)
     long.cancel()
     assert long.done and 0 < len(long.result().tokens[0]) < 400
