@@ -5,6 +5,7 @@ import difflib
 import os
 import re
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 
@@ -59,6 +60,13 @@ def model_name(text: str) -> str:
     if not text:
         raise argparse.ArgumentTypeError("must name a model, got nothing")
     return text
+
+
+def some_path(text: str) -> Path:
+    """Parse the path of a file or a folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got nothing")
+    return Path(text)
 
 
 def utf8_text(text: str) -> str:

@@ -1,10 +1,9 @@
 """`fdjax bench`: times a model end to end."""
 
 import argparse
-from pathlib import Path
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError, integer, model_name
+from fdjax.cli.arguments import Parser, UsageError, integer, model_name, some_path
 from fdjax.cli.shared import (
     EMBEDDED,
     MODEL_OR_CONFIG,
@@ -47,7 +46,9 @@ def add_arguments(parser: Parser) -> None:
         help="use this one for every op that has it",
     )
     add_table(parser)
-    parser.add_argument("--output", metavar="FILE", help="write the JSON record here")
+    parser.add_argument(
+        "--output", type=some_path, metavar="FILE", help="write the JSON record here"
+    )
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
 
 
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
             f"bench: --implementation {args.implementation} needs an NVIDIA GPU, JAX sees none"
         )
     if args.output:
-        check_writable(Path(args.output))
+        check_writable(args.output)
     enable_compilation_cache()
     model, folder = model_of(args)
     tokens = args.prompt_tokens + args.new_tokens

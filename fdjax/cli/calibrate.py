@@ -5,7 +5,7 @@ import warnings
 from pathlib import Path
 
 import fdjax
-from fdjax.cli.arguments import Parser, integer, model_name
+from fdjax.cli.arguments import Parser, integer, model_name, some_path
 from fdjax.cli.shared import (
     EMBEDDED,
     MODEL,
@@ -35,7 +35,7 @@ def add_arguments(parser: Parser) -> None:
         "--text",
         action="append",
         required=True,
-        type=Path,
+        type=some_path,
         metavar="FILE",
         help="UTF-8 text, similar to what the model will see; may be given several times",
     )
@@ -50,12 +50,14 @@ def add_arguments(parser: Parser) -> None:
     add_devices(parser)
     parser.add_argument(
         "--output",
-        type=Path,
+        type=some_path,
         metavar="FILE",
         help="default: beside the checkpoint, where `load` looks for it; for the embedded model, "
         "in the current folder",
     )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the distribution here")
+    parser.add_argument(
+        "--plot", type=some_path, metavar="FILE", help="also draw the distribution here"
+    )
     parser.add_argument("--commit", help="commit to record if git cannot be asked")
 
 

@@ -5,11 +5,10 @@ import json
 import logging
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError, integer, some_text, utf8_text
+from fdjax.cli.arguments import Parser, UsageError, integer, some_path, some_text, utf8_text
 from fdjax.cli.batch import run_batch
 from fdjax.cli.shared import (
     add_model,
@@ -29,14 +28,14 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("prompt", nargs="?", type=utf8_text, help="default: standard input")
     parser.add_argument(
         "--input",
-        type=Path,
+        type=some_path,
         metavar="FILE",
         help='answer each line of a file: a JSON string, or an object with "prompt" or "messages" '
         'and optionally an "id"',
     )
     parser.add_argument(
         "--output",
-        type=Path,
+        type=some_path,
         metavar="FILE",
         help="with --input: file for the answers, one JSON object per line; a second run continues "
         "an interrupted one",

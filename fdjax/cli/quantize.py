@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import Parser, UsageError, integer, model_name
+from fdjax.cli.arguments import Parser, UsageError, integer, model_name, some_path
 from fdjax.cli.shared import EMBEDDED, MODEL, read_text, say
 
 HELP = "write a checkpoint with weights of 4 or 8 bits"
@@ -40,7 +40,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--text",
         action="append",
-        type=Path,
+        type=some_path,
         metavar="FILE",
         help="UTF-8 text, similar to what the model will see; may be given several times",
     )
@@ -51,7 +51,7 @@ def add_arguments(parser: Parser) -> None:
         "with 8 bits if there is no text",
     )
     parser.add_argument(
-        "--output", type=Path, required=True, metavar="DIR", help="an empty or new folder"
+        "--output", type=some_path, required=True, metavar="DIR", help="an empty or new folder"
     )
 
 

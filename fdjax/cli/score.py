@@ -4,10 +4,9 @@ import argparse
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
-from fdjax.cli.arguments import Parser, UsageError, integer, utf8_text
+from fdjax.cli.arguments import Parser, UsageError, integer, some_path, utf8_text
 from fdjax.cli.shared import add_model, load_model, read_text
 
 HELP = "perplexity of texts, as JSON lines"
@@ -25,7 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument(
         "--file",
         action="append",
-        type=Path,
+        type=some_path,
         default=[],
         metavar="FILE",
         help="a UTF-8 file, taken as one text; may be given several times",

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import fdjax
-from fdjax.cli.arguments import UsageError, argument_type, integer, model_name, some_text
+from fdjax.cli.arguments import UsageError, argument_type, integer, model_name, some_path, some_text
 
 # The path of the embedded model. Its name "tiny" could also be a folder of the user.
 EMBEDDED = str(Path(fdjax.__file__).parent / "models" / "tiny")
@@ -104,7 +104,7 @@ def add_devices(parser: argparse.ArgumentParser) -> None:
 
 def add_table(parser: argparse.ArgumentParser, text: str = "what `fdjax tune` measured") -> None:
     """Add --table FILE."""
-    parser.add_argument("--table", type=Path, metavar="FILE", help=text)
+    parser.add_argument("--table", type=some_path, metavar="FILE", help=text)
 
 
 def plan_of(args: argparse.Namespace):

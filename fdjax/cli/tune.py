@@ -1,9 +1,8 @@
 """`fdjax tune`: measures which implementation is the fastest."""
 
 import argparse
-from pathlib import Path
 
-from fdjax.cli.arguments import Parser, UsageError, model_name
+from fdjax.cli.arguments import Parser, UsageError, model_name, some_path
 from fdjax.cli.shared import (
     EMBEDDED,
     MODEL_OR_CONFIG,
@@ -38,7 +37,7 @@ def add_arguments(parser: Parser) -> None:
         help="measure nothing: print the table in use, or the one of --table",
     )
     what.add_argument(
-        "--output", type=Path, metavar="FILE", help="write the table here, for a later --table"
+        "--output", type=some_path, metavar="FILE", help="write the table here, for a later --table"
     )
     add_table(parser, "the table to explain")
     add_devices(parser)

@@ -276,6 +276,9 @@ def test_options_are_checked_first(files, capsys, tmp_path, monkeypatch, options
 
 
 def test_an_output_that_cannot_be_is_found_before_a_file_is_made(files, capsys, tmp_path):
+    long = tmp_path / ("x" * 300)
+    assert run((files[0], long)) == run((long, files[1])) == 2
+    assert capsys.readouterr().err.count(f"put {long}: File name too long") == 2
     long = tmp_path / ("x" * 250)  # no room for the settings beside it
     assert run((files[0], long)) == 2
     assert f"--output {long}.run.json: File name too long" in capsys.readouterr().err

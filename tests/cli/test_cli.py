@@ -821,6 +821,28 @@ def test_a_text_that_is_not_utf8_is_misuse(run, loaded, argv):
     assert is_one_line(err) and "is not UTF-8 at byte 1" in err
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [
+        "generate --output out --input=",
+        "generate --input in --output=",
+        "generate hi --table=",
+        "score --file=",
+        "bench --output=",
+        "calibrate --text=",
+        "calibrate --text in --output=",
+        "calibrate --text in --plot=",
+        "quantize --output=",
+        "quantize --output out --text=",
+        "tune --output=",
+    ],
+)
+def test_an_empty_path_is_misuse(run, loaded, argv):
+    command, option = argv.split()[0], argv.split()[-1].removesuffix("=")
+    problem = f"argument {option}: must be a path, got nothing; see fdjax {command} --help"
+    assert run(*argv.split()) == (2, "", f"fdjax {command}: error: {problem}\n")
+
+
 def test_no_command_is_answered_with_help(run):
     code, out, err = run()
     assert (code, out) == (2, "")
