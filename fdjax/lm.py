@@ -26,6 +26,7 @@ from fdjax.engine.results import (
     TextStream,
     Timer,
     bytes_of_params,
+    closed_at_exit,
 )
 from fdjax.engine.runner import STREAM_STEPS, Call
 from fdjax.engine.running import RunningRequest
@@ -428,7 +429,7 @@ class LM:
             nothing = Request(np.zeros(0, np.int32), self.defaults, i)
             rows.append(RequestState(nothing, self.tokenizer))
             rows[-1].error = error
-        return self._answers(rows)
+        return closed_at_exit(self._answers(rows))
 
     def _answers(self, rows: list[RequestState]) -> Iterator[IndexedGeneration]:
         left = dict(enumerate(rows))

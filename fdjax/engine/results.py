@@ -261,7 +261,7 @@ class TextStream(Iterator[str]):
         self._pieces = pieces
         self._row = row
         self._timer = timer
-        _open.add(self)
+        closed_at_exit(self)
 
     def __repr__(self) -> str:
         return f"TextStream({len(self._row.tokens)} tokens)"
@@ -284,15 +284,21 @@ class TextStream(Iterator[str]):
         return self._timer.stats([self._row])
 
 
-_open: weakref.WeakSet[TextStream] = weakref.WeakSet()
+_open: weakref.WeakSet[TextStream | Generator] = weakref.WeakSet()
+
+
+def closed_at_exit[T: TextStream | Generator](iterator: T) -> T:
+    """The iterator, which the process closes when it ends."""
+    _open.add(iterator)
+    return iterator
 
 
 @atexit.register
-def _close_streams() -> None:
-    """Close open streams at exit, while Python's modules still exist."""
-    for stream in list(_open):
+def _close_all() -> None:
+    """Close open iterators at exit, while Python's modules still exist."""
+    for iterator in list(_open):
         with contextlib.suppress(ValueError):  # another thread is reading it
-            stream.close()
+            iterator.close()
 
 
 class Timer:

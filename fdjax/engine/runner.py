@@ -4,7 +4,9 @@ A thread that waits for a sequence advances all sequences. When its own has the 
 waiting thread continues. A background thread advances the submitted ones.
 """
 
+import atexit
 import collections
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -13,6 +15,7 @@ import numbers
 import operator
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -446,6 +449,17 @@ def _reshaped(
     return jnp.pad(state.ids, ((0, 0), (0, slots - ids.shape[1]))), state.progress
 
 
+_runners: weakref.WeakSet["Runner"] = weakref.WeakSet()
+
+
+@atexit.register
+def _stop_all() -> None:
+    """Stop all threads at exit, because one that is inside of XLA then ends the process."""
+    for runner in list(_runners):
+        with contextlib.suppress(Exception):
+            runner.stop(timeout=10)
+
+
 class Runner:
     """Runs the sequences of all callers of one engine.
 
@@ -481,7 +495,9 @@ class Runner:
         self._submitted: collections.deque[Call] = collections.deque()
         self._prune_at = _LEAST_TO_PRUNE
         self._background = False
+        self._stopped = False
         self.aborted = False
+        _runners.add(self)
 
     @property
     def busy(self) -> bool:
@@ -550,6 +566,21 @@ class Runner:
                 self._settle()
             self._condition.notify_all()
 
+    def stop(self, timeout: float) -> None:
+        """End submitted calls, and let only the main thread advance the others.
+
+        Args:
+          timeout: largest number of seconds to wait for the background thread, and for another.
+        """
+        refuse_forked()
+        with self._lock:
+            for call in list(self._submitted):
+                self.cancel(call)
+        self.join(timeout)
+        with self._lock:
+            self._stopped = True
+            self._condition.wait_for(lambda: self._advancing is None, timeout)
+
     def join(self, timeout: float) -> None:
         """Wait for the background thread, for at most `timeout` seconds."""
         with self._lock:
@@ -606,13 +637,18 @@ class Runner:
             left = None
             if until is not None:
                 left = min(until - time.monotonic(), threading.TIMEOUT_MAX)
-            self._condition.wait_for(lambda: ready() or self._advancing is None, left)
+            self._condition.wait_for(lambda: ready() or self._is_free(), left)
             if ready():
                 return False
             if until is not None and time.monotonic() >= until:
                 raise TimeoutError("generate: no result within the time allowed")
             self._advancing = threading.get_ident()
             return True
+
+    def _is_free(self) -> bool:
+        """Whether this thread may advance."""
+        stopped = self._stopped and threading.current_thread() is not threading.main_thread()
+        return self._advancing is None and not stopped
 
     def _end_turn(self) -> None:
         """Let another thread advance, unless this one did not."""

@@ -1,9 +1,6 @@
 """A request that runs in the background."""
 
-import atexit
-import contextlib
 import types
-import weakref
 from collections.abc import Iterator
 
 from fdjax.engine.results import GenerateResult, Timer
@@ -27,7 +24,6 @@ class RunningRequest(Iterator[str]):
         self._with_text = with_text
         self._call = Call(rows, steps, timer.chunk)
         self._traceback: types.TracebackType | None = None
-        _running.add(self)
         runner.submit(self._call)
 
     def __repr__(self) -> str:
@@ -97,15 +93,3 @@ class RunningRequest(Iterator[str]):
                 if self._traceback is None:
                     self._traceback = row.error.__traceback__
                 raise row.error.with_traceback(self._traceback)
-
-
-_running: weakref.WeakSet[RunningRequest] = weakref.WeakSet()
-
-
-@atexit.register
-def _cancel_all() -> None:
-    """Cancel running requests at exit, while Python's modules still exist."""
-    for request in list(_running):
-        with contextlib.suppress(Exception):
-            request.cancel()
-            request._runner.join(timeout=10)
