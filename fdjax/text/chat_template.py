@@ -168,6 +168,10 @@ class ChatTemplate:
           ValueError: there is no template of that name, or none at all.
         """
         if chat_template is not None:
+            if not isinstance(chat_template, str):
+                raise ValueError(
+                    f"chat: chat_template must be a name or Jinja, got {chat_template!r}"
+                )
             if chat_template in self.templates:
                 return self.templates[chat_template]
             if "{{" in chat_template or "{%" in chat_template:

@@ -95,6 +95,9 @@ def test_a_template_of_the_callers_own():
     assert template.render(HI, chat_template="{{ messages[0].content }}") == "Hi"
     with pytest.raises(ValueError, match="line 1"):
         template.render(HI, chat_template="{% for %}")
+    for wrong in (5, b"default", ["default"]):
+        with pytest.raises(ValueError, match="chat_template must be a name or Jinja, got "):
+            template.render(HI, chat_template=wrong)
     with pytest.raises(ValueError, match="'typo' is neither Jinja nor a name"):
         template.render(HI, chat_template="typo")
     with pytest.raises(ValueError, match="the names are default, other"):
