@@ -111,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
             # One space joins the answer to the prompt and is dropped. More spaces are indentation.
             piece, held = held if held.startswith("  ") else held.removeprefix(" "), None
         print(piece, end="", flush=True)
-    print()
+    print(flush=True)
     if args.verbose:
         logger.info("%s", answer.stats)
     return 0

@@ -9,6 +9,8 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TextIO
 
 import fdjax
 from fdjax.cli.arguments import Parser, UsageError, did_you_mean, share
@@ -45,12 +47,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
       argv: the arguments without the name of the program; default those of this process.
     """
+    if sys.stderr is None:  # `print` would write messages to standard output
+        with Path(os.devnull).open("w") as nowhere, contextlib.redirect_stderr(nowhere):
+            return main(argv)
     try:
         try:
             with interrupts.delivered():
                 return _run(argv)
         finally:
-            _flush()
+            try:
+                _flush(sys.stderr)
+            finally:
+                _flush(sys.stdout)
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
@@ -124,14 +132,14 @@ def _explained(error: MemoryError | RuntimeError) -> str:
     )
 
 
-def _flush() -> None:
-    if sys.stdout is None:
+def _flush(stream: TextIO | None) -> None:
+    if stream is None:
         return
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
         # Drop the output that cannot be written. Otherwise the interpreter tries again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
         raise
 
 

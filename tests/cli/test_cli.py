@@ -1060,12 +1060,12 @@ def test_ctrl_c_while_generating(folder, tmp_path, interruptible):
 
 @pytest.fixture
 def print_to(monkeypatch):
-    """Make this file standard output. Closing it afterwards must raise nothing."""
+    """Make this file a standard stream. Closing it afterwards must raise nothing."""
     files = []
 
-    def print_to(file):
+    def print_to(file, name="stdout"):
         files.append(file)
-        monkeypatch.setattr(sys, "stdout", file)
+        monkeypatch.setattr(sys, name, file)
 
     yield print_to
     for file in files:
@@ -1086,6 +1086,12 @@ def test_a_reader_that_has_seen_enough(lm, loaded, monkeypatch, capsys, print_to
     assert capsys.readouterr().err == ""
 
 
+def test_a_reader_of_messages_that_has_seen_enough(print_to):
+    print_to(pipe_without_reader(), "stdout")
+    print_to(pipe_without_reader(), "stderr")
+    assert main(["generate", "--nonsense"]) == 141
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize("command", [["generate", "hi"], ["info"]])
 def test_a_full_disk(lm, loaded, monkeypatch, capsys, print_to, command):
@@ -1099,6 +1105,12 @@ def test_no_output_at_all(lm, loaded, monkeypatch, capsys):
     monkeypatch.setattr(lm, "stream", lambda *a, **k: iter(["some", "text"]))
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["generate", "hi"]) == 0
+
+
+def test_messages_without_standard_error_are_no_output(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["generate", ""]) == 2
+    assert capsys.readouterr().out == ""
 
 
 # Info and bench
