@@ -1004,9 +1004,13 @@ def _described(
 ) -> Model:
     if config.weight_formats and lay_out:
         config = laid_out(config, plan, jnp.dtype(dtype).itemsize)
-    abstract = nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype)))
-    graph, state = nnx.split(abstract)
-    return Model(config, dtype, plan, graph, state, kv_dtype=kv_dtype)
+    return Model(config, dtype, plan, *_abstract(config, dtype), kv_dtype=kv_dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _abstract(config: DecoderConfig, dtype: str) -> tuple[nnx.GraphDef, nnx.State]:
+    """The modules of a model without their parameters, and the shapes of these."""
+    return nnx.split(nnx.eval_shape(lambda: Decoder(config, jnp.dtype(dtype))))
 
 
 def random_params(

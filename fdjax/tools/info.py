@@ -21,7 +21,8 @@ from fdjax.engine.memory import (
 from fdjax.engine.state import SLOT_MULTIPLE, cache_bytes, page_tokens
 from fdjax.models import Model, chain_features, chain_shape, layers_features, layers_shape
 from fdjax.models.sharding import why_tokens_repeat
-from fdjax.pallas_kernels.dispatch import Features
+from fdjax.pallas_kernels.all_reduce import sum_shape
+from fdjax.pallas_kernels.dispatch import NO_FEATURES, Features
 from fdjax.pallas_kernels.experts import moe_features, moe_key
 from fdjax.system.device_memory import device_memory_bytes, gigabytes
 
@@ -230,7 +231,9 @@ def _choices(model: Model, batch: int, slots: int) -> Iterator[tuple[str, str, s
         asked = [*_all_layers(model, batch, slots), *_linears(model, batch)]
         asked += [*_experts(model, batch), *_chains(model, batch)]
         asked += _attentions(model, "decode_attention", batch, 1, slots)
+        asked += _sums(model, batch)
     asked += _attentions(model, "prefill_attention", batch, 512, slots)
+    asked += _sums(model, 512 * batch)
     for op, label, features, shape in asked:
         choice = model.plan.choose(op, features, **shape)
         yield op, label, choice.implementation, choice.source
@@ -298,6 +301,14 @@ def _attentions(model: Model, op: str, batch: int, t: int, slots: int) -> Iterat
     for masks, features in sorted(asked, key=lambda pair: (pair[0], sorted(pair[1]))):
         key = shape | {"itemsize": _itemsize(model), "masks": masks}
         yield _Asked(op, label, features | model.cache_features, key)
+
+
+def _sums(model: Model, rows: int) -> Iterator[_Asked]:
+    if model.ranks > 1:
+        width = model.config.width
+        label = f"M={rows} [{width}] of {model.ranks} devices"
+        shape = sum_shape(rows, width, model.dtype, model.ranks)
+        yield _Asked("all_reduce", label, NO_FEATURES, shape)
 
 
 def _itemsize(model: Model) -> int:

@@ -109,7 +109,13 @@ def test_devices_that_divide_tokens_hold_more_of_them():
     facts = model_info(describe(few, plan=ampere, tensor_parallel=8), slots=8192)
     assert facts.repeated_heads.endswith("rows are in one piece")
     assert facts.kv_bytes_per_token == whole.kv_bytes_per_token
-    assert model_info(describe(few, plan=H100, tensor_parallel=2)).repeated_heads is None
+    facts = model_info(describe(few, plan=H100, tensor_parallel=2))
+    assert facts.repeated_heads is None
+    sums = [line for line in str(facts).splitlines() if line.startswith("all_reduce")]
+    assert [line.split() for line in sums] == [
+        ["all_reduce", f"M={m}", "[4096]", "of", "2", "devices", "mosaic_gpu", "heuristic"]
+        for m in (1, 512)
+    ]
 
 
 def test_too_little_memory_and_unknown_memory_are_told(monkeypatch):
