@@ -125,8 +125,8 @@ class Plan(Dispatch):
                 i.op for i in IMPLEMENTATIONS if i.name == implementation and i.forced
             )
             named = tuple((op, implementation) for op in ops)
-        # Cards need not have NVLink, or not between all of them.
-        is_card = "PCIe" in device_kind or "NVL" in device_kind
+        # Cards need not have NVLink, or not between all of them. Parts of a GPU have none.
+        unlinked = any(word in device_kind for word in ("PCIe", "NVL", "MIG"))
         return cls(
             device_kind=device_kind,
             compute_capability=compute_capability,
@@ -134,7 +134,7 @@ class Plan(Dispatch):
             divide_tokens=compute_capability is None,
             named=named,
             table=own + tables.shipped_table(device_kind, IMPLEMENTATIONS),
-            only_xla=("all_reduce",) if is_card else (),
+            only_xla=("all_reduce",) if unlinked else (),
         )
 
 

@@ -44,7 +44,8 @@ def test_which_devices_use_the_kernel(m):
 
     assert chosen("NVIDIA H100 80GB HBM3") == chosen("NVIDIA H200") == "mosaic_gpu"
     assert chosen("NVIDIA H200", ranks=4) == chosen("NVIDIA H200", itemsize=4) == "xla"
-    assert chosen("NVIDIA H100 PCIe") == chosen("NVIDIA H100 NVL") == "xla"
+    for unlinked in ("H100 PCIe", "H100 NVL", "H100 80GB HBM3 MIG 3g.40gb"):
+        assert chosen(f"NVIDIA {unlinked}") == "xla"
 
 
 @pytest.mark.parametrize(
