@@ -430,6 +430,20 @@ def test_a_long_prompt_takes_no_more_workspace_than_a_short_one():
     assert long <= 1.05 * short
 
 
+def test_the_mailbox_of_two_devices_is_planned():
+    """Two halves of 2 bytes for each value of the largest sum."""
+
+    def workspace(plan, devices):
+        data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
+        m = describe(parse_config(data), plan=plan, tensor_parallel=devices)
+        return workspace_bytes(m.local, 1, 4096, 4096)
+
+    by_xla = KERNELS.with_xla("all_reduce")
+    assert workspace(KERNELS, 2) - workspace(by_xla, 2) == 2 * 2 * 4096 * 4096
+    for devices in (1, 4):
+        assert workspace(KERNELS, devices) == workspace(by_xla, devices)
+
+
 @pytest.mark.deviceless
 @pytest.mark.parametrize("batch", [pytest.param(8, marks=pytest.mark.soak), 64])
 def test_decoding_takes_less_than_is_planned(batch):

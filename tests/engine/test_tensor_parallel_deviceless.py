@@ -182,6 +182,7 @@ def test_decode_steps(batch, tied, pages, all_reduce, tmp_path):
     by_xla = (2 * LAYERS + tied) * (all_reduce == "xla")
     assert collectives(program).pop("all-reduce", 0) == by_xla
     assert collectives(program)["all-gather"] == 1
+    assert kernel_names(program).count("open_mailbox") == (all_reduce == "mosaic_gpu")
 
 
 def with_one_kv_head():
@@ -307,6 +308,7 @@ def test_prefill_in_pages(batch, blocks, tiles, all_reduce):
     else:
         assert collectives(program) == {"all-gather": 1}
         assert kernel_names(program).count("all_reduce") == 2 * LAYERS
+        assert kernel_names(program).count("open_mailbox") == 1
         assert temp_bytes(program) <= workspace_bytes(m.local, batch, SLOTS, SLOTS)
 
 

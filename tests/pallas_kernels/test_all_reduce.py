@@ -13,7 +13,7 @@ import pytest
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from deviceless import compile_for, mesh_of
+from deviceless import compile_for, kernel_names, mesh_of
 from fdjax.pallas_kernels.all_reduce import ALL_REDUCE, all_reduce, mailbox
 from fdjax.pallas_kernels.all_reduce.hopper.mailbox import fits
 from fdjax.pallas_kernels.plan import Plan
@@ -98,6 +98,14 @@ def test_one_device_alone_has_no_sum():
         all_reduce(np.zeros((2, 8), np.float32), "test")
 
 
+def gpus_for(m, width):
+    """(number of GPUs, their mesh), if the kernel can sum [m, width] over them."""
+    ranks = jax.local_device_count()
+    if not ALL_REDUCE[0].supports(dict(m=m, width=width, ranks=ranks, itemsize=2)):
+        pytest.skip(f"more bytes than the kernel is for with {ranks} GPUs")
+    return ranks, Mesh(np.array(jax.devices()), (AXIS,))
+
+
 def through_mailbox(x, residual):
     """Sums of x [1,N,M,E] of this device, and of the first half of the rows, in one loop."""
     m, width = x.shape[2:]
@@ -136,11 +144,30 @@ def test_a_mailbox_stays_where_it_is(ranks, m, width, capfd, monkeypatch):
     program = compile_for("h100", mailbox_on(mesh), x, residual, n_devices=ranks, axis=AXIS)
     text = program.as_text()
     assert text.count('custom_call_target="mosaic_gpu_v2"') == 3
+    # All devices have emptied their places before one writes. After that, nobody waits.
+    assert text.count("skip_device_barrier = false") == 1
+    assert text.count("skip_device_barrier = true") == 2
     places = rf"s32\[2,{ranks - 1},{m * width // 512},1,128,2\]"
     assert re.search(rf"= {places}\S* fusion", text)
     assert not re.search(rf"= {places}\S* copy", text)
     dumped = capfd.readouterr()
     assert "0 bytes spill stores, 0 bytes spill loads" in dumped.out + dumped.err
+
+
+@pytest.mark.deviceless
+def test_each_sum_without_a_mailbox_opens_its_own():
+    """XLA may not open one for several sums, because it would copy it for each of them."""
+    mesh = mesh_of("h100", 2, AXIS)
+    once = functools.partial(all_reduce, name="test", implementation="mosaic_gpu")
+
+    def repeat(x):
+        return lax.fori_loop(0, 6, lambda _, y: once(y, residual=x), x, unroll=2)
+
+    function = jax.shard_map(repeat, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE, check_vma=False)
+    x = jax.ShapeDtypeStruct((8, 4096), BF16)
+    program = compile_for("h100", function, x, n_devices=2, axis=AXIS)
+    names = kernel_names(program)
+    assert names.count("open_mailbox") == names.count("all_reduce") == 2
 
 
 @pytest.mark.deviceless
@@ -166,10 +193,7 @@ def test_the_kernel_compiles_without_spills(ranks, m, added, capfd, monkeypatch)
 @pytest.mark.parametrize("width", [512, 5120, 8192])
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])
 def test_sums_through_a_mailbox(m, width, dtype):
-    ranks = jax.local_device_count()
-    if not ALL_REDUCE[0].supports(dict(m=m, width=width, ranks=ranks, itemsize=2)):
-        pytest.skip("more bytes than one shot is for")
-    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    ranks, mesh = gpus_for(m, width)
     function = mailbox_on(mesh)
     rng = np.random.default_rng(m)
     for n in (7, 100):  # odd and even numbers of sums
@@ -192,10 +216,7 @@ def check_rounded_once(found, want):
 @pytest.mark.parametrize("width", [512, 5120, 8192])
 @pytest.mark.parametrize("dtype", [BF16, jnp.float16])
 def test_sums_of_gpus(m, width, dtype):
-    ranks = jax.local_device_count()
-    if not ALL_REDUCE[0].supports(dict(m=m, width=width, ranks=ranks, itemsize=2)):
-        pytest.skip("more bytes than one shot is for")
-    mesh = Mesh(np.array(jax.devices()), (AXIS,))
+    ranks, mesh = gpus_for(m, width)
     function = on(mesh, "mosaic_gpu")
     rng = np.random.default_rng(m)
     for repeat in range(20):  # what one call has left must not disturb the next
