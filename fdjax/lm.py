@@ -40,7 +40,7 @@ from fdjax.system import progress as progress_bars
 from fdjax.system.process import refuse_forked, transfers_allowed
 from fdjax.system.traces import refuse_trace
 from fdjax.text.conversation import as_conversations, chat_ids, split_options
-from fdjax.text.prompts import Prompt, as_several, token_ids
+from fdjax.text.prompts import Prompt, as_several, token_array
 from fdjax.text.tokenizer import Tokenizer
 from fdjax.tools import score
 from fdjax.weights.calibration import calibrated
@@ -593,7 +593,7 @@ class LM:
         for i, (prompt, (row_config, asked)) in enumerate(zip(prompts, configs, strict=True)):
             self._check(row_config, i)
             try:
-                ids = token_ids(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
+                ids = token_array(prompt, self.tokenizer, vocab_size, f"generate: prompt {i}")
                 row_config = self._within_context(row_config, ids, i, asked)
             except ValueError as error:
                 if refused is None:
@@ -603,7 +603,6 @@ class LM:
             # One search gives all answers to a prompt.
             beams = row_config.num_beams > 1
             samples = range(1 if beams else row_config.num_return_sequences)
-            ids = np.array(ids, np.int32)
             requests += [Request(ids, row_config, i, sample) for sample in samples]
         if any(request.config.return_reruns for request in requests):
             # `stats.reruns` covers all rows, so all rows run in the same program.
@@ -640,7 +639,7 @@ class LM:
             )
 
     def _within_context(
-        self, config: GenerationConfig, ids: list[int], i: int, asked: bool
+        self, config: GenerationConfig, ids: np.ndarray, i: int, asked: bool
     ) -> GenerationConfig:
         """The configuration, with the number of new tokens limited to the rest of the context.
 

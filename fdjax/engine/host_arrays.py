@@ -41,12 +41,13 @@ class HostArrays:
     def pack(cls, tree: Any) -> "HostArrays":
         """Pack a tree of numpy arrays."""
         leaves, treedef = jax.tree.flatten(tree)
-        bits = [a.astype(np.int32) if a.dtype == bool else a.view(np.int32) for a in leaves]
-        data = np.zeros(sum(_padded(a.size) for a in bits), np.int32)
-        start = 0
-        for a in bits:
-            data[start : start + a.size] = a.ravel()
-            start += _padded(a.size)
+        parts, end = [], 0
+        for a in leaves:
+            parts.append((end, end + a.size, a if a.dtype == bool else a.view(np.int32)))
+            end += _padded(a.size)
+        data = np.zeros(end, np.int32)
+        for start, stop, bits in parts:
+            data[start:stop] = bits.ravel()
         return cls(data, treedef, tuple((a.shape, a.dtype) for a in leaves))
 
     def unpack(self) -> Any:

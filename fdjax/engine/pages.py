@@ -41,8 +41,8 @@ class PagePool:
         self._idle: collections.OrderedDict[int, None] = collections.OrderedDict()
         # Pages that have a key, but whose prompts have not been dispatched yet.
         self._pending: set[int] = set()
-        # The full pages of the latest prompt [pages, size], and their keys.
-        self._latest = np.zeros((0, size), np.int32), []
+        # The full pages of the latest prompt, as bytes, and their keys.
+        self._latest: tuple[list[bytes], list[bytes]] = [], []
 
     @property
     def available(self) -> int:
@@ -175,15 +175,15 @@ class PagePool:
         Samples of a prompt and turns of a chat come one after another, so pages with which the
         latest prompt began are not hashed again.
         """
-        tokens = np.asarray(ids, np.int32)
-        pages = tokens[: len(tokens) // self.size * self.size].reshape(-1, self.size)
+        tokens, size = np.asarray(ids, np.int32).tobytes(), 4 * self.size
+        pages = [tokens[end - size : end] for end in range(size, len(tokens) + 1, size)]
         known, keys = self._latest
-        least = min(len(pages), len(known))
-        differs = (pages[:least] != known[:least]).any(axis=1)
-        keys = keys[: int(differs.argmax()) if differs.any() else least]
+        pairs = enumerate(zip(pages, known, strict=False))
+        same = next((i for i, (page, other) in pairs if page != other), len(known))
+        keys = keys[:same][: len(pages)]
         for page in pages[len(keys) :]:
             before = keys[-1] if keys else b""
-            keys.append(hashlib.blake2b(before + page.tobytes(), digest_size=16).digest())
+            keys.append(hashlib.blake2b(before + page, digest_size=16).digest())
         self._latest = pages, keys
         return keys
 

@@ -350,14 +350,14 @@ class Timer:
         model, sizes = self._model, self._params_bytes
         weights = sum(n * step_bytes(model, *sizes, m) for m, n in self._steps_of_rows.items())
         slots = sum(row.slots_read for row in rows)
+        slot_bytes = cache_bytes(model.local, 1, 1) // divided_by(model.local) if slots else 0
         return Stats(
             prompt_tokens=sum(len(row.request.ids) for row in rows),
             cached_tokens=sum(row.cached_tokens for row in rows),
             decode_tokens=sum(len(answer.tokens) for row in rows for answer in row.answers),
             prefill_seconds=self._prefill,
             decode_seconds=self._decode,
-            decode_bytes=weights
-            + slots * cache_bytes(model.local, 1, 1) // divided_by(model.local),
+            decode_bytes=weights + slots * slot_bytes,
             decode_steps=self._steps,
             peak_gb_per_s=PEAK_GB_PER_S.get(model.plan.device_kind),
             chunk_ms_per_token=tuple(self._chunk_ms),

@@ -242,6 +242,7 @@ class Session:
         self._set_shape(shape)
         self._set_state(state)
         self._restarts = np.full(shape.room, EMPTY, np.int32)
+        self._beginnings: dict[int, np.ndarray] = {}
         self._wanted = Processors()
         self._options = RowOptions((), (), shape)
         self._pages: np.ndarray | None = None
@@ -256,10 +257,11 @@ class Session:
         for i, row in enumerate(rows):
             if row is not None and row.width > 1:
                 samples[i] = samples[i - 1] + 1 if i and rows[i - 1] is row else 0
-        self._wanted = functools.reduce(operator.or_, (c.processors for c in configs), self._wanted)
-        if not any(row is not None and row.width > 1 for row in rows):
-            self._wanted = dataclasses.replace(self._wanted, beams=(0, 0))
-        self._set_beams(*self._wanted.beams)
+        wanted = functools.reduce(operator.or_, {c.processors for c in configs}, self._wanted)
+        if any(wanted.beams) and not any(row is not None and row.width > 1 for row in rows):
+            wanted = dataclasses.replace(wanted, beams=(0, 0))
+        self._wanted = wanted
+        self._set_beams(*wanted.beams)
         self._options = RowOptions(configs, samples, self._shape)
         # Rows only end until the next options. So beams stay aligned, and others do not become
         # aligned, which would compile another program for the last of them.
@@ -283,6 +285,14 @@ class Session:
         """Set the prompt tokens, by row, that a row's pages hold already."""
         # A row without work since the state was made is not among the restarts.
         self._restarts[list(beginnings)] = EMPTY
+        self._beginnings |= beginnings
+
+    def _write_beginnings(self) -> None:
+        """Dispatch what `begin_after` has set: before decode steps, but after a prefill call.
+
+        That call does not need it, and its first kernel would begin a millisecond later.
+        """
+        beginnings, self._beginnings = self._beginnings, {}
         for some in itertools.batched(beginnings.items(), _BEGINNINGS):
             # One or all of them, so that there are two programs. The device drops the other rows.
             count = 1 if len(some) == 1 else _BEGINNINGS
@@ -303,6 +313,7 @@ class Session:
 
         Options and pages must then be set again.
         """
+        self._write_beginnings()
         sources = np.zeros(shape.room, np.int32)
         sources[: len(rows)] = rows
         restarts = np.full(shape.room, EMPTY, np.int32)
@@ -316,6 +327,8 @@ class Session:
     def end(self, rows: Sequence[int]) -> None:
         """Finish rows. The device finishes them at the next prefill call."""
         self._restarts[list(rows)] = EMPTY
+        for row in rows:
+            self._beginnings.pop(row, None)
 
     def prefill(self, call: PrefillCall) -> tuple[float, tuple]:
         """Dispatch a prefill call. Returns (seconds spent compiling, the results)."""
@@ -334,6 +347,7 @@ class Session:
         params = self._engine.params_of(loops)
         self._restarts = np.full(self._shape.room, KEEP, np.int32)
         self._state, logits = program(params, self._state, HostArrays.pack(fields))
+        self._write_beginnings()
         seconds, results = program.compile_seconds, ()
         if call.final.any():
             chosen, results = self._first_tokens(call, logits, self._options.sampling.rows(rows))
@@ -369,6 +383,7 @@ class Session:
 
     def decode(self, steps: int, most: int) -> tuple[float, tuple]:
         """Dispatch up to `steps` decode steps with the program for `most` steps; see `prefill`."""
+        self._write_beginnings()
         if steps not in self._steps_of:
             # The device knows when a row has enough tokens, so the same arrays serve every chunk.
             fields = self._options.sampling, np.int32(steps), self._pages, self._shared
@@ -412,6 +427,8 @@ class Session:
 
     def _set_beams(self, width: int, _: int) -> None:
         """Make room in the state for up to `width` beams per prompt; 0 removes the beams."""
+        if not (width or self._has_beams):
+            return
         state = self._whole_state
         if not width:
             beams = None
@@ -430,12 +447,17 @@ def _with_copies(kv: StackedCache, host: HostArrays) -> StackedCache:
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
 def _restarted(ids: jax.Array, progress: jax.Array, host: HostArrays) -> tuple[jax.Array, ...]:
-    """Restart rows of a state with their first tokens. Returns ids and progress."""
+    """Restart rows of a state, and give some their first tokens. Returns ids and progress.
+
+    More of a row's prompt may have been computed before.
+    """
     restarts, rows, beginnings, lengths = host.unpack()
     state = restart(DecodeState(None, ids, progress), restarts)
     # Decode steps of other rows may run before the rest of the prompt. They write a meaningless
     # token after a row's last one.
-    progress = state.progress.at[0, rows].set(lengths, mode="drop")
+    progress = state.progress.at[0, rows].max(lengths, mode="drop")
+    known = jnp.arange(ids.shape[1])[None] < lengths[:, None]
+    beginnings = jnp.where(known, beginnings, state.ids[rows])
     return state.ids.at[rows].set(beginnings, mode="drop"), progress
 
 

@@ -58,6 +58,8 @@ class Chunk:
 
     def rows(self, index: Sequence[int]) -> "Chunk":
         """The results of some rows."""
+        if [*index] == [*range(len(self.tokens))]:
+            return self
         top = self.top and tuple(a[index] for a in self.top)
         logprobs = None if self.logprobs is None else self.logprobs[index]
         return dataclasses.replace(self, tokens=self.tokens[index], logprobs=logprobs, top=top)

@@ -438,13 +438,18 @@ class GenerationConfig:
     return_reruns: bool = _option(False, _flag, **_OURS)
 
     def __post_init__(self):
-        given = frozenset(name for name, value in vars(self).items() if value is not UNSET)
+        given = {name: value for name, value in vars(self).items() if value is not UNSET}
+        self._set(frozenset(), given)
+
+    def _set(self, present: frozenset[str], values: Mapping[str, Any]) -> None:
+        """Check values and set them, beside the fields that are `present`."""
         # Not a field, because it follows from the fields. It is stored because it is read often.
-        object.__setattr__(self, "_given", given)
-        for name in given:
-            option, value = OPTIONS[name], getattr(self, name)
+        given = present.union(values)
+        vars(self)["_given"] = given
+        for name, value in values.items():
+            option = OPTIONS[name]
             value = option.default if value is None else option.check(name, value)
-            object.__setattr__(self, name, value)
+            vars(self)[name] = value
         both = {"min_new_tokens", "max_new_tokens"} <= given
         if both and self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
@@ -465,6 +470,19 @@ class GenerationConfig:
     def is_filled(self) -> bool:
         """Whether every field is given."""
         return len(self._given) == len(OPTIONS)
+
+    def updated(self, values: Mapping[str, Any]) -> "GenerationConfig":
+        """A copy with other values.
+
+        Only these are checked. `dataclasses.replace` checks all, which delays the first token.
+
+        Raises:
+          ValueError: a value is out of range.
+        """
+        config = object.__new__(type(self))
+        vars(config).update(vars(self))
+        config._set(self._given, values)
+        return config
 
     def filled(self, defaults: "GenerationConfig | None" = None) -> "GenerationConfig":
         """A copy with a value in every field.

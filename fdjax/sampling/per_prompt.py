@@ -1,6 +1,5 @@
 """Turns the options of a call into one configuration per prompt."""
 
-import dataclasses
 import difflib
 import warnings
 from collections.abc import Mapping
@@ -13,7 +12,6 @@ from fdjax.sampling.options import (
     BEAM_OPTIONS,
     OPTIONS,
     SAMPLED_OPTIONS,
-    UNSET,
     GenerationConfig,
 )
 
@@ -30,6 +28,8 @@ _INSTEAD = {
     "skip_special_tokens": "texts have none; the ids are in `result.tokens`",
     "return_dict_in_generate": "the result always has all parts",
 }
+
+_NOTHING_GIVEN = GenerationConfig()
 
 
 def per_prompt(
@@ -59,13 +59,12 @@ def per_prompt(
       UserWarning: an option of sampling or of beam search is given, but nothing is sampled, or
         there are no beams.
     """
-    config = GenerationConfig() if config is None else config
+    config = _NOTHING_GIVEN if config is None else config
     if not isinstance(config, GenerationConfig):
         raise TypeError(f"generate: config must be a GenerationConfig, got {config!r}")
     options = _known(options)
-    fresh = np.random.SeedSequence(entropy).generate_state(count).tolist()
+    fresh: list[int] = []
     rows, named = [], set() if config.is_filled else set(config.given)
-    seed = defaults.seed if config.seed is UNSET else config.seed
     # A configuration made from the defaults has their number of tokens, but does not ask for it.
     from_defaults = config.is_filled and config.max_new_tokens == defaults.max_new_tokens
     asks = "max_new_tokens" in config.given and not from_defaults
@@ -73,10 +72,11 @@ def per_prompt(
         values = {name: _of_prompt(name, v, i, count) for name, v in options.items()}
         values = {name: value for name, value in values.items() if value is not None}
         named |= values.keys()
-        if values.get("seed", seed) is None:
-            values["seed"] = fresh[i]
-        given = dataclasses.replace(config, **values)
-        rows.append((given.filled(defaults), asks or "max_new_tokens" in values))
+        row = config.updated(values).filled(defaults)
+        if row.seed is None and row.sampled:
+            fresh = fresh or np.random.SeedSequence(entropy).generate_state(count).tolist()
+            row = row.updated({"seed": fresh[i]})
+        rows.append((row, asks or "max_new_tokens" in values))
     unsampled = sorted(named & {"seed", *SAMPLED_OPTIONS})
     if unsampled and rows and not any(row.do_sample for row, _ in rows):
         warnings.warn(

@@ -36,7 +36,12 @@ def as_several(given: Any, what: str) -> tuple[list[Any], bool]:
 
 
 def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> list[int]:
-    """The token ids of a prompt.
+    """Like `token_array`, as a list."""
+    return token_array(prompt, tokenizer, vocab_size, what).tolist()
+
+
+def token_array(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> np.ndarray:
+    """The token ids of a prompt [n] int32.
 
     Args:
       prompt: a text or token ids.
@@ -52,13 +57,21 @@ def token_ids(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -> 
         raise ValueError(f"{what} is empty; give at least one token")
     # Only the set of types is checked. A check of 1024 single ids takes half a millisecond, which
     # would delay the first token.
-    kinds = set(map(type, ids))
-    if not all(map(_is_id_type, kinds)) or min(ids) < 0 or max(ids) >= vocab_size:
+    array = _as_array(ids) if all(map(_is_id_type, set(map(type, ids)))) else None
+    if array is None or array.min() < 0 or array.max() >= vocab_size:
         wrong = next(t for t in ids if not _is_id_type(type(t)) or not 0 <= t < vocab_size)
         wrong = wrong.item() if isinstance(wrong, np.generic) else wrong
         hint = "; tokenizer.json has more tokens than the model" * isinstance(prompt, str)
         raise ValueError(f"{what} has id {wrong!r}, the vocabulary is 0..{vocab_size - 1}{hint}")
-    return ids if kinds == {int} else list(map(int, ids))
+    return array
+
+
+def _as_array(ids: list[Any]) -> np.ndarray | None:
+    """Integers as [n] int32, or None if one is too large."""
+    try:
+        return np.array(ids, np.int32)
+    except OverflowError:
+        return None
 
 
 def _encoded(text: str, tokenizer: Tokenizer, what: str) -> list[int]:
