@@ -118,7 +118,7 @@ def test_thousands_of_steps_end(sums, equal_ranks):
     """Collective operations in a CUDA graph have been seen to stop after many replays."""
     for ranks in counts():
         answer = large(ranks, sums).generate([1, 2, 3], max_new_tokens=4000, **OPTIONS)
-        assert len(answer.tokens) == 4000
+        assert len(answer.tokens[0]) == 4000
 
 
 def test_tokens_of_a_kv_head_are_divided(equal_ranks):
@@ -128,7 +128,8 @@ def test_tokens_of_a_kv_head_are_divided(equal_ranks):
     for ranks in counts():
         plan = dataclasses.replace(Plan.for_device(), divide_tokens=True)
         model = describe(config, dtype="bfloat16", plan=plan, tensor_parallel=ranks)
-        lm = LM(model, random_params(model))
+        # With cached prompts, the second call would multiply fewer rows, with other bits.
+        lm = LM(model, random_params(model), prefix_cache=False)
         first, again = (lm.generate(prompts, max_new_tokens=200, **OPTIONS) for _ in range(2))
         assert lm.engine.paged and lm.engine.pool.size == 128 * ranks
         assert again.tokens == first.tokens
