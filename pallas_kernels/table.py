@@ -124,7 +124,7 @@ def entry_of(
 def _check_config(row, revisions, where, found, current) -> None:
     """Raise ValueError if the configuration of a row is invalid for its kernel."""
     op, config = row["op"], row["config"]
-    tuned = [i.config for i in found if i.config is not None]
+    tuned = [i for i in found if i.config is not None]
     if not tuned:
         raise ValueError(
             f"{where}: {row['implementation']!r} for {op} takes no config, got {config}"
@@ -133,11 +133,20 @@ def _check_config(row, revisions, where, found, current) -> None:
         raise ValueError(
             f"{where}: the revision of {op} must be {current[op]}, got {revisions.get(op)}"
         )
-    # Kernels that share a name have configurations with other fields.
-    named = [c for c in tuned if set(config) <= {f.name for f in dataclasses.fields(c)}]
+    # Kernels that share a name run other shapes, or have configurations with other fields.
+    fitting = [i.config for i in tuned if _fits(i, row["shape"])] or [i.config for i in tuned]
+    named = [c for c in fitting if set(config) <= {f.name for f in dataclasses.fields(c)}]
     try:
-        (named or tuned)[0](**config)
+        (named or fitting)[0](**config)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"{where}: a config must be valid for {op}, got {config} for {row['shape']}, {error}"
         ) from None
+
+
+def _fits(implementation: Implementation, shape: Mapping[str, int]) -> bool:
+    """Whether an implementation runs a shape, which may lack sizes that it asks for."""
+    try:
+        return implementation.fits(shape) is None
+    except KeyError:
+        return False

@@ -33,7 +33,7 @@ SMALL = FlatGemmConfig(block_n=64, block_k=64, stages=3)
 TALL = FlatGemmConfig(block_n=64, block_k=64, stages=2, block_m=128)
 
 
-def _operands(
+def product_operands(
     m,
     k,
     n,
@@ -68,7 +68,7 @@ def _operands(
     }
 
 
-def _check(y, operands) -> None:
+def check_product(y, operands) -> None:
     norm = operands["norm"]
     shift = (norm.bias,) if isinstance(norm, LayerNorm) else ()
     exact = oracle.matmul(**operands | {"norm": norm and (norm.scale, norm.eps, *shift)})
@@ -126,20 +126,20 @@ def slow(*values):
     ids=str,
 )
 def test_interpreted_without_races(shape, config):
-    operands = _operands(**shape)
-    _check(_interpret(operands, config), operands)
+    operands = product_operands(**shape)
+    check_product(_interpret(operands, config), operands)
 
 
 def test_interpreted_layer():
-    operands = _operands(2, 64, 64)
+    operands = product_operands(2, 64, 64)
     stack = operands | {"w": np.stack([np.full_like(operands["w"], np.nan), operands["w"]])}
     y = _interpret(stack, SMALL, layer=np.int32(1))
     assert_same_bits(y, _interpret(operands, SMALL))
 
 
 def test_interpreted_fp32_result():
-    operands = _operands(2, 64, 64, norm=True)
-    _check(_interpret(operands, SMALL, dtype=jnp.float32), operands)
+    operands = product_operands(2, 64, 64, norm=True)
+    check_product(_interpret(operands, SMALL, dtype=jnp.float32), operands)
 
 
 @pytest.mark.parametrize(
@@ -234,8 +234,8 @@ def _run(operands, config) -> np.ndarray:
 @pytest.mark.parametrize("fused", [{}, ALL, UP], ids=["plain", "fused", "LayerNorm"])
 def test_clusters(split, fused):
     """The result is right, and equal to one block's except for the order of a few sums."""
-    operands = _operands(16, 1984, 192, **fused)
-    _check(_run(operands, dataclasses.replace(SMALL, split=split)), operands)
+    operands = product_operands(16, 1984, 192, **fused)
+    check_product(_run(operands, dataclasses.replace(SMALL, split=split)), operands)
 
 
 @pytest.mark.gpu
@@ -251,14 +251,14 @@ def test_clusters(split, fused):
     ids=str,
 )
 def test_tall(m, config, fused):
-    operands = _operands(m, 1984, 192, **fused)
-    _check(_run(operands, config), operands)
+    operands = product_operands(m, 1984, 192, **fused)
+    check_product(_run(operands, config), operands)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("split", [1, 2])
 def test_a_thousand_reruns_have_the_same_bits(split):
-    operands = jax.device_put(_operands(8, 4096, 4096, norm=True, residual=True))
+    operands = jax.device_put(product_operands(8, 4096, 4096, norm=True, residual=True))
     config = dataclasses.replace(SMALL, split=split)
 
     @jax.jit

@@ -59,7 +59,7 @@ def attention_cases(op: str) -> Iterator[tuple[str, dict[str, int], frozenset[st
 def matmul_cases() -> Iterator[tuple[str, dict[str, int], frozenset[str]]]:
     fusions = [(), ("norm",), ("bias",), ("residual",), ("norm", "gate")]
     fusions += [("layer_norm",), ("layer_norm", "bias", "activation")]
-    sizes = itertools.product((1, 5, 64, 128), (63, 64, 4096), (65, 64, 512), (2, 4), fusions)
+    sizes = itertools.product((1, 5, 64, 128, 512), (63, 64, 4096), (65, 64, 512), (2, 4), fusions)
     for m, k, n, itemsize, fused in sizes:
         gate = int("gate" in fused)
         shape = dict(m=m, k=k, n=n * (1 + gate), itemsize=itemsize, gate=gate)
