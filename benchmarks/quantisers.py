@@ -53,9 +53,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def plain_rounding(
-    weight: np.ndarray, form: WeightFormat, importance: np.ndarray | None = None
+    weight: np.ndarray, form: WeightFormat, importance: np.ndarray | None = None, **factors: None
 ) -> Codes:
-    """`quantise` with the usual scale, max|w| / 7."""
+    """`quantise` with the usual scale, max|w| / 7, and no other factors."""
+    assert set(factors.values()) <= {None}
     n, k = weight.shape
     groups = np.asarray(weight, np.float32).reshape(n, -1, form.group)
     scales = np.abs(groups).max(axis=2, keepdims=True) / 7

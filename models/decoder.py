@@ -987,6 +987,7 @@ def describe(
     kv_dtype = None if kv_dtype == dtype else kv_dtype
     if tensor_parallel == 1:
         return _described(config, dtype, plan, kv_dtype)
+    plan = plan.for_several_devices()
     local = _described(local_config(config, tensor_parallel), dtype, plan, kv_dtype)
     divide = token_ranks(config, tensor_parallel) if plan.divide_tokens else 1
     local = dataclasses.replace(local, token_ranks=divide)

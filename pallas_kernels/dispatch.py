@@ -81,6 +81,7 @@ class Implementation:
         them.
       forced: whether it also runs where its name is forced for all ops. False if only a table
         chooses it.
+      shared: whether it also runs where several devices share a model.
     """
 
     op: str
@@ -97,6 +98,7 @@ class Implementation:
     append: "Implementation | None" = None
     parts: tuple[str, ...] = ()
     forced: bool = True
+    shared: bool = True
 
     def __repr__(self) -> str:
         """Same text in every process: it is part of the key of programs on disk."""
@@ -292,6 +294,11 @@ class Dispatch:
     def with_xla(self, op: str) -> Self:
         """A copy of this plan that runs an op through XLA unless the op is named."""
         return dataclasses.replace(self, only_xla=(*self.only_xla, op))
+
+    def for_several_devices(self) -> Self:
+        """The plan of devices that share a model."""
+        shared = tuple(i for i in self.implementations if i.shared)
+        return dataclasses.replace(self, implementations=shared)
 
     def _has_parts(self, implementation: Implementation) -> bool:
         """Whether the ops that it replaces are neither named otherwise nor limited to XLA."""

@@ -181,9 +181,6 @@ def prompt_logits(
         elif tiles == 1:
             hidden, kv = module(tokens, kv, attend_to(None), plan, **wanted)
         else:
-            # Sums travel meanwhile. XLA's need multiprocessors, and our kernel for products would
-            # wait for them.
-            plan = plan.with_xla("matmul")
             size = len(tokens) // tiles
             # The last blocks first: these have the smallest offsets.
             parts = [slice(i * size, (i + 1) * size) for i in reversed(range(tiles))]

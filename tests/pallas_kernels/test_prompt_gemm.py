@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from jax import lax
 
+from fdjax.models import describe, parse_config
+from fdjax.pallas_kernels.gemm.hopper import prompt_gemm
 from fdjax.pallas_kernels.gemm.hopper.prompt_gemm import (
     PROMPT_GEMM,
     PromptGemmConfig,
@@ -58,6 +60,23 @@ interpreted = functools.partial(run, interpret=INTERPRET)
 )
 def test_interpreted_without_races(shape, config):
     operands = product_operands(**shape)
+    check_product(interpreted(operands, config), operands)
+
+
+@pytest.mark.parametrize(
+    ("k", "n", "config"),
+    [
+        # The residual of the next tile must not come before this one's has been taken.
+        (64, 320, PromptGemmConfig(128, 1, 2)),
+        (256, 320, PromptGemmConfig(128, 1, 2)),
+        # The last tile of a block and the first of the next are in the same place before copies.
+        (64, 384, PromptGemmConfig(192, 1, 2)),
+        (128, 64, PromptGemmConfig(256, 1, 1)),
+    ],
+)
+def test_interpreted_blocks_with_several_tiles(k, n, config, monkeypatch):
+    monkeypatch.setattr(prompt_gemm, "MULTIPROCESSORS", 2)
+    operands = product_operands(520 + k, k, n, residual=k < 128 or n > 64)
     check_product(interpreted(operands, config), operands)
 
 
@@ -116,7 +135,8 @@ def test_refuses_what_it_cannot_do(change, message):
     ("m", "k", "n", "expected"),
     [
         (257, 4096, 4096, "mosaic_gpu"),
-        (8192, 28672, 8192, "mosaic_gpu"),
+        (1024, 28672, 8192, "mosaic_gpu"),
+        (2048, 4096, 4096, "xla"),
         (256, 4096, 4096, "xla"),  # for the flat GEMM, only a table says so
         (512, 512, 4096, "xla"),
         (512, 4096, 512, "xla"),
@@ -131,7 +151,31 @@ def test_where_nothing_was_measured(m, k, n, expected):
         *(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((m, k), (k, n)))
     )
     assert ("prompt_gemm_kernel" in str(traced)) == (expected == "mosaic_gpu")
-    assert MATMUL.index(PROMPT_GEMM) == 0  # the flat GEMM takes any number of rows by its name
+    # The flat GEMM takes any number of rows by its name.
+    assert MATMUL.index(PROMPT_GEMM) == 0
+    assert plan.for_several_devices().choose("matmul", **shape).implementation == "xla"
+
+
+def test_devices_that_share_a_model_do_not_run_it():
+    plan = Plan(device_kind="some Hopper", compute_capability=(9, 0))
+    config = parse_config(
+        dict(model_type="llama", hidden_size=4096, num_attention_heads=32, num_hidden_layers=1)
+        | dict(num_key_value_heads=8, intermediate_size=14336, vocab_size=32000)
+    )
+    one, two = (describe(config, plan=plan, tensor_parallel=n) for n in (1, 2))
+    shape = dict(m=512, k=4096, n=6144, itemsize=2, gate=0, fused=0)
+    assert one.plan.choose("matmul", **shape).implementation == "mosaic_gpu"
+    for model in (two, two.local):
+        assert model.plan.choose("matmul", **shape).implementation == "xla"
+
+
+@pytest.mark.parametrize("tokens", [128, 256, 257, 512, 1024, 1025])
+def test_layers_of_a_prompt_run_in_a_loop_where_it_runs(tokens):
+    plan = Plan(device_kind="some Hopper", compute_capability=(9, 0))
+    data = dict(model_type="llama", hidden_size=4096, num_attention_heads=32, num_hidden_layers=1)
+    data |= dict(num_key_value_heads=8, intermediate_size=14336, vocab_size=32000)
+    model = describe(parse_config(data), dtype="bfloat16", plan=plan)
+    assert model.loops(tokens) == (257 <= tokens <= 1024)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Products of many rows with quantised weights on Hopper: dequantise in one kernel, then multiply.
+"""Products of many rows with quantised weights on Hopper: dequantise in a kernel, multiply by XLA.
 
 With many rows, as of prompts, each weight is read by many tiles of the product. So it is
 written to memory once, in the dtype of x.
@@ -8,7 +8,6 @@ import jax
 from jax import lax
 
 from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
-from fdjax.pallas_kernels.gemm.hopper.prompt_gemm import matmul_prompt_gemm, pays
 from fdjax.pallas_kernels.gemm.xla import matmul_xla
 from fdjax.pallas_kernels.hopper.dequantise import dequantise_bricks
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES
@@ -39,8 +38,7 @@ def _run(x, w, *, layer, config, batch_invariant, **fused):
         w = jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, layer, keepdims=False), w)
     # As in `MATMUL_XLA`, so that weights are not dequantised long before they are needed.
     x, w = lax.optimization_barrier((x, w))
-    product = matmul_prompt_gemm if pays(*x.shape, w.shape[-1]) else matmul_xla
-    return product(x, dequantise_bricks(w, x.dtype), **fused)
+    return matmul_xla(x, dequantise_bricks(w, x.dtype), **fused)
 
 
 DEQUANTISED_GEMM = Implementation(

@@ -39,6 +39,7 @@ from fdjax.pallas_kernels.hopper.tiles import (
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 
 _LEAST_ROWS = 257  # up to 256 rows, the flat GEMM was measured
+_MOST_ROWS = 1024  # that it takes unless it is named
 _CONSUMERS = 2
 _ROWS = 64  # rows of a warpgroup that multiplies: M of wgmma
 _TILE_M = _CONSUMERS * _ROWS
@@ -218,7 +219,10 @@ class _Kernel:
             "w": ((self.parts, _BLOCK_K, self.columns), in_dtype),
         }
         room = _SMEM_BYTES - shared_bytes(store)
-        self.stages = min(_MOST_STAGES, room // shared_bytes(stage))
+        # The ring holds no more than a tile of the result needs. So the residual of the next one is
+        # requested only when this one's has been waited for, and a barrier counts one at a time.
+        needed = self.steps + self.late
+        self.stages = min(_MOST_STAGES, room // shared_bytes(stage), needed)
         buffers = store | {
             name: ((self.stages, *shape), dtype) for name, (shape, dtype) in stage.items()
         }
@@ -349,28 +353,34 @@ class _Kernel:
     def _store(self, warpgroup, row, column, sums, late) -> None:
         """Finish and store sums. The residual is in the tiles of the ring from `late` on."""
         smem, rows = self.smem, pl.ds(warpgroup * _ROWS, _ROWS)
-        for chunk in range(self.chunks):
+
+        def store(chunk, place):
             columns = slice(chunk * _CHUNK, (chunk + 1) * _CHUNK)
-            y = self._finished([a[:, columns] for a in sums], column + chunk * _CHUNK)
+            y = self._finished([a[:, columns] for a in sums], place)
             if self.late:
-                plgpu.barrier_wait(smem["late_full"].at[chunk])
                 y += load(smem["x"].at[lax.rem(late + chunk, self.stages), rows])
-                self._release(late + chunk)
-            # Of two copies from here to memory, the one before the last has read its source.
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            # The last copy from here to memory has read its source, which is one of two. That of
+            # the tile before has long done so.
+            plgpu.wait_smem_to_gmem(min(chunk, 1), wait_read_only=True)
             source = smem["y"].at[warpgroup, chunk % 2]
             source[...] = y.astype(self.dtype)
             plgpu.commit_smem()
+            at = pl.ds(row + warpgroup * _ROWS, _ROWS), pl.ds(place, _CHUNK)
+            plgpu.copy_smem_to_gmem(source, self.gmem["y"].at[at])
 
-            @when(column + chunk * _CHUNK < self.n)
-            def _(chunk=chunk, source=source):
-                at = pl.ds(row + warpgroup * _ROWS, _ROWS), pl.ds(column + chunk * _CHUNK, _CHUNK)
-                plgpu.copy_smem_to_gmem(source, self.gmem["y"].at[at])
+        for chunk in range(self.chunks):
+            place = column + chunk * _CHUNK
+            if self.late:
+                plgpu.barrier_wait(smem["late_full"].at[chunk])
+            exists = self.n % self.columns == 0 or place < self.n
+            when(exists)(functools.partial(store, chunk, place))
+            if self.late:
+                self._release(late + chunk)
 
     def _finished(self, sums, column) -> Array:
         """Bias, gate and activation of a chunk that begins at a column."""
         if "bias" in self.gmem:
-            columns = pl.ds(jnp.minimum(column, self.n - _CHUNK), _CHUNK)
+            columns = pl.ds(column, _CHUNK)
             biases = [
                 load(self.gmem["bias"].at[part, columns], LAYOUT.reduce(0))
                 for part in range(self.parts)
@@ -401,18 +411,14 @@ def _fits(shape: Shape) -> str | None:
     return None
 
 
-def pays(m: int, k: int, n: int) -> bool:
-    """True for sizes like those where an H200 ran it at 0.96 to 1.8 times the speed of XLA's.
-
-    `n` are the columns of the result.
-    """
-    tiled = k % _BLOCK_K == 0 and n % _CHUNK == 0
-    return m >= _LEAST_ROWS and tiled and 1024 <= k <= 2**15 and 1024 <= n <= 2**16
-
-
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    columns = shape["n"] // (1 + shape["gate"])
-    return capability is not None and pays(shape["m"], shape["k"], columns)
+    """True for sizes like those where an H200 ran it at 0.99 to 1.8 times the speed of XLA's.
+
+    With more rows, single products are faster too, but not all of a long prompt, for which the
+    clocks fall (benchmarks/LOG.md, 2026-11-29).
+    """
+    usual = 1024 <= shape["k"] <= 2**15 and 1024 <= shape["n"] <= 2**16
+    return capability is not None and shape["m"] <= _MOST_ROWS and usual
 
 
 def _run(x, w, *, batch_invariant, **keywords):
@@ -427,4 +433,5 @@ PROMPT_GEMM = Implementation(
     capabilities=((9, 0), (9, 1)),
     config=PromptGemmConfig,
     candidates=_candidates,
+    shared=False,  # it has not run there
 )
