@@ -24,7 +24,7 @@ from fdjax.pallas_kernels.norm import RMSNorm
 from fdjax.pallas_kernels.plan import Plan
 
 from .test_decode_mosaic import INTERPRET
-from .test_matmul_mosaic import check_product, get_races, product_operands
+from .test_matmul_mosaic import check_product, get_races, product_operands, slow
 from .tolerance import assert_same_bits
 
 pytestmark = pytest.mark.usefixtures("quick_on_cpu")
@@ -50,11 +50,11 @@ interpreted = functools.partial(run, interpret=INTERPRET)
 @pytest.mark.parametrize(
     ("shape", "config"),
     [
-        (dict(m=270, k=192, n=192), ALONE),  # rows and columns past the end
+        slow(dict(m=270, k=192, n=192), ALONE),  # rows and columns past the end
         (dict(m=130, k=1216, n=64, gate="silu", residual=True), ALONE),  # twice around the ring
         (dict(m=97, k=128, n=320, residual=True, **UP), PromptGemmConfig(192, 1, 1)),
-        (dict(m=520, k=64, n=128, bias=True), PromptGemmConfig(128, 1, 3)),  # two groups of tiles
-        (dict(m=64, k=128, n=192, dtype=jnp.float16, **ALL), PromptGemmConfig(256, 1)),
+        slow(dict(m=520, k=64, n=128, bias=True), PromptGemmConfig(128, 1, 3)),  # two groups
+        slow(dict(m=64, k=128, n=192, dtype=jnp.float16, **ALL), PromptGemmConfig(256, 1)),
     ],
     ids=str,
 )
@@ -68,10 +68,10 @@ def test_interpreted_without_races(shape, config):
     [
         # The residual of the next tile must not come before this one's has been taken.
         (64, 320, PromptGemmConfig(128, 1, 2)),
-        (256, 320, PromptGemmConfig(128, 1, 2)),
+        slow(256, 320, PromptGemmConfig(128, 1, 2)),
         # The last tile of a block and the first of the next are in the same place before copies.
         (64, 384, PromptGemmConfig(192, 1, 2)),
-        (128, 64, PromptGemmConfig(256, 1, 1)),
+        slow(128, 64, PromptGemmConfig(256, 1, 1)),
     ],
 )
 def test_interpreted_blocks_with_several_tiles(k, n, config, monkeypatch):
@@ -203,7 +203,7 @@ def test_default_tilings_are_those_that_were_the_fastest(shape, config):
         (dict(m=512, k=4096, n=4096, **UP, residual=True), None, jnp.float32),
         (dict(m=512, k=4096, n=6144), PromptGemmConfig(192, 2), jnp.float32),
     ],
-    ids=str,
+    ids=["qkv", "layer", "gated", "ungated", "fp32"],
 )
 def test_compiles_without_spills(case, config, dtype, monkeypatch, capfd):
     from deviceless import compile_for, kernel_names, large_copies
