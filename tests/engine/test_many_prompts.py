@@ -249,6 +249,30 @@ def test_options_see_a_beginning_while_others_run(load, monkeypatch):
 
 
 @pytest.mark.slow
+def test_a_row_restarts_before_it_gets_pages_of_a_beginning(load, uncached, monkeypatch):
+    """On the device, a cancelled request goes on until then, and would write to these pages."""
+    lm = load()
+    ids = [*range(3, 290), 9]
+    lm.generate(ids[:-1], max_new_tokens=1, **OPTIONS)
+    with contextlib.closing(lm.stream([5, 6], max_new_tokens=400, **OPTIONS)) as stream:
+        next(stream)
+        with contextlib.closing(lm.stream([7, 8], max_new_tokens=400, **OPTIONS)) as cancelled:
+            next(cancelled)
+        # Decode steps come before the rest of the prompt.
+        limits, usual = iter([0, 0]), runner.Runner._most_prompt_tokens
+        monkeypatch.setattr(
+            runner.Runner,
+            "_most_prompt_tokens",
+            lambda self, starts: next(limits, usual(self, starts)),
+        )
+        got = lm.generate(ids, max_new_tokens=6, **OPTIONS)
+    assert got.stats.cached_tokens == 256 and next(limits, None) is None
+    want = uncached.generate(ids, max_new_tokens=6, **OPTIONS)
+    close(got, want)
+    close(lm.generate(ids, max_new_tokens=6, **OPTIONS), want)
+
+
+@pytest.mark.slow
 def test_options_see_a_beginning_in_a_row_without_work_so_far(load):
     """Three rows of four run when a prompt with a cached beginning takes the last one."""
     lm = load()
