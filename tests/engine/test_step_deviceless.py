@@ -358,16 +358,22 @@ def test_prefill_with_an_int8_cache_in_pages(monkeypatch):
     assert temp_bytes(compiled) <= workspace_bytes(m, 8, 2 * SLOT_MULTIPLE, SLOTS)
 
 
-def test_prefill_with_the_layers_in_a_loop():
+@pytest.mark.parametrize("blocks", [1, 4])
+def test_prefill_with_the_layers_in_a_loop(blocks):
     """The program holds one layer. Kernels read its weights where they are."""
     plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
-    assert model(False, plan).loops(SLOT_MULTIPLE)
-    compiled = compiled_prefill(plan, False, 1, pages=PAGES, loops=True)
+    assert model(False, plan).loops(blocks * SLOT_MULTIPLE)
+    compiled = compiled_prefill(
+        plan, False, 1, pages=PAGES, blocks=blocks if blocks > 1 else 0, loops=True
+    )
     check_in_place(compiled, False, 1, masked_values=False, pages=PAGES)
     names = collections.Counter(kernel_names(compiled))
-    # The fifth product is that of the logits.
-    assert names == {"flat_gemm_kernel": 5, "write_chunk": 1, "prefill_attention": 1}
-    assert temp_bytes(compiled) <= 2**24
+    products = "flat_gemm_kernel" if blocks == 1 else "prompt_gemm_kernel"
+    # There is also the product of the logits.
+    assert names == collections.Counter(
+        [*[products] * 4, "flat_gemm_kernel", "write_chunk", "prefill_attention"]
+    )
+    assert temp_bytes(compiled) <= blocks * 2**24
 
 
 def test_layers_that_differ_are_not_looped_over():

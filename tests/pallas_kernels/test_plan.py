@@ -460,7 +460,7 @@ def test_one_implementation_for_all_ops_that_have_it():
     named = Choice("cudnn", source="named")
     assert cudnn.choose("decode_attention", **DECODE) == named
     assert cudnn.choose("prefill_attention", **PREFILL | dict(itemsize=4)) == named
-    assert cudnn.choose("matmul", **GEMM | dict(m=256)).implementation == "xla"
+    assert cudnn.choose("matmul", **GEMM | dict(m=2048)).implementation == "xla"
 
 
 @pytest.mark.parametrize(
