@@ -82,6 +82,8 @@ class Implementation:
       forced: whether it also runs where its name is forced for all ops. False if only a table
         chooses it.
       shared: whether it also runs where several devices share a model.
+      persistent: whether its blocks divide the work among the multiprocessors of an H100. On a GPU
+        with fewer, some of them would begin when the others have ended.
     """
 
     op: str
@@ -99,6 +101,7 @@ class Implementation:
     parts: tuple[str, ...] = ()
     forced: bool = True
     shared: bool = True
+    persistent: bool = False
 
     def __repr__(self) -> str:
         """Same text in every process: it is part of the key of programs on disk."""

@@ -89,6 +89,8 @@ class Plan(Dispatch):
         )
         if can_chain(device):
             return plan
+        kept = tuple(i for i in plan.implementations if not i.persistent)
+        plan = dataclasses.replace(plan, implementations=kept)
         return plan.with_xla("linear_chain").with_xla("decode_layers")
 
     @classmethod

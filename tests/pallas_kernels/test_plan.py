@@ -656,6 +656,8 @@ def test_kernels_that_wait_for_each_other_are_for_devices_with_room(cores):
     choice = plan.choose("linear_chain", **shape)
     assert (choice.implementation, choice.source) == runs
     assert plan.choose("linear_chain", **shape | {"hidden": 11000}).implementation == "xla"
+    prompt = plan.choose("matmul", **GEMM | dict(m=512))
+    assert prompt.implementation == ("mosaic_gpu" if cores in (None, 132) else "xla")
     forced = Plan.for_device(device, implementation="xla")
     assert forced.choose("linear_chain", **shape).implementation == "xla"
     device.device_kind = "NVIDIA H200"

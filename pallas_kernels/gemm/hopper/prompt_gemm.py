@@ -434,4 +434,5 @@ PROMPT_GEMM = Implementation(
     config=PromptGemmConfig,
     candidates=_candidates,
     shared=False,  # it has not run there
+    persistent=True,
 )
