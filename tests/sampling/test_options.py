@@ -801,3 +801,16 @@ def test_combinations_of_options_and_prompts(lm, examples):
     # States of one and of several rows; five sets of options.
     assert 0 < counts["prefill"] + counts["decode_steps"] <= 12
     assert 0 < counts["first_tokens"] <= 5 * 3
+
+
+def test_updated_is_a_copy_with_other_values():
+    config = fdjax.GenerationConfig(max_new_tokens=5, top_k=3)
+    values = {"max_new_tokens": 9, "seed": None, "stop_strings": "x"}
+    other = config.updated(values)
+    assert other == dataclasses.replace(config, **values) and other.given == config.given | {
+        *values
+    }
+    assert other.stop_strings == ("x",) and config.max_new_tokens == 5
+    for wrong in ({"top_k": -1}, {"min_new_tokens": 6}):
+        with pytest.raises(ValueError):
+            config.updated(wrong)
