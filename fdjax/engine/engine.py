@@ -373,8 +373,8 @@ class Engine:
           together: whether that pays; by default, the plan decides.
         """
         config, plan = self.local.config, self.model.plan
-        divided = self.local.token_ranks > 1
-        if divided or plan.batch_invariant or not any(map(can_share, config.attention)):
+        impossible = len(pages) < 2 or self.local.token_ranks > 1
+        if impossible or plan.batch_invariant or not any(map(can_share, config.attention)):
             return None
         shared = find_shared(pages, config.heads // config.kv_heads)
         if shared is None or together:
