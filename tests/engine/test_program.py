@@ -66,10 +66,11 @@ def test_a_compilation_that_was_interrupted_is_told_again(log, monkeypatch, trac
     program = Program(doubled, lambda x: f"doubling of {x.shape[0]}")
     program(jnp.zeros(3))
     log.clear()
+    five = jnp.zeros(5)  # which is compiled, too
     with monkeypatch.context() as patch:
         patch.setattr(*(_COMPILE if traced else (time, "sleep")), interrupt)
         with pytest.raises(KeyboardInterrupt):
-            program(jnp.zeros(5))
+            program(five)
     assert log.messages == ["compiling doubling of 5"]
     for n, compiles in ((3, False), (5, True), (5, False)):
         log.clear()
@@ -97,10 +98,11 @@ def test_a_terminal_shows_what_is_compiled_for_as_long(monkeypatch, traced):
     back = "\b" * len(notice)
     shown = notice + back + " " * len(back) + back
     assert sys.stderr.getvalue() == shown
+    five = jnp.zeros(5)  # which is compiled, too
     with monkeypatch.context() as patch:
         patch.setattr(*(_COMPILE if traced else (time, "sleep")), interrupt)
         with pytest.raises(KeyboardInterrupt):
-            program(jnp.zeros(5))
+            program(five)
     assert sys.stderr.getvalue() == shown + shown.replace("3", "5")
 
 
@@ -129,10 +131,11 @@ def test_the_garbage_collector_rests_only_while_there_is_something_to_compile(mo
     assert gc.isenabled()
     program.lower(jnp.zeros(4))
     assert gc.isenabled()
+    five = jnp.zeros(5)  # which is compiled, too
     with monkeypatch.context() as patch:
         patch.setattr(*_COMPILE, interrupt)
         with pytest.raises(KeyboardInterrupt):
-            program(jnp.zeros(5))
+            program(five)
     assert gc.isenabled()
     gc.disable()
     try:
