@@ -1,6 +1,7 @@
 """Code that kernels for matrix products share: memory, layouts, activations."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -59,3 +60,19 @@ def gated(gate: str, first: Array, second: Array) -> Array:
 
 
 KERNEL_ACTIVATIONS = {**UNGATED, "gelu": _gelu}
+
+
+def finished(sums: Sequence[Array], gate: str | None, activation: str | None) -> Array:
+    """The end of a product from its sums, with the bias: gate and up with `gate`, otherwise one."""
+    if gate is not None:
+        return gated(gate, *sums)
+    return sums[0] if activation is None else KERNEL_ACTIVATIONS[activation](sums[0])
+
+
+def in_eights(x: Array, residual: Array | None) -> tuple[Array, Array | None]:
+    """x [M,K] and residual [M,N] with rows of zeros at the end. TMA copies tiles of 8 rows."""
+    padding = ((0, -len(x) % 8), (0, 0))
+    if padding[0][1]:
+        x = jnp.pad(x, padding)
+        residual = None if residual is None else jnp.pad(residual, padding)
+    return x, residual

@@ -13,6 +13,7 @@ from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.tiles import (
     KERNEL_ACTIVATIONS,
     LAYOUT,
+    in_eights,
     load,
     matrix,
     shared_bytes,
@@ -32,9 +33,8 @@ def in_groups(x: Array, residual: Array | None) -> tuple[Array, Array | None]:
     """x [M,K] and residual [M,N] as [groups, rows, ...] that TMA can copy, padded if need be."""
     groups = _groups(len(x))
     if groups is None:
-        groups, padding = 1, ((0, -len(x) % 8), (0, 0))
-        x = jnp.pad(x, padding)
-        residual = None if residual is None else jnp.pad(residual, padding)
+        groups = 1
+        x, residual = in_eights(x, residual)
     if residual is not None:
         residual = residual.reshape(groups, -1, residual.shape[1])
     return x.reshape(groups, -1, x.shape[1]), residual

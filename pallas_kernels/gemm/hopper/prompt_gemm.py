@@ -1,15 +1,15 @@
 """GEMM for prompts on Hopper: epilogue(x @ w) for hundreds of rows, in one launch.
 
-Such a product is bound by the tensor cores, which cuBLAS keeps as busy. But activation, gate, bias
-and residual are then kernels of their own, which read and write the result again: 7 % of the time
-of gate and up with 4 096 rows. Here they are the end of the product, in fp32. And w may be a layer
+The tensor cores bound such a product, and cuBLAS keeps them as busy. But after cuBLAS, activation,
+gate, bias and residual are kernels of their own, which read and write the result again. They take
+7 % of the time of gate and up. Here they are the end of the product, in fp32. And w may be a layer
 of a stack, so that a program can run its layers in a loop. XLA would copy each layer.
 
-A block is persistent and computes one tile of the result after another. One warpgroup copies tiles
-of x and w into a ring, up to the next tile's while the others finish this one. Two warpgroups
-multiply; each has 64 rows and all columns of the tile. The blocks of a cluster have different rows
-and the same columns. Each copies a part of the tile of w to all of them, because L2 cannot deliver
-what all multiprocessors would read otherwise.
+A block is persistent: it computes one tile of the result after another. One warpgroup copies tiles
+of x and w into a ring. It begins the next tile of the result while the others finish this one. Two
+warpgroups multiply; each has 64 rows and all columns of the tile. The blocks of a cluster have
+different rows and the same columns. Each copies a part of the tile of w to all of them. Otherwise
+the multiprocessors would read more than L2 delivers.
 
 The residual comes through the ring as well, in the place of tiles of x. XLA runs the norm.
 """
@@ -29,9 +29,9 @@ from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, nee
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.tiles import (
-    KERNEL_ACTIVATIONS,
     LAYOUT,
-    gated,
+    finished,
+    in_eights,
     load,
     matrix,
     shared_bytes,
@@ -132,10 +132,7 @@ def matmul_prompt_gemm(
     added = None
     if residual is not None and residual.dtype != x.dtype:
         residual, added = None, residual.astype(jnp.float32)
-    padding = -m % 8
-    if padding:  # copies to memory take whole groups of 8 rows
-        pad = functools.partial(jnp.pad, pad_width=((0, padding), (0, 0)))
-        x, residual = pad(x), None if residual is None else pad(residual)
+    x, residual = in_eights(x, residual)
     operands = {
         "x": x,
         "w": w,
@@ -359,8 +356,8 @@ class _Kernel:
             y = self._finished([a[:, columns] for a in sums], place)
             if self.late:
                 y += load(smem["x"].at[lax.rem(late + chunk, self.stages), rows])
-            # The last copy from here to memory has read its source, which is one of two. That of
-            # the tile before has long done so.
+            # Two buffers take turns, so the copy before the last must have read its own. At the
+            # first chunk, so must the last one of the tile before, which has long done so.
             plgpu.wait_smem_to_gmem(min(chunk, 1), wait_read_only=True)
             source = smem["y"].at[warpgroup, chunk % 2]
             source[...] = y.astype(self.dtype)
@@ -389,9 +386,7 @@ class _Kernel:
                 a + lax.broadcast_in_dim(bias, a.shape, (1,))
                 for a, bias in zip(sums, biases, strict=True)
             ]
-        if self.gate is not None:
-            return gated(self.gate, *sums)
-        return sums[0] if self.activation is None else KERNEL_ACTIVATIONS[self.activation](sums[0])
+        return finished(sums, self.gate, self.activation)
 
 
 def _candidates(shape: Shape) -> list[PromptGemmConfig]:

@@ -34,9 +34,9 @@ from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
 from fdjax.pallas_kernels.hopper.fragments import dequantised
 from fdjax.pallas_kernels.hopper.tiles import (
-    KERNEL_ACTIVATIONS,
     LAYOUT,
-    gated,
+    finished,
+    in_eights,
     load,
     matrix,
     shared_bytes,
@@ -187,10 +187,7 @@ def matmul_tall(
             interpret=interpret,
         )
         return (y + residual).astype(dtype)
-    if m % 8:  # TMA copies tiles of 8 rows
-        padding = ((0, -m % 8), (0, 0))
-        x = jnp.pad(x, padding)
-        residual = None if residual is None else jnp.pad(residual, padding)
+    x, residual = in_eights(x, residual)
     # Axes of a weight's parts and of a stack, if there are none. Words [L * parts, ...] have five
     # axes, the most that TMA takes.
     parts, (count, *_) = 2 if gate else 1, (*w.stack, 1)
@@ -559,11 +556,7 @@ class _Tile:
                     total[part] += load(smem["partial"].at[peer, warpgroup, part, :, held])
                 if biases:
                     total[part] += lax.broadcast_in_dim(biases[part], total[part].shape, [0])
-            y = total[0]
-            if self.gate:
-                y = gated(self.gate, *total)
-            elif self.activation:
-                y = KERNEL_ACTIVATIONS[self.activation](y)
+            y = finished(total, self.gate, self.activation)
             if self.late:
                 slot = lax.rem(self.steps + late, self.stages)
                 place = pl.ds(lax.rem(warpgroup, self.deep) * BRICK, BRICK)
