@@ -1079,4 +1079,16 @@ def _random_weight(like: Any, copies: int, sharding: Any) -> Callable[[Array], A
             made = made.at[..., -2:, :].set(kv)
         return made
 
-    return jax.jit(make, out_shardings=sharding)
+    if copies <= 1 or is_quantised(like):
+        return jax.jit(make, out_shardings=sharding)
+
+    # Each device makes the whole weight and keeps its part. To exchange keys and values, XLA would
+    # start NCCL before an engine has set NCCL's options.
+    axis = sharding.spec.index(AXIS)
+    part = like.shape[axis] // sharding.mesh.size
+
+    def own_part(key):
+        return lax.dynamic_slice_in_dim(make(key), lax.axis_index(AXIS) * part, part, axis)
+
+    specs = {"in_specs": PartitionSpec(), "out_specs": sharding.spec}
+    return jax.jit(jax.shard_map(own_part, mesh=sharding.mesh, **specs, check_vma=False))

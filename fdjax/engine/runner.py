@@ -44,6 +44,7 @@ from fdjax.pallas_kernels.attention import SharedPages
 from fdjax.sampling.beams import BeamState, are_aligned
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import NOT_FINITE, Logprobs, Processors, Sampling
+from fdjax.system import nccl
 from fdjax.system.device_memory import free
 from fdjax.system.process import refuse_forked, transfers_allowed
 from fdjax.system.traces import refuse_trace
@@ -638,6 +639,7 @@ class Runner:
                     with transfers_allowed():
                         self._advance()
                 except Exception as error:
+                    nccl.advise(error)
                     self._abort(error)
                 except BaseException:
                     self._abort(None)

@@ -14,3 +14,11 @@ def allow_in_graphs() -> None:
     The programs of an engine run one after the other, so they need no such events.
     """
     os.environ.setdefault(_MIXING, "0")
+
+
+def advise(error: Exception) -> None:
+    """Add to an error what to do if `allow_in_graphs` came too late."""
+    if "instantiate CUDA graph" in str(error):
+        error.add_note(
+            f"If NCCL was used before fdjax, set {_MIXING}=0 in the environment of the process."
+        )

@@ -30,6 +30,7 @@ from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, star
 from fdjax.engine.state import state_specs as specs_of_state
 from fdjax.engine.step import decode_steps, prompt_logits
 from fdjax.models import describe, parse_config
+from fdjax.models.decoder import _random_weight
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.pallas_kernels.ranks import AXIS
@@ -190,6 +191,17 @@ def with_one_kv_head():
     data |= {"num_hidden_layers": LAYERS, "layer_types": None, "num_key_value_heads": 1}
     plan = dataclasses.replace(H100, divide_tokens=True)
     return describe(parse_config(data), plan=plan, tensor_parallel=RANKS)
+
+
+def test_random_weights_start_no_nccl():
+    """Devices that share a KV head make it without the others."""
+    m = with_one_kv_head()
+    trees = m.abstract_params, m.partitions
+    like, spec = (tree["blocks"][0]["attention"]["qkv"]["weight"] for tree in trees)
+    make = _random_weight(like, RANKS, NamedSharding(mesh_of("h100", RANKS, AXIS), spec))
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    program = compile_for("h100", make, key, n_devices=RANKS, axis=AXIS)
+    assert not collectives(program)
 
 
 @pytest.mark.parametrize("batch", [8, pytest.param(1, marks=pytest.mark.soak)])

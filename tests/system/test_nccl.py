@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from fdjax.system.nccl import allow_in_graphs
+from fdjax.system.nccl import advise, allow_in_graphs
 
 
 @pytest.mark.parametrize("value", [None, "1"])
@@ -15,3 +15,12 @@ def test_the_environment_decides_first(value, monkeypatch):
         monkeypatch.delenv(name)
     allow_in_graphs()
     assert os.environ[name] == (value or "0")
+
+
+def test_advice_if_a_graph_is_refused():
+    refused, other = RuntimeError("Failed to instantiate CUDA graph: x"), RuntimeError("x")
+    advise(refused)
+    advise(other)
+    (note,) = refused.__notes__
+    assert "NCCL_GRAPH_MIXING_SUPPORT=0" in note
+    assert not hasattr(other, "__notes__")
