@@ -25,11 +25,9 @@ import fdjax
 import fdjax.system.platform
 from benchmarks.ahead import stand_ins
 from fdjax.engine import memory, runner
-from fdjax.engine.engine import Engine
-from fdjax.engine.packed import HALF_BLOCK, PackedPrompts
+from fdjax.engine.packed import PackedPrompts
 from fdjax.engine.results import Stats
 from fdjax.engine.schedule import CHUNKS
-from fdjax.engine.state import SLOT_MULTIPLE
 from fdjax.models import describe, random_params
 from fdjax.models.decoder import DecoderBlock
 from fdjax.text.tokenizer import MissingTokenizerError
@@ -750,60 +748,23 @@ def test_a_warmup_for_a_server_takes_one_value_for_all_prompts(lm, options, name
         lm.warmup(smaller=True, batch=2, **options)
 
 
-@pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("prompt_tokens", [50, 100, 300, 500])
-def test_a_warmup_has_every_shape_of_call(lm, prompt_tokens, rows, half, monkeypatch):
-    """One that a shorter prompt has, or several together."""
-    monkeypatch.setattr(Engine, "half_blocks", half)
-
-    def shapes(*lengths):
-        waiting = PackedPrompts(
-            rows if len(lengths) > 1 else 1, on_cpu=lm.engine.short_calls, half_blocks=half
-        )
-        prompts = {i: [0] * n for i, n in enumerate(lengths)}
-        waiting.add(prompts, *(dict.fromkeys(prompts, 0) for _ in range(2)))
+@pytest.mark.parametrize("prompt_tokens", [100, 300, 500])
+def test_a_warmup_has_every_size_of_call_that_a_shorter_prompt_has(lm, prompt_tokens):
+    def sizes(length):
+        waiting = PackedPrompts(1, on_cpu=lm.engine.short_calls)
+        waiting.add({0: [0] * length}, cached={0: 0}, generated={0: 0})
         found = set()
         while waiting:
-            found.add((len(lengths) > 1, *waiting.take(math.inf).tokens.shape))
+            found.add(len(waiting.take(math.inf).tokens))
         return found
 
-    batches = lm.engine.batches_up_to(rows, prompt_tokens)
-    warm = {shape for batch in batches for shape in shapes(*batch)}
-    lengths = range(1, prompt_tokens + 1)
-    expected = {shape for n in lengths for shape in shapes(n)}
-    if rows > 1:
-        expected |= {shape for n in lengths for m in (1, n) for shape in shapes(m, n)}
-    assert warm >= expected
-
-
-def test_half_blocks_compute_the_same(lm, monkeypatch):
-    rng = np.random.default_rng(0)
-    beginning = rng.integers(3, 200, 2 * SLOT_MULTIPLE).tolist()
-    prompts = [rng.integers(3, 200, n).tolist() for n in (1, 63, 64, 65, 192, 193)]
-    prompts += [beginning + prompt for prompt in prompts]
-    options = {"max_new_tokens": 4, "return_logprobs": True, **GREEDY}
-    found, shapes = {}, set()
-    dispatch = runner.Session.prefill
-
-    def seen(session, call):
-        shapes.add(call.tokens.shape)
-        return dispatch(session, call)
-
-    monkeypatch.setattr(runner.Session, "prefill", seen)
-    for half in (False, True):
-        monkeypatch.setattr(Engine, "half_blocks", half)
-        used = fresh(lm)
-        found[half] = [used.generate(prompt, **options) for prompt in prompts]
-        assert ((1, HALF_BLOCK) in shapes) == half
-    for ours, theirs in zip(found[True], found[False], strict=True):
-        assert ours.tokens == theirs.tokens
-        np.testing.assert_allclose(ours.logprobs, theirs.logprobs, rtol=0, atol=1e-5)
+    batches = lm.engine.batches_up_to(1, prompt_tokens)
+    warm = {size for (length,) in batches for size in sizes(length)}
+    assert warm == {size for n in range(1, prompt_tokens + 1) for size in sizes(n)}
 
 
 @pytest.mark.slow
 def test_after_a_warmup_for_a_server_requests_come_and_go_and_compile_nothing(lm, monkeypatch):
-    monkeypatch.setattr(Engine, "half_blocks", True)  # as on a GPU
     limits = {"max_len": 512, "max_batch": 3}
     used = fdjax.LM(dataclasses.replace(lm.model), lm.params, lm.tokenizer, **limits)
     pages = lm.engine._most_pages(512)  # as many as in other tests, because programs depend on them

@@ -28,7 +28,7 @@ from fdjax.engine.memory import (
     room_for_pages,
 )
 from fdjax.engine.mesh import Place, is_spec, specs_of, stacked
-from fdjax.engine.packed import HALF_BLOCK, call_size, call_sizes
+from fdjax.engine.packed import call_size, call_sizes
 from fdjax.engine.pages import PagePool
 from fdjax.engine.program import Program
 from fdjax.engine.runner import Runner
@@ -363,9 +363,6 @@ class Engine:
                 lengths = [each] * (blocks // each) + [blocks % each] * (blocks % each > 0)
                 if max(lengths) * SLOT_MULTIPLE < prompt_tokens + SLOT_MULTIPLE:
                     calls.append([min(n * SLOT_MULTIPLE, prompt_tokens) for n in lengths])
-        if batch > 1 and self.half_blocks and prompt_tokens > HALF_BLOCK:
-            # Two prompts take a call each. Of one token, these are half a block.
-            calls.append([min(SLOT_MULTIPLE, prompt_tokens)] * 2)
         return calls
 
     def shared_pages(self, pages: np.ndarray, together: bool | None = None) -> SharedPages | None:
@@ -396,16 +393,6 @@ class Engine:
     def short_calls(self) -> bool:
         """Whether short prompts have a program of their own."""
         return self.model.plan.compute_capability is None
-
-    @property
-    def half_blocks(self) -> bool:
-        """Whether up to `HALF_BLOCK` tokens of a prompt have a program of their own.
-
-        It has other kernels, so bits would depend on the other prompts of a call.
-        """
-        plan = self.model.plan
-        on_gpu = plan.compute_capability is not None
-        return on_gpu and not plan.batch_invariant and self.local.token_ranks == 1
 
     def release(self) -> None:
         """Free the cache.

@@ -28,9 +28,6 @@ _MOST_BLOCKS_PER_ROW = 32
 # On a CPU, time is proportional to the number of tokens, so larger calls save nothing.
 _BLOCKS_ON_CPU = 8
 _SHORT_BLOCKS = SLOT_MULTIPLE // SHORT_CHUNK
-# A GPU multiplies so few rows in less time, and their attention reads the cache in less time. This
-# is the common call behind a cached beginning.
-HALF_BLOCK = SLOT_MULTIPLE // 2
 # A call of 4 blocks has 16 rows, because samples of one prompt need rows but no blocks. The logits
 # of 16 rows take as long as those of 4: either way, the whole head is read.
 _SMALL, _ROWS_OF_SMALL = 4, 16
@@ -88,7 +85,6 @@ class PackedPrompts:
         batch: int,
         *,
         on_cpu: bool = False,
-        half_blocks: bool = False,
         experts: bool = False,
         page_tokens: int = SLOT_MULTIPLE,
     ):
@@ -97,7 +93,6 @@ class PackedPrompts:
         Args:
           batch: B, rows of the state.
           on_cpu: whether the model runs on a CPU, where larger calls save nothing.
-          half_blocks: whether a call of one block may have `HALF_BLOCK` tokens.
           experts: whether the model is a mixture of experts, of which a call reads all.
           page_tokens: tokens of a page, see `Engine.page_tokens`.
         """
@@ -105,7 +100,6 @@ class PackedPrompts:
         self._batch = batch
         self._sizes = call_sizes(batch, on_cpu=on_cpu, experts=experts)
         self._experts = experts
-        self._half_blocks = half_blocks
         self._short = on_cpu and batch >= _SHORT_BLOCKS
         self._on_cpu = on_cpu
         self._prompts: collections.deque[_Prompt] = collections.deque()
@@ -155,8 +149,7 @@ class PackedPrompts:
         size = call_size(blocks, sizes, experts=self._experts)
         if size < _SMALL <= sizes[-1] and any(prompt.followers for prompt in self._prompts):
             size = _SMALL
-        half = self._half_blocks and size == 1 and self._prompts[0].left <= HALF_BLOCK
-        return self._call(self._prompts, size, HALF_BLOCK if half else SLOT_MULTIPLE)
+        return self._call(self._prompts, size, SLOT_MULTIPLE)
 
     def _rows(self, count: int) -> int:
         """Rows of a call of `count` blocks."""

@@ -792,7 +792,6 @@ class Runner:
         return PackedPrompts(
             shape.room,
             on_cpu=short,
-            half_blocks=self._engine.half_blocks,
             experts=self._engine.has_experts,
             page_tokens=self._engine.page_tokens,
         )

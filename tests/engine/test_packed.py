@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fdjax.engine.packed import HALF_BLOCK, PackedPrompts, call_sizes, largest_call
+from fdjax.engine.packed import PackedPrompts, call_sizes, largest_call
 from fdjax.engine.state import SLOT_MULTIPLE, init_pool, start_in_pages
 from fdjax.engine.step import prefill
 from fdjax.models import describe, parse_config, random_params
@@ -86,12 +86,11 @@ BUDGETS = st.lists(st.sampled_from([1, 128, 600, 2048, math.inf]), min_size=1, m
     st.integers(0, 40),
     BUDGETS,
     st.booleans(),
-    st.booleans(),
     st.data(),
 )
-def test_every_token_is_computed_once_and_in_order(lengths, spare, budgets, on_cpu, half, data):
+def test_every_token_is_computed_once_and_in_order(lengths, spare, budgets, on_cpu, data):
     batch = len(lengths) + spare
-    queue = packed(lengths, batch, on_cpu=on_cpu, half_blocks=half)
+    queue = packed(lengths, batch, on_cpu=on_cpu)
     left_out = data.draw(st.sampled_from([None, *range(len(lengths))]))
     calls = [queue.take(budgets[0])]
     if left_out is not None:
@@ -105,7 +104,6 @@ def test_every_token_is_computed_once_and_in_order(lengths, spare, budgets, on_c
     for row, n in enumerate(lengths):
         assert reached[row] == n or row == left_out
     short = {(8, 16)} if on_cpu and batch >= 8 else set()
-    short |= {(1, HALF_BLOCK)} if half else set()
     shapes = {call.tokens.shape for call in calls}
     assert shapes <= {(size, PAGE) for size in call_sizes(batch, on_cpu=on_cpu)} | short
     # What `workspace_bytes` counts.
@@ -150,19 +148,6 @@ def test_samples_of_a_prompt_are_computed_once(prompts, spare, budgets, on_cpu, 
         computed = sum(int(call.lengths.sum()) for call in calls)
         groups = sum(length + samples // 4 * PAGE for length, samples in prompts)
         assert computed <= groups
-
-
-def test_few_tokens_take_half_a_block():
-    def shapes(lengths, batch=64, **options):
-        calls = taken(packed(lengths, batch, half_blocks=True, **options))
-        return [call.tokens.shape for call in calls]
-
-    assert shapes([1]) == shapes([64], batch=1) == [(1, 64)]
-    assert shapes([65]) == shapes([128]) == [(1, 128)]
-    assert shapes([4 * PAGE + 64, 7 * PAGE + 65], cached=4 * PAGE) == [(4, PAGE), (1, PAGE)]
-    assert shapes([64, 65]) == [(1, 64), (1, 128)]
-    assert shapes([64] * 4) == [(4, PAGE)]
-    assert shapes([64] * 2, leaders={1: 0}) == [(4, PAGE)]  # samples, which need rows
 
 
 def test_few_samples_take_one_small_call():

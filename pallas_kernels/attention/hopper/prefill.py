@@ -26,9 +26,6 @@ fp16, and with `unified=False`, every tile uses the running maximum from the sta
 each tile has several blocks, which see different parts of the cache, and XLA merges their results
 in fp32.
 
-**Few rows.** Up to 64 query rows fill one warpgroup. The other takes the next query head of the
-same KV head, if there is one, so that keys and values are loaded for both.
-
 **Masks.** No mask is stored in memory. Blocks of slots that no row of a tile sees are skipped.
 Blocks that every row sees take a path without masking. The others compare positions.
 
@@ -116,11 +113,6 @@ def _splits(tiles: int, slots: int) -> int:
     return max(1, min(MULTIPROCESSORS // tiles, slots // _SLOTS_OF_A_SPLIT, _MOST_SPLITS))
 
 
-def _is_paired(t: int, heads: int, kv_heads: int) -> bool:
-    """Whether the two warpgroups of a tile take the same rows of two query heads."""
-    return t <= _ROWS and heads // kv_heads % 2 == 0
-
-
 @functools.partial(
     jax.jit, static_argnames=("spec", "return_lse", "config", "split_cache", "interpret")
 )
@@ -147,15 +139,13 @@ def prefill_mosaic(
     [B] int32, the row of k and v for each row of q, and `pages` [B,N].
     """
     b, t, h, d = q.shape
-    paired = _is_paired(t, h, k.shape[-3])
-    tiles, rows_of_tile = pl.cdiv(t, _TILE), _ROWS if paired else _TILE
-    columns = h // 2 if paired else h
+    tiles = pl.cdiv(t, _TILE)
     if config is None:
         config = default_config(d)
         if split_cache and spec.window is None:
             pages = named.get("pages")
             slots = k.shape[-2] * (1 if pages is None else pages.shape[1])
-            config = dataclasses.replace(config, splits=_splits(b * columns * tiles, slots))
+            config = dataclasses.replace(config, splits=_splits(b * h * tiles, slots))
     splits = config.splits
     if q.dtype == jnp.float16 or not spec.unified:
         config = dataclasses.replace(config, unified=False)
@@ -167,7 +157,7 @@ def prefill_mosaic(
     outputs = dict(o=jax.ShapeDtypeStruct((splits * b, *q.shape[1:]), partial))
     if return_lse or splits > 1:
         # A one-dimensional store is not clipped at the end of the array, so lse is padded.
-        outputs["lse"] = jax.ShapeDtypeStruct((splits * b, h, tiles * rows_of_tile), jnp.float32)
+        outputs["lse"] = jax.ShapeDtypeStruct((splits * b, h, tiles * _TILE), jnp.float32)
 
     swizzle = 128 if d % 64 == 0 else 64
 
@@ -211,7 +201,6 @@ def prefill_mosaic(
         _prefill_kernel(
             *({name: next(refs) for name in names} for names in (inputs, outputs, scratch)),
             t=t,
-            paired=paired,
             spec=spec,
             config=config,
         )
@@ -223,7 +212,7 @@ def prefill_mosaic(
         out_type=tuple(outputs.values()),
         kernel_name="prefill_attention",
         scratch_types=tuple(scratch.values()),
-        grid=(columns, tiles, splits * b),
+        grid=(h, tiles, splits * b),
         grid_names=("head", "tile", "row"),
         num_threads=_CONSUMERS + 1,
         thread_name="warpgroup",
@@ -246,23 +235,17 @@ def _prefill_kernel(
     scratch,
     *,
     t,
-    paired,
     spec,
     config,
 ):
-    out_row, column, warpgroup = (lax.axis_index(axis) for axis in ("row", "head", "warpgroup"))
+    out_row, head, warpgroup = (lax.axis_index(axis) for axis in ("row", "head", "warpgroup"))
     batch = inputs["q"].shape[0]
     row, split = lax.rem(out_row, batch), lax.div(out_row, batch)
-    # Tiles that see the most slots start first.
-    first = (pl.cdiv(t, _TILE) - 1 - lax.axis_index("tile")) * _TILE
-
-    def place(w):
-        """The query head of warpgroup w, and its first row."""
-        return (2 * column + w, first) if paired else (column, first + w * _ROWS)
-
-    kv_head = lax.div(place(0)[0], inputs["q"].shape[2] // inputs["k"].shape[-3])
+    kv_head = lax.div(head, inputs["q"].shape[2] // inputs["k"].shape[-3])
     cache_row = inputs["rows"][row] if "rows" in inputs else row
     k, v = (CacheRow(inputs, name, cache_row, kv_head) for name in "kv")
+    # Tiles that see the most slots start first.
+    first = (pl.cdiv(t, _TILE) - 1 - lax.axis_index("tile")) * _TILE
     length = jnp.minimum(inputs["lengths"][row], k.slots)
     offset = inputs["offsets"][row]
     blocks = visible_blocks(
@@ -280,8 +263,7 @@ def _prefill_kernel(
         @when(blocks.steps > 0)
         def _():
             for w in range(_CONSUMERS):
-                head, begin = place(w)
-                rows = inputs["q"].at[row, pl.ds(begin, _ROWS), head]
+                rows = inputs["q"].at[row, pl.ds(first + w * _ROWS, _ROWS), head]
                 plgpu.copy_gmem_to_smem(rows, scratch["q"].at[w], scratch["q_full"].at[w])
 
         _produce(k, v, length, blocks, scratch, config)
@@ -289,14 +271,13 @@ def _prefill_kernel(
     @when(warpgroup < _CONSUMERS)
     def _():
         plgpu.set_max_registers(232, action="increase")
-        head, begin = place(warpgroup)
-        rows = pl.ds(begin, _ROWS)
+        rows = pl.ds(first + warpgroup * _ROWS, _ROWS)
         _consume(
             outputs["o"].at[out_row, rows, head],
             outputs["lse"].at[out_row, head, rows] if "lse" in outputs else None,
             inputs["phi"][head] if "phi" in inputs else None,
             inputs["slopes"][head] if "slopes" in inputs else None,
-            offset + begin,
+            offset + first + warpgroup * _ROWS,
             jnp.minimum(offset + t, length),
             length,
             blocks,
