@@ -193,8 +193,8 @@ def test_no_chain_is_measured_that_cannot_run(fake, monkeypatch):
     assert not list(measure_chain(parse_config(LLAMA), [2], runs=3))
 
 
-@pytest.mark.parametrize(("xla_us", "implementation"), [(10.05, "xla"), (10.2, "mosaic_gpu")])
-def test_a_kernel_must_gain_more_than_a_measurement_can_tell(fake, xla_us, implementation):
+@pytest.mark.parametrize(("xla_us", "implementation"), [(9.95, "xla"), (10.0, "mosaic_gpu")])
+def test_a_kernel_of_a_product_must_not_lose(fake, xla_us, implementation):
     fake[None] = xla_us
     (entry,) = _measure([PLAIN], [1])
     assert entry["implementation"] == implementation
