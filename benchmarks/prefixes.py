@@ -16,7 +16,7 @@ from fdjax.models import Params, describe, parse_config
 
 _OPTIONS = {"eos_token_id": None, "do_sample": False}
 # Numbers of tokens: a shared beginning, the rest of its prompt, a prompt with several samples.
-_BEGINNING, _REST, _SAMPLED, _SAMPLES = 4032, 64, 2000, 16
+_BEGINNING, _REST, _SAMPLED, _SAMPLES = 4096, 64, 2000, 16
 # Rows that decode after one beginning, its tokens, and the decode steps that are timed.
 _ROWS, _SHARED, _STEPS = (8, 16, 32), (1024, 2048, 4096), 32
 
@@ -29,7 +29,7 @@ def measure(
     """Measure the effects of the prefix cache, those of `PARTS` that `--prefix` names.
 
     Returns:
-      `first_token_ms`: time of a prompt of 64 tokens after a beginning of 4 032 tokens, `cold` and
+      `first_token_ms`: time of a prompt of 64 tokens after a beginning of 4 096 tokens, `cold` and
       `cached`. `samples_ms`: time of the first tokens of `all` 16 samples of a prompt of 2 000
       tokens, and of `one`. `without_hits`: seconds for all requests with prompts that have nothing
       in common, with the cache `on` and `off`. `step_ms`: time of a decode step of rows that share
