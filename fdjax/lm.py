@@ -330,7 +330,8 @@ class LM:
         most = self.engine.max_len or self.config.max_position_embeddings
         if prompt_tokens >= most:
             raise ValueError(f"warmup: prompt_tokens must be less than {most}, got {prompt_tokens}")
-        batches = [[prompt_tokens] * batch]
+        # More prompts than run at once take the same calls again and again.
+        batches = [[prompt_tokens] * min(batch, 4 * self.engine.most_rows)]
         if smaller and batch > 1 and (names := in_lists(options)):
             raise ValueError(
                 f"warmup: {names[0]} must have one value for all prompts if smaller is True, got "

@@ -763,6 +763,18 @@ def test_a_warmup_has_every_size_of_call_that_a_shorter_prompt_has(lm, prompt_to
     assert warm == {size for n in range(1, prompt_tokens + 1) for size in sizes(n)}
 
 
+def test_a_warmup_runs_no_more_rows_than_compile_something(lm, monkeypatch):
+    class Ran(Exception):
+        pass
+
+    def ran(requests, *_):
+        raise Ran(len(requests))
+
+    monkeypatch.setattr(lm, "_run", ran)
+    with pytest.raises(Ran, match=f"^{4 * lm.engine.most_rows}$"):
+        lm.warmup(batch=10**30)
+
+
 @pytest.mark.slow
 def test_after_a_warmup_for_a_server_requests_come_and_go_and_compile_nothing(lm, monkeypatch):
     limits = {"max_len": 512, "max_batch": 3}

@@ -129,15 +129,18 @@ class AnswerFile:
     def __init__(self, path: Path, run: dict[str, Any]):
         self.path = path
         self._run = run
+        self._beside = Path(f"{path}.run.json")
+        self._is_new = False
         self._file: BinaryIO | None = None
         self.done: set[int] = set()
 
     def __enter__(self) -> "AnswerFile":
-        beside = Path(f"{self.path}.run.json")
+        beside = self._beside
         try:
             for path in (self.path, beside):
                 if path.exists() and not path.is_file():
                     raise UsageError(f"generate: --output {path}: not a file")
+            self._is_new = not self.path.exists()
             self._file = self.path.open("ab")
         except OSError as error:
             raise UsageError(f"generate: --output {error.filename}: {error.strerror}") from None
@@ -165,8 +168,11 @@ class AnswerFile:
         # A line that was cut off is written again.
         self._file.truncate(len(whole))
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_rest: object) -> None:
         self._file.close()
+        if error is not None and self._is_new and not self.done:
+            for path in (self.path, self._beside):
+                path.unlink(missing_ok=True)
 
     def add(self, index: int, line: Line, answers: list[dict[str, Any]]) -> None:
         """Write the answers to a prompt."""

@@ -275,6 +275,16 @@ def test_options_are_checked_first(files, capsys, tmp_path, monkeypatch, options
     assert [*tmp_path.iterdir()] == [files[0]]
 
 
+def test_a_run_that_fails_at_once_leaves_no_files(files, capsys, tmp_path):
+    too_many = "--num-beams", "64"
+    assert run(files, *too_many) == 1
+    assert "64 must be at most the 32 rows that run at once" in capsys.readouterr().err
+    assert [*tmp_path.iterdir()] == [files[0]]
+    files[1].touch()  # somebody else's file stays
+    assert run(files, *too_many) == 1
+    assert files[1].exists()
+
+
 def test_an_output_that_cannot_be_is_found_before_a_file_is_made(files, capsys, tmp_path):
     long = tmp_path / ("x" * 300)
     assert run((files[0], long)) == run((long, files[1])) == 2
