@@ -1079,7 +1079,7 @@ def _random_weight(like: Any, copies: int, sharding: Any) -> Callable[[Array], A
             made = made.at[..., -2:, :].set(kv)
         return made
 
-    if copies <= 1 or is_quantised(like):
+    if sharding is None or copies <= 1 or is_quantised(like):
         return jax.jit(make, out_shardings=sharding)
 
     # Each device makes the whole weight and keeps its part. To exchange keys and values, XLA would
