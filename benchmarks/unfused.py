@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from fdjax.engine import step
-from fdjax.models import decoder
+from fdjax.models import decoder_block
 from fdjax.pallas_kernels.attention import (
     SharedPages,
     append_decode_attention,
@@ -35,7 +35,7 @@ from fdjax.pallas_kernels.rope import rotate
 def unfused() -> Iterator[None]:
     """Context in which programs are traced without fusion."""
     with (
-        mock.patch.object(decoder, "matmul", unfused_matmul),
+        mock.patch.object(decoder_block, "matmul", unfused_matmul),
         mock.patch.object(step, "append_decode_attention", unfused_append_decode_attention),
     ):
         yield

@@ -11,19 +11,12 @@ from typing import Any
 from fdjax.models.attend import Attend
 from fdjax.models.block import BlockSpec, LinearShape
 from fdjax.models.config import CheckpointError, ConfigReader, DecoderConfig
-from fdjax.models.decoder import (
-    Decoder,
-    Model,
-    Params,
-    chain_features,
-    chain_shape,
-    describe,
-    layers_features,
-    layers_shape,
-    random_params,
-)
+from fdjax.models.decoder import Decoder
 from fdjax.models.families import FAMILIES
+from fdjax.models.fused_layers import chain_features, chain_shape, layers_features, layers_shape
+from fdjax.models.model import Model, Params, describe
 from fdjax.models.name_map import TensorNames, WeightMap, decoder_weights, export_tensors
+from fdjax.models.random_weights import random_params
 from fdjax.models.readable import readable
 from fdjax.models.refused import REFUSED
 from fdjax.models.rope import with_spans

@@ -15,7 +15,7 @@ from fdjax.pallas_kernels.quantised import WEIGHT_FEATURES, WeightFormat
 
 BlockPath = tuple[str, ...]
 
-# Features of a `BlockSpec` that the modules of `fdjax.models.decoder` support.
+# Features of a `BlockSpec` that the modules of `fdjax.models.decoder_block` support.
 DECODER_CAN = (
     frozenset(
         """

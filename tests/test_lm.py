@@ -29,7 +29,7 @@ from fdjax.engine.packed import PackedPrompts
 from fdjax.engine.results import Stats
 from fdjax.engine.schedule import CHUNKS
 from fdjax.models import describe, random_params
-from fdjax.models.decoder import DecoderBlock
+from fdjax.models.decoder_block import DecoderBlock
 from fdjax.text.tokenizer import MissingTokenizerError
 
 FIXTURES = Path(__file__).parent / "fixtures" / "hf"

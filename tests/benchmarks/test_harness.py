@@ -560,7 +560,7 @@ def test_unfused_attention_is_attention(monkeypatch):
     import jax.numpy as jnp
 
     from fdjax.engine import step
-    from fdjax.models import decoder
+    from fdjax.models import decoder_block
     from fdjax.pallas_kernels.attention import AttentionSpec, append_decode_attention
 
     rng = np.random.default_rng(0)
@@ -576,10 +576,10 @@ def test_unfused_attention_is_attention(monkeypatch):
         got = unfused.unfused_append_decode_attention(qkv, k, v, lengths, **args)
         for a, b in zip(want, got, strict=True):
             np.testing.assert_array_equal(a, b)
-    before = decoder.matmul, step.append_decode_attention
+    before = decoder_block.matmul, step.append_decode_attention
     with unfused.unfused():
-        assert decoder.matmul is unfused.unfused_matmul
-    assert before == (decoder.matmul, step.append_decode_attention)
+        assert decoder_block.matmul is unfused.unfused_matmul
+    assert before == (decoder_block.matmul, step.append_decode_attention)
 
 
 @pytest.mark.slow

@@ -19,7 +19,8 @@ import fdjax
 from fdjax.engine import disk_cache as lowered
 from fdjax.engine import step
 from fdjax.engine.disk_cache import cached_on_disk
-from fdjax.models.decoder import Decoder, Model
+from fdjax.models.decoder import Decoder
+from fdjax.models.model import Model
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 

@@ -30,7 +30,7 @@ from fdjax.engine.state import SLOT_MULTIPLE, init_cache, init_pool, start, star
 from fdjax.engine.state import state_specs as specs_of_state
 from fdjax.engine.step import decode_steps, prompt_logits
 from fdjax.models import describe, parse_config
-from fdjax.models.decoder import _random_weight
+from fdjax.models.random_weights import _random_weight
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.pallas_kernels.ranks import AXIS

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec
 from benchmarks.tensor_parallel import with_one_launch
 from fdjax.models import chain_features, describe, layers_features, parse_config
 from fdjax.models.block import DECODER_CAN
-from fdjax.models.decoder import _random_weight
+from fdjax.models.random_weights import _random_weight
 from fdjax.models.sharding import _BLOCK_CAN, local_config, why_tokens_repeat
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import BRICKS, WeightFormat
