@@ -28,9 +28,9 @@ from fdjax.engine.results import (
     bytes_of_params,
     closed_at_exit,
 )
-from fdjax.engine.runner import STREAM_STEPS, Call
 from fdjax.engine.running import RunningRequest
 from fdjax.engine.sequence import Request, RequestState
+from fdjax.engine.task import STREAM_STEPS, Call
 from fdjax.models import DecoderConfig, Model, Params, describe, parse_config
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.sampling.options import GenerationConfig

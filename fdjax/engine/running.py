@@ -4,8 +4,9 @@ import types
 from collections.abc import Iterator
 
 from fdjax.engine.results import GenerateResult, Timer
-from fdjax.engine.runner import Call, Runner
+from fdjax.engine.runner import Runner
 from fdjax.engine.sequence import RequestState
+from fdjax.engine.task import Call
 from fdjax.text.tokenizer import MissingTokenizerError
 
 

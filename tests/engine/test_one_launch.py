@@ -15,8 +15,8 @@ import pytest
 import fdjax
 from any_size import ANY_SIZE
 from fdjax.engine.engine import ReusableState
-from fdjax.engine.runner import Session
 from fdjax.engine.scheduler import StateShape
+from fdjax.engine.session import Session
 from fdjax.engine.state import StackedCache
 from fdjax.models import decoder, describe, layers_shape, random_params
 from fdjax.pallas_kernels.layers import decode_layers

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 
 from fdjax.engine import runner
 from fdjax.engine.pages import PagePool, page_count
-from fdjax.engine.runner import Call, Runner
+from fdjax.engine.runner import Runner
 from fdjax.engine.schedule import slots_for
 from fdjax.engine.scheduler import StateShape
 from fdjax.engine.sequence import Request, RequestState
 from fdjax.engine.state import NOBODYS_PAGE
 from fdjax.engine.state import SLOT_MULTIPLE as PAGE
+from fdjax.engine.task import Call
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.sampler import NOT_FINITE
 from fdjax.text.tokenizer import Tokenizer
