@@ -19,7 +19,7 @@ from fdjax.engine.results import step_bytes
 from fdjax.engine.state import cache_bytes
 from fdjax.models import (
     CheckpointError,
-    decoder,
+    decoder_block,
     describe,
     export_tensors,
     parse_config,
@@ -230,7 +230,7 @@ def test_rows_that_have_ended_choose_no_experts(monkeypatch):
         seen.append((len(x), live if live is None else live.shape))
         return moe(x, *args, live=live, **options)
 
-    monkeypatch.setattr(decoder, "moe", recorded)
+    monkeypatch.setattr(decoder_block, "moe", recorded)
     lm = fdjax.load(str(FIXTURES / "olmoe"), compilation_cache=False, progress=False)
     traced = fdjax.LM(dataclasses.replace(lm.model), lm.params)  # without programs
     traced.generate([[1, 2, 3]] * 6, do_sample=False, max_new_tokens=3)
