@@ -98,7 +98,7 @@ def test_interpreted_parts_of_the_cache_with_masks(masks):
 
 @pytest.mark.parametrize(
     ("tiles", "slots", "parts"),
-    [(32, 8192, 4), (32, 1024, 2), (32, 1023, 1), (67, 8192, 1), (1, 10**6, 8), (200, 4096, 1)],
+    [(32, 8192, 4), (32, 2048, 2), (32, 2047, 1), (67, 8192, 1), (1, 10**6, 8), (200, 4096, 1)],
 )
 def test_few_tiles_split_a_long_cache(tiles, slots, parts):
     assert _splits(tiles, slots) == parts

@@ -69,7 +69,7 @@ from fdjax.pallas_kernels.hopper.conditional import cond, when
 _ROWS = 64  # query rows of a warpgroup: M of wgmma
 _CONSUMERS = 2  # warpgroups that compute
 _TILE = _CONSUMERS * _ROWS
-_SLOTS_OF_A_SPLIT = 512  # fewer were not measured, see benchmarks/LOG.md
+_SLOTS_OF_A_SPLIT = 1024  # fewer were not measured, see benchmarks/LOG.md
 _MOST_SPLITS = 8
 _BLOCKS = {64: (128, 4), 96: (128, 2), 128: (128, 2), 256: (64, 2)}  # slots, stages; by D
 
