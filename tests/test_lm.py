@@ -147,6 +147,8 @@ def test_no_prompts(lm):
         ([[1.0]], "id 1.0"),
         ([[True]], "id True"),
         ([np.array([2.0])], "id .*2.0"),
+        ([np.array([5, -1], np.int8)], "prompt 0 has id -1"),
+        ([np.array([2**63], np.uint64)], "prompt 0 has id 9223372036854775808"),
         ([TEXT, "a\ud800"], "prompt 1 is not valid text: surrogates not allowed at character 1"),
         ([[5] * 513], "prompt 0 has 513 tokens, the model's context is 512"),
         ([[5] * 512], "prompt 0 has 512 tokens, the model's context is 512"),
@@ -192,6 +194,10 @@ def test_ids_may_be_arrays(lm, truth):
             assert lm.generate(prompt, max_new_tokens=4, **GREEDY).tokens == want
         assert list(lm.stream(array, max_new_tokens=4, **GREEDY))
         assert lm.score(array).logprobs == lm.score([ids]).logprobs
+    array = np.asarray(ids, np.int32)
+    request = lm.submit(array, max_new_tokens=4, **GREEDY)
+    array[:] = 0  # the request has its own
+    assert request.result(timeout=120).tokens == want
 
 
 @pytest.mark.slow

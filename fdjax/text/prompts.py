@@ -30,6 +30,9 @@ def as_several(given: Any, what: str) -> tuple[list[Any], bool]:
     """
     if isinstance(given, str):
         return [given], True
+    given = _on_host(given)
+    if _holds_ids(given) and given.size:
+        return [given], True
     given = _listed(given, what)
     one = bool(given) and _is_id_type(type(given[0]))
     return [given] if one else given, one
@@ -52,24 +55,41 @@ def token_array(prompt: Any, tokenizer: Tokenizer, vocab_size: int, what: str) -
       ValueError: the prompt is empty or no valid text, or an id is not in the vocabulary.
       MissingTokenizerError: the prompt is a text, but there is no tokenizer.
     """
-    ids = _encoded(prompt, tokenizer, what) if isinstance(prompt, str) else _listed(prompt, what)
-    if not ids:
+    ids = _on_host(prompt)
+    if isinstance(ids, str):
+        ids = _encoded(ids, tokenizer, what)
+    elif not _holds_ids(ids):
+        ids = _listed(ids, what)
+    if not len(ids):
         raise ValueError(f"{what} is empty; give at least one token")
-    # Only the set of types is checked. A check of 1024 single ids takes half a millisecond, which
-    # would delay the first token.
-    array = _as_array(ids) if all(map(_is_id_type, set(map(type, ids)))) else None
+    if _holds_ids(ids):
+        array = ids
+    else:
+        # Only the set of types is checked. A check of 1024 single ids takes half a millisecond,
+        # which would delay the first token.
+        array = _as_array(ids) if all(map(_is_id_type, set(map(type, ids)))) else None
     if array is None or array.min() < 0 or array.max() >= vocab_size:
         wrong = next(t for t in ids if not _is_id_type(type(t)) or not 0 <= t < vocab_size)
         wrong = wrong.item() if isinstance(wrong, np.generic) else wrong
         hint = "; tokenizer.json has more tokens than the model" * isinstance(prompt, str)
         raise ValueError(f"{what} has id {wrong!r}, the vocabulary is 0..{vocab_size - 1}{hint}")
-    return array
+    return array.astype(np.int32)  # a copy: the caller may change the array
+
+
+def _on_host(given: Any) -> Any:
+    """An array of a device as a NumPy array, anything else as it is."""
+    return np.asarray(given) if isinstance(given, jax.Array) else given
+
+
+def _holds_ids(given: Any) -> bool:
+    """Whether this is a NumPy array [n] of integers. It need not become a list of objects."""
+    return type(given) is np.ndarray and given.ndim == 1 and given.dtype.kind in "iu"
 
 
 def _as_array(ids: list[Any]) -> np.ndarray | None:
     """Integers as [n] int32, or None if one is too large."""
     try:
-        return np.array(ids, np.int32)
+        return np.fromiter(ids, np.int32, len(ids))
     except OverflowError:
         return None
 
@@ -84,8 +104,6 @@ def _encoded(text: str, tokenizer: Tokenizer, what: str) -> list[int]:
 
 
 def _listed(given: Any, what: str) -> list[Any]:
-    if isinstance(given, jax.Array):
-        given = np.asarray(given)
     # `_NOT_SEQUENCES` are iterable, but yield bytes or keys, or have no order.
     scalar = isinstance(given, np.ndarray) and given.ndim == 0
     if isinstance(given, Iterable) and not isinstance(given, _NOT_SEQUENCES) and not scalar:
