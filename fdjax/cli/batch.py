@@ -135,9 +135,8 @@ class AnswerFile:
         self.done: set[int] = set()
 
     def __enter__(self) -> "AnswerFile":
-        beside = self._beside
         try:
-            for path in (self.path, beside):
+            for path in (self.path, self._beside):
                 if path.exists() and not path.is_file():
                     raise UsageError(f"generate: --output {path}: not a file")
             self._is_new = not self.path.exists()
@@ -146,18 +145,18 @@ class AnswerFile:
             raise UsageError(f"generate: --output {error.filename}: {error.strerror}") from None
         try:
             _lock(self._file, self.path)
-            self._resume(beside)
+            self._resume()
         except BaseException:
             self._file.close()
             raise
         return self
 
-    def _resume(self, beside: Path) -> None:
+    def _resume(self) -> None:
         """Read which prompts have an answer."""
         if self.path.stat().st_size:
-            self._check(beside)
+            self._check()
         else:
-            write_whole(beside, json.dumps(self._run, indent=1))
+            write_whole(self._beside, json.dumps(self._run, indent=1))
         content = self.path.read_bytes()
         whole = content[: content.rfind(b"\n") + 1]
         for number, line in enumerate(whole.splitlines(), 1):
@@ -185,14 +184,15 @@ class AnswerFile:
         self._file.flush()
         self.done.add(index)
 
-    def _check(self, beside: Path) -> None:
+    def _check(self) -> None:
         try:
-            run = json.loads(beside.read_text())
+            run = json.loads(self._beside.read_text())
         except (OSError, ValueError):
             run = None
         if not isinstance(run, dict):
             raise UsageError(
-                f"{self.path} exists without {beside.name}, its settings: name another --output"
+                f"{self.path} exists without {self._beside.name}, its settings: "
+                "name another --output"
             )
         for name, value in self._run.items():
             if run.get(name) != value:

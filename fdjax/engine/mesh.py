@@ -39,6 +39,10 @@ class Place:
 
     devices: tuple[jax.Device, ...]
 
+    def __post_init__(self):
+        if len(self.devices) > 1:
+            allow_in_graphs()  # `load` makes its place before its arrays, whose sums start NCCL
+
     @classmethod
     def of(cls, array: jax.Array) -> "Place":
         """The place where an array is."""
@@ -123,7 +127,6 @@ class Place:
         """A function of whole arrays. Each device runs `function` with its own parts."""
         if len(self.devices) == 1:
             return function
-        allow_in_graphs()
         specs = {"in_specs": in_specs, "out_specs": out_specs}
         return jax.shard_map(function, mesh=self.mesh, **specs, check_vma=False)
 

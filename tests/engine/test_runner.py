@@ -26,6 +26,7 @@ from fdjax.engine.state import SLOT_MULTIPLE as PAGE
 from fdjax.engine.task import Call
 from fdjax.sampling.options import GenerationConfig
 from fdjax.sampling.sampler import NOT_FINITE
+from fdjax.system import nccl
 from fdjax.text.tokenizer import Tokenizer
 
 EOS = 7
@@ -503,12 +504,15 @@ def test_leaving_early_frees_the_rows():
     check(after)
 
 
-def test_what_the_device_fails_at_is_everybodys_error_and_not_the_next_ones():
+def test_what_the_device_fails_at_is_everybodys_error_and_not_the_next_ones(monkeypatch):
+    advised = []
+    monkeypatch.setattr(nccl, "advise", advised.append)
     engine = Engine()
     rows = [make_row([i + 1], new=5) for i in range(3)]
     engine.fail_next = True
     finish(engine, rows)
     assert all(isinstance(row.error, RuntimeError) for row in rows)
+    assert advised == [rows[0].error]
     after = make_row([9], new=5)
     finish(engine, [after])
     check(after)

@@ -4,6 +4,7 @@ import os
 
 import pytest
 
+from fdjax.engine.mesh import Place
 from fdjax.system.nccl import advise, allow_in_graphs
 
 
@@ -15,6 +16,15 @@ def test_the_environment_decides_first(value, monkeypatch):
         monkeypatch.delenv(name)
     allow_in_graphs()
     assert os.environ[name] == (value or "0")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_place_of_several_devices_sets_them(count, monkeypatch):
+    name = "NCCL_GRAPH_MIXING_SUPPORT"
+    monkeypatch.setenv(name, "")
+    monkeypatch.delenv(name)
+    Place((object(),) * count)
+    assert (name in os.environ) == (count > 1)
 
 
 def test_advice_if_a_graph_is_refused():
