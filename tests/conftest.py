@@ -111,7 +111,7 @@ _FOLDER = "FDJAX_TEST_PROGRAMS"
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Make a folder for the executables of this run, unless there is one."""
+    """Set what the processes of this run share, such as a folder for their executables."""
     if _FOLDER not in os.environ:
         folder = tempfile.TemporaryDirectory(prefix="fdjax-tests-", ignore_cleanup_errors=True)
         os.environ[_FOLDER] = folder.name
@@ -120,6 +120,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # read these variables already, and does not use that cache.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{os.environ[_FOLDER]}/processes")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    # Each worker would start a thread of NumPy's BLAS for every core, which wait by spinning.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 
 @pytest.fixture(autouse=True, scope="session")
