@@ -319,11 +319,12 @@ def _product(
             if bias is not None:
                 plgpu.barrier_wait(smem["bias_arrived"])
                 own_bias = [load(smem["bias"].at[i], LAYOUT.reduce(0)) for i in range(_PIECES)]
+                plgpu.commit_smem()  # TMA will write to what has been read
+                plgpu.barrier_arrive(smem["bias_used"])
                 sums = [
                     s + lax.broadcast_in_dim(b, s.shape, [1])
                     for s, b in zip(sums, own_bias, strict=True)
                 ]
-                plgpu.barrier_arrive(smem["bias_used"])
             if gate:
                 results = [(gated(gate, *sums), pieces[0])]
             else:
