@@ -120,7 +120,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # read these variables already, and does not use that cache.
     os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{os.environ[_FOLDER]}/processes")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
-    # Each worker would start a thread of NumPy's BLAS for every core, which wait by spinning.
+    # Each worker would start a thread of NumPy's BLAS for every core, and these would compete.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 

@@ -24,8 +24,9 @@ H100 = Plan(device_kind="NVIDIA H100 80GB HBM3", compute_capability=(9, 0))
 
 @pytest.fixture
 def few_blocks(monkeypatch):
-    """Blocks with several tiles, and no idle ones, whose interpretation takes most of the time."""
-    if jax.__version_info__ >= (0, 12):  # before, a block had to wait for its last arrivals too
+    """Give each block several tiles, and interpret no idle blocks, which takes most of the time."""
+    # The interpreter of JAX 0.11 wants a block to wait for all arrivals, also for the last ones.
+    if jax.__version_info__ >= (0, 12):
         monkeypatch.setattr(grouped, "MULTIPROCESSORS", 3)
 
 

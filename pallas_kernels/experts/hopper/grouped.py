@@ -319,7 +319,7 @@ def _product(
             if bias is not None:
                 plgpu.barrier_wait(smem["bias_arrived"])
                 own_bias = [load(smem["bias"].at[i], LAYOUT.reduce(0)) for i in range(_PIECES)]
-                plgpu.commit_smem()  # TMA will write to what has been read
+                plgpu.commit_smem()  # TMA writes the next biases only after these reads
                 plgpu.barrier_arrive(smem["bias_used"])
                 sums = [
                     s + lax.broadcast_in_dim(b, s.shape, [1])
