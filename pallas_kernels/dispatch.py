@@ -8,6 +8,7 @@ composed `Plan` is in `fdjax.pallas_kernels.plan`.
 
 import dataclasses
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -264,20 +265,23 @@ class Dispatch:
         if op in self.only_xla or not all(map(self._has_parts, able)):
             return Choice("xla", source="only")
         key = tuple(sorted(shape.items()))
-        by_name = _by_name(able)
-        entries = [e for e in self.table if e.op == op and e.choice.implementation in by_name]
+        names = {i.name for i in able}
+        entries = [e for e in self.table if e.op == op and e.choice.implementation in names]
         for entry in entries:
             if entry.shape == key:
                 return dataclasses.replace(entry.choice, source="table")
 
+        def kernel(choice: Choice, shape: Shape) -> Implementation | None:
+            return _kernel_of(
+                choice, self.able(op, features, shape), shape, self.compute_capability
+            )
+
         def applies(entry: Entry) -> bool:
             if _distance(entry.shape, key) > math.log(2):
                 return False
-            # Kernels with the same name run different shapes. A measurement of one says nothing
-            # about the others.
-            measured = _by_name(self.able(op, features, dict(entry.shape)))
-            name = entry.choice.implementation
-            return measured.get(name) is by_name[name]
+            # A measurement of a kernel says nothing about others with the same name.
+            measured = kernel(entry.choice, dict(entry.shape))
+            return measured is not None and measured is kernel(entry.choice, shape)
 
         near = list(filter(applies, entries))
         if near:
@@ -349,15 +353,36 @@ def resolve(
     first = next((i for i in named if i.runs_on(capability)), named[0])
     # Kernels that share a name and the devices they run on differ in what they can do.
     alike = [i for i in named if i.capabilities == first.capabilities]
-    chosen = next((i for i in alike if i.supports(shape, features, capability)), first)
+    able = [i for i in alike if i.supports(shape, features, capability)]
+    chosen = _kernel_of(choice, able, shape, capability) or first
     if reason := chosen.refusal(shape, features, capability):
         raise NotImplementedError(f"{op}: {chosen.name} {reason}")
     return chosen, chosen.config(**dict(choice.config)) if choice.config else None
 
 
-def _by_name(implementations: Sequence[Implementation]) -> dict[str, Implementation]:
-    """The first implementation of each name, which is the one that runs."""
-    return {i.name: i for i in reversed(implementations)}
+def _kernel_of(
+    choice: Choice,
+    able: Sequence[Implementation],
+    shape: Shape,
+    capability: Capability | None,
+) -> Implementation | None:
+    """The one that runs of those that can, if several have the name that was chosen.
+
+    A configuration belongs to the first kernel that has exactly its fields. Without one, the first
+    kernel runs whose heuristic accepts the shape, or the first.
+    """
+    named = [i for i in able if i.name == choice.implementation]
+    fields = {field for field, _ in choice.config or ()}
+    owners = (i for i in named if fields and fields == _fields_of(i.config))
+    # Where the device is not known, it is one that the kernel is for.
+    accepting = (
+        i for i in named if i.heuristic(shape, capability or (i.capabilities or (None,))[0])
+    )
+    return next(itertools.chain(owners, accepting, named), None)
+
+
+def _fields_of(config: type | None) -> set[str]:
+    return {field.name for field in dataclasses.fields(config)} if config else set()
 
 
 def check_name(op: str, name: str, implementations: Sequence[Implementation] = ()) -> None:

@@ -64,7 +64,7 @@ def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
     """Tilings of a linear layer with M rows that are worth measuring."""
     key = shape.key(m, itemsize=2)
     kernels = (PACKED_GEMM, TALL_GEMM) if shape.weight else (FLAT_GEMM,)
-    return next((kernel.candidates(key) for kernel in kernels if not kernel.fits(key)), ())
+    return [c for kernel in kernels if not kernel.fits(key) for c in kernel.candidates(key)]
 
 
 def _run(config: Any, **operands: Any) -> jax.Array:

@@ -21,7 +21,7 @@ from fdjax.pallas_kernels.gemm.xla import MATMUL_XLA
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import QTensor, check
 
-MATMUL = (PROMPT_GEMM, FLAT_GEMM, PACKED_GEMM, TALL_GEMM, DEQUANTISED_GEMM, MATMUL_XLA)
+MATMUL = (PROMPT_GEMM, FLAT_GEMM, TALL_GEMM, PACKED_GEMM, DEQUANTISED_GEMM, MATMUL_XLA)
 
 
 def matmul(

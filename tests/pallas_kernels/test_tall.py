@@ -112,7 +112,7 @@ def _scratch(m, k, n, *, gate, config, kind="int8", residual=True, zeros=True):
 @pytest.mark.parametrize("gate", [False, True])
 @pytest.mark.parametrize(("k", "n"), [(4096, 12288), (11008, 4096), (4096, 14336), (512, 128)])
 def test_the_default_tiling_fits_at_every_shape(k, n, gate):
-    for m in (33, 64, 65, 128, 129, 250, 512):
+    for m in (9, 16, 32, 33, 64, 65, 128, 129, 250, 512):
         config = TallGemmConfig.for_shape(m, k, n, gate=gate)
         tile = _scratch(m, k, n, gate=gate, config=config)
         assert tile.stages >= 2
@@ -120,7 +120,7 @@ def test_the_default_tiling_fits_at_every_shape(k, n, gate):
         assert tile.tile_m * tile.tiles_m >= m
 
 
-@pytest.mark.parametrize("m", [33, 64, 128, 136, 512])
+@pytest.mark.parametrize("m", [9, 32, 33, 64, 128, 136, 512])
 @pytest.mark.parametrize("gate", [0, 1])
 def test_candidates_fit(m, gate):
     shape = dict(m=m, k=4096, n=4096 * (1 + gate), gate=gate)
@@ -135,32 +135,56 @@ def test_candidates_fit(m, gate):
         assert all(size % 8 == 0 for size in rows)
 
 
-def test_each_number_of_rows_has_one_kernel():
+@pytest.mark.parametrize(
+    ("n", "want"),
+    [
+        (
+            4096,
+            {
+                8: (PackedGemmConfig, "nearest"),
+                10: (PackedGemmConfig, "nearest"),
+                13: (TallGemmConfig, "nearest"),
+                16: (TallGemmConfig, "table"),
+                24: (PackedGemmConfig, "nearest"),
+                32: (PackedGemmConfig, "table"),
+                33: (TallGemmConfig, "nearest"),
+                40: (TallGemmConfig, "table"),
+                2048: (TallGemmConfig, "heuristic"),
+                2049: (type(None), "heuristic"),
+            },
+        ),
+        # Not measured, with few and with many columns.
+        (4160, {m: (PackedGemmConfig, "heuristic") for m in (1, 16, 17, 32)}),
+        (
+            8192,
+            {
+                16: (PackedGemmConfig, "heuristic"),
+                17: (TallGemmConfig, "heuristic"),
+                32: (TallGemmConfig, "heuristic"),
+            },
+        ),
+    ],
+    ids=["measured", "few columns", "many columns"],
+)
+def test_each_number_of_rows_has_one_kernel(n, want):
     """Kernels for quantised weights share a name. No measurement of one is used for another."""
     weight = WeightFormat("int4", 128, layout="bricks")
-    sizes = dict(k=4096, n=4096, itemsize=2, gate=0, fused=0) | weight.key
+    sizes = dict(k=4096, itemsize=2, gate=0, fused=0) | weight.key
 
     def entry(m, config):
         config = tuple(sorted(dataclasses.asdict(config).items()))
         choice = Choice("mosaic_gpu", config, source="table")
-        return Entry("matmul", tuple(sorted((sizes | {"m": m}).items())), choice)
+        return Entry("matmul", tuple(sorted((sizes | {"m": m, "n": 4096}).items())), choice)
 
+    few, tall = PackedGemmConfig(), TallGemmConfig()
+    table = {12: few, 16: tall, 32: few, 40: tall}
     plan = dataclasses.replace(
-        Plan.for_kind("a GPU", (9, 0)),
-        table=(entry(16, PackedGemmConfig()), entry(40, TallGemmConfig())),
+        Plan.for_kind("a GPU", (9, 0)), table=tuple(entry(m, c) for m, c in table.items())
     )
-    want = {
-        10: (PackedGemmConfig, "nearest"),
-        16: (PackedGemmConfig, "table"),
-        32: (PackedGemmConfig, "heuristic"),
-        33: (TallGemmConfig, "nearest"),
-        2048: (TallGemmConfig, "heuristic"),
-        2049: (type(None), "heuristic"),
-    }
     for m, (config, source) in want.items():
-        found = plan.choose("matmul", weight.features, m=m, **sizes)
+        found = plan.choose("matmul", weight.features, m=m, n=n, **sizes)
         assert (found.implementation, found.source) == ("mosaic_gpu", source)
-        given = resolve(MATMUL, plan, None, weight.features, m=m, **sizes)
+        given = resolve(MATMUL, plan, None, weight.features, m=m, n=n, **sizes)
         assert given[0].config is (config if given[0].config else None)
         assert source == "heuristic" or type(given[1]) is config
 
@@ -168,8 +192,8 @@ def test_each_number_of_rows_has_one_kernel():
 @pytest.mark.parametrize(
     ("m", "group", "itemsize", "message"),
     [
-        (32, 128, 2, r"takes 33\.\.2048 rows, got 32"),
-        (2049, 128, 2, r"takes 33\.\.2048 rows, got 2049"),
+        (8, 128, 2, r"takes 9\.\.2048 rows, got 8"),
+        (2049, 128, 2, r"takes 9\.\.2048 rows, got 2049"),
         (64, 48, 2, "takes groups of 32 or of multiples of 64, got 48"),
         (64, 64, 4, "needs bfloat16 or float16, got float32"),
     ],
@@ -193,7 +217,7 @@ INTERPRETED = [
     ),
 ]
 MORE_INTERPRETED = [
-    (Case("fp8", 64, 40, k=256, n=128, scales="bfloat16"), TallGemmConfig(4, 64, 4, 2)),
+    (Case("fp8", 64, 20, k=256, n=128, scales="bfloat16"), TallGemmConfig(4, 64, 4, 2)),
     (Case("int4", 256, 200, k=256, n=128, residual=True, layer=True), TallGemmConfig(2, 128, 2, 3)),
     # Units of 32 rows.
     (Case(m=128, k=256, n=320, zeros=True, scales="float16"), TallGemmConfig(4, 128, 2, 3)),
@@ -253,6 +277,8 @@ def _spec(*shape, dtype="bfloat16"):
     ("case", "config"),
     [
         (Case(group=128, m=64, k=4096, n=22016, scales="float16"), None),
+        (Case(group=128, m=32, k=4096, n=11008, gate="silu"), None),
+        (Case("int8", 4096, 16, k=4096, n=12288, layer=True), None),
         (Case(group=128, m=128, k=4096, n=12288, scales="bfloat16"), None),
         (Case(group=128, m=256, k=11008, n=4096, residual=True), None),
         (Case(group=128, m=512, k=4096, n=11008, gate="silu", norm=True), None),
@@ -318,7 +344,7 @@ def test_products_on_a_gpu_are_those_of_the_oracle(case, config):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("gate", [0, 1])
-@pytest.mark.parametrize("m", [64, 128, 256, 512])
+@pytest.mark.parametrize("m", [9, 32, 64, 128, 256, 512])
 def test_all_candidates_agree_on_a_gpu(m, gate):
     case = Case(group=128, m=m, k=4096, n=1024, gate="silu" if gate else None)
     for config in tall_gemm.candidates(dict(m=m, k=case.k, n=case.n * (1 + gate), gate=gate)):

@@ -10,8 +10,9 @@ themselves (`fragments.multiplied`): wgmma would make them wait before they unpa
 Scales multiply the fp32 sums of their group of rows. This costs less than scaling weights, and
 rounds nothing. Zeros are subtracted while unpacking, exactly.
 
-It takes up to 32 rows; `tall_gemm` takes more. XLA runs the norm. On an H100, scaling x in every
-block took 7 us for a product of 20 us. A separate launch takes 2 us (benchmarks/LOG.md).
+It takes up to 32 rows; `tall_gemm` takes more, and from 9 rows on if it is faster. XLA runs the
+norm. On an H100, scaling x in every block took 7 us for a product of 20 us. A separate launch takes
+2 us (benchmarks/LOG.md).
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import BRICK, brick_words
-from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
 from fdjax.pallas_kernels.gemm.hopper.flat_tile import FlatTile, in_groups
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
@@ -78,8 +79,11 @@ class PackedGemmConfig:
         # Every block should have 2048 rows. The sums of others must leave room for the ring.
         sums = (2 if gate else 1) * m * BRICK * 4
         splits = [s for s in (2, 4, 8) if k >= 2048 * s and (s - 1) * sums <= 2**16]
-        enough = (s for s in (1, *splits) if s * columns >= 2 * MULTIPROCESSORS)
-        split = next(enough, splits[-1] if splits else 1)
+        bricks = columns * (2 if gate else 1)
+        # More than two blocks that share K pay only if multiprocessors would have none.
+        enough = (s for s in splits if s * bricks >= 0.9 * MULTIPROCESSORS)
+        many = bricks >= 2 * MULTIPROCESSORS or not splits
+        split = 1 if many else next(enough, splits[-1])
         return cls(wide=wide, stages=3 if split == 1 else 4, split=split)
 
 
@@ -271,11 +275,6 @@ def _fits(shape: Shape) -> str | None:
     return None
 
 
-def _heuristic(shape: Shape, capability: Capability | None) -> bool:
-    """True: XLA dequantises the weight, and moves nine times the bytes of int4."""
-    return capability is not None
-
-
 def _run(x, w, *, batch_invariant, **keywords):
     return matmul_packed(x, w, **keywords)
 
@@ -285,7 +284,7 @@ PACKED_GEMM = Implementation(
     can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.fp4"}),
     fits=_fits,
-    heuristic=_heuristic,
+    heuristic=on_gpu,  # XLA dequantises the weight, and moves nine times the bytes of int4
     capabilities=((9, 0), (9, 1)),
     config=PackedGemmConfig,
     candidates=_candidates,

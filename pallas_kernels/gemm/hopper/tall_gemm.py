@@ -1,4 +1,4 @@
-"""GEMM with quantised weights for more than 32 rows on Hopper, in one launch.
+"""GEMM with quantised weights for more than a few rows on Hopper, in one launch.
 
 At 64 rows, int4 takes as long to read as to multiply. So a kernel must read each code once, unpack
 it few times, and keep the tensor cores busy meanwhile. Here, warpgroups of a block have different
@@ -28,7 +28,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.bricks import BRICK, brick_words, unpack_bricks
-from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
+from fdjax.pallas_kernels.dispatch import Capability, Implementation, Shape, needs_half
 from fdjax.pallas_kernels.gemm.hopper.dequantised import group_misfit
 from fdjax.pallas_kernels.hopper import MULTIPROCESSORS
 from fdjax.pallas_kernels.hopper.conditional import when
@@ -44,10 +44,13 @@ from fdjax.pallas_kernels.hopper.tiles import (
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
 from fdjax.pallas_kernels.quantised import BITS, PLAIN, WEIGHT_FEATURES, QTensor
 
-_LEAST_ROWS = 33
+_LEAST_ROWS = 9
 # With more rows, dequantising the weight first is as fast, or was not compared.
 _MOST_ROWS = {"int4": 2048, "int8": 512, "fp8": 512}
 _SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a block, less its barriers
+# Up to 32 rows, it was faster than `packed_gemm` for weights of so many columns, and with more rows
+# than these.
+_MANY_COLUMNS, _FEW_ROWS = 8192, {"int4": 16, "int8": 8, "fp8": 8}
 # Bytes of a result that a warpgroup stores at once.
 _STORED_BYTES = 8 * 1024
 # Sums [64, rows] of a block fill the registers if they have this many rows in all.
@@ -614,6 +617,12 @@ def _fits(shape: Shape) -> str | None:
     return group_misfit(shape)
 
 
+def _heuristic(shape: Shape, capability: Capability | None) -> bool:
+    few = next((rows for kind, rows in _FEW_ROWS.items() if kind in shape), 0)
+    is_faster = shape["m"] > 32 or (shape["m"] > few and shape["n"] >= _MANY_COLUMNS)
+    return capability is not None and is_faster
+
+
 def _run(x, w, *, batch_invariant, **keywords):
     return matmul_tall(x, w, **keywords)
 
@@ -623,7 +632,7 @@ TALL_GEMM = Implementation(
     can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
     | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}", "weight.fp4"}),
     fits=_fits,
-    heuristic=on_gpu,
+    heuristic=_heuristic,
     capabilities=((9, 0), (9, 1)),
     config=TallGemmConfig,
     candidates=candidates,
