@@ -279,7 +279,7 @@ def is_quantised(leaf: Any) -> bool:
 
 
 def random_quantised(key: Array, like: QTensor, deviation: float) -> QTensor:
-    """A random weight around 0 with the shapes of another weight.
+    """A random weight with mean 0 and the shapes of another weight.
 
     Args:
       key: key of JAX's random numbers.
@@ -296,7 +296,13 @@ def random_quantised(key: Array, like: QTensor, deviation: float) -> QTensor:
         codes, scale = lax.bitcast_convert_type(values, jnp.uint8), deviation
     else:
         codes = jax.random.bits(key, like.shape, jnp.uint8) & jnp.uint8(levels - 1)
-        spread = _E2M1_DEVIATION if like.kind == "fp4" else levels / math.sqrt(12)
+        spread = _E2M1_DEVIATION
+        if like.kind != "fp4":
+            # Codes lie around levels / 2, except for the smallest. With a mean below 0, all values
+            # of a row would become alike from layer to layer, and scores of attention huge.
+            middle, largest = levels // 2, levels // 2 - 1
+            codes = jnp.where(codes == 0, jnp.uint8(middle), codes)
+            spread = math.sqrt(largest * (largest + 1) * (2 * largest + 1) / (3 * levels))
         scale = deviation / spread
     scales = jnp.full_like(like.scales, scale)
     zeros = None if like.zeros is None else jnp.full_like(like.zeros, levels / 2)

@@ -100,6 +100,15 @@ def test_bricks_hold_the_same_weight(kind, outs):
     assert_same_bits(np.asarray(in_layout(bricks, "plain").words), q.words)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("zeros", [False, True])
+def test_random_weights_have_mean_zero_and_the_deviation_that_was_asked_for(kind, zeros):
+    empty = WeightFormat(kind, 64, zeros=zeros and kind.startswith("int")).empty((256, 512))
+    values = np.asarray(dequantise(random_quantised(jax.random.key(0), empty, 0.02), "float32"))
+    assert abs(values.mean()) < 5 * 0.02 / values.size**0.5
+    assert values.std() == pytest.approx(0.02, rel=0.02)
+
+
 def test_a_stack_in_bricks():
     empty = WeightFormat("fp4", 32).empty((128, 2, 64), (3,))
     stack = random_quantised(jax.random.key(0), empty, 1.0)
