@@ -3,6 +3,9 @@
 A point takes seconds, also where its prompt would take minutes. The engine's own programs run with
 random weights, and with random keys and values in pages in random order. Results are not checked:
 `benchmarks.end_to_end` does that. With `--layers`, a step has fewer layers, but still the head.
+
+Random weights must not lead to scores beyond the range of the unified maximum, because attention
+then runs twice. A row of the record has a note if it did; one launch does not count it.
 """
 
 import argparse
@@ -143,17 +146,20 @@ def measured(
     rows, context = point
     case = f"decode step B{rows} P{context}"
     try:
-        samples, nbytes = step_samples(model, params, rows, context, steps, runs)
+        samples, nbytes, reruns = step_samples(model, params, rows, context, steps, runs)
     except NotImplementedError as error:
         return Measurement(case, name, None, reason=str(error).splitlines()[0])
     timing = dataclasses.asdict(Timing.from_samples([samples], "host"))
-    return Measurement(case, name, True, timing=timing, bytes=nbytes)
+    notes = [f"{reruns:.0%} of the blocks of attention ran again"] if reruns > 0.001 else []
+    return Measurement(case, name, True, timing=timing, bytes=nbytes, notes=notes)
 
 
 def step_samples(
     model: Model, params: Any, rows: int, context: int, steps: int, runs: int
-) -> tuple[list[float], int]:
-    """(microseconds of a step in each run, the bytes that a step must read), means over a call.
+) -> tuple[list[float], int, float]:
+    """(microseconds of a step in each run, the bytes that a step must read, `rerun_share`).
+
+    Times and bytes are means over a call.
 
     The shortest call with a single step is subtracted from each call, and with it what a call costs
     the host. The last step reads `context` tokens of each row, so a mean step reads `steps / 2`
@@ -163,18 +169,34 @@ def step_samples(
     call = caller(engine, rows, context, steps)
     for _ in range(2):
         call(steps)
-    single = min(call(1) for _ in range(5))
-    samples = [1e6 * (call(steps) - single) / (steps - 1) for _ in range(runs)]
+    single = min(call(1)[0] for _ in range(5))
+    samples = [1e6 * (call(steps)[0] - single) / (steps - 1) for _ in range(runs)]
     nbytes = step_bytes(model, *bytes_of_params(params), rows)
     nbytes += rows * (2 * context - steps) * cache_bytes(model.local, 1, 1) // 2
     engine.release()
     del call
     gc.collect()  # frees the cache before the next one is allocated
-    return samples, nbytes
+    reruns = rerun_share(engine, rows, context)
+    return samples, nbytes, reruns
 
 
-def caller(engine: Engine, rows: int, context: int, steps: int) -> Callable[[int], float]:
-    """A function (number of steps) → seconds of a call. Its last step reads `context` tokens."""
+def rerun_share(engine: Engine, rows: int, context: int) -> float:
+    """Share of the blocks of attention that run again in the last step; 0 in one launch."""
+    if engine.stacks(rows, slots_of(context)):
+        return 0.0
+    _, (*_, reruns) = caller(engine, rows, context, 1, return_reruns=True)(1)
+    engine.release()
+    gc.collect()
+    return float(np.mean(reruns))
+
+
+def caller(
+    engine: Engine, rows: int, context: int, steps: int, **static: Any
+) -> Callable[[int], tuple[float, Any]]:
+    """A function (number of steps) → (seconds, results of `decode_steps` but the state) of a call.
+
+    Its last step reads `context` tokens of each row. `static` are arguments of `decode_steps`.
+    """
     slots = slots_of(context)
     count, pages = 0, None
     if engine.paged:
@@ -192,10 +214,11 @@ def caller(engine: Engine, rows: int, context: int, steps: int) -> Callable[[int
         stacked_layers=(one_launch := engine.stacks(rows, slots)),
         processors=Processors().tier,
         max_steps=steps,
+        **static,
     )
     leaves, treedef = jax.tree.flatten(state)
 
-    def call(n: int) -> float:
+    def call(n: int) -> tuple[float, Any]:
         nonlocal leaves
         ones = np.ones(rows, np.int32)
         progress = pack_progress((context - n) * ones, 5 * ones, ones, 0 * ones)
@@ -207,7 +230,7 @@ def caller(engine: Engine, rows: int, context: int, steps: int) -> Callable[[int
         began = time.perf_counter()
         leaves, *out = program(*given)
         jax.block_until_ready((leaves, out))
-        return time.perf_counter() - began
+        return time.perf_counter() - began, out
 
     return call
 

@@ -282,6 +282,7 @@ def test_weights_of_another_model_are_refused(lm):
     other.params = jax.tree.map(np.asarray, lm.params)
 
 
+@pytest.mark.slow
 def test_what_an_interrupt_leaves_is_not_used_again(lm, monkeypatch):
     other = fresh(lm)
     other.generate([5, 6, 7], max_new_tokens=4, **CHECKED)
@@ -1214,6 +1215,7 @@ def test_a_traced_function_cannot_load():
         jax.eval_shape(load)
 
 
+@pytest.mark.slow
 def test_a_transfer_guard_is_the_users(lm, truth):
     """Transfers of fdjax are allowed, but not those of the reader of a stream."""
     prompt, tokens = truth[1]
@@ -1271,6 +1273,7 @@ def test_a_share_of_the_memory_is_no_limit_of_the_context(monkeypatch):
     assert load(gpu_memory_utilization=0.5, max_len=64).max_len == 64
 
 
+@pytest.mark.slow
 def test_limits_may_be_integers_of_numpy():
     lm = load(max_batch=np.int64(4), max_len=np.int32(64))
     assert len(lm.generate([5, 6, 7], max_new_tokens=2, **CHECKED).tokens[0]) == 2

@@ -152,6 +152,7 @@ class SameRows:
         return np.full(shape, 5)
 
 
+@pytest.mark.slow
 def test_nothing_is_counted_where_nothing_is_known(monkeypatch, partly):
     row, costs = measured(monkeypatch, partly, [[7, 8], [8, 7]], experts=lambda lm, ids: None)
     model = partly.model

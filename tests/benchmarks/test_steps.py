@@ -50,6 +50,7 @@ def test_a_small_run(config, tmp_path, monkeypatch):
         for plan in ("fdjax", "int8 cache")
         for point in ("B1 P20", "B3 P300")
     ]
+    assert not any(row.notes for row in record.rows)
     plain, int8 = np.split(np.array([row.bytes for row in record.rows]), 2)
     # Keys and values of a token: 2 heads of 16 values in fp32, then of 16 codes and a scale.
     tokens = np.array([20 - 2.5, 3 * (300 - 2.5)])
@@ -73,12 +74,28 @@ def test_a_call_reads_its_context(monkeypatch):
     model = describe(parse_config(CONFIG), dtype="float32")
     engine = steps.Engine(model, random_stacked_params(model)[0])
     call = steps.caller(engine, 2, 300, 7)
-    assert call(7) >= 0 and call(1) >= 0
+    assert call(7)[0] >= 0 and call(1)[0] >= 0
     for (leaves, (_, n, pages, _)), count in zip(seen, (7, 1), strict=True):
         progress = np.asarray(leaves[-1])
         assert n == count and (progress[0] + count == 300).all() and not progress[3].any()
         assert pages.shape == (2, 512 // 128)
         assert sorted(np.ravel(pages[:, :3])) == [1, 2, 3, 4, 5, 6] and not pages[:, 3:].any()
+
+
+def test_attention_that_ran_twice_is_noted(monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        steps, "caller", lambda *args, **static: lambda n: (n, (None, static, np.array(found)))
+    )
+    model = describe(parse_config(CONFIG), dtype="float32")
+    params, _ = random_stacked_params(model)
+    for shares, notes in (
+        ([0.0, 0.0005], []),
+        ([0.5, 1.0], ["75% of the blocks of attention ran again"]),
+    ):
+        found[:] = shares
+        row = steps.measured(model, params, "fdjax", (2, 300), steps=7, runs=2)
+        assert row.notes == notes and row.timing["median_us"] == 1e6
 
 
 @pytest.mark.parametrize(

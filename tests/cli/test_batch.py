@@ -95,6 +95,7 @@ def test_a_minimum_raises_the_default_maximum(files, monkeypatch):
     assert (seen[0]["min_new_tokens"], seen[0]["max_new_tokens"]) == (least, least)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "what",
     ["options", *(pytest.param(what, marks=pytest.mark.slow) for what in ("input", "model"))],

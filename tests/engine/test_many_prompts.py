@@ -484,6 +484,7 @@ def test_threads_get_the_answers_of_one_by_one(lm):
     assert [found[i] for i in range(12)] == alone
 
 
+@pytest.mark.slow
 def test_the_state_is_given_back(lm):
     lm.generate(prompts(5), max_new_tokens=3, **OPTIONS)
     before = len(jax.live_arrays())
@@ -571,6 +572,7 @@ def test_a_score_of_another_thread_may_drop_the_state_that_a_call_takes(lm, load
     assert other.generate([5, 6], **NEW_3).tokens == lm.generate([5, 6], **NEW_3).tokens
 
 
+@pytest.mark.slow
 def test_what_is_submitted(lm):
     text = "Once upon a time"
     expected = lm.generate(text, max_new_tokens=20, do_sample=False)
@@ -661,6 +663,7 @@ def test_a_kept_error_keeps_no_cache(lm, monkeypatch):
     same(lm.generate([5, 6], **NEW_3), 0, lm.generate([5, 6], **NEW_3))
 
 
+@pytest.mark.slow
 def test_a_result_does_not_change(lm):
     stream = lm.stream("Once", max_new_tokens=30, **OPTIONS)
     next(stream)

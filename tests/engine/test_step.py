@@ -151,6 +151,7 @@ def test_rows_after_the_first_are_left_as_they_are():
     assert np.array_equal(after.progress[:, 2:], progress[:, 2:])
 
 
+@pytest.mark.slow
 def test_a_finished_row_waits_for_the_others():
     state, sampling = two_rows(2, 32)
     after, tokens, _ = programs()[2](state, sampling, np.int32(3))

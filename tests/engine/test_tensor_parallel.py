@@ -322,6 +322,7 @@ def test_a_device_that_stalls_is_named():
     assert found["calls"] == 4 * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "error"),
     [

@@ -137,6 +137,7 @@ def exact_attention(q, k, v, scale, slopes=None):
     return np.einsum("hts,shd->thd", p / p.sum(axis=-1, keepdims=True), v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", ["xla", "reference"])
 @pytest.mark.parametrize(("dim", "spread"), [(2, False), (8, False), (16, False), (8, True)])
 def test_rope_of_interleaved_pairs_is_a_matter_of_loading(dim, spread, run):
@@ -167,6 +168,7 @@ def test_rope_of_interleaved_pairs_is_a_matter_of_loading(dim, spread, run):
     np.testing.assert_allclose(o[0], want, rtol=0, atol=2e-5 * np.abs(want).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [4, 6])
 def test_alibi_against_float64(heads):
     t, d = 50, 8

@@ -153,6 +153,7 @@ def test_logits(case):
         assert_within_bar(logits[-1], expected(case)[f"final_logits_{i}"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", sorted(BY_LENGTH))
 def test_logits_of_prompts_whose_length_decides(case):
     """Compares only the prompt: prompt and continuation differ from a prompt of that length."""

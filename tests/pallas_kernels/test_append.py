@@ -100,6 +100,7 @@ def _run(qkv, k, v, lengths, cos_sin, *, implementation, plan=None, norms=None, 
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 @pytest.mark.parametrize(
     "shape",
@@ -135,6 +136,7 @@ def test_without_rope(implementation):
     _check((*operands, None), functools.partial(_run, implementation=implementation))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 @pytest.mark.parametrize(
     ("lengths", "t"),
@@ -173,6 +175,7 @@ def _norms(d):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 @pytest.mark.parametrize(
     "shape",

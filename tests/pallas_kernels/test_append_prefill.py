@@ -100,6 +100,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["xla", *GPU])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_equals_its_three_ops(implementation, shape):

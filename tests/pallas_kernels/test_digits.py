@@ -28,6 +28,7 @@ def _values(digits, rows):
     return made.reshape(rows, -1, 4, 16)[..., order].reshape(rows, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2, 8, 9, 16])
 def test_the_error_is_less_than_that_of_rounding_the_largest(rows):
     rng = np.random.default_rng(rows)
@@ -86,6 +87,7 @@ def test_digits_are_in_the_order_of_bricks(kind):
     assert np.abs(got - want).max() <= 2e-4 * np.abs(want).max()
 
 
+@pytest.mark.slow
 def test_one_program_makes_the_same_digits():
     x = jax.random.normal(jax.random.key(0), (3, 2 * BRICK), jnp.bfloat16)
     np.testing.assert_array_equal(jax.jit(as_digits)(x), as_digits(x))

@@ -93,6 +93,7 @@ def assert_moe(y, exact, dtype):
     assert_within(y, exact.value, bound + one.rounding * np.abs(exact.value), "moe")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["gelu", soak("gelu_tanh")])
 @pytest.mark.parametrize("rule", slow_unless_fast(RULES, {"biased", "groups of a softmax"}))
 def test_every_rule_of_routing(rule, gate):
@@ -139,6 +140,7 @@ def biases(experts=6, width=20, hidden=12, seed=5):
     return {name: jnp.asarray(rng.normal(size=s), jnp.float32) for name, s in shapes.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [pytest.param(None, marks=pytest.mark.slow), INVARIANT])
 @pytest.mark.parametrize("gate", [soak("silu"), "clamped_swiglu"])
 def test_biases_and_the_clamped_gate(gate, plan):
@@ -298,6 +300,7 @@ def test_weights_of_an_expert_that_nobody_chose_are_not_read(m, plan):
     assert_same_bits(run(x, logits, gate_up, down, **options), want)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plan", [None, INVARIANT], ids=["any", "invariant"])
 def test_rows_that_are_not_live_read_no_expert(plan):
     x, logits, gate_up, down, _ = operands(7)

@@ -63,6 +63,7 @@ def test_interpreted_without_races(shape, config):
     check_product(interpreted(operands, config), operands)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("k", "n", "config"),
     [

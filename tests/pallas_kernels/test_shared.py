@@ -142,6 +142,7 @@ def same(got, want, rows=ROWS, tolerance=1e-5):
         jax.tree.map(np.testing.assert_array_equal, cache, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plain", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_reading_them_once_changes_nothing(plain):
     given, options = operands(ROWS, layer=1 if plain else None)

@@ -180,6 +180,7 @@ def test_no_ngram_comes_twice(histories, sizes):
 # --- no token left, and damage
 
 
+@pytest.mark.slow
 def test_where_every_token_is_forbidden_there_is_none():
     logits = np.zeros((3, V), np.float32)
     logits[2, 5] = np.nan

@@ -182,6 +182,7 @@ def random_values(batch: int, rng: np.random.Generator, **values) -> Sampling:
 OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_new_tokens": 0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("only", [None, *OFF])
 def test_a_batch_of_different_rows_draws_what_transformers_would(only):
     """Thousands of rows with their own values. `only` switches the other processors off."""

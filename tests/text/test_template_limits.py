@@ -162,6 +162,7 @@ def test_what_python_or_the_sandbox_refuses_is_an_error_of_one_line(source):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_large_input_is_no_reason_to_stop():
     text = "long text, " * 10**6
     source = (

@@ -471,6 +471,7 @@ def test_a_file_holds_the_calibration(calibration, tiny, tmp_path):
     assert [layer["applies"] for layer in data["layers"]] == [True] * tiny.config.layers
 
 
+@pytest.mark.slow
 def test_load_takes_what_lies_beside_the_checkpoint(calibration, folder):
     calibration_file.write_calibration(calibration, folder / calibration_file.FILE)
     assert [spec.phi for spec in load(folder).config.attention] == [

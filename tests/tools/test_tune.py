@@ -147,6 +147,7 @@ def test_the_fastest_that_is_right_is_chosen(fake, layer):
 CHAIN = {"m": 2, "k": 128, "width": 128, "hidden": 192, "n": 256, "itemsize": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("us", "best"),
     [

@@ -70,6 +70,7 @@ def us(monkeypatch):
     return times
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "tried", "key"),
     [

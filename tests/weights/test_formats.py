@@ -87,6 +87,7 @@ def model_shape(model, path) -> tuple[int, ...]:
     return plain.shape
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", slow_unless_fast(CASES, CASES[::3]))
 def test_weights_are_those_of_the_formats_own_tool(case):
     expected = json.loads((FIXTURES / case / "expected.json").read_text())

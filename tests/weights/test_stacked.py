@@ -261,6 +261,7 @@ def arrays(params, kind):
     return [(q.words, q.scales) for q in weights(params, kind)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("made_as", ["stacked later", "stacked while they are made"])
 def test_quantised_weights_are_stacked(quantised, made_as):
     if made_as == "stacked later":
