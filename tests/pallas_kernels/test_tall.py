@@ -163,8 +163,10 @@ def test_candidates_fit(m, gate):
                 32: (TallGemmConfig, "heuristic"),
             },
         ),
+        # Blocks would run in two waves.
+        (28672, {m: (PackedGemmConfig, "heuristic") for m in (16, 32)}),
     ],
-    ids=["measured", "few columns", "many columns"],
+    ids=["measured", "few columns", "many columns", "more columns"],
 )
 def test_each_number_of_rows_has_one_kernel(n, want):
     """Kernels for quantised weights share a name. No measurement of one is used for another."""

@@ -48,8 +48,8 @@ _LEAST_ROWS = 9
 # With more rows, dequantising the weight first is as fast, or was not compared.
 _MOST_ROWS = {"int4": 2048, "int8": 512, "fp8": 512}
 _SMEM_BYTES = 227 * 1024 - 1024  # shared memory of a block, less its barriers
-# Up to 32 rows, it was faster than `packed_gemm` for weights of so many columns, and with more rows
-# than these.
+# Up to 32 rows, it was faster than `packed_gemm` with at least so many columns and more rows than
+# these, and with int4 if all blocks run at once.
 _MANY_COLUMNS, _FEW_ROWS = 8192, {"int4": 16, "int8": 8, "fp8": 8}
 # Bytes of a result that a warpgroup stores at once.
 _STORED_BYTES = 8 * 1024
@@ -618,9 +618,17 @@ def _fits(shape: Shape) -> str | None:
 
 
 def _heuristic(shape: Shape, capability: Capability | None) -> bool:
+    return capability is not None and (shape["m"] > 32 or _is_faster_than_packed(shape))
+
+
+def _is_faster_than_packed(shape: Shape) -> bool:
+    m, k, n, gate = (shape[name] for name in ("m", "k", "n", "gate"))
     few = next((rows for kind, rows in _FEW_ROWS.items() if kind in shape), 0)
-    is_faster = shape["m"] > 32 or (shape["m"] > few and shape["n"] >= _MANY_COLUMNS)
-    return capability is not None and is_faster
+    if m <= few or n < _MANY_COLUMNS:
+        return False
+    config = TallGemmConfig.for_shape(m, k, n // (1 + gate), gate=bool(gate))
+    blocks = -(-n // (BRICK * config.wide * (1 + gate))) * config.split
+    return "int4" not in shape or blocks <= _MULTIPROCESSORS[config.split]
 
 
 def _run(x, w, *, batch_invariant, **keywords):
