@@ -186,8 +186,13 @@ def test_reruns_are_counted_on_a_gpu():
     _check_reruns(decode_mosaic, RUNNING_MAXIMUM, 0)
 
 
-def test_without_a_unified_maximum(monkeypatch):
-    """With `unified=False` in the spec, any configuration runs with a running maximum."""
+@pytest.mark.parametrize(
+    "spec",
+    [AttentionSpec(0.1, unified=False), AttentionSpec(0.1, alibi=alibi_slopes(4))],
+    ids=["not asked for", "ALiBi"],
+)
+def test_without_a_unified_maximum(spec, monkeypatch):
+    """Any configuration runs with a running maximum."""
     configs = []
 
     def kernel(*args, config, **kwargs):
@@ -196,7 +201,7 @@ def test_without_a_unified_maximum(monkeypatch):
 
     decode_kernel = decode_mosaic_module.decode_kernel
     monkeypatch.setattr(decode_mosaic_module, "decode_kernel", kernel)
-    run = functools.partial(interpreted, spec=AttentionSpec(0.1, unified=False), config=SPLIT)
+    run = functools.partial(interpreted, spec=spec, config=SPLIT)
     jax.eval_shape(run, *_operands([1, 120], s=136))
     assert set(configs) == {RUNNING_MAXIMUM}
 

@@ -147,7 +147,9 @@ def prefill_mosaic(
             slots = k.shape[-2] * (1 if pages is None else pages.shape[1])
             config = dataclasses.replace(config, splits=_splits(b * h * tiles, slots))
     splits = config.splits
-    if q.dtype == jnp.float16 or not spec.unified:
+    # With ALiBi, the sums of a part of the cache that is far away would be too small.
+    far = splits > 1 and spec.alibi is not None
+    if q.dtype == jnp.float16 or not spec.unified or far:
         config = dataclasses.replace(config, unified=False)
     if t % 8:
         q = jnp.pad(q, ((0, 0), (0, -t % 8), (0, 0), (0, 0)))
