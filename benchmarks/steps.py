@@ -5,7 +5,8 @@ random weights, and with random keys and values in pages in random order. Result
 `benchmarks.end_to_end` does that. With `--layers`, a step has fewer layers, but still the head.
 
 Random weights must not lead to scores beyond the range of the unified maximum, because attention
-then runs twice. A row of the record has a note if it did; one launch does not count it.
+then runs twice. This is counted once for each plan, and noted in that row of the record, except in
+one launch.
 """
 
 import argparse
@@ -109,10 +110,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = Record(environment(args.commit), config, ceiling)
     params, _stacks = random_stacked_params(model)
     for name in args.plans:
-        planned = planned_model(model, name)
+        planned, reruns = planned_model(model, name), None
         for point in args.points:
             one = with_one_launch(planned, point, args.one_launch) if args.one_launch else planned
             record.rows.append(row := measured(one, params, name, point, args.steps, args.runs))
+            if reruns is None and row.timing:
+                reruns = rerun_share(one, params, *point)
+                row.notes.extend(notes_on(reruns))
             took = row.timing and f"{row.timing['median_us']:.1f} us"
             print(f"{row.case}, {name}: {took or row.reason}", file=sys.stderr, flush=True)
             if args.output:
@@ -146,20 +150,17 @@ def measured(
     rows, context = point
     case = f"decode step B{rows} P{context}"
     try:
-        samples, nbytes, reruns = step_samples(model, params, rows, context, steps, runs)
+        samples, nbytes = step_samples(model, params, rows, context, steps, runs)
     except NotImplementedError as error:
         return Measurement(case, name, None, reason=str(error).splitlines()[0])
     timing = dataclasses.asdict(Timing.from_samples([samples], "host"))
-    notes = [f"{reruns:.0%} of the blocks of attention ran again"] if reruns > 0.001 else []
-    return Measurement(case, name, True, timing=timing, bytes=nbytes, notes=notes)
+    return Measurement(case, name, True, timing=timing, bytes=nbytes)
 
 
 def step_samples(
     model: Model, params: Any, rows: int, context: int, steps: int, runs: int
-) -> tuple[list[float], int, float]:
-    """(microseconds of a step in each run, the bytes that a step must read, `rerun_share`).
-
-    Times and bytes are means over a call.
+) -> tuple[list[float], int]:
+    """(microseconds of a step in each run, the bytes that a step must read), means over a call.
 
     The shortest call with a single step is subtracted from each call, and with it what a call costs
     the host. The last step reads `context` tokens of each row, so a mean step reads `steps / 2`
@@ -176,18 +177,23 @@ def step_samples(
     engine.release()
     del call
     gc.collect()  # frees the cache before the next one is allocated
-    reruns = rerun_share(engine, rows, context)
-    return samples, nbytes, reruns
+    return samples, nbytes
 
 
-def rerun_share(engine: Engine, rows: int, context: int) -> float:
-    """Share of the blocks of attention that run again in the last step; 0 in one launch."""
+def rerun_share(model: Model, params: Any, rows: int, context: int) -> float | None:
+    """Share of the blocks of attention that run again in a step; None in one launch."""
+    engine = Engine(model, params)
     if engine.stacks(rows, slots_of(context)):
-        return 0.0
+        return None
     _, (*_, reruns) = caller(engine, rows, context, 1, return_reruns=True)(1)
     engine.release()
     gc.collect()
     return float(np.mean(reruns))
+
+
+def notes_on(reruns: float | None) -> list[str]:
+    """Reasons to doubt a time."""
+    return [f"{reruns:.0%} of the blocks of attention ran again"] if (reruns or 0) > 0.001 else []
 
 
 def caller(

@@ -83,20 +83,23 @@ def test_a_call_reads_its_context(monkeypatch):
         assert sorted(np.ravel(pages[:, :3])) == [1, 2, 3, 4, 5, 6] and not pages[:, 3:].any()
 
 
-def test_attention_that_ran_twice_is_noted(monkeypatch):
-    found = []
-    monkeypatch.setattr(
-        steps, "caller", lambda *args, **static: lambda n: (n, (None, static, np.array(found)))
-    )
-    model = describe(parse_config(CONFIG), dtype="float32")
-    params, _ = random_stacked_params(model)
-    for shares, notes in (
-        ([0.0, 0.0005], []),
-        ([0.5, 1.0], ["75% of the blocks of attention ran again"]),
-    ):
-        found[:] = shares
-        row = steps.measured(model, params, "fdjax", (2, 300), steps=7, runs=2)
-        assert row.notes == notes and row.timing["median_us"] == 1e6
+@pytest.mark.parametrize(
+    ("shares", "notes"),
+    [([0.0, 0.0005], []), ([0.5, 1.0], ["75% of the blocks of attention ran again"])],
+)
+def test_attention_that_ran_twice_is_noted_once_for_a_plan(config, monkeypatch, shares, notes):
+    def caller(engine, rows, context, count, **static):
+        assert static == ({"return_reruns": True} if count == 1 else {})
+        return lambda n: (n, (None, None, np.array(shares)))
+
+    written = []
+    monkeypatch.setattr(steps, "caller", caller)
+    monkeypatch.setattr(steps, "measure_ceiling", lambda *args, **options: {})
+    monkeypatch.setattr(steps, "emit", lambda record, output: written.append(record))
+    options = ["--points", "2x100", "2x300", "--plans", "fdjax", "xla", "--dtype", "float32"]
+    assert steps.main([config, *options]) == 0
+    (record,) = written
+    assert [row.notes for row in record.rows] == [notes, [], notes, []]
 
 
 @pytest.mark.parametrize(
