@@ -69,7 +69,7 @@ class Implementation:
       needs: features of `can` without which it does not run.
       fits: shape → why the sizes or the dtype do not fit, or None.
       heuristic: (shape, compute capability) → whether it runs at a shape that was not measured. The
-        plan asks its implementations in order.
+        plan asks its implementations in order. It also decides between kernels with the same name.
       capabilities: compute capabilities that it runs on, as (first, end), end excluded; None for
         every device.
       config: class of its tuning configurations, or None.

@@ -14,6 +14,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from fdjax.pallas_kernels.attention import alibi_slopes, prefill_attention
+from fdjax.pallas_kernels.attention.hopper import prefill as prefill_module
 from fdjax.pallas_kernels.attention.hopper.prefill import (
     PrefillAttentionConfig,
     _splits,
@@ -65,6 +66,26 @@ def _check(operands, run, *, masks=NO_MASKS, **options):
     )
     assert_attention(o, lse, exact, dtype=str(q.dtype), d=q.shape[-1], s=k.shape[2])
     return np.asarray(o)
+
+
+@pytest.mark.parametrize(
+    ("alibi", "config", "unified"),
+    [(None, SPLIT, True), (alibi_slopes(2), SPLIT, False), (alibi_slopes(2), SMALL, True)],
+    ids=["parts", "parts with ALiBi", "ALiBi"],
+)
+def test_parts_with_alibi_have_a_running_maximum(alibi, config, unified, monkeypatch):
+    """In a part that is far away, all scores are too small for a unified maximum."""
+    configs = []
+
+    def kernel(*args, config, **options):
+        configs.append(config)
+        genuine(*args, config=config, **options)
+
+    genuine = prefill_module._prefill_kernel
+    monkeypatch.setattr(prefill_module, "_prefill_kernel", kernel)
+    run = functools.partial(interpreted, spec=AttentionSpec(0.3, alibi=alibi), config=config)
+    jax.eval_shape(run, *_operands([133, 70], [3, 60], t=130))
+    assert set(configs) == {dataclasses.replace(config, unified=unified)}
 
 
 @pytest.mark.slow

@@ -192,6 +192,23 @@ def test_each_number_of_rows_has_one_kernel(n, want):
 
 
 @pytest.mark.parametrize(
+    ("k", "n", "gate", "split"),
+    [
+        (11008, 4096, False, 2),
+        (14336, 4096, False, 2),
+        (4096, 12288, False, 2),
+        (8192, 2048, False, 4),  # two would leave half of the multiprocessors without a block
+        (4096, 11008, True, 1),
+        (4096, 22016, False, 1),
+        (1024, 1024, False, 1),  # too few rows to share
+    ],
+)
+def test_blocks_that_share_k_are_as_few_as_fill_the_device(k, n, gate, split):
+    for m in (1, 8, 32):
+        assert PackedGemmConfig.for_shape(m, k, n, gate=gate).split == split
+
+
+@pytest.mark.parametrize(
     ("m", "group", "itemsize", "message"),
     [
         (8, 128, 2, r"takes 9\.\.2048 rows, got 8"),

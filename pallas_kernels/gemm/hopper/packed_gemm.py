@@ -72,7 +72,7 @@ class PackedGemmConfig:
 
     @classmethod
     def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "PackedGemmConfig":
-        """A good tiling for an unmeasured shape: two blocks for each multiprocessor, or more."""
+        """A good tiling for an unmeasured shape."""
         columns = n // BRICK
         # With half as many blocks, x is copied half as often.
         wide = 2 if not gate and m > 16 and columns >= 2 * MULTIPROCESSORS else 1
