@@ -153,6 +153,8 @@ def test_candidates_fit(m, gate):
                 2049: (type(None), "heuristic"),
             },
         ),
+        # The kernel that was measured takes no 8 rows.
+        (2048, {8: (PackedGemmConfig, "heuristic"), 12: (TallGemmConfig, "nearest")}),
         # Not measured, with few and with many columns.
         (4160, {m: (PackedGemmConfig, "heuristic") for m in (1, 16, 17, 32)}),
         (
@@ -166,23 +168,22 @@ def test_candidates_fit(m, gate):
         # Blocks would run in two waves.
         (28672, {m: (PackedGemmConfig, "heuristic") for m in (16, 32)}),
     ],
-    ids=["measured", "few columns", "many columns", "more columns"],
+    ids=["measured", "one measured", "few columns", "many columns", "more columns"],
 )
 def test_each_number_of_rows_has_one_kernel(n, want):
     """Kernels for quantised weights share a name. No measurement of one is used for another."""
     weight = WeightFormat("int4", 128, layout="bricks")
     sizes = dict(k=4096, itemsize=2, gate=0, fused=0) | weight.key
 
-    def entry(m, config):
+    def entry(m, n, config):
         config = tuple(sorted(dataclasses.asdict(config).items()))
         choice = Choice("mosaic_gpu", config, source="table")
-        return Entry("matmul", tuple(sorted((sizes | {"m": m, "n": 4096}).items())), choice)
+        return Entry("matmul", tuple(sorted((sizes | {"m": m, "n": n}).items())), choice)
 
     few, tall = PackedGemmConfig(), TallGemmConfig()
-    table = {12: few, 16: tall, 32: few, 40: tall}
-    plan = dataclasses.replace(
-        Plan.for_kind("a GPU", (9, 0)), table=tuple(entry(m, c) for m, c in table.items())
-    )
+    table = [entry(m, 4096, config) for m, config in {12: few, 16: tall, 32: few, 40: tall}.items()]
+    table.append(entry(14, 2048, tall))
+    plan = dataclasses.replace(Plan.for_kind("a GPU", (9, 0)), table=tuple(table))
     for m, (config, source) in want.items():
         found = plan.choose("matmul", weight.features, m=m, n=n, **sizes)
         assert (found.implementation, found.source) == ("mosaic_gpu", source)
