@@ -27,10 +27,11 @@ ROWS = (1, 8, 16, 32, 64, 128, 129, 256, 512, 1024, 4096)
 def formats(k: int) -> dict[str, WeightFormat]:
     """The formats of a weight with K rows, by name."""
     found = {"int4 by 128": ("int4", 128), "int8": ("int8", k), "fp8": ("fp8", k)}
-    return {
+    forms = {
         name: WeightFormat(kind, group, scales="bfloat16", layout=BRICKS)
         for name, (kind, group) in found.items()
     }
+    return forms | {"fp8 x fp8": dataclasses.replace(forms["fp8"], fp8_activations=True)}
 
 
 def measure_layer(

@@ -30,6 +30,7 @@ WEIGHT_FEATURES = frozenset(
         *(f"weight.{kind}" for kind in BITS),
         *(f"weight.layout.{layout}" for layout in (PLAIN, BRICKS)),
         "weight.zeros",
+        "weight.fp8_activations",
     }
 )
 
@@ -44,6 +45,8 @@ class WeightFormat:
       zeros: whether there are zeros. Floating-point codes have none.
       scales: dtype of scales and zeros, a NumPy name.
       layout: order of the words, see `QTensor`.
+      fp8_activations: whether the activations of prompts may be rounded to fp8, which only weights
+        in fp8 allow.
     """
 
     kind: str
@@ -51,6 +54,7 @@ class WeightFormat:
     zeros: bool = False
     scales: str = "float32"
     layout: str = PLAIN
+    fp8_activations: bool = False
 
     def __post_init__(self):
         if self.kind not in BITS:
@@ -59,9 +63,11 @@ class WeightFormat:
             raise ValueError(f"weight: group must be positive, got {self.group}")
         if self.zeros and self.kind in _FLOATS:
             raise ValueError(f"weight: {self.kind} has no zeros")
+        if self.fp8_activations and self.kind != "fp8":
+            raise ValueError(f"weight: {self.kind} has no fp8_activations")
 
     def __str__(self) -> str:
-        return f"{self.kind} by {self.group}"
+        return f"{self.kind} by {self.group}" + ", fp8 activations" * self.fp8_activations
 
     @property
     def features(self) -> Features:
@@ -69,6 +75,8 @@ class WeightFormat:
         names = {f"weight.{self.kind}", f"weight.layout.{self.layout}"}
         if self.zeros:
             names.add("weight.zeros")
+        if self.fp8_activations:
+            names.add("weight.fp8_activations")
         return frozenset(names)
 
     @property
@@ -92,7 +100,8 @@ class WeightFormat:
         scales = jnp.zeros((*stack, k // self.group, *outs), self.scales)
         words = jnp.zeros((*stack, *words_shape(self.kind, shape, self.layout)), jnp.int32)
         zeros = scales if self.zeros else None
-        return QTensor(words, scales, zeros, self.kind, self.group, tuple(shape), self.layout)
+        fixed = self.kind, self.group, tuple(shape), self.layout, self.fp8_activations
+        return QTensor(words, scales, zeros, *fixed)
 
 
 @jax.tree_util.register_dataclass
@@ -113,6 +122,7 @@ class QTensor:
       group: rows that share a scale.
       shape: (K,N) or (K,2,N).
       layout: order of the words.
+      fp8_activations: see `WeightFormat`.
     """
 
     words: Array
@@ -122,12 +132,14 @@ class QTensor:
     group: int = dataclasses.field(metadata={"static": True})
     shape: tuple[int, ...] = dataclasses.field(metadata={"static": True})
     layout: str = dataclasses.field(default=PLAIN, metadata={"static": True})
+    fp8_activations: bool = dataclasses.field(default=False, metadata={"static": True})
 
     @property
     def format(self) -> WeightFormat:
         """Its format."""
         scales = jnp.dtype(self.scales.dtype).name
-        return WeightFormat(self.kind, self.group, self.zeros is not None, scales, self.layout)
+        own = self.kind, self.group, self.zeros is not None, scales, self.layout
+        return WeightFormat(*own, self.fp8_activations)
 
     @property
     def size(self) -> int:

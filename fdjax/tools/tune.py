@@ -32,6 +32,7 @@ from fdjax.pallas_kernels.gemm import (
     matmul,
 )
 from fdjax.pallas_kernels.gemm.hopper.flat_gemm import FLAT_GEMM, matmul_flat_gemm
+from fdjax.pallas_kernels.gemm.hopper.fp8_gemm import FP8_GEMM, Fp8GemmConfig, matmul_fp8
 from fdjax.pallas_kernels.gemm.hopper.linear_chain import chain_mosaic
 from fdjax.pallas_kernels.gemm.hopper.packed_gemm import (
     PACKED_GEMM,
@@ -58,18 +59,26 @@ CHAIN_ROWS = (1, 2, 4, 8, 16, 32)
 
 # Largest relative error of a product in half precision. It only tells right from wrong.
 _TOLERANCE = 2e-2
+# The same if x is rounded to fp8, which alone is an error of 3e-2, or 4e-2 with a gate.
+_FP8_TOLERANCE = 8e-2
 
 
 def candidates(shape: LinearShape, m: int) -> Sequence[Any]:
     """Tilings of a linear layer with M rows that are worth measuring."""
     key = shape.key(m, itemsize=2)
     kernels = (PACKED_GEMM, TALL_GEMM) if shape.weight else (FLAT_GEMM,)
+    if FP8_GEMM.needs <= shape.features and not FP8_GEMM.fits(key):
+        kernels = (FP8_GEMM,)
     return [c for kernel in kernels if not kernel.fits(key) for c in kernel.candidates(key)]
 
 
 def _run(config: Any, **operands: Any) -> jax.Array:
     """Run the linear layer with the kernel that a configuration belongs to."""
-    kernels = {PackedGemmConfig: matmul_packed, TallGemmConfig: matmul_tall}
+    kernels = {
+        Fp8GemmConfig: matmul_fp8,
+        PackedGemmConfig: matmul_packed,
+        TallGemmConfig: matmul_tall,
+    }
     return kernels.get(type(config), matmul_flat_gemm)(**operands, config=config)
 
 
@@ -118,6 +127,8 @@ def time_linear(
     operands = [_operands(shape, max(rows), w, i, dtype) for i, w in enumerate(weights)]
     calls = {m: [(_first(m, one),) for one in operands] for m in rows}
     reference = reference or next(iter(variants.values()))
+    rounded = shape.weight is not None and shape.weight.fp8_activations
+    tolerance = _FP8_TOLERANCE if rounded else _TOLERANCE
     # Compiling autotunes on the device, so timing starts only when all variants are compiled.
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = {
@@ -132,7 +143,7 @@ def time_linear(
         for name, fn in functions.items():
             if fn is not None:
                 got = fn(*calls[m][0])
-                measured[name] = VariantMeasurement(*verify(got, want[:m], _TOLERANCE), None)
+                measured[name] = VariantMeasurement(*verify(got, want[:m], tolerance), None)
         for name in [n for n, one in measured.items() if one.problem is None] * passes:
             timing = measure(functions[name], calls[m], runs=runs)
             timings.setdefault(name, []).append(timing)

@@ -291,7 +291,11 @@ def has_weights(folder: Path) -> bool:
 
 
 def quantised_config(
-    folder: Path, config: DecoderConfig, data: dict[str, Any] | None = None
+    folder: Path,
+    config: DecoderConfig,
+    data: dict[str, Any] | None = None,
+    *,
+    fp8_activations: bool = True,
 ) -> DecoderConfig:
     """The architecture with the formats of the checkpoint's quantised weights.
 
@@ -299,6 +303,7 @@ def quantised_config(
       folder: the checkpoint.
       config: the architecture.
       data: content of its config.json; default the file's.
+      fp8_activations: whether activations may be rounded to fp8, if the checkpoint asks for it.
 
     Raises:
       CheckpointError: the format is not supported, or tensors do not fit it.
@@ -309,7 +314,13 @@ def quantised_config(
     if scheme is None:
         return config
     stored = by_our_names(folder, config)
-    return with_stored_formats(config, stored_linears(scheme, config, stored))
+    config = with_stored_formats(config, stored_linears(scheme, config, stored))
+    if fp8_activations:
+        return config
+    formats = config.formats_by_path.items()
+    return config.with_formats(
+        {path: dataclasses.replace(form, fp8_activations=False) for path, form in formats}
+    )
 
 
 def is_quantised_already(folder: Path, config: DecoderConfig) -> bool:
@@ -395,7 +406,11 @@ def _fused(
     words = fused([one.words for one in codes], "int32")
     scales = fused([one.scales for one in codes], form.scales)
     zeros = fused([one.zeros for one in codes], form.scales) if form.zeros else None
-    plain = QTensor(words, scales, zeros, form.kind, form.group, (k, *words.shape[1 + experts :]))
+    shape = (k, *words.shape[1 + experts :])
+    plain = QTensor(
+        *(words, scales, zeros, form.kind, form.group, shape),
+        fp8_activations=form.fp8_activations,
+    )
     return _in_layout(plain, form.layout)
 
 

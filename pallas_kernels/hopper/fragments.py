@@ -20,6 +20,8 @@ from fdjax.pallas_kernels.bricks import BRICK
 from fdjax.pallas_kernels.hopper.tiles import LAYOUT
 from fdjax.pallas_kernels.quantised import BITS
 
+FP8_LAYOUT = plgpu.Layout.WGMMA_8BIT  # of a left operand of wgmma in fp8
+
 _THREADS = 128
 _ROWS = 16  # rows of the weight of an instruction
 
@@ -131,6 +133,46 @@ def dequantised(
         return _fragment(registers, width, LAYOUT)
 
     return run(bricks, *scales, *zeros)
+
+
+def fp8_codes(bricks: Any, start: int, width: int):
+    """Load some rows of a column of bricks of fp8 codes from shared memory, as they are.
+
+    Args:
+      bricks, start, width: as for `unpacked`.
+
+    Returns:
+      [64, width] float8_e4m3fn in `FP8_LAYOUT`, with the rows of the weight in the order of
+      `in_fp8_order`, so that no threads exchange codes.
+    """
+    dtype = jnp.float8_e4m3fn
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(),),
+        return_type=plgpu.ShapeDtypeStruct((BRICK, width), dtype, layout=FP8_LAYOUT),
+    )
+    def run(_, ref):
+        quad = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+        registers = []
+        for words in loaded_words(ref, "fp8", start // _ROWS, width // _ROWS):
+            # The codes of the first column, then those of the one 8 further on.
+            registers += [
+                mgpu_utils.bitcast(ptx(f"prmt.b32 $0, $1, $2, {codes}", *words), quad)
+                for codes in (0x6420, 0x7531)
+            ]
+        return _fragment(registers, width, FP8_LAYOUT)
+
+    return run(bricks)
+
+
+def in_fp8_order(x: Array) -> Array:
+    """The values of x [..., K] in the order of the codes of `fp8_codes`.
+
+    Of 16 successive rows of the weight, a thread holds two pairs that are 8 apart. In fp8, it must
+    hold four successive ones.
+    """
+    k = x.shape[-1]
+    return x.reshape(-1, k // _ROWS, 2, 4, 2).swapaxes(2, 3).reshape(x.shape)
 
 
 def left_of(dtype: Any) -> Any:

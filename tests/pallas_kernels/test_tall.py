@@ -95,7 +95,7 @@ def _scratch(m, k, n, *, gate, config, kind="int8", residual=True, zeros=True):
     operands = {"x": shape((-(-m // 8) * 8, k)), "scales": factors}
     operands |= {"zeros": factors} if zeros else {}
     operands |= {"residual": shape((m, n))} if residual else {}
-    tile = tall_gemm._Tile(
+    tile = tall_gemm.TallTile(
         operands,
         kind=kind,
         group=128,

@@ -117,6 +117,40 @@ def test_weights_stay_quantised(case):
         assert len(config.blocks[0].formats) == 4
 
 
+@pytest.mark.parametrize("allowed", [True, False])
+@pytest.mark.parametrize("case", ["ct_fp8_block", "ct_fp8_channel", "fp8_block", "ct_int8"])
+def test_a_checkpoint_in_fp8_asks_for_activations_in_fp8(case, allowed):
+    config = parse_config(read_json(FIXTURES / case / "config.json"))
+    config = quantised_config(FIXTURES / case, config, fp8_activations=allowed)
+    model = describe(config, dtype="float32", plan=Plan())
+    want = allowed and case != "ct_int8"
+    assert {weight.fp8_activations for weight in config.weight_formats} == {want}
+    leaves = jax.tree.leaves(load_params(FIXTURES / case, model), is_leaf=is_quantised)
+    assert {leaf.fp8_activations for leaf in leaves if is_quantised(leaf)} == {want}
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "want"),
+    [
+        ("fp8_block", {"activation_scheme": "static"}, True),
+        ("fp8_block", {"activation_scheme": "none"}, False),
+        ("ct_fp8_channel", None, False),
+        ("ct_fp8_channel", {"num_bits": 8, "type": "float", "dynamic": False}, True),
+        ("ct_fp8_channel", {"num_bits": 8, "type": "int", "dynamic": True}, False),
+    ],
+)
+def test_activations_are_rounded_only_as_the_checkpoint_says(case, change, want):
+    data = read_json(FIXTURES / case / "config.json")
+    described = data["quantization_config"]
+    if case == "fp8_block":
+        described |= change
+    else:
+        for group in described["config_groups"].values():
+            group["input_activations"] = change
+    config = quantised_config(FIXTURES / case, parse_config(data), data)
+    assert {weight.fp8_activations for weight in config.weight_formats} == {want}
+
+
 slow = pytest.mark.slow
 
 

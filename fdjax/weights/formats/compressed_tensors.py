@@ -48,6 +48,7 @@ class Group:
       strategy: "tensor" | "channel" | "group" | "block".
       group_size: size of a group, for "group".
       block: (rows of N, columns of K) of a block, for "block".
+      fp8_activations: whether activations may be rounded to fp8.
     """
 
     targets: tuple[str, ...]
@@ -56,6 +57,7 @@ class Group:
     strategy: str
     group_size: int | None
     block: tuple[int, int] | None
+    fp8_activations: bool
 
     @classmethod
     def parse(cls, data: dict[str, Any], source: str) -> "Group | None":
@@ -98,7 +100,14 @@ class Group:
             strategy,
             group_size,
             tuple(block) if block else None,
+            kinds[bits, kind] == "fp8" and _is_fp8(reader.get("input_activations", dict, None)),
         )
+
+
+def _is_fp8(activations: dict[str, Any] | None) -> bool:
+    """Whether a group quantises activations to fp8, with scales that it holds or with new ones."""
+    described = activations or {}
+    return (described.get("num_bits"), described.get("type")) == (8, "float")
 
 
 def is_block(block: Any) -> bool:
@@ -270,7 +279,13 @@ def _naive(group: Group, module: str, shape, stored: Stored, source: str) -> Sto
             zeros = expand_scales(zeros, [n], columns, group.block)
         return _codes(words_of(weight), scale, zeros, [n], columns, group.block)
 
-    form = WeightFormat(group.kind, k // len(columns), zero is not None, scale_dtype(scale))
+    form = WeightFormat(
+        group.kind,
+        k // len(columns),
+        zero is not None,
+        scale_dtype(scale),
+        fp8_activations=group.fp8_activations,
+    )
     return StoredLinear(shape, tuple(names), form, read)
 
 

@@ -29,10 +29,12 @@ class FP8:
 
     Attributes:
       block: (rows of N, columns of K) of a block; None for one scale per tensor or channel.
+      fp8_activations: whether activations may be rounded to fp8.
       source: name of config.json, for errors.
     """
 
     block: tuple[int, int] | None
+    fp8_activations: bool
     source: str
 
     @classmethod
@@ -45,7 +47,9 @@ class FP8:
             raise CheckpointError(
                 f"{source}: 'weight_block_size' must be two positive integers, got {block!r}"
             )
-        return cls(tuple(block) if block else None, source)
+        # Scales of activations in the checkpoint ("static") are less accurate than new ones.
+        scheme = reader.get("activation_scheme", str, "dynamic")
+        return cls(tuple(block) if block else None, scheme in ("dynamic", "static"), source)
 
     def linear(self, module: str, shape: tuple[int, int], stored: Stored) -> StoredLinear | None:
         """See `Scheme.linear`."""
@@ -71,5 +75,10 @@ class FP8:
                 words_of(weight), expand_scales(read_scales(scale), [n], columns, self.block)
             )
 
-        form = WeightFormat("fp8", k // len(columns), scales=scale_dtype(scale))
+        form = WeightFormat(
+            "fp8",
+            k // len(columns),
+            scales=scale_dtype(scale),
+            fp8_activations=self.fp8_activations,
+        )
         return StoredLinear(shape, (name, scale.name), form, read)

@@ -58,7 +58,7 @@ _MOST_SUMS = 512
 # For estimates, which were fitted to times of 33 to 512 rows with int4 on an H100 and differ from
 # them by 15 % (root mean square). Multiprocessors that clusters of this size can use: a cluster
 # lies within 16 or 18.
-_MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 120}
+CLUSTER_MULTIPROCESSORS = {1: MULTIPROCESSORS, 2: MULTIPROCESSORS, 3: 126, 4: 120}
 # For 4096 rows of the weight: time to multiply 64 columns with a row of x, and to copy a byte of a
 # row of both. Unpacking a weight takes as long as multiplying it with so many rows. Time of both
 # ends of a block, and of the exchange of sums.
@@ -122,9 +122,9 @@ class TallGemmConfig:
                 or received > _MOST_RECEIVED_BYTES
             ):
                 continue
-            tiles_m, tile_m = _tiles(m, block_m)
+            tiles_m, tile_m = row_tiles_of(m, block_m)
             blocks = -(-n // (wide * BRICK)) * tiles_m * split
-            waves = -(-blocks // _MULTIPROCESSORS[split])
+            waves = -(-blocks // CLUSTER_MULTIPROCESSORS[split])
             products = _PRODUCT_US * bricks * (tile_m + _UNPACKED_ROWS) * rows
             copies = _COPY_US * (bricks * BRICK / 2 + 2 * tile_m) * rows
             us = waves * (max(products, copies) + _WAVE_US + _SPLIT_US * (split > 1))
@@ -133,7 +133,7 @@ class TallGemmConfig:
         return cls(-wide, block_m, 2, 6, split)
 
 
-def _tiles(m: int, block_m: int) -> tuple[int, int]:
+def row_tiles_of(m: int, block_m: int) -> tuple[int, int]:
     """Number of tiles along M, and rows of each, a multiple of 8."""
     tiles = -(-m // block_m)
     return tiles, -(-m // (8 * tiles)) * 8
@@ -191,21 +191,9 @@ def matmul_tall(
         )
         return (y + residual).astype(dtype)
     x, residual = in_eights(x, residual)
-    # Axes of a weight's parts and of a stack, if there are none. Words [L * parts, ...] have five
-    # axes, the most that TMA takes.
-    parts, (count, *_) = 2 if gate else 1, (*w.stack, 1)
-    factors = (count, k // w.group, parts, n)
-    operands = {
-        "x": x,
-        "w": w.words.reshape(count * parts, *w.words.shape[-4:]),
-        "scales": w.scales.reshape(factors),
-        "zeros": None if w.zeros is None else w.zeros.reshape(factors),
-        "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
-        "bias": None if bias is None else bias.reshape(parts, n),
-        "residual": residual,
-    }
-    y = _launch(
-        {name: operand for name, operand in operands.items() if operand is not None},
+    y = launch(
+        {"x": x} | operands_beside_x(w, layer, bias, residual),
+        TallTile,
         kind=w.kind,
         group=w.group,
         gate=gate,
@@ -217,14 +205,33 @@ def matmul_tall(
     return y[:m]
 
 
+def operands_beside_x(
+    w: QTensor, layer: Array | int | None, bias: Array | None, residual: Array | None
+) -> dict[str, Array]:
+    """The operands of `launch` but x, by name."""
+    # Axes of a weight's parts and of a stack, if there are none. Words [L * parts, ...] have five
+    # axes, the most that TMA takes.
+    (k, *_, n), parts, (count, *_) = w.shape, len(w.shape) - 1, (*w.stack, 1)
+    factors = (count, k // w.group, parts, n)
+    operands = {
+        "w": w.words.reshape(count * parts, *w.words.shape[-4:]),
+        "scales": w.scales.reshape(factors),
+        "zeros": None if w.zeros is None else w.zeros.reshape(factors),
+        "layer": None if layer is None else jnp.asarray(layer, jnp.int32).reshape(1),
+        "bias": None if bias is None else bias.reshape(parts, n),
+        "residual": residual,
+    }
+    return {name: operand for name, operand in operands.items() if operand is not None}
+
+
 # Jitted separately, so that layers of the same shape share one lowering.
 @functools.partial(
     jax.jit,
-    static_argnames=("kind", "group", "gate", "activation", "dtype", "config", "interpret"),
+    static_argnames=("tile", "kind", "group", "gate", "activation", "dtype", "config", "interpret"),
 )
-def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret):
-    """Launch the kernel; `operands` are arrays by name, without those that are None."""
-    tile = _Tile(
+def launch(operands, tile, *, kind, group, gate, activation, dtype, config, interpret):
+    """Launch the kernel of a class of tiles; `operands` are arrays by name."""
+    tile = tile(
         operands,
         kind=kind,
         group=group,
@@ -236,12 +243,13 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret
     )
     scratch = tile.scratch()
 
-    def tall_gemm_kernel(*refs):
+    def kernel(*refs):
         gmem = dict(zip((*operands, "y"), refs, strict=False))
         tile.run(gmem, dict(zip(scratch, refs[len(gmem) :], strict=True)))
 
+    kernel.__name__ = tile.kernel_name
     return plgpu.kernel(
-        tall_gemm_kernel,
+        kernel,
         out_type=jax.ShapeDtypeStruct((tile.m, tile.n), dtype),
         scratch_types=tuple(scratch.values()),
         # The last axis is the fastest: blocks of the same columns share codes in the L2 cache.
@@ -249,7 +257,7 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret
         grid_names=("n", "m"),
         cluster=(config.split,),
         cluster_names=("k",),
-        num_threads=config.wide + 1,
+        num_threads=tile.warpgroups + 1,
         thread_name="warpgroup",
         # All layouts are given. Inferring them would take longer than the rest of the lowering.
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
@@ -257,19 +265,24 @@ def _launch(operands, *, kind, group, gate, activation, dtype, config, interpret
     )(*operands.values())
 
 
-class _Tile:
+class TallTile:
     """A block's tile of the result: `tile_m` rows and `wide` columns of bricks.
 
     Attributes:
+      warpgroups: number of warpgroups that multiply.
+      pieces: columns of bricks of each of them.
       parts: 2 for gate and up, 1 without a gate.
       m, k, n: rows of x with padding, rows and columns of the weight.
       tiles_m, tile_m: tiles along M, and rows of each.
       block_k, steps: rows of the weight in one step, and steps of this block along K.
       unit: rows of the weight that are unpacked at once.
       shares: rows (first, end) of the tile that each block of the cluster stores.
+      registers: registers of a thread that multiplies, and of one that copies, see `_REGISTERS`.
       gmem, smem: references by name, once the kernel runs.
       column, row: the block's first column of bricks and first row, once the kernel runs.
     """
+
+    kernel_name = "tall_gemm_kernel"
 
     def __init__(
         self, operands, *, kind, group, gate, activation, dtype, config, interpreted
@@ -280,17 +293,13 @@ class _Tile:
         self.config, self.parts = config, 2 if gate else 1
         self.in_dtype = operands["x"].dtype
         (self.m, self.k), self.n = operands["x"].shape, operands["scales"].shape[-1]
-        self.tiles_m, self.tile_m = _tiles(self.m, config.block_m)
+        self.tiles_m, self.tile_m = row_tiles_of(self.m, config.block_m)
         self.block_k = self.deep * BRICK
         self.steps = -(-self.k // (self.block_k * self.split))
         share = -(-self.tile_m // (8 * self.split)) * 8
         ends = [min(at * share, self.tile_m) for at in range(self.split + 1)]
         self.shares = list(itertools.pairwise(ends))
-        # Two units of weights are in registers at a time. If there are too few, the compiler lets
-        # every instruction of the tensor cores wait for the one before.
-        registers = self.parts * self.tile_m // 2 + _OTHER_REGISTERS
-        fits = registers + 2 * BRICK // 4 <= _REGISTERS[self.wide][0]
-        self.unit = BRICK if fits else BRICK // 2
+        self.set_warpgroups()
         # Groups that rows of a step may belong to.
         self.groups = -(-self.block_k // group) + (
             self.block_k % group > 0 and group % self.block_k > 0
@@ -298,14 +307,30 @@ class _Tile:
         self.factors = [name for name in ("scales", "zeros") if name in operands]
         self.gmem, self.smem = {}, {}
 
+    def set_warpgroups(self) -> None:
+        """Set `warpgroups`, `pieces`, `registers` and `unit`."""
+        self.warpgroups, self.pieces = self.wide, 1
+        self.registers = _REGISTERS[self.wide]
+        # Two units of weights are in registers at a time. If there are too few, the compiler lets
+        # every instruction of the tensor cores wait for the one before.
+        registers = self.parts * self.tile_m // 2 + _OTHER_REGISTERS
+        self.unit = BRICK if registers + 2 * BRICK // 4 <= self.registers[0] else BRICK // 2
+
+    def stored_rows(self) -> int:
+        """Rows of a result that a warpgroup stores at once."""
+        return min(_STORED_BYTES // (BRICK * self.dtype.itemsize), self.shares[0][1])
+
+    def late_tiles(self) -> int:
+        """Tiles of the ring that hold the residual."""
+        return -(-self.wide // self.deep) if "residual" in self.operands else 0
+
     def scratch(self) -> dict[str, Any]:
         """Shared memory and barriers. Sets `stages`, the number of tiles in the ring.
 
         Raises:
           NotImplementedError: shared memory has no room for two tiles.
         """
-        stored = min(_STORED_BYTES // (BRICK * self.dtype.itemsize), self.shares[0][1])
-        buffers = {"y": ((self.wide, stored, BRICK), self.dtype)}
+        buffers = {"y": ((self.wide, self.stored_rows(), BRICK), self.dtype)}
         others = self.split - 1
         if others:
             sums = (others, self.wide, self.parts, BRICK, self.shares[0][1])
@@ -318,7 +343,7 @@ class _Tile:
             shape = (self.parts, self.groups, self.wide * BRICK)
             stage[name] = (shape, self.operands[name].dtype)
         room = _SMEM_BYTES - shared_bytes(buffers)
-        self.late = -(-self.wide // self.deep) if "residual" in self.operands else 0
+        self.late = self.late_tiles()
         self.stages = min(
             self.config.stages, max(self.steps, self.late), room // shared_bytes(stage)
         )
@@ -340,7 +365,7 @@ class _Tile:
             scratch["partial_full"] = plgpu.Barrier(num_arrivals=others * self.parts * self.wide)
         copies = 1 + self.parts * (1 + len(self.factors))
         scratch["full"] = plgpu.Barrier(num_arrivals=copies, num_barriers=self.stages)
-        scratch["empty"] = plgpu.Barrier(num_arrivals=self.wide, num_barriers=self.stages)
+        scratch["empty"] = plgpu.Barrier(num_arrivals=self.warpgroups, num_barriers=self.stages)
         if self.late:
             scratch["late_full"] = plgpu.Barrier(num_barriers=self.late)
         return scratch
@@ -355,21 +380,21 @@ class _Tile:
         self.layer = gmem["layer"][0] if "layer" in gmem else 0
         self.row = pl.multiple_of(lax.axis_index("m") * self.tile_m, 8)
         warpgroup = lax.axis_index("warpgroup")
-        most, least = _REGISTERS[self.wide]
+        most, least = self.registers
 
-        @when(warpgroup == self.wide)
+        @when(warpgroup == self.warpgroups)
         def _():
             if least:
                 plgpu.set_max_registers(least, action="decrease")
             self._produce()
 
-        @when(warpgroup < self.wide)
+        @when(warpgroup < self.warpgroups)
         def _():
             if least:
                 plgpu.set_max_registers(most, action="increase")
             self._consume(warpgroup)
 
-    def _at(self, step: Any) -> Any:
+    def at(self, step: Any) -> Any:
         """The place of a step among those of all blocks that share K."""
         return self.rank * self.steps + step
 
@@ -384,14 +409,18 @@ class _Tile:
             return slot
 
         def fetch(i, _):
-            self._fetch(self._at(i), acquire(i))
+            self._fetch(self.at(i), acquire(i))
 
-        lax.fori_loop(0, steps, fetch, None)
+        self.fetch_all(fetch)
         for late in range(self.late):
             self._fetch_residual(late, acquire(jnp.int32(steps + late)))
         # Every arrival is waited for.
         for i in range(max(steps + self.late - stages, 0), steps):
             plgpu.barrier_wait(smem["empty"].at[i % stages])
+
+    def fetch_all(self, fetch: Any) -> None:
+        """Call `fetch` for each step, and copy what else is needed."""
+        lax.fori_loop(0, self.steps, fetch, None)
 
     def _fetch(self, at, slot) -> None:
         """Copy x, codes, scales and zeros of a step; past M, K and N they are zero."""
@@ -425,24 +454,35 @@ class _Tile:
 
     def _consume(self, warpgroup) -> None:
         """Multiply a warpgroup's columns, and store their results."""
-        column = self.column + warpgroup
-        biases = []
-        if "bias" in self.gmem:  # read early, because it takes long
-            columns = pl.ds(jnp.minimum(column, self.n // BRICK - 1) * BRICK, BRICK)
-            for part in range(self.parts):
-                biases.append(load(self.gmem["bias"].at[part, columns], LAYOUT.reduce(1)))
-        accumulator = plgpu.ACC((BRICK, self.tile_m), jnp.float32)
-        multiply = functools.partial(self._multiply, warpgroup)
-        sums = pl.run_scoped(multiply, *[accumulator] * self.parts)
+        own = [warpgroup * self.pieces + piece for piece in range(self.pieces)]
+        # Read early, because it takes long.
+        biases = [self._biases(brick) for brick in own]
+        sums = self.sums(warpgroup)
+        results = list(zip(own, itertools.batched(sums, self.parts), biases, strict=True))
         if self.split == 1:
-            self._store(warpgroup, column, sums, biases, 0)
+            self._store_all(results, 0)
             return
         for rank in range(self.split):
-            send = functools.partial(self._send, warpgroup, sums, rank)
-            when(self.rank != rank)(send)
+            for brick, values, _ in results:
+                when(self.rank != rank)(functools.partial(self._send, brick, values, rank))
         for rank in range(self.split):
-            store = functools.partial(self._store, warpgroup, column, sums, biases, rank)
-            when(self.rank == rank)(store)
+            when(self.rank == rank)(functools.partial(self._store_all, results, rank))
+
+    def _biases(self, brick) -> list[Array]:
+        """The bias [64] of a column of bricks of the block, for each part."""
+        if "bias" not in self.gmem:
+            return []
+        column = jnp.minimum(self.column + brick, self.n // BRICK - 1)
+        return [
+            load(self.gmem["bias"].at[part, pl.ds(column * BRICK, BRICK)], LAYOUT.reduce(1))
+            for part in range(self.parts)
+        ]
+
+    def sums(self, warpgroup) -> list[Array]:
+        """Sums [64, tile_m] of all steps, for each part of each of a warpgroup's pieces."""
+        accumulator = plgpu.ACC((BRICK, self.tile_m), jnp.float32)
+        multiply = functools.partial(self._multiply, warpgroup)
+        return pl.run_scoped(multiply, *[accumulator] * self.parts)
 
     def _multiply(self, warpgroup, *accumulators) -> list[Array]:
         """Sums [64, tile_m] of all steps, for each part."""
@@ -457,7 +497,7 @@ class _Tile:
             for start in range(0, self.block_k, self.unit):
                 x = smem["x"].at[slot, :, pl.ds(start, self.unit)]
                 for part, accumulator in enumerate(accumulators):
-                    a = self._weights(warpgroup, self._at(i), slot, part, start)
+                    a = self._weights(warpgroup, self.at(i), slot, part, start)
                     plgpu.wgmma(accumulator, a, x.T)
                     # The product before has ended. This one runs while the next weights are
                     # unpacked.
@@ -479,7 +519,7 @@ class _Tile:
             return self._interpreted_weights(words, warpgroup, at, slot, part, start)
         scales, zeros = (
             tuple(
-                load(self._factor(name, warpgroup, at, slot, part, start + row), LAYOUT.reduce(1))
+                load(self.factor(name, warpgroup, at, slot, part, start + row), LAYOUT.reduce(1))
                 for row in range(0, self.unit, min(self.group, self.unit))
                 if name in self.factors
             )
@@ -490,8 +530,8 @@ class _Tile:
             *(words, self.kind, self.in_dtype, start, self.unit, scales, zeros), short=short
         )
 
-    def _factor(self, name, warpgroup, at, slot, part, start) -> Any:
-        """Reference to the scales or zeros [64] of a row of a step."""
+    def factor(self, name, brick, at, slot, part, start) -> Any:
+        """Reference to the scales or zeros [64] of a column of bricks, for a row of a step."""
         if self.block_k % self.group == 0:
             row = start // self.group
         elif self.groups == 1:
@@ -499,7 +539,7 @@ class _Tile:
         else:
             first = at * self.block_k
             row = lax.div(first + start, self.group) - lax.div(first, self.group)
-        return self.smem[name].at[slot, part, row, pl.ds(warpgroup * BRICK, BRICK)]
+        return self.smem[name].at[slot, part, row, pl.ds(brick * BRICK, BRICK)]
 
     def _interpreted_weights(self, words, warpgroup, at, slot, part, start) -> Any:
         """The interpreter knows no operand in registers, nor the code that unpacks."""
@@ -511,7 +551,7 @@ class _Tile:
         rows = range(start, start + self.unit, min(self.group, self.unit))
 
         def factor(name):
-            found = [self._factor(name, warpgroup, at, slot, part, row)[...] for row in rows]
+            found = [self.factor(name, warpgroup, at, slot, part, row)[...] for row in rows]
             return jnp.repeat(jnp.stack(found), self.unit // len(rows), axis=0).astype(jnp.float32)
 
         if "zeros" in self.factors:
@@ -523,8 +563,8 @@ class _Tile:
         plgpu.commit_smem()
         return a
 
-    def _send(self, warpgroup, sums, rank) -> None:
-        """Send another block of the cluster its rows of the sums."""
+    def _send(self, brick, sums, rank) -> None:
+        """Send another block of the cluster its rows of the sums of a column of bricks."""
         first, end = self.shares[rank]
         if first == end:
             return
@@ -532,38 +572,62 @@ class _Tile:
         for part, values in enumerate(sums):
             plgpu.async_store_smem(
                 values[:, first:end],
-                self.smem["partial"].at[peer, warpgroup, part, :, pl.ds(0, end - first)],
+                self.smem["partial"].at[peer, brick, part, :, pl.ds(0, end - first)],
                 barrier=self.smem["partial_full"],
                 cluster_idx=rank,
                 cluster_dim="k",
                 optimized=False,
             )
 
-    def _store(self, warpgroup, column, sums, biases, rank) -> None:
-        """Store a block's rows of the result, of one warpgroup's columns."""
-        smem, (first, end) = self.smem, self.shares[rank]
+    def _store_all(self, results, rank) -> None:
+        """Store a block's rows of (column of bricks, sums, biases) of a warpgroup."""
+        first, end = self.shares[rank]
         if first == end:
             return
         if self.split > 1:
-            plgpu.barrier_wait(smem["partial_full"])
+            plgpu.barrier_wait(self.smem["partial_full"])
+        self.await_late(results[0][0])
+        for result in results:
+            self._store(*result, first, end)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def await_late(self, brick) -> None:
+        """Wait for what a warpgroup, whose first column of bricks this is, needs at the end."""
         if self.late:
-            late = lax.div(warpgroup, self.deep)
-            plgpu.barrier_wait(smem["late_full"].at[late])
-        y_tile = smem["y"].at[warpgroup]
+            plgpu.barrier_wait(self.smem["late_full"].at[lax.div(brick, self.deep)])
+
+    def with_scales(self, sums, start) -> list[Array]:
+        """The sums of rows from `start` on, times what the codes were not multiplied by."""
+        return sums
+
+    def residual(self, brick, start, rows) -> Any:
+        """Reference to the residual [rows, 64], or None."""
+        if not self.late:
+            return None
+        slot = lax.rem(self.steps + lax.div(brick, self.deep), self.stages)
+        columns = pl.ds(lax.rem(brick, self.deep) * BRICK, BRICK)
+        return self.smem["x"].at[slot, pl.ds(start, rows), columns]
+
+    def _store(self, brick, sums, biases, first, end) -> None:
+        """Store rows of the result, of one column of bricks."""
+        smem, column = self.smem, self.column + brick
+        y_tile = smem["y"].at[brick]
         for start in range(first, end, y_tile.shape[0]):
             rows = min(y_tile.shape[0], end - start)
             total = [values[:, start : start + rows] for values in sums]
             for part in range(self.parts):
                 for peer in range(self.split - 1):
                     held = pl.ds(start - first, rows)
-                    total[part] += load(smem["partial"].at[peer, warpgroup, part, :, held])
-                if biases:
-                    total[part] += lax.broadcast_in_dim(biases[part], total[part].shape, [0])
+                    total[part] += load(smem["partial"].at[peer, brick, part, :, held])
+            total = self.with_scales(total, start)
+            if biases:
+                total = [
+                    values + lax.broadcast_in_dim(bias, values.shape, [0])
+                    for values, bias in zip(total, biases, strict=True)
+                ]
             y = finished(total, self.gate, self.activation)
-            if self.late:
-                slot = lax.rem(self.steps + late, self.stages)
-                place = pl.ds(lax.rem(warpgroup, self.deep) * BRICK, BRICK)
-                y += load(smem["x"].at[slot, pl.ds(start, rows), place].T)
+            if (residual := self.residual(brick, start, rows)) is not None:
+                y += load(residual.T)
             y = y.astype(self.dtype)
             if self.dtype.itemsize == 4:
                 y = plgpu.layout_cast(y, plgpu.Layout.WGMMA_TRANSPOSED)
@@ -575,8 +639,6 @@ class _Tile:
             def _(start=start, rows=rows):
                 place = (pl.ds(self.row + start, rows), pl.ds(column * BRICK, BRICK))
                 plgpu.copy_smem_to_gmem(y_tile.at[pl.ds(0, rows)], self.gmem["y"].at[place])
-
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 # (wide, block_m, deep, stages, split)
@@ -628,7 +690,7 @@ def _is_faster_than_packed(shape: Shape) -> bool:
         return False
     config = TallGemmConfig.for_shape(m, k, n // (1 + gate), gate=bool(gate))
     blocks = -(-n // (BRICK * config.wide * (1 + gate))) * config.split
-    return "int4" not in shape or blocks <= _MULTIPROCESSORS[config.split]
+    return "int4" not in shape or blocks <= CLUSTER_MULTIPROCESSORS[config.split]
 
 
 def _run(x, w, *, batch_invariant, **keywords):

@@ -1,0 +1,302 @@
+"""GEMM for prompts with weights and activations in fp8 on Hopper, in one launch.
+
+Tensor cores multiply fp8 twice as fast as bf16, if x is in fp8 too. Each row of x gets a scale, so
+that its largest value is the largest of float8_e4m3fn, 448. Scales of the weight multiply the sums
+of their group, scales of x the results.
+
+The tensor cores add fp8 products with about 14 bits. So they add up to 128 rows of the weight only,
+and these sums are added in fp32 (two levels, as DeepSeek-V3 does). Warpgroups take turns: one adds
+while the tensor cores run the others' products. With 4096 rows, this takes 14 % of the time.
+
+The rest is as in `tall_gemm`. The words of a weight are those of all other kernels: a thread has
+the codes that it needs, but in another order of rows, which `fp8_rows` brings x into.
+"""
+
+import dataclasses
+import functools
+import itertools
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from fdjax.pallas_kernels.bricks import BRICK, unpack_bricks
+from fdjax.pallas_kernels.dispatch import Implementation, Shape, needs_half, on_gpu
+from fdjax.pallas_kernels.gemm.hopper.tall_gemm import (
+    CLUSTER_MULTIPROCESSORS,
+    TallTile,
+    launch,
+    operands_beside_x,
+    row_tiles_of,
+)
+from fdjax.pallas_kernels.hopper.conditional import when
+from fdjax.pallas_kernels.hopper.fp8_rows import fp8_rows
+from fdjax.pallas_kernels.hopper.fragments import fp8_codes, in_fp8_order
+from fdjax.pallas_kernels.hopper.tiles import LAYOUT, in_eights, load
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
+from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
+
+_LEAST_ROWS = 129  # with fewer, reading the weight takes as long as multiplying
+_STEP = 128  # rows of the weight whose products are added in fp8
+_REGISTERS = {1: (255, None), 2: (224, 56), 3: (160, 32)}
+# For estimates, measured on an H200: time of a step with 128 rows, by columns of bricks; time of
+# both ends of a block, and of the exchange of sums.
+_STEP_US, _ENDS_US, _SPLIT_US = {1: 0.35, 2: 0.47, 3: 0.63, 4: 0.92}, 2.4, 2.8
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8GemmConfig:
+    """Tiling of `matmul_fp8`.
+
+    Attributes:
+      wide: columns of a block in bricks of 64, 1 to 4; with a gate, of each half, 1 or 2.
+      block_m: largest number of rows of a block, 64 or 128.
+      stages: largest number of tiles in the ring; K or shared memory may allow fewer.
+      split: number of blocks that share K, at most 8.
+    """
+
+    wide: int = 3
+    block_m: int = 128
+    stages: int = 6
+    split: int = 1
+
+    deep = _STEP // BRICK
+
+    def __post_init__(self):
+        if not 1 <= self.wide <= 4:
+            raise ValueError(f"fp8_gemm: wide must be in 1..4, got {self.wide}")
+        if self.block_m not in (64, 128):
+            raise ValueError(f"fp8_gemm: block_m must be 64 or 128, got {self.block_m}")
+        if self.stages < 2:
+            raise ValueError(f"fp8_gemm: stages must be at least 2, got {self.stages}")
+        if not 1 <= self.split <= 8:
+            raise ValueError(f"fp8_gemm: split must be in 1..8, got {self.split}")
+
+    @classmethod
+    def for_shape(cls, m: int, k: int, n: int, *, gate: bool = False) -> "Fp8GemmConfig":
+        """The tiling of the least estimated time."""
+        return min(_options(k, gate), key=lambda config: config.estimate(m, k, n, gate=gate))
+
+    def estimate(self, m: int, k: int, n: int, *, gate: bool) -> float:
+        """The estimated time in microseconds."""
+        tiles_m, tile_m = row_tiles_of(m, self.block_m)
+        blocks = -(-n // (self.wide * BRICK)) * tiles_m * self.split
+        steps = -(-k // (_STEP * self.split))
+        us = _STEP_US[self.wide * (1 + gate)] * (1 + 2 * tile_m / 128) / 3
+        ends = _ENDS_US + _SPLIT_US * (self.split > 1)
+        return -(-blocks // CLUSTER_MULTIPROCESSORS[self.split]) * (steps * us + ends)
+
+
+def _options(k: int, gate: bool) -> list[Fp8GemmConfig]:
+    """Tilings that may be the fastest. Where two take as long, the first is chosen."""
+    options = itertools.product((2,) if gate else (3, 2, 4), (128, 64), (6,), (1, 2, 3, 4))
+    return [Fp8GemmConfig(*o) for o in options if o[-1] == 1 or k >= 1024 * o[-1]]
+
+
+def matmul_fp8(
+    x: Array,
+    w: QTensor,
+    *,
+    layer: Array | int | None = None,
+    norm: RMSNorm | LayerNorm | None = None,
+    bias: Array | None = None,
+    gate: str | None = None,
+    activation: str | None = None,
+    residual: Array | None = None,
+    dtype: Any,
+    config: Fp8GemmConfig | None = None,
+    interpret: Any = None,
+) -> Array:
+    """`matmul` of x [M,K] in fp8 and a weight in fp8, as two kernels: `fp8_rows` comes first.
+
+    Args:
+      x: [M,K] bfloat16 or float16, which is rounded to fp8 with a scale for each row.
+      w: [K,N], or [K,2,N] with `gate`, in the layout "bricks"; with `layer` stacks of these. Its
+        groups are multiples of 128, or all rows.
+      layer, norm, bias, gate, activation, residual: as for `matmul`; residual is [M,N].
+      dtype: dtype of the result.
+      config: default `Fp8GemmConfig.for_shape`.
+      interpret: parameters of the interpreter, or None. It knows no clusters.
+
+    Returns:
+      [M,N].
+
+    Raises:
+      NotImplementedError: registers or shared memory have no room for the configuration.
+    """
+    (m, k), n = x.shape, w.shape[-1]
+    if m == 0:
+        return jnp.zeros((m, n), dtype)
+    config = config or Fp8GemmConfig.for_shape(m, k, n, gate=gate is not None)
+    added = None
+    if residual is not None and residual.dtype != dtype:
+        residual, added = None, residual.astype(jnp.float32)
+    x, residual = in_eights(x, residual)
+    codes, scales = fp8_rows(x, norm, in_xla=interpret is not None)
+    y = launch(
+        {"x": codes, "x_scales": scales} | operands_beside_x(w, layer, bias, residual),
+        Fp8Tile,
+        kind=w.kind,
+        group=w.group,
+        gate=gate,
+        activation=activation,
+        dtype=jnp.dtype(dtype if added is None else jnp.float32),
+        config=config,
+        interpret=interpret,
+    )
+    return y[:m] if added is None else (y[:m] + added).astype(dtype)
+
+
+class Fp8Tile(TallTile):
+    """A block's tile of a product in fp8. The residual comes to where the result leaves from."""
+
+    kernel_name = "fp8_gemm_kernel"
+
+    def set_warpgroups(self) -> None:
+        """Sums of 64 columns and 128 rows take 64 registers; those of a step come on top."""
+        bricks = self.wide * self.parts
+        if bricks > 4:
+            raise NotImplementedError(f"matmul: {self.config} has no registers for a gate")
+        # Three warpgroups overlap better than two, but have registers for one column each.
+        self.warpgroups = 3 if self.wide == 3 else min(self.wide, 2)
+        self.pieces, self.unit = self.wide // self.warpgroups, _STEP
+        self.registers = _REGISTERS[self.warpgroups]
+
+    def stored_rows(self) -> int:
+        """All rows of the block, if they come with a residual."""
+        return self.shares[0][1] if "residual" in self.operands else super().stored_rows()
+
+    def late_tiles(self) -> int:
+        """None: neither the residual nor the scales of x come through the ring."""
+        return 0
+
+    def scratch(self) -> dict[str, Any]:
+        """See `TallTile`."""
+        scratch = super().scratch()
+        scratch["x_scales"] = plgpu.SMEM((self.tile_m,), jnp.float32)
+        copies = 1 + self.wide * ("residual" in self.operands)
+        scratch["rest_full"] = plgpu.Barrier(num_arrivals=copies)
+        return scratch
+
+    def fetch_all(self, fetch: Any) -> None:
+        """Copy the scales of x and the residual after as many steps as the ring has room for."""
+        first = min(self.stages, self.steps)
+        lax.fori_loop(0, first, fetch, None)
+        gmem, smem, full = self.gmem, self.smem, self.smem["rest_full"]
+        scales = gmem["x_scales"].at[pl.ds(self.row, self.tile_m)]
+        plgpu.copy_gmem_to_smem(scales, smem["x_scales"], full)
+        if "residual" in gmem:
+            self._fetch_residual(full)
+        lax.fori_loop(first, self.steps, fetch, None)
+
+    def _fetch_residual(self, full) -> None:
+        """Copy the rows of the residual that this block stores."""
+        for rank, (first, end) in enumerate(self.shares):
+
+            @when(jnp.int32(self.rank) == rank)
+            def _(first=first, size=end - first):
+                for brick in range(self.wide):
+                    if size == 0:
+                        plgpu.barrier_arrive(full)
+                        continue
+                    columns = pl.ds((self.column + brick) * BRICK, BRICK)
+                    source = self.gmem["residual"].at[pl.ds(self.row + first, size), columns]
+                    target = self.smem["y"].at[brick, pl.ds(0, size)]
+                    plgpu.copy_gmem_to_smem(source, target, full)
+
+    def sums(self, warpgroup) -> list[Array]:
+        """See `TallTile`."""
+        bricks = [warpgroup * self.pieces + piece for piece in range(self.pieces)]
+        each = [(brick, part) for brick in bricks for part in range(self.parts)]
+
+        def step(i, sums):
+            slot = lax.rem(i, self.stages)
+            plgpu.barrier_wait(self.smem["full"].at[slot])
+            scales = [
+                load(self.factor("scales", brick, self.at(i), slot, part, 0), LAYOUT.reduce(1))
+                for brick, part in each
+            ]
+            total = []
+            for (brick, part), before, scale in zip(each, sums, scales, strict=True):
+                run = functools.partial(self._product, slot, brick, part)
+                product = pl.run_scoped(run, plgpu.ACC((BRICK, self.tile_m), jnp.float32))
+                if len(total) == len(each) - 1:
+                    plgpu.barrier_arrive(self.smem["empty"].at[slot])
+                total.append(before + product * lax.broadcast_in_dim(scale, product.shape, [0]))
+            return total
+
+        blank = jnp.zeros((BRICK, self.tile_m), jnp.float32)
+        if not self.interpreted:
+            blank = plgpu.layout_cast(blank, LAYOUT)
+        return lax.fori_loop(0, self.steps, step, [blank] * len(each))
+
+    def _product(self, slot, brick, part, accumulator) -> Array:
+        """The product of 64 columns in a step [64, tile_m]."""
+        words, x = self.smem["w"].at[slot, part, brick], self.smem["x"].at[slot]
+        if self.interpreted:
+            a = self._interpreted_codes(words, brick)
+        else:
+            a = fp8_codes(words, 0, _STEP)
+        plgpu.wgmma(accumulator, a, x.T)
+        return accumulator[...]
+
+    def _interpreted_codes(self, words, brick) -> Any:
+        """The interpreter knows no operand in registers."""
+        codes = unpack_bricks(words[...][None, :, :, :], self.kind)  # [K,N]
+        codes = lax.bitcast_convert_type(codes, jnp.float8_e4m3fn)
+        a = self.smem["a"].at[brick]
+        a[...] = in_fp8_order(codes.T)
+        plgpu.commit_smem()
+        return a
+
+    def await_late(self, brick) -> None:
+        """Wait for the scales of x, and the residual."""
+        plgpu.barrier_wait(self.smem["rest_full"])
+
+    def with_scales(self, sums, start) -> list[Array]:
+        """The sums times the scales of x."""
+        rows = sums[0].shape[1]
+        scales = load(self.smem["x_scales"].at[pl.ds(start, rows)], LAYOUT.reduce(0))
+        return [values * lax.broadcast_in_dim(scales, values.shape, [1]) for values in sums]
+
+    def residual(self, brick, start, rows) -> Any:
+        """See `TallTile`."""
+        return self.smem["y"].at[brick, pl.ds(0, rows)] if "residual" in self.gmem else None
+
+
+def _candidates(shape: Shape) -> list[Fp8GemmConfig]:
+    """Tilings that `fdjax tune` tries."""
+    few = shape["m"] <= 512
+    return [o for o in _options(shape["k"], bool(shape["gate"])) if few or o.split == 1]
+
+
+def _fits(shape: Shape) -> str | None:
+    if problem := needs_half(shape):
+        return problem
+    if shape["m"] < _LEAST_ROWS:
+        return f"takes at least {_LEAST_ROWS} rows, got {shape['m']}"
+    group = shape.get("fp8")
+    if group is None:
+        return "needs weights in fp8"
+    if group % _STEP and group < shape["k"]:
+        return f"takes groups of multiples of {_STEP}, or of all rows, got {group}"
+    return None
+
+
+def _run(x, w, *, batch_invariant, **keywords):
+    return matmul_fp8(x, w, **keywords)
+
+
+FP8_GEMM = Implementation(
+    *("matmul", "mosaic_gpu", _run),
+    can=frozenset({"norm", "layer_norm", "bias", "gate", "activation", "residual"})
+    | (WEIGHT_FEATURES - {f"weight.layout.{PLAIN}"}),
+    needs=frozenset({"weight.fp8_activations"}),
+    fits=_fits,
+    heuristic=on_gpu,
+    capabilities=((9, 0), (9, 1)),
+    config=Fp8GemmConfig,
+    candidates=_candidates,
+)
