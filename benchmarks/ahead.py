@@ -272,7 +272,7 @@ class _CompilingEngine(_AheadEngine):
 
     def stack(self, params: Params) -> dict[str, Any] | None:
         # Assumes that memory allows it. If not, the measuring process compiles other programs.
-        return stand_ins(stacked_shapes(params)) if self.model.one_launch_possible else None
+        return stand_ins(stacked_shapes(params)) if self.model.stacks_layers else None
 
 
 class _LoadingEngine(_AheadEngine):

@@ -17,6 +17,7 @@ from fdjax.pallas_kernels.all_reduce import all_reduce
 from fdjax.pallas_kernels.gemm import chain_counters, matmul
 from fdjax.pallas_kernels.layers import LayerWeights, decode_layers
 from fdjax.pallas_kernels.plan import Plan
+from fdjax.pallas_kernels.quantised import is_quantised
 from fdjax.pallas_kernels.ranks import AXIS, all_columns
 from fdjax.pallas_kernels.rope import Rope
 from fdjax.pallas_kernels.row_tiles import by_row
@@ -132,7 +133,7 @@ class Decoder(nnx.Module):
           stacked: parameters of the blocks, [L, ...] by names such as "attention.qkv.weight".
         """
         graph, params = nnx.split(self.blocks[0])
-        tree = jax.tree.structure(params)
+        tree = jax.tree.structure(params, is_leaf=is_quantised)
 
         def of_layer(name, stack, i):
             if name.endswith(".weight"):

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from fdjax.models.block import BlockSpec
+from fdjax.models.block import BlockSpec, LinearShape
 from fdjax.models.config import DecoderConfig
 from fdjax.models.decoder import Decoder
 from fdjax.models.fused_layers import layers_features, layers_shape
@@ -21,13 +21,15 @@ from fdjax.models.layouts import laid_out
 from fdjax.models.sharding import local_config, partitions, token_ranks, whole_config
 from fdjax.pallas_kernels.all_reduce import sum_shape
 from fdjax.pallas_kernels.attention.cache import cache_features
-from fdjax.pallas_kernels.dispatch import Features
+from fdjax.pallas_kernels.dispatch import Features, resolve
+from fdjax.pallas_kernels.gemm import MATMUL
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import is_quantised
 
 Params = dict[str, Any]
 # From so many tokens on, GPUs that share a model compute calls of prompts in tiles.
 _TOKENS_OF_TILES = 4096
+_SHORT_PROMPT = 128
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,18 +115,21 @@ class Model:
         """Whether a call of prompts with this many tokens runs the layers in a loop.
 
         The loop reads stacked weights. XLA would copy the weights of each layer before it
-        multiplies by them, so our kernels must run all products.
+        multiplies by them, so kernels must run all products that read them in place.
         """
         block, *others = dict.fromkeys(self.local.config.blocks)
-        if others or block.experts is not None or block.formats:
-            return False  # quantised weights were not measured in a loop
+        if others or block.experts is not None:
+            return False
         itemsize = jnp.dtype(self.dtype).itemsize
-        shapes = [linear.shape for linear in block.linears.values()]
-        choices = [
-            self.plan.choose("matmul", shape.features, **shape.key(tokens, itemsize))
-            for shape in shapes
-        ]
-        return all(choice.implementation != "xla" for choice in choices)
+
+        def in_place(shape: LinearShape) -> bool:
+            key = shape.key(tokens, itemsize)
+            try:
+                return resolve(MATMUL, self.plan, None, shape.features, **key)[0].in_place
+            except NotImplementedError:  # the product says so when it runs
+                return False
+
+        return all(in_place(linear.shape) for linear in block.linears.values())
 
     def prompt_tiles(self, blocks: int, tokens: int) -> int:
         """Tiles of a call of prompts with so many blocks of `tokens` tokens each.
@@ -147,6 +152,15 @@ class Model:
         """Whether the devices that share the model sum so many rows by XLA."""
         shape = sum_shape(rows, self.config.width, self.dtype, self.ranks)
         return self.plan.choose("all_reduce", **shape).implementation == "xla"
+
+    @property
+    def stacks_layers(self) -> bool:
+        """Whether a program reads stacked weights: `one_launch`, or `loops` with short prompts.
+
+        Without one launch, loops were measured with quantised weights only.
+        """
+        loops = self.ranks == 1 and self.config.weight_formats and self.loops(_SHORT_PROMPT)
+        return self.one_launch_possible or bool(loops)
 
     @property
     def one_launch_possible(self) -> bool:

@@ -83,6 +83,7 @@ class Implementation:
       forced: whether it also runs where its name is forced for all ops. False if only a table
         chooses it.
       shared: whether it also runs where several devices share a model.
+      in_place: whether it reads a layer of stacked weights where it lies. XLA copies it.
       persistent: whether its blocks divide the work among the multiprocessors of an H100. On a GPU
         with fewer, some of them would begin when the others have ended.
     """
@@ -102,6 +103,7 @@ class Implementation:
     parts: tuple[str, ...] = ()
     forced: bool = True
     shared: bool = True
+    in_place: bool = False
     persistent: bool = False
 
     def __repr__(self) -> str:

@@ -133,7 +133,7 @@ class LayerStacks:
 
     def __init__(self, model: Model):
         """Stack the layers of a model whose plan has a kernel for them."""
-        self._wanted = model.one_launch_possible
+        self._wanted = model.stacks_layers
         self._layers = model.config.layers
         self._stacks: dict[ParamPath, Weight] = {}
 
@@ -203,7 +203,7 @@ def stack_layers(
     """
     blocks = params["blocks"]
     leaves = jax.tree.leaves(blocks)
-    if not (model.one_launch_possible and all(isinstance(leaf, jax.Array) for leaf in leaves)):
+    if not (model.stacks_layers and all(isinstance(leaf, jax.Array) for leaf in leaves)):
         return None
     layers = [traverse_util.flatten_dict(blocks[i], sep=".") for i in range(len(blocks))]
     stacked = {kind: _stack_of([layer[kind] for layer in layers]) for kind in layers[0]}

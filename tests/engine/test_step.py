@@ -13,7 +13,9 @@ from flax import traverse_util
 from fdjax.engine.state import abstract_state, cache_bytes, init_cache, start
 from fdjax.engine.step import decode_steps, prefill
 from fdjax.models import describe, parse_config, random_params
+from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.sampling.options import GenerationConfig, per_row
+from fdjax.weights.quantise import to_quantise
 
 pytestmark = pytest.mark.usefixtures("quick_compiles")
 
@@ -57,11 +59,19 @@ def two_rows(*limits):
 
 
 @pytest.mark.slow
-def test_prefill_with_the_layers_in_a_loop():
+@pytest.mark.parametrize("weights", [None, "int4", "fp8"])
+def test_prefill_with_the_layers_in_a_loop(weights):
     model, _, _ = programs(layers=3)
+    if weights:
+        form = WeightFormat(weights, 32)
+        forms = {path: form for _, path, _ in to_quantise(model.config)}
+        model = describe(model.config.with_formats(forms), dtype="float32")
     params = random_params(model)
     blocks = [traverse_util.flatten_dict(params["blocks"][i], sep=".") for i in range(3)]
-    stacked = {name: jnp.stack([block[name] for block in blocks]) for name in blocks[0]}
+    stacked = {
+        name: jax.tree.map(lambda *a: jnp.stack(a), *(block[name] for block in blocks))
+        for name in blocks[0]
+    }
     rng = np.random.default_rng(0)
     sampling = jax.tree.map(jnp.asarray, per_row([GenerationConfig()] * 2, 2))
     tokens = rng.integers(0, 64, (2, 8)).astype(np.int32)

@@ -42,6 +42,7 @@ from fdjax.pallas_kernels.quantised import WeightFormat
 from fdjax.sampling.beams import BeamState
 from fdjax.sampling.options import GenerationConfig, per_row
 from fdjax.sampling.sampler import Processors
+from fdjax.weights.quantise import to_quantise
 from fdjax.weights.stacked import layer_slices, stacked_shapes
 
 pytestmark = pytest.mark.deviceless
@@ -64,11 +65,17 @@ KERNELS, CHAINED, ONE_LAUNCH = (
 
 
 @functools.cache
-def model(tied, plan=H100, kv_dtype=None):
-    """Two layers of Llama 3 8B, in full size: a layer more shows no more."""
+def model(tied, plan=H100, kv_dtype=None, weights=None):
+    """Two layers of Llama 3 8B, in full size: a layer more shows no more.
+
+    `weights` is the format of the weights of layers, if they are quantised.
+    """
     data = json.loads((CONFIGS / "llama-3-8b.new.json").read_text(encoding="utf-8"))
     data |= {"num_hidden_layers": 2, "tie_word_embeddings": tied}
-    return describe(parse_config(data), plan=plan, kv_dtype=kv_dtype)
+    config = parse_config(data)
+    if weights is not None:
+        config = config.with_formats({path: weights for _, path, _ in to_quantise(config)})
+    return describe(config, plan=plan, kv_dtype=kv_dtype)
 
 
 def room(batch, pages=0):
@@ -240,13 +247,13 @@ def abstract_table(batch, pages):
 
 
 def compiled_prefill(
-    plan, tied, batch, stacked=False, pages=0, blocks=0, loops=False, kv_dtype=None
+    plan, tied, batch, stacked=False, pages=0, blocks=0, loops=False, kv_dtype=None, weights=None
 ):
     """A prefill call as users get it; with `blocks` of 128 tokens that rows share."""
-    m = model(tied, plan, kv_dtype)
-    weights = m.abstract_params
+    m = model(tied, plan, kv_dtype, weights)
+    params = m.abstract_params
     if loops:
-        weights = weights | {"blocks": stacked_shapes(weights)}
+        params = params | {"blocks": stacked_shapes(params)}
 
     rows = min(blocks, room(batch, pages)) or batch
 
@@ -263,7 +270,7 @@ def compiled_prefill(
     return compile_for(
         "h100",
         run,
-        weights,
+        params,
         abstract_state(tied, batch, stacked, pages, kv_dtype),
         tokens,
         block,
@@ -271,7 +278,7 @@ def compiled_prefill(
         abstract_table(rows, pages),
         *((row, row, block, row) if blocks else ()),
         donate_argnums=1,
-        compiler_options=compiler_options(prompt_logits),
+        compiler_options=compiler_options(prompt_logits, m),
     )
 
 
@@ -374,6 +381,43 @@ def test_prefill_with_the_layers_in_a_loop(blocks):
         [*[products] * 4, "flat_gemm_kernel", "write_chunk", "prefill_attention"]
     )
     assert temp_bytes(compiled) <= blocks * 2**24
+
+
+@pytest.mark.parametrize(
+    ("weights", "blocks", "products"),
+    [
+        (WeightFormat("int4", 128, scales="bfloat16"), 1, ["tall_gemm_kernel"]),
+        (WeightFormat("int8", 128, scales="bfloat16"), 3, ["tall_gemm_kernel"]),
+        (WeightFormat("fp8", 128, fp8_activations=True), 1, ["tall_gemm_kernel"]),
+        (
+            WeightFormat("fp8", 128, fp8_activations=True),
+            8,
+            ["fp8_rows_kernel", "fp8_gemm_kernel"],
+        ),
+    ],
+    ids=str,
+)
+def test_prefill_with_quantised_layers_in_a_loop(weights, blocks, products):
+    plan = dataclasses.replace(KERNELS, named=KERNELS.named + IN_PAGES)
+    m = model(False, plan, weights=weights)
+    assert m.loops(blocks * SLOT_MULTIPLE) and m.stacks_layers
+    compiled = compiled_prefill(
+        *(plan, False, 1),
+        pages=PAGES,
+        blocks=blocks if blocks > 1 else 0,
+        loops=True,
+        weights=weights,
+    )
+    check_in_place(compiled, False, 1, masked_values=False, pages=PAGES)
+    names = collections.Counter(kernel_names(compiled))
+    assert {name: names[name] for name in products} == dict.fromkeys(products, 4)
+    assert temp_bytes(compiled) <= blocks * 2**24
+
+
+def test_products_that_copy_a_layer_are_not_looped_over():
+    weights = WeightFormat("int8", 128, scales="bfloat16")
+    looped = [model(False, KERNELS, weights=weights).loops(tokens) for tokens in (512, 640)]
+    assert looped == [True, False]
 
 
 def test_layers_that_differ_are_not_looped_over():

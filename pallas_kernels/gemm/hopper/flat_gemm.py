@@ -292,4 +292,5 @@ FLAT_GEMM = Implementation(
     capabilities=((9, 0), (9, 1)),
     config=FlatGemmConfig,
     candidates=_candidates,
+    in_place=True,
 )

@@ -175,7 +175,8 @@ class Fp8Tile(TallTile):
     def scratch(self) -> dict[str, Any]:
         """See `TallTile`."""
         scratch = super().scratch()
-        scratch["x_scales"] = plgpu.SMEM((self.tile_m,), jnp.float32)
+        # Mosaic copies multiples of 128 bytes.
+        scratch["x_scales"] = plgpu.SMEM((-(-self.tile_m // 32) * 32,), jnp.float32)
         copies = 1 + self.wide * ("residual" in self.operands)
         scratch["rest_full"] = plgpu.Barrier(num_arrivals=copies)
         return scratch
@@ -185,8 +186,9 @@ class Fp8Tile(TallTile):
         first = min(self.stages, self.steps)
         lax.fori_loop(0, first, fetch, None)
         gmem, smem, full = self.gmem, self.smem, self.smem["rest_full"]
-        scales = gmem["x_scales"].at[pl.ds(self.row, self.tile_m)]
-        plgpu.copy_gmem_to_smem(scales, smem["x_scales"], full)
+        target = smem["x_scales"]
+        scales = gmem["x_scales"].at[pl.ds(self.row, target.shape[0])]
+        plgpu.copy_gmem_to_smem(scales, target, full)
         if "residual" in gmem:
             self._fetch_residual(full)
         lax.fori_loop(first, self.steps, fetch, None)
@@ -299,4 +301,5 @@ FP8_GEMM = Implementation(
     capabilities=((9, 0), (9, 1)),
     config=Fp8GemmConfig,
     candidates=_candidates,
+    in_place=True,
 )

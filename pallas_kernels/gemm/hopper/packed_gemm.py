@@ -287,5 +287,6 @@ PACKED_GEMM = Implementation(
     heuristic=on_gpu,  # XLA dequantises the weight, and moves nine times the bytes of int4
     capabilities=((9, 0), (9, 1)),
     config=PackedGemmConfig,
+    in_place=True,
     candidates=_candidates,
 )

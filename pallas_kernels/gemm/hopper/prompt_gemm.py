@@ -428,6 +428,7 @@ PROMPT_GEMM = Implementation(
     capabilities=((9, 0), (9, 1)),
     config=PromptGemmConfig,
     candidates=_candidates,
+    in_place=True,
     shared=False,  # it has not run there
     persistent=True,
 )

@@ -706,4 +706,5 @@ TALL_GEMM = Implementation(
     capabilities=((9, 0), (9, 1)),
     config=TallGemmConfig,
     candidates=candidates,
+    in_place=True,
 )
