@@ -742,7 +742,7 @@ def load(
         docs/quantised.md. The experts of gpt-oss stay in MXFP4. Default: weights keep the format of
         the checkpoint, quantised or not.
       fp8_activations: round the activations of prompts to fp8, if the checkpoint has weights in fp8
-        and asks for it. Only Hopper GPUs do so, for 129 tokens at once or more.
+        and asks for it. Only Hopper GPUs do so, for 65 tokens at once or more.
       kv_dtype: dtype of keys and values in the cache: "int8", or by default the dtype of the
         activations. An int8 cache holds almost twice as many tokens, see docs/quantised.md.
       max_batch: largest number of rows that run at once. Default: as many as fit.

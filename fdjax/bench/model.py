@@ -24,9 +24,9 @@ LM = Any
 # Largest mean difference between log-probabilities from decoding and from one pass over the whole
 # text, by bytes per element.
 _TOLERANCE = {2: 0.05, 4: 1e-3}
-# The same if the pass rounds activations to fp8, but decoding does not. Wrong results of such a
-# kernel were off by 2 and more.
-_FP8_TOLERANCE = 0.5
+# The same if the pass rounds activations to fp8, but decoding does not: 0.25 to 0.5 with random
+# weights. Wrong results of such a kernel were off by 2 and more.
+_FP8_TOLERANCE = 1.0
 
 
 def bench_model(

@@ -6,6 +6,7 @@ XLA's operations and lie in shared memory, and XLA rounds the activations. It kn
 
 import dataclasses
 import functools
+import json
 import re
 
 import jax
@@ -26,7 +27,7 @@ from fdjax.pallas_kernels.gemm.hopper.fp8_gemm import (
 from fdjax.pallas_kernels.gemm.hopper.tall_gemm import TallGemmConfig
 from fdjax.pallas_kernels.hopper.fp8_rows import fp8_rows
 from fdjax.pallas_kernels.hopper.fragments import in_fp8_order
-from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm, normalised
+from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.plan import Plan
 from fdjax.pallas_kernels.quantised import WeightFormat
 
@@ -51,6 +52,14 @@ def rounded(x):
     return codes.astype(np.float64) * (largest / np.float32(448)).astype(np.float64)
 
 
+def values_of(codes, scales):
+    """The values [M,K] of the codes of rows as float64."""
+    codes = np.asarray(codes).astype(np.float64)
+    codes = codes[:, np.argsort(in_fp8_order(np.arange(codes.shape[1])))]
+    with np.errstate(invalid="ignore"):
+        return codes * np.asarray(scales).astype(np.float64)[:, None]
+
+
 def check(case, config, **options):
     """Run a case and compare with the oracle, to which the same codes of x are given."""
     operands = operands_of(case)
@@ -69,11 +78,11 @@ def check(case, config, **options):
         config=config,
         **options,
     )
-    x = x if norm is None else normalised(jnp.asarray(x), norm)
+    rounded_x = values_of(*fp8_rows(jnp.asarray(x), norm, in_xla="interpret" in options))
     assert_matmul(
         np.asarray(y),
-        oracle.matmul(rounded(x), exact_weight(one), gate=case.gate, **named),
-        dtype=case.dtype,
+        oracle.matmul(rounded_x, exact_weight(one), gate=case.gate, **named),
+        dtype="bfloat16",  # tensor cores add fp8 products with as many bits
         result=case.dtype,
         k=case.k,
         normed=case.norm,
@@ -106,7 +115,7 @@ def test_a_gate_must_fit_into_registers():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (dict(m=128), "takes at least 129 rows, got 128"),
+        (dict(m=64), "takes at least 65 rows, got 64"),
         (dict(fp8=64), "takes groups of multiples of 128, or of all rows, got 64"),
         (dict(itemsize=4), "needs bfloat16 or float16, got float32"),
     ],
@@ -122,9 +131,9 @@ def test_refuses_what_it_cannot_do(change, message):
 def test_it_runs_only_where_activations_may_be_rounded():
     form = WeightFormat("fp8", 128, layout="bricks")
     for m, allowed, config in (
-        (128, True, TallGemmConfig),
-        (129, True, Fp8GemmConfig),
-        (129, False, TallGemmConfig),
+        (64, True, TallGemmConfig),
+        (65, True, Fp8GemmConfig),
+        (65, False, TallGemmConfig),
         (8192, True, Fp8GemmConfig),
         (8192, False, None),
     ):
@@ -143,7 +152,7 @@ def test_only_weights_in_fp8_allow_it():
 @pytest.mark.parametrize(("k", "n"), [(4096, 12288), (11008, 4096), (4096, 14336), (512, 128)])
 def test_every_tiling_that_may_be_chosen_fits(k, n, gate):
     shape = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.bfloat16)
-    for m in (129, 256, 512, 4096):
+    for m in (65, 129, 256, 512, 4096):
         key = dict(m=m, k=k, n=n * (1 + gate), gate=int(gate))
         tried = fp8_gemm.FP8_GEMM.candidates(key)
         assert Fp8GemmConfig.for_shape(m, k, n, gate=gate) in tried
@@ -181,9 +190,7 @@ def test_rows_are_rounded_as_numpy_does(dtype):
     x = hostile(9, 192, dtype)
     codes, scales = jax.jit(functools.partial(fp8_rows, in_xla=True))(x)
     assert codes.dtype == jnp.float8_e4m3fn
-    codes = np.asarray(codes).astype(np.float64)[:, np.argsort(in_fp8_order(np.arange(192)))]
-    with np.errstate(invalid="ignore"):
-        values = codes * np.asarray(scales).astype(np.float64)[:, None]
+    values = values_of(codes, scales)
     damaged = np.arange(9)[~np.isfinite(x.astype(np.float32)).all(axis=1)]
     np.testing.assert_array_equal(np.isnan(values).any(axis=1).nonzero()[0], damaged)
     kept = np.delete(np.arange(9), damaged)
@@ -254,14 +261,16 @@ def test_rows_on_a_gpu_are_those_of_xla(k, dtype):
             jax.tree.map(np.asarray, jax.jit(functools.partial(fp8_rows, in_xla=in_xla))(x, norm))
             for in_xla in (False, True)
         )
-        values, exact = (codes.astype(np.float64) * s[:, None] for codes, s in (got, want))
+        values, exact = (values_of(*both) for both in (got, want))
         np.testing.assert_array_equal(np.isnan(values).any(1), np.isnan(exact).any(1))
         kept = ~np.isnan(exact).any(axis=1)
-        if norm is None:
-            np.testing.assert_allclose(values[kept], exact[kept], rtol=1e-6)  # of the scales
-        else:  # sums in another order change single codes
-            largest = np.abs(exact[kept]).max(axis=1, keepdims=True)
-            assert (np.abs(values[kept] - exact[kept]) <= largest / 14 + 1e-30).all()
+        exact = np.abs(exact[kept])
+        off = np.abs(np.abs(values[kept]) - exact)
+        # Scales may differ in their last bit, and with it codes that lie between two others. With a
+        # norm, the largest value may differ by one unit of its dtype.
+        least = 1e-5 * exact.max(axis=1, keepdims=True) + 1e-30
+        assert (off <= exact / 7 + least).all()
+        assert norm is not None or np.mean(off > 1e-6 * exact + 1e-30) < 1e-3
 
 
 ON_A_GPU = [
@@ -309,14 +318,14 @@ def test_errors_on_a_gpu_do_not_grow_with_k():
         y = matmul_fp8(x, w, dtype=jnp.dtype(jnp.float32))
         weight = exact_weight(operands["w"])
         exact = oracle.matmul(np.asarray(x, np.float64), weight).value
-        same_codes = oracle.matmul(rounded(x), weight).value
+        same_codes = oracle.matmul(values_of(*fp8_rows(jnp.asarray(x))), weight).value
         y = np.asarray(y).astype(np.float64)
         of_sums, total = (
             np.linalg.norm(y - want) / np.linalg.norm(want) for want in (same_codes, exact)
         )
         errors[k] = total
-        print(k, of_sums, total)
-        assert of_sums < 2e-3
+        print(json.dumps({"k": k, "of sums": of_sums, "total": total}))
+        assert of_sums < 5e-3
     assert errors[14336] < 1.2 * errors[1024]
 
 

@@ -38,7 +38,7 @@ from fdjax.pallas_kernels.hopper.tiles import LAYOUT, in_eights, load
 from fdjax.pallas_kernels.norm import LayerNorm, RMSNorm
 from fdjax.pallas_kernels.quantised import PLAIN, WEIGHT_FEATURES, QTensor
 
-_LEAST_ROWS = 129  # with fewer, reading the weight takes as long as multiplying
+_LEAST_ROWS = 65  # with fewer, `tall_gemm` is about as fast, and does not round x
 _STEP = 128  # rows of the weight whose products are added in fp8
 _REGISTERS = {1: (255, None), 2: (224, 56), 3: (160, 32)}
 # For estimates, measured on an H200: time of a step with 128 rows, by columns of bricks; time of
@@ -172,11 +172,17 @@ class Fp8Tile(TallTile):
         """None: neither the residual nor the scales of x come through the ring."""
         return 0
 
+    def x_swizzle(self) -> int:
+        """128 bytes, if they divide a row of x: TMA needs it."""
+        return 64 if self.k % _STEP else _STEP
+
+    def more_vectors(self) -> dict[str, Any]:
+        """The scales of x. Mosaic copies multiples of 128 bytes."""
+        return {"x_scales": ((-(-self.tile_m // 32) * 32,), jnp.float32)}
+
     def scratch(self) -> dict[str, Any]:
         """See `TallTile`."""
         scratch = super().scratch()
-        # Mosaic copies multiples of 128 bytes.
-        scratch["x_scales"] = plgpu.SMEM((-(-self.tile_m // 32) * 32,), jnp.float32)
         copies = 1 + self.wide * ("residual" in self.operands)
         scratch["rest_full"] = plgpu.Barrier(num_arrivals=copies)
         return scratch

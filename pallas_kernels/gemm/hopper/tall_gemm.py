@@ -320,6 +320,14 @@ class TallTile:
         """Rows of a result that a warpgroup stores at once."""
         return min(_STORED_BYTES // (BRICK * self.dtype.itemsize), self.shares[0][1])
 
+    def x_swizzle(self) -> int:
+        """Bytes of a row of a tile of x in memory."""
+        return self.unit * self.in_dtype.itemsize
+
+    def more_vectors(self) -> dict[str, Any]:
+        """(shape, dtype) of other buffers without tiles."""
+        return {}
+
     def late_tiles(self) -> int:
         """Tiles of the ring that hold the residual."""
         return -(-self.wide // self.deep) if "residual" in self.operands else 0
@@ -330,7 +338,7 @@ class TallTile:
         Raises:
           NotImplementedError: shared memory has no room for two tiles.
         """
-        buffers = {"y": ((self.wide, self.stored_rows(), BRICK), self.dtype)}
+        buffers = {"y": ((self.wide, self.stored_rows(), BRICK), self.dtype), **self.more_vectors()}
         others = self.split - 1
         if others:
             sums = (others, self.wide, self.parts, BRICK, self.shares[0][1])
@@ -352,12 +360,12 @@ class TallTile:
                 f"matmul: {self.config} does not fit into shared memory at M = {self.m}"
             )
         buffers |= {name: ((self.stages, *shape), dtype) for name, (shape, dtype) in stage.items()}
-        vectors = ("w", *self.factors)
+        vectors = ("w", *self.factors, *self.more_vectors())
         scratch = {
             name: (plgpu.SMEM if name in vectors else matrix)(*buffer)
             for name, buffer in buffers.items()
         }
-        scratch["x"] = matrix(*buffers["x"], most=self.unit * self.in_dtype.itemsize)
+        scratch["x"] = matrix(*buffers["x"], most=self.x_swizzle())
         if others:
             # Shares of rows are multiples of 8.
             scratch["partial"] = matrix(*buffers["partial"], most=32)
