@@ -576,7 +576,10 @@ class Engine:
 
             def run(params, state, host):
                 state, out = run_on_all(params, state, host)
-                return state, *(out if is_prefill else _on_host(out))
+                # A running maximum has no reruns, and XLA places no constant in the host's memory.
+                kept = out[2:] if static.get("return_reruns") else []
+                out = out[: len(out) - len(kept)]
+                return state, *(out if is_prefill else _on_host(out)), *kept
 
             def describe(params, state, host):
                 state = jax.tree.unflatten(state_def, state)

@@ -307,5 +307,6 @@ FP8_GEMM = Implementation(
     capabilities=((9, 0), (9, 1)),
     config=Fp8GemmConfig,
     candidates=_candidates,
+    shared=False,  # it has not run there
     in_place=True,
 )
